@@ -59,17 +59,22 @@ def shape_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def default_start_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row per server and batch size: answers of the default start against plain answers to single requests."""
     threads = {} if args.threads is None else {"cpu_threads": args.threads}
-    sampling = {"temperature": 0.0, "max_new_tokens": args.new_tokens}
     alone: list[Mapping[str, Any]] = []
     for name, drafts in (("plain", {"speculative_algorithm": "none"}), ("drafts", {})):
         with Engine(device="cpu", context_length=1024, **threads, **drafts) as engine:
             prompts = chat_prompts(engine)[: args.prompts]
             for together in TOGETHER:
-                engine.flush_cache()
-                groups = [prompts[start : start + together] for start in range(0, len(prompts), together)]
-                outputs = [output for group in groups for output in engine.generate(input_ids=group, sampling_params=sampling)]
+                outputs = in_groups(engine, prompts, together, args.new_tokens)
                 alone = alone or outputs
                 yield {"shape": f"default start, {name}, {together} together", "dtype": engine.config.weights} | compare(alone, outputs)
+
+
+def in_groups(engine: Engine, prompts: Sequence[list[int]], size: int, new_tokens: int) -> list[Mapping[str, Any]]:
+    """Greedy outputs of an engine with an empty cache, `size` prompts at a time."""
+    engine.flush_cache()
+    sampling = {"temperature": 0.0, "max_new_tokens": new_tokens}
+    groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    return [output for group in groups for output in engine.generate(input_ids=group, sampling_params=sampling)]
 
 
 def options(device: str, threads: int | None) -> dict[str, Any]:

@@ -43,6 +43,7 @@ SCRIPTS = {
     "embedded_gpu": "The embedded model on a GPU",
     "embedded_speculation": "The embedded model with its own draft",
     "lossless": "Greedy output with and without drafts",
+    "exactness": "The price of exactness in bfloat16",
     "memory_limits": "Memory at its limits",
     "host_cost": "Host time",
     "compare_commits": "Two checkouts on one machine",

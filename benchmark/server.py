@@ -75,7 +75,9 @@ class Server:
         )
         try:
             self._wait_ready(started)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, ServerFailed):  # an interrupted wait says what the server was doing
+                print(self.log_tail(), file=sys.stderr)
             self._end()
             raise
         return self

@@ -245,7 +245,7 @@ class _Server:
 def say(line: str) -> None:
     """Print a line; a full or closed stdout is logged and does not end the server."""
     try:
-        print(line, flush=True)
+        print(json.dumps({"message": line}) if logging_setup.writes_json() else line, flush=True)
     except OSError as error:
         log.warning("cannot write to stdout: %s", error.strerror or error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at exit, and fails again

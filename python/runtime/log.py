@@ -46,6 +46,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(shown, default=str)
 
 
+def writes_json() -> bool:
+    """Whether this process logs JSON lines, which progress bars would break."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
 def setup(level: str, title: str, form: LogFormat = "text") -> None:
     """Send records of `level` and above to stderr, marked with the title of the process. Call it once per process."""
     handler = logging.StreamHandler(sys.stderr)

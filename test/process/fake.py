@@ -142,7 +142,7 @@ class Server:
         deadline = time.monotonic() + seconds
         while "curl" not in (line := self._line(deadline)):
             if "ready" in line:
-                self.url = line.split()[-1]
+                self.url = line.split()[-1].rstrip('"}')
 
     def _line(self, deadline: float) -> str:
         while True:

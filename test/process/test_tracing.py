@@ -64,10 +64,11 @@ def test_a_collector_gets_the_phases_of_a_request_below_its_callers_span(tmp_pat
     assert root.start_time_unix_nano < phases["tokenize"].start_time_unix_nano
     assert not [span for span in spans if "health" in span.name]
 
-    lines = [json.loads(line) for line in server.text().splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in server.text().splitlines()]
+    assert any(line["message"].startswith("talon: ready after") for line in lines)
     mine = {line["logger"].rpartition(".")[2]: line for line in lines if line.get("request_id") == "req_mine" and line["level"] == "info"}
     assert mine["access_log"].items() >= {"method": "POST", "path": "/v1/completions", "status": 200}.items()
     assert mine["request_log"].items() >= {"completion_tokens": 8, "finish_reason": "length", "process": "talon::http"}.items()
-    (slow,) = (line for line in lines if line["level"] == "warning" and line.get("request_id") == "req_mine")
+    (slow,) = (line for line in lines if line.get("level") == "warning" and line.get("request_id") == "req_mine")
     assert list(slow["phase_seconds"]) == ["queue", "prefill", "decode"]
     assert slow["slowest_phase"] == max(slow["phase_seconds"], key=slow["phase_seconds"].get)

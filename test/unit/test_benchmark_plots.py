@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmark import crossover, draft_extend_graph, picture, plots, report, step_profile
+from benchmark import crossover, draft_extend_graph, exactness, picture, plots, report, step_profile
 from benchmark.client_agreement import FIGURES
 
 MACHINE = {"device": "NVIDIA H200", "gpus": ["NVIDIA H200"], "cpu": "x", "cores": 16, "python": "3.12", "packages": {"torch": "2.11.0"}}
@@ -166,6 +166,13 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"model": "gpt-oss-20b", "mode": mode, "concurrency": c, "output_throughput": 90.0 * c}
         for mode in ("plain", "accept-2.5")
         for c in (1, 16)
+    ],
+    "exactness": [
+        {"model": "8b", "setting": s, "context": 1000, "requests": n, "width": w, "ms": 4.0, "differ": 1, "tokens": 4 * n}
+        for s in exactness.SETTINGS for n, w in exactness.PASSES
+    ] + [
+        {"model": "smollm2", "setting": "EAGLE 3/1/4 against plain", "requests": 1, "prompts": 64, "tokens": 900, "accept_length": 2.0}
+        | {"differences": [{"prompt": 3, "token": 9}]}
     ],
     "memory_limits": [{"case": "8b-plain", "unused": 0.01, "graphs": [graph("target decode")]}, {"case": "bad", "error": "out of memory"}],
 }  # fmt: skip

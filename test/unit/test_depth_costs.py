@@ -17,9 +17,11 @@ from runtime.speculative.depth_costs import ENOUGH, ScratchRows
 class FakeWorker:
     """A worker whose iterations take the next of `seconds` each, on a clock of its own."""
 
-    def __init__(self, seconds: list[float], overlap: bool) -> None:
+    def __init__(self, seconds: list[float], overlap: bool, max_pages: int = 8) -> None:
         self.limits = SimpleNamespace(overlap=overlap, page_size=16, vocab_size=10)
-        self.parts = SimpleNamespace(depths=self, verifier=SimpleNamespace(padded_size=lambda depth, size: size))
+        target = SimpleNamespace(page_table=SimpleNamespace(max_pages=max_pages))
+        self.parts = SimpleNamespace(depths=self, verifier=SimpleNamespace(padded_size=lambda depth, size: size), target=target)
+        self.pages = 0
         self.now, self.steps = 0.0, 0
         self._seconds = [0.0, *seconds]  # the prompt
 
@@ -33,6 +35,7 @@ class FakeWorker:
     def submit(self, batch: ScheduleBatch) -> Any:
         seconds = self._seconds.pop(0)
         self.steps += 1
+        self.pages = max(self.pages, *batch.page_cols.tolist()) if self.steps == 1 else self.pages
         return SimpleNamespace(wait=lambda: setattr(self, "now", self.now + seconds))
 
 
@@ -50,3 +53,12 @@ def test_the_first_iteration_at_a_depth_does_not_count(
     point = ScratchRows(worker, 2).time(3)
     assert (point.size, point.depth, point.seconds) == (2, 3, pytest.approx(want))
     assert worker.steps == 1 + (2 if seconds[0] > ENOUGH else 3)
+
+
+def test_a_short_context_has_no_room_for_the_deepest() -> None:
+    worker: Any = FakeWorker([0.1] * 9, overlap=False, max_pages=1)
+    scratch = ScratchRows(worker, 2)
+    assert worker.pages == 0, "the only page of each request"
+    assert [depth for depth in (0, 1, 3, 5, 7) if scratch.has_room(depth)] == [0, 1, 3]
+    scratch.time(3)
+    assert not scratch.has_room(3), "what was timed took its positions"

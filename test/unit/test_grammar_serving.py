@@ -362,3 +362,17 @@ def test_a_grammar_that_fails_on_its_way_ends_its_request_alone(
     assert sum(end.reason == "stop" for end in served.ends.values()) == 3
     assert scheduler.stats.num_failed_steps_total == 0
     worker.close()
+
+
+def test_a_grammar_that_slows_others_down_ends_its_request_alone(
+    tmp_path: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.constrained.mask_meter.SLOW", -1.0)
+    monkeypatch.setattr("runtime.constrained.mask_meter.PER_MASK", -1.0)
+    worker, asks = constrained_worker(tmp_path, "EAGLE"), mixed_asks(8)
+    served, scheduler = serve(worker, asks, compiler)
+    for ask in asks:
+        end, slow = served.ends[ask.rid], ask.sampling.grammar is not None
+        assert (end.status, "takes too long" in end.message) == ((400, True) if slow else (0, False))
+    assert scheduler.stats.num_failed_steps_total == 0
+    worker.close()

@@ -14,7 +14,8 @@ from runtime.constrained import compiler as compiler_module
 from runtime.constrained.backends import make_backend
 from runtime.constrained.compiler import GrammarCompiler
 from runtime.constrained.constraint import Constraint
-from runtime.constrained.grammar import Grammar, GrammarBackend, Matcher, allowed_tokens, allows, mask_words, only_token
+from runtime.constrained.grammar import Grammar, GrammarBackend, MaskRow, Matcher, allowed_tokens, allows, mask_words, only_token
+from runtime.constrained.llguidance_backend import LlguidanceMatcher
 from runtime.constrained.window_masks import WindowMasks
 from runtime.errors import CompilerBusy, GrammarError
 from runtime.sampling_params import GrammarSpec
@@ -286,6 +287,44 @@ def test_a_committed_token_that_the_grammar_forbids_is_an_error(llguidance: Gram
     constraint = Constraint(llguidance.compile(spec_of("regex", "ab")).matcher(), frozenset({0}))
     constraint.commit(json_tokenizer().encode("x", False)[0])
     assert "does not allow" in constraint.error
+
+
+def test_masks_that_take_too_long_are_noticed_in_cpu_time(llguidance: GrammarBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar, row = llguidance.compile(spec_of("regex", "a{90}")), np.zeros(mask_words(VOCAB), dtype=np.int32)
+    wall, cpu, took = [0.0], [0.0], {"wall": 0.0, "cpu": 0.0}
+
+    def fill(self: LlguidanceMatcher, row: MaskRow) -> str:
+        wall[0], cpu[0] = wall[0] + took["wall"], cpu[0] + took["cpu"]
+        return given(self, row)
+
+    given = LlguidanceMatcher.fill
+    monkeypatch.setattr(LlguidanceMatcher, "fill", fill)
+    monkeypatch.setattr("runtime.constrained.mask_meter.perf_counter", lambda: wall[0])
+    monkeypatch.setattr("runtime.constrained.mask_meter.thread_time", lambda: cpu[0])
+
+    def masks(count: int, **seconds: float) -> Constraint:
+        took.update(seconds)
+        constraint = Constraint(grammar.matcher(), frozenset({0}))
+        for _ in range(count):
+            constraint.fork().fill(row)
+        return constraint
+
+    assert not masks(1000, wall=0.009, cpu=0.009).too_slow, "no mask is slow"
+    assert not masks(1000, wall=0.5, cpu=0.009).too_slow, "the machine is busy"
+    assert not masks(3, wall=0.1, cpu=0.1).too_slow, "the first masks build what later ones use"
+    slow = masks(8, wall=0.1, cpu=0.1)
+    assert slow.too_slow
+    slow.fill(row)
+    assert allowed_tokens(row).any()
+    assert not slow.error
+
+
+def test_an_object_may_have_hundreds_of_optional_properties(llguidance: GrammarBackend) -> None:
+    schema = {"type": "object", "properties": {f"key_{i}": {"type": "integer"} for i in range(400)}, "additionalProperties": False}
+    matcher, row = llguidance.compile(spec_of("json_schema", schema)).matcher(), np.zeros(mask_words(VOCAB), dtype=np.int32)
+    for token in json_tokenizer().encode('{"key_3": 1, "key_40": 22, "key_300": 3}', False):
+        assert matcher.fill(row) == ""
+        assert matcher.push(token)
 
 
 def test_a_window_knows_the_masks_behind_all_its_paths(llguidance: GrammarBackend) -> None:

@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from runtime.config.flag_parser import from_fields
 from runtime.config.resolve import check
 from runtime.entrypoints.http.server import create_app
+from runtime.entrypoints.http.tracing import otlp_provider
 from runtime.errors import ConfigError
 from runtime.managers.generation import Generation
 from runtime.managers.telemetry.progress import Progress
@@ -71,6 +72,14 @@ def test_every_request_has_a_span_and_a_new_trace_without_a_caller(status: int) 
     assert {span.parent.span_id for span in phases if span.parent} == ({root.context.span_id} if status == 200 else set())
     assert sum(span.name == "tokenize" for span in phases) == (status == 200)
     assert sum(span.name == "queue" for span in phases) == 2 * (status == 200)
+
+
+def test_the_environment_names_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("talon", "chat"):
+        provider = otlp_provider("http://127.0.0.1:1/v1/traces", "tiny")
+        assert provider.resource.attributes["service.name"] == name
+        provider.shutdown()
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
 
 
 def test_an_endpoint_that_is_not_http_is_refused() -> None:

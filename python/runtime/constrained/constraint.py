@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from runtime.constrained.grammar import MaskRow, Matcher
+from runtime.constrained.mask_meter import MaskMeter
 
 
 class Constraint:
@@ -17,17 +18,24 @@ class Constraint:
         restricts: whether the next token is restricted: the free text is over, and the text is not.
         ended: whether the text is over: what follows has no meaning.
         error: why the grammar could not be followed to its end; empty where all is well.
+        too_slow: whether its masks take so long that other requests suffer.
     """
 
     def __init__(self, matcher: Matcher, eos_ids: frozenset[int], after: tuple[int, ...] = ()) -> None:
         self._matcher, self._eos_ids, self._after = matcher, eos_ids, after
         self._latest: tuple[int, ...] = ()
+        self._meter = MaskMeter()
         self.restricts, self.ended, self.error = not after, False, ""
+
+    @property
+    def too_slow(self) -> bool:
+        """See above."""
+        return self._meter.exceeded
 
     def fork(self) -> Constraint:
         """A constraint at the same place, which goes its own way: to look at drafts."""
         fork = Constraint(self._matcher.fork() if self.restricts else self._matcher, self._eos_ids, self._after)
-        fork._latest, fork.restricts, fork.ended = self._latest, self.restricts, self.ended
+        fork._latest, fork.restricts, fork.ended, fork._meter = self._latest, self.restricts, self.ended, self._meter
         return fork
 
     def push(self, token: int) -> None:
@@ -48,6 +56,8 @@ class Constraint:
 
     def fill(self, row: MaskRow) -> None:
         """Write which tokens may come next; call it while `restricts`."""
+        began = self._meter.start()
         self.error = self.error or self._matcher.fill(row)
+        self._meter.stop(began)
         if self.error:  # the request ends with this error; until then any valid row will do
             row.fill(-1)

@@ -100,8 +100,9 @@ class Runtime:
     async def warm_up(self) -> None:
         """Generate a few tokens, so that the first request does not pay for lazy initialisation."""
         if not self.config.server.skip_server_warmup:
-            sampling = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
-            async with await self.manager.generate([0, 1, 2, 3], sampling) as generation:
+            tokens = min(4, self.config.model.context_length - 1)
+            sampling, prompt = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True), list(range(tokens))
+            async with await self.manager.generate(prompt, sampling) as generation:
                 async for _ in generation:
                     pass
         self.health.warm = True

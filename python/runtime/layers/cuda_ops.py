@@ -194,11 +194,11 @@ class CudaOps:
         self._tuned_buckets = {*(self._tuned_buckets or ()), *buckets}
         groups = group_gemms(gemms, buckets)
         found = autotune_gemms(groups, self._trial, self._timings, self._num_sms, others)
-        self.choices.update({key: choice for key, (choice, _) in found.items()})
+        self.choices.update({key: timed.choice for key, timed in found.items()})
         compile_all(self._warmup_runs(gemms, buckets))
         torch.cuda.empty_cache()
         self._quantized |= choose_quantized((gemm.linear for gemm in gemms), self._timings)
-        report = {str(group): found[group.key][1] for group in groups}
+        report = {str(group): str(found[group.key]) for group in groups}
         report |= {"prompts {} {}x{}".format(*kind): line for kind, (_, line) in self._quantized.items()}
         for name, line in report.items():
             log.info("%s: %s", name, line)

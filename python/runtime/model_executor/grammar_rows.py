@@ -26,6 +26,7 @@ from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.staging import HostCopy
 from runtime.sampling_params import GrammarSpec
 
+TOO_SLOW = "It takes too long to tell which tokens may come next. Make it simpler."
 Bool = npt.NDArray[np.bool_]
 Constraints = list[tuple[int, Constraint]]
 """Position in the batch and constraint of each constrained request, rising."""
@@ -119,7 +120,9 @@ class GrammarStep:
     def errors(self, offset: int) -> dict[int, str]:
         """Why grammars cannot be followed any further, by position in the batch, counted from `offset`."""
         pairs = zip(self.constraints, self._windows, strict=True)
-        found = {offset + request: constraint.error or window.error for (request, constraint), window in pairs}
+        found = {
+            offset + request: constraint.error or window.error or TOO_SLOW * constraint.too_slow for (request, constraint), window in pairs
+        }
         return {request: error for request, error in found.items() if error}
 
     def _compute(self, copies: HostCopy) -> Paths:

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from tqdm import tqdm
 
+from runtime.log import writes_json
+
 WARMUP_RUNS = 2
 
 GraphKey = tuple[int, int, str]
@@ -123,7 +125,7 @@ def capture_all(runners: Sequence[Capturable]) -> list[CaptureReport]:
         return []
     graphs = GraphPool() if any(runner.uses_cuda_graphs for runner in wanted) else None
     total = sum(len(runner.sizes) for runner in wanted)
-    bar = tqdm(total=total, desc="Capturing graphs", unit="graph", disable=graphs is None)
+    bar = tqdm(total=total, desc="Capturing graphs", unit="graph", disable=graphs is None or writes_json())
     with paused_gc(freeze=graphs is not None), bar:
         for runner in wanted:
             bar.set_postfix_str(runner.report.name)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from runtime.errors import ConfigError
+from runtime.log import writes_json
 
 INDEX = "model.safetensors.index.json"
 DUMMY_STD = 0.02
@@ -54,7 +55,7 @@ def safetensors_weights(folder: str | Path, device: torch.device, progress: bool
     """
     files = safetensors_files(Path(folder))
     total = sum(f.stat().st_size for f in files)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress or writes_json()) as bar:
         for file in files:
             yield from _tensors_of(file, device, bar)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from runtime.log import writes_json
 from runtime.model_files.cache_folder import build_once
 from runtime.model_files.gguf_config import TensorPlan, eos_ids, hf_config, plan_tensors, unpermute
 from runtime.model_files.gguf_file import GGUFFile
@@ -71,7 +72,7 @@ def convert(path: Path, folder: Path, progress: bool = True) -> None:
 
 
 def _weights(file: GGUFFile, plans: list[TensorPlan], progress: bool) -> Iterator[np.ndarray]:
-    for plan in tqdm(plans, desc="Converting weights", unit="tensor", disable=not progress, mininterval=0.5):
+    for plan in tqdm(plans, desc="Converting weights", unit="tensor", disable=not progress or writes_json(), mininterval=0.5):
         values = file.tensor(plan.source)
         yield unpermute(values, plan.heads) if plan.heads else values
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from runtime.errors import ConfigError
+from runtime.log import writes_json
 
 _MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -31,6 +32,10 @@ def download(model_id: str, revision: str | None, patterns: list[str], flag: str
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
+    if writes_json():
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
     try:
         ignored = ["*/*", "consolidated*"]
         return Path(snapshot_download(model_id, revision=revision, cache_dir=folder, allow_patterns=patterns, ignore_patterns=ignored))

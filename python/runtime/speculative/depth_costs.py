@@ -25,7 +25,7 @@ ENOUGH = 0.05
 """An iteration of so many seconds runs twice, shorter ones three times."""
 RUNS, SLOW_RUNS = 3, 2
 ROOM = 128
-"""Positions that a request may take in the measurement."""
+"""Positions that a request may take in the measurement, where the context is that long."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -56,7 +56,12 @@ def measure(worker: Worker) -> Iterator[CostPoint]:
         scratch = ScratchRows(worker, size)
         for depth in [depth for depth in ORDER if worker.parts.depths.limits.get(depth, 0) >= size]:
             expected = IterationCost(points).seconds(size, depth) if points else 0.0
-            if not points or time.perf_counter() + SLOW_RUNS * expected < deadline:
+            if points and time.perf_counter() + SLOW_RUNS * expected >= deadline:
+                continue
+            if not scratch.has_room(depth):
+                worker.reset()
+                scratch = ScratchRows(worker, size)
+            if scratch.has_room(depth):
                 points.append(scratch.time(depth))
                 yield points[-1]
     worker.reset()
@@ -64,10 +69,14 @@ def measure(worker: Worker) -> Iterator[CostPoint]:
 
 def _sizes(worker: Worker) -> list[int]:
     """Batch sizes to measure: one request, the most, and some between; only those that the KV cache holds."""
-    limits = worker.limits
-    pages = -(-ROOM // limits.page_size)
+    limits, pages = worker.limits, _pages(worker)
     most = min(limits.max_running_requests, limits.max_total_tokens // limits.page_size // pages, limits.max_extend_tokens)
     return [1, *([most] if most > 1 else []), *(size for size in SIZES if 1 < size < most)]
+
+
+def _pages(worker: Worker) -> int:
+    """Pages of a request."""
+    return min(-(-ROOM // worker.limits.page_size), worker.parts.target.page_table.max_pages)
 
 
 class ScratchRows:
@@ -78,6 +87,10 @@ class ScratchRows:
         self._rows = np.arange(1, size + 1, dtype=np.int32)
         self._bounds, self._step = np.ones(size, dtype=np.int32), 0
         worker.submit(self._prompt()).wait()
+
+    def has_room(self, depth: int) -> bool:
+        """Whether iterations at a depth can be timed before the pages are full. In a short context the deepest never can."""
+        return self._bounds[0] + RUNS * (depth + 1) <= _pages(self._worker) * self._worker.limits.page_size
 
     def time(self, depth: int) -> CostPoint:
         """The shortest time of a few iterations at a depth, one submitted before the one before it is read if that is usual.
@@ -106,7 +119,7 @@ class ScratchRows:
 
     def _prompt(self) -> ScheduleBatch:
         limits, size = self._worker.limits, self._size
-        pages = -(-ROOM // limits.page_size)
+        pages = _pages(self._worker)
         zeros = np.zeros(size, dtype=np.int32)
         none = np.empty(0, dtype=np.int32)
         history: Int32 = zeros[:1]

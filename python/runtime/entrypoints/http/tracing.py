@@ -28,7 +28,10 @@ PROPAGATOR = TraceContextTextMapPropagator()
 
 def otlp_provider(endpoint: str, service: str) -> TracerProvider:
     """A provider that sends spans to a collector, in batches, from a thread of its own."""
-    provider = TracerProvider(resource=Resource.create({"service.name": "talon", "service.version": __version__, "talon.model": service}))
+    resource = Resource.create({"service.version": __version__, "talon.model": service})
+    if str(resource.attributes["service.name"]).startswith("unknown_service"):  # the environment names none
+        resource = resource.merge(Resource({"service.name": "talon"}))
+    provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
 

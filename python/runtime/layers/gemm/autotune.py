@@ -59,6 +59,18 @@ class GemmGroup:
         return self.linears[0].weight.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """The fastest kernel of a GEMM, and the microseconds of all that fit the GPU, by choice."""
+
+    choice: GemmChoice
+    micros: Mapping[GemmChoice, float]
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{describe(choice)} {micros:.1f} µs" for choice, micros in self.micros.items())
+        return f"{describe(self.choice)} ({times})"
+
+
 def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int]) -> list[GemmGroup]:
     """The GEMMs of a model by kind, in the order in which the kinds first occur, at each m bucket."""
     kinds: dict[tuple[object, ...], list[Gemm]] = {}
@@ -98,7 +110,7 @@ def autotune_gemms(
     timings: GemmTimings,
     num_sms: int,
     others: Iterable[Callable[[], object]],
-) -> dict[GemmKey, tuple[GemmChoice, str]]:
+) -> dict[GemmKey, Timed]:
     """Compile and time what `timings` does not know yet.
 
     Args:
@@ -106,13 +118,14 @@ def autotune_gemms(
         others: runs of other kernels, compiled beside these.
 
     Returns:
-        The choice for each group and the line that describes it.
+        What was found for each group.
     """
     start = time.perf_counter()
     runs = {}
     for group in groups:
         run, known = trial(group), timings.known(group.dtype, group.key)
-        runs[group.key] = {choice: run(choice) for choice in (candidates(group, num_sms, timings.tuning) if known is None else (known[0],))}
+        choices = candidates(group, num_sms, timings.tuning) if known is None else (known.choice,)
+        runs[group.key] = {choice: run(choice) for choice in choices}
     compile_all([*(run for tried in runs.values() for run in tried.values()), *(lambda _, other=other: other() for other in others)])
     log.info("compiled the GEMMs of up to %d rows, and other kernels, in %.1f s", MAX_ROWS, time.perf_counter() - start)
     return {group.key: timings.keep(group.dtype, group.key, lambda g=group: _fastest(g, runs[g.key])) for group in groups}
@@ -133,12 +146,11 @@ def compile_all(runs: Iterable[Run]) -> None:
     torch.cuda.synchronize()
 
 
-def _fastest(group: GemmGroup, runs: Mapping[GemmChoice, Run]) -> tuple[GemmChoice, str]:
+def _fastest(group: GemmGroup, runs: Mapping[GemmChoice, Run]) -> Timed:
     """Time each choice as a captured graph of calls that read different weights; those that do not fit the GPU are left out."""
     calls = max(_rotation([linear.weight for linear in group.linears]), 2)
     times = {choice: micros for choice, run in runs.items() if (micros := _microseconds(run, calls)) is not None}
-    best = min(times, key=times.__getitem__)
-    return best, f"{describe(best)} ({', '.join(f'{describe(choice)} {micros:.1f} µs' for choice, micros in times.items())})"
+    return Timed(min(times, key=times.__getitem__), times)
 
 
 def _rotation(weights: Sequence[torch.Tensor]) -> int:

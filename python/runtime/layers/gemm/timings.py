@@ -12,7 +12,7 @@ from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.gemm.gemm import GemmKey
 
 if TYPE_CHECKING:  # it imports Triton, which the CPU build of torch does not have
-    from runtime.layers.gemm.tilings import GemmChoice
+    from runtime.layers.gemm.autotune import Timed
 
 
 class GemmTimings:
@@ -24,15 +24,15 @@ class GemmTimings:
     def __init__(self, tuning: DeviceTuning = H200, group: ParallelGroup = ALONE) -> None:
         self.tuning = tuning
         self._group = group
-        self._measured: dict[tuple[torch.dtype, GemmKey], tuple[GemmChoice, str]] = {}
+        self._measured: dict[tuple[torch.dtype, GemmKey], Timed] = {}
         self._quantized: dict[tuple[str, int, int], tuple[bool, str]] = {}
 
-    def known(self, dtype: torch.dtype, key: GemmKey) -> tuple[GemmChoice, str] | None:
-        """The choice for a GEMM with weights of `dtype` and a line that describes it, if it was measured."""
+    def known(self, dtype: torch.dtype, key: GemmKey) -> Timed | None:
+        """What was measured for a GEMM with weights of `dtype`."""
         return self._measured.get((dtype, key))
 
-    def keep(self, dtype: torch.dtype, key: GemmKey, measure: Callable[[], tuple[GemmChoice, str]]) -> tuple[GemmChoice, str]:
-        """The known choice, or the one that `measure` finds on rank 0."""
+    def keep(self, dtype: torch.dtype, key: GemmKey, measure: Callable[[], Timed]) -> Timed:
+        """What is known, or what `measure` finds on rank 0."""
         if (dtype, key) not in self._measured:
             self._measured[dtype, key] = self._group.agree(measure())
         return self._measured[dtype, key]

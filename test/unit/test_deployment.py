@@ -69,6 +69,12 @@ def test_probes_flags_and_grace_agree_with_the_server() -> None:
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
+def test_a_node_with_the_only_replica_can_be_drained() -> None:
+    budget = next(one for one in MANIFESTS if one["kind"] == "PodDisruptionBudget")["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert "minAvailable" not in budget
+
+
 def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
     if (analyze := shutil.which("systemd-analyze")) is None:
         pytest.skip("systemd is not installed")

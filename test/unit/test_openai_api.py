@@ -523,3 +523,25 @@ def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
     assert [record.getMessage() for record in caplog.records if "temprature" in record.getMessage()] == [
         "/v1/completions: ignoring unknown request fields: temprature"
     ]
+
+
+def test_each_prompt_of_generate_may_ask_for_log_probabilities_of_its_own() -> None:
+    async def check() -> None:
+        async with front() as f:
+            body = {
+                "text": ["abc", "de", "f"],
+                "return_logprob": [True, True, False],
+                "top_logprobs_num": [2, 0, 1],
+                "logprob_start_len": [1, -1, 0],
+                "sampling_params": {"max_new_tokens": 2},
+            }
+            first, second, third = [output["meta_info"] for output in (await f.post("/generate", body)).json()]
+            assert [token for _, token, _ in first["input_token_logprobs"]] == [98, 99]
+            assert [len(row) for row in first["output_top_logprobs"]] == [2, 2]
+            assert len(second["output_token_logprobs"]) == 2
+            assert not second.keys() & {"input_token_logprobs", "output_top_logprobs"}
+            assert "output_token_logprobs" not in third
+            refused = (await f.post("/generate", {**body, "top_logprobs_num": [1, 2]})).json()["error"]
+            assert refused["message"] == "top_logprobs_num must hold one item per prompt: it has 2, and there are 3 prompts."
+
+    run(check())

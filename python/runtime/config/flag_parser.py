@@ -262,6 +262,8 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 
 def _spelled(flag: Flag, text: str) -> object:
+    if flag.choices is not None and OTHER_SPELLINGS.get((flag.name, text), text) not in flag.choices:
+        raise argparse.ArgumentTypeError(f"must be {flag.expected}, not {text!r}. {' '.join(flag.help.split())}")
     try:
         return text if text in flag.words else flag.kind(OTHER_SPELLINGS.get((flag.name, text), text))
     except ValueError as error:

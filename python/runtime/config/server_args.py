@@ -47,7 +47,7 @@ class ServerArgs:
     dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = _flag(MODEL, "auto")
     """Type of weights and activations; auto is float32 on a CPU and the checkpoint's type, or bfloat16, on CUDA."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = _flag(MODEL, "auto")
-    """Type of the KV cache: the model's (auto), or fp8_e4m3, which holds twice the tokens (torch_native attention only)."""
+    """Type of the KV cache: the model's (auto), or fp8_e4m3, which holds twice the tokens (fa3 or torch_native attention)."""
     quantization: Literal["int8", "fp8", "mxfp4", "none"] | None = _flag(MODEL, None)
     """fp8 stores the linear weights of all layers in 8 bits (e4m3, a scale for each 128 x 128 entries), int8 on a CPU also the head;
     none turns off the embedded model's default. A quantized checkpoint needs no flag."""

@@ -16,7 +16,7 @@ from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import DONE, EventStream, event, until_gone
 from runtime.entrypoints.native.meta_info import meta_info
-from runtime.entrypoints.native.protocol import GenerateBody
+from runtime.entrypoints.native.protocol import AskedLogprobs, GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.managers.tokenizer_manager import TokenizerManager
@@ -66,7 +66,7 @@ class GenerateApi:
     def _cells(self, body: GenerateBody, group: Generations, prompt: int, choice: Choice) -> int:
         """How many values an output shows."""
         tokens = len(choice.token_ids) + len(group.each[prompt].prompt_ids) * (choice.prompt_logprobs is not None)
-        return tokens * (2 + body.top)
+        return tokens * (2 + body.logprobs[prompt].top)
 
     def _output(self, body: GenerateBody, group: Generations, prompt: int, choice: Choice, began: float) -> Json:
         generation = group.each[prompt]
@@ -75,19 +75,20 @@ class GenerateApi:
         meta = meta_info(generation.rid, choice.last)
         if choice.last.finish is not None:
             meta["e2e_latency"] = time.monotonic() - began
-        if body.return_logprob:
-            meta.update(self._logprobs(body, choice, generation.prompt_ids))
+        asked = body.logprobs[prompt]
+        if asked.top >= 0:
+            meta.update(self._logprobs(body, asked, choice, generation.prompt_ids))
         return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
 
-    def _logprobs(self, body: GenerateBody, choice: Choice, prompt_ids: list[int]) -> Json:
+    def _logprobs(self, body: GenerateBody, asked: AskedLogprobs, choice: Choice, prompt_ids: list[int]) -> Json:
         meta: Json = {"output_token_logprobs": self._triples(body, choice.token_ids, choice.logprobs)}
-        known, start = choice.prompt_logprobs, body.prompt_logprobs_from
+        known, start = choice.prompt_logprobs if asked.start >= 0 else None, asked.start
         chosen, top = aligned(len(prompt_ids), known.chosen, known.top) if known is not None else ([], [])
         if known is not None:
             meta["input_token_logprobs"] = self._triples(body, prompt_ids[start:], chosen[start:])
-        if body.top > 0:
-            meta["output_top_logprobs"] = [self._top(body, each) for each in choice.top]
-            meta["input_top_logprobs"] = [self._top(body, each) or None for each in top[max(start, 0) :]]
+        if asked.top > 0:
+            meta["output_top_logprobs"] = [self._top(body, each[: asked.top]) for each in choice.top]
+            meta["input_top_logprobs"] = [self._top(body, each[: asked.top]) or None for each in top[max(start, 0) :]]
         return meta
 
     def _triples(self, body: GenerateBody, ids: Sequence[int], logprobs: Sequence[float | None]) -> list[list[Any]]:
@@ -98,12 +99,11 @@ class GenerateApi:
         ]
 
     def _top(self, body: GenerateBody, top: Top) -> list[list[Any]]:
-        kept = top[: body.top]
-        return self._triples(body, [token for token, _ in kept], [value for _, value in kept])
+        return self._triples(body, [token for token, _ in top], [value for _, value in top])
 
 
 def _call(body: GenerateBody, defaults: SamplingDefaults) -> Call:
-    prompts = body.prompts
+    prompts, asked = body.prompts, body.logprobs
     return Call(
         name=body.rid if isinstance(body.rid, str) else "",
         prompts=prompts,
@@ -111,8 +111,8 @@ def _call(body: GenerateBody, defaults: SamplingDefaults) -> Call:
         rids=_rids(body.rid, len(prompts)),
         n=body.n,
         stream=body.stream,
-        top_logprobs=body.top,
-        prompt_logprobs=body.prompt_logprobs_from >= 0,
+        top_logprobs=max(one.top for one in asked),
+        prompt_logprobs=any(one.start >= 0 for one in asked),
         priority=body.priority,
         cache_salt=body.cache_salt,
         params={"prompt": "input_ids" if body.text is None else "text"}

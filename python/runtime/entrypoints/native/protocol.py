@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from annotated_types import Interval, Len
@@ -35,6 +37,24 @@ IdLists = Annotated[
     TokenIds | Annotated[list[TokenIds], items(1, MAX_PROMPTS)],
     Field(description=f"an array of token ids, or an array of 1 to {MAX_PROMPTS} of these; none may be empty"),
 ]
+
+
+PromptStart = Annotated[int, Interval(ge=-1, le=MAX_TOKENS)]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class AskedLogprobs:
+    """The log-probabilities that one prompt asks for.
+
+    Attributes:
+        top: how many likely tokens to report beside each chosen one; -1 for no log-probabilities.
+        start: the first prompt token whose log-probability is wanted; -1 for none.
+    """
+
+    top: int
+    start: int
 
 
 # ---- requests
@@ -79,24 +99,24 @@ class GenerateBody(Body):
     custom_labels: Unused = None
     external_trace_header: Unused = None
     log_metrics: Unused = None
-    logprob_start_len: Annotated[int, Interval(ge=-1, le=MAX_TOKENS)] = -1
+    logprob_start_len: PromptStart | Annotated[list[PromptStart], items(1, MAX_PROMPTS)] = -1
     model: ModelName | None = None
     no_logs: Unused = None
     priority: Int64 = 0
-    return_logprob: bool = False
+    return_logprob: bool | Annotated[list[bool], items(1, MAX_PROMPTS)] = False
     return_text_in_logprobs: bool = False
     rid: Rid | Annotated[list[Rid], items(1, MAX_PROMPTS)] | None = None
     routing_key: Unused = None
     stream: bool = False
-    top_logprobs_num: TopLogprobs = 0
+    top_logprobs_num: TopLogprobs | Annotated[list[TopLogprobs], items(1, MAX_PROMPTS)] = 0
 
     @model_validator(mode="after")
     def _check_fields(self) -> GenerateBody:
         if (self.text is None) == (self.input_ids is None):
             raise RequestError("Send either text or input_ids.", "text")
         count = len(self.prompts)
-        for name, value in (("sampling_params", self.sampling_params), ("rid", self.rid)):
-            if isinstance(value, list) and len(value) != count:
+        for name in ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"):
+            if isinstance(value := getattr(self, name), list) and len(value) != count:
                 raise RequestError(f"{name} must hold one item per prompt: it has {len(value)}, and there are {count} prompts.", name)
         if len({one.n for one in self.samplings}) > 1:
             raise RequestError("sampling_params.n must be the same for all prompts of a call.", "sampling_params.n")
@@ -121,23 +141,22 @@ class GenerateBody(Body):
     @property
     def samplings(self) -> list[NativeSampling]:
         """One per prompt."""
-        given = self.sampling_params
-        return given if isinstance(given, list) else [given] * len(self.prompts)
+        return self._each(self.sampling_params)
 
     @property
     def n(self) -> int:
         """Texts per prompt."""
         return self.samplings[0].n
 
-    @property
-    def top(self) -> int:
-        """How many likely tokens to report beside each chosen one; -1 for no log-probabilities."""
-        return self.top_logprobs_num if self.return_logprob else -1
+    @cached_property
+    def logprobs(self) -> list[AskedLogprobs]:
+        """One per prompt."""
+        columns = zip(self._each(self.return_logprob), self._each(self.top_logprobs_num), self._each(self.logprob_start_len), strict=True)
+        return [AskedLogprobs(top, start) if wanted else AskedLogprobs(-1, -1) for wanted, top, start in columns]
 
-    @property
-    def prompt_logprobs_from(self) -> int:
-        """The first prompt token whose log-probability is wanted; -1 for none."""
-        return self.logprob_start_len if self.return_logprob else -1
+    def _each(self, given: T | list[T]) -> list[T]:
+        """One value per prompt."""
+        return given if isinstance(given, list) else [given] * len(self.prompts)
 
 
 class TokenizeBody(Body):

@@ -195,6 +195,15 @@ def test_refusals_name_the_field(body: dict[str, Any], field: str) -> None:
     assert error["message"].startswith(field.split("[")[0])
 
 
+def test_required_calls_leave_no_room_for_other_grammars() -> None:
+    error = refused({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"})
+    assert (error["param"], error["message"]) == (
+        "guided_regex",
+        "The guided_regex cannot be used: Required tool calls leave no room for text.",
+    )
+    assert refused({"tools": TOOLS, "tool_choice": "sometimes"})["message"].count("an object") == 1
+
+
 def test_required_calls_are_enforced_by_a_grammar() -> None:
     whole, _, requests = ask(CALLS.split("\n<tool_call>")[0], {"tools": TOOLS, "tool_choice": "required"})
     assert whole["choices"][0]["finish_reason"] == "tool_calls"

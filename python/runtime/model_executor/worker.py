@@ -316,8 +316,6 @@ class Worker:
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = batch.len_bounds[first:]
         sample = parts.monitor.next_iteration(batch.num_decodes, depth)
-        # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
-        # for neither side.
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         grammar = parts.grammars.step(host_rows, size, parts.drafter.spec.shape.at_depth(depth).num_draft_tokens)
         # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts

@@ -92,7 +92,7 @@ class OutputFormat:
         """`sampling` with what the parser needs, and with the grammar that thinking and calls ask for.
 
         Raises:
-            RequestError: the grammar of the request cannot be combined with its tools.
+            GrammarError: the grammar of the request cannot be combined with its tools.
         """
         if self._harmony is not None:
             return self._adapt_harmony(self._harmony, sampling, request)

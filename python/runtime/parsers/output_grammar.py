@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from msgspec import structs
 
-from runtime.errors import RequestError
+from runtime.errors import GrammarError
 from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, json_of, one_of, optional, regex, sequence, tag
 from runtime.sampling_params import GrammarSpec, SamplingParams
 
@@ -29,13 +29,13 @@ def answer_part(
         as_text: how a part stands in the answer as text.
 
     Raises:
-        RequestError: the grammar cannot be combined with the calls.
+        GrammarError: the grammar cannot be combined with the calls.
     """
     text = None if spec is None else spec_part(spec)
     if calls is None or (spec is not None and text is None):
         return text and as_text(text)
     if spec is not None and rule == "required" and spec.kind != "json_schema":
-        raise RequestError(f"{spec.kind} cannot be combined with required tool calls.", spec.kind)
+        raise GrammarError(spec.kind, "Required tool calls leave no room for text.")
     if rule == "required":
         return calls.calls(parallel)
     if text is not None:

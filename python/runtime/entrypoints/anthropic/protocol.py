@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import Body, Int64, Name, StopText, Unused, items
-from runtime.entrypoints.http.field_rules import TEXT, any_of, has, unless
+from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, unless
 from runtime.entrypoints.openai.messages import MAX_MESSAGES, TEXT_PARTS_ONLY
 from runtime.entrypoints.openai.protocol import ModelName
 from runtime.entrypoints.openai.tools import FunctionName
@@ -155,6 +155,8 @@ class OutputConfig(Body):
 
 class CountBody(Body):
     """A body of /v1/messages/count_tokens."""
+
+    RULES = (any_of(lacks(tool_choice={"properties": {"type": {"enum": ["auto", "none"]}}}), has(tools=ITEMS)),)
 
     messages: Annotated[list[Turn], items(1, MAX_MESSAGES)]
     model: ModelName | None = None

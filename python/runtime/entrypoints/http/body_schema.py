@@ -46,7 +46,7 @@ class BodySchema:
             return MissingField(f"{path}.{error['ctx']['field']}", f"{path}.{error['ctx']['field']}")
         if node.get("description"):
             return RequestError(f"{path} must be {node['description']}.", param)
-        refusal = InvalidField(path, error["input"], " or ".join(map(_limit, self._forms(node))))
+        refusal = InvalidField(path, error["input"], " or ".join(dict.fromkeys(map(_limit, self._forms(node)))))
         refusal.param = param
         return refusal
 

@@ -15,7 +15,7 @@ from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatUpdate
 from runtime.entrypoints.openai.messages import rendered_messages
 from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.usage import TokenCounts, UsageCounter
-from runtime.errors import RequestError, UnsupportedField
+from runtime.errors import GrammarError, RequestError, UnsupportedField
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.parsers.output_format import OutputFormat, OutputRequest
 from runtime.parsers.registry import pick_think_format, pick_tool_format
@@ -96,10 +96,15 @@ class Chats:
         sampling = body.sampling(body.limit, body.min_tokens, self._manager.config.model.default_sampling_params)
         output = OutputRequest(tools.schemas, sampling.stop, body.separate_reasoning, tools.rule, tools.parallel)
         grammar_names = body.grammar_names() if tools.rule == "free" else {str(kind): "tools" for kind in GRAMMAR_KINDS}
+        try:
+            adapted = self._format.adapt(sampling, output, prompt_ids)
+        except GrammarError as error:
+            error.param = body.grammar_names()[error.param or ""]
+            raise
         call = Call(
             name=name,
             prompts=[prompt_ids],
-            sampling=[self._format.adapt(sampling, output, prompt_ids)],
+            sampling=[adapted],
             rids=[name],
             n=body.n,
             stream=body.stream,

@@ -16,7 +16,7 @@ from runtime.model_executor import build
 from runtime.model_executor.depth import DepthBatches, DepthControl, choose_depth, depths_to_drop, split_batch_sizes, split_by_depth
 from runtime.model_executor.depth_controller import DecodeRows
 from runtime.sampling_params import SamplingParams
-from unit.driver import GREEDY, Driver
+from unit.driver import GREEDY, Driver, EveryNth
 from unit.predicting import VOCAB, exact_product, plain, speculating
 from unit.storm import SIZES as STORM_SIZES
 from unit.storm import Storm, same_life
@@ -176,6 +176,24 @@ def test_a_life_of_batches_at_all_depths_in_turn_is_the_same_through_graphs(
             return Storm(worker, 7, MIXED, poison=replay is not None).run(6)
 
     same_life(life(None), life("eager"))
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_a_stale_graph_of_any_depth_raises_the_drift_alarm(tmp_path: Path, depth: int) -> None:
+    """Samples of the draft alone find it."""
+    worker: Any = speculating(tmp_path, "EAGLE", "eager", STORM_SIZES, **AUTO)
+    monitor, state = worker.parts.monitor, worker.parts.drafter.state
+    monitor.schedule = EveryNth(5, verify=False)
+    extend = worker.parts.drafter.graphs[depth].extend
+    extend._replays = {key: (lambda replay=replay: (replay(), state.tokens.zero_())) for key, replay in extend._replays.items()}
+    prompts = {r: np.random.default_rng(r).integers(0, VOCAB, 6).tolist() for r in range(1, 9)}
+    found = list[bool]()
+    for sound in (True, False):
+        with worker.parts.depths.forced(3 if sound else depth):
+            for _ in range(3):
+                Driver(worker).generate(prompts, 40)
+        found.append(bool(monitor.alarm.check()))
+    assert found == [False, True]
 
 
 def test_the_controller_chooses_and_learns(tmp_path: Path) -> None:

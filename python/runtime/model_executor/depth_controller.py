@@ -23,14 +23,18 @@ from runtime.worker_info import DepthClass, DepthInfo
 Floats = npt.NDArray[np.float64]
 HYSTERESIS = 0.015
 """Another depth is taken if it promises more tokens per second than the current one by this share."""
+SCATTER = 0.02
+"""Share by which drafts must be worth more than none: with them requests end apart, which leaves smaller batches and more, shorter
+prompt steps."""
 PROBE_SHARE = 0.004
 """Share of the time that probes of other depths may lose."""
-PROBE_DISTANCE = 8
-"""Least iterations between two probes."""
+PROBE_DISTANCE, BLIND_DISTANCE = 8, 10
+"""Least iterations between two probes; from depth 0 as many as there are requests, up to the second number: each is a window."""
 STALE = 64
 """A depth whose time was not seen for so many iterations is probed: its time may have changed."""
-MOST_SAVED, SAVED_AT_START = 8, 4
-"""Iterations whose time probes may lose in a row: after none for long, and at the start, whose measurement may be wrong."""
+MOST_SAVED, SAVED_AT_START, FEW = 8, 4, 8
+"""Iterations whose time probes may lose in a row: after none for long, and at the start, whose measurement may be wrong. So many for few
+requests; with more of them a probe shows more windows, and less is put aside at the start, but an iteration's."""
 FIRST_RATE = 0.6
 """Acceptance of the first draft, before any is seen."""
 PRIOR = 4.0
@@ -163,12 +167,17 @@ class Option:
         """Tokens per second."""
         return self.tokens / self.seconds
 
+    @property
+    def worth(self) -> float:
+        """Tokens per second of the whole server, up to a factor."""
+        return self.rate / (1 + SCATTER) if self.depth else self.rate
+
 
 def best_option(options: Sequence[Option], current: int | None) -> Option:
-    """The option with the most tokens per second; the current depth, if there is one, unless another is clearly better."""
-    best = max(options, key=lambda option: option.rate)
+    """The option that is worth the most; the current depth, if there is one, unless another is clearly better."""
+    best = max(options, key=lambda option: option.worth)
     held = next((option for option in options if option.depth == current), best)
-    return best if best.rate > held.rate * (1 + HYSTERESIS) else held
+    return best if best.worth > held.worth * (1 + HYSTERESIS) else held
 
 
 class DepthChooser(Protocol):
@@ -243,8 +252,8 @@ class DepthController:
         if mixed:
             best = self._narrowed(best, options, rows, passes, ragged_depth)
         self._steps += 1
-        self._save(best.seconds)
-        depth = self._probe(options, best) if len(options) > 1 else best.depth
+        self._save(best.seconds, len(rows.caps))
+        depth = self._probe(options, best, len(rows.caps)) if len(options) > 1 else best.depth
         best = best if depth == best.depth else next(option for option in options if option.depth == depth)
         if self._last in (depth, 0):
             self._timed_at[depth] = self._steps
@@ -325,14 +334,16 @@ class DepthController:
                     total += count[cap] * np.array(averages.expected)[np.minimum(np.arange(most + 1), cap)]
         return total.tolist()
 
-    def _save(self, seconds: float) -> None:
+    def _save(self, seconds: float, live: int) -> None:
         """Put a share of the time of an iteration aside for probes, and what they gained."""
-        returned = self._returned
-        self._saved += PROBE_SHARE * seconds + returned - self._returned_before + (SAVED_AT_START * seconds if self._steps == 1 else 0.0)
+        returned, share = self._returned, PROBE_SHARE
+        if self._steps == 1:
+            share += max(SAVED_AT_START * min(FEW / live, 1.0), 1.0)
+        self._saved += share * seconds + returned - self._returned_before
         self._saved = min(self._saved, MOST_SAVED * seconds)
         self._returned_before = returned
 
-    def _probe(self, options: Sequence[Option], best: Option) -> int:
+    def _probe(self, options: Sequence[Option], best: Option, live: int) -> int:
         """The depth to run: that of `best`, or now and then one that did not run lately, if what it may lose was put aside.
 
         At depth 0 no draft is seen, so that the shallowest one is always worth a probe. From another depth, only the second
@@ -341,7 +352,7 @@ class DepthController:
         repeated, self._repeated = self._repeated, -1
         if repeated in (option.depth for option in options):
             return repeated
-        if self._steps - self._probed_at < PROBE_DISTANCE:
+        if self._steps - self._probed_at < (PROBE_DISTANCE if best.depth else min(max(live, PROBE_DISTANCE), BLIND_DISTANCE)):
             return best.depth
         shallowest = min((option.depth for option in options if option.depth), default=0)
         length, candidates = 2 if best.depth else 1, []

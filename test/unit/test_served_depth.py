@@ -1,0 +1,106 @@
+"""The depth controller in a whole server: requests come and go, prompts run between decode steps, and steps after them show no time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from runtime.config.synthetic_acceptance import synthetic_acceptance
+from runtime.model_executor.depth import split_by_depth
+from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed
+from runtime.model_executor.iteration_cost import CostPoint, IterationCost
+from runtime.sampling_params import MAX_DRAFT_STEPS
+from runtime.speculative.depth_costs import SIZES
+
+DEPTHS, LENGTH = (0, 1, 2, 3, 5, 7), 128
+TABLE = split_by_depth(DEPTHS, None, 256, [*range(1, 9), *range(16, 257, 8)], padding=True)
+ITERATIONS = {
+    0: {1: 4.26, 4: 4.3, 8: 4.28, 16: 4.4, 32: 4.9, 64: 5.8, 128: 7.8, 256: 12.6},
+    1: {1: 4.6, 4: 4.7, 8: 4.8, 16: 5.1, 32: 5.7, 64: 7.4, 128: 12.0, 256: 20.9},
+    3: {1: 5.5, 4: 5.6, 8: 6.0, 16: 6.6, 32: 8.4, 64: 12.0, 128: 20.5, 256: 36.7},
+}
+"""Milliseconds of an iteration of the 8B shape on an H200 by requests: duration of the runs of benchmark.depth_curve less that of their
+prompts, by steps."""
+PROMPT_TOKEN, PROMPT_STEP, CONTEXT_TOKEN = 20e-6, 5e-3, 1e-8
+"""Seconds of a prompt token, of a prompt step at the least, and of a token of context in an iteration."""
+CHANGING = "3.5, 1.2, 3.5"
+
+
+def seconds(size: int, depth: int, kv_tokens: int = 0) -> float:
+    at = {k: float(np.interp(size, list(points), list(points.values()))) for k, points in ITERATIONS.items()}
+    return 1e-3 * (at[0] if depth == 0 else at[1] + (at[3] - at[1]) * (depth - 1) / 2) + CONTEXT_TOKEN * kv_tokens
+
+
+def sizes_of(live: int) -> dict[int, int]:
+    """Requests with padding by depth; where some depths have a graph of them, only those."""
+    padded = {k: next((s for s in own.captured if s >= live), live) for k, own in TABLE.items() if live <= own.running}
+    return {k: size for k, size in padded.items() if size in TABLE[k].captured} or padded
+
+
+def first_rate(acceptance: str, done: float) -> float:
+    """Acceptance of each draft; `done`: share of all tokens that are written."""
+    lengths = acceptance.split(", ")
+    return synthetic_acceptance(lengths[min(int(done * len(lengths)), len(lengths) - 1)], 3)[0]
+
+
+@dataclass
+class Load:
+    """`requests` requests of as many prompt tokens as tokens, `concurrency` at a time."""
+
+    concurrency: int
+    requests: int
+    acceptance: str
+
+    def serve(self, seed: int, control: DepthController | None = None, fixed: int = 0) -> float:
+        """Tokens per second, with a controller or at a fixed depth. Prompts run before all else, as in the scheduler."""
+        rng, clock, waiting, tokens, after_prompts = np.random.default_rng(seed), 0.0, self.requests, 0, False
+        left, kv_lens = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        while waiting or len(left):
+            if new := min(self.concurrency - len(left), waiting, 64):
+                clock += max(PROMPT_STEP, new * LENGTH * PROMPT_TOKEN)
+                left, kv_lens = np.append(left, np.full(new, LENGTH - 1)), np.append(kv_lens, np.full(new, LENGTH + 1))
+                waiting, tokens, after_prompts = waiting - new, tokens + new, True
+                continue
+            live, sizes = len(left), sizes_of(len(left))
+            rows = DecodeRows(np.full(live, MAX_DRAFT_STEPS), np.ones(live, dtype=np.bool_), int(kv_lens.sum()))
+            depth = control.choose(rows, sizes) if control else max(k for k in sizes if k <= fixed)
+            took, rate = seconds(sizes[depth], depth, rows.kv_tokens), first_rate(self.acceptance, tokens / (self.requests * LENGTH))
+            lens = 1 + (rng.random((live, depth)) < rate).cumprod(axis=1).sum(axis=1)
+            if control:
+                seen = None if after_prompts else took * (1 + 0.02 * rng.standard_normal())
+                control.observe(Observed(depth, sizes[depth], lens, rows.caps, rows.greedy, rows.kv_tokens, seen))
+            emitted, after_prompts, clock = np.minimum(lens, left), False, clock + took
+            tokens, left, kv_lens = tokens + int(emitted.sum()), left - emitted, kv_lens + emitted
+            left, kv_lens = left[left > 0], kv_lens[left > 0]
+        return self.requests * LENGTH / clock
+
+
+def measured(rng: np.random.Generator) -> DepthController:
+    """A controller as after the measurement at start-up."""
+    points = [
+        CostPoint(sizes_of(size)[depth], depth, seconds(size, depth) * (1 + 0.02 * rng.standard_normal()))
+        for size in SIZES
+        for depth in sizes_of(size)
+    ]
+    return DepthController(DEPTHS, IterationCost(points))
+
+
+def shares(concurrency: int, acceptance: str) -> tuple[float, float]:
+    """Throughput of the controller over that of the best fixed depth, and over that without drafts; means of a few runs."""
+    seeds = range(3 if concurrency < 64 else 1)
+    load = Load(concurrency, max(3 * concurrency, 24), acceptance)
+    fixed = {depth: np.mean([load.serve(seed, fixed=depth) for seed in seeds]) for depth in DEPTHS}
+    rng = np.random.default_rng(concurrency)
+    chosen = np.mean([load.serve(seed, measured(rng)) for seed in seeds])
+    return float(chosen / max(fixed.values())), float(chosen / fixed[0])
+
+
+@pytest.mark.parametrize("acceptance", ["1.2", "1.6", "2.5", "3.5", CHANGING])
+@pytest.mark.parametrize("concurrency", [1, 4, 16, 64, 256])
+def test_a_whole_server_is_near_its_best_depth_from_the_start(concurrency: int, acceptance: str) -> None:
+    """Runs are short, so that what the controller learns at first counts; single runs of few requests vary by about a percent."""
+    of_best, of_plain = shares(concurrency, acceptance)
+    assert of_best >= 0.96
+    assert of_plain >= 0.97

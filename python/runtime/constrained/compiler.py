@@ -16,7 +16,7 @@ from runtime.sampling_params import GrammarSpec
 log = logging.getLogger(__name__)
 
 THREADS = 2
-MAX_SECONDS = 0.8
+MAX_SECONDS = 0.6
 """Time that one compilation may take."""
 MAX_WAIT = 10.0
 """Seconds that a grammar waits for a thread."""

@@ -1,10 +1,10 @@
 """How early the drift alarm reports graphs that lose acceptance, and how rarely it is wrong.
 
-Acceptance of the embedded model is recorded once, request by request. The simulation draws iterations of B requests from
-that record; graphs with a fault accept fewer first drafts. The live row is the embedded model itself, 16 requests
-together, with an error put into the draft-extend graph runner: the next drafts start from the slot behind the last
+Acceptance of the embedded model is recorded once, request by request. The simulation runs B requests at a time, each of
+which repeats a recorded one; graphs with a fault accept fewer first drafts. The live row is the embedded model itself, 16
+requests together, with an error put into the draft-extend graph runner: the next drafts start from the slot behind the last
 accepted one. Times are those of the 8B shape on an H200, where an eager iteration takes as long as five replays for one
-request.
+request, and an iteration whose draft alone runs eagerly is taken to be 5 % longer than a replay.
 """
 
 from __future__ import annotations

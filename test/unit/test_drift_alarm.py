@@ -71,6 +71,11 @@ def test_an_error_in_the_draft_extend_slots_is_reported_within_two_hundred_itera
     assert np.median(np.array(found, dtype=np.float64)) <= median
 
 
+@pytest.mark.parametrize("batch", [8, 32])
+def test_an_error_that_only_verification_shows_is_reported_too(batch: int) -> None:
+    assert None not in [Traffic(batch, seed, in_verify=True).run(1_000, FAULTY) for seed in range(4)]
+
+
 @pytest.mark.parametrize("batch", [16, 64])
 def test_a_fall_of_five_points_is_reported_within_five_thousand_iterations(batch: int) -> None:
     assert None not in [Traffic(batch, seed).run(5_000, (0.34, *RATES[1:])) for seed in range(3)]

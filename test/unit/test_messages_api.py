@@ -274,6 +274,7 @@ def test_an_aborted_message_has_no_reason_to_stop() -> None:
         ({"max_tokens": 5}, "messages is required"),
         ({"max_tokens": 5, "messages": []}, "messages must be"),
         ({"max_tokens": 5, "messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"max_tokens": 5, "messages": HI, "system": [{"type": "tool_result", "text": "x"}]}, "system[0].type"),
         ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image is not supported"),
         ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is required"),
         ({"max_tokens": 5, "messages": [{"role": "user", "content": "x" * 300}]}, "context length"),

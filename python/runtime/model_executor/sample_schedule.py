@@ -36,7 +36,7 @@ class Kind:
     Attributes:
         gap: iterations between the first blocks.
         extra: replays by which an eager iteration takes longer, before any is timed.
-        share: of the time that all samples may take.
+        share: the most that they take of the time that samples may take.
     """
 
     gap: int
@@ -44,7 +44,7 @@ class Kind:
     share: float
 
 
-WHOLE, DRAFTS = Kind(60, 4.0, 0.8), Kind(24, 1.0, 0.2)
+WHOLE, DRAFTS = Kind(60, 4.0, 0.4), Kind(24, 1.0, 0.2)
 
 
 @dataclass(frozen=True, slots=True)

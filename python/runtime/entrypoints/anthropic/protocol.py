@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
@@ -67,6 +68,18 @@ class Block(Body):
 Blocks = Annotated[list[Block], items(0, MAX_MESSAGES)]
 
 
+class TextBlock(Body):
+    """A part of the system prompt."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Unused = None
+    citations: Unused = None
+
+
+TextBlocks = Annotated[list[TextBlock], items(0, MAX_MESSAGES)]
+
+
 class Turn(Body):
     """One message of a conversation."""
 
@@ -74,7 +87,7 @@ class Turn(Body):
     content: str | Blocks
 
 
-def text_of(content: str | list[Block]) -> str:
+def text_of(content: str | Sequence[Block | TextBlock]) -> str:
     """The text of some blocks, joined."""
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
@@ -148,7 +161,7 @@ class CountBody(Body):
     messages: Annotated[list[Turn], items(1, MAX_MESSAGES)]
     model: ModelName | None = None
     output_config: OutputConfig = OutputConfig()
-    system: str | Blocks | None = None
+    system: str | TextBlocks | None = None
     thinking: Thinking | None = None
     tool_choice: ToolChoice | None = None
     tools: Annotated[list[Tool], items(0, MAX_TOOLS)] = Field(default_factory=list)

@@ -132,6 +132,12 @@ def test_control_tokens_in_tags_are_tokens(llguidance: GrammarBackend) -> None:
         ("json_schema", {"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {}}} for c in "ab"]} for i in range(20)]}, "too large"),
         ("json_schema", {"properties": {f"p{i}": {"pattern": f"^[a-z]{{1,{i}}}$"} for i in range(1, 3000)}}, "too big"),
         ("json_schema", "[" * 200 + "]" * 200, "levels deep"),
+        ("json_schema", {"allOf": [{"properties": {"a": {"pattern": f".*{i}.*"}}} for i in range(40)]}, "must match 40 patterns"),
+        (
+            "json_schema",
+            {"$defs": {str(i): {"pattern": f".*{i}.*"} for i in range(40)}, "allOf": [{"$ref": f"#/$defs/{i}"} for i in range(40)]},
+            "must match 40 patterns",
+        ),
         ("regex", "(a", "regex parse error"),
         ("regex", "(?=a)b", "look-around"),
         ("ebnf", "root ::= )", "[Ff]ailed to convert|[Ee]xpected"),

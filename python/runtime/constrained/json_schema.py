@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 from runtime.errors import GrammarError
@@ -10,6 +11,10 @@ from runtime.errors import GrammarError
 KIND = "json_schema"
 MAX_DEPTH = 128
 """Levels of nesting."""
+MAX_PATTERNS = 12
+"""Patterns of one string: the time for their intersection doubles with each, and llguidance cannot be interrupted."""
+MAX_VISITS = 20_000
+"""Parts of a schema that are searched for patterns."""
 MAX_ROUNDS = 16
 """Rounds of the search for a finite value; schemas that people write need two."""
 
@@ -23,10 +28,13 @@ def check_json_schema(text: str) -> None:
         raise GrammarError(KIND, "No value satisfies the schema false.")
     try:
         endless = isinstance(schema, dict) and not _Finite(schema).finite(schema)
+        patterns = isinstance(schema, dict) and _Patterns(schema).most()
     except RecursionError as error:
         raise GrammarError(KIND, "Its references form a chain that is too long.") from error
     if endless:
         raise GrammarError(KIND, "It refers to itself without an end, so no finite value satisfies it.")
+    if patterns > MAX_PATTERNS:
+        raise GrammarError(KIND, f"One string must match {patterns} patterns; at most {MAX_PATTERNS} can be combined.")
 
 
 def load_json(kind: str, text: str) -> Any:
@@ -48,6 +56,51 @@ def _children(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
     return value if isinstance(value, list) else []
+
+
+def _target(root: Any, reference: str) -> Any:
+    """The schema at a pointer into the document `root`; True for any other."""
+    if not reference.startswith("#"):
+        return True
+    value = root
+    for step in reference[1:].split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isdigit() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return True
+    return value
+
+
+class _Patterns:
+    """Counts the patterns that one string must match, by the place of the string in the value."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root, self._visits = root, 0
+        self._counts = Counter[tuple[str | int, ...]]()
+
+    def most(self) -> int:
+        """The most patterns of one string."""
+        self._visit(self._root, (), frozenset())
+        return max(self._counts.values(), default=0)
+
+    def _visit(self, node: Any, path: tuple[str | int, ...], followed: frozenset[str]) -> None:
+        self._visits += 1
+        if self._visits > MAX_VISITS or not isinstance(node, dict | list):
+            return
+        for key, child in node.items() if isinstance(node, dict) else enumerate(node):
+            if key == "pattern" and isinstance(child, str):
+                self._counts[path] += 1
+            elif key == "allOf" and isinstance(child, list):
+                for part in child:
+                    self._visit(part, path, followed)
+            elif key == "$ref" and isinstance(child, str):
+                if child not in followed:
+                    self._visit(_target(self._root, child), path, followed | {child})
+            else:
+                self._visit(child, (*path, key), followed)
 
 
 class _Finite:
@@ -93,7 +146,7 @@ class _Finite:
     def _of_reference(self, reference: str) -> bool:
         if reference not in self._finite and reference not in self._visited:
             self._visited.add(reference)
-            if self._of(self._target(reference)):
+            if self._of(_target(self._root, reference)):
                 self._finite.add(reference)
         return reference in self._finite
 
@@ -111,18 +164,3 @@ class _Finite:
         first = first[:least] if isinstance(first, list) else []
         rest = schema.get("items") if len(first) < least else True
         return all(self._of(part) for part in first) and self._of(rest)
-
-    def _target(self, reference: str) -> Any:
-        """The schema at a pointer into this document; True for any other."""
-        if not reference.startswith("#"):
-            return True
-        value: Any = self._root
-        for step in reference[1:].split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(value, dict) and step in value:
-                value = value[step]
-            elif isinstance(value, list) and step.isdigit() and int(step) < len(value):
-                value = value[int(step)]
-            else:
-                return True
-        return value

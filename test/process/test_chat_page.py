@@ -49,10 +49,10 @@ AGENT_STREAM = """
 window.sent = [];
 window.fetch = (path, { body }) => {
   window.sent.push(JSON.parse(body));
-  const drafts = (steps, positions) => ({ spec_tokens_details: { spec_accept_length: 1.5, spec_num_correct_drafts: 1,
+  const drafts = (steps, positions) => ({ spec_tokens_details: { spec_accept_length: 1.5, spec_num_correct_drafts: steps - 1,
     spec_num_proposed_drafts: positions, spec_num_draft_positions: positions, spec_verify_ct: steps } });
   const chunk = (delta, tokens, more) => 'data: ' + JSON.stringify({ choices: [{ index: 0, delta, finish_reason: null }],
-    usage: { completion_tokens: tokens }, ...more }) + '\\n\\n';
+    usage: { prompt_tokens: 1015, completion_tokens: tokens }, ...more }) + '\\n\\n';
   const call = (index, id, name, text) => ({ tool_calls: [{ index, id, function: { name, arguments: text } }] });
   const choice = { index: 0, delta: {}, finish_reason: 'tool_calls' };
   const parts = [
@@ -190,7 +190,10 @@ def test_it_folds_thinking_shows_calls_and_sends_their_results(page: Page) -> No
     for depth in (3, 1, 3, 0, 4):
         page.until("window.next")
         page.run("window.next()")
-        page.until(f"document.querySelector('.figures').textContent.endsWith(' · depth {depth}')")
+        page.until(f"document.querySelector('.figures').textContent.includes(' · depth {depth}')")
+    assert page.run("document.querySelector('.figures').textContent").endswith("accept length by context 1.75 from 0, 2.00 from 1024 tokens on")
+    assert page.run("document.querySelector('.figures svg').getAttribute('aria-label')") == "Depth over time: from 0 to 4, now 4"
+    assert page.run("document.querySelector('.figures path').getAttribute('d')") == "M0 1H1V3H2V1H3V4H4V0H5"
     page.run("window.next()")
     page.until("document.querySelectorAll('.calls textarea').length === 2")
     assert page.run("[document.querySelector('.thinking').open, document.querySelector('.thinking summary').textContent.slice(0, 11)]") == [

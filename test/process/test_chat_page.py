@@ -191,7 +191,8 @@ def test_it_folds_thinking_shows_calls_and_sends_their_results(page: Page) -> No
         page.until("window.next")
         page.run("window.next()")
         page.until(f"document.querySelector('.figures').textContent.includes(' · depth {depth}')")
-    assert page.run("document.querySelector('.figures').textContent").endswith("accept length by context 1.75 from 0, 2.00 from 1024 tokens on")
+    figures = page.run("document.querySelector('.figures').textContent")
+    assert figures.endswith("accept length by context 1.75 from 0, 2.00 from 1024 tokens on")
     assert page.run("document.querySelector('.figures svg').getAttribute('aria-label')") == "Depth over time: from 0 to 4, now 4"
     assert page.run("document.querySelector('.figures path').getAttribute('d')") == "M0 1H1V3H2V1H3V4H4V0H5"
     page.run("window.next()")

@@ -32,6 +32,8 @@ HOSTILE: list[dict[str, Any]] = [
     {"json_schema": {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}},
     {"json_schema": {"enum": ["x" * 1000 + str(i) for i in range(1000)]}},
     {"ebnf": 'root ::= "a" root'},
+    {"ebnf": "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 3000} | "y"' for i in range(3000))},
+    {"regex": "a?" * 100_000},
     {"regex": "(a"},
     {"json_schema": {"not": {"type": "string"}}},
 ]

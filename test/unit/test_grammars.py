@@ -19,7 +19,7 @@ from runtime.constrained.llguidance_backend import LlguidanceMatcher
 from runtime.constrained.window_masks import WindowMasks
 from runtime.errors import CompilerBusy, GrammarError
 from runtime.sampling_params import GrammarSpec
-from unit.grammars import VOCAB, json_tokenizer, vocabulary
+from unit.grammars import VOCAB, json_tokenizer, make_compiler, vocabulary
 
 CALL = '<f=x>{"a": 1}</f>'
 ARGUMENTS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -272,6 +272,38 @@ def test_a_fault_of_the_library_refuses_its_grammar_alone() -> None:
 
 
 # ---- constraints and windows
+
+
+CYCLE = "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 3000} | "y"' for i in range(3000))
+OPTIONAL = "a?" * 20_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "grammar", "reason"),
+    [
+        ("ebnf", CYCLE, "It has about 3,001 rules"),
+        ("ebnf", 'start: /"/ OTHER "\\""\nOTHER: /' + OPTIONAL + "/", "repetitions"),
+        ("regex", OPTIONAL, "It has 20,000 repetitions"),
+        ("json_schema", {"properties": {"a": {"type": "string", "pattern": OPTIONAL}}}, "repetitions"),
+        ("json_schema", {"patternProperties": {OPTIONAL: {}}}, "repetitions"),
+        ("structural_tag", {"type": "tag", "begin": "x", "content": {"type": "grammar", "grammar": CYCLE}, "end": ""}, "rules"),
+        ("structural_tag", {"type": "regex", "pattern": OPTIONAL}, "repetitions"),
+    ],
+)
+def test_grammars_that_would_end_the_process_are_refused_before_they_are_compiled(kind: Any, grammar: Any, reason: str) -> None:
+    compiler = make_compiler()
+    text = grammar if isinstance(grammar, str) else json.dumps(grammar)
+    with pytest.raises(GrammarError, match=reason):
+        compiler.compile(GrammarSpec(kind, text)).future.result(20)
+    compiler.close()
+
+
+def test_the_largest_grammars_compile() -> None:
+    compiler, rules = make_compiler(), 900
+    chain = "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(rules)) + f'\nr{rules} ::= "QZJ"'
+    for kind, text in (("ebnf", chain), ("regex", "(a|b)?" * 2000)):
+        assert compiler.compile(GrammarSpec(kind, text)).future.result(20).matcher() is not None
+    compiler.close()
 
 
 def test_a_grammar_starts_behind_its_marker(llguidance: GrammarBackend) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from runtime.constrained.grammar import Grammar, GrammarBackend
+from runtime.constrained.grammar_size import check_size
 from runtime.errors import CompilerBusy, GrammarError, RequestError
 from runtime.sampling_params import GrammarSpec
 
@@ -100,6 +101,7 @@ class GrammarCompiler:
         try:
             backend = self._backend.result()
             compilation.start()
+            check_size(spec)
             compilation.future.set_result(backend.compile(spec))
         except RequestError as error:
             compilation.future.set_exception(error)

@@ -146,6 +146,20 @@ def test_a_body_over_the_limit_is_413() -> None:
     run(check())
 
 
+def test_a_connection_is_free_at_once_after_a_refused_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last piece of the body was one too many, as there is nothing left to read and drop."""
+    monkeypatch.setattr(limits, "LINGER_SECONDS", 60.0)  # the client gives up after 20
+
+    async def check() -> None:
+        async with front(max_parse_ms=1) as f:
+            for count in (1_000, 20_000, 200_000):
+                refused = await f.client.post("/v1/completions", content=b'{"prompt": [' + b"{}," * count + b"1]}")
+                assert refused.status_code == 413
+                assert await f.fine()
+
+    run(check())
+
+
 def test_compressed_bodies_are_refused() -> None:
     async def check() -> None:
         async with front() as f:

@@ -90,8 +90,10 @@ class LingeringResponse(Response):
         """Send the answer."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        with contextlib.suppress(asyncio.TimeoutError, ClientDisconnect):
-            await asyncio.wait_for(_drop(Request(scope, receive)), LINGER_SECONDS)
+        request = Request(scope, receive)
+        if not getattr(request.state, "body_ended", False):
+            with contextlib.suppress(asyncio.TimeoutError, ClientDisconnect):
+                await asyncio.wait_for(_drop(request), LINGER_SECONDS)
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -121,8 +123,13 @@ async def read_json(request: Request, limits: BodyLimits) -> object:
 
 async def _read(request: Request, limits: BodyLimits) -> bytes:
     chunks: list[bytes] = []
-    price = BodyPrice()
-    async for chunk in request.stream():
+    price, ended = BodyPrice(), False
+    while not ended:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk, ended = message.get("body", b""), not message.get("more_body", False)
+        request.state.body_ended = ended  # behind the end, `LingeringResponse` would wait for the client to go
         chunks.append(chunk)
         price.feed(chunk)
         if price.bytes > limits.max_mib * MIB:

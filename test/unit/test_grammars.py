@@ -308,14 +308,16 @@ def test_the_largest_grammars_compile() -> None:
 
 def test_a_grammar_starts_behind_its_marker(llguidance: GrammarBackend) -> None:
     constraint = Constraint(llguidance.compile(spec_of("regex", "ab")).matcher(), frozenset({0}), (7, 8))
-    states = []
-    for token in (8, 7, 7, 8, *json_tokenizer().encode("ab", False), 0, 5):
+    states, ahead = [], [8, 7, 7, 8, *json_tokenizer().encode("ab", False), 0, 5]
+    while ahead:
         states.append((constraint.restricts, constraint.ended))
-        fork = constraint.fork()
-        fork.push(token)
+        forks = [constraint.fork(), constraint.fork()]
+        for token in ahead:  # drafts across the marker
+            forks[0].push(token)
+        forks[1].push(ahead[0])
         assert (constraint.restricts, constraint.ended) == states[-1]
-        constraint.commit(token)
-        assert (constraint.restricts, constraint.ended) == (fork.restricts, fork.ended)
+        constraint.commit(ahead.pop(0))
+        assert (constraint.restricts, constraint.ended) == (forks[1].restricts, forks[1].ended)
     letters = len(states) - 6
     assert states == [(False, False)] * 4 + [(True, False)] * (letters + 1) + [(False, True)]
     assert not constraint.error

@@ -34,7 +34,7 @@ class Constraint:
 
     def fork(self) -> Constraint:
         """A constraint at the same place, which goes its own way: to look at drafts."""
-        fork = Constraint(self._matcher.fork() if self.restricts else self._matcher, self._eos_ids, self._after)
+        fork = Constraint(self._matcher if self.ended else self._matcher.fork(), self._eos_ids, self._after)
         fork._latest, fork.restricts, fork.ended, fork._meter = self._latest, self.restricts, self.ended, self._meter
         return fork
 

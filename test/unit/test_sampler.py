@@ -132,6 +132,15 @@ def test_no_temperature_is_too_small(temperature: float) -> None:
     assert torch.isfinite(target_probs(logits, rows.tables, index, False)).all()
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-45, 1e-38, 1e-20])
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1.0])
+def test_no_repetition_penalty_is_too_small(penalty: float, temperature: float) -> None:
+    rows, index, needs = rows_of(SamplingParams(temperature=temperature, repetition_penalty=penalty), prompt=[2, 3, 4])
+    logits = torch.full((1, VOCAB), -1.0)
+    logits[0, 2:5] = torch.tensor([1e-3, 2e4, 1e4])
+    assert sample(logits, rows.tables, index, torch.tensor([7]), needs).tolist() == [3]
+
+
 # ---- logits processors
 
 

@@ -22,6 +22,8 @@ MOST_COUNTED = 32767
 """The largest count of one token in the output: the largest int16."""
 LEAST_TEMPERATURE = 1e-6
 """Lower temperatures are raised to this: the draw is the same, and the logits stay finite."""
+LEAST_REPETITION = 1e-20
+"""Lower repetition penalties are raised to this: the choice is the same, and the logits stay finite."""
 
 
 class Stage(enum.IntFlag):
@@ -72,7 +74,8 @@ class RequestRows:
         rows = self._upload(np.array([init.row for init in new_rows], dtype=np.int64))
         warm = [0.0 if p.greedy else max(p.temperature, LEAST_TEMPERATURE) for p in params]
         floats = [
-            (t, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for t, p in zip(warm, params, strict=True)
+            (t, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, max(p.repetition_penalty, LEAST_REPETITION))
+            for t, p in zip(warm, params, strict=True)
         ]
         t = self.tables
         t.floats[rows] = self._upload(np.array(floats, dtype=np.float32))

@@ -72,6 +72,27 @@ def test_values_are_normed_and_may_be_the_keys(H: int, G: int, D: int, shared: b
     torch.testing.assert_close(caches[0][at].float(), rotate(normed(keys, k_norm), rope, positions), rtol=3e-3, atol=3e-3)
     torch.testing.assert_close(caches[1][at].float(), rms_norm(values, v_norm), rtol=3e-3, atol=3e-3)
     torch.testing.assert_close(q.float(), rotate(normed(rows[:, :H], q_norm), rope, positions), rtol=3e-3, atol=3e-3)
+    kept = [cache[at[0]].clone() for cache in caches]
+    rows[1], rows[2] = torch.nan, torch.inf
+    rope_and_cache(rows.view(T, -1), heads, positions, at, caches, pdl=False)
+    for cache, first in zip(caches, kept, strict=True):
+        assert torch.equal(cache[at[0]], first)
+        assert cache.isfinite().all(), "NaN in a cache would reach other requests"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter rounds to e4m3 in its own way")
+def test_keys_and_values_are_stored_in_eight_bits_by_their_scales() -> None:
+    T, G, D, slots = 3, 2, 64, 7
+    scales = torch.tensor([0.02, 0.5], device=DEVICE)
+    heads = RotaryHeads(4, G, D, Rope(torch.rand((32, D), device=DEVICE)), kv_scales=scales)
+    rows, positions, at = random(T, 4 + 2 * G, D), torch.tensor([4, 30, 9], device=DEVICE), torch.tensor([1, 6, 3], device=DEVICE)
+    rows[2, -1, 5] = torch.nan
+    caches = tuple(torch.zeros((slots, G, D), device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    rope_and_cache(rows.view(T, -1), heads, positions, at, caches, pdl=False)
+    keys = rotate(rows[:, 4 : 4 + G], heads.rope, positions).to(DTYPE).float()
+    for cache, want, scale in zip(caches, (keys, rows[:, -G:].float()), scales, strict=True):
+        stored = cache.view(torch.uint8)[at].view(torch.float8_e4m3fn).float()
+        torch.testing.assert_close(stored, (want.nan_to_num(0.0) / scale).clamp(-448, 448), rtol=0.07, atol=1e-2)
 
 
 @pytest.mark.parametrize("swap", [True, False])

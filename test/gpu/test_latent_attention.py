@@ -107,6 +107,10 @@ def test_rows_are_normed_rotated_and_stored(interleaved: bool, latent_queries: b
     torch.testing.assert_close(q, want_q)
     torch.testing.assert_close(kv, want)
     torch.testing.assert_close(cache[slots, 0], want)
+    rows[1, layout.q_columns], rows[2, -1] = torch.nan, torch.inf
+    write_latent(rows, layout, positions, slots, cache, pdl=False)
+    assert cache.isfinite().all(), "NaN in a cache would reach other requests"
+    torch.testing.assert_close(cache[slots[[0, 3, 4]], 0], want[[0, 3, 4]])
     x, out = torch.randn(tokens, heads, nope + rope_dim, device=DEVICE), torch.zeros(tokens, heads, rank + rope_dim, device=DEVICE)
     turned = rotate(x[..., nope:], rope, positions)
     rotate_heads(x[..., nope:], rope, positions, out[..., rank:], pdl=False)

@@ -404,6 +404,14 @@ def test_loading_names_a_wrong_shape() -> None:
         model.load(weights.items())
 
 
+def test_loading_names_a_tensor_with_nan() -> None:
+    model = tiny()
+    weights = {name: torch.zeros(shape) for name, shape in model.expected_weights().items()}
+    weights["model.norm.weight"][3] = torch.nan
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight holds NaN; the checkpoint is damaged"):
+        model.load(weights.items())
+
+
 def test_a_tied_model_shares_its_table_and_ignores_a_saved_head() -> None:
     model = tiny("tied")
     weights = {name: torch.ones(shape) for name, shape in model.expected_weights().items()}

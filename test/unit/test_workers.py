@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from runtime.worker_info import RunnerRuns
 from unit.driver import Driver
-from unit.predicting import VOCAB, model_config, plain
+from unit.latent import latent_model
+from unit.predicting import VOCAB, model_config, plain, speculating
 from unit.storm import runners
 from unit.tiny import tiny_runtime
 
@@ -69,6 +71,27 @@ def test_a_request_that_lost_its_row_goes_on_as_if_it_had_not(sampling: Sampling
     while len(driver.out[1]) < 16:
         driver.decode([3, 1])
     assert driver.out[1][:16] == expected
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8 cache", "latent", "EAGLE", "EAGLE tree"])
+def test_a_text_of_nan_leaves_nothing_in_its_pages(tmp_path: Path, kind: str) -> None:
+    """Pages are read whole, and 0 x NaN is NaN: what one text stored may not reach the next one that has the page."""
+
+    def worker() -> Any:
+        if kind.startswith("EAGLE"):
+            tree = {"topk": 3, "num_draft_tokens": 7} if "tree" in kind else {}
+            return speculating(tmp_path, "EAGLE", runtime={"page_size": 16}, **tree)
+        model = latent_model(vocab_size=VOCAB) if kind == "latent" else model_config()
+        return plain(page_size=16, model=model, **({"kv_cache_dtype": "fp8_e4m3"} if "fp8" in kind else {}))
+
+    expected = Driver(worker()).generate({1: PROMPTS[2]}, 12)[1]
+    driver, bad = Driver(worker()), next(t for t in range(2, VOCAB) if t not in (*PROMPTS[2], *expected))
+    driver.worker.parts.target.runner.model.embed[bad] = torch.nan
+    driver.generate({2: [5, bad, *range(2, 40)]}, 4)
+    pages = driver.held[2]
+    driver.release(2)
+    driver.free_pages = driver.free_pages[len(pages) :] + pages[::-1]  # the next ones to be taken
+    assert driver.generate({1: PROMPTS[2]}, 12)[1] == expected
 
 
 def test_steps_may_be_submitted_before_the_last_one_is_read() -> None:

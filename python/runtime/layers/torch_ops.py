@@ -92,9 +92,9 @@ class TorchOps:
         query_key = rotate(query_key, heads.rope, context.batch.positions).to(qkv.dtype)
         for i, (cache, new) in enumerate(zip(context.kv_pool.flat(layer_id), (query_key[:, num_q:], value), strict=True)):
             if heads.kv_scales is None:
-                cache.index_copy_(0, context.batch.out_cache_loc, new.to(cache.dtype))
+                cache.index_copy_(0, context.batch.out_cache_loc, finite(new.to(cache.dtype)))
             else:
-                stored = (new.float() / heads.kv_scales[i]).clamp_(-E4M3_MAX, E4M3_MAX).to(cache.dtype)
+                stored = finite(new.float() / heads.kv_scales[i]).clamp_(-E4M3_MAX, E4M3_MAX).to(cache.dtype)
                 cache.view(torch.uint8).index_copy_(0, context.batch.out_cache_loc, stored.view(torch.uint8))
         return query_key[:, :num_q]
 
@@ -108,7 +108,7 @@ class TorchOps:
         shared = rotate(key[:, None], heads.rope, context.batch.positions)[:, 0]
         kv = torch.cat((rms_norm(latent, heads.kv_norm), shared), dim=1).to(rows.dtype)
         cache, _ = context.kv_pool.flat(layer_id)
-        cache.index_copy_(0, context.batch.out_cache_loc, kv[:, None].to(cache.dtype))
+        cache.index_copy_(0, context.batch.out_cache_loc, finite(kv[:, None].to(cache.dtype)))
         return q, kv
 
     def rotate(self, x: torch.Tensor, rope: Rope, positions: torch.Tensor, out: torch.Tensor) -> None:
@@ -141,6 +141,11 @@ class TorchOps:
 def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     """Root-mean-square norm over the last dimension, in float32. Source: Zhang and Sennrich 2019, arXiv:1910.07467."""
     return F.rms_norm(x.float(), norm.weight.shape, norm.weight.float(), norm.eps)
+
+
+def finite(x: torch.Tensor) -> torch.Tensor:
+    """`x` with zeros for NaN and infinity, which attention could carry from a freed page into another request's text: 0 x NaN is NaN."""
+    return torch.nan_to_num(x, 0.0, 0.0, 0.0)
 
 
 def rotate(x: torch.Tensor, rope: Rope, positions: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from runtime.layers.kernels.finite import finite
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.rope import Rope
@@ -76,7 +77,7 @@ def _write_kernel(
     gain = tl.load(kv_norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
     normed = (x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + kv_eps)) * gain).to(kv_ptr.dtype.element_ty)
     tl.store(kv_ptr + t * (RANK + R) + column, normed, mask=inside)
-    tl.store(cache_ptr + slot * (RANK + R) + column, normed.to(cache_ptr.dtype.element_ty), mask=inside)
+    tl.store(cache_ptr + slot * (RANK + R) + column, finite(normed.to(cache_ptr.dtype.element_ty)), mask=inside)
     d = tl.arange(0, HALF)
     half_in = d < R // 2
     low_at, high_at = d, d + R // 2
@@ -93,8 +94,8 @@ def _write_kernel(
     tl.store(key + low_at, first, mask=half_in)
     tl.store(key + high_at, second, mask=half_in)
     stored = cache_ptr + slot * (RANK + R) + RANK
-    tl.store(stored + low_at, first.to(cache_ptr.dtype.element_ty), mask=half_in)
-    tl.store(stored + high_at, second.to(cache_ptr.dtype.element_ty), mask=half_in)
+    tl.store(stored + low_at, finite(first.to(cache_ptr.dtype.element_ty)), mask=half_in)
+    tl.store(stored + high_at, finite(second.to(cache_ptr.dtype.element_ty)), mask=half_in)
     if NORM_Q:
         column_q = tl.arange(0, BLOCK_Q)
         in_q = column_q < Q

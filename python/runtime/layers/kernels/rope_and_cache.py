@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from runtime.layers.kernels.finite import finite
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.rope import RotaryHeads
 
@@ -56,9 +57,12 @@ def rope_and_cache(
 
 
 @triton.jit
-def _scaled(x, scale_ptr):
-    """`x` divided by the scale, within the range of e4m3."""
-    return tl.minimum(tl.maximum(x.to(tl.float32) / tl.load(scale_ptr), -448.0), 448.0)
+def _stored(x, cache_ptr, scales_ptr, which: tl.constexpr, SCALED: tl.constexpr):
+    """`x` as the cache holds it: without NaN and infinity and, with scales, divided by one and within the range of e4m3."""
+    if SCALED:
+        kept = tl.minimum(tl.maximum(finite(x.to(tl.float32) / tl.load(scales_ptr + which)), -448.0), 448.0)
+        return kept.to(cache_ptr.dtype.element_ty)
+    return finite(x.to(cache_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -94,11 +98,10 @@ def _rope_kernel(
             x, y = low.to(tl.float32), high.to(tl.float32)
             scale = (1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + v_eps))[:, None]
             low, high = (x * scale).to(low.dtype), (y * scale).to(high.dtype)
-        if SCALED:
-            low, high = _scaled(low, scales_ptr + 1), _scaled(high, scales_ptr + 1)
-        target = v_ptr + slot * (G * D) + (head - (H + G))[:, None] * D
-        tl.store(target + low_at[None, :], low.to(v_ptr.dtype.element_ty), mask=inside)
-        tl.store(target + high_at[None, :], high.to(v_ptr.dtype.element_ty), mask=inside)
+        value, value_high = _stored(low, v_ptr, scales_ptr, 1, SCALED), _stored(high, v_ptr, scales_ptr, 1, SCALED)
+        value_at = v_ptr + slot * (G * D) + (head - (H + G))[:, None] * D
+        tl.store(value_at + low_at[None, :], value, mask=inside)
+        tl.store(value_at + high_at[None, :], value_high, mask=inside)
     else:
         x, y = low.to(tl.float32), high.to(tl.float32)
         half_in = d < D // 2
@@ -117,13 +120,12 @@ def _rope_kernel(
         sin = tl.load(angle + R // 2, mask=d < R // 2, other=0.0)[None, :]
         rotated, rotated_high = x * cos - y * sin, y * cos + x * sin
         if first < H:
-            target = q_ptr + t * (H * D) + head[:, None] * D
-            tl.store(target + low_at[None, :], rotated.to(q_ptr.dtype.element_ty), mask=inside)
-            tl.store(target + high_at[None, :], rotated_high.to(q_ptr.dtype.element_ty), mask=inside)
+            query_at = q_ptr + t * (H * D) + head[:, None] * D
+            tl.store(query_at + low_at[None, :], rotated.to(q_ptr.dtype.element_ty), mask=inside)
+            tl.store(query_at + high_at[None, :], rotated_high.to(q_ptr.dtype.element_ty), mask=inside)
         else:
-            if SCALED:
-                rotated = _scaled(rotated.to(q_ptr.dtype.element_ty), scales_ptr)
-                rotated_high = _scaled(rotated_high.to(q_ptr.dtype.element_ty), scales_ptr)
-            target = k_ptr + slot * (G * D) + (head - H)[:, None] * D
-            tl.store(target + low_at[None, :], rotated.to(k_ptr.dtype.element_ty), mask=inside)
-            tl.store(target + high_at[None, :], rotated_high.to(k_ptr.dtype.element_ty), mask=inside)
+            key = _stored(rotated.to(q_ptr.dtype.element_ty), k_ptr, scales_ptr, 0, SCALED)
+            key_high = _stored(rotated_high.to(q_ptr.dtype.element_ty), k_ptr, scales_ptr, 0, SCALED)
+            key_at = k_ptr + slot * (G * D) + (head - H)[:, None] * D
+            tl.store(key_at + low_at[None, :], key, mask=inside)
+            tl.store(key_at + high_at[None, :], key_high, mask=inside)

@@ -29,8 +29,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHE
 TREE = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
 HOSTILE: dict[str, dict[str, Any]] = {
     "repetitions in repetitions": {"regex": "^((((a{1,200}){1,200}){1,200}){1,200})$"},
-    "many optional letters": {"regex": "(a?){20000}"},
-    "as many, written out": {"regex": "a?" * 100_000},
+    "many optional letters": {"regex": "a?" * 100_000},
     "unclosed": {"regex": "(a"},
     "patterns that grow": {"json_schema": {"properties": {f"p{i}": {"pattern": f"^[a-z]{{1,{i}}}$"} for i in range(1, 4000)}}},
     "exponential": {"json_schema": {"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {}}} for c in "ab"]} for i in range(24)]}},
@@ -86,7 +85,7 @@ def processes(embedded: Embedded) -> dict[str, psutil.Process]:
 
 @pytest.mark.parametrize("fields", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_grammars_are_refused_while_others_stream(embedded: Embedded, fields: dict[str, Any]) -> None:
-    streaming = {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+    streaming = {"prompt": "Once upon a time", "max_tokens": 48, "temperature": 0, "ignore_eos": True, "stream": True}
     before = processes(embedded)["talon::scheduler"].pid
     with httpx.stream("POST", f"{embedded.url}/v1/completions", json=streaming, timeout=60) as stream:
         events = (line for line in stream.iter_lines() if line.startswith("data: {"))
@@ -95,7 +94,7 @@ def test_hostile_grammars_are_refused_while_others_stream(embedded: Embedded, fi
             refused = httpx.post(f"{embedded.url}/v1/completions", json={"prompt": "x", "max_tokens": 64, **fields}, timeout=60)
             assert refused.status_code == 400, refused.text
             assert re.search("cannot be used|must be|grammar", refused.json()["error"]["message"])
-        assert len(list(events)) > 0, "the stream goes on"
+        assert json.loads([*events][-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "length", "the stream goes on"
     embedded.quiet()
     assert processes(embedded)["talon::scheduler"].pid == before
 
@@ -112,7 +111,7 @@ def test_no_process_is_left_behind_when_the_scheduler_is_killed_in_a_trial() -> 
         family["talon::scheduler"].kill()
         assert not psutil.wait_procs([*family.values(), *forks], timeout=30)[1]
         with contextlib.suppress(httpx.HTTPError):
-            assert trying.result().status_code == 500
+            assert trying.result().status_code >= 500
 
 
 def test_no_process_is_left_behind_after_a_shutdown() -> None:

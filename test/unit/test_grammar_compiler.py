@@ -217,7 +217,7 @@ def test_harmful_grammars_are_refused(trials: TrialProcess, llguidance: GrammarB
 
 def test_large_grammars_compile(trials: TrialProcess, llguidance: GrammarBackend) -> None:
     compiler = GrammarCompiler(lambda: llguidance, trials)
-    for kind, text in (("ebnf", CHAIN), ("regex", "(a|b)?" * 1000), ("regex", "[a-z]{1,200}")):
+    for kind, text in (("ebnf", CHAIN), ("regex", "(a|b)?" * 1000), ("regex", "(a?){20000}")):
         assert compiler.compile(GrammarSpec(kind, text)).future.result(60).matcher() is not None
 
 

@@ -95,11 +95,14 @@ def tokenizer_folder(folder: Path) -> Path:
     return folder
 
 
+def trial_process(folder: Path, backend: str) -> TrialProcess:
+    config = GrammarBackendConfig(name=backend, tokenizer_path=str(tokenizer_folder(folder)), eos_ids=(0, 1), vocab_size=VOCAB)
+    return TrialProcess(config.command)
+
+
 @pytest.fixture(scope="module")
 def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrialProcess]:
-    folder = tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
-    config = GrammarBackendConfig(name="llguidance", tokenizer_path=str(folder), eos_ids=(0, 1), vocab_size=VOCAB)
-    process = TrialProcess(config.command)
+    process = trial_process(tmp_path_factory.mktemp("tokenizer"), "llguidance")
     yield process
     process.close()
     assert not psutil.pid_exists(process.pid)
@@ -179,7 +182,8 @@ def test_a_fault_of_the_library_refuses_its_grammar_alone() -> None:
         ("asleep", "It takes longer than 0.5 s to compile."),
     ],
 )
-def test_a_trial_says_how_a_grammar_ends_its_process(text: str, reason: str) -> None:
+def test_a_trial_says_how_a_grammar_ends_its_process(text: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.constrained.trial.MAX_WALL_SECONDS", 2.0)
     refusal = try_grammar(Harmful(), GrammarSpec("regex", text))
     assert refusal is not None
     assert str(refusal.error).startswith(f"The regex cannot be used: {reason}")
@@ -219,6 +223,17 @@ def test_large_grammars_compile(trials: TrialProcess, llguidance: GrammarBackend
     compiler = GrammarCompiler(lambda: llguidance, trials)
     for kind, text in (("ebnf", CHAIN), ("regex", "(a|b)?" * 1000), ("regex", "(a?){20000}")):
         assert compiler.compile(GrammarSpec(kind, text)).future.result(60).matcher() is not None
+
+
+def test_grammars_of_xgrammar_are_tried_too(tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar")
+    trials = trial_process(tmp_path, "xgrammar")
+    trials.check(GrammarSpec("json_schema", '{"type": "object"}'))
+    with pytest.raises(GrammarError, match=f"{HARMFUL}|needs more than"):
+        trials.check(GrammarSpec("regex", OPTIONAL * 10))
+    with pytest.raises(GrammarError, match="cannot be used"):
+        trials.check(GrammarSpec("ebnf", "root ::= )"))
+    trials.close()
 
 
 def test_a_process_that_has_ended_is_replaced(trials: TrialProcess, caplog: pytest.LogCaptureFixture) -> None:

@@ -265,6 +265,31 @@ def test_equal_logits_go_to_the_smaller_ids() -> None:
     assert found.ids.tolist() == [[0, 1, 2, 3]] * 3
 
 
+@pytest.mark.parametrize("rows", [6, 70])
+@pytest.mark.parametrize("name", RULES)
+def test_tokens_without_finite_scores_have_different_experts(name: str, rows: int) -> None:
+    """The kernels of experts have room for one pair of a token and an expert."""
+    from runtime.layers.moe import definition
+    from runtime.layers.moe.kernels.route import new_tickets, route
+    from runtime.layers.moe.router import Router, RoutingRule
+
+    experts, rule, biased, corrected = RULES[name]
+    scoring, x = RoutingRule(8 if experts > 64 else 4, *rule), torch.randn((rows, 64), device=DEVICE).to(DTYPE)
+    x[1], x[3], x[5] = torch.nan, torch.inf, -torch.inf
+    weight = torch.rand((experts, 64), device=DEVICE).to(DTYPE) + 0.5
+    bias = torch.randn(experts, device=DEVICE).to(DTYPE) if biased else None
+    correction = torch.rand(experts, device=DEVICE) if corrected else None
+    found = route(x, weight, scoring, new_tickets(DEVICE), bias, correction)
+    want = definition.route(x, Router(weight, scoring, bias, correction))
+    assert found.ids[1].tolist() == want.ids[1].tolist() == list(range(scoring.top_k))
+    assert found.ids.min() >= 0
+    assert found.ids.max() < experts
+    assert all(len(set(ids)) == scoring.top_k for ids in found.ids.tolist())
+    assert torch.equal(found.masks, masks(found.ids, experts))
+    assert found.weights[1].isnan().all()
+    assert found.weights[[0, 2, 4]].isfinite().all()
+
+
 @pytest.mark.parametrize(("tokens", "rows", "first", "own"), [(5, 16, 0, 6), (70, 16, 2, 4), (300, 64, 0, 6)])
 def test_pairs_are_sorted_by_expert_in_whole_tiles(tokens: int, rows: int, first: int, own: int) -> None:
     from runtime.layers.moe.kernels.align import align

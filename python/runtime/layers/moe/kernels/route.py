@@ -18,6 +18,8 @@ _SCORINGS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "topk_softmax":
 FEW_ROWS = 64
 """Up to this many tokens, several programs share the GEMM of 8 tokens; above, one computes 32 whole rows."""
 COLUMNS = 128
+LEAST = tl.constexpr(-3e38)
+"""The score by which experts are chosen where it is NaN or less."""
 MAX_BLOCKS = 4096
 """Blocks of tokens of one call, at most."""
 
@@ -57,6 +59,7 @@ def route(
     assert K % 16 == 0, f"expected a multiple of 16 columns; got {K}"
     padded, few = max(triton.next_power_of_2(E), 16), T <= FEW_ROWS
     groups = scoring.num_groups
+    assert scoring.top_k <= E, f"expected at least {scoring.top_k} experts; got {E}"
     assert groups == 1 or padded == E, f"expected a power of two of experts in groups; got {E}"
     rows, experts = (8, 16) if few else (32, min(padded, 256))
     splits = max(1, min(4, K // 512)) if few else 1
@@ -162,6 +165,8 @@ def _choose(
         choice += tl.load(correction_ptr + e, mask=e < E, other=0.0)[None, :]
     if GROUPS > 1:
         choice = _within_best_groups(choice, GROUPS, TOP_GROUPS)
+    # Above minus infinity, which marks the experts taken: a token's experts differ even where its scores are NaN or minus infinity.
+    choice = tl.where(choice > LEAST, choice, LEAST)
     choice = tl.where((e < E)[None, :], choice, float("-inf"))
     j, word = tl.arange(0, TOP_PAD), tl.arange(0, WORDS)
     ids = tl.zeros((BLOCK_M, TOP_PAD), dtype=tl.int32)
@@ -169,8 +174,7 @@ def _choose(
     masks = tl.zeros((BLOCK_M, WORDS), dtype=tl.int32)
     for place in tl.static_range(TOP_K):
         best = tl.max(choice, 1)
-        # Only NaN equals nothing; its expert is then the last one.
-        expert = tl.minimum(tl.min(tl.where(choice == best[:, None], e[None, :], E_PAD), 1), E - 1)
+        expert = tl.min(tl.where(choice == best[:, None], e[None, :], E_PAD), 1)
         chosen = e[None, :] == expert[:, None]
         weight = tl.sum(tl.where(chosen, scores, 0.0), 1)
         choice = tl.where(chosen, float("-inf"), choice)

@@ -21,7 +21,7 @@ from runtime.model_executor.window_widths import allot
 from runtime.worker_info import DepthClass, DepthInfo
 
 Floats = npt.NDArray[np.float64]
-HYSTERESIS = 0.01
+HYSTERESIS = 0.012
 """Another depth is taken if it promises more tokens per second than the current one by this share."""
 SCATTER = 0.02
 """Share by which drafts must be worth more than none: with them requests end apart, which leaves smaller batches and more, shorter
@@ -49,7 +49,7 @@ LEAST_KEEP_SHORT, LEAST_KEEP_LONG = 0.5, 1 - 1 / 16
 SHIFT, SHIFT_DEVIATIONS = 0.1, 3.5
 """Acceptance has changed where the two differ by this much, and by so many standard deviations."""
 
-RAGGED_GAIN = 0.005
+RAGGED_GAIN = 0.01
 """Windows of different widths are taken if they promise more tokens per second by this share, and kept while they promise more."""
 RAGGED_EVERY = 8
 """Iterations between two looks at them while they are not in use and all requests allow as many drafts."""
@@ -251,7 +251,7 @@ class DepthController:
         best = best_option(options, self._current)
         self._current = best.depth
         if mixed:
-            best = self._narrowed(best, options, rows, passes, ragged_depth)
+            best, options = self._narrowed(best, options, rows, passes, ragged_depth)
         self._steps += 1
         self._save(best.seconds, len(rows.caps))
         depth = self._probe(options, best) if len(options) > 1 else best.depth
@@ -263,12 +263,15 @@ class DepthController:
         self.ragged += best.widths is not None
         return best
 
-    def _narrowed(self, best: Option, full: Sequence[Option], rows: DecodeRows, passes: Sequence[tuple[int, int]], depth: int) -> Option:
-        """The best pass over windows of different widths, if by the acceptance of each request it is clearly better than all full ones;
-        else `best`.
+    def _narrowed(
+        self, best: Option, full: list[Option], rows: DecodeRows, passes: Sequence[tuple[int, int]], depth: int
+    ) -> tuple[Option, list[Option]]:
+        """The best pass over windows of different widths, if by the acceptance of each request it is clearly better than all full ones,
+        and what those promise by the same acceptance; else `best` and `full`.
         """
         n, gains = len(rows.caps), self._gains(rows)
-        of_full = max((n + gains[:, : option.depth].sum()) / option.seconds for option in full)
+        by_request = [replace(option, tokens=n + float(gains[:, : option.depth].sum())) for option in full]
+        of_full = max(option.rate for option in by_request)
         gains = gains[:, :depth]
         promised = np.concatenate([[0.0], np.sort(gains, axis=None)[::-1].cumsum()])
         options = list[Option]()
@@ -277,7 +280,9 @@ class DepthController:
             options.append(Option(depth, n + float(promised[min(tokens - size, gains.size)]), seconds))
         ragged = max(options, key=lambda option: option.rate)
         self._ragged = bool(ragged.rate > of_full * (1 if self._ragged else 1 + RAGGED_GAIN))
-        return replace(ragged, widths=allot(gains, *passes[options.index(ragged)])) if self._ragged else best
+        if not self._ragged:
+            return best, full
+        return replace(ragged, widths=allot(gains, *passes[options.index(ragged)])), by_request
 
     def _gains(self, rows: DecodeRows) -> Floats:
         """What each draft of each request is expected to add, [n, most steps]; 0 beyond its cap."""
@@ -299,7 +304,7 @@ class DepthController:
         for greedy, averages in self._averages.items():
             for depth in depths:
                 averages.add(read.accept_lens[(read.greedy == greedy) & (drafted == depth)], depth)
-        if self._current == 0:  # a probe that accepted drafts saved time
+        if self._current == 0 and not read.width:  # a probe that accepted drafts saved time
             self._returned += (float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens)
 
     def correct(self, spread: float) -> None:

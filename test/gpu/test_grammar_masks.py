@@ -38,7 +38,7 @@ KINDS: list[tuple[str, str | None, int]] = [
 
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(lambda: make_backend("llguidance", vocabulary(VOCAB)))
+    return GrammarCompiler(lambda: make_backend("llguidance", vocabulary(VOCAB)), None)
 
 
 def asks() -> list[GenerateReq]:

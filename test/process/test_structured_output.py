@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import re
+import signal
+import time
 from typing import Any
 
 import httpx
 import jsonschema
+import psutil
 import pytest
 
-from conftest import Embedded
+from conftest import Embedded, serve_embedded
+from warm_start import cold_start
 
 SCHEMA = {
     "type": "object",
@@ -21,22 +26,20 @@ SCHEMA = {
 }
 QUESTION = [{"role": "user", "content": "Name a city and its country as JSON."}]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
-HOSTILE: list[dict[str, Any]] = [
-    {
-        "json_schema": {
-            "type": "object",
-            "properties": {f"p{i}": {"type": "string", "pattern": f"^[a-z]{{1,{i}}}$"} for i in range(1, 4000)},
-        }
-    },
-    {"json_schema": {"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {}}} for c in "ab"]} for i in range(24)]}},
-    {"json_schema": {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}},
-    {"json_schema": {"enum": ["x" * 1000 + str(i) for i in range(1000)]}},
-    {"ebnf": 'root ::= "a" root'},
-    {"ebnf": "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 3000} | "y"' for i in range(3000))},
-    {"regex": "a?" * 100_000},
-    {"regex": "(a"},
-    {"json_schema": {"not": {"type": "string"}}},
-]
+TREE = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "repetitions in repetitions": {"regex": "^((((a{1,200}){1,200}){1,200}){1,200})$"},
+    "many optional letters": {"regex": "a?" * 100_000},
+    "unclosed": {"regex": "(a"},
+    "patterns that grow": {"json_schema": {"properties": {f"p{i}": {"pattern": f"^[a-z]{{1,{i}}}$"} for i in range(1, 4000)}}},
+    "exponential": {"json_schema": {"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {}}} for c in "ab"]} for i in range(24)]}},
+    "patterns of one string": {"json_schema": {"allOf": [{"properties": {"a": {"pattern": f".*{i}.*"}}} for i in range(40)]}},
+    "recursive": {"json_schema": TREE},
+    "1 MB": {"json_schema": {"enum": ["x" * 1000 + str(i) for i in range(1000)]}},
+    "unknown keyword": {"json_schema": {"not": {"type": "string"}}},
+    "never ends": {"ebnf": 'root ::= "a" root'},
+    "3000 rules": {"ebnf": "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 3000} | "y"' for i in range(3000))},
+}
 
 
 def chat(embedded: Embedded, **fields: Any) -> dict[str, Any]:
@@ -75,17 +78,47 @@ def test_a_regex_holds_on_the_native_endpoint(embedded: Embedded) -> None:
     assert all(re.fullmatch("(yes|no), [a-z]{3,8}", answer["text"]) for answer in answers)
 
 
-@pytest.mark.parametrize("fields", HOSTILE)
+def processes(embedded: Embedded) -> dict[str, psutil.Process]:
+    """The processes of the server by title."""
+    return {process.cmdline()[0].strip(): process for process in psutil.Process(embedded.process.pid).children(recursive=True)}
+
+
+@pytest.mark.parametrize("fields", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_grammars_are_refused_while_others_stream(embedded: Embedded, fields: dict[str, Any]) -> None:
-    streaming = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-
-    def stream() -> dict[str, Any]:
-        return httpx.post(f"{embedded.url}/v1/completions", json=streaming, timeout=60).json()
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        running = pool.submit(stream)
-        refused = httpx.post(f"{embedded.url}/v1/completions", json={"prompt": "x", **fields}, timeout=60)
-        assert refused.status_code == 400, refused.text
-        assert re.search("cannot be used|must be", refused.json()["error"]["message"])
-        assert running.result()["usage"]["completion_tokens"] == 24
+    streaming = {"prompt": "Once upon a time", "max_tokens": 48, "temperature": 0, "ignore_eos": True, "stream": True}
+    before = processes(embedded)["talon::scheduler"].pid
+    with httpx.stream("POST", f"{embedded.url}/v1/completions", json=streaming, timeout=60) as stream:
+        events = (line for line in stream.iter_lines() if line.startswith("data: {"))
+        next(events)
+        for _ in range(2):
+            refused = httpx.post(f"{embedded.url}/v1/completions", json={"prompt": "x", "max_tokens": 64, **fields}, timeout=60)
+            assert refused.status_code == 400, refused.text
+            assert re.search("cannot be used|must be|grammar", refused.json()["error"]["message"])
+        assert json.loads([*events][-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "length", "the stream goes on"
     embedded.quiet()
+    assert processes(embedded)["talon::scheduler"].pid == before
+
+
+def test_no_process_is_left_behind_when_the_scheduler_is_killed_in_a_trial() -> None:
+    with cold_start(), serve_embedded() as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "x", "max_tokens": 8}
+        assert httpx.post(f"{server.url}/v1/completions", json={**body, "regex": "ab"}, timeout=60).status_code == 200
+        family = processes(server)
+        trying = pool.submit(httpx.post, f"{server.url}/v1/completions", json={**body, "regex": "a?" * 20_000}, timeout=60)
+        deadline = time.monotonic() + 30
+        while not (forks := family["talon::grammars"].children()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        family["talon::scheduler"].kill()
+        assert not psutil.wait_procs([*family.values(), *forks], timeout=30)[1]
+        with contextlib.suppress(httpx.HTTPError):
+            assert trying.result().status_code >= 500
+
+
+def test_no_process_is_left_behind_after_a_shutdown() -> None:
+    with cold_start(), serve_embedded() as server:
+        body = {"prompt": "x", "max_tokens": 8, "regex": "ab"}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+        family = processes(server)
+        assert set(family) == {"talon::scheduler", "talon::detokenizer", "talon::grammars"}
+        server.process.send_signal(signal.SIGTERM)
+        assert not psutil.wait_procs(list(family.values()), timeout=30)[1]

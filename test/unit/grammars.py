@@ -16,7 +16,7 @@ from tokenizers.trainers import BpeTrainer
 from runtime.constrained.backends import Vocabulary, make_backend
 from runtime.constrained.compiler import GrammarCompiler
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
-from runtime.entrypoints.grammars import vocabulary_of
+from runtime.entrypoints.grammar_process import vocabulary_of
 from runtime.managers.messages import Finish, GenerateReq, TokensOut, TokensOutBatch
 from runtime.managers.scheduler import Scheduler
 from runtime.model_executor.followers import Followers
@@ -56,7 +56,7 @@ def vocabulary(vocab_size: int = VOCAB) -> Vocabulary:
 
 def make_compiler(name: str = "llguidance") -> GrammarCompiler:
     """A compiler for `json_tokenizer`."""
-    return GrammarCompiler(lambda: make_backend(name, vocabulary()))
+    return GrammarCompiler(lambda: make_backend(name, vocabulary()), None)
 
 
 def constrained_worker(

@@ -310,7 +310,7 @@ class Gate:
 
 def test_others_run_while_a_grammar_is_compiled(tmp_path: Path) -> None:
     gate, worker = Gate(), constrained_worker(tmp_path, "EAGLE")
-    compiler = GrammarCompiler(lambda: gate, clock=lambda: 0.0)
+    compiler = GrammarCompiler(lambda: gate, None, clock=lambda: 0.0)
     free = structs.replace(GREEDY, max_new_tokens=20)
     asks = [GenerateReq(rid=rid, input_ids=[5, 6], sampling=constrained(GREEDY), seed=1) for rid in ("first", "aborted")]
     served, ended = Served(), dict[int, set[str]]()

@@ -1,25 +1,21 @@
-"""Grammar backends: what they allow, what they refuse and why; the compiler's bounds; constraints and windows."""
+"""Grammar backends: what they allow, what they refuse and why; constraints and windows."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from runtime.constrained import compiler as compiler_module
 from runtime.constrained.backends import make_backend
-from runtime.constrained.compiler import GrammarCompiler
 from runtime.constrained.constraint import Constraint
 from runtime.constrained.grammar import Grammar, GrammarBackend, MaskRow, Matcher, allowed_tokens, allows, mask_words, only_token
 from runtime.constrained.llguidance_backend import LlguidanceMatcher
 from runtime.constrained.window_masks import WindowMasks
-from runtime.errors import CompilerBusy, GrammarError
+from runtime.errors import GrammarError
 from runtime.sampling_params import GrammarSpec
-from unit.grammars import VOCAB, json_tokenizer, make_compiler, vocabulary
+from unit.grammars import VOCAB, json_tokenizer, vocabulary
 
 CALL = '<f=x>{"a": 1}</f>'
 ARGUMENTS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -132,12 +128,6 @@ def test_control_tokens_in_tags_are_tokens(llguidance: GrammarBackend) -> None:
         ("json_schema", {"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {}}} for c in "ab"]} for i in range(20)]}, "too large"),
         ("json_schema", {"properties": {f"p{i}": {"pattern": f"^[a-z]{{1,{i}}}$"} for i in range(1, 3000)}}, "too big"),
         ("json_schema", "[" * 200 + "]" * 200, "levels deep"),
-        ("json_schema", {"allOf": [{"properties": {"a": {"pattern": f".*{i}.*"}}} for i in range(40)]}, "must match 40 patterns"),
-        (
-            "json_schema",
-            {"$defs": {str(i): {"pattern": f".*{i}.*"} for i in range(40)}, "allOf": [{"$ref": f"#/$defs/{i}"} for i in range(40)]},
-            "must match 40 patterns",
-        ),
         ("regex", "(a", "regex parse error"),
         ("regex", "(?=a)b", "look-around"),
         ("ebnf", "root ::= )", "[Ff]ailed to convert|[Ee]xpected"),
@@ -211,99 +201,7 @@ def test_a_fork_leaves_no_trace(backend: GrammarBackend) -> None:
             assert allowed(matcher) == allowed(fresh)
 
 
-# ---- the compiler
-
-
-class Slow:
-    """A backend that waits for a signal."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-        self.compiled = 0
-
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        self.go.wait(5)
-        self.compiled += 1
-        return object()  # type: ignore[return-value]
-
-
-def test_one_grammar_is_compiled_once_and_forgotten_when_others_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler_module, "MAX_CACHED", 2)
-    slow = Slow()
-    slow.go.set()
-    compiler = GrammarCompiler(lambda: slow)
-    for text in ("a", "a", "b", "a", "c", "a", "b"):
-        compiler.compile(GrammarSpec("regex", text)).future.result(5)
-    assert slow.compiled == 4
-    compiler.close()
-
-
-def test_a_grammar_that_takes_too_long_is_refused_and_a_busy_compiler_says_so() -> None:
-    slow, now = Slow(), [1.0]
-    compiler = GrammarCompiler(lambda: slow, lambda: now[0])
-    running = [compiler.compile(GrammarSpec("regex", text)) for text in "ab"]
-    queued = compiler.compile(GrammarSpec("regex", "c"))
-    for _ in range(500):
-        if all(each.started is not None for each in running):
-            break
-        time.sleep(0.01)
-    now[0] += compiler_module.MAX_SECONDS / 2
-    assert [each.result() for each in (*running, queued)] == [None, None, None]
-    now[0] += compiler_module.MAX_SECONDS * 0.6
-    with pytest.raises(GrammarError, match=r"takes longer than 0\.6 s"):
-        running[0].result()
-    assert queued.result() is None
-    now[0] += compiler_module.MAX_WAIT
-    with pytest.raises(CompilerBusy):
-        queued.result()
-    slow.go.set()
-    compiler.close()
-
-
-def test_a_fault_of_the_library_refuses_its_grammar_alone() -> None:
-    class Broken:
-        def compile(self, spec: GrammarSpec) -> Grammar:
-            raise ZeroDivisionError
-
-    compiler = GrammarCompiler(Broken)
-    with pytest.raises(GrammarError, match="The compiler failed: ZeroDivisionError"):
-        compiler.compile(GrammarSpec("regex", "a")).future.result(5)
-    compiler.close()
-
-
 # ---- constraints and windows
-
-
-CYCLE = "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 3000} | "y"' for i in range(3000))
-OPTIONAL = "a?" * 20_000
-
-
-@pytest.mark.parametrize(
-    ("kind", "grammar", "reason"),
-    [
-        ("ebnf", CYCLE, "It has about 3,001 rules"),
-        ("ebnf", 'start: /"/ OTHER "\\""\nOTHER: /' + OPTIONAL + "/", "repetitions"),
-        ("regex", OPTIONAL, "It has 20,000 repetitions"),
-        ("json_schema", {"properties": {"a": {"type": "string", "pattern": OPTIONAL}}}, "repetitions"),
-        ("json_schema", {"patternProperties": {OPTIONAL: {}}}, "repetitions"),
-        ("structural_tag", {"type": "tag", "begin": "x", "content": {"type": "grammar", "grammar": CYCLE}, "end": ""}, "rules"),
-        ("structural_tag", {"type": "regex", "pattern": OPTIONAL}, "repetitions"),
-    ],
-)
-def test_grammars_that_would_end_the_process_are_refused_before_they_are_compiled(kind: Any, grammar: Any, reason: str) -> None:
-    compiler = make_compiler()
-    text = grammar if isinstance(grammar, str) else json.dumps(grammar)
-    with pytest.raises(GrammarError, match=reason):
-        compiler.compile(GrammarSpec(kind, text)).future.result(20)
-    compiler.close()
-
-
-def test_the_largest_grammars_compile() -> None:
-    compiler, rules = make_compiler(), 900
-    chain = "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(rules)) + f'\nr{rules} ::= "QZJ"'
-    for kind, text in (("ebnf", chain), ("regex", "(a|b)?" * 2000)):
-        assert compiler.compile(GrammarSpec(kind, text)).future.result(20).matcher() is not None
-    compiler.close()
 
 
 def test_a_grammar_starts_behind_its_marker(llguidance: GrammarBackend) -> None:

@@ -19,7 +19,7 @@ from test_harmony import HARMONY_TOKENS
 from runtime.constrained.backends import make_backend
 from runtime.constrained.constraint import Constraint
 from runtime.constrained.grammar import allowed_tokens, mask_words
-from runtime.entrypoints.grammars import vocabulary_of
+from runtime.entrypoints.grammar_process import vocabulary_of
 from runtime.errors import RequestError
 from runtime.parsers.output_format import OutputFormat, OutputRequest
 from runtime.parsers.registry import TOOL_FORMATS

@@ -1,4 +1,4 @@
-"""Compiles grammars beside the scheduler's loop: in threads, with a cache, bounded in time, size and number."""
+"""Compiles grammars beside the scheduler's loop: in a thread, with a cache, after a trial in another process."""
 
 from __future__ import annotations
 
@@ -8,106 +8,139 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
 
 from runtime.constrained.grammar import Grammar, GrammarBackend
-from runtime.constrained.grammar_size import check_size
+from runtime.constrained.trial import STACK_MIB
 from runtime.errors import CompilerBusy, GrammarError, RequestError
 from runtime.sampling_params import GrammarSpec
 
 log = logging.getLogger(__name__)
 
-THREADS = 2
-MAX_SECONDS = 0.6
-"""Time that one compilation may take."""
 MAX_WAIT = 10.0
-"""Seconds that a grammar waits for a thread."""
+"""Seconds that a grammar waits for those before it."""
 MAX_CACHED = 256
 MAX_CACHED_CHARS = 1 << 22
 """Text of all cached grammars together."""
 
 
-class Compilation:
-    """A grammar that is being compiled, or was.
+class Trials(Protocol):
+    """Tries grammars where nothing can be harmed; see `TrialProcess`."""
 
-    Args:
-        spec: the grammar.
-        clock: monotonic seconds.
+    def check(self, spec: GrammarSpec) -> None:
+        """Raise `GrammarError` where `spec` cannot be used, `CompilerBusy` where that cannot be found out."""
+        ...
+
+    def close(self) -> None:
+        """Try no more."""
+        ...
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A grammar of the cache, or one on its way there; a refused one is remembered too.
 
     Attributes:
-        started: when a thread began with it; None before.
         future: its outcome.
+        wanted_until: when the last of its requests stops waiting.
     """
 
-    def __init__(self, spec: GrammarSpec, clock: Callable[[], float]) -> None:
-        self._spec, self._clock = spec, clock
-        self._asked = clock()
-        self.started: float | None = None
-        self.future: Future[Grammar] = Future()
+    future: Future[Grammar]
+    wanted_until: float
 
-    def start(self) -> None:
-        """Note that a thread begins."""
-        self.started = self._clock()
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """The wait of one request for its grammar.
+
+    Attributes:
+        future: the outcome.
+        until: when the request stops waiting, in seconds of `clock`.
+    """
+
+    future: Future[Grammar]
+    until: float
+    clock: Callable[[], float]
 
     def result(self) -> Grammar | None:
         """The grammar; None while it is being compiled.
 
         Raises:
             GrammarError: it cannot be used.
-            CompilerBusy: other grammars keep all threads busy.
+            CompilerBusy: other grammars keep the compiler busy.
         """
         if self.future.done():
             return self.future.result()
-        if self.started is not None and self._clock() - self.started > MAX_SECONDS:
-            raise GrammarError(self._spec.kind, f"It takes longer than {MAX_SECONDS:g} s to compile. Make it smaller.")
-        if self._clock() - self._asked > MAX_WAIT:
+        if self.clock() > self.until:
             raise CompilerBusy
         return None
 
 
 class GrammarCompiler:
-    """Owner of the backend, the threads and the cache.
+    """Owner of the backend, the thread and the cache.
 
     Args:
-        make_backend: makes the backend; called in a thread.
+        make_backend: makes the backend; called in the thread.
+        trials: try each new grammar first; closed with the compiler. None where all grammars that come were tried elsewhere.
         clock: monotonic seconds.
     """
 
-    def __init__(self, make_backend: Callable[[], GrammarBackend], clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
-        self._backend = self._threads.submit(make_backend)
-        self._cache: OrderedDict[GrammarSpec, Compilation] = OrderedDict()
+    def __init__(
+        self, make_backend: Callable[[], GrammarBackend], trials: Trials | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._trials, self._clock = trials, clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        usual = threading.stack_size(2 * STACK_MIB << 20)  # what a trial has room for has room here
+        self._backend = self._thread.submit(make_backend)
+        threading.stack_size(usual)
+        self._cache: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
         self._chars = 0
         self._lock = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> Compilation:
-        """Begin to compile `spec`, or find it compiled or under way."""
+        """Begin to compile `spec`, or find it compiled, refused or under way."""
+        until = self._clock() + MAX_WAIT
         with self._lock:
-            found = self._cache.get(spec)
-            if found is not None:
-                self._cache.move_to_end(spec)
-                return found
-            found = self._cache[spec] = Compilation(spec, self._clock)
-            self._chars += len(spec.text)
-            self._evict()
-        self._threads.submit(self._run, found, spec)
-        return found
+            entry = self._cache.get(spec)
+            if entry is None:
+                entry = self._cache[spec] = _Entry(Future(), until)
+                self._chars += len(spec.text)
+                self._evict()
+                self._thread.submit(self._run, entry, spec)
+            self._cache.move_to_end(spec)
+            entry.wanted_until = until
+        return Compilation(entry.future, until, self._clock)
 
     def close(self) -> None:
         """Forget what was not begun. A compilation under way ends by itself."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._trials is not None:
+            self._trials.close()
 
-    def _run(self, compilation: Compilation, spec: GrammarSpec) -> None:
+    def _run(self, entry: _Entry, spec: GrammarSpec) -> None:
         try:
             backend = self._backend.result()
-            compilation.start()
-            check_size(spec)
-            compilation.future.set_result(backend.compile(spec))
+            if self._clock() > entry.wanted_until:
+                raise CompilerBusy
+            if self._trials is not None:
+                self._trials.check(spec)
+            entry.future.set_result(backend.compile(spec))
         except RequestError as error:
-            compilation.future.set_exception(error)
+            entry.future.set_exception(error)
+        except CompilerBusy as error:
+            self._forget(entry, spec)
+            entry.future.set_exception(error)
         except Exception as error:  # a library's fault must not end the thread with the request unanswered
             log.exception("a grammar could not be compiled")
-            compilation.future.set_exception(GrammarError(spec.kind, f"The compiler failed: {type(error).__name__}."))
+            entry.future.set_exception(GrammarError(spec.kind, f"The compiler failed: {type(error).__name__}."))
+
+    def _forget(self, entry: _Entry, spec: GrammarSpec) -> None:
+        """The next request with this grammar tries it again."""
+        with self._lock:
+            if self._cache.get(spec) is entry:
+                del self._cache[spec]
+                self._chars -= len(spec.text)
 
     def _evict(self) -> None:
         """Forget the grammars that were not used for the longest time. Requests that wait for one keep it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import Any
 
 from runtime.errors import GrammarError
@@ -11,10 +10,6 @@ from runtime.errors import GrammarError
 KIND = "json_schema"
 MAX_DEPTH = 128
 """Levels of nesting."""
-MAX_PATTERNS = 12
-"""Patterns of one string: the time for their intersection doubles with each, and llguidance cannot be interrupted."""
-MAX_VISITS = 20_000
-"""Parts of a schema that are searched for patterns."""
 MAX_ROUNDS = 16
 """Rounds of the search for a finite value; schemas that people write need two."""
 
@@ -28,13 +23,10 @@ def check_json_schema(text: str) -> None:
         raise GrammarError(KIND, "No value satisfies the schema false.")
     try:
         endless = isinstance(schema, dict) and not _Finite(schema).finite(schema)
-        patterns = isinstance(schema, dict) and _Patterns(schema).most()
     except RecursionError as error:
         raise GrammarError(KIND, "Its references form a chain that is too long.") from error
     if endless:
         raise GrammarError(KIND, "It refers to itself without an end, so no finite value satisfies it.")
-    if patterns > MAX_PATTERNS:
-        raise GrammarError(KIND, f"One string must match {patterns} patterns; at most {MAX_PATTERNS} can be combined.")
 
 
 def load_json(kind: str, text: str) -> Any:
@@ -72,35 +64,6 @@ def _target(root: Any, reference: str) -> Any:
         else:
             return True
     return value
-
-
-class _Patterns:
-    """Counts the patterns that one string must match, by the place of the string in the value."""
-
-    def __init__(self, root: dict[str, Any]) -> None:
-        self._root, self._visits = root, 0
-        self._counts = Counter[tuple[str | int, ...]]()
-
-    def most(self) -> int:
-        """The most patterns of one string."""
-        self._visit(self._root, (), frozenset())
-        return max(self._counts.values(), default=0)
-
-    def _visit(self, node: Any, path: tuple[str | int, ...], followed: frozenset[str]) -> None:
-        self._visits += 1
-        if self._visits > MAX_VISITS or not isinstance(node, dict | list):
-            return
-        for key, child in node.items() if isinstance(node, dict) else enumerate(node):
-            if key == "pattern" and isinstance(child, str):
-                self._counts[path] += 1
-            elif key == "allOf" and isinstance(child, list):
-                for part in child:
-                    self._visit(part, path, followed)
-            elif key == "$ref" and isinstance(child, str):
-                if child not in followed:
-                    self._visit(_target(self._root, child), path, followed | {child})
-            else:
-                self._visit(child, (*path, key), followed)
 
 
 class _Finite:

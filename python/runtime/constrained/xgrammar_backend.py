@@ -40,6 +40,8 @@ class XgrammarBackend:
         try:
             grammar = XgrammarGrammar(self._compiled(spec), self._words)
         except (RuntimeError, ValueError) as error:  # xgrammar raises what its C++ code raises
+            if "bad_alloc" in str(error):
+                raise MemoryError from error
             raise GrammarError(spec.kind, str(error).split("Check failed:")[-1].strip()[:300]) from error
         row = np.zeros(self._words, dtype=np.int32)
         grammar.matcher().fill(row)

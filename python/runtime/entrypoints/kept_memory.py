@@ -42,6 +42,13 @@ def bound_kept_memory() -> None:
     threading.Thread(target=_trim_forever, args=(trim,), name="trim", daemon=True).start()
 
 
+def give_back_memory() -> None:
+    """Give free memory back to the system once; does nothing on another C library than glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _trim_forever(trim: Callable[[int], int]) -> None:
     """Call malloc_trim, which runs without the interpreter's lock."""
     pause = threading.Event()

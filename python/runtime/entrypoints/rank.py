@@ -111,7 +111,7 @@ def follow_rank_0(
     config = with_own_files(leader, config)
     receiver: StepReceiver = StepSubscriber(sockets.steps) if place.ring is None else RingReader(place.ring, place.rank - 1)
     worker = _build(config, model_config, group, options)
-    compiler = make_compiler(config, model_config)
+    compiler = make_compiler(config, model_config, tried=True)
     if compiler is not None:
         worker.parts.grammars.compile = lambda spec: compiler.compile(spec).future.result()
     beat = RankBeat(sockets.watch, place.rank, _end_process, alive)

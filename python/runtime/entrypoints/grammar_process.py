@@ -1,0 +1,60 @@
+"""The main program of the process that tries grammars for its parent, a scheduler; it ends with its parent."""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.connection import Connection
+
+import msgspec
+import setproctitle
+
+from runtime.constrained.backends import Vocabulary, make_backend
+from runtime.constrained.grammar import GrammarBackend
+from runtime.constrained.trial import serve_trials
+from runtime.entrypoints.collector import freeze_gc
+from runtime.entrypoints.kept_memory import give_back_memory
+from runtime.errors import ConfigError
+from runtime.text.tokenizer import Tokenizer
+
+
+class GrammarBackendConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A grammar backend and what its `Vocabulary` is made of; the argument of the process, in JSON."""
+
+    name: str
+    tokenizer_path: str
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+
+    @property
+    def command(self) -> list[str]:
+        """The command of the process."""
+        return [sys.executable, "-m", "runtime.entrypoints.grammar_process", msgspec.json.encode(self).decode()]
+
+    def load(self) -> GrammarBackend:
+        """Load the tokenizer and the library, which may take seconds. Raises `ConfigError` without a tokenizer."""
+        tokenizer = Tokenizer.load(self.tokenizer_path)
+        return make_backend(self.name, vocabulary_of(tokenizer, self.eos_ids, self.vocab_size))
+
+
+def vocabulary_of(tokenizer: Tokenizer, eos_ids: tuple[int, ...], vocab_size: int) -> Vocabulary:
+    """What grammar backends must know of a tokenizer, for a model of `vocab_size` ids."""
+    return Vocabulary(tokenizer.definition, vocab_size, eos_ids, tokenizer.special_tokens, tokenizer.token_bytes)
+
+
+def main(argument: str) -> None:
+    """`python -m runtime.entrypoints.grammar_process CONFIG`, with a socket as the standard input."""
+    config = msgspec.json.decode(argument, type=GrammarBackendConfig)
+    setproctitle.setproctitle("talon::grammars")
+    connection = Connection(os.dup(0))
+    try:
+        backend = config.load()
+    except ConfigError:
+        sys.exit(1)  # the parent loads the same files, and says what is wrong with them
+    freeze_gc()
+    give_back_memory()
+    serve_trials(backend, connection)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,280 @@
+"""The compiler of grammars: its cache and bounds, and the process in which each grammar is tried first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from runtime.constrained import compiler as compiler_module
+from runtime.constrained.backends import make_backend
+from runtime.constrained.compiler import GrammarCompiler
+from runtime.constrained.grammar import Grammar, GrammarBackend
+from runtime.constrained.trial import try_grammar
+from runtime.constrained.trial_process import TrialProcess
+from runtime.entrypoints.grammar_process import GrammarBackendConfig
+from runtime.errors import CompilerBusy, GrammarError
+from runtime.sampling_params import GrammarSpec
+from unit.grammars import VOCAB, json_tokenizer, vocabulary
+
+CYCLE = "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 3000} | "y"' for i in range(3000))
+CHAIN = "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(600)) + '\nr600 ::= "QZJ"'
+OPTIONAL = "a?" * 20_000
+PATTERNS = {"allOf": [{"properties": {"a": {"pattern": f".*{i}.*"}}} for i in range(40)]}
+HARMFUL = "crashes on it|longer than 0.5 s"
+
+
+class Trials:
+    """Trials that count, and wait for a signal."""
+
+    def __init__(self, waits: bool = False) -> None:
+        self.tried: list[str] = []
+        self.began, self.go = threading.Event(), threading.Event()
+        if not waits:
+            self.go.set()
+
+    def check(self, spec: GrammarSpec) -> None:
+        self.tried.append(spec.text)
+        self.began.set()
+        self.go.wait(10)
+        if spec.text.startswith("bad"):
+            raise GrammarError(spec.kind, "It is bad.")
+
+    def close(self) -> None:
+        self.go.set()
+
+
+class Backend:
+    """A backend that counts, and fails at one grammar."""
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        if spec.text == "broken":
+            raise ZeroDivisionError
+        self.compiled.append(spec.text)
+        return object()  # type: ignore[return-value]
+
+
+class Harmful:
+    """A backend that does what native code may do to its process."""
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        if spec.text == "refuse":
+            raise GrammarError("other", "It is bad.")
+        if spec.text == "fail":
+            raise ZeroDivisionError
+        if spec.text == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if spec.text == "exit":
+            raise SystemExit(3)
+        if spec.text == "memory":
+            bytearray(1 << 30)
+        if spec.text == "endless":
+            while True:
+                pass
+        if spec.text == "asleep":
+            time.sleep(60)
+        return object()  # type: ignore[return-value]
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """A folder with the files of `json_tokenizer`."""
+    (folder / "tokenizer.json").write_text(json_tokenizer().definition, encoding="utf-8")
+    return folder
+
+
+def trial_process(folder: Path, backend: str) -> TrialProcess:
+    config = GrammarBackendConfig(name=backend, tokenizer_path=str(tokenizer_folder(folder)), eos_ids=(0, 1), vocab_size=VOCAB)
+    return TrialProcess(config.command)
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrialProcess]:
+    process = trial_process(tmp_path_factory.mktemp("tokenizer"), "llguidance")
+    yield process
+    process.close()
+    assert not psutil.pid_exists(process.pid)
+
+
+@pytest.fixture(scope="module")
+def llguidance() -> GrammarBackend:
+    return make_backend("llguidance", vocabulary())
+
+
+# ---- the compiler
+
+
+def test_one_grammar_is_compiled_once_and_forgotten_when_others_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_CACHED", 2)
+    backend, trials = Backend(), Trials()
+    compiler = GrammarCompiler(lambda: backend, trials)
+    for text in ("a", "a", "b", "a", "c", "a", "b"):
+        compiler.compile(GrammarSpec("regex", text)).future.result(5)
+    assert backend.compiled == trials.tried == ["a", "b", "c", "b"]
+    compiler.close()
+
+
+def test_a_refused_grammar_is_remembered_and_never_compiled() -> None:
+    backend, trials = Backend(), Trials()
+    compiler = GrammarCompiler(lambda: backend, trials)
+    for _ in range(3):
+        with pytest.raises(GrammarError, match="It is bad"):
+            compiler.compile(GrammarSpec("regex", "bad")).future.result(5)
+    assert trials.tried == ["bad"]
+    assert backend.compiled == []
+    compiler.close()
+
+
+def test_a_grammar_that_waits_too_long_is_neither_tried_nor_remembered() -> None:
+    backend, trials, now = Backend(), Trials(waits=True), [1.0]
+    compiler = GrammarCompiler(lambda: backend, trials, lambda: now[0])
+    first, second, third = (compiler.compile(GrammarSpec("regex", text)) for text in "abc")
+    assert trials.began.wait(10)
+    now[0] += compiler_module.MAX_WAIT / 2
+    assert [each.result() for each in (first, second, third)] == [None] * 3
+    late = compiler.compile(GrammarSpec("regex", "c"))
+    now[0] += compiler_module.MAX_WAIT * 0.6
+    for each in (first, second, third):
+        with pytest.raises(CompilerBusy):
+            each.result()
+    assert late.result() is None, "each request has a time of its own"
+    trials.go.set()
+    late.future.result(5)
+    with pytest.raises(CompilerBusy):
+        second.result()
+    assert trials.tried == backend.compiled == ["a", "c"]
+    compiler.compile(GrammarSpec("regex", "b")).future.result(5)
+    assert trials.tried == ["a", "c", "b"]
+    compiler.close()
+
+
+def test_a_fault_of_the_library_refuses_its_grammar_alone() -> None:
+    compiler = GrammarCompiler(Backend, None)
+    with pytest.raises(GrammarError, match="The compiler failed: ZeroDivisionError"):
+        compiler.compile(GrammarSpec("regex", "broken")).future.result(5)
+    assert compiler.compile(GrammarSpec("regex", "a")).future.result(5) is not None
+    compiler.close()
+
+
+# ---- trials
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("fail", "The compiler failed: ZeroDivisionError."),
+        ("killed", "The compiler crashes on it (SIGKILL)"),
+        ("exit", "The compiler crashes on it (exit status 1)"),
+        ("memory", "It needs more than 512 MiB to compile."),
+        ("endless", "It takes longer than 0.5 s to compile."),
+        ("asleep", "It takes longer than 0.5 s to compile."),
+    ],
+)
+def test_a_trial_says_how_a_grammar_ends_its_process(text: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.constrained.trial.MAX_WALL_SECONDS", 2.0)
+    refusal = try_grammar(Harmful(), GrammarSpec("regex", text))
+    assert refusal is not None
+    assert str(refusal.error).startswith(f"The regex cannot be used: {reason}")
+
+
+def test_a_trial_passes_errors_on() -> None:
+    refusal = try_grammar(Harmful(), GrammarSpec("structural_tag", "refuse"))
+    assert refusal is not None
+    assert str(refusal.error) == "The other cannot be used: It is bad."
+    assert try_grammar(Harmful(), GrammarSpec("structural_tag", "good")) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "grammar", "reason"),
+    [
+        ("ebnf", CYCLE, HARMFUL),
+        ("ebnf", 'start: /"/ OTHER "\\""\nOTHER: /' + OPTIONAL + "/", HARMFUL),
+        ("regex", OPTIONAL, HARMFUL),
+        ("json_schema", {"properties": {"a": {"type": "string", "pattern": OPTIONAL}}}, HARMFUL),
+        ("json_schema", {"patternProperties": {OPTIONAL: {}}}, HARMFUL),
+        ("json_schema", PATTERNS, HARMFUL),
+        ("structural_tag", {"format": {"type": "grammar", "grammar": CYCLE}}, HARMFUL),
+        ("structural_tag", {"format": {"type": "regex", "pattern": OPTIONAL}}, HARMFUL),
+        ("regex", "(a", "unclosed group"),
+        ("json_schema", {"$ref": "#"}, "refers to itself"),
+    ],
+)
+def test_harmful_grammars_are_refused(trials: TrialProcess, llguidance: GrammarBackend, kind: Any, grammar: Any, reason: str) -> None:
+    compiler = GrammarCompiler(lambda: llguidance, trials)
+    pid, text = trials.pid, grammar if isinstance(grammar, str) else json.dumps(grammar)
+    with pytest.raises(GrammarError, match=reason):
+        compiler.compile(GrammarSpec(kind, text)).future.result(60)
+    assert trials.pid == pid, "only a fork has ended"
+
+
+def test_large_grammars_compile(trials: TrialProcess, llguidance: GrammarBackend) -> None:
+    compiler = GrammarCompiler(lambda: llguidance, trials)
+    for kind, text in (("ebnf", CHAIN), ("regex", "(a|b)?" * 1000), ("regex", "(a?){20000}")):
+        assert compiler.compile(GrammarSpec(kind, text)).future.result(60).matcher() is not None
+
+
+def test_grammars_of_xgrammar_are_tried_too(tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar")
+    trials = trial_process(tmp_path, "xgrammar")
+    trials.check(GrammarSpec("json_schema", '{"type": "object"}'))
+    with pytest.raises(GrammarError, match=f"{HARMFUL}|needs more than"):
+        trials.check(GrammarSpec("regex", OPTIONAL * 10))
+    with pytest.raises(GrammarError, match="cannot be used"):
+        trials.check(GrammarSpec("ebnf", "root ::= )"))
+    trials.close()
+
+
+def test_a_process_that_has_ended_is_replaced(trials: TrialProcess, caplog: pytest.LogCaptureFixture) -> None:
+    trials.check(GrammarSpec("regex", "a"))
+    pid = trials.pid
+    os.kill(pid, signal.SIGKILL)
+    trials.check(GrammarSpec("regex", "a"))
+    assert trials.pid != pid
+    assert "another one starts" in caplog.text
+
+
+def test_a_process_that_cannot_start_leaves_grammars_untried() -> None:
+    trials = TrialProcess([sys.executable, "-c", "pass"])
+    with pytest.raises(CompilerBusy):
+        trials.check(GrammarSpec("regex", "a"))
+    trials.close()
+
+
+PARENT = """
+import sys, threading, time
+from runtime.constrained.trial_process import TrialProcess
+from runtime.entrypoints.grammar_process import GrammarBackendConfig
+from runtime.sampling_params import GrammarSpec
+trials = TrialProcess(GrammarBackendConfig(name="llguidance", tokenizer_path=sys.argv[1], eos_ids=(0, 1), vocab_size=420).command)
+trials.check(GrammarSpec("regex", "a"))
+print(trials.pid, flush=True)
+trials.check(GrammarSpec("regex", "a?" * 20000))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("tries", [False, True])
+def test_the_process_ends_with_its_parent(tmp_path: Path, tries: bool) -> None:
+    command = [sys.executable, "-c", PARENT, str(tokenizer_folder(tmp_path))]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        process = psutil.Process(int(parent.stdout.readline()))
+        deadline = time.monotonic() + 20
+        while bool(process.children()) != tries and time.monotonic() < deadline:
+            time.sleep(0.001)
+        family = [process, *process.children()]
+        parent.kill()
+    assert not psutil.wait_procs(family, timeout=20)[1]

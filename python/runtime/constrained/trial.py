@@ -27,7 +27,13 @@ STACK_MIB = 4
 """Stack of one compilation, in MiB. The process that uses the grammar has more in all of its threads."""
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class Translated(msgspec.Struct, frozen=True, tag=True):
+    """A grammar that compiles within the limits, as `GrammarBackend.translate` returns it."""
+
+    grammar: GrammarSpec
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
     """Why a grammar cannot be used: the arguments of `GrammarError`."""
 
     kind: str
@@ -39,8 +45,11 @@ class Refusal(msgspec.Struct, frozen=True):
         return GrammarError(self.kind, self.reason)
 
 
+Outcome = Translated | Refusal
+
+
 def serve_trials(backend: GrammarBackend, connection: Connection) -> None:
-    """Answer each `GrammarSpec` with None or a `Refusal`, all in JSON, until the other side closes the connection.
+    """Answer each `GrammarSpec` with its `Outcome`, all in JSON, until the other side closes the connection.
 
     Call it in a process that has no other thread.
     """
@@ -52,8 +61,8 @@ def serve_trials(backend: GrammarBackend, connection: Connection) -> None:
             return
 
 
-def try_grammar(backend: GrammarBackend, spec: GrammarSpec) -> Refusal | None:
-    """Compile `spec` in a fork. Returns why it cannot be used, or None."""
+def try_grammar(backend: GrammarBackend, spec: GrammarSpec) -> Outcome:
+    """Translate and compile `spec` in a fork."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -64,7 +73,7 @@ def try_grammar(backend: GrammarBackend, spec: GrammarSpec) -> Refusal | None:
         said = answer.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status == 0:
-        return msgspec.json.decode(said, type=Refusal | None)
+        return msgspec.json.decode(said, type=Outcome)
     return Refusal(spec.kind, _death(status))
 
 
@@ -81,9 +90,9 @@ def _compile(backend: GrammarBackend, spec: GrammarSpec, answer: int) -> NoRetur
     status = 1
     try:
         _limit()
-        refusal = _refusal(backend, spec)
+        outcome = _outcome(backend, spec)
         with open(answer, "wb") as out:
-            out.write(msgspec.json.encode(refusal))
+            out.write(msgspec.json.encode(outcome))
         status = 0
     finally:
         os._exit(status)
@@ -107,13 +116,14 @@ def _limit() -> None:
         os.dup2(silent, fd)
 
 
-def _refusal(backend: GrammarBackend, spec: GrammarSpec) -> Refusal | None:
+def _outcome(backend: GrammarBackend, spec: GrammarSpec) -> Outcome:
     try:
-        backend.compile(spec)
+        translated = backend.translate(spec)
+        backend.compile(translated)
     except GrammarError as error:
         return Refusal(error.param or spec.kind, error.message)
     except MemoryError:
         return Refusal(spec.kind, f"It needs more than {MAX_MIB} MiB to compile. Make it smaller.")
     except Exception as error:  # a library's fault is the grammar's
         return Refusal(spec.kind, f"The compiler failed: {type(error).__name__}.")
-    return None
+    return Translated(translated)

@@ -26,7 +26,7 @@ class TrialProcess:
     """Starts the process, asks it, and replaces it where it has ended. It ends by itself when its parent ends.
 
     Args:
-        command: a program that calls `serve_trials` with its standard input, a socket.
+        command: a program that calls `GrammarTrial.serve` with its standard input, a socket.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ class TrialProcess:
         return self._process.pid
 
     def translate(self, spec: GrammarSpec) -> GrammarSpec:
-        """Let the process translate and compile `spec`; wait for the outcome. Returns what `GrammarBackend.translate` returns.
+        """Let the process try `spec`; wait for the outcome. Returns what `GrammarBackend.translate` returns.
 
         Raises:
             GrammarError: it cannot be used, or compiling it takes too much time or memory.

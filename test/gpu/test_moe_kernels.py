@@ -290,6 +290,22 @@ def test_tokens_without_finite_scores_have_different_experts(name: str, rows: in
     assert found.weights[[0, 2, 4]].isfinite().all()
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_of_nan_leave_the_others_as_they_are(name: str) -> None:
+    from runtime.layers.moe.kernels.route import new_tickets, route
+    from runtime.layers.moe.router import RoutingRule
+
+    layer = Layer(KINDS[name], act_of(KINDS[name]))
+    router, x = torch.randn((EXPERTS, HIDDEN), device=DEVICE).to(DTYPE), layer.x(6)
+    x[:4] = torch.nan
+    routing = route(x, router, RoutingRule(TOP_K, "softmax", True), new_tickets(DEVICE))
+    want = layer.want(x, routing)[4:]
+    few = [layer.few(x, routing, (FEW_CONFIG, FEW_CONFIG), triton) for triton in (False, True)]
+    for out in (*few, layer.many(x, routing, MANY_CONFIG)):
+        assert out[:4].isnan().all()
+        assert relative(out[4:], want) < ROUNDING
+
+
 @pytest.mark.parametrize(("tokens", "rows", "first", "own"), [(5, 16, 0, 6), (70, 16, 2, 4), (300, 64, 0, 6)])
 def test_pairs_are_sorted_by_expert_in_whole_tiles(tokens: int, rows: int, first: int, own: int) -> None:
     from runtime.layers.moe.kernels.align import align

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +61,9 @@ def programs_start_cold() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def embedded() -> Iterator[Embedded]:
     """The default server, started as a user would start it, for the whole session."""
-    with cold_start(), serve_embedded() as server:
+    with ExitStack() as stack:
+        with cold_start():  # ends with the start: the tests that follow start their own programs warm
+            server = stack.enter_context(serve_embedded())
         yield server
 
 

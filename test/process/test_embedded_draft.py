@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from collections.abc import Sequence
 
 import httpx
 import pytest
+import torch
 from benchmark.embedded_speculation import chat_prompts, speculation
 
 from process.conftest import ROOT, Embedded
 from runtime import Engine
 from runtime.config.speculative import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS
+from warm_start import ForkedPopen
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 24}
 EXACT = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "context_length": 512}
@@ -63,6 +66,11 @@ def test_the_default_server_drafts_says_so_and_accepts(embedded: Embedded) -> No
     assert f"EAGLE3 {steps}/1/{steps + 1}" in said
     assert "--speculative-algorithm none" in said
     assert "SmolLM2-135M-Instruct (int8 weights)" in said
+
+
+@pytest.mark.usefixtures("embedded")
+def test_other_programs_start_warm_beside_the_default_server() -> None:
+    assert issubclass(subprocess.Popen, ForkedPopen) != torch.cuda.is_available()
 
 
 def test_the_head_is_shipped_whole_and_its_card_holds_its_figures() -> None:

@@ -12,17 +12,10 @@ from torch.nn import functional as F
 
 from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.stable_shapes import HeadKind, StableShapes, any_shapes, find_stable_shapes
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
-# What torch's CPU kernel computes for a query depends on more than the query and its keys. It attends in blocks of 32
-# queries (64 and 256 for long prompts) and 512 keys, with one GEMM per block. Measured bit for bit on AVX-512: GEMMs of
-# three rows and more agree; a GEMM over at most 256 keys agrees with one over 512 keys of which the rest is masked, but
-# one over 257 to 511 keys may not; keys beyond a multiple of 16 go through another exponential.
-MIN_ROWS = 3
-ROW_BLOCK = 32
-KEY_BLOCK = 512
-KEY_VECTOR = 16
 PADDED_KEYS = 128
 """Keys added per request, on average, above which requests are not attended together: a call costs as much as about 100 keys."""
 
@@ -62,6 +55,7 @@ class TorchNativeAttention:
         self._pool = kv_pool
         self._table = page_table
         self._windows = shape.windows
+        self._shapes = find_stable_shapes(head_kinds(shape)) if page_table.pages.device.type == "cpu" else any_shapes()
         self._steps: list[list[Segment]] = []
 
     def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
@@ -113,7 +107,7 @@ class TorchNativeAttention:
     def _pages(self, rows: torch.Tensor, written: int) -> tuple[torch.Tensor | slice, int]:
         """The pages to read for each row, of which positions 0..written-1 count, and how many positions to read."""
         size = self._table.page_size
-        num_keys = min(stable_key_count(written), self._table.max_pages * size)
+        num_keys = min(self._shapes.key_count(written), self._table.max_pages * size)
         count, used = -(-num_keys // size), -(-written // size)
         pages = self._table.pages[:, :count].index_select(0, rows).reshape(-1).to(torch.int64)
         if len(rows) == 1 and pages.device.type == "cpu":
@@ -154,27 +148,28 @@ class TorchNativeAttention:
                 mask = self._mask(segment, layer, batch, k.dtype)
             out = explicit_attention(queries.transpose(1, 2), k, v, mask, layer).transpose(1, 2)
         else:
-            out = stable_attention(queries, k, v, mask, layer.scale)
+            out = stable_attention(queries, k, v, mask, layer.scale, self._shapes)
         return out.reshape(requests * width, -1).to(q.dtype)
 
 
-def stable_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+def stable_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, shapes: StableShapes
+) -> torch.Tensor:
     """Attend so that on a CPU the result of a query has the same bits in every pass. [B, q, H, value_dim].
 
-    One or two queries become rows of one GEMM with all query heads of their KV head. If there are too few heads for
-    that, rows of zeros are added.
+    Few queries become rows of one GEMM with all query heads of their KV head. If there are still too few, rows of zeros are
+    added.
 
     Args:
         q: [B, q, H, key_dim].
-        k, v: [B, G, S, key_dim] and [B, G, S, value_dim], S from `stable_key_count`.
+        k, v: [B, G, S, key_dim] and [B, G, S, value_dim], S from `shapes.key_count`.
         mask: [B, 1, q, S], added to the scores; None for causal attention from position 0.
+        shapes: the shapes that give the same bits.
     """
     batch, width, num_heads, key_dim = q.shape
-    group = num_heads // k.shape[1]
-    if mask is None or not width < MIN_ROWS <= width * group:
-        group = 1
+    group = num_heads // k.shape[1] if mask is not None and width < shapes.min_rows else 1
     rows = q.view(batch, width, num_heads // group, group, key_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    missing = missing_rows(rows.shape[2])
+    missing = shapes.missing_rows(rows.shape[2])
     if mask is not None and width > 1:
         mask = F.pad(mask.repeat(1, 1, group, 1), (0, 0, 0, missing))
     rows = F.pad(rows, (0, 0, 0, missing))
@@ -182,22 +177,15 @@ def stable_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
     return out[:, :, : width * group].unflatten(2, (group, width)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
+def head_kinds(shape: AttentionShape) -> frozenset[HeadKind]:
+    """The kinds of heads of the layers."""
+    kinds = ((layer.kv, shape.dtype if layer.kv.scaled else layer.kv.dtype) for layer in shape.layers)
+    return frozenset(HeadKind(kv.key_dim, kv.value_dim, dtype) for kv, dtype in kinds)
+
+
 def uneven(seq_lens: npt.NDArray[np.int32]) -> bool:
     """Whether attending to each request alone is faster than together, padded to the longest."""
     return seq_lens.max() - seq_lens.mean() > PADDED_KEYS
-
-
-def missing_rows(rows: int) -> int:
-    """Rows to add so that no block of queries has fewer than `MIN_ROWS`."""
-    last = rows % ROW_BLOCK
-    return max(0, MIN_ROWS - last) if last else 0
-
-
-def stable_key_count(num_keys: int) -> int:
-    """Keys to attend over, at least `num_keys`, so that the masked ones do not change the result."""
-    num_keys = -(-num_keys // KEY_VECTOR) * KEY_VECTOR
-    last = num_keys % KEY_BLOCK
-    return num_keys if last <= KEY_BLOCK // 2 else num_keys + KEY_BLOCK - last
 
 
 def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: AttentionSpec) -> torch.Tensor:

@@ -1,0 +1,91 @@
+"""Shapes in which torch's attention on a CPU gives a query the same bits in every pass, found by trial."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+ROW_BLOCK, KEY_BLOCK = 32, 512
+"""Queries and keys that torch's kernel multiplies at once; for long prompts blocks have 64 and 256 queries."""
+KEY_VECTOR = 16
+"""Keys beyond a multiple of it go through another exponential."""
+KEY_COUNTS = range(KEY_VECTOR, KEY_BLOCK + 1, KEY_VECTOR)
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
+"""Numbers of queries that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class StableShapes:
+    """What a query's bits depend on besides its keys, and how to keep that equal.
+
+    The kernel runs one GEMM per block of queries and keys. How a GEMM sums depends on the processor and on the GEMM's shape: with
+    AVX-512 GEMMs of three rows and more agree on one processor and of four on another; over at most 256 keys they agree
+    with GEMMs over 512 keys of which the rest is masked on the first, over at most 192 or at least 384 on the second.
+
+    Attributes:
+        min_rows: the least number of queries in a block.
+        last_keys: for each number of vectors of keys in the last block, 0 to all, the number of keys to attend over instead.
+    """
+
+    min_rows: int
+    last_keys: tuple[int, ...]
+
+    def key_count(self, num_keys: int) -> int:
+        """Keys to attend over, at least `num_keys`, so that the masked ones do not change the result."""
+        blocks, rest = divmod(num_keys, KEY_BLOCK)
+        return blocks * KEY_BLOCK + self.last_keys[-(-rest // KEY_VECTOR)]
+
+    def missing_rows(self, rows: int) -> int:
+        """Rows to add so that no block of queries has fewer than `min_rows`."""
+        last = rows % ROW_BLOCK
+        return max(0, self.min_rows - last) if last else 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKind:
+    """Sizes of a key and of a value, and the type that the kernel multiplies."""
+
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
+@functools.cache
+def find_stable_shapes(kinds: frozenset[HeadKind]) -> StableShapes:
+    """Try all shapes on this CPU against whole blocks, for all `kinds` of heads; takes about 20 ms for each."""
+    trials = [_Trial(kind) for kind in kinds]
+    stable = [keys for keys in KEY_COUNTS if all(trial.same(ROW_BLOCK, keys) for trial in trials)]
+    wrong = [rows for rows in ROWS if not all(trial.same(rows, keys) for trial in trials for keys in stable)]
+    return StableShapes(min(rows for rows in (*ROWS, ROW_BLOCK) if rows > max(wrong, default=0)), _round_up(stable))
+
+
+def any_shapes() -> StableShapes:
+    """Whole vectors of keys and nothing else, for a device whose bits may differ."""
+    return StableShapes(1, _round_up(KEY_COUNTS))
+
+
+class _Trial:
+    """Attention of one kind of heads over noise."""
+
+    def __init__(self, kind: HeadKind) -> None:
+        noise = torch.Generator().manual_seed(0)
+        sizes = ((ROW_BLOCK, kind.key_dim), (KEY_BLOCK, kind.key_dim), (KEY_BLOCK, kind.value_dim))
+        self._q, self._k, self._v = (torch.randn(1, 1, *size, generator=noise).to(kind.dtype) for size in sizes)
+
+    def same(self, rows: int, keys: int) -> bool:
+        """Whether `rows` queries over `keys` keys have the bits that they have in whole blocks."""
+        return all(torch.equal(self._attend(rows, keys, n), self._attend(ROW_BLOCK, KEY_BLOCK, n)[:, :, :rows]) for n in (keys, keys - 1))
+
+    def _attend(self, rows: int, keys: int, seen: int) -> torch.Tensor:
+        mask = torch.zeros(1, 1, rows, keys, dtype=self._q.dtype)
+        mask[..., seen:] = torch.finfo(mask.dtype).min / 2
+        return F.scaled_dot_product_attention(self._q[:, :, :rows], self._k[:, :, :keys], self._v[:, :, :keys], attn_mask=mask)
+
+
+def _round_up(stable: Sequence[int]) -> tuple[int, ...]:
+    """For each number of vectors in a block, the least stable number of keys that holds them."""
+    return (0, *(min(keys for keys in stable if keys >= needed) for needed in KEY_COUNTS))

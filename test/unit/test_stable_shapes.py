@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime.layers.attention.stable_shapes import HeadKind, StableShapes, any_shapes, find_stable_shapes
+
+HALVES = StableShapes(4, (0, *(16 * n if n <= 12 else max(384, 16 * n) for n in range(1, 33))))
+"""Of a processor whose GEMMs over 193 to 383 keys sum in halves."""
+
+
+@pytest.mark.parametrize(
+    ("keys", "attended"), [(1, 16), (16, 16), (17, 32), (192, 192), (193, 384), (400, 400), (512, 512), (513, 528), (705, 896)]
+)
+def test_keys_are_rounded_up_to_a_stable_number(keys: int, attended: int) -> None:
+    assert HALVES.key_count(keys) == attended
+
+
+@pytest.mark.parametrize(("rows", "missing"), [(1, 3), (3, 1), (4, 0), (32, 0), (33, 3), (36, 0)])
+def test_each_block_of_queries_gets_the_least_number(rows: int, missing: int) -> None:
+    assert HALVES.missing_rows(rows) == missing
+
+
+def test_without_a_rule_only_vectors_are_filled() -> None:
+    shapes = any_shapes()
+    assert [shapes.key_count(n) for n in (1, 200, 300, 1000)] == [16, 208, 304, 1008]
+    assert [shapes.missing_rows(n) for n in (1, 33)] == [0, 0]
+
+
+def test_shapes_found_for_two_kinds_of_heads_hold_for_each() -> None:
+    kinds = [HeadKind(64, 64, torch.float32), HeadKind(128, 64, torch.float32)]
+    both = find_stable_shapes(frozenset(kinds))
+    for kind in kinds:
+        one = find_stable_shapes(frozenset({kind}))
+        assert both.min_rows >= one.min_rows
+        assert set(both.last_keys) <= set(one.last_keys)

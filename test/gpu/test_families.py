@@ -15,6 +15,7 @@ from runtime.entrypoints.engine import Engine
 from runtime.layers.backend_selection import select_ops
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import dummy_weights
+from runtime.model_files.synthetic_tokenizer import write_synthetic_tokenizer
 from runtime.models.decoder import DecoderModel
 from runtime.models.mtp import MtpDraft
 from runtime.models.registry import build_model, load_hf_config
@@ -88,7 +89,8 @@ def test_greedy_text_with_drafts_is_that_of_plain_decoding(name: str, backend: s
 
 
 def save(folder: Path, with_mtp: bool) -> None:
-    """Write random weights beside the config."""
+    """Write random weights and a tokenizer beside the config."""
+    write_synthetic_tokenizer(folder, VOCAB)
     model = build_model(load_hf_config(str(folder)), TorchOps(), torch.bfloat16, torch.device("meta"))
     shapes = model.expected_weights() | (MtpDraft(model).expected_weights() if with_mtp else {})
     save_file({name: tensor.cpu() for name, tensor in random_weights(shapes).items()}, folder / "model.safetensors")

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from runtime.config.device_tuning import H200
 from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
@@ -124,7 +125,7 @@ def test_every_choice_of_the_head_gives_the_tokens_of_its_logits(rows: int, pdl:
         head = Linear.dense(torch.randn((vocab, width), device="cuda").bfloat16(), bias)
         head.weight[20000:] = head.weight[: vocab - 20000]  # ties between far tiles, but for the bias
         for choice in (None, *H200.gemm_configs("logits", rows)):
-            ops.choices["logits", vocab, width, rows] = choice
+            ops.choices[Gemm("logits", head, None).key(rows)] = choice
             logits = ops.logits(x, head)
             want, stored = argmax_rows(logits, torch.empty(rows, dtype=torch.int64, device="cuda"), pdl), torch.full_like(logits, NAN)
             tokens = torch.full((rows,), -1, device="cuda")
@@ -144,7 +145,7 @@ def test_a_captured_greedy_pass_reads_the_states_of_its_replay(rows: int) -> Non
     from runtime.layers.gemm.tilings import m_bucket
 
     ops, head = CudaOps(GemmTimings()), Linear.dense(torch.randn((50000, 512), device="cuda").bfloat16())
-    ops.choices["logits", 50000, 512, m_bucket(rows)] = H200.gemm_configs("logits", rows)[0]
+    ops.choices[Gemm("logits", head, None).key(m_bucket(rows))] = H200.gemm_configs("logits", rows)[0]
     x, tokens = torch.randn((rows, 512), device="cuda").bfloat16(), torch.empty(rows, dtype=torch.int64, device="cuda")
     ops.greedy(x, head, tokens)
     graph = torch.cuda.CUDAGraph()

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from runtime.config.device_tuning import H200
 from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.gemm.gemm import Gemm, GemmOp
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
@@ -139,6 +140,7 @@ def test_a_deferred_norm_is_the_norm(rows: int) -> None:
 
     hidden, kinds = 1024, {"linear_add": (1024, 1536), "linear": (960, 1024), "gate_up": (3072, 1024)}
     down, qkv, gate_up, norm = layer(1024, 1536), layer(960, 1024), layer(3072, 1024), gain(hidden)
+    linears: dict[GemmOp, Linear] = {"linear_add": down, "linear": qkv, "gate_up": gate_up}
     h, x = rand(rows, hidden, dtype=torch.float32, scale=50), rand(rows, 1536)
     ways = [{op: H200.gemm_configs(op, rows)[0] for op in kinds}]  # type: ignore[arg-type]
     if torch.cuda.get_device_capability()[0] == 9:
@@ -146,14 +148,14 @@ def test_a_deferred_norm_is_the_norm(rows: int) -> None:
         ways += [ways[0] | {"linear_add": ways[1]["linear_add"]}, ways[1] | {"linear_add": ways[0]["linear_add"]}]
     for way in ways:
         ops = CudaOps(GemmTimings())
-        ops.choices = {(op, *kinds[op], m_bucket(rows)): choice for op, choice in way.items()}  # type: ignore[dict-item]
+        ops.choices = {Gemm(op, linear, norm).key(m_bucket(rows)): way[op] for op, linear in linears.items()}
         stream = ops.linear_add(x, down, Stream(h.clone()), norm)
         assert stream.deferred is not None
         assert torch.equal(stream.h, ops.linear_add(x, down, Stream(h.clone())).h), "the stream itself is the same"
         assert error(ops.norm_linear(stream, norm, qkv), matmul(normed(stream.h, norm), qkv)) < TOLERANCE, way
         gate, up = matmul(normed(stream.h, norm), gate_up).chunk(2, dim=1)
         assert error(ops.norm_gate_up(stream, norm, gate_up), F.silu(gate) * up) < TOLERANCE, way
-        ops.choices[("linear", *kinds["linear"], m_bucket(rows))] = None  # cuBLAS, which scales no rows
+        ops.choices[Gemm("linear", qkv, norm).key(m_bucket(rows))] = None  # cuBLAS, which scales no rows
         assert error(ops.norm_linear(stream, norm, qkv), matmul(normed(stream.h, norm), qkv)) < TOLERANCE, way
 
 

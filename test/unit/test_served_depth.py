@@ -98,9 +98,9 @@ def shares(concurrency: int, acceptance: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("acceptance", ["1.2", "1.6", "2.5", "3.5", CHANGING])
-@pytest.mark.parametrize("concurrency", [1, 4, 16, 64, 256])
+@pytest.mark.parametrize("concurrency", [1, 2, 4, 8, 16, 32, 64, 128, 256])
 def test_a_whole_server_is_near_its_best_depth_from_the_start(concurrency: int, acceptance: str) -> None:
     """Runs are short, so that what the controller learns at first counts; single runs of few requests vary by about a percent."""
     of_best, of_plain = shares(concurrency, acceptance)
-    assert of_best >= 0.96
-    assert of_plain >= 0.97
+    assert of_best >= 0.97
+    assert of_plain >= 0.99

@@ -21,17 +21,18 @@ from runtime.model_executor.window_widths import allot
 from runtime.worker_info import DepthClass, DepthInfo
 
 Floats = npt.NDArray[np.float64]
-HYSTERESIS = 0.015
+HYSTERESIS = 0.012
 """Another depth is taken if it promises more tokens per second than the current one by this share."""
 SCATTER = 0.02
 """Share by which drafts must be worth more than none: with them requests end apart, which leaves smaller batches and more, shorter
 prompt steps."""
 PROBE_SHARE = 0.004
 """Share of the time that probes of other depths may lose."""
-PROBE_DISTANCE, BLIND_DISTANCE = 8, 10
-"""Least iterations between two probes; from depth 0 as many as there are requests, up to the second number: each is a window."""
-STALE = 64
-"""A depth whose time was not seen for so many iterations is probed: its time may have changed."""
+PROBE_DISTANCE, BLIND_DISTANCE = 8, 32
+"""Least iterations between two probes; from depth 0, where probes make requests end apart, the second number."""
+STALE, PATIENCE = 64, 8
+"""A depth whose time was not seen for so many iterations is probed: its time may have changed. If the current one promises r times the
+tokens per second, r ** `PATIENCE` times as many iterations pass: a hopeless depth is seldom tried, but never forgotten."""
 MOST_SAVED, SAVED_AT_START, FEW = 8, 4, 8
 """Iterations whose time probes may lose in a row: after none for long, and at the start, whose measurement may be wrong. So many for few
 requests; with more of them a probe shows more windows, and less is put aside at the start, but an iteration's."""
@@ -41,16 +42,16 @@ PRIOR = 4.0
 """Drafts that the estimate from the position before counts for."""
 MEASURED = 64
 """Windows that acceptance measured before the start counts as."""
-SHORT, LONG = 16, 256
+SHORT, LONG = 16, 512
 """Windows that the two averages of acceptance remember."""
 LEAST_KEEP_SHORT, LEAST_KEEP_LONG = 0.5, 1 - 1 / 16
 """What they keep of the past at least in an iteration of many windows."""
 SHIFT, SHIFT_DEVIATIONS = 0.1, 3.5
 """Acceptance has changed where the two differ by this much, and by so many standard deviations."""
 
-RAGGED_GAIN, RAGGED_HELD = 0.03, 0.01
+RAGGED_GAIN, RAGGED_HELD = 0.01, 0.0
 """Windows of different widths are taken, and kept, if they promise more tokens per second by this share."""
-RAGGED_EVERY = 16
+RAGGED_EVERY = 8
 """Iterations between two looks at them while they are not in use and all requests allow as many drafts."""
 
 
@@ -250,10 +251,10 @@ class DepthController:
         best = best_option(options, self._current)
         self._current = best.depth
         if mixed:
-            best = self._narrowed(best, options, rows, passes, ragged_depth)
+            best, options = self._narrowed(best, options, rows, passes, ragged_depth)
         self._steps += 1
         self._save(best.seconds, len(rows.caps))
-        depth = self._probe(options, best, len(rows.caps)) if len(options) > 1 else best.depth
+        depth = self._probe(options, best) if len(options) > 1 else best.depth
         best = best if depth == best.depth else next(option for option in options if option.depth == depth)
         if self._last in (depth, 0):
             self._timed_at[depth] = self._steps
@@ -262,12 +263,15 @@ class DepthController:
         self.ragged += best.widths is not None
         return best
 
-    def _narrowed(self, best: Option, full: Sequence[Option], rows: DecodeRows, passes: Sequence[tuple[int, int]], depth: int) -> Option:
-        """The best pass over windows of different widths, if by the acceptance of each request it is clearly better than all full ones;
-        else `best`.
+    def _narrowed(
+        self, best: Option, full: list[Option], rows: DecodeRows, passes: Sequence[tuple[int, int]], depth: int
+    ) -> tuple[Option, list[Option]]:
+        """The best pass over windows of different widths, if by the acceptance of each request it is clearly better than all full ones,
+        and what those promise by the same acceptance; else `best` and `full`.
         """
         n, gains = len(rows.caps), self._gains(rows)
-        of_full = max((n + gains[:, : option.depth].sum()) / option.seconds for option in full)
+        by_request = [replace(option, tokens=n + float(gains[:, : option.depth].sum())) for option in full]
+        of_full = max(option.rate for option in by_request)
         gains = gains[:, :depth]
         promised = np.concatenate([[0.0], np.sort(gains, axis=None)[::-1].cumsum()])
         options = list[Option]()
@@ -276,7 +280,9 @@ class DepthController:
             options.append(Option(depth, n + float(promised[min(tokens - size, gains.size)]), seconds))
         ragged = max(options, key=lambda option: option.rate)
         self._ragged = bool(ragged.rate > of_full * (1 + (RAGGED_HELD if self._ragged else RAGGED_GAIN)))
-        return replace(ragged, widths=allot(gains, *passes[options.index(ragged)])) if self._ragged else best
+        if not self._ragged:
+            return best, full
+        return replace(ragged, widths=allot(gains, *passes[options.index(ragged)])), by_request
 
     def _gains(self, rows: DecodeRows) -> Floats:
         """What each draft of each request is expected to add, [n, most steps]; 0 beyond its cap."""
@@ -298,7 +304,7 @@ class DepthController:
         for greedy, averages in self._averages.items():
             for depth in depths:
                 averages.add(read.accept_lens[(read.greedy == greedy) & (drafted == depth)], depth)
-        if self._current == 0:  # a probe that accepted drafts saved time
+        if self._current == 0 and not read.width:  # a probe that accepted drafts saved time
             self._returned += (float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens)
 
     def correct(self, spread: float) -> None:
@@ -343,7 +349,7 @@ class DepthController:
         self._saved = min(self._saved, MOST_SAVED * seconds)
         self._returned_before = returned
 
-    def _probe(self, options: Sequence[Option], best: Option, live: int) -> int:
+    def _probe(self, options: Sequence[Option], best: Option) -> int:
         """The depth to run: that of `best`, or now and then one that did not run lately, if what it may lose was put aside.
 
         At depth 0 no draft is seen, so that the shallowest one is always worth a probe. From another depth, only the second
@@ -352,12 +358,12 @@ class DepthController:
         repeated, self._repeated = self._repeated, -1
         if repeated in (option.depth for option in options):
             return repeated
-        if self._steps - self._probed_at < (PROBE_DISTANCE if best.depth else min(max(live, PROBE_DISTANCE), BLIND_DISTANCE)):
+        if self._steps - self._probed_at < (PROBE_DISTANCE if best.depth else BLIND_DISTANCE):
             return best.depth
         shallowest = min((option.depth for option in options if option.depth), default=0)
         length, candidates = 2 if best.depth else 1, []
         for option in options:
-            stale = self._steps - self._timed_at[option.depth] >= STALE
+            stale = self._steps - self._timed_at[option.depth] >= STALE * (best.rate / option.rate) ** PATIENCE
             blind = best.depth == 0 and option.depth == shallowest
             if option.depth != best.depth and (blind or stale):
                 tokens = best.tokens if best.depth == 0 else option.tokens

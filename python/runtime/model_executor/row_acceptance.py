@@ -12,7 +12,7 @@ from runtime.batch import Int32
 
 KEEP = 1 - 1 / 64
 """What a row's counts keep of the past in each iteration, whether it took drafts or not: a row without is tried again."""
-PRIOR = 8.0
+PRIOR = 6.0
 """Drafts that the average of all requests counts for."""
 MOST = 0.98
 """The highest rate that is expected of any draft."""

@@ -47,6 +47,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("host_cost", [], 6),
         ("memory_limits", [], 2),
         ("grammar", ["--only", "serving"], 2),
+        ("grammar", ["--only", "hostile"], 12),
     ],
 )
 def test_quick_run_writes_rows_and_a_table(script: str, flags: list[str], rows: int, tmp_path: Path) -> None:

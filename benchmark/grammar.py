@@ -1,8 +1,9 @@
-"""Structured output: the cost of masks, and throughput and acceptance of the embedded model with and without a schema.
+"""Structured output: the cost of masks, throughput and acceptance of the embedded model with and without a schema, and hostile grammars.
 
 Masks are timed as the worker computes them, of one request and step: with a window of three drafts behind the last committed
 token, and without drafts. Each is the best CPU time of five, but for the 99th percentile, which is of the first. With and without a
-schema the same server answers the same prompts in turns, with the same number of tokens.
+schema the same server answers the same prompts in turns, with the same number of tokens. Each hostile grammar is sent twice while another
+client streams: it is tried first, and remembered then.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import numpy as np
 
 from benchmark import picture, plots
 from benchmark.embedded_speculation import CONTEXT, Tally, chat_prompts, speculation
+from benchmark.hostile_grammars import hostile_table, measure_hostile
 from benchmark.markdown import Result, cell, pick, provenance, table
 from benchmark.record import Record
+from benchmark.shapes import tiny_model
 from benchmark.sweep import arguments, names, numbers
 from runtime import Engine
 from runtime.constrained.backends import Vocabulary, make_backend
@@ -29,7 +32,8 @@ from runtime.text.tokenizer import Tokenizer
 from runtime.text.tokenizer_files import TokenizerFiles
 
 NAME = "grammar"
-KEYS = ("what", "backend", "vocabulary", "speculation", "batch")
+KEYS = ("what", "backend", "vocabulary", "speculation", "batch", "grammar")
+PARTS = ("masks", "serving", "hostile")
 WINDOW = 4
 LARGE_VOCABULARY = 150_000
 STEPS = 60
@@ -119,7 +123,7 @@ def mask_times(tokenizer: Tokenizer, backend: str, size: int, steps: int) -> dic
     windows: list[list[float]] = []
     singles: list[list[float]] = []
     for grammar in MASKED:
-        constraint = Constraint(compiler.compile(grammar).matcher(), eos)
+        constraint = Constraint(compiler.compile(compiler.translate(grammar)).matcher(), eos)
         for _ in range(steps):
             singles.append(time_window(constraint, (), words))
             path = draft(constraint, words, eos, rng)
@@ -175,7 +179,7 @@ def render(result: Result) -> str:
     ]
     window = f"window of {WINDOW}"
     header = ["microseconds a request and step", "no drafts, median", f"{window}, median", f"{window}, 99th percentile"]
-    return "\n".join([table(header, masks), "", summary(result), "", provenance(result)])
+    return "\n\n".join(filter(None, [table(header, masks), summary(result), hostile_table(result), provenance(result)]))
 
 
 def summary(result: Result) -> str:
@@ -199,7 +203,7 @@ def plot(result: Result, file: Path) -> None:
     """Tokens per second with and without the schema."""
     groups: dict[str, dict[str, float | None]] = {}
     for row in result["rows"]:
-        if row["what"] != "masks":
+        if row["what"] in ("free", "schema"):
             groups.setdefault(f"{row['speculation']}, {cell(row['batch'])}", {})[row["what"]] = row["tokens_per_second"]
     panel = plots.bars(groups, "", "tokens/s", kind="steps/topk/draft tokens, batch size")
     picture.draw(result, file, "SmolLM2-135M with and without a JSON schema", [panel])
@@ -214,21 +218,24 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
     parser.add_argument("--backends", nargs="+", default=["llguidance"], help="grammar backends whose masks are timed")
-    parser.add_argument("--only", choices=("masks", "serving"), help="measure one part")
+    parser.add_argument("--only", choices=PARTS, action="append", help="measure this part; may be repeated")
     args = parser.parse_args()
     large, steps = LARGE_VOCABULARY, STEPS
     if args.quick:
         args.batch, args.bursts, args.new_tokens, args.threads = [2], 1, 8, 1
         large, steps, args.shapes = 50_000, 4, ["3/1/4"]
     record = Record(NAME, KEYS, args.out, args.quick)
-    if args.only != "serving":
+    parts = args.only or PARTS
+    if "masks" in parts:
         from runtime.model_files.model_source import resolve_model
 
         folder = resolve_model(None, load_format="auto", tokenizer_path=None, revision=None).tokenizer_folder
         measure_masks(record, Path(folder), args.backends, large, steps)
-    if args.only != "masks":
+    if "serving" in parts:
         for shape in args.shapes:
             measure_serving(record, shape, args.batch, args.new_tokens, args.bursts, args.threads)
+    if "hostile" in parts:
+        measure_hostile(record, tiny_model().target_flags if args.quick else ["--device", "cpu"])
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

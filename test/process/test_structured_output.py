@@ -14,6 +14,7 @@ import httpx
 import jsonschema
 import psutil
 import pytest
+from benchmark.hostile_grammars import HOSTILE
 
 from conftest import Embedded, serve_embedded
 from warm_start import cold_start
@@ -26,20 +27,6 @@ SCHEMA = {
 }
 QUESTION = [{"role": "user", "content": "Name a city and its country as JSON."}]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
-TREE = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
-HOSTILE: dict[str, dict[str, Any]] = {
-    "repetitions in repetitions": {"regex": "^((((a{1,200}){1,200}){1,200}){1,200})$"},
-    "many optional letters": {"regex": "a?" * 100_000},
-    "unclosed": {"regex": "(a"},
-    "patterns that grow": {"json_schema": {"properties": {f"p{i}": {"pattern": f"^[a-z]{{1,{i}}}$"} for i in range(1, 4000)}}},
-    "exponential": {"json_schema": {"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {}}} for c in "ab"]} for i in range(24)]}},
-    "patterns of one string": {"json_schema": {"allOf": [{"properties": {"a": {"pattern": f".*{i}.*"}}} for i in range(40)]}},
-    "recursive": {"json_schema": TREE},
-    "1 MB": {"json_schema": {"enum": ["x" * 1000 + str(i) for i in range(1000)]}},
-    "unknown keyword": {"json_schema": {"not": {"type": "string"}}},
-    "never ends": {"ebnf": 'root ::= "a" root'},
-    "3000 rules": {"ebnf": "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 3000} | "y"' for i in range(3000))},
-}
 
 
 def chat(embedded: Embedded, **fields: Any) -> dict[str, Any]:

@@ -15,11 +15,13 @@ from tokenizers.trainers import BpeTrainer
 
 from runtime.constrained.backends import Vocabulary, make_backend
 from runtime.constrained.compiler import GrammarCompiler
+from runtime.constrained.grammar import Grammar, GrammarBackend
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.entrypoints.grammar_process import vocabulary_of
 from runtime.managers.messages import Finish, GenerateReq, TokensOut, TokensOutBatch
 from runtime.managers.scheduler import Scheduler
 from runtime.model_executor.followers import Followers
+from runtime.sampling_params import GrammarSpec
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tokenizer_files import TokenizerFiles
 from unit.predicting import model_config, plain, speculating
@@ -52,6 +54,11 @@ def json_tokenizer() -> Tokenizer:
 def vocabulary(vocab_size: int = VOCAB) -> Vocabulary:
     """What backends know of `json_tokenizer`; the ids 0 and 1 end a text."""
     return vocabulary_of(json_tokenizer(), (0, 1), vocab_size)
+
+
+def compiled(backend: GrammarBackend, spec: GrammarSpec) -> Grammar:
+    """A grammar, compiled in this process."""
+    return backend.compile(backend.translate(spec))
 
 
 def make_compiler(name: str = "llguidance") -> GrammarCompiler:

@@ -19,8 +19,8 @@ import pytest
 from runtime.constrained import compiler as compiler_module
 from runtime.constrained.backends import make_backend
 from runtime.constrained.compiler import GrammarCompiler
-from runtime.constrained.grammar import Grammar, GrammarBackend
-from runtime.constrained.trial import try_grammar
+from runtime.constrained.grammar import Grammar, GrammarBackend, MaskRow
+from runtime.constrained.trial import GrammarTrial, Refusal, Translated
 from runtime.constrained.trial_process import TrialProcess
 from runtime.entrypoints.grammar_process import GrammarBackendConfig
 from runtime.errors import CompilerBusy, GrammarError
@@ -43,12 +43,13 @@ class Trials:
         if not waits:
             self.go.set()
 
-    def check(self, spec: GrammarSpec) -> None:
+    def translate(self, spec: GrammarSpec) -> GrammarSpec:
         self.tried.append(spec.text)
         self.began.set()
         self.go.wait(10)
         if spec.text.startswith("bad"):
             raise GrammarError(spec.kind, "It is bad.")
+        return spec
 
     def close(self) -> None:
         self.go.set()
@@ -60,33 +61,57 @@ class Backend:
     def __init__(self) -> None:
         self.compiled: list[str] = []
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        if spec.text == "broken":
+    def translate(self, spec: GrammarSpec) -> GrammarSpec:
+        return spec
+
+    def compile(self, translated: GrammarSpec) -> Grammar:
+        if translated.text == "broken":
             raise ZeroDivisionError
-        self.compiled.append(spec.text)
+        self.compiled.append(translated.text)
         return object()  # type: ignore[return-value]
+
+
+class Text:
+    """A grammar of one text that is over at once, and its matcher."""
+
+    def matcher(self) -> Text:
+        return self
+
+    def push(self, token: int) -> bool:
+        return False
+
+    def fork(self) -> Text:
+        return self
+
+    def fill(self, row: MaskRow) -> str:
+        row.fill(0)
+        return ""
 
 
 class Harmful:
     """A backend that does what native code may do to its process."""
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        if spec.text == "refuse":
+    def translate(self, spec: GrammarSpec) -> GrammarSpec:
+        return GrammarSpec(spec.kind, spec.text.lower())
+
+    def compile(self, translated: GrammarSpec) -> Grammar:
+        text = translated.text
+        if text == "refuse":
             raise GrammarError("other", "It is bad.")
-        if spec.text == "fail":
+        if text == "fail":
             raise ZeroDivisionError
-        if spec.text == "killed":
+        if text == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if spec.text == "exit":
+        if text == "exit":
             raise SystemExit(3)
-        if spec.text == "memory":
+        if text == "memory":
             bytearray(1 << 30)
-        if spec.text == "endless":
+        if text == "endless":
             while True:
                 pass
-        if spec.text == "asleep":
+        if text == "asleep":
             time.sleep(60)
-        return object()  # type: ignore[return-value]
+        return Text()
 
 
 def tokenizer_folder(folder: Path) -> Path:
@@ -184,16 +209,17 @@ def test_a_fault_of_the_library_refuses_its_grammar_alone() -> None:
 )
 def test_a_trial_says_how_a_grammar_ends_its_process(text: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.constrained.trial.MAX_WALL_SECONDS", 2.0)
-    refusal = try_grammar(Harmful(), GrammarSpec("regex", text))
-    assert refusal is not None
+    refusal = GrammarTrial(Harmful(), VOCAB, (0, 1)).run(GrammarSpec("regex", text))
+    assert isinstance(refusal, Refusal)
     assert str(refusal.error).startswith(f"The regex cannot be used: {reason}")
 
 
 def test_a_trial_passes_errors_on() -> None:
-    refusal = try_grammar(Harmful(), GrammarSpec("structural_tag", "refuse"))
-    assert refusal is not None
+    refusal = GrammarTrial(Harmful(), VOCAB, (0, 1)).run(GrammarSpec("structural_tag", "refuse"))
+    assert isinstance(refusal, Refusal)
     assert str(refusal.error) == "The other cannot be used: It is bad."
-    assert try_grammar(Harmful(), GrammarSpec("structural_tag", "good")) is None
+    passed = GrammarTrial(Harmful(), VOCAB, (0, 1)).run(GrammarSpec("structural_tag", "GOOD"))
+    assert passed == Translated(GrammarSpec("structural_tag", "good"))
 
 
 @pytest.mark.parametrize(
@@ -207,6 +233,7 @@ def test_a_trial_passes_errors_on() -> None:
         ("json_schema", PATTERNS, HARMFUL),
         ("structural_tag", {"format": {"type": "grammar", "grammar": CYCLE}}, HARMFUL),
         ("structural_tag", {"format": {"type": "regex", "pattern": OPTIONAL}}, HARMFUL),
+        ("regex", "^((((a{1,200}){1,200}){1,200}){1,200})$", "It is too complex: lexer error"),
         ("regex", "(a", "unclosed group"),
         ("json_schema", {"$ref": "#"}, "refers to itself"),
     ],
@@ -221,26 +248,26 @@ def test_harmful_grammars_are_refused(trials: TrialProcess, llguidance: GrammarB
 
 def test_large_grammars_compile(trials: TrialProcess, llguidance: GrammarBackend) -> None:
     compiler = GrammarCompiler(lambda: llguidance, trials)
-    for kind, text in (("ebnf", CHAIN), ("regex", "(a|b)?" * 1000), ("regex", "(a?){20000}")):
+    for kind, text in (("ebnf", CHAIN), ("regex", "[a-z]{1,2000}"), ("regex", "(a?){20000}")):
         assert compiler.compile(GrammarSpec(kind, text)).future.result(60).matcher() is not None
 
 
 def test_grammars_of_xgrammar_are_tried_too(tmp_path: Path) -> None:
     pytest.importorskip("xgrammar")
     trials = trial_process(tmp_path, "xgrammar")
-    trials.check(GrammarSpec("json_schema", '{"type": "object"}'))
+    trials.translate(GrammarSpec("json_schema", '{"type": "object"}'))
     with pytest.raises(GrammarError, match=f"{HARMFUL}|needs more than"):
-        trials.check(GrammarSpec("regex", OPTIONAL * 10))
+        trials.translate(GrammarSpec("regex", OPTIONAL * 10))
     with pytest.raises(GrammarError, match="cannot be used"):
-        trials.check(GrammarSpec("ebnf", "root ::= )"))
+        trials.translate(GrammarSpec("ebnf", "root ::= )"))
     trials.close()
 
 
 def test_a_process_that_has_ended_is_replaced(trials: TrialProcess, caplog: pytest.LogCaptureFixture) -> None:
-    trials.check(GrammarSpec("regex", "a"))
+    trials.translate(GrammarSpec("regex", "a"))
     pid = trials.pid
     os.kill(pid, signal.SIGKILL)
-    trials.check(GrammarSpec("regex", "a"))
+    trials.translate(GrammarSpec("regex", "a"))
     assert trials.pid != pid
     assert "another one starts" in caplog.text
 
@@ -248,7 +275,7 @@ def test_a_process_that_has_ended_is_replaced(trials: TrialProcess, caplog: pyte
 def test_a_process_that_cannot_start_leaves_grammars_untried() -> None:
     trials = TrialProcess([sys.executable, "-c", "pass"])
     with pytest.raises(CompilerBusy):
-        trials.check(GrammarSpec("regex", "a"))
+        trials.translate(GrammarSpec("regex", "a"))
     trials.close()
 
 
@@ -258,9 +285,9 @@ from runtime.constrained.trial_process import TrialProcess
 from runtime.entrypoints.grammar_process import GrammarBackendConfig
 from runtime.sampling_params import GrammarSpec
 trials = TrialProcess(GrammarBackendConfig(name="llguidance", tokenizer_path=sys.argv[1], eos_ids=(0, 1), vocab_size=420).command)
-trials.check(GrammarSpec("regex", "a"))
+trials.translate(GrammarSpec("regex", "a"))
 print(trials.pid, flush=True)
-trials.check(GrammarSpec("regex", "a?" * 20000))
+trials.translate(GrammarSpec("regex", "a?" * 20000))
 time.sleep(60)
 """
 

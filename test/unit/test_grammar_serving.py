@@ -303,9 +303,12 @@ class Gate:
         self.opened = threading.Event()
         self._backend = make_backend("llguidance", vocabulary())
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
+    def translate(self, spec: GrammarSpec) -> GrammarSpec:
         self.opened.wait(30)
-        return self._backend.compile(spec)
+        return self._backend.translate(spec)
+
+    def compile(self, translated: GrammarSpec) -> Grammar:
+        return self._backend.compile(translated)
 
 
 def test_others_run_while_a_grammar_is_compiled(tmp_path: Path) -> None:

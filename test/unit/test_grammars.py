@@ -15,7 +15,7 @@ from runtime.constrained.llguidance_backend import LlguidanceMatcher
 from runtime.constrained.window_masks import WindowMasks
 from runtime.errors import GrammarError
 from runtime.sampling_params import GrammarSpec
-from unit.grammars import VOCAB, json_tokenizer, vocabulary
+from unit.grammars import VOCAB, compiled, json_tokenizer, vocabulary
 
 CALL = '<f=x>{"a": 1}</f>'
 ARGUMENTS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -97,20 +97,20 @@ LANGUAGES = [
 
 @pytest.mark.parametrize(("kind", "grammar", "good", "bad"), LANGUAGES)
 def test_a_grammar_matches_its_texts_alone(backend: GrammarBackend, kind: str, grammar: Any, good: list[str], bad: list[str]) -> None:
-    compiled = backend.compile(spec_of(kind, grammar))
-    assert [text for text in good if not matches(compiled, text)] == []
-    assert [text for text in bad if matches(compiled, text)] == []
+    made = compiled(backend, spec_of(kind, grammar))
+    assert [text for text in good if not matches(made, text)] == []
+    assert [text for text in bad if matches(made, text)] == []
 
 
 def test_control_tokens_in_tags_are_tokens(llguidance: GrammarBackend) -> None:
-    compiled = llguidance.compile(spec_of("structural_tag", structural(SPECIAL)))
+    made = compiled(llguidance, spec_of("structural_tag", structural(SPECIAL)))
     row = np.zeros(mask_words(VOCAB), dtype=np.int32)
-    compiled.matcher().fill(row)
+    made.matcher().fill(row)
     assert only_token(row) == json_tokenizer().special_tokens["<tool>"]
     triggered = {"type": "triggered_tags", "triggers": ["<tool>"], "tags": [SPECIAL]}
-    compiled = llguidance.compile(spec_of("structural_tag", structural(triggered)))
-    assert matches(compiled, 'x<tool>f{"a": 1}')
-    assert not matches(compiled, "x<tool>g")
+    made = compiled(llguidance, spec_of("structural_tag", structural(triggered)))
+    assert matches(made, 'x<tool>f{"a": 1}')
+    assert not matches(made, "x<tool>g")
 
 
 @pytest.mark.parametrize(
@@ -139,19 +139,19 @@ def test_control_tokens_in_tags_are_tokens(llguidance: GrammarBackend) -> None:
 )
 def test_a_grammar_that_cannot_be_used_is_refused(llguidance: GrammarBackend, kind: str, grammar: Any, reason: str) -> None:
     with pytest.raises(GrammarError, match=f"The {kind} cannot be used: .*{reason}"):
-        llguidance.compile(spec_of(kind, grammar))
+        compiled(llguidance, spec_of(kind, grammar))
 
 
 def test_a_refusal_hides_the_grammar_that_the_server_wrote(llguidance: GrammarBackend) -> None:
     tag = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": {"not": {}}}, "end": "</f>"}
     with pytest.raises(GrammarError, match=r'^The structural_tag cannot be used: Unimplemented keys: \["not"\]\.$'):
-        llguidance.compile(spec_of("structural_tag", structural(tag)))
+        compiled(llguidance, spec_of("structural_tag", structural(tag)))
     with pytest.raises(GrammarError, match=r'^The regex cannot be used: invalid regex "\(\?=a\)b" .* is not supported\.$'):
-        llguidance.compile(spec_of("regex", "(?=a)b"))
+        compiled(llguidance, spec_of("regex", "(?=a)b"))
 
 
 def test_only_the_end_is_allowed_behind_a_finished_text(backend: GrammarBackend) -> None:
-    matcher, row = backend.compile(spec_of("regex", "ab")).matcher(), np.zeros(mask_words(VOCAB), dtype=np.int32)
+    matcher, row = compiled(backend, spec_of("regex", "ab")).matcher(), np.zeros(mask_words(VOCAB), dtype=np.int32)
     for token in json_tokenizer().encode("ab", False):
         matcher.push(token)
     matcher.fill(row)
@@ -159,7 +159,7 @@ def test_only_the_end_is_allowed_behind_a_finished_text(backend: GrammarBackend)
 
 
 def test_rejected_tokens_and_masks_change_nothing(backend: GrammarBackend) -> None:
-    grammar = backend.compile(spec_of("json_schema", {"type": "array", "items": {"enum": ["name", 22]}, "minItems": 40}))
+    grammar = compiled(backend, spec_of("json_schema", {"type": "array", "items": {"enum": ["name", 22]}, "minItems": 40}))
     rng, words = np.random.default_rng(5), mask_words(VOCAB)
     matcher, rows, ids = grammar.matcher(), [], list[int]()
     for _ in range(24):
@@ -180,7 +180,7 @@ def test_rejected_tokens_and_masks_change_nothing(backend: GrammarBackend) -> No
 
 def test_a_fork_leaves_no_trace(backend: GrammarBackend) -> None:
     tree = {"type": "array", "items": {"$ref": "#"}, "maxItems": 3}
-    grammar, words, rng = backend.compile(spec_of("json_schema", tree)), mask_words(VOCAB), np.random.default_rng(1)
+    grammar, words, rng = compiled(backend, spec_of("json_schema", tree)), mask_words(VOCAB), np.random.default_rng(1)
 
     def allowed(matcher: Matcher) -> list[int]:
         row = np.zeros(words, dtype=np.int32)
@@ -205,7 +205,7 @@ def test_a_fork_leaves_no_trace(backend: GrammarBackend) -> None:
 
 
 def test_a_grammar_starts_behind_its_marker(llguidance: GrammarBackend) -> None:
-    constraint = Constraint(llguidance.compile(spec_of("regex", "ab")).matcher(), frozenset({0}), (7, 8))
+    constraint = Constraint(compiled(llguidance, spec_of("regex", "ab")).matcher(), frozenset({0}), (7, 8))
     states, ahead = [], [8, 7, 7, 8, *json_tokenizer().encode("ab", False), 0, 5]
     while ahead:
         states.append((constraint.restricts, constraint.ended))
@@ -222,13 +222,13 @@ def test_a_grammar_starts_behind_its_marker(llguidance: GrammarBackend) -> None:
 
 
 def test_a_committed_token_that_the_grammar_forbids_is_an_error(llguidance: GrammarBackend) -> None:
-    constraint = Constraint(llguidance.compile(spec_of("regex", "ab")).matcher(), frozenset({0}))
+    constraint = Constraint(compiled(llguidance, spec_of("regex", "ab")).matcher(), frozenset({0}))
     constraint.commit(json_tokenizer().encode("x", False)[0])
     assert "does not allow" in constraint.error
 
 
 def test_masks_that_take_too_long_are_noticed_in_cpu_time(llguidance: GrammarBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammar, row = llguidance.compile(spec_of("regex", "a{90}")), np.zeros(mask_words(VOCAB), dtype=np.int32)
+    grammar, row = compiled(llguidance, spec_of("regex", "a{90}")), np.zeros(mask_words(VOCAB), dtype=np.int32)
     wall, cpu, took = [0.0], [0.0], {"wall": 0.0, "cpu": 0.0}
 
     def fill(self: LlguidanceMatcher, row: MaskRow) -> str:
@@ -259,14 +259,14 @@ def test_masks_that_take_too_long_are_noticed_in_cpu_time(llguidance: GrammarBac
 
 def test_an_object_may_have_hundreds_of_optional_properties(llguidance: GrammarBackend) -> None:
     schema = {"type": "object", "properties": {f"key_{i}": {"type": "integer"} for i in range(400)}, "additionalProperties": False}
-    matcher, row = llguidance.compile(spec_of("json_schema", schema)).matcher(), np.zeros(mask_words(VOCAB), dtype=np.int32)
+    matcher, row = compiled(llguidance, spec_of("json_schema", schema)).matcher(), np.zeros(mask_words(VOCAB), dtype=np.int32)
     for token in json_tokenizer().encode('{"key_3": 1, "key_40": 22, "key_300": 3}', False):
         assert matcher.fill(row) == ""
         assert matcher.push(token)
 
 
 def test_a_window_knows_the_masks_behind_all_its_paths(llguidance: GrammarBackend) -> None:
-    grammar = llguidance.compile(spec_of("regex", "Q(ZW|JK)Y"))
+    grammar = compiled(llguidance, spec_of("regex", "Q(ZW|JK)Y"))
     first, left, right, after_left, after_right, last = (json_tokenizer().encode(letter, False)[0] for letter in "QZJWKY")
     constraint = Constraint(grammar.matcher(), frozenset({0}))
     chain = np.empty((3, mask_words(VOCAB)), dtype=np.int32)

@@ -107,7 +107,8 @@ def tokens_of(text: str, tokenizer: Tokenizer = TOKENIZER) -> list[int]:
 @functools.cache
 def compiled(grammar: str, backend: str) -> Any:
     """A structural tag, compiled once as in a server."""
-    return BACKENDS[backend].compile(GrammarSpec("structural_tag", grammar))
+    library = BACKENDS[backend]
+    return library.compile(library.translate(GrammarSpec("structural_tag", grammar)))
 
 
 def accepts(grammar: str, text: str, backend: str = "llguidance") -> bool:

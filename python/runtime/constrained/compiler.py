@@ -28,8 +28,13 @@ MAX_CACHED_CHARS = 1 << 22
 class Trials(Protocol):
     """Tries grammars where nothing can be harmed; see `TrialProcess`."""
 
-    def check(self, spec: GrammarSpec) -> None:
-        """Raise `GrammarError` where `spec` cannot be used, `CompilerBusy` where that cannot be found out."""
+    def translate(self, spec: GrammarSpec) -> GrammarSpec:
+        """A grammar that can be compiled safely, as `GrammarBackend.translate` returns it.
+
+        Raises:
+            GrammarError: it cannot be used.
+            CompilerBusy: that cannot be found out.
+        """
         ...
 
     def close(self) -> None:
@@ -123,9 +128,8 @@ class GrammarCompiler:
             backend = self._backend.result()
             if self._clock() > entry.wanted_until:
                 raise CompilerBusy
-            if self._trials is not None:
-                self._trials.check(spec)
-            entry.future.set_result(backend.compile(spec))
+            translated = (self._trials or backend).translate(spec)
+            entry.future.set_result(backend.compile(translated))
         except RequestError as error:
             entry.future.set_exception(error)
         except CompilerBusy as error:

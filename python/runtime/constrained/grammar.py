@@ -68,8 +68,16 @@ class Grammar(Protocol):
 class GrammarBackend(Protocol):
     """Compiles grammars for one tokenizer. Thread-safe."""
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile a grammar.
+    def translate(self, spec: GrammarSpec) -> GrammarSpec:
+        """A grammar in the form that `compile` takes. This part is written in Python and blocks other threads.
+
+        Raises:
+            GrammarError: the text is not a grammar, or only endless texts match it.
+        """
+        ...
+
+    def compile(self, translated: GrammarSpec) -> Grammar:
+        """Compile a grammar. This part is native code, and lets other threads run.
 
         Raises:
             GrammarError: the text is not a grammar, it is too large, or no text matches it.

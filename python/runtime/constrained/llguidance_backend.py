@@ -34,21 +34,24 @@ class LlguidanceBackend:
         self._tokenizer = LLTokenizer(vocabulary.definition, n_vocab=size, eos_token=list(eos_ids))
         self._words, self._eos_ids, self._special = mask_words(size), frozenset(eos_ids), vocabulary.special
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
+    def translate(self, spec: GrammarSpec) -> GrammarSpec:
+        """A grammar in llguidance's own form; see `GrammarBackend`."""
+        return GrammarSpec(spec.kind, self._source(spec))
+
+    def compile(self, translated: GrammarSpec) -> Grammar:
         """Compile a grammar; see `GrammarBackend`."""
-        matcher = LLMatcher(self._tokenizer, self._source(spec), log_level=0, limits=LIMITS)
+        matcher, kind = LLMatcher(self._tokenizer, translated.text, log_level=0, limits=LIMITS), translated.kind
         # The first mask also builds the states that all matchers begin with.
         row = np.zeros(self._words, dtype=np.int32)
         if reason := matcher.get_error() or LlguidanceMatcher(matcher).fill(row):
-            raise GrammarError(spec.kind, "No text matches it." if reason.startswith("NoExtension") else _sentence(reason))
+            raise GrammarError(kind, "No text matches it." if reason.startswith("NoExtension") else _sentence(reason))
         begins = [token for token in np.flatnonzero(allowed_tokens(row)).tolist() if token not in self._eos_ids][:1]
         probe = matcher.deep_copy()
         if probe.try_consume_tokens(begins) < len(begins):
-            raise GrammarError(spec.kind, f"No text matches it, or it is too complex: {_sentence(probe.get_error())}")
+            raise GrammarError(kind, f"No text matches it, or it is too complex: {_sentence(probe.get_error())}")
         return LlguidanceGrammar(matcher)
 
     def _source(self, spec: GrammarSpec) -> str:
-        """The grammar in llguidance's own form."""
         if spec.kind == "json_schema":
             check_json_schema(spec.text)
             text = "{}" if spec.text.strip() == "true" else spec.text

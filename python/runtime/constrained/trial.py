@@ -8,26 +8,36 @@ from __future__ import annotations
 import os
 import resource
 import signal
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 import msgspec
+import numpy as np
 
-from runtime.constrained.grammar import GrammarBackend
+from runtime.constrained.grammar import GrammarBackend, Matcher, allowed_tokens, mask_words
 from runtime.errors import GrammarError
 from runtime.sampling_params import GrammarSpec
 
 MAX_SECONDS = 0.5
-"""CPU time that one compilation may take: a busy machine refuses no other grammars than an idle one."""
+"""CPU time that one trial may take: a busy machine refuses no other grammars than an idle one."""
 MAX_WALL_SECONDS = 5.0
 """Time by the clock, on a machine with no time for it."""
 MAX_MIB = 512
-"""Memory that one compilation may take, in MiB of address space."""
+"""Memory that one trial may take, in MiB of address space."""
 STACK_MIB = 4
-"""Stack of one compilation, in MiB. The process that uses the grammar has more in all of its threads."""
+"""Stack of one trial, in MiB. The process that uses the grammar has more in all of its threads."""
+FOLLOWED_TOKENS = 24
+"""Length of the text that is followed after compiling: lexers are built on the way, and those of some grammars grow without bounds."""
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class Translated(msgspec.Struct, frozen=True, tag=True):
+    """A grammar that compiles within the limits, as `GrammarBackend.translate` returns it."""
+
+    grammar: GrammarSpec
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
     """Why a grammar cannot be used: the arguments of `GrammarError`."""
 
     kind: str
@@ -39,33 +49,81 @@ class Refusal(msgspec.Struct, frozen=True):
         return GrammarError(self.kind, self.reason)
 
 
-def serve_trials(backend: GrammarBackend, connection: Connection) -> None:
-    """Answer each `GrammarSpec` with None or a `Refusal`, all in JSON, until the other side closes the connection.
+Outcome = Translated | Refusal
 
-    Call it in a process that has no other thread.
+
+class GrammarTrial:
+    """Tries grammars. Its process has no other thread, because it forks.
+
+    Args:
+        backend: compiles them.
+        vocab_size: ids of the model.
+        eos_ids: tokens that end a text.
     """
-    while True:
+
+    def __init__(self, backend: GrammarBackend, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self._backend, self._eos_ids = backend, list(eos_ids)
+        self._row = np.zeros(mask_words(vocab_size), dtype=np.int32)
+
+    def serve(self, connection: Connection) -> None:
+        """Answer each `GrammarSpec` with its `Outcome`, all in JSON, until the other side closes the connection."""
+        while True:
+            try:
+                spec = msgspec.json.decode(connection.recv_bytes(), type=GrammarSpec)
+                connection.send_bytes(msgspec.json.encode(self.run(spec)))
+            except (EOFError, ConnectionError):
+                return
+
+    def run(self, spec: GrammarSpec) -> Outcome:
+        """Translate and compile `spec` in a fork, and follow a text of it."""
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(ours)
+            self._compile(spec, theirs)
+        os.close(theirs)
+        with open(ours, "rb") as answer:
+            said = answer.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return msgspec.json.decode(said, type=Outcome) if status == 0 else Refusal(spec.kind, _death(status))
+
+    def _compile(self, spec: GrammarSpec, answer: int) -> NoReturn:
+        """Write the outcome to the descriptor `answer` and end this process."""
+        status = 1
         try:
-            spec = msgspec.json.decode(connection.recv_bytes(), type=GrammarSpec)
-            connection.send_bytes(msgspec.json.encode(try_grammar(backend, spec)))
-        except (EOFError, ConnectionError):
-            return
+            _limit()
+            outcome = self._outcome(spec)
+            with open(answer, "wb") as out:
+                out.write(msgspec.json.encode(outcome))
+            status = 0
+        finally:
+            os._exit(status)
 
+    def _outcome(self, spec: GrammarSpec) -> Outcome:
+        try:
+            translated = self._backend.translate(spec)
+            reason = self._follow(self._backend.compile(translated).matcher())
+        except GrammarError as error:
+            return Refusal(error.param or spec.kind, error.message)
+        except MemoryError:
+            return Refusal(spec.kind, f"It needs more than {MAX_MIB} MiB to compile. Make it smaller.")
+        except Exception as error:  # a library's fault is the grammar's
+            return Refusal(spec.kind, f"The compiler failed: {type(error).__name__}.")
+        if reason:
+            return Refusal(spec.kind, f"It is too complex: {reason.split('<')[0].strip()}. Make it smaller.")
+        return Translated(translated)
 
-def try_grammar(backend: GrammarBackend, spec: GrammarSpec) -> Refusal | None:
-    """Compile `spec` in a fork. Returns why it cannot be used, or None."""
-    ours, theirs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(ours)
-        _compile(backend, spec, theirs)
-    os.close(theirs)
-    with open(ours, "rb") as answer:
-        said = answer.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if status == 0:
-        return msgspec.json.decode(said, type=Refusal | None)
-    return Refusal(spec.kind, _death(status))
+    def _follow(self, matcher: Matcher) -> str:
+        """Follow some text of the grammar, the same one each time; returns why that cannot go on, or an empty text."""
+        rng = np.random.default_rng(0)
+        for _ in range(FOLLOWED_TOKENS):
+            if reason := matcher.fill(self._row):
+                return reason
+            allowed = allowed_tokens(self._row)
+            allowed[self._eos_ids] = False
+            if not allowed.any() or not matcher.push(int(rng.choice(np.flatnonzero(allowed)))):
+                break
+        return ""
 
 
 def _death(status: int) -> str:
@@ -74,19 +132,6 @@ def _death(status: int) -> str:
         return f"It takes longer than {MAX_SECONDS:g} s to compile. Make it smaller."
     how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     return f"The compiler crashes on it ({how}): it is nested too deeply, or needs more than {MAX_MIB} MiB. Make it smaller."
-
-
-def _compile(backend: GrammarBackend, spec: GrammarSpec, answer: int) -> NoReturn:
-    """Compile `spec`, write the outcome to the descriptor `answer` and end this process."""
-    status = 1
-    try:
-        _limit()
-        refusal = _refusal(backend, spec)
-        with open(answer, "wb") as out:
-            out.write(msgspec.json.encode(refusal))
-        status = 0
-    finally:
-        os._exit(status)
 
 
 def _limit() -> None:
@@ -105,15 +150,3 @@ def _limit() -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     for fd in (1, 2):  # native code prints why it ends the process
         os.dup2(silent, fd)
-
-
-def _refusal(backend: GrammarBackend, spec: GrammarSpec) -> Refusal | None:
-    try:
-        backend.compile(spec)
-    except GrammarError as error:
-        return Refusal(error.param or spec.kind, error.message)
-    except MemoryError:
-        return Refusal(spec.kind, f"It needs more than {MAX_MIB} MiB to compile. Make it smaller.")
-    except Exception as error:  # a library's fault is the grammar's
-        return Refusal(spec.kind, f"The compiler failed: {type(error).__name__}.")
-    return None

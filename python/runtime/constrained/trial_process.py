@@ -12,7 +12,7 @@ from multiprocessing.connection import Pipe
 
 import msgspec
 
-from runtime.constrained.trial import Refusal
+from runtime.constrained.trial import Outcome, Refusal
 from runtime.errors import CompilerBusy
 from runtime.sampling_params import GrammarSpec
 
@@ -26,7 +26,7 @@ class TrialProcess:
     """Starts the process, asks it, and replaces it where it has ended. It ends by itself when its parent ends.
 
     Args:
-        command: a program that calls `serve_trials` with its standard input, a socket.
+        command: a program that calls `GrammarTrial.serve` with its standard input, a socket.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -39,8 +39,8 @@ class TrialProcess:
         """Of the process that runs, or was the last to run."""
         return self._process.pid
 
-    def check(self, spec: GrammarSpec) -> None:
-        """Let the process compile `spec`; wait for the outcome.
+    def translate(self, spec: GrammarSpec) -> GrammarSpec:
+        """Let the process try `spec`; wait for the outcome. Returns what `GrammarBackend.translate` returns.
 
         Raises:
             GrammarError: it cannot be used, or compiling it takes too much time or memory.
@@ -50,10 +50,10 @@ class TrialProcess:
             with contextlib.suppress(EOFError, OSError):
                 self._connection.send_bytes(msgspec.json.encode(spec))
                 if self._connection.poll(ANSWER_SECONDS):
-                    refusal = msgspec.json.decode(self._connection.recv_bytes(), type=Refusal | None)
-                    if refusal is not None:
-                        raise refusal.error
-                    return
+                    outcome = msgspec.json.decode(self._connection.recv_bytes(), type=Outcome)
+                    if isinstance(outcome, Refusal):
+                        raise outcome.error
+                    return outcome.grammar
             self._replace()
         raise CompilerBusy
 

@@ -33,31 +33,37 @@ class XgrammarBackend:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._words = mask_words(vocabulary.vocab_size)
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile a grammar; see `GrammarBackend`."""
+    def translate(self, spec: GrammarSpec) -> GrammarSpec:
+        """A grammar as xgrammar takes it; see `GrammarBackend`."""
         if spec.kind == "json_schema":
             check_json_schema(spec.text)
+        if spec.kind != "structural_tag":
+            return spec
+        return GrammarSpec(spec.kind, msgspec.json.encode({"type": "structural_tag", "format": parse_structural_tag(spec.text)}).decode())
+
+    def compile(self, translated: GrammarSpec) -> Grammar:
+        """Compile a grammar; see `GrammarBackend`."""
         try:
-            grammar = XgrammarGrammar(self._compiled(spec), self._words)
+            grammar = XgrammarGrammar(self._compiled(translated), self._words)
         except (RuntimeError, ValueError) as error:  # xgrammar raises what its C++ code raises
             if "bad_alloc" in str(error):
                 raise MemoryError from error
-            raise GrammarError(spec.kind, str(error).split("Check failed:")[-1].strip()[:300]) from error
+            raise GrammarError(translated.kind, str(error).split("Check failed:")[-1].strip()[:300]) from error
         row = np.zeros(self._words, dtype=np.int32)
         grammar.matcher().fill(row)
         if not row.any():
-            raise GrammarError(spec.kind, "No text matches it.")
+            raise GrammarError(translated.kind, "No text matches it.")
         return grammar
 
-    def _compiled(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
-        compiler, text = self._compiler, spec.text
-        if spec.kind == "json_schema":
+    def _compiled(self, translated: GrammarSpec) -> xgrammar.CompiledGrammar:
+        compiler, text = self._compiler, translated.text
+        if translated.kind == "json_schema":
             return compiler.compile_json_schema(text, any_whitespace=True, max_whitespace_cnt=MAX_WHITESPACE)
-        if spec.kind == "regex":
+        if translated.kind == "regex":
             return compiler.compile_regex(text)
-        if spec.kind == "ebnf":
+        if translated.kind == "ebnf":
             return compiler.compile_grammar(text)
-        return compiler.compile_structural_tag({"type": "structural_tag", "format": msgspec.to_builtins(parse_structural_tag(text))})
+        return compiler.compile_structural_tag(text)
 
 
 class XgrammarGrammar:

@@ -11,7 +11,7 @@ import setproctitle
 
 from runtime.constrained.backends import Vocabulary, make_backend
 from runtime.constrained.grammar import GrammarBackend
-from runtime.constrained.trial import serve_trials
+from runtime.constrained.trial import GrammarTrial
 from runtime.entrypoints.collector import freeze_gc
 from runtime.entrypoints.kept_memory import give_back_memory
 from runtime.errors import ConfigError
@@ -53,7 +53,7 @@ def main(argument: str) -> None:
         sys.exit(1)  # the parent loads the same files, and says what is wrong with them
     freeze_gc()
     give_back_memory()
-    serve_trials(backend, connection)
+    GrammarTrial(backend, config.vocab_size, config.eos_ids).serve(connection)
 
 
 if __name__ == "__main__":

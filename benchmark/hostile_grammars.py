@@ -1,0 +1,123 @@
+"""Hostile grammars: how long a server takes to refuse each, and what a stream beside it notices.
+
+Each grammar is sent twice while another client streams: it is tried first, and remembered then. A pause is the longest time
+between two events of the stream, from the request on.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import statistics
+import threading
+import time
+from typing import Any
+
+from benchmark.markdown import Result, table
+from benchmark.record import Record
+from benchmark.server import Server
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "repetitions in repetitions": {"regex": "^((((a{1,200}){1,200}){1,200}){1,200})$"},
+    "20,000 optional letters": {"regex": "a?" * 20_000},
+    "regular expression that does not end": {"regex": "(a"},
+    "3,999 patterns": {"json_schema": {"properties": {f"p{i}": {"pattern": f"^[a-z]{{1,{i}}}$"} for i in range(1, 4000)}}},
+    "exponential schema": {"json_schema": {"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {}}} for c in "ab"]} for i in range(24)]}},
+    "40 patterns of one string": {"json_schema": {"allOf": [{"properties": {"a": {"pattern": f".*{i}.*"}}} for i in range(40)]}},
+    "recursive schema": {"json_schema": {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}},
+    "schema of 1 MB": {"json_schema": {"enum": ["x" * 1000 + str(i) for i in range(1000)]}},
+    "unknown keyword": {"json_schema": {"not": {"type": "string"}}},
+    "EBNF without an end": {"ebnf": 'root ::= "a" root'},
+    "EBNF of 3,000 rules": {"ebnf": "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 3000} | "y"' for i in range(3000))},
+}
+"""Fields of requests. Each is a 400 with a model that fills its length limit."""
+PATH = "/v1/completions"
+CALM_SECONDS = 2.0
+
+
+class Stream:
+    """A client that streams until it is closed, and notes when each event comes."""
+
+    def __init__(self, port: int) -> None:
+        self.times: list[float] = []
+        self._port, self._closed = port, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def pauses(self, since: float) -> list[float]:
+        """Seconds between the events after the time `since`, one before it included."""
+        times = self.times[:]
+        after = next((i for i, at in enumerate(times) if at > since), len(times))
+        times = times[max(0, after - 1) :]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+    def close(self) -> None:
+        """Leave."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        body = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+        while not self._closed.is_set():
+            connection = _post(self._port, body)
+            for line in iter(connection.getresponse().readline, b""):
+                if line.startswith(b"data: {"):
+                    self.times.append(time.perf_counter())
+                if self._closed.is_set():
+                    break
+            connection.close()
+
+
+def _post(port: int, body: dict[str, Any]) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json"})
+    return connection
+
+
+def ask(port: int, fields: dict[str, Any]) -> tuple[int, float]:
+    """Send a request with the grammar `fields`; returns the status and the seconds until the whole answer."""
+    began = time.perf_counter()
+    connection = _post(port, {"prompt": "x", "max_tokens": 64, **fields})
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    return answer.status, time.perf_counter() - began
+
+
+def measure_hostile(record: Record, flags: list[str]) -> None:
+    """One row per grammar, and one of the calm stream."""
+    with Server(flags) as server:
+        ask(server.port, {"regex": "ab"})  # the process that tries grammars has started
+        stream = Stream(server.port)
+        try:
+            while len(stream.times) < 8:
+                time.sleep(0.01)
+            began = time.perf_counter()
+            time.sleep(CALM_SECONDS)
+            pauses = stream.pauses(began)
+            record.add({"what": "hostile", "grammar": "none", "pause_ms": max(pauses) * 1e3, "median_ms": statistics.median(pauses) * 1e3})
+            for name, fields in HOSTILE.items():
+                began = time.perf_counter()
+                status, first = ask(server.port, fields)
+                again, second = ask(server.port, fields)
+                while stream.times[-1] < began + first:
+                    time.sleep(0.01)
+                failed = int((status, again) != (400, 400))
+                figures = {
+                    "status": status,
+                    "answer_ms": first * 1e3,
+                    "again_ms": second * 1e3,
+                    "pause_ms": max(stream.pauses(began)) * 1e3,
+                }
+                record.add({"what": "hostile", "grammar": name, **figures, "failed": failed})
+        finally:
+            stream.close()
+
+
+def hostile_table(result: Result) -> str:
+    """One row per grammar; empty where none was measured."""
+    rows = [row for row in result["rows"] if row["what"] == "hostile"]
+    names = ("grammar", "status", "answer_ms", "again_ms", "pause_ms")
+    header = ["grammar", "status", "answered after ms", "the second time", "longest pause of a stream, ms"]
+    return table(header, [[row.get(name) for name in names] for row in rows]) if rows else ""

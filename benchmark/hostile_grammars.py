@@ -33,7 +33,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "EBNF without an end": {"ebnf": 'root ::= "a" root'},
     "EBNF of 3,000 rules": {"ebnf": "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 3000} | "y"' for i in range(3000))},
 }
-"""Fields of requests. Each is a 400 with a model that fills its length limit."""
+"""Fields of requests; each is a 400."""
 PATH = "/v1/completions"
 CALM_SECONDS = 2.0
 

@@ -107,9 +107,13 @@ def expected(depth: int, length: str) -> float:
 
 
 def estimate(row: Row, length: str) -> float:
-    """Output tokens per second of a fixed depth at another acceptance: iterations take the same time and commit more or fewer."""
-    depth, more = int(row["speculation"].removeprefix("K=")), row["output_len"] - 1
-    tpot = row["mean_tpot_ms"] * expected(depth, row["acceptance"]) / expected(depth, length)
+    """Output tokens per second of a fixed depth at another acceptance: iterations take the same time and commit more or fewer tokens.
+
+    A depth with graphs of few sizes runs less deep where more requests decode together, so that the steps count at the depth they had.
+    """
+    steps, more = {int(depth): count for depth, count in row["steps_by_depth"].items() if count}, row["output_len"] - 1
+    before, after = (sum(count * expected(depth, at) for depth, count in steps.items()) for at in (row["acceptance"], length))
+    tpot = row["mean_tpot_ms"] * before / after
     return row["output_throughput"] * (row["mean_ttft_ms"] + more * row["mean_tpot_ms"]) / (row["mean_ttft_ms"] + more * tpot)
 
 

@@ -37,6 +37,8 @@ IMPORTED = (
 )  # fmt: skip
 TEST = Path(__file__).resolve().parent
 OURS = ("runtime.", "benchmark.", "process.")
+FOLDERS = (TEST / "process", TEST.parent / "scripts")
+"""Where files of ours lie that run as programs."""
 READ_AT_START = ("OMP_", "MKL_", "MALLOC_", "LD_", "PYTHON", "CUDA_", "TORCH")
 """Variables that an interpreter or a library reads once, when it starts."""
 READ_BY_US = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
@@ -102,7 +104,7 @@ def program_of(command: Sequence[str], environment: Mapping[str, str], folder: s
         unbuffered, _ = True, words.pop(0)
     if words[0] == "-m" and words[1].startswith(OURS):
         return Program(words[1], "", tuple(words[2:]), environment, folder, new_session, unbuffered)
-    if Path(words[0]).parent == TEST / "process":
+    if Path(words[0]).parent in FOLDERS:
         return Program("", words[0], tuple(words[1:]), environment, folder, new_session, unbuffered)
     return None
 

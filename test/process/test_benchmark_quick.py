@@ -54,17 +54,23 @@ def test_quick_run_writes_rows_and_a_table(script: str, flags: list[str], rows: 
     check_quick_run(script, flags, rows, tmp_path)
 
 
-def check_quick_run(script: str, flags: list[str], rows: int, tmp_path: Path, seconds: float = 240) -> None:
-    """A quick run of a benchmark succeeds and writes so many rows."""
+def check_quick_run(script: str, flags: list[str], rows: int, tmp_path: Path, seconds: float = 240, nice: int = 0) -> None:
+    """A quick run of a benchmark succeeds and writes so many rows. `nice` lowers the priority of its processes."""
     command = [sys.executable, "-m", f"benchmark.{script}", "--quick", "--out", str(tmp_path), *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
+        try:
+            said, complained = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    assert process.returncode == 0, said + complained
     (file,) = tmp_path.glob("*/*.json")
     result = json.loads(file.read_text())
     assert len(result["rows"]) == rows
     assert all(row["commit"] and row["command"].startswith(f"python -m benchmark.{script} --quick") for row in result["rows"])
-    assert "| --- |" in done.stdout
+    assert "| --- |" in said
     assert not any(row.get("failed") for row in result["rows"])
 
 

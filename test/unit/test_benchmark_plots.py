@@ -103,7 +103,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         served(overlap=o, graphs=g, host_us={"verify": 1.0}, gpu_us={"verify": 2.0}) for o in ("on", "off") for g in step_profile.GRAPHS
     ],
     "depth_curve": [
-        served(speculation=s, acceptance=a, concurrency=c, output_len=128)
+        served(speculation=s, acceptance=a, concurrency=c, output_len=128, steps_by_depth={"3": 100, "1": 4, "0": 0})
         for s, a in (("off", None), ("auto", "1.2"), ("auto", "2.5"), ("K=3", "2.5")) for c in (1, 4)
     ],
     "crossover": [served(speculation=s, text="random", concurrency=c) for s in ("off", "2.5", "real") for c in (1, 4)],

@@ -236,6 +236,19 @@ def test_keyword_options_equal_the_same_command_line() -> None:
     assert from_fields(given) == parse(line).args
 
 
+def test_threads_are_those_of_the_flag_then_of_the_environment_then_the_cores() -> None:
+    asked = replace(CPU, threads=5)
+    assert resolve(args(tp_size=2), asked, LLAMA).device.cpu_threads == 5, "ranks do not share it"
+    assert resolve(args(cpu_threads=3), asked, LLAMA).device.cpu_threads == 3
+    assert resolve(args(), CPU, LLAMA).device.cpu_threads == CPU.cores
+
+
+@pytest.mark.parametrize(("value", "threads"), [("3", 3), (" 4,2 ", 4), ("0", None), ("-1", None), ("many", None), ("", None)])
+def test_the_environments_number_of_threads_is_read(monkeypatch: pytest.MonkeyPatch, value: str, threads: int | None) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert probe().threads == threads
+
+
 @pytest.mark.parametrize("value", ["[0.9, 0.5, 0.1]", "{a: 1}"])
 def test_a_list_in_a_file_is_refused_for_a_flag_of_one_value(tmp_path: Path, value: str) -> None:
     (tmp_path / "config.yaml").write_text(f"speculative-synthetic-accept-length: {value}")

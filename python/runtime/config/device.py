@@ -48,10 +48,15 @@ def resolve_device(args: ServerArgs, machine: MachineFacts, model: ModelFacts) -
         attention_backend=attention,
         kv_cache_dtype=kv_dtype,
         sampling_backend=cast(SamplingName, sampling),
-        cpu_threads=args.cpu_threads or max(machine.cores * args.nnodes // args.tp_size, 1),
+        cpu_threads=args.cpu_threads or _default_threads(args, machine),
         gpu=machine.gpus[0] if device == "cuda" else None,
         fp8_activations=not args.disable_fp8_activations,
     )
+
+
+def _default_threads(args: ServerArgs, machine: MachineFacts) -> int:
+    """Threads that wait for each other spin, so that more of them than free cores slow down every operation."""
+    return min(machine.threads or max(machine.cores * args.nnodes // args.tp_size, 1), MAX_THREADS)
 
 
 def asked_dtype(args: ServerArgs) -> DType | None:

@@ -48,6 +48,7 @@ class MachineFacts:
         gpus: CUDA devices that CUDA_VISIBLE_DEVICES leaves, in the driver's order.
         packages: the installed `KERNEL_PACKAGES`.
         cpu: its name.
+        threads: what OMP_NUM_THREADS says of the threads of one operation; None where it says nothing.
     """
 
     cores: int
@@ -55,12 +56,14 @@ class MachineFacts:
     gpus: tuple[Gpu, ...]
     packages: frozenset[str]
     cpu: str = "CPU"
+    threads: int | None = None
 
 
 def probe() -> MachineFacts:
     """Find out what the machine has. Never fails: what cannot be found out counts as absent."""
     packages = frozenset(name for name in KERNEL_PACKAGES if importlib.util.find_spec(name) is not None)
-    return MachineFacts(cores=_cores(), memory=host_memory().total, gpus=_gpus(), packages=packages, cpu=_cpu())
+    memory = host_memory().total
+    return MachineFacts(cores=_cores(), memory=memory, gpus=_gpus(), packages=packages, cpu=_cpu(), threads=_threads())
 
 
 def _cores() -> int:
@@ -69,6 +72,11 @@ def _cores() -> int:
     if quota.isdigit() and period.isdigit() and int(period) > 0:
         allowed = min(allowed, -(-int(quota) // int(period)))
     return max(1, allowed)
+
+
+def _threads() -> int | None:
+    outermost = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(outermost) or None if outermost.isdecimal() else None
 
 
 def _cpu() -> str:

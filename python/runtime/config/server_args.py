@@ -156,7 +156,7 @@ class ServerArgs:
     ep_size: int = _flag(DEVICE, 1, "N", "--expert-parallel-size", "--ep")
     """Groups of the tensor-parallel ranks that a sparse model's experts are placed on, a divisor of --tp-size."""
     cpu_threads: int | None = _flag(DEVICE, None, "N")
-    """Threads of one CPU operation; default: the number of cores, shared by the ranks of a sharded model."""
+    """Threads of one CPU operation; default: OMP_NUM_THREADS, or else the number of cores, shared by the ranks of a sharded model."""
 
     chunked_prefill_size: int | None = _flag(SCHEDULING, None, "TOKENS")
     """Prompt tokens per step; longer prompts are cut, -1 never cuts; default: 512 on a CPU, 2048 on CUDA."""

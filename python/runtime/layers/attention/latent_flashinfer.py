@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
+from torch.nn import functional as F
 
 from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.layers.attention.base import AttentionShape, AttentionSpec
@@ -17,6 +18,9 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 WORKSPACE_BYTES = 128 << 20
+TILE_ROWS = 64
+"""Rows of the kernel's tiles, a row being a query head of a token. With heads that do not divide them, a token whose key begins a block
+of keys lacks it in some of its heads: seen on an H200 with 20 and 24 heads, and not with 16 and 64."""
 
 
 class LatentFlashInfer:
@@ -34,6 +38,7 @@ class LatentFlashInfer:
         self._passes = LatentPasses(shape, kv_pool, page_table, None, "flashinfer")
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.k[0].device)
         self._wrapper = BatchMLAPagedAttentionWrapper(workspace)
+        self._heads = padded_heads(self._layer.num_q_heads)
         self._ragged = False
 
     def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
@@ -53,8 +58,10 @@ class LatentFlashInfer:
         """Attend. q [T, H, rank + rope] -> [T, H * rank]. Fixed-width passes may be captured."""
         if not self._ragged:
             return self._passes.forward(q, layer, batch).flatten(1)
-        rank, cache = layer.kv.value_dim, self._pool.k[layer.layer_id].squeeze(2)
-        return self._wrapper.run(q[..., :rank].contiguous(), q[..., rank:].contiguous(), cache[..., :rank], cache[..., rank:]).flatten(1)
+        rank, cache, heads = layer.kv.value_dim, self._pool.k[layer.layer_id].squeeze(2), q.shape[1]
+        q = F.pad(q, (0, 0, 0, self._heads - heads))
+        out = self._wrapper.run(q[..., :rank].contiguous(), q[..., rank:].contiguous(), cache[..., :rank], cache[..., rank:])
+        return out[:, :heads].flatten(1)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """One run per kernel of split-KV attention; FlashInfer compiles its module at its first use and keeps it on disk."""
@@ -74,9 +81,14 @@ class LatentFlashInfer:
         gather_pages(rows, batch.seq_lens, self._table.pages, page_size, int(counts.max()), lists)
         kv, layer, lengths = self._layer.kv, self._layer, torch.from_numpy(lens.astype(np.int32))
         self._wrapper.plan(
-            _offsets(batch.extend_lens), _offsets(counts), indices, lengths, layer.num_q_heads, kv.value_dim, kv.key_dim - kv.value_dim,
+            _offsets(batch.extend_lens), _offsets(counts), indices, lengths, self._heads, kv.value_dim, kv.key_dim - kv.value_dim,
             page_size, True, layer.scale, kv.dtype, kv.dtype,
         )  # fmt: skip
+
+
+def padded_heads(heads: int) -> int:
+    """Heads to compute, so that each tile holds all heads of its tokens, or heads of one token."""
+    return 1 << (heads - 1).bit_length() if heads <= TILE_ROWS else -(-heads // TILE_ROWS) * TILE_ROWS
 
 
 def _offsets(counts: np.ndarray) -> torch.Tensor:

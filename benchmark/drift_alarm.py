@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,9 @@ DRAFT_SHARE = 0.05
 of draft-extend the GPU waits for at most 1.9 % of an iteration (docs/benchmarks/draft_extend_graph.md)."""
 WINDOW_SECONDS = 4.0
 """Eager samples must not make any stretch of this length much longer."""
+
+CHUNK = 1024
+"""Iterations whose accept lengths are drawn together."""
 
 Lens = list[np.ndarray]
 
@@ -134,10 +139,9 @@ class Simulation:
 
     def __init__(self, record: Lens, batch: int, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
-        self._lens = np.array([len(text) for text in record])
-        self._texts = np.stack([np.resize(text, max(self._lens)) for text in record])
-        self._text = self._rng.integers(0, len(record), batch)
-        self._at = self._rng.integers(0, self._lens[self._text])
+        self._record = record
+        self._streams = [self._rest_of_a_text() for _ in range(batch)]
+        self._chunk, self._at = np.empty((0, batch), dtype=np.int64), 0
         self.alarm, self.schedule, self.eager = DriftAlarm(STEPS), Samples(), 0
         self.extra = array("d")
         self._batch = batch
@@ -160,11 +164,25 @@ class Simulation:
 
     def _next(self) -> np.ndarray:
         """Accept lengths of an iteration."""
-        ended = np.flatnonzero(self._at >= self._lens[self._text])
-        self._text[ended], self._at[ended] = self._rng.integers(0, len(self._lens), len(ended)), 0
-        lens = self._texts[self._text, self._at]
+        if self._at == len(self._chunk):
+            self._chunk, self._at = np.stack([self._drawn(row) for row in range(self._batch)], axis=1), 0
         self._at += 1
-        return lens
+        return self._chunk[self._at - 1]
+
+    def _drawn(self, row: int) -> np.ndarray:
+        """The next `CHUNK` accept lengths of a request and those that follow it."""
+        parts, left = [self._streams[row]], CHUNK - len(self._streams[row])
+        while left > 0:
+            parts.append(self._record[self._rng.integers(0, len(self._record))])
+            left -= len(parts[-1])
+        drawn = np.concatenate(parts)
+        self._streams[row] = drawn[CHUNK:]
+        return drawn[:CHUNK]
+
+    def _rest_of_a_text(self) -> np.ndarray:
+        """A text from anywhere on."""
+        text = self._record[self._rng.integers(0, len(self._record))]
+        return text[self._rng.integers(0, len(text)) :]
 
 
 def detection(record: Lens, fault: str, batch: int, runs: int, most: int) -> dict[str, Any]:
@@ -255,14 +273,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = live(run)
     run.worker.close()
     record.add({"kind": "live", "fault": "slots off by one", "live_requests": found.pop("requests", 0), "requests": 0, **found})
-    for batch in (1, 2, 4, 8, 16, 32, 64):
-        for fault, most in (("slots off by one", 2_000), ("5 points", 20_000)):
-            many = runs if args.quick or FAULTS[fault] else runs // 4
-            record.add(detection(lens, fault, batch, many, most if not args.quick else 200))
-    for batch in (1, 16, 64):
-        record.add(false_alarms(lens, batch, iterations))
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        quiet = [pool.submit(false_alarms, lens, batch, iterations) for batch in (1, 16, 64)]
+        simulate_faults(record, lens, runs, args.quick)
+        for one in as_completed(quiet):
+            record.add(one.result())
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
+
+
+def simulate_faults(record: Record, lens: Lens, runs: int, quick: bool) -> None:
+    """Detection of each fault by requests."""
+    for batch in (1, 2, 4, 8, 16, 32, 64):
+        for fault, most in (("slots off by one", 2_000), ("5 points", 20_000)):
+            many = runs if quick or FAULTS[fault] else runs // 4
+            record.add(detection(lens, fault, batch, many, most if not quick else 200))
 
 
 if __name__ == "__main__":

@@ -187,6 +187,14 @@ def test_the_depth_does_not_flap() -> None:
     assert sum(a != b for a, b in itertools.pairwise(steady)) < 0.01 * len(steady)
 
 
+def test_the_less_a_depth_promises_the_more_seldom_it_is_tried() -> None:
+    rng = np.random.default_rng(0)
+    _, _, depths = run(controller(GPU, 4, rng), GPU, 4, lambda step: 1.6, rng, 6000)
+    tried = [depths.count(depth) for depth in (3, 5, 7)]
+    assert tried == sorted(tried, reverse=True)
+    assert 0 < tried[-1] < 12, "never forgotten"
+
+
 def test_a_start_up_measurement_on_a_busy_machine_is_corrected() -> None:
     """Drafts seemed to take three times as long as they do."""
     rng = np.random.default_rng(0)

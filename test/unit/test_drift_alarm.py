@@ -11,7 +11,7 @@ from benchmark.drift_alarm import extra_seconds, replay_seconds
 
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.model_executor.drift_alarm import LOG_ODDS, STRONG, DriftAlarm, block_evidence
-from runtime.model_executor.sample_schedule import EASY_RESERVE, REFILL, RESERVE, Samples, SampleSchedule
+from runtime.model_executor.sample_schedule import DRAFTS, EASY_RESERVE, REFILL, RESERVE, Samples, SampleSchedule
 from unit.test_acceptance import draw_lens
 
 RATES = (0.39, 0.45, 0.5)
@@ -69,6 +69,12 @@ def test_an_error_in_the_draft_extend_slots_is_reported_within_two_hundred_itera
     found = [Traffic(batch, seed).run(worst, FAULTY) for seed in range(15)]
     assert None not in found
     assert np.median(np.array(found, dtype=np.float64)) <= median
+
+
+def test_an_error_in_the_draft_extend_slots_of_one_request_is_reported_within_three_hundred_iterations() -> None:
+    found = [Traffic(1, seed).run(1_000, FAULTY) for seed in range(15)]
+    assert None not in found
+    assert np.median(np.array(found, dtype=np.float64)) <= 300
 
 
 @pytest.mark.parametrize("batch", [8, 32])
@@ -171,6 +177,18 @@ def test_samples_become_rare_and_the_iteration_before_them_is_announced(batch: i
     again = np.array([schedule.next(batch, suspicion=9)[0] for _ in range(40_000)])
     assert again[:200].mean() >= 1 / 18
     assert again.mean() < 1 / 64, "suspicion that lasts costs little"
+
+
+@pytest.mark.parametrize(("batch", "extra", "length"), [(1, 0.05, 6), (2, 0.05, 6), (3, 0.05, 3), (1, 2.0, 3)])
+def test_cheap_blocks_of_one_or_two_requests_are_longer(batch: int, extra: float, length: int) -> None:
+    schedule, flags = SampleSchedule(DRAFTS), list[bool]()
+    for _ in range(12_000):
+        flags.append(schedule.next(batch, suspicion=0)[0])
+        schedule.observe(0.005 * (1 + extra * flags[-1]), flags[-1])
+    edges = np.flatnonzero(np.diff(np.array([0, *flags[1_000:], 0])))
+    blocks = (edges[1::2] - edges[::2])[1:-1]
+    assert len(blocks) > 2
+    assert blocks.tolist() == [length] * len(blocks)
 
 
 def longest(extra: Sequence[float], window: int) -> float:

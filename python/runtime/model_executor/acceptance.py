@@ -7,6 +7,7 @@ independent from position to position, so that one bad position shows as one bad
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +87,17 @@ class AcceptanceCounters:
         return isinstance(other, AcceptanceCounters) and self.stats() == other.stats()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def total(num_steps: int, batches: Iterable[AcceptanceCounters]) -> AcceptanceCounters:
+    """The totals of all of them, each of this K."""
+    found, all_batches = AcceptanceCounters(num_steps), list(batches)
+    if all_batches:
+        found.iterations = sum(batch.iterations for batch in all_batches)
+        found.draft_tokens = sum(batch.draft_tokens for batch in all_batches)
+        counts = np.array([[batch.drafted, batch.reached, batch.accepted] for batch in all_batches])
+        found.drafted, found.reached, found.accepted = counts.sum(0)
+    return found
 
 
 def compare(graph: AcceptanceCounters, eager: AcceptanceCounters, min_count: int = 1) -> list[Drift]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.model_executor.acceptance import AcceptanceCounters, compare
+from runtime.model_executor.acceptance import AcceptanceCounters, compare, total
 from runtime.worker_info import Drift
 
 Floats = npt.NDArray[np.float64]
@@ -149,9 +150,7 @@ class Comparison:
 
     def _with_block(self, batches: Iterable[AcceptanceCounters]) -> tuple[Floats, Floats, list[dict[bool, AcceptanceCounters]]]:
         """Evidence [K, differences] in nats, the detector of the same shape and counts by position, after the block so far."""
-        graph, eager = AcceptanceCounters(self._num_steps), self.eager
-        for batch in batches:
-            graph.merge(batch)
+        graph, eager = total(self._num_steps, batches), self.eager
         if not graph.iterations or not eager.iterations:
             return self._evidence, self._detector, self._counts
         gained, counts = np.zeros_like(self._evidence), []
@@ -187,14 +186,19 @@ class RecentRates:
 
     def fell_below(self, usual: RecentRates) -> bool:
         """Whether a position accepts less than usual, beyond chance. False before `usual` knows more than this one."""
+        if usual._batches <= 4 * self._batches:
+            return False
         (n, accepted), (usual_n, usual_accepted) = self._counts, usual._counts
         # Of a depth that ran long ago, less than one window is remembered.
-        rate, before = accepted / np.maximum(n, 1e-9), usual_accepted / np.maximum(usual_n, 1e-9)
+        before = usual_accepted / np.maximum(usual_n, 1e-9)
+        drop = before - accepted / np.maximum(n, 1e-9)
+        if drop.max() < FALL:
+            return False
         deviation = np.sqrt(before * (1 - before) / np.maximum(n, 1)) + 1e-9
-        fell = (before - rate >= FALL) & (before - rate >= FALL_DEVIATIONS * deviation)
-        return bool(usual._batches > 4 * self._batches and fell.any())
+        return bool(((drop >= FALL) & (drop >= FALL_DEVIATIONS * deviation)).any())
 
 
+@lru_cache(maxsize=4096)
 def block_evidence(eager_accepted: int, eager: int, graph_accepted: int, graph: int) -> Floats:
     """Log likelihood ratios, [differences], of a 2 x 2 table given its margins: each of `LOG_ODDS` against none."""
     total = eager_accepted + graph_accepted
@@ -205,8 +209,14 @@ def block_evidence(eager_accepted: int, eager: int, graph_accepted: int, graph: 
 
 
 def _log_binomial(n: int, k: npt.NDArray[np.int64]) -> Floats:
-    log_factorial = np.concatenate([[0.0], np.log(np.arange(1, n + 1)).cumsum()])
+    log_factorial = _log_factorials(n.bit_length())
     return log_factorial[n] - log_factorial[k] - log_factorial[n - k]
+
+
+@cache
+def _log_factorials(bits: int) -> Floats:
+    """Of 0 to 2 ** bits - 1."""
+    return np.concatenate([[0.0], np.log(np.arange(1, 1 << bits)).cumsum()])
 
 
 def _log_sum(logs: Floats) -> Floats:

@@ -16,6 +16,8 @@ FEW_REQUESTS = 4
 FIRST_BLOCKS, GROWTH = 2, 1.5
 """Blocks after which the gap between them grows, and its factor; with few requests, whose eager iterations cost the most beside their
 replays, it is at its end at once."""
+FEWEST, LONG_BLOCK = 2, 6
+"""With so few requests blocks of cheap samples are so long: they show few drafts each."""
 EASY_SHARE = 0.004
 """Share of the time that samples of one kind take in the end."""
 RARE = 512
@@ -44,7 +46,7 @@ class Kind:
     share: float
 
 
-WHOLE, DRAFTS = Kind(60, 4.0, 0.4), Kind(24, 1.0, 0.2)
+WHOLE, DRAFTS = Kind(60, 4.0, 0.4), Kind(20, 0.3, 0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,10 @@ class SampleSchedule:
     def _sampled(self, iteration: int) -> bool:
         return self._start <= iteration < self._start + self._length
 
+    def _longest(self, live: int) -> int:
+        """Iterations of a block that shows few drafts and costs little; else 0."""
+        return LONG_BLOCK if live <= FEWEST and self._extra < 1 else 0
+
     def _cost(self, length: int) -> float:
         """Replays by which a block takes longer; verification of the iteration before it runs eagerly too."""
         return (length + 1) * self._extra
@@ -149,11 +155,11 @@ class SampleSchedule:
     def _plan(self, live: int, suspicion: float) -> None:
         """Set the next block, which begins now. Few requests give few drafts, so more of their iterations are eager."""
         if suspicion >= SUSPICION and self._adaptive:
-            self._length = 4 if live <= 16 or self._extra < 1 else 2
+            self._length = self._longest(live) or (4 if live <= 16 or self._extra < 1 else 2)
             self._start = self._now + self._distance(self._length, suspicion)
             return
         self._blocks += 1
-        self._length = 1 if live > 32 or not self._adaptive else 3
+        self._length = 1 if live > 32 or not self._adaptive else self._longest(live) or 3
         rare = max(round(self._cost(self._length) / EASY_SHARE), BLOCK_ITERATIONS + self._length)
         if self._blocks >= FIRST_BLOCKS:
             self._gap = rare if live <= FEW_REQUESTS else min(round(self._gap * GROWTH), rare)

@@ -60,13 +60,23 @@ def measure(server: Server, record: Record, labels: Row, burst: Burst) -> None:
                 set_state(server, synthetic_accept_length=length)
         figures = running.result()
     depths = {k: n - before["spec_depth_steps_total"].get(k, 0) for k, n in counters(server)["spec_depth_steps_total"].items()}
-    record.add({**labels, **burst.labels, **{name: figures[name] for name in KEPT}, "steps_by_depth": depths})
+    more = {"steps_by_depth": depths, "controller": belief(server, burst.labels["concurrency"])}
+    record.add({**labels, **burst.labels, **{name: figures[name] for name in KEPT}, **more})
     print(f"  {figures['output_throughput']:.1f} tok/s, steps by depth {depths}", flush=True)
 
 
 def counters(server: Server) -> dict[str, Any]:
     """The scheduler's counters."""
     return server.get("/get_server_info")["internal_states"][0]
+
+
+def belief(server: Server, concurrency: int) -> dict[str, Any] | None:
+    """What the controller goes by: milliseconds of an iteration of about `concurrency` requests by depth, and acceptance."""
+    depth = counters(server)["worker"]["depth"]
+    if depth is None:
+        return None
+    size = min(map(int, depth["milliseconds"]), key=lambda n: abs(n - concurrency))
+    return {"requests": size, "milliseconds": depth["milliseconds"][str(size)], "greedy": depth["greedy"], "sampled": depth["sampled"]}
 
 
 def run(record: Record, served: Model, args: argparse.Namespace) -> None:

@@ -9,6 +9,11 @@ from eagle_training.evaluation import kinds_tables, table
 
 SAME = ("shape", "set", "device", "dtype")
 """Fields that two measured rows must share to be compared."""
+KEPT_OUT = (
+    "The kinds without templates were kept out of training: prompts of the model with a keyword of these kinds were dropped; "
+    "a few without a keyword may remain."
+)
+"""How `kinds.is_held_out_kind` keeps the kinds apart that measure a head."""
 
 
 def model_card(run: Mapping[str, Any], evaluation: Sequence[Mapping[str, Any]]) -> str:
@@ -44,12 +49,12 @@ def _use() -> str:
 
 
 def unseen_kinds(run: Mapping[str, Any]) -> str:
-    """Whether the kinds of prompts that have no templates were kept out of the training text."""
+    """How the kinds of prompts that have no templates were kept out of the training text."""
     if "kinds_share" not in run.get("data", {}):
         return "The head was trained on prompts of any kind that the model wrote itself, and on no templates."
     if "initial_head" in run.get("training", {}).get("settings", {}):
-        return "No prompt of the kinds without templates was used in this training; the head that it continues may have seen some."
-    return "No prompt of the kinds without templates was used in training."
+        return f"{KEPT_OUT} The head that this training continues may have seen some."
+    return KEPT_OUT
 
 
 def _acceptance(run: Mapping[str, Any], evaluation: Sequence[Mapping[str, Any]]) -> str:

@@ -23,7 +23,7 @@ WHITESPACE = r"[ \n\r\t]{0,32}"
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=100_000, max_grammar_size=25_000, verbose_errors=False
 )
-"""Up to 0.3 s to compile and 0.3 s for the slowest mask; a grammar that needs more is refused, or ends its request."""
+"""Up to 0.3 s for the slowest mask; a grammar that needs more is refused, or ends its request."""
 
 
 class LlguidanceBackend:

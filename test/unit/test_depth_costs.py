@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from runtime.batch import ScheduleBatch
+from runtime.model_executor.iteration_cost import CostPoint
 from runtime.speculative import depth_costs
-from runtime.speculative.depth_costs import ENOUGH, ScratchRows
+from runtime.speculative.depth_costs import ENOUGH, ScratchRows, without_delays
 
 
 class FakeWorker:
@@ -62,3 +63,8 @@ def test_a_short_context_has_no_room_for_the_deepest() -> None:
     assert [depth for depth in (0, 1, 3, 5, 7) if scratch.has_room(depth)] == [0, 1, 3]
     scratch.time(3)
     assert not scratch.has_room(3), "what was timed took its positions"
+
+
+def test_a_delay_in_the_measurement_makes_no_depth_slower_than_deeper_ones() -> None:
+    measured = [CostPoint(1, 0, 0.010), CostPoint(1, 1, 0.005), CostPoint(1, 3, 0.006), CostPoint(4, 0, 0.004), CostPoint(4, 3, 0.007)]
+    assert [point.seconds for point in without_delays(measured)] == [0.005, 0.005, 0.006, 0.004, 0.007]

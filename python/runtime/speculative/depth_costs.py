@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,7 +36,7 @@ def start_controller(worker: Worker, tuning: SpeculativeTuning | None = None) ->
     points = [] if tuning is None else [CostPoint(step.size, step.depth, step.seconds) for step in tuning.steps]
     if not points:
         with worker.parts.monitor.without_sample():
-            points = list(measure(worker))
+            points = without_delays(list(measure(worker)))
     mlps = worker.parts.target.runner.model.sparse_mlps
     routing = Routing(mlps[0].router.num_experts, mlps[0].router.rule.top_k) if mlps else None
     acceptance = () if tuning is None else tuning.acceptance
@@ -65,6 +66,17 @@ def measure(worker: Worker) -> Iterator[CostPoint]:
                 points.append(scratch.time(depth))
                 yield points[-1]
     worker.reset()
+
+
+def without_delays(points: Sequence[CostPoint]) -> list[CostPoint]:
+    """The points with times of at most those of about as many requests at greater depths: fewer drafts are less work, so that a longer time
+    shows a delay of the machine, after which the controller would hardly try that depth again.
+    """
+
+    def least(point: CostPoint) -> float:
+        return min(p.seconds for p in points if p.depth >= point.depth and point.size <= p.size < 2 * point.size)
+
+    return [replace(point, seconds=least(point)) for point in points]
 
 
 def _sizes(worker: Worker) -> list[int]:

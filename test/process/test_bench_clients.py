@@ -24,7 +24,7 @@ SCRIPTS = Path(__file__).parent / "clients"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 PROMPTS, TOKENS = 4, 8
 """Requests of a load generator, and tokens of each answer."""
-CAPITALS = {"France": "Paris", "Italy": "Rome", "Norway": "Oslo"}
+CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Norway": "Oslo"}
 
 pytestmark = [
     pytest.mark.skipif(not BIN.exists(), reason="scripts/bench_clients.sh installs these clients"),
@@ -91,14 +91,14 @@ doc_to_text: "{prompt}"
 """
 CHOICE = """
 output_type: multiple_choice
-doc_to_choice: ["Paris", "Rome", "Oslo"]
+doc_to_choice: ["Paris", "Tokyo", "Oslo"]
 doc_to_target: city
 """
 TEXT = """
 output_type: generate_until
 doc_to_target: city
 generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 16, do_sample: false}
-filter_list: [{name: city, filter: [{function: regex, regex_pattern: "(Paris|Rome|Oslo)"}, {function: take_first}]}]
+filter_list: [{name: city, filter: [{function: regex, regex_pattern: "(Paris|Tokyo|Oslo)"}, {function: take_first}]}]
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
 

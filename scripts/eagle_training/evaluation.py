@@ -14,7 +14,7 @@ import numpy as np
 import runtime
 from eagle_training.conversations import loop_period
 from runtime import Engine
-from runtime.model_executor.acceptance import AcceptanceCounters
+from runtime.model_executor.acceptance import AcceptanceCounters, total
 from runtime.text.tokenizer import Tokenizer
 
 ASSETS = Path(runtime.__file__).parent / "assets"
@@ -96,16 +96,16 @@ def _measure_set(engine: Engine, tokenizer: Tokenizer, prompts: PromptSet, steps
     counted = [count_drafts([output], steps) for output in outputs]
     loops = [loop_period(output["output_ids"])[0] > 0 for output in outputs]
     kinds = {
-        kind: round(_sum([c for c, k in zip(counted, prompts.kinds, strict=True) if k == kind], steps).mean_accept_len, 3)
+        kind: round(total(steps, [c for c, k in zip(counted, prompts.kinds, strict=True) if k == kind]).mean_accept_len, 3)
         for kind in dict.fromkeys(prompts.kinds)
     }
     return {
         "set": prompts.name,
         "prompts": len(ids),
         "tokens": sum(len(output["output_ids"]) for output in outputs),
-        **msgspec.to_builtins(_sum(counted, steps).stats()),
+        **msgspec.to_builtins(total(steps, counted).stats()),
         "looping_answers": sum(loops),
-        "accept_length_without_loops": _sum([c for c, loop in zip(counted, loops, strict=True) if not loop], steps).mean_accept_len,
+        "accept_length_without_loops": total(steps, [c for c, loop in zip(counted, loops, strict=True) if not loop]).mean_accept_len,
         "accept_length_by_kind": kinds,
     }
 
@@ -126,13 +126,6 @@ def count_drafts(outputs: Sequence[Mapping[str, Any]], steps: int) -> Acceptance
             counters.accepted += accepted
             counters.reached += np.concatenate([[windows], accepted[:-1]])
     return counters
-
-
-def _sum(counted: Sequence[AcceptanceCounters], steps: int) -> AcceptanceCounters:
-    total = AcceptanceCounters(steps)
-    for one in counted:
-        total.merge(one)
-    return total
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

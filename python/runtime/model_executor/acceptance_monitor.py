@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from runtime.batch import StepStats
-from runtime.model_executor.acceptance import AcceptanceCounters
+from runtime.model_executor.acceptance import AcceptanceCounters, total
 from runtime.model_executor.drift_alarm import DriftAlarm
 from runtime.model_executor.iteration import Iteration
 from runtime.model_executor.sample_schedule import NO_SAMPLE, Sample, Samples
@@ -78,10 +78,7 @@ class AcceptanceMonitor:
 
     def counted(self) -> AcceptanceCounters:
         """Acceptance since the start, however it ran."""
-        total = AcceptanceCounters(self._num_steps)
-        for counters in (self._graph, self._sample, self._eager):
-            total.merge(counters)
-        return total
+        return total(self._num_steps, (self._graph, self._sample, self._eager))
 
     def stats(self) -> AcceptanceStats | None:
         """Acceptance since the start by how verification ran; None for a worker without drafts."""

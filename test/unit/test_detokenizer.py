@@ -10,7 +10,7 @@ import pytest
 from llama_tokenizer import write_llama_tokenizer
 from msgspec import structs
 
-from runtime.entrypoints.openai.logprobs import CompletionLogprobs
+from runtime.entrypoints.openai.logprobs import CompletionLogprobs, EchoedPrompt
 from runtime.managers.detokenizer_manager import DetokenizerManager, StopFinder
 from runtime.managers.messages import (
     CacheFlushed,
@@ -298,7 +298,8 @@ def test_a_completion_keeps_its_leading_space(tmp_path: Path) -> None:
 def test_text_offsets_are_places_in_the_text(tmp_path: Path, prompt: str | None, text: str) -> None:
     tokenizer = Tokenizer.load(write_llama_tokenizer(tmp_path, "first"))
     ids, the = tokenizer.encode("hello"), tokenizer.encode("the", add_special_tokens=False)
-    echoed = CompletionLogprobs(tokenizer, 0, tokenizer.stream(skip_special_tokens=False), num_hidden=int(prompt is not None))
+    shown = EchoedPrompt(len(text) - len(" the the"), tokenizer.stream(skip_special_tokens=False), len(ids), int(prompt is not None))
+    echoed = CompletionLogprobs(tokenizer, 0, tokenizer.stream(prompt_tail=ids), shown)
     offsets = echoed.take([*ids, *the, *the], [0.0] * (len(ids) + 2), [])["text_offset"]
     assert [text[at:] for at in offsets[-2:]] == [" the the", " the"]
     assert offsets[1] == text.index("hello") - (prompt is None), "the piece begins with its space, where it has one"

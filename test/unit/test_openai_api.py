@@ -10,13 +10,14 @@ from typing import Any
 
 import openai
 import pytest
-from front import IM_END, ScriptedScheduler, front, logprob_of, until
+from front import IM_END, IM_START, ScriptedScheduler, front, logprob_of, until
 from pydantic import TypeAdapter
 
 from runtime.entrypoints.http.responses import ErrorBody
 from runtime.entrypoints.native.protocol import Detokenized, Flushed, Generated, ModelInfo, Status, Tokenized
 from runtime.entrypoints.openai.logprobs import LOWEST, CompletionLogprobs, aligned, chat_logprobs
 from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
+from runtime.managers.messages import GenerateReq
 from runtime.text.decode_stream import ByteStream
 
 HI = [{"role": "user", "content": "hi"}]
@@ -456,6 +457,30 @@ def test_text_offsets_continue_across_chunks() -> None:
     later = lists.take([99], [-2.0], [[(97, -1.0), (98, -1.5)]])
     assert later["text_offset"] == [2]
     assert later["top_logprobs"] == [{"a": -1.0, "\ufffd": -2.0}]
+
+
+class Marking(ScriptedScheduler):
+    """Says a letter, a control token and a letter."""
+
+    async def _run(self, request: GenerateReq) -> None:
+        mark = "" if request.sampling.skip_special_tokens else "<|im_start|>"
+        for i, (token, text) in enumerate(((97, "a"), (IM_START, mark), (98, "b"))):
+            await self._step(request, [token], text, i + 1, True, i == 0, i == 2)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize(("echo", "prompt"), [(False, [120, 121]), (True, [120, IM_START, 121]), (True, "xy")])
+def test_text_offsets_follow_the_control_tokens_that_are_shown(echo: bool, prompt: str | list[int], skip: bool) -> None:
+    async def check() -> None:
+        async with front(Marking()) as f:
+            body = {"prompt": prompt, "echo": echo, "logprobs": 0, "skip_special_tokens": skip}
+            (choice,) = (await f.post("/v1/completions", body)).json()["choices"]
+        before = len(choice["text"].removesuffix("ab" if skip else "a<|im_start|>b"))
+        offsets = choice["logprobs"]["text_offset"][-3:]
+        assert offsets == [before + at for at in ((0, 1, 1) if skip else (0, 1, 13))]
+        assert (before > 0) == echo
+
+    run(check())
 
 
 @pytest.mark.parametrize("given", [[-1.0, -2.0], [None, -1.0, -2.0]])

@@ -15,7 +15,7 @@ from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import EventStream, until_gone
 from runtime.entrypoints.openai.chunks import Chunks
-from runtime.entrypoints.openai.logprobs import CompletionLogprobs, Top, aligned
+from runtime.entrypoints.openai.logprobs import CompletionLogprobs, EchoedPrompt, Top, aligned
 from runtime.entrypoints.openai.protocol import CompletionBody
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.openai.usage import UsageCounter
@@ -116,12 +116,17 @@ class CompletionApi:
     def _logprobs(self, body: CompletionBody, prompt: int, generation: Generation) -> CompletionLogprobs:
         """The log-probabilities of one choice; their text offsets count the echoed prompt."""
         given, ids = body.prompts[prompt], generation.prompt_ids
+        output = self._tokenizer.stream(body.skip_special_tokens, ids[-PROMPT_TAIL:])
         if not body.echo:
-            return CompletionLogprobs(self._tokenizer, body.top, self._tokenizer.stream(prompt_tail=ids[-PROMPT_TAIL:]))
+            return CompletionLogprobs(self._tokenizer, body.top, output)
         # The begin token that the tokenizer puts before a text is not part of the text.
         begins = isinstance(given, str) and ids[0] == self._tokenizer.bos_id and not given.startswith(self._tokenizer.token_text(ids[0]))
         decoder = self._tokenizer.stream(skip_special_tokens=False)
-        return CompletionLogprobs(self._tokenizer, body.top, decoder, num_hidden=int(begins))
+        echoed = EchoedPrompt(len(self._prompt_text(given, ids)), decoder, len(ids), int(begins))
+        return CompletionLogprobs(self._tokenizer, body.top, output, echoed)
+
+    def _prompt_text(self, given: str | list[int], ids: list[int]) -> str:
+        return given if isinstance(given, str) else self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _visible(
         self, body: CompletionBody, prompt: int, generation: Generation, update: GenerationUpdate, piece: _Piece, *, first: bool
@@ -131,10 +136,9 @@ class CompletionApi:
         if not (body.echo and first):
             return piece
         given, ids = body.prompts[prompt], generation.prompt_ids
-        text = given if isinstance(given, str) else self._tokenizer.decode(ids, skip_special_tokens=False)
         known = update.prompt_logprobs
         chosen, top = aligned(len(ids), known.chosen, known.top) if known is not None else ([None] * len(ids), [()] * len(ids))
-        return _Piece(text + piece.text, [*ids, *piece.ids], [*chosen, *piece.chosen], [*top, *piece.top])
+        return _Piece(self._prompt_text(given, ids) + piece.text, [*ids, *piece.ids], [*chosen, *piece.chosen], [*top, *piece.top])
 
 
 def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:

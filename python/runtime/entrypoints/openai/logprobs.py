@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from runtime.text.decode_stream import StreamDecoder
@@ -44,22 +45,39 @@ def chat_logprobs(tokenizer: TokenTexts, ids: Sequence[int], chosen: Sequence[fl
     return {"content": content, "refusal": None}
 
 
+@dataclass(slots=True)
+class EchoedPrompt:
+    """A prompt whose text stands before that of the output.
+
+    Attributes:
+        length: of its text, in characters.
+        decoder: decodes its tokens; it leaves none out, as the text does.
+        left: how many of its tokens have no offset yet.
+        hidden: how many of these, from the first on, have no place in the text.
+    """
+
+    length: int
+    decoder: StreamDecoder
+    left: int
+    hidden: int = 0
+
+
 class CompletionLogprobs:
     """The `logprobs` of a completion choice: parallel lists. A stream keeps one of these for its text offsets.
 
     Args:
         tokenizer: what shows single tokens.
         k: how many of the most likely tokens to list.
-        decoder: decodes the visible text, so that offsets are places in it.
-        num_hidden: tokens at the beginning that have no place in the text.
+        decoder: decodes the output as the text shows it, so that offsets are places in it.
+        prompt: None where it is not echoed.
     """
 
-    def __init__(self, tokenizer: TokenTexts, k: int, decoder: StreamDecoder, num_hidden: int = 0) -> None:
+    def __init__(self, tokenizer: TokenTexts, k: int, decoder: StreamDecoder, prompt: EchoedPrompt | None = None) -> None:
         self.tokenizer = tokenizer
         self.k = k
         self.offset = 0
         self._decoder = decoder
-        self._num_hidden = num_hidden
+        self._prompt = prompt
 
     def take(self, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top]) -> dict[str, list[object]]:
         """The lists for the next tokens. A token without a value, such as the first of a prompt, has null."""
@@ -74,10 +92,19 @@ class CompletionLogprobs:
         return lists
 
     def _advance(self, token: int) -> None:
-        if self._num_hidden:
-            self._num_hidden -= 1
+        if self._prompt is not None:
+            self._advance_prompt(token, self._prompt)
         else:
             self.offset += len(self._decoder.step((token,)))
+
+    def _advance_prompt(self, token: int, prompt: EchoedPrompt) -> None:
+        prompt.left -= 1
+        if prompt.hidden:
+            prompt.hidden -= 1
+        else:
+            self.offset += len(prompt.decoder.step((token,)))
+        if not prompt.left:
+            self.offset, self._prompt = prompt.length, None
 
     def _likely(self, text: str, logprob: float, top: Top) -> dict[str, float]:
         likely: dict[str, float] = {}

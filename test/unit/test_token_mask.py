@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from runtime.layers.logits_processors import GrammarEnd, GrammarMask, LogitsCont
 from runtime.layers.sampler import TorchSampling, sample
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.layers.token_mask import TokenMask, unpack
+from runtime.model_executor import grammar_rows
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.grammar_rows import GrammarRows
 from runtime.model_executor.request_rows import RequestRows
@@ -106,6 +108,41 @@ def test_only_a_step_with_drafts_waits_for_the_step_before_it(monkeypatch: pytes
     mask = step.window_mask()
     assert mask is not None
     assert waited == [bool(drafts), False], "the tokens and the window"
+    assert mask.allowed(torch.tensor([0]), JSON_VOCAB)[0, 0].nonzero().flatten().tolist() == [z]
+    rows.close()
+    compiler.close()
+
+
+class GatedCopy(HostCopy):
+    """A copy that arrives when the gate is opened."""
+
+    gate: threading.Event
+
+    def wait(self) -> list[npt.NDArray[np.generic]]:
+        self.gate.wait()
+        return super().wait()
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_step_waits_for_the_tokens_that_a_failed_one_was_waiting_for(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    compiler = make_compiler()
+    grammar = compiler.compile(GrammarSpec("regex", "QZJ")).future.result()
+    q, z = json_tokenizer().encode("QZ", False)
+    rows, row = GrammarRows(JSON_VOCAB, torch.device("cpu")), np.array([1], np.int32)
+    rows.admit([RowInit(1, 1, SamplingParams(), 0, np.array([0, 1], np.int32), np.array([5], np.int32), grammar)])
+    first = rows.step(row, 1, wanted=np.array([True]))
+    assert first is not None
+    monkeypatch.setattr(grammar_rows, "HostCopy", GatedCopy)
+    monkeypatch.setattr(GatedCopy, "gate", gate := threading.Event(), raising=False)
+    rows.follow(first, torch.tensor([[q]]))
+    failed = rows.step(row, 1)
+    assert failed is not None
+    failed.verify(DraftWindow(torch.tensor([[q]])))  # and then the pass raises, so its mask is not read
+    threading.Timer(0.3, gate.set).start()
+    step = rows.step(row, 1, width)
+    assert step is not None
+    mask = step.first()
+    assert mask is not None
     assert mask.allowed(torch.tensor([0]), JSON_VOCAB)[0, 0].nonzero().flatten().tolist() == [z]
     rows.close()
     compiler.close()

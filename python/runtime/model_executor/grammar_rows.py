@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -117,6 +117,11 @@ class GrammarStep:
         paths = self._window.result()
         return self._tree_mask(paths) if self._is_tree else self._chain_mask(paths)
 
+    def wait_for_masks(self) -> None:
+        """Wait until the thread has let go of the constraints. It has, unless the step failed before it read its mask."""
+        if self._window is not None:
+            wait([self._window])
+
     def errors(self, offset: int) -> dict[int, str]:
         """Why grammars cannot be followed any further, by position in the batch, counted from `offset`."""
         pairs = zip(self.constraints, self._windows, strict=True)
@@ -181,12 +186,14 @@ class GrammarRows:
         self.compile: Callable[[GrammarSpec], Grammar] | None = None
         self._constraints: dict[int, Constraint] = {}
         self._unread: deque[_Unread] = deque()
+        self._latest: GrammarStep | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
 
     def reset(self) -> None:
         """Forget every request."""
         self._constraints.clear()
         self._unread.clear()
+        self._latest = None
 
     def close(self) -> None:
         """End the thread."""
@@ -222,11 +229,14 @@ class GrammarRows:
         constraints = [(i, found) for i in chosen if (found := self._constraints.get(int(rows[i]))) is not None]
         if not constraints:
             return None
+        if self._latest is not None:
+            self._latest.wait_for_masks()
         late = partial(self._catch_up, len(self._unread))
         if width > 1 or wanted is not None:
             late()
             late = partial(self._catch_up, 0)
-        return GrammarStep(constraints, size, width, self._words, self._device, self._thread, late)
+        self._latest = GrammarStep(constraints, size, width, self._words, self._device, self._thread, late)
+        return self._latest
 
     def _catch_up(self, count: int) -> None:
         """Wait for the `count` oldest of the unread tokens."""

@@ -7,7 +7,7 @@ from test_schedule_policy import req
 from test_scheduler import Harness, limits_of
 
 from runtime.managers import schedule_policy as policy
-from runtime.managers.fair_queue import FairQueue
+from runtime.managers.fair_queue import MAX_REMEMBERED, FairQueue
 from runtime.managers.messages import Sample, TokensOutBatch
 from runtime.managers.req import Req
 
@@ -187,3 +187,15 @@ def test_clients_with_equal_shares_are_not_retracted() -> None:
     assert harness.scheduler.stats.num_retracted_requests_total == 0
     for request in asked:
         harness.check_answer(request)
+
+
+def test_clients_that_come_once_are_not_remembered_for_ever() -> None:
+    queue = filled(of("heavy", 0, tokens=50_000))
+    queue.admit(next(iter(queue)))
+    for seq in range(1, 3 * MAX_REMEMBERED):
+        queue.add(of(f"visitor {seq}", seq))
+        queue.admit(next(iter(queue)))
+    assert queue.remembered <= 2 * MAX_REMEMBERED
+    queue.add(of("heavy", seq + 1))
+    queue.add(of("new", seq + 2))
+    assert drain(queue) == [seq + 2, seq + 1], "what a client was given counts as long as it is more than most others were given"

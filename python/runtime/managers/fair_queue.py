@@ -11,6 +11,9 @@ from runtime.managers.req import Req
 
 Order = Callable[[Sequence[Req]], Sequence[Req]]
 
+MAX_REMEMBERED = 4096
+"""Clients without waiting requests whose share is remembered: those that were given most. Twice as many for a while."""
+
 
 @dataclass(slots=True)
 class _Lane:
@@ -31,6 +34,7 @@ class FairQueue:
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
         self._finished: dict[str, float] = {}  # where clients without waiting requests continue
+        self._forget_above = 0
         self._time = 0.0
         self._size = 0
 
@@ -56,8 +60,9 @@ class FairQueue:
         self._size -= 1
         if not lane.reqs:
             del self._lanes[client]
-            self._finished = {name: end for name, end in self._finished.items() if end > self._time}
             self._finished[client] = lane.start
+            if len(self._finished) > self._forget_above:
+                self._forget()
 
     def admit(self, req: Req) -> None:
         """Take out a request that runs now, and charge its client; a retracted one was charged before."""
@@ -66,6 +71,11 @@ class FairQueue:
             self._time = max(self._time, lane.start)
             lane.start += req.total_limit
         self.remove(req)
+
+    @property
+    def remembered(self) -> int:
+        """Clients without waiting requests that continue where they were."""
+        return len(self._finished)
 
     @property
     def clients(self) -> KeysView[str]:
@@ -95,6 +105,15 @@ class FairQueue:
             (_, _, start, _), reqs, req = heapq.heappop(heads)
             yield req
             _push(heads, reqs, start + req.total_limit)
+
+    def _forget(self) -> None:
+        """Forget the clients that would continue at the current time, which may stand still, and those that were given least.
+
+        It runs again when there are twice as many, so its cost per request does not grow with the number of clients.
+        """
+        ahead = ((end, name) for name, end in self._finished.items() if end > self._time)
+        self._finished = {name: end for end, name in heapq.nlargest(MAX_REMEMBERED, ahead)}
+        self._forget_above = 2 * len(self._finished)
 
 
 def _push(heads: list[tuple[tuple[bool, int, float, int], Iterator[Req], Req]], reqs: Iterator[Req], start: float) -> None:

@@ -119,4 +119,5 @@ def test_requests_name_their_client() -> None:
 def test_an_ipv6_client_has_a_whole_network() -> None:
     assert address_name("2001:db8::1") == address_name("2001:db8::ffff:1") == "2001:db8::/64"
     assert address_name("10.0.0.1") != address_name("10.0.0.2")
+    assert address_name("::ffff:10.0.0.1") == address_name("10.0.0.1"), "as a socket for IPv4 and IPv6 shows it"
     assert address_name("") == ""

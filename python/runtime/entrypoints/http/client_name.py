@@ -23,9 +23,16 @@ class ClientName:
 
 
 def address_name(address: str) -> str:
-    """The client of an address: an IPv6 client has all addresses of a /64 network."""
+    """The client of an address: an IPv6 client has all addresses of a /64 network.
+
+    A socket for both versions shows IPv4 addresses as `::ffff:192.0.2.1`.
+    """
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
         return address
-    return str(ipaddress.ip_network((parsed, 64), strict=False)) if parsed.version == 6 else address
+    if parsed.version == 4:
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, 64), strict=False))

@@ -64,6 +64,12 @@ def test_many_prompts_come_back_in_their_order(engine: Engine) -> None:
     assert [output["output_ids"] for output in outputs] == [expected(engine, prompt) for prompt in prompts]
 
 
+def test_a_prompt_that_is_refused_ends_the_other_prompts_of_its_call(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="temperature"):
+        engine.generate(input_ids=[[5, 6], [5, 7], [5, 8]], sampling_params=[GREEDY, GREEDY, {"temperature": -1.0}])
+    assert engine._alive().manager.open_requests == 0
+
+
 def test_each_prompt_may_have_its_own_parameters(engine: Engine) -> None:
     outputs = engine.generate(["one", "two"], [{"max_new_tokens": 2, "ignore_eos": True}, {"max_new_tokens": 3, "ignore_eos": True}])
     assert [output["meta_info"]["completion_tokens"] for output in outputs] == [2, 3]

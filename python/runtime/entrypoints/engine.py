@@ -208,7 +208,13 @@ class Engine:
                     choices[update.index].add(update)
                 return [_output(job, generation, choice) for choice in choices]
 
-        return [output for outputs in await asyncio.gather(*map(one, jobs.each)) for output in outputs]
+        prompts = [asyncio.ensure_future(one(job)) for job in jobs.each]
+        try:
+            return [output for outputs in await asyncio.gather(*prompts) for output in outputs]
+        finally:  # one that failed ends the others
+            for prompt in prompts:
+                prompt.cancel()
+            await asyncio.gather(*prompts, return_exceptions=True)
 
     async def _open(self, job: Job, priority: int, *, stream: bool) -> Generation:
         return await self._alive().manager.generate(

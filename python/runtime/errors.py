@@ -293,6 +293,16 @@ class SlowReader(ServingError):
         super().__init__(f"The stream has ended because the client did not read it: {limit} parts were unread.")
 
 
+class RequestAborted(ServingError):
+    """An administrator aborted a request of which no part can be shown."""
+
+    status = 503
+    code = "request_aborted"
+
+    def __init__(self) -> None:
+        super().__init__("The request was aborted.")
+
+
 class StepFailed(ServingError):
     """One forward step failed; its requests are lost, and the server continues."""
 

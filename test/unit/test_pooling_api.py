@@ -164,3 +164,23 @@ def test_a_client_that_leaves_ends_its_prompts() -> None:
             assert f.manager.open_requests == 0
 
     run(check())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["ab", "c"]}),
+        ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [1, 2]}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+def test_an_aborted_call_is_an_error_and_no_empty_result(path: str, body: dict[str, object]) -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(hold=0)) as f:
+            call = asyncio.create_task(f.post(path, body))
+            await until(lambda: bool(f.scheduler.requests))
+            assert (await f.post("/abort_request", {"abort_all": True})).status_code == 200
+            answer = await call
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "request_aborted")
+
+    run(check())

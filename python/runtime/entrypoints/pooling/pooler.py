@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from runtime.entrypoints.generations import Call, Choice, Generations
 from runtime.entrypoints.pooling.protocol import PoolingBody
+from runtime.errors import RequestAborted
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
@@ -26,8 +27,14 @@ class Pooled:
 
     @classmethod
     def of(cls, choice: Choice, prompt_tokens: int) -> Pooled:
-        """What the end of a request carries; the first token of a prompt has no log-probability and counts as 0."""
+        """What the end of a request carries; the first token of a prompt has no log-probability and counts as 0.
+
+        Raises:
+            RequestAborted: it carries nothing.
+        """
         assert choice.last is not None
+        if choice.finish_reason == "abort":
+            raise RequestAborted
         known = choice.prompt_logprobs
         return cls([value or 0.0 for value in known.chosen] if known is not None else choice.last.pooled or [], prompt_tokens)
 

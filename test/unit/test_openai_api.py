@@ -570,3 +570,14 @@ def test_each_prompt_of_generate_may_ask_for_log_probabilities_of_its_own() -> N
             assert refused["message"] == "top_logprobs_num must hold one item per prompt: it has 2, and there are 3 prompts."
 
     run(check())
+
+
+def test_an_aborted_echo_does_not_pass_for_a_whole_one() -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(hold=0)) as f:
+            call = asyncio.create_task(f.post("/v1/completions", {"prompt": "ab", "max_tokens": 0, "echo": True, "logprobs": 1}))
+            await until(lambda: bool(f.scheduler.requests))
+            await f.post("/abort_request", {"abort_all": True})
+            assert (await call).json()["choices"][0]["finish_reason"] == "abort"
+
+    run(check())

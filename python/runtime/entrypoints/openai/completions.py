@@ -164,7 +164,7 @@ def _shown(
 ) -> Json:
     """One choice, or the news of one."""
     lists = logprobs.take(piece.ids, piece.chosen, piece.top) if body.top >= 0 else None
-    finish = update.finish and ("length" if body.only_echo else update.finish.reason)
+    finish = update.finish and ("length" if body.only_echo and update.finish.reason != "abort" else update.finish.reason)
     shown: Json = {"index": index, "text": piece.text, "logprobs": lists, "finish_reason": finish}
     if finish is not None:
         shown["matched_stop"] = None if body.only_echo else update.finish and update.finish.matched

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from runtime.batch import WorkerLimits
@@ -536,3 +537,19 @@ def test_the_observer_receives_every_event_of_a_choice() -> None:
         assert watcher.told == [("started", 2), "first", ("next", 2), ("ended", "length"), ("started", 1), ("ended", None)]
 
     run(body)
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing_behind() -> None:
+    async def check() -> None:
+        desk = Desk()
+        encoder = msgspec.msgpack.Encoder()
+        desk.manager._send = lambda message: desk.sent.append(encoder.encode(message))  # as a socket does
+        with pytest.raises(UnicodeEncodeError):
+            await desk.manager.generate([1, 2], SamplingParams(max_new_tokens=3), cache_salt="\ud800", rid="a", n=2)
+        assert desk.manager.open_requests == 0
+        assert await desk.manager.drain(5.0)
+        desk.manager.health.draining = False
+        await desk.manager.generate([1, 2], SamplingParams(max_new_tokens=3), rid="a")
+        assert desk.manager.open_requests == 1
+
+    run(check)

@@ -195,10 +195,9 @@ class TokenizerManager:
         name = rid if rid is not None else f"talon-{next(self._serial)}"
         if name in self._named:
             raise InvalidField("rid", name, "unique among open requests")
-        generation = self._named[name] = Generation(name, call, prompt_ids, n, self.max_unread, self.release, client.name)
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
-        first, *more = [Sample(self._register(generation, i), (seed + i * _SEED_STRIDE) & SEED_MASK) for i in range(n)]
-        self._send(
+        first, *more = [Sample(str(next(self._serial)), (seed + i * _SEED_STRIDE) & SEED_MASK) for i in range(n)]
+        self._send(  # before anything is noted: it may refuse a text that is not UTF-8
             GenerateReq(
                 rid=first.rid,
                 input_ids=prompt_ids,
@@ -216,8 +215,8 @@ class TokenizerManager:
                 more=tuple(more),
             )
         )
-        self._room.add(client.name, n, len(prompt_ids))
-        self._charge(client.name, len(prompt_ids))
+        generation = self._named[name] = Generation(name, call, prompt_ids, n, self.max_unread, self.release, client.name)
+        self._register(generation, [first.rid, *(sample.rid for sample in more)])
         return generation
 
     def abort(self, rid: str = "", *, all: bool = False) -> None:
@@ -406,14 +405,15 @@ class TokenizerManager:
 
     # ---- open choices
 
-    def _register(self, generation: Generation, index: int) -> str:
-        wire = str(next(self._serial))
-        self._open[wire] = _Choice(generation, index, time.monotonic())
-        generation.wires.add(wire)
+    def _register(self, generation: Generation, wires: list[str]) -> None:
+        for index, wire in enumerate(wires):
+            self._open[wire] = _Choice(generation, index, time.monotonic())
+            if self.observer is not None:
+                self.observer.started(len(generation.prompt_ids))
+        generation.wires.update(wires)
         self._idle.clear()
-        if self.observer is not None:
-            self.observer.started(len(generation.prompt_ids))
-        return wire
+        self._room.add(generation.client, len(wires), len(generation.prompt_ids))
+        self._charge(generation.client, len(generation.prompt_ids))
 
     def _end(self, wire: str, update: GenerationUpdate | None, progress: Progress | None = None) -> None:
         choice = self._open.pop(wire, None)

@@ -107,9 +107,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 def bind_unix(path: str) -> socket.socket:
     """Bind a Unix socket in place of one that a dead server left. Raises `ConfigError` for a path that is in use or not ours."""
+    path = os.path.abspath(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if Path(path).is_socket() and listener.connect_ex(path) == errno.ECONNREFUSED:
+        if Path(path).is_socket() and not _is_bound(path) and listener.connect_ex(path) == errno.ECONNREFUSED:
             Path(path).unlink()
         listener.close()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -118,6 +119,15 @@ def bind_unix(path: str) -> socket.socket:
         listener.close()
         raise ConfigError(f"Cannot listen at --uds {path}: {(error.strerror or str(error)).lower()}. Choose another path.") from error
     return listener
+
+
+def _is_bound(path: str) -> bool:
+    """Whether a process has a socket bound to `path`: a server that is loading its model does not listen yet."""
+    try:
+        sockets = Path("/proc/net/unix").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    return any(one.endswith(f" {path}") for one in sockets)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import socket
 import ssl
 from pathlib import Path
 
 import httpx
 import pytest
 from fake import dummy_model, serving
+
+from runtime.errors import ConfigError
+from runtime.launch_server import bind_unix
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
 
@@ -45,6 +49,16 @@ def test_https_with_a_certificate(tmp_path: Path) -> None:
                 assert "[DONE]" in stream.read().decode()
         with pytest.raises(httpx.HTTPError):
             httpx.get(server.url.replace("https", "http") + "/health", timeout=5)
+
+
+def test_a_unix_socket_of_a_server_that_does_not_listen_yet_is_taken(tmp_path: Path) -> None:
+    with bind_unix(str(tmp_path / "s")) as first:
+        with pytest.raises(ConfigError, match="address already in use"):
+            bind_unix(str(tmp_path / "s"))
+        first.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(tmp_path / "s"))
+    bind_unix(str(tmp_path / "s")).close()
 
 
 def test_a_unix_socket_and_one_left_by_a_dead_server(tmp_path: Path) -> None:

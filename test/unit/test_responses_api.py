@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -12,11 +13,13 @@ from front import Front, ScriptedScheduler, front, until
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from runtime.entrypoints.openai.answer_reader import AnswerReader
 from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
 from runtime.entrypoints.openai.response_chat import messages, without_oldest
 from runtime.entrypoints.openai.response_protocol import InputItem, ResponseObject
-from runtime.entrypoints.openai.response_store import ResponseNotFound, ResponseStore, StoredResponse
+from runtime.entrypoints.openai.response_store import ResponseNotFound, ResponseStore, StoredResponse, size_of
 from runtime.entrypoints.openai.response_writer import ResponseWriter
+from runtime.entrypoints.openai.responses import _with_id
 from runtime.entrypoints.openai.usage import TokenCounts
 from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 
@@ -265,6 +268,32 @@ def test_the_store_is_bounded_in_number_and_bytes() -> None:
     assert len(store) == 0
     store.add(stored("g", 100))
     assert len(store) == 1
+
+
+def test_the_store_counts_the_memory_of_many_small_items() -> None:
+    count = 2000
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    items = [InputItem.model_validate({"role": "user", "content": "a"}) for _ in range(count)]
+    given = [_with_id(item) for item in items]
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert size_of({"output": []}, given) >= held
+
+
+def test_a_fault_in_a_stream_fails_the_response_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, update: object) -> None:
+        raise RuntimeError("a secret")
+
+    async def check() -> None:
+        async with front() as f:
+            monkeypatch.setattr(AnswerReader, "read", broken)
+            answer = await f.post(PATH, {"input": "hi", "stream": True})
+            assert "event: response.failed" in answer.text
+            assert "secret" not in answer.text
+            await until(lambda: f.manager.open_requests == 0)
+
+    run(check())
 
 
 # ---- conversions

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
 
 from runtime.entrypoints.openai.response_protocol import InputItem
 from runtime.errors import RequestError, ServingError, shown
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20
+ITEM_BYTES = 1536
+"""Memory of an item besides its text: as an object of the conversation, and as JSON with an id."""
 
 Json = dict[str, Any]
 
@@ -44,13 +49,18 @@ class StoredResponse:
         response: as the client got it.
         input: the items of its request, with ids.
         conversation: all items so far: those of earlier responses, the input and the output.
-        size: bytes of the conversation, about.
+        size: bytes of the conversation in memory, about.
     """
 
     response: Json
     input: tuple[Json, ...]
     conversation: tuple[InputItem, ...]
     size: int
+
+
+def size_of(response: Json, given: Sequence[Json]) -> int:
+    """Bytes in memory, about, of a response and of the items of its request."""
+    return len(orjson.dumps([response, given])) + ITEM_BYTES * (len(given) + len(response["output"]))
 
 
 class ResponseStore:

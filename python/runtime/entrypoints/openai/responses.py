@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.entrypoints.http.responses import json_response
+from runtime.entrypoints.http.responses import INTERNAL, json_response
 from runtime.entrypoints.http.sse import EventStream, named_event, until_gone
 from runtime.entrypoints.openai.chat_conversion import ChatConversion
 from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
@@ -22,12 +22,20 @@ from runtime.entrypoints.openai.logprobs import chat_logprobs
 from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.response_chat import CHAT_NAMES, SYSTEM_ROLES, chat_fields, without_oldest
 from runtime.entrypoints.openai.response_protocol import ChosenTool, InputItem, ResponseBody
-from runtime.entrypoints.openai.response_store import PreviousResponseNotFound, ResponseNotFound, ResponseStore, StoredResponse
+from runtime.entrypoints.openai.response_store import (
+    PreviousResponseNotFound,
+    ResponseNotFound,
+    ResponseStore,
+    StoredResponse,
+    size_of,
+)
 from runtime.entrypoints.openai.response_writer import ITEM_PREFIX, ResponseWriter
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.errors import ContextTooLong, RequestError, ServingError, shown
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 Streamed = Annotated[bool, Query(json_schema_extra={"enum": [False]})]
@@ -206,6 +214,9 @@ class ResponseApi:
             last = writer.end(finish, run.chat.counts())
         except ServingError as error:
             last = writer.fail(error)
+        except Exception:
+            log.exception("a stream failed")
+            last = writer.fail(ServingError(INTERNAL))
         self._keep(run)
         yield _encoded(last)
 
@@ -221,8 +232,7 @@ class ResponseApi:
             return
         given = tuple(_with_id(item) for item in run.body.input_items)
         output = [InputItem.model_validate(item) for item in response["output"]]
-        size = run.size + len(orjson.dumps([response, given]))
-        self._store.add(StoredResponse(response, given, (*run.conversation, *output), size))
+        self._store.add(StoredResponse(response, given, (*run.conversation, *output), run.size + size_of(response, given)))
 
 
 def _encoded(events: list[Json]) -> bytes:

@@ -15,7 +15,15 @@ from runtime.layers.linear import Linear, Partition
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.quantization.dense import DENSE
-from runtime.layers.quantization.int8 import DIRECT_HEAD_ROWS, DIRECT_ROWS, HEAD_SIZE, Int8, dequantize, quantize_rows
+from runtime.layers.quantization.int8 import (
+    DIRECT_HEAD_ROWS,
+    DIRECT_ROWS,
+    HEAD_SIZE,
+    QUANTIZED_AT_ONCE,
+    Int8,
+    dequantize,
+    quantize_rows,
+)
 from runtime.layers.quantization.registry import SCHEMES
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, QuantScheme, Storage, WeightSlot
 from runtime.layers.torch_ops import TorchOps
@@ -73,6 +81,15 @@ def test_quantization_is_off_by_at_most_half_a_step() -> None:
     scale = stored.scale.float()
     assert torch.all((dequantize(stored) - rows).abs().amax(dim=1) <= 0.5001 * scale)
     assert torch.all(scale <= rows.abs().amax(dim=1) / 127 * 1.01), "the scale is no wider than rounding needs"
+
+
+def test_a_matrix_quantized_in_pieces_is_that_quantized_whole() -> None:
+    rows, columns = QUANTIZED_AT_ONCE // 512 * 2 + 3, 512
+    table, weight = WeightTable(torch.float32, CPU, Int8(), ALONE), random(rows, columns)
+    layer = table.linear({"a": 5, "b": rows}, columns)
+    table.load([("a.weight", torch.zeros(5, columns)), ("b.weight", weight)])
+    for stored, whole in zip(layer.storage.tensors, quantize_rows(weight).tensors, strict=True):
+        assert torch.equal(stored[5:], whole)
 
 
 def test_a_row_of_zeros_stays_zero() -> None:

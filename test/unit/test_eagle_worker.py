@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -173,9 +174,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ],
 )
 def test_greedy_text_is_the_same_for_every_model_family(tmp_path: Path, family: str, algorithm: str, spec: dict[str, Any]) -> None:
-    model = model_config(**FAMILIES[family])
-    driver = Driver(speculating(tmp_path, algorithm, "eager", [2, 4, 8], model=model, **spec))
-    assert driver.generate(PROMPTS, 24, chunk=5) == Driver(plain(model=model)).generate(PROMPTS, 24)
+    driver = Driver(speculating(tmp_path, algorithm, "eager", [2, 4, 8], model=model_config(**FAMILIES[family]), **spec))
+    assert driver.generate(PROMPTS, 24, chunk=5) == greedy_text(family)
     assert driver.mean_accept_len() > 1.1
 
 
@@ -186,7 +186,7 @@ def test_a_draft_that_is_the_target_is_always_right(tmp_path: Path, steps: int, 
     for mine, its in zip(worker.parts.drafter.model.model.layers, worker.parts.target.runner.model.layers, strict=True):
         mine.attention.o_proj.weight.copy_(its.attention.o_proj.weight)
     driver = Driver(worker)
-    assert driver.generate(PROMPTS, 30, chunk=5) == Driver(plain()).generate(PROMPTS, 30)
+    assert driver.generate(PROMPTS, 24, chunk=5) == greedy_text()
     assert driver.mean_accept_len() == steps + 1
 
 
@@ -540,18 +540,22 @@ WORKERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+LENGTH = 12
+"""Tokens of a text: more than the least lengths above, and several windows."""
+
+
 def prompts_for(count: int) -> dict[int, list[int]]:
     return {r: np.random.default_rng(r).integers(0, VOCAB, 4 + r).tolist() for r in range(1, count + 1)}
 
 
 @functools.cache
 def without_speculation(field: str, count: int) -> dict[int, list[int]]:
-    return Driver(plain()).generate(prompts_for(count), 15, sampling=(FIELDS | SAMPLED)[field])
+    return Driver(plain()).generate(prompts_for(count), LENGTH, sampling=(FIELDS | SAMPLED)[field])
 
 
 @functools.cache
-def greedy_text() -> dict[int, list[int]]:
-    return Driver(plain()).generate(PROMPTS, 24)
+def greedy_text(family: str | None = None) -> dict[int, list[int]]:
+    return Driver(plain(model=model_config(**FAMILIES.get(family or "", {})))).generate(PROMPTS, 24)
 
 
 @pytest.mark.parametrize("name", WORKERS)
@@ -560,7 +564,7 @@ def test_logits_processors_keep_greedy_text(tmp_path: Path, name: str, count: in
     algorithm, spec = WORKERS[name]
     worker = speculating(tmp_path, algorithm, **spec)
     for field, wanted in FIELDS.items():
-        assert Driver(worker).generate(prompts_for(count), 15, sampling=wanted) == without_speculation(field, count), field
+        assert Driver(worker).generate(prompts_for(count), LENGTH, sampling=wanted) == without_speculation(field, count), field
 
 
 @pytest.mark.parametrize("name", WORKERS)
@@ -577,7 +581,7 @@ def test_trees_and_no_speculation_draw_the_same_tokens_for_a_seed(tmp_path: Path
     for spec in (TREE, {"num_steps": 1, "topk": 2, "num_draft_tokens": 3}):
         worker = speculating(tmp_path, "EAGLE", **spec)
         for field, wanted in SAMPLED.items():
-            assert Driver(worker).generate(prompts_for(4), 15, sampling=wanted) == without_speculation(field, 4), field
+            assert Driver(worker).generate(prompts_for(4), LENGTH, sampling=wanted) == without_speculation(field, 4), field
 
 
 def test_hardly_any_temperature_is_greedy(tmp_path: Path) -> None:
@@ -599,30 +603,40 @@ def test_logprobs_are_the_same_beside_prompts(tmp_path: Path, name: str | None) 
     check_logprobs(plain(**mixed) if name is None else speculating(tmp_path, WORKERS[name][0], runtime=mixed, **WORKERS[name][1]), True)
 
 
+LogprobsByRow = dict[int, list[tuple[float, list[int], list[float]]]]
+
+
+def logprobs_of(worker: Any, beside_prompts: bool = False) -> LogprobsByRow:
+    """Of fourteen tokens each of three requests: what was chosen and the two most probable."""
+    driver = Driver(worker)
+    driver.prefill(prompts_for(3))
+    found: LogprobsByRow = {1: [], 2: [], 3: []}
+    while any(len(f) < 14 for f in found.values()):
+        if beside_prompts:
+            (prompt,) = driver.prefill({9: [5, 6, 7, 8]}, logprobs=2, along=lambda: [1, 2, 3], prompt_logprobs=True)
+            driver.release(9)
+            assert len(prompt.prompt_logprobs[0].chosen) == 4
+            result = driver.results[-1]
+        else:
+            result = driver.decode([1, 2, 3], logprobs=2)
+        assert result.logprobs is not None
+        rows = np.repeat([1, 2, 3], result.accept_lens)
+        entries = zip(result.logprobs.chosen, result.logprobs.top_ids, result.logprobs.top, strict=True)
+        for row, (chosen, ids, top) in zip(rows.tolist(), entries, strict=True):
+            found[row].append((float(chosen), ids.tolist(), top.tolist()))
+    return {row: f[:14] for row, f in found.items()}
+
+
+@functools.cache
+def plain_logprobs() -> LogprobsByRow:
+    return logprobs_of(plain())
+
+
 def check_logprobs(worker: Any, beside_prompts: bool = False) -> None:
     """Against the worker without speculation."""
 
-    def run(worker: Any, beside_prompts: bool) -> dict[int, list[tuple[float, list[int], list[float]]]]:
-        driver = Driver(worker)
-        driver.prefill(prompts_for(3))
-        found: dict[int, list[tuple[float, list[int], list[float]]]] = {1: [], 2: [], 3: []}
-        while any(len(f) < 14 for f in found.values()):
-            if beside_prompts:
-                (prompt,) = driver.prefill({9: [5, 6, 7, 8]}, logprobs=2, along=lambda: [1, 2, 3], prompt_logprobs=True)
-                driver.release(9)
-                assert len(prompt.prompt_logprobs[0].chosen) == 4
-                result = driver.results[-1]
-            else:
-                result = driver.decode([1, 2, 3], logprobs=2)
-            assert result.logprobs is not None
-            rows = np.repeat([1, 2, 3], result.accept_lens)
-            entries = zip(result.logprobs.chosen, result.logprobs.top_ids, result.logprobs.top, strict=True)
-            for row, (chosen, ids, top) in zip(rows.tolist(), entries, strict=True):
-                found[row].append((float(chosen), ids.tolist(), top.tolist()))
-        return {row: f[:14] for row, f in found.items()}
-
-    expected, got = run(plain(), False), run(worker, beside_prompts)
-    for row, entries in expected.items():
+    got = logprobs_of(worker, beside_prompts)
+    for row, entries in plain_logprobs().items():
         assert len(got[row]) == 14
         for (chosen, ids, top), (chosen2, ids2, top2) in zip(entries, got[row], strict=True):
             assert ids == ids2
@@ -674,13 +688,25 @@ def filtered_by_definition(logprobs: np.ndarray, params: SamplingParams) -> np.n
     return out / out.sum()
 
 
-def next_distribution(reference: Any, prompt: list[int], said: tuple[int, ...], params: SamplingParams) -> np.ndarray:
-    driver = Driver(reference)
-    (result,) = driver.prefill({1: [*prompt, *said]}, logprobs=SMALL)
-    driver.release(1)
-    assert result.logprobs is not None
-    logprobs = np.zeros(SMALL)
-    logprobs[result.logprobs.top_ids[0]] = result.logprobs.top[0]
+@functools.cache
+def next_log_probs(prompt: tuple[int, ...], contexts: frozenset[tuple[int, ...]]) -> dict[tuple[int, ...], np.ndarray]:
+    """What the plain worker says of every token after `prompt` and each of the contexts, which are as long as each other."""
+    driver, found = Driver(plain(model=model_config(vocab_size=SMALL), sharp=0.6)), dict[tuple[int, ...], np.ndarray]()
+    ordered = sorted(contexts)
+    for start in range(0, len(ordered), 32):
+        some = ordered[start : start + 32]
+        (result,) = driver.prefill({row: [*prompt, *said] for row, said in enumerate(some, 1)}, logprobs=SMALL, room=0)
+        assert result.logprobs is not None
+        for row, said in enumerate(some):
+            driver.release(row + 1)
+            found[said] = np.zeros(SMALL)
+            found[said][result.logprobs.top_ids[row]] = result.logprobs.top[row]
+    return found
+
+
+def next_distribution(logprobs: np.ndarray, said: tuple[int, ...], params: SamplingParams) -> np.ndarray:
+    """What is drawn from after `said`, by definition."""
+    logprobs = logprobs.copy()
     for token, added in (params.logit_bias or {}).items():
         logprobs[token] += added
     for token in set(said):
@@ -713,7 +739,6 @@ def test_sampled_text_has_the_targets_distribution(tmp_path: Path, name: str, ki
     runtime = {"max_running_requests": rows}
     head = {"vocab_size": SMALL, **({"draft_vocab_size": 7} if name == "eagle3" else {})}
     worker = speculating(tmp_path, algorithm, model=model_config(**small), runtime=runtime, sharp=0.6, **{**spec, "head": head})
-    reference = plain(model=model_config(**small), sharp=0.6)
     texts: list[list[int]] = []
     accepts: list[float] = []
     for turn in range(rounds):
@@ -723,17 +748,17 @@ def test_sampled_text_has_the_targets_distribution(tmp_path: Path, name: str, ki
         texts += list(out.values())
         accepts.append(driver.mean_accept_len())
     assert np.mean(accepts) > 1.1
-    check_distribution(texts, reference, prompt, params)
+    check_distribution(texts, prompt, params)
 
 
-def check_distribution(texts: list[list[int]], reference: Any, prompt: list[int], params: SamplingParams) -> None:
-    """Chi-square of the second and third tokens, each given those before it."""
+def check_distribution(texts: list[list[int]], prompt: list[int], params: SamplingParams) -> None:
+    """Chi-square of the second and third tokens, each given those before it, of the target with `SMALL` tokens."""
     for depth in (1, 2):
         statistic, freedom = 0.0, 0
-        contexts = {tuple(t[:depth]) for t in texts}
-        for context in contexts:
+        said = next_log_probs(tuple(prompt), frozenset(itertools.product(range(SMALL), repeat=depth)))
+        for context in {tuple(t[:depth]) for t in texts}:
             drawn = np.bincount([t[depth] for t in texts if tuple(t[:depth]) == context], minlength=SMALL)
-            p = next_distribution(reference, prompt, context, params)
+            p = next_distribution(said[context], context, params)
             assert drawn[p == 0].sum() == 0, "a token was drawn that a filter excludes"
             if drawn.sum() < 30:
                 continue
@@ -760,7 +785,7 @@ def test_sampled_text_has_the_targets_distribution_with_a_token_map(tmp_path: Pa
         texts += driver.generate(dict.fromkeys(samplings, prompt), 3, sampling=samplings, room=30).values()
         accepts.append(driver.mean_accept_len())
     assert np.mean(accepts) > 1.1
-    check_distribution(texts, plain(model=small, sharp=0.6), prompt, params)
+    check_distribution(texts, prompt, params)
 
 
 def test_the_check_of_distributions_notices_a_draft_that_misstates_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -780,7 +805,7 @@ def test_the_check_of_distributions_notices_a_draft_that_misstates_its_own(tmp_p
         samplings = {r: SamplingParams(temperature=0.8, seed=1000 * turn + r) for r in range(1, 201)}
         texts += Driver(worker).generate(dict.fromkeys(samplings, prompt), 3, sampling=samplings, room=30).values()
     with pytest.raises(AssertionError, match="degrees"):
-        check_distribution(texts, plain(model=small, sharp=0.6), prompt, DISTRIBUTIONS["temperature"])
+        check_distribution(texts, prompt, DISTRIBUTIONS["temperature"])
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

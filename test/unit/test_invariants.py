@@ -657,7 +657,7 @@ def test_10_the_sample_is_of_the_traffic_that_graphs_see(tmp_path: Path, monkeyp
     worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4] if beside_prompts else [1], runtime={"mixed_chunk": True})
     worker.parts.monitor.schedule = EveryNth(5)
     accept_by_load(worker, monkeypatch)
-    for _ in range(80):
+    for _ in range(25):
         driver = Driver(worker)
         driver.prefill({r: [r, 7, 9] for r in range(1, 5)})
         for _ in range(5):

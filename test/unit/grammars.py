@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -119,14 +120,20 @@ def serve(
     """Run `asks` to their ends; `before_turn` may add messages to the inbox."""
     inbox: list[Any] = list(asks)
     served = served or Served()
+
+    def receive(wait: float) -> Any:
+        if not inbox:
+            time.sleep(wait)  # leaves the processor to the compiler, for which alone a scheduler waits here
+        return inbox.pop(0) if inbox else None
+
     config = tiny_runtime(**{"context_length": CONTEXT, "chunked_prefill_size": 24, **settings})
     scheduler = Scheduler(
-        config.scheduler, config.cache, worker, (0, 1), lambda wait: inbox.pop(0) if inbox else None, served.take,
+        config.scheduler, config.cache, worker, (0, 1), receive, served.take,
         compiler=compiler or make_compiler(),
     )  # fmt: skip
     for turn in range(20000):
         before_turn(turn, inbox)
-        scheduler.step()
+        scheduler.step(0.001)
         scheduler.groups.check()
         if scheduler.idle and not inbox:
             return served, scheduler

@@ -26,7 +26,7 @@ from unit.test_sparse_workers import FAMILIES, family
 from unit.test_tensor_parallel import CHAIN, builder
 from unit.tiny import tiny_runtime
 
-GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=16)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=24)
 ROOMY: dict[str, Any] = {"context_length": 128, "max_running_requests": 8}
 

@@ -3,7 +3,7 @@
 Masks are timed as the worker computes them, of one request and step: with a window of three drafts behind the last committed
 token, and without drafts. Each is the best CPU time of five, but for the 99th percentile, which is of the first. With and without a
 schema the same server answers the same prompts in turns, with the same number of tokens. Each hostile grammar is sent twice while another
-client streams: it is tried first, and remembered then.
+client streams: it is tried first, and remembered then. The last table has the process `talon::grammars` after its first grammar.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmark import picture, plots
 from benchmark.embedded_speculation import CONTEXT, Tally, chat_prompts, speculation
-from benchmark.hostile_grammars import hostile_table, measure_hostile
+from benchmark.hostile_grammars import hostile_table, measure_hostile, measure_process, process_table
 from benchmark.markdown import Result, cell, pick, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import tiny_model
@@ -33,7 +33,7 @@ from runtime.text.tokenizer_files import TokenizerFiles
 
 NAME = "grammar"
 KEYS = ("what", "backend", "vocabulary", "speculation", "batch", "grammar")
-PARTS = ("masks", "serving", "hostile")
+PARTS = ("masks", "serving", "acceptance", "hostile", "process")
 WINDOW = 4
 LARGE_VOCABULARY = 150_000
 STEPS = 60
@@ -69,6 +69,19 @@ RECORDS: dict[str, Any] = {
     "minItems": 50,
 }
 """Records as programs ask for; no answer comes to their end."""
+STRING: dict[str, Any] = {
+    "type": "object",
+    "properties": {"answer": {"type": "string"}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+CONSTRAINTS: dict[str, dict[str, str]] = {
+    "free": {},
+    "schema of records": {"json_schema": json.dumps(RECORDS)},
+    "schema of one string": {"json_schema": json.dumps(STRING)},
+    "one line": {"regex": r"[^\n]*"},
+}
+"""Grammars whose accept lengths are compared on the same prompts."""
 
 
 def large_vocabulary(files: TokenizerFiles, size: int) -> Tokenizer:
@@ -169,17 +182,44 @@ def measure_serving(record: Record, shape: str, batches: list[int], new_tokens: 
         record.add(labels | {"new_tokens": new_tokens} | tally.figures())
 
 
+def measure_acceptance(record: Record, shape: str, batch: int, new_tokens: int, bursts: int, threads: int | None) -> None:
+    """Rows of accept lengths of one server that answers the same prompts under each grammar."""
+    options: dict[str, Any] = {"device": "cpu", "context_length": CONTEXT, "max_running_requests": batch, "cpu_threads": threads}
+    with Engine(**options, **speculation(shape)) as engine:
+        asked = chat_prompts(engine)
+        for name, fields in CONSTRAINTS.items():
+            tally, sampling = Tally(), {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True, **fields}
+            for burst in range(bursts):
+                prompts = [asked[(burst * batch + i) % len(asked)] for i in range(batch)]
+                tally.add(engine.generate(input_ids=prompts, sampling_params=sampling), 1.0)
+            labels = {"what": "acceptance", "grammar": name, "speculation": shape, "batch": batch, "new_tokens": new_tokens}
+            record.add(labels | {key: tally.figures()[key] for key in ("tokens", "accept_length")})
+
+
 def render(result: Result) -> str:
-    """Mask times, then tokens per second and accept length with and without the schema."""
-    rows = result["rows"]
-    masks = [
+    """Mask times, then tokens per second and accept length with and without the schema, by grammar, and of hostile grammars."""
+    parts = [masks_table(result), summary(result), acceptance_table(result), hostile_table(result), process_table(result)]
+    return "\n\n".join(filter(None, [*parts, provenance(result)]))
+
+
+def masks_table(result: Result) -> str:
+    """Mask times by backend and vocabulary; empty where none were measured."""
+    lines = [
         [f"{row['backend']}, {row['vocabulary']:,} tokens", *(row[name] for name in ("plain_us", "window_us", "p99_us"))]
-        for row in rows
+        for row in result["rows"]
         if row["what"] == "masks"
     ]
     window = f"window of {WINDOW}"
     header = ["microseconds a request and step", "no drafts, median", f"{window}, median", f"{window}, 99th percentile"]
-    return "\n\n".join(filter(None, [table(header, masks), summary(result), hostile_table(result), provenance(result)]))
+    return table(header, lines) if lines else ""
+
+
+def acceptance_table(result: Result) -> str:
+    """Accept lengths by grammar; empty where none were measured."""
+    rows = [row for row in result["rows"] if row["what"] == "acceptance"]
+    header = ["grammar", "steps/topk/draft tokens, batch", "tokens", "accept length"]
+    lines = [[row["grammar"], f"{row['speculation']}, {row['batch']}", row["tokens"], row["accept_length"]] for row in rows]
+    return table(header, lines) if rows else ""
 
 
 def summary(result: Result) -> str:
@@ -194,19 +234,21 @@ def summary(result: Result) -> str:
         lines.append(
             [f"{row['speculation']}, batch {row['batch']}", *rates, rates[1] / rates[0], free["accept_length"], row["accept_length"]]
         )
-    return table(
-        ["steps/topk/draft tokens", "free (tok/s)", "schema (tok/s)", "ratio", "accept length, free", "accept length, schema"], lines
-    )
+    header = ["steps/topk/draft tokens", "free (tok/s)", "schema (tok/s)", "ratio", "accept length, free", "accept length, schema"]
+    return table(header, lines) if lines else ""
 
 
 def plot(result: Result, file: Path) -> None:
-    """Tokens per second with and without the schema."""
+    """Tokens per second with and without the schema, and accept lengths by grammar; what was measured of them."""
     groups: dict[str, dict[str, float | None]] = {}
     for row in result["rows"]:
         if row["what"] in ("free", "schema"):
             groups.setdefault(f"{row['speculation']}, {cell(row['batch'])}", {})[row["what"]] = row["tokens_per_second"]
-    panel = plots.bars(groups, "", "tokens/s", kind="steps/topk/draft tokens, batch size")
-    picture.draw(result, file, "SmolLM2-135M with and without a JSON schema", [panel])
+    panels = [plots.bars(groups, "", "tokens/s", kind="steps/topk/draft tokens, batch size")] if groups else []
+    lengths = {row["grammar"]: {"accept length": row["accept_length"]} for row in result["rows"] if row["what"] == "acceptance"}
+    panels += [plots.bars(lengths, "", "tokens per iteration", kind="grammar")] if lengths else []
+    if panels:
+        picture.draw(result, file, "SmolLM2-135M with and without a grammar", panels)
 
 
 def main() -> None:
@@ -234,8 +276,13 @@ def main() -> None:
     if "serving" in parts:
         for shape in args.shapes:
             measure_serving(record, shape, args.batch, args.new_tokens, args.bursts, args.threads)
+    if "acceptance" in parts:
+        measure_acceptance(record, args.shapes[-1], args.batch[0], args.new_tokens, args.bursts, args.threads)
+    flags = tiny_model().target_flags if args.quick else ["--device", "cpu"]
     if "hostile" in parts:
-        measure_hostile(record, tiny_model().target_flags if args.quick else ["--device", "cpu"])
+        measure_hostile(record, flags)
+    if "process" in parts:
+        measure_process(record, flags)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

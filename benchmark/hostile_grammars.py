@@ -136,3 +136,19 @@ def hostile_table(result: Result) -> str:
     names = ("grammar", "status", "cpu_ms", "answer_ms", "again_ms", "pause_ms")
     header = ["grammar", "status", "CPU time, ms", "answered after ms", "the second time", "longest pause of a stream, ms"]
     return table(header, [[row.get(name) for name in names] for row in rows]) if rows else ""
+
+
+def measure_process(record: Record, flags: list[str]) -> None:
+    """The process that tries grammars after the first grammar: its vocabulary, resident memory and CPU time so far."""
+    with Server(flags) as server:
+        ask(server.port, {"regex": "ab"})
+        trials, vocabulary = trials_of(server), server.get("/get_model_info")["vocab_size"]
+        times, memory = trials.cpu_times(), trials.memory_info().rss
+        record.add({"what": "process", "vocabulary": vocabulary, "memory_mib": memory / 2**20, "cpu_s": times.user + times.system})
+
+
+def process_table(result: Result) -> str:
+    """One row; empty where it was not measured."""
+    rows = [row for row in result["rows"] if row["what"] == "process"]
+    header = ["`talon::grammars` at its first grammar", "resident MiB", "CPU time so far, s"]
+    return table(header, [[f"{row['vocabulary']:,} tokens", row["memory_mib"], row["cpu_s"]] for row in rows]) if rows else ""

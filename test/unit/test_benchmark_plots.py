@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmark import crossover, draft_extend_graph, exactness, picture, plots, report, step_profile
+from benchmark import crossover, draft_extend_graph, exactness, grammar, picture, plots, report, step_profile
 from benchmark.client_agreement import FIGURES
 
 MACHINE = {"device": "NVIDIA H200", "gpus": ["NVIDIA H200"], "cpu": "x", "cores": 16, "python": "3.12", "packages": {"torch": "2.11.0"}}
@@ -160,7 +160,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "compare_commits": [{"mode": "plain", "backend": "fa3", "old": [CHECKOUT], "new": [CHECKOUT]}],
     "grammar": [
         {"what": w, "speculation": "3/1/4", "batch": 16, "tokens_per_second": 30.0, "accept_length": 2.0} for w in ("free", "schema")
-    ],
+    ] + [{"what": "acceptance", "grammar": g, "speculation": "3/1/4", "batch": 4, "accept_length": 2.1} for g in grammar.CONSTRAINTS],
     "moe_kernels": [{"shape": s, "rows": r, "roof_share": 0.8} for s in ("qwen3-30b-a3b", "gpt-oss-20b") for r in (1, 16, 8192)],
     "model_matrix": [
         {"model": "gpt-oss-20b", "mode": mode, "concurrency": c, "output_throughput": 90.0 * c}

@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmark import picture, plots
+from benchmark import draft_head, picture, plots
 from benchmark.chat_text import PROMPTS, chat_text
 from benchmark.markdown import Result, cell, pick, provenance, table
 from benchmark.record import Record
@@ -34,7 +34,8 @@ def setups(served: Model, accept_lengths: list[str], backend: str | None) -> lis
     found = [Setup({"model": served.name, "speculation": OFF, "steps": 0}, common)]
     for length in accept_lengths:
         eagle = served.eagle_flags(None if length == REAL else length, STEPS)
-        found.append(Setup({"model": served.name, "speculation": length, "steps": STEPS}, (*common, *eagle)))
+        head = draft_head.label(served.head) if length == REAL else {}
+        found.append(Setup({"model": served.name, "speculation": length, "steps": STEPS, **head}, (*common, *eagle)))
     return found
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmark import picture, plots
+from benchmark import draft_head, picture, plots
 from benchmark.crossover import crossing
 from benchmark.markdown import Result, cell, pick, provenance, table
 from benchmark.record import Record
@@ -222,6 +222,7 @@ def main() -> None:
         for (shape, batch), tally in tallies.items():
             labels = {"device": chosen.device, "dtype": chosen.dtype, "quantization": quantization, "speculation": shape, "batch": batch}
             labels |= {"text": EVERYDAY} if args.text == EVERYDAY else {}
+            labels |= draft_head.label(args.head) if shape != OFF else {}
             record.add(labels | {"new_tokens": args.new_tokens, "threads": chosen.cpu_threads} | tally.figures())
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))

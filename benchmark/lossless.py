@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark import picture, plots
+from benchmark import draft_head, picture, plots
 from benchmark.embedded_speculation import OFF, chat_prompts, speculation
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record
@@ -127,7 +127,7 @@ def main() -> None:
         args.prompts, args.new_tokens, args.threads = 2, 8, 1
     record = Record(NAME, KEYS, args.out, args.quick)
     for row in default_start_rows(args) if args.default_start else shape_rows(args):
-        record.add(row | {"new_tokens": args.new_tokens})
+        record.add(row | {"new_tokens": args.new_tokens, **draft_head.label()})
         for difference in row["differences"]:
             print(f"{row['shape']}: prompt {difference['prompt']} differs from token {difference['token']} on")
     if not args.default_start:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from benchmark import picture
+from benchmark import draft_head, picture
 from benchmark.machine import ROOT
 from benchmark.markdown import Result
 from benchmark.record import RESULTS
@@ -99,12 +99,17 @@ def render(name: str, results: Path, folder: Path) -> str:
 
 
 def _whole(module: ModuleType, file: Path, folder: Path) -> str:
-    return f"{module.render(_read(file))}\n\n{_plot_link(file, folder)}"
+    return _noted(module.render(_read(file)), file, _plot_link(file, folder))
 
 
 def _summary(module: ModuleType, file: Path, folder: Path) -> str:
     """The short table, and a plot that links to the script's page."""
-    return f"{module.summary(_read(file))}\n\n{_plot(module, file, folder)}"
+    return _noted(module.summary(_read(file)), file, _plot(module, file, folder))
+
+
+def _noted(tables: str, file: Path, plot: str) -> str:
+    """The tables, what must be known of their rows, and the plot."""
+    return "\n\n".join(filter(None, [tables, draft_head.note(_read(file)["rows"]), plot]))
 
 
 def _plot(module: ModuleType, file: Path, folder: Path) -> str:

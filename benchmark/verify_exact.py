@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmark import picture, plots
+from benchmark import draft_head, picture, plots
 from benchmark.chat_text import PROMPTS, chat_text
 from benchmark.markdown import Result, percent, pick, provenance, table
 from benchmark.record import Record
@@ -39,7 +39,8 @@ def setups(served: Model) -> list[Setup]:
     tree = served.eagle_flags(None, STEPS, topk=2)
     flags = {"strict": [*tree], "eager": [*chain, "--disable-cuda-graph"], "graphs": [*chain]}
     common = (*served.target_flags, "--disable-radix-cache")
-    return [Setup({"model": served.name, "rule": rule, "steps": STEPS}, (*common, *flags[rule])) for rule in RULES]
+    labels = {"model": served.name, "steps": STEPS, **draft_head.label(served.head)}
+    return [Setup({**labels, "rule": rule}, (*common, *flags[rule])) for rule in RULES]
 
 
 def burst(concurrency: int, num_prompts: int, output_len: int, prompts: int = PROMPTS) -> Burst:

@@ -18,7 +18,7 @@ from runtime.config.server_args import ServerArgs  # noqa: E402
 from runtime.entrypoints.http.server import create_app  # noqa: E402
 from runtime.managers.telemetry.decode_stats import DecodeStats  # noqa: E402
 from runtime.managers.telemetry.metrics import Metrics  # noqa: E402
-from runtime.managers.telemetry.scheduler_stats import SchedulerStats  # noqa: E402
+from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats  # noqa: E402
 from runtime.managers.telemetry.spec_stats import SpecStats  # noqa: E402
 
 METHODS = ("get", "post", "delete")
@@ -55,15 +55,18 @@ def metrics_page() -> str:
     """Every metric of /metrics."""
     metrics = Metrics("model")
     spec, decode = SpecStats(1, 3, 1, [1, 0, 0]), DecodeStats(1, 1, 1, 1)
-    metrics.render(SchedulerStats(spec=spec, decode=decode, spec_depth_steps_total={"3": 1}, startup_seconds={"load": 1.0}))
+    stats = SchedulerStats(
+        spec=spec, decode=decode, spec_depth_steps_total={"3": 1}, startup_seconds={"load": 1.0}, groups=[GroupLoad(0, 0, 0)]
+    )
+    metrics.render(stats)
     rows = []
     for family in metrics.registry.collect():
         labels = sorted({name for sample in family.samples for name in sample.labels} - {"le"})
         name = family.name + ("_total" if family.type == "counter" else "")
         rows.append((f"`{name}`", family.type, ", ".join(f"`{label}`" for label in labels), family.documentation))
     more = (
-        "A server with a model also has the runs of each graph runner (`talon:runner_runs_total`) and the drift of acceptance "
-        "(`talon:spec_drift`)."
+        "A server with a model also has the runs of each graph runner (`talon:runner_runs_total`), the drift of acceptance "
+        "(`talon:spec_drift`, `talon:spec_drifted_positions`) and, if the model is sparse, its distinct experts (`talon:distinct_experts`)."
     )
     return "# Metrics\n\n" + _table(("name", "type", "labels", ""), sorted(rows)) + f"\n\n{more}\n"
 

@@ -22,6 +22,7 @@ from benchmark import (
     client_agreement,
     crossover,
     draft_extend_graph,
+    draft_head,
     embedded_speculation,
     layer_times,
     machine,
@@ -580,3 +581,20 @@ def test_everyday_prompts_alternate_between_kinds_and_have_rows_of_their_own() -
     assert len({line["kind"] for line in lines[:count]}) == count >= 16
     row = {"device": "cpu", "dtype": "float32", "quantization": "int8", "batch": 1}
     assert list(embedded_speculation.kinds([row, row | {"text": "everyday"}])) == ["cpu, int8", "cpu, int8, everyday prompts"]
+
+
+# ---- draft heads
+
+
+def test_rows_of_another_draft_head_say_so(tmp_path: Path) -> None:
+    rows = [{"shape": "off"}, {"shape": "3/1/4", **draft_head.label()}]
+    assert draft_head.note(rows) == ""
+    rows.append({"shape": "4/1/5", "draft_head": "0" * 12})
+    assert draft_head.note(rows) == draft_head.EARLIER
+    assert draft_head.label(tmp_path) == {}, "random weights have no digest"
+
+
+def test_tables_of_another_draft_head_say_so() -> None:
+    shown = report.render("lossless@cpu-2:summary", RESULTS, report.ROOT)
+    heads = {row.get("draft_head") for row in json.loads((RESULTS / "cpu-2" / "lossless.json").read_text())["rows"]}
+    assert (draft_head.EARLIER in shown) == (heads != {draft_head.label()["draft_head"]})

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import reference
+from eagle_training.kinds import is_held_out_kind
 
 from runtime.config.flag_parser import flags
 from runtime.managers.telemetry.metrics import COUNTERS, GAUGES, RATES
 
 ROOT = Path(__file__).resolve().parents[2]
+HELD_OUT = {"recipes", "travel", "comparison", "letters", "poems", "classification"}
+"""Kinds of everyday prompts without templates."""
 
 
 def test_the_reference_has_every_flag_endpoint_and_metric() -> None:
@@ -30,3 +35,42 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert (tmp_path / "site" / f"{page}.html").is_file()
     assert 'src="../benchmark/results/cpu-2/faults.png"' in (tmp_path / "site" / "benchmarks" / "faults.html").read_text()
     assert (tmp_path / "site" / "benchmark" / "results" / "cpu-2" / "faults.png").is_file()
+
+
+def test_every_named_file_and_link_exists() -> None:
+    """Files in backticks, with an extension and a folder, and the targets of relative links; NAME and FAMILY stand for any."""
+    pages = [ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")]
+    assert [(page.name, name) for page in pages for name in missing(page)] == []
+
+
+def missing(page: Path) -> list[str]:
+    """Files that a page names and that do not exist."""
+    text, package = page.read_text(encoding="utf-8"), ROOT / "python" / "runtime"
+    named = {name for name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|cu|sh|json|yaml|md))`", text) if not re.search("NAME|FAMILY", name)}
+    linked = {name for name in re.findall(r"\]\(([^)#\s]+)", text) if not name.startswith("http")}
+    folders = (ROOT, package, package / "entrypoints")
+    lost = [name for name in named if not any((folder / name).exists() for folder in folders)]
+    return lost + [name for name in linked if not (page.parent / name).exists()]
+
+
+def test_every_endpoint_is_in_the_api_page() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    paths = re.findall(r"^## `\w+ (\S+)`", reference.pages()["endpoints.md"], re.MULTILINE)
+    lasts = {path.split("}")[-1] or path.split("{")[0] for path in paths}  # behind the id of a response, or before that of a model
+    assert len(lasts) > 20
+    assert {path for path in lasts if path not in text} == set()
+
+
+def test_every_named_metric_exists() -> None:
+    known = reference.pages()["metrics.md"]
+    for page in (ROOT / "docs").glob("*.md"):
+        names = re.findall(r"`((?:talon|sglang):[a-z_]+)", page.read_text(encoding="utf-8"))
+        assert [(page.name, name) for name in names if name not in known] == []
+
+
+def test_the_page_of_training_counts_the_prompts_with_a_keyword() -> None:
+    lines = (ROOT / "python" / "runtime" / "assets" / "everyday_prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    held_out = [row["prompt"] for row in rows if row["kind"] in HELD_OUT]
+    found = sum(map(is_held_out_kind, held_out))
+    assert f"{found} of their {len(held_out)} everyday prompts" in " ".join((ROOT / "docs" / "train.md").read_text().split())

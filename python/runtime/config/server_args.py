@@ -200,7 +200,7 @@ class ServerArgs:
     speculative_draft_load_format: FormatChoice | None = _flag(SPECULATION, None)
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
     speculative_draft_tp_size: int | None = _flag(SPECULATION, None, "N")
-    """Ranks that share the blocks of the draft: 1, each holds them whole, or as many as share the target's; default: as is faster."""
+    """Ranks that share the blocks of the draft: 1, each holds them whole, or as many as share the target's; default: the faster."""
     speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K")
     """Depth of the drafts, K; auto: each iteration runs at the depth, 0 to 7, that gives the most tokens per second. Default:
     auto for chains; D - 1 if D is given, all masked tokens of a DFLASH draft's blocks, 3 for trees and attention groups; embedded
@@ -237,7 +237,7 @@ class ServerArgs:
     log_requests: bool = _flag(OBSERVING, False)
     """Log every HTTP request, and the lengths and times of each generation, never its text."""
     log_slow_requests: float | None = _flag(OBSERVING, None, "SECONDS")
-    """Log generations that take at least so long, with the phase that took longest: queue, prefill or decode."""
+    """Log generations that take at least this long, with the phase that took longest: queue, prefill or decode."""
     log_format: LogFormat = _flag(OBSERVING, "text")
     """Form of the log: text, or one JSON object per line with the id of the request."""
     otlp_traces_endpoint: str | None = _flag(OBSERVING, None, "URL")

@@ -32,8 +32,8 @@ EMBEDDED_DRAFT_MAX_BATCH: dict[tuple[DeviceKind, str], int] = {("cpu", "int8"): 
 faster at every batch size we measured.
 
 Measured with and without drafts side by side, on real text (`benchmark/results/cpu-2/embedded_speculation.json`): in
-int8, drafts gave 1.24 times the tokens at batch size 2, 0.93 to 1.02 times at 4 and 0.81 times at 8; in float32, 1.17
-times at 8, the largest measured.
+int8, drafts gave 1.54 times the tokens at batch size 1, 1.00 times at 4 and 0.84 times at 8; in float32, 1.10 times at
+8, the largest measured.
 """
 DEFAULT_STEPS = 3
 """Default depth of trees, and of chains whose acceptance is forced by position."""

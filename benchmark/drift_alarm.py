@@ -44,6 +44,8 @@ of draft-extend the GPU waits for at most 1.9 % of an iteration (docs/benchmarks
 WINDOW_SECONDS = 4.0
 """Eager samples must not make any stretch of this length much longer."""
 
+SHORT, SHORT_RUNS = 250, 12
+"""Iterations of a short run from the start, and how many such runs are averaged."""
 CHUNK = 1024
 """Iterations whose accept lengths are drawn together."""
 
@@ -133,6 +135,7 @@ class Simulation:
     """Iterations of `batch` requests, each of which repeats a request of the record from its begin to its end.
 
     Attributes:
+        batch: its requests.
         eager: number of eager iterations.
         extra: by iteration, the seconds by which it took longer.
     """
@@ -144,18 +147,18 @@ class Simulation:
         self._chunk, self._at = np.empty((0, batch), dtype=np.int64), 0
         self.alarm, self.schedule, self.eager = DriftAlarm(STEPS), Samples(), 0
         self.extra = array("d")
-        self._batch = batch
+        self.batch = batch
 
     def run(self, iterations: int, keep: float) -> int | None:
         """The iterations until the alarm, or None; graphs keep this share of the accepted first drafts."""
         for i in range(1, iterations + 1):
-            sample = self.schedule.next(self._batch, self.alarm)
+            sample = self.schedule.next(self.batch, self.alarm)
             self.eager += sample.taken
-            self.extra.append(extra_seconds(self._batch, sample))
-            self.schedule.observe(replay_seconds(self._batch) + self.extra[-1], sample)
+            self.extra.append(extra_seconds(self.batch, sample))
+            self.schedule.observe(replay_seconds(self.batch) + self.extra[-1], sample)
             lens = self._next()
             if not sample.taken and keep < 1:
-                lens = np.where(self._rng.random(self._batch) < keep, lens, 1)
+                lens = np.where(self._rng.random(self.batch) < keep, lens, 1)
             if sample.taken or not (sample.precedes and sample.verify):
                 self.alarm.add(lens, sample.taken, verify=sample.verify)
             if sample.taken and self.alarm.check():
@@ -165,7 +168,7 @@ class Simulation:
     def _next(self) -> np.ndarray:
         """Accept lengths of an iteration."""
         if self._at == len(self._chunk):
-            self._chunk, self._at = np.stack([self._drawn(row) for row in range(self._batch)], axis=1), 0
+            self._chunk, self._at = np.stack([self._drawn(row) for row in range(self.batch)], axis=1), 0
         self._at += 1
         return self._chunk[self._at - 1]
 
@@ -212,7 +215,14 @@ def false_alarms(record: Lens, batch: int, iterations: int) -> dict[str, Any]:
     )
     return {"kind": "false alarms", "fault": "none", "requests": batch, "iterations": iterations, "alarms": alarms, "eager": eager,
             "time_share": float(total[-1]) / iterations,
+            "time_share_at_first": float(np.mean([time_share(Simulation(record, batch, seed)) for seed in range(SHORT_RUNS)])),
             "most_in_window": float((total[window:] - total[:-window]).max(initial=0.0)) / window}  # fmt: skip
+
+
+def time_share(simulation: Simulation) -> float:
+    """The share of time that samples add to a short run."""
+    simulation.run(SHORT, 1.0)
+    return sum(simulation.extra) / replay_seconds(simulation.batch) / SHORT
 
 
 def render(result: Result) -> str:
@@ -240,10 +250,10 @@ def summary(result: Result) -> str:
     ]
     false = [
         [row["requests"], f"{row['iterations']:,}", row["alarms"], f"{row['eager'] / row['iterations']:.2%}"]
-        + [percent(row.get(name), 1) for name in ("time_share", "most_in_window")]
+        + [percent(row.get(name), 1) for name in ("time_share", "time_share_at_first", "most_in_window")]
         for row in quiet
     ]
-    times = ["time that they add", f"at most, in {WINDOW_SECONDS:.0f} s"]
+    times = ["time that they add", f"in the first {SHORT} iterations", f"at most, in {WINDOW_SECONDS:.0f} s"]
     parts = [table(head, found), table(["requests, no fault", "iterations", "alarms", "eager share", *times], false)]
     for row in rows:
         if row["kind"] == "live":

@@ -1,4 +1,4 @@
-"""When iterations run eagerly, to be compared with graphs: some at first, few later, more under suspicion, within a bound on their time.
+"""When iterations run eagerly, to be compared with graphs: few, more of them under suspicion, within a bound on their time.
 
 A draft's passes are few launches, which a large model's verification hides, so samples of the draft alone cost next to nothing there.
 Verification runs eagerly in samples of their own, which take as long as launching all kernels of the target.
@@ -12,17 +12,13 @@ import numpy as np
 
 from runtime.model_executor.drift_alarm import BLOCK_ITERATIONS, STRONG, SUSPICION, DriftAlarm
 
-FEW_REQUESTS = 4
-FIRST_BLOCKS, GROWTH = 2, 1.5
-"""Blocks after which the gap between them grows, and its factor; with few requests, whose eager iterations cost the most beside their
-replays, it is at its end at once."""
 FEWEST, LONG_BLOCK = 2, 6
 """With so few requests blocks of cheap samples are so long: they show few drafts each."""
-EASY_SHARE = 0.004
-"""Share of the time that samples of one kind take in the end."""
+EASY_SHARE = 0.002
+"""Share of the time that samples of one kind take while nothing is suspicious."""
 RARE = 512
 """Iterations between samples that are not adaptive."""
-RESERVE, EASY_RESERVE, REFILL = 320.0, 64.0, 0.05
+RESERVE, EASY_RESERVE, REFILL = 320.0, 85.0, 0.01
 """Eager samples make n iterations longer by the time of at most `RESERVE` + `REFILL` x n replays, for any n, and of
 `EASY_RESERVE` + `REFILL` x n while the evidence is below `STRONG`."""
 SUSPICIOUS_SHARE = 0.01
@@ -36,17 +32,18 @@ class Kind:
     """What samples of one kind begin with.
 
     Attributes:
-        gap: iterations between the first blocks.
+        gap: iterations before the first block, and between it and the others of the first `blocks`.
         extra: replays by which an eager iteration takes longer, before any is timed.
         share: the most that they take of the time that samples may take.
     """
 
     gap: int
+    blocks: int
     extra: float
     share: float
 
 
-WHOLE, DRAFTS = Kind(60, 4.0, 0.4), Kind(20, 0.3, 0.2)
+WHOLE, DRAFTS = Kind(480, 1, 4.0, 0.4), Kind(20, 2, 0.3, 0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,7 @@ class SampleSchedule:
     """
 
     def __init__(self, kind: Kind = WHOLE, adaptive: bool = True) -> None:
-        self._adaptive, self._gap, self._share = adaptive, kind.gap, kind.share
+        self._adaptive, self._kind, self._share = adaptive, kind, kind.share
         self._now = self._blocks = 0
         self._length, self._start = (3, kind.gap) if adaptive else (1, RARE)
         self._budget, self._replay, self._extra = kind.share * RESERVE, 0.0, kind.extra  # in replays, in seconds, in replays
@@ -154,13 +151,13 @@ class SampleSchedule:
 
     def _plan(self, live: int, suspicion: float) -> None:
         """Set the next block, which begins now. Few requests give few drafts, so more of their iterations are eager."""
-        if suspicion >= SUSPICION and self._adaptive:
+        if not self._adaptive:
+            self._start = self._now + RARE - 1
+        elif suspicion >= SUSPICION:
             self._length = self._longest(live) or (4 if live <= 16 or self._extra < 1 else 2)
             self._start = self._now + self._distance(self._length, suspicion)
-            return
-        self._blocks += 1
-        self._length = 1 if live > 32 or not self._adaptive else self._longest(live) or 3
-        rare = max(round(self._cost(self._length) / EASY_SHARE), BLOCK_ITERATIONS + self._length)
-        if self._blocks >= FIRST_BLOCKS:
-            self._gap = rare if live <= FEW_REQUESTS else min(round(self._gap * GROWTH), rare)
-        self._start = self._now + (max(self._gap, self._wait(self._length, suspicion)) if self._adaptive else RARE - 1)
+        else:
+            self._blocks, self._length = self._blocks + 1, (1 if live > 32 else self._longest(live) or 3)
+            rare = max(round(self._cost(self._length) / EASY_SHARE), BLOCK_ITERATIONS + self._length)
+            gap = self._kind.gap if self._blocks < self._kind.blocks else rare
+            self._start = self._now + max(gap, self._wait(self._length, suspicion))

@@ -22,12 +22,12 @@ from benchmark import picture, plots
 from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record
 from benchmark.sweep import arguments
-from runtime.batch import RowInit
+from runtime.batch import RowInit, Sample
 from runtime.check_acceptance import EMBEDDED_PROMPTS, Options, Session, read_prompts, tokenised
 from runtime.config.flag_parser import parse
 from runtime.entrypoints.prepare import prepare
 from runtime.model_executor.drift_alarm import DriftAlarm
-from runtime.model_executor.sample_schedule import Sample, Samples
+from runtime.model_executor.sample_schedule import Samples
 from runtime.speculative.parity import eagerly
 from runtime.text.tokenizer import Tokenizer
 

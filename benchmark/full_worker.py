@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from benchmark.engine_loop import build
-from runtime.batch import RowInit, ScheduleBatch, no_ints
+from runtime.batch import RowInit, Sample, ScheduleBatch, no_ints
 from runtime.model_executor.drift_alarm import DriftAlarm
-from runtime.model_executor.sample_schedule import Sample
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
 MIB = 1 << 20

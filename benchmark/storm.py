@@ -36,6 +36,8 @@ SHARES = {"calm": 0.2, "storm": 0.6, "kills, one rank": 0.1, "kills, two ranks":
 EMBEDDED = ("--device", "cpu", "--max-total-tokens", "12288", "--random-seed", "1", "--queue-timeout", "300")
 ALL_KILLS = 15.0
 SAMPLE_SECONDS, RECORD_SECONDS = 2.0, 60.0
+SERIES_POINTS = 60
+"""Sizes over time that a row keeps of each process, at the most."""
 RAMP = 0.05
 """Part of a phase in which its clients come, one after the other: no server meets all of them in one moment."""
 MIB = 1 << 20
@@ -59,7 +61,7 @@ class Memory:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def figures(self) -> dict[str, Any]:
-        """First and last size, and the slope of the second half, MiB an hour, by role; none before there are four samples."""
+        """First and last size, slope of the second half in MiB an hour, sizes over time, by role; none before there are four samples."""
         shown: dict[str, Any] = {}
         for role, samples in self.samples.items():
             if len(samples) >= 4:
@@ -67,6 +69,8 @@ class Memory:
                 slope = statistics.linear_regression([at for at, _ in late], [used for _, used in late]).slope
                 figures = {"first_mib": samples[0][1], "last_mib": samples[-1][1], "slope_mib_per_hour": slope * 3600}
                 shown[role] = {name: round(value, 1) for name, value in figures.items()}
+                some = samples[:: -(-len(samples) // SERIES_POINTS)]
+                shown[role]["series"] = [[round((at - samples[0][0]) / 60, 1), round(used, 1)] for at, used in some]
         return shown
 
 
@@ -204,7 +208,12 @@ def summary(result: Result) -> str:
 def render(result: Result) -> str:
     """The same, then the growth of each process."""
     parts = [summary(result)]
-    sizes = [[one["phase"], role, *figures.values()] for one in result["rows"] for role, figures in one.get("memory", {}).items()]
+    names = ("first_mib", "last_mib", "slope_mib_per_hour")
+    sizes = [
+        [one["phase"], role, *(figures[name] for name in names)]
+        for one in result["rows"]
+        for role, figures in one.get("memory", {}).items()
+    ]
     if sizes:
         parts.append(table(["phase", "process", "first MiB", "last MiB", "second half, MiB per hour"], sizes))
     return "\n\n".join([*parts, provenance(result)])

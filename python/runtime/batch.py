@@ -153,6 +153,29 @@ def no_ints() -> Int32:
     return np.empty(0, dtype=np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What of an iteration runs eagerly, so that graphs can be compared with it.
+
+    Attributes:
+        taken: its drafts do, and it is in the sample.
+        precedes: the draft's pass after it does, because the next iteration is in the sample, which begins with its results.
+        verify: verification does too.
+    """
+
+    taken: bool = False
+    precedes: bool = False
+    verify: bool = False
+
+    @property
+    def eager(self) -> bool:
+        """Whether anything does."""
+        return self.taken or self.precedes
+
+
+NO_SAMPLE = Sample()
+
+
 @dataclass(slots=True)
 class ScheduleBatch:
     """One step for the worker: a ragged batch of B requests, P new pages, T prompt tokens.
@@ -178,6 +201,7 @@ class ScheduleBatch:
         pooling: by index of the chunk: what its hidden states are reduced to.
         depth: K of the decode rows, which `Worker.submit` chooses.
         widths: with `depth`, int32 [padded B - E]: tokens of each window, where they differ; empty where all have `depth` + 1.
+        sample: of the iteration, which `Worker.submit` chooses too.
         sections: with several attention groups the part of each, and nothing beside it; [] for one group.
         pad_decodes, pad_tokens: decode rows and prompt tokens of the largest section, to which this one is padded; 0 for one group.
     """
@@ -198,6 +222,7 @@ class ScheduleBatch:
     pooling: dict[int, Pooling] = field(default_factory=dict)
     depth: int = 0
     widths: Int32 = field(default_factory=no_ints)
+    sample: Sample = NO_SAMPLE
     sections: list[ScheduleBatch] = field(default_factory=list)
     pad_decodes: int = 0
     pad_tokens: int = 0
@@ -232,6 +257,11 @@ class ScheduleBatch:
     def num_decodes(self) -> int:
         """B - E."""
         return len(self.rows) - len(self.extend_lens)
+
+    @property
+    def most_decodes(self) -> int:
+        """B - E, of the attention group where it is the most."""
+        return max((section.num_decodes for section in self.sections), default=self.num_decodes)
 
     @property
     def mode(self) -> ForwardMode:

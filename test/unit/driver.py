@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from runtime.batch import BatchResult, Logprobs, Pending, RowInit, ScheduleBatch, Worker
+from runtime.batch import BatchResult, Logprobs, Pending, RowInit, Sample, ScheduleBatch, Worker
 from runtime.model_executor.drift_alarm import DriftAlarm
-from runtime.model_executor.sample_schedule import Sample
 from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 

@@ -272,13 +272,3 @@ def test_a_drift_is_reported_however_much_was_alike_before_it() -> None:
             alarm.add(draw_lens(rng, RATES, 64), eager_sample=True)
     (drift,) = alarm.check()
     assert drift.eager - drift.graph > 0.25
-
-
-def test_ranks_that_read_no_results_sample_alike() -> None:
-    one, other = SampleSchedule(adaptive=False), SampleSchedule(adaptive=False)
-    flags = list[tuple[bool, bool]]()
-    for i in range(5_000):
-        flags.append(one.next(4, suspicion=i % 3))
-        one.observe(0.1 if any(flags[-1]) else 0.001 * (i % 7 + 1), any(flags[-1]))
-    assert flags == [other.next(4, suspicion=0) for _ in range(5_000)]
-    assert sum(sampled for sampled, _ in flags) == 5_000 // 512

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runtime.batch import Sample
 from runtime.errors import ConfigError
 from runtime.model_executor import build as worker_build
 from runtime.model_executor import iteration_graph
@@ -19,7 +20,6 @@ from runtime.model_executor.depth import DepthBatches
 from runtime.model_executor.graph_runner import GraphOptions, RunMode
 from runtime.model_executor.iteration import DraftCaps, Iteration
 from runtime.model_executor.iteration_graph import IterationGraphs, hot_depths
-from runtime.model_executor.sample_schedule import Sample
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.parity import check_parity, eagerly
 from unit.driver import Driver, EveryNth

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.batch import Sample
 from runtime.distributed.agreement import Agreement
 from runtime.distributed.parallel_group import ALONE, Shard
 from runtime.errors import ConfigError, RankFailed, RanksDiffer
@@ -22,7 +23,7 @@ from runtime.models.config import FullAttention, ModelConfig
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.build import build_speculative_worker
 from runtime.speculative.draft_group import draft_group
-from unit.driver import GREEDY, Driver
+from unit.driver import GREEDY, Driver, EveryNth
 from unit.predicting import RUNTIME, calm, draft_folder, model_config, teach
 from unit.ranks import Meeting, ThreadGroup, ranks
 from unit.tiny import tiny_runtime, tiny_speculative
@@ -54,6 +55,7 @@ def builder(
     draft: tuple[str, dict[str, Any]] | None,
     model: ModelConfig | None = None,
     quantization: str | None = None,
+    sizes: list[int] | None = None,
     **runtime: Any,
 ) -> Callable[..., Any]:
     """Builds one rank's worker: the same weights for every number of ranks."""
@@ -67,7 +69,8 @@ def builder(
             algorithm, spec = draft
             folder = None if algorithm == "NGRAM" else draft_folder(tmp_path / f"{group.rank}", algorithm)
             config = tiny_runtime(tiny_speculative("", **{"algorithm": algorithm, "draft_model_path": folder, **spec}), **options)
-            worker = build_speculative_worker(config, model, group=group, followers=followers)
+            replay: Any = "eager" if sizes else None
+            worker = build_speculative_worker(config, model, replay, sizes, group=group, followers=followers)
         if quantization is None:
             calm(worker.parts.target.runner.model, 1.0)
         if draft is not None and draft[0] == "EAGLE":
@@ -140,6 +143,29 @@ def test_rank_0_chooses_the_depth_of_every_step(tmp_path: Path, algorithm: str) 
         worker.reset()
         assert again.generate(PROMPTS, 24)[1] == texts(builder(tmp_path, None)())[0][1], "as the controller chooses"
     assert {result.stats.depth for result in driver.results} > {0, 1, 7}
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_rank_0_chooses_the_eager_sample_of_all_ranks(tmp_path: Path, verify: bool) -> None:
+    build = builder(tmp_path, DRAFTS["eagle"], sizes=[1, 2, 4])
+    expected, _ = texts(build())
+    seen: dict[int, list[Sample]] = {0: [], 1: []}
+
+    def watched(group: Any, followers: Any = None) -> Any:
+        worker = build(group, followers)
+        drafter, propose = worker.parts.drafter, worker.parts.drafter.propose
+        drafter.propose = lambda iteration: seen[group.rank].append(iteration.sample) or propose(iteration)
+        return worker
+
+    with ranks(2, watched) as worker:
+        seen[0].clear()
+        seen[1].clear()
+        worker.parts.monitor.schedule = EveryNth(3, verify=verify)
+        assert texts(worker)[0] == expected
+        stats = worker.info().acceptance
+    assert stats.eager_sample.iterations >= 2
+    assert seen[0] == seen[1]
+    assert Sample(True, False, verify) in seen[0]
 
 
 @pytest.mark.parametrize(

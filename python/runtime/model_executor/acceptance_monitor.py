@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from runtime.batch import StepStats
+from runtime.batch import NO_SAMPLE, Sample, StepStats
 from runtime.model_executor.acceptance import AcceptanceCounters, total
 from runtime.model_executor.drift_alarm import DriftAlarm
 from runtime.model_executor.iteration import Iteration
-from runtime.model_executor.sample_schedule import NO_SAMPLE, Sample, Samples
+from runtime.model_executor.sample_schedule import Samples
 from runtime.worker_info import AcceptanceStats
 
 log = logging.getLogger(__name__)
@@ -28,11 +28,10 @@ class AcceptanceMonitor:
         schedule: chooses the sample.
     """
 
-    def __init__(self, num_steps: int, adaptive: bool = True) -> None:
-        """`adaptive`: see `Samples`."""
+    def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._sampling = num_steps > 0
-        self.schedule = Samples(adaptive)
+        self.schedule = Samples()
         self.reset()
 
     def reset(self) -> None:

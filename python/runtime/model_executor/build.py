@@ -170,7 +170,7 @@ def make_parts(
     return WorkerParts(
         *stages,
         depths=DepthControl(limits, context.running + 1, verifier, verifier.ragged),
-        monitor=AcceptanceMonitor(max(depths), adaptive=context.group.size == 1),
+        monitor=AcceptanceMonitor(max(depths)),
         grammars=GrammarRows(config.vocab_size, context.device),
         iterations=graphs,
         # Routers of attention groups keep masks of all groups' tokens, not of a rank's own.

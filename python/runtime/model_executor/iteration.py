@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from runtime.batch import NO_SAMPLE, Sample
 from runtime.layers.linear import Linear
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.layers.token_mask import TokenMask
 from runtime.model_executor.grammar_rows import GrammarStep
 from runtime.model_executor.ragged_windows import RaggedWindows
-from runtime.model_executor.sample_schedule import NO_SAMPLE, Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runtime.batch import Sample
 from runtime.model_executor.drift_alarm import BLOCK_ITERATIONS, STRONG, SUSPICION, DriftAlarm
 
 FEWEST, LONG_BLOCK = 2, 6
 """With so few requests blocks of cheap samples are so long: they show few drafts each."""
 EASY_SHARE = 0.002
 """Share of the time that samples of one kind take while nothing is suspicious."""
-RARE = 512
-"""Iterations between samples that are not adaptive."""
 RESERVE, EASY_RESERVE, REFILL = 320.0, 85.0, 0.01
 """Eager samples make n iterations longer by the time of at most `RESERVE` + `REFILL` x n replays, for any n, and of
 `EASY_RESERVE` + `REFILL` x n while the evidence is below `STRONG`."""
@@ -46,65 +45,35 @@ class Kind:
 WHOLE, DRAFTS = Kind(480, 1, 4.0, 0.4), Kind(20, 2, 0.3, 0.2)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What of an iteration runs eagerly.
-
-    Attributes:
-        taken: its drafts do, and it is in the sample.
-        precedes: the draft's pass after it does, because the next iteration is in the sample, which begins with its results.
-        verify: verification does too.
-    """
-
-    taken: bool = False
-    precedes: bool = False
-    verify: bool = False
-
-    @property
-    def eager(self) -> bool:
-        """Whether anything does."""
-        return self.taken or self.precedes
-
-
-NO_SAMPLE = Sample()
-
-
 class Samples:
     """Owner of both schedules: of samples with verification, and of samples of the draft alone, which give way to them."""
 
-    def __init__(self, adaptive: bool = True) -> None:
-        """`adaptive`: as for `SampleSchedule`; else the draft is never sampled alone."""
-        self.whole = SampleSchedule(WHOLE, adaptive)
-        self._drafts = SampleSchedule(DRAFTS) if adaptive else None
+    def __init__(self) -> None:
+        self._whole, self._drafts = SampleSchedule(WHOLE), SampleSchedule(DRAFTS)
         self._prepared = False
 
     def next(self, live: int, alarm: DriftAlarm) -> Sample:
         """Count an iteration of `live` requests."""
-        whole = Sample(*self.whole.next(live, alarm.suspicion), verify=True)
-        drafts = NO_SAMPLE if self._drafts is None else Sample(*self._drafts.next(live, alarm.draft_suspicion))
+        whole = Sample(*self._whole.next(live, alarm.suspicion), verify=True)
+        drafts = Sample(*self._drafts.next(live, alarm.draft_suspicion))
         sample = whole if whole.eager else Sample(drafts.taken and self._prepared, drafts.precedes)
         self._prepared = sample.precedes
         return sample
 
     def observe(self, seconds: float, sample: Sample) -> None:
         """An iteration took `seconds`."""
-        for schedule, verify in ((self.whole, True), (self._drafts, False)):
-            if schedule is not None and (not sample.eager or sample.verify == verify):
+        for schedule, verify in ((self._whole, True), (self._drafts, False)):
+            if not sample.eager or sample.verify == verify:
                 schedule.observe(seconds, sample.eager)
 
 
 class SampleSchedule:
-    """Chooses the iterations of one kind of sample.
+    """Chooses the iterations of one kind of sample."""
 
-    Args:
-        kind: of the samples.
-        adaptive: whether the frequency changes. Not where ranks that read no results must choose alike.
-    """
-
-    def __init__(self, kind: Kind = WHOLE, adaptive: bool = True) -> None:
-        self._adaptive, self._kind, self._share = adaptive, kind, kind.share
+    def __init__(self, kind: Kind = WHOLE) -> None:
+        self._kind, self._share = kind, kind.share
         self._now = self._blocks = 0
-        self._length, self._start = (3, kind.gap) if adaptive else (1, RARE)
+        self._length, self._start = 3, kind.gap
         self._budget, self._replay, self._extra = kind.share * RESERVE, 0.0, kind.extra  # in replays, in seconds, in replays
 
     def next(self, live: int, suspicion: float) -> tuple[bool, bool]:
@@ -113,7 +82,7 @@ class SampleSchedule:
         self._budget = min(self._budget + self._share * REFILL, self._share * RESERVE)
         if self._now >= self._start + self._length:
             self._plan(live, suspicion)
-        elif self._adaptive and suspicion >= SUSPICION and self._start - self._now > BLOCK_ITERATIONS:
+        elif suspicion >= SUSPICION and self._start - self._now > BLOCK_ITERATIONS:
             self._start = min(self._start, self._now + self._distance(self._length, suspicion))
         if self._now == self._start:
             self._budget -= self._cost(self._length)
@@ -151,9 +120,7 @@ class SampleSchedule:
 
     def _plan(self, live: int, suspicion: float) -> None:
         """Set the next block, which begins now. Few requests give few drafts, so more of their iterations are eager."""
-        if not self._adaptive:
-            self._start = self._now + RARE - 1
-        elif suspicion >= SUSPICION:
+        if suspicion >= SUSPICION:
             self._length = self._longest(live) or (4 if live <= 16 or self._extra < 1 else 2)
             self._start = self._now + self._distance(self._length, suspicion)
         else:

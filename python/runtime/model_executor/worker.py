@@ -182,8 +182,9 @@ class Worker:
         """Queue one step and return at once."""
         if self._group.rank == 0:
             self.parts.depths.plan(batch)
+            batch.sample = self.parts.monitor.next_iteration(batch.most_decodes, batch.depth)
             for section in batch.sections:
-                section.depth = batch.depth
+                section.depth, section.sample = batch.depth, batch.sample
         # A batch without sections runs in all attention groups alike.
         own = batch.sections[self._exchange.group.rank] if self._exchange is not None and batch.sections else batch
         if self._followers is None:
@@ -315,16 +316,15 @@ class Worker:
         host_rows = batch.rows[first:]
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = batch.len_bounds[first:]
-        sample = parts.monitor.next_iteration(batch.num_decodes, depth)
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         grammar = parts.grammars.step(host_rows, size, parts.drafter.spec.shape.at_depth(depth).num_draft_tokens)
         # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
         # for neither side.
-        taken = sample.taken and first == 0 and grammar is None and parts.verifier.has_graph(depth, size)
+        taken = batch.sample.taken and first == 0 and grammar is None and parts.verifier.has_graph(depth, size)
         unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs, taken)
         parts.inputs.rows(size).copy_(rows)
         return Iteration(
-            *(depth, host_rows, rows, parts.inputs.kv_lens(size), bounds, needs, k, replace(sample, taken=taken), grammar),
+            *(depth, host_rows, rows, parts.inputs.kv_lens(size), bounds, needs, k, replace(batch.sample, taken=taken), grammar),
             caps=self._caps(host_rows, depth, size, batch.widths),
             ragged=RaggedWindows.of(batch.widths, depth + 1, parts.target.staging.upload) if len(batch.widths) else None,
             greedy=None if parts.depths.controller is None else parts.target.rows.greedy(host_rows),

@@ -22,7 +22,7 @@ from benchmark import picture, plots
 from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record
 from benchmark.sweep import arguments
-from runtime.batch import RowInit, Sample
+from runtime.batch import EagerSample, RowInit
 from runtime.check_acceptance import EMBEDDED_PROMPTS, Options, Session, read_prompts, tokenised
 from runtime.config.flag_parser import parse
 from runtime.entrypoints.prepare import prepare
@@ -125,7 +125,7 @@ def replay_seconds(batch: int) -> float:
     return 0.0054 + 6e-5 * batch
 
 
-def extra_seconds(batch: int, sample: Sample) -> float:
+def extra_seconds(batch: int, sample: EagerSample) -> float:
     """By how much an iteration takes longer than through graphs."""
     replay = replay_seconds(batch)
     return 0.0 if not sample.eager else EAGER_SECONDS - replay if sample.verify else DRAFT_SHARE * replay

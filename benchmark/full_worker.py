@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmark.engine_loop import build
-from runtime.batch import RowInit, Sample, ScheduleBatch, no_ints
+from runtime.batch import EagerSample, RowInit, ScheduleBatch, no_ints
 from runtime.model_executor.drift_alarm import DriftAlarm
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
@@ -27,12 +27,12 @@ class SecondStep:
     def __init__(self) -> None:
         self._iterations = 0
 
-    def next(self, live: int, alarm: DriftAlarm) -> Sample:
+    def next(self, live: int, alarm: DriftAlarm) -> EagerSample:
         """As `Samples.next`."""
         self._iterations += 1
-        return Sample(self._iterations == 2, self._iterations == 1, verify=True)
+        return EagerSample(self._iterations == 2, self._iterations == 1, verify=True)
 
-    def observe(self, seconds: float, sample: Sample) -> None:
+    def observe(self, seconds: float, sample: EagerSample) -> None:
         """As `Samples.observe`; times change nothing."""
 
 

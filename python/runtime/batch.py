@@ -154,7 +154,7 @@ def no_ints() -> Int32:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class EagerSample:
     """What of an iteration runs eagerly, so that graphs can be compared with it.
 
     Attributes:
@@ -173,7 +173,7 @@ class Sample:
         return self.taken or self.precedes
 
 
-NO_SAMPLE = Sample()
+NO_SAMPLE = EagerSample()
 
 
 @dataclass(slots=True)
@@ -222,7 +222,7 @@ class ScheduleBatch:
     pooling: dict[int, Pooling] = field(default_factory=dict)
     depth: int = 0
     widths: Int32 = field(default_factory=no_ints)
-    sample: Sample = NO_SAMPLE
+    sample: EagerSample = NO_SAMPLE
     sections: list[ScheduleBatch] = field(default_factory=list)
     pad_decodes: int = 0
     pad_tokens: int = 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from runtime.batch import BatchResult, Logprobs, Pending, RowInit, Sample, ScheduleBatch, Worker
+from runtime.batch import BatchResult, EagerSample, Logprobs, Pending, RowInit, ScheduleBatch, Worker
 from runtime.model_executor.drift_alarm import DriftAlarm
 from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
@@ -35,11 +35,11 @@ class EveryNth:
     def __init__(self, n: int, after: int = 0, verify: bool = True) -> None:
         self.n, self.iterations, self.verify = n, after, verify
 
-    def next(self, live: int, alarm: DriftAlarm) -> Sample:
+    def next(self, live: int, alarm: DriftAlarm) -> EagerSample:
         self.iterations += 1
-        return Sample(self.iterations % self.n == 0, (self.iterations + 1) % self.n == 0, self.verify)
+        return EagerSample(self.iterations % self.n == 0, (self.iterations + 1) % self.n == 0, self.verify)
 
-    def observe(self, seconds: float, sample: Sample) -> None:
+    def observe(self, seconds: float, sample: EagerSample) -> None:
         """Times change nothing."""
 
 

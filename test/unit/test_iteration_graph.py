@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.batch import Sample
+from runtime.batch import EagerSample
 from runtime.errors import ConfigError
 from runtime.model_executor import build as worker_build
 from runtime.model_executor import iteration_graph
@@ -146,7 +146,7 @@ def test_what_iteration_graphs_do_not_cover_runs_as_three(tmp_path: Path, monkey
     changes: list[dict[str, Any]] = [
         *({"needs": replace(one.needs, **{name: [0]})} for name in ("penalised", "biased", "min_length", "constrained")),
         {"needs": replace(one.needs, all_greedy=False)},
-        {"sample": Sample(taken=True)}, {"sample": Sample(precedes=True)}, {"caps": caps}, {"grammar": object()},
+        {"sample": EagerSample(taken=True)}, {"sample": EagerSample(precedes=True)}, {"caps": caps}, {"grammar": object()},
         {"depth": 1}, {"bounds": np.zeros(3, dtype=np.int32)},
     ]  # fmt: skip
     assert [change for change in changes if serves(graphs, replace(one, **change))] == []

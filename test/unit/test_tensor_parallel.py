@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import Sample
+from runtime.batch import EagerSample
 from runtime.distributed.agreement import Agreement
 from runtime.distributed.parallel_group import ALONE, Shard
 from runtime.errors import ConfigError, RankFailed, RanksDiffer
@@ -149,7 +149,7 @@ def test_rank_0_chooses_the_depth_of_every_step(tmp_path: Path, algorithm: str) 
 def test_rank_0_chooses_the_eager_sample_of_all_ranks(tmp_path: Path, verify: bool) -> None:
     build = builder(tmp_path, DRAFTS["eagle"], sizes=[1, 2, 4])
     expected, _ = texts(build())
-    seen: dict[int, list[Sample]] = {0: [], 1: []}
+    seen: dict[int, list[EagerSample]] = {0: [], 1: []}
 
     def watched(group: Any, followers: Any = None) -> Any:
         worker = build(group, followers)
@@ -165,7 +165,7 @@ def test_rank_0_chooses_the_eager_sample_of_all_ranks(tmp_path: Path, verify: bo
         stats = worker.info().acceptance
     assert stats.eager_sample.iterations >= 2
     assert seen[0] == seen[1]
-    assert Sample(True, False, verify) in seen[0]
+    assert EagerSample(True, False, verify) in seen[0]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from runtime.batch import NO_SAMPLE, Sample, StepStats
+from runtime.batch import NO_SAMPLE, EagerSample, StepStats
 from runtime.model_executor.acceptance import AcceptanceCounters, total
 from runtime.model_executor.drift_alarm import DriftAlarm
 from runtime.model_executor.iteration import Iteration
@@ -44,7 +44,7 @@ class AcceptanceMonitor:
         """Forget the evidence of a drift."""
         self.alarm = DriftAlarm(self._num_steps)
 
-    def next_iteration(self, live: int, depth: int) -> Sample:
+    def next_iteration(self, live: int, depth: int) -> EagerSample:
         """Count an iteration of `live` requests. Returns what of it may run eagerly.
 
         An iteration without drafts is in no sample, and runs eagerly before none: the draft follows it within the sample.

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from runtime.batch import NO_SAMPLE, Sample
+from runtime.batch import NO_SAMPLE, EagerSample
 from runtime.layers.linear import Linear
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.layers.token_mask import TokenMask
@@ -58,7 +58,7 @@ class Iteration:
     bounds: npt.NDArray[np.int32]
     needs: SamplingNeeds
     top_logprobs: int = -1
-    sample: Sample = NO_SAMPLE
+    sample: EagerSample = NO_SAMPLE
     grammar: GrammarStep | None = None
     mask: TokenMask | None = None
     caps: DraftCaps | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.batch import Sample
+from runtime.batch import EagerSample
 from runtime.model_executor.drift_alarm import BLOCK_ITERATIONS, STRONG, SUSPICION, DriftAlarm
 
 FEWEST, LONG_BLOCK = 2, 6
@@ -52,15 +52,15 @@ class Samples:
         self._whole, self._drafts = SampleSchedule(WHOLE), SampleSchedule(DRAFTS)
         self._prepared = False
 
-    def next(self, live: int, alarm: DriftAlarm) -> Sample:
+    def next(self, live: int, alarm: DriftAlarm) -> EagerSample:
         """Count an iteration of `live` requests."""
-        whole = Sample(*self._whole.next(live, alarm.suspicion), verify=True)
-        drafts = Sample(*self._drafts.next(live, alarm.draft_suspicion))
-        sample = whole if whole.eager else Sample(drafts.taken and self._prepared, drafts.precedes)
+        whole = EagerSample(*self._whole.next(live, alarm.suspicion), verify=True)
+        drafts = EagerSample(*self._drafts.next(live, alarm.draft_suspicion))
+        sample = whole if whole.eager else EagerSample(drafts.taken and self._prepared, drafts.precedes)
         self._prepared = sample.precedes
         return sample
 
-    def observe(self, seconds: float, sample: Sample) -> None:
+    def observe(self, seconds: float, sample: EagerSample) -> None:
         """An iteration took `seconds`."""
         for schedule, verify in ((self._whole, True), (self._drafts, False)):
             if not sample.eager or sample.verify == verify:

@@ -74,3 +74,30 @@ def test_the_page_of_training_counts_the_prompts_with_a_keyword() -> None:
     held_out = [row["prompt"] for row in rows if row["kind"] in HELD_OUT]
     found = sum(map(is_held_out_kind, held_out))
     assert f"{found} of their {len(held_out)} everyday prompts" in " ".join((ROOT / "docs" / "train.md").read_text().split())
+
+
+def prose(name: str) -> str:
+    """A page with single spaces."""
+    return " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+
+
+def cells(page: str, row: str) -> list[list[str]]:
+    """The cells of each line of a generated page that has `row` in its first one."""
+    lines = (ROOT / "docs" / "benchmarks" / page).read_text(encoding="utf-8").splitlines()
+    split = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [found for found in split if re.search(row, found[0])]
+
+
+def test_figures_in_sentences_are_those_of_the_tables() -> None:
+    lengths = {name: cells("grammar.md", rf"^{name}$")[-1][-1] for name in ("free", "schema of records", "schema of one string")}
+    said = prose("structured_output.md")
+    assert "{schema of one string} tokens an iteration against {free}, and {schema of records} for records".format(**lengths) in said
+    *_, memory, seconds = cells("grammar.md", "^49,152 tokens$")[0]
+    assert f"takes {float(memory):.0f} MiB with a vocabulary" in prose("operations.md")
+    assert f"{float(seconds):.1f} s of CPU time up to" in prose("operations.md")
+    shares = [float(ratio) for row in cells("depth_curve.md", "auto / best fixed depth") for ratio in row[1:] if ratio != "-"]
+    assert f"{min(shares):.2f} to {max(shares):.2f} times the best fixed depth" in prose("speculation.md")
+    added = [float(row[4].rstrip("% ")) for row in cells("drift_alarm.md", r"^\d+$") if len(row) == 6]
+    assert f"{min(added):.1f} to {max(added):.1f} % without a fault" in prose("api.md")
+    steps = cells("serving_matrix.md", "^Talon, fa3$")
+    assert any(" / 2.65 (" in row[1] for row in steps), "docs/parallelism.md has the time of a plain step on two GPUs"

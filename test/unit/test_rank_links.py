@@ -10,12 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 
 from runtime.batch import RowInit, ScheduleBatch
 from runtime.distributed import rank_watch, ring
 from runtime.distributed.rank_watch import RankBeat, RankWatch
+from runtime.distributed.rendezvous import Rendezvous
 from runtime.distributed.ring import RingFds, RingFull, RingReader, RingWriter
 from runtime.distributed.step_messages import Close, RankCodec, Reset, RunStep, SetRun
+from runtime.errors import ConfigError
 from runtime.sampling_params import SamplingParams
 
 PATIENCE = 30.0
@@ -43,6 +46,26 @@ def test_all_readers_get_all_messages_in_order_past_the_end_of_the_ring(fds: Rin
         for message in messages:
             writer.send(message)
         assert [one.result(PATIENCE) for one in found] == [messages, messages]
+
+
+def test_a_reader_does_not_take_a_frame_of_an_earlier_round(fds: RingFds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processors may see the position of a frame before its bytes: until then the old ones are there, and they are whole."""
+    monkeypatch.setattr(ring, "CAPACITY", 1 << 12)
+    writer, reader = RingWriter(fds, PATIENCE), RingReader(fds, 0)
+    RingReader(fds, 1)._memory.move(2, 1 << 30)  # this one reads nothing
+    whole = writer._memory.bytes[: ring.CAPACITY]
+    for number in range(4):
+        writer.send(bytes([number]) * 1008)
+        reader.receive()
+    old = bytes(whole)
+    writer.send(b"new" * 336)
+    new = bytes(whole)
+    whole[:] = old
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(reader.receive)
+        time.sleep(0.1)
+        whole[:] = new
+        assert found.result(PATIENCE) == b"new" * 336
 
 
 def test_a_reader_that_does_not_read_is_named(fds: RingFds, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +144,26 @@ def test_ranks_that_are_alive_are_not_lost_and_silent_ones_are(tmp_path: Path) -
     first.close()
     watch.close()
     assert never.words == ""
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_stranger_that_speaks_otherwise_does_not_stop_the_watch(tmp_path: Path) -> None:
+    lost = Heard()
+    watch, beat = watched_rank(tmp_path, lost, Heard())
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(watch.address)
+        for frames in ([b"", b"hello"], [b"hello"], [b"\x91\xa1a"]):
+            stranger.send_multipart(frames)
+        assert not lost._event.wait(0.5)
+    beat.close()
+    assert lost.wait().startswith("rank 1 hangs or is gone")
+    watch.close()
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, "no.such.host.invalid"])
+def test_a_node_that_has_no_address_is_named(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--dist-init-addr {host}:5000 cannot be reached"):
+        Rendezvous.at_address(f"{host}:5000")
 
 
 @pytest.mark.usefixtures("quick")

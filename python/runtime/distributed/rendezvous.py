@@ -40,8 +40,9 @@ class Rendezvous(msgspec.Struct, frozen=True):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((target, int(port)))  # sends nothing
                 own = probe.getsockname()[0]
-        except OSError as error:
-            raise ConfigError(f"--dist-init-addr {address} cannot be reached: {error.strerror or error}") from error
+        except (OSError, UnicodeError) as error:  # the latter for names that no DNS can hold
+            why = error.strerror if isinstance(error, OSError) else None
+            raise ConfigError(f"--dist-init-addr {address} cannot be reached: {why or error}") from error
         return cls(f"tcp://{address}", interface_of(own), f"tcp://{target}:*")
 
 

@@ -30,7 +30,8 @@ CAPACITY = 8 << 20
 SPIN_SECONDS = 20e-6
 FULL_SLEEP_SECONDS = 50e-6
 TORN_SECONDS = 1.0
-"""How long the checksum of a frame may be wrong: other processors may see the bytes later than the position."""
+"""How long the checksum of a frame may be wrong: other processors may see the bytes later than the position. It covers the frame's
+position, because until then a whole frame of an earlier round may be there."""
 
 
 class RingFds(msgspec.Struct, frozen=True):
@@ -104,9 +105,9 @@ class RingWriter:
         data, at = self._memory.bytes, self._at % CAPACITY
         self._await_room(size + (left if left < size else 0))
         if left < size:
-            FRAME.pack_into(data, at, SKIP, 0, 0)
+            FRAME.pack_into(data, at, SKIP, _checksum(b"", self._at, last=False), 0)
             self._at, at = self._at + left, 0
-        FRAME.pack_into(data, at, len(part), zlib.crc32(part), last)
+        FRAME.pack_into(data, at, len(part), _checksum(part, self._at, last), last)
         data[at + FRAME.size : at + FRAME.size + len(part)] = part
         self._at += size
         self._memory.move(0, self._at)
@@ -146,21 +147,28 @@ class RingReader:
                 os.eventfd_read(self._wake)
 
     def _take(self) -> tuple[bytes, bool]:
+        deadline = time.monotonic() + TORN_SECONDS
+        while (found := self._frame()) is None:
+            assert time.monotonic() < deadline, "a frame of the ring is damaged"
+        self._at += _padded(FRAME.size + len(found[0]))
+        self._memory.move(self._line, self._at)
+        return found
+
+    def _frame(self) -> tuple[bytes, bool] | None:
+        """The frame at this place and whether it is the last of its message; None if it is not whole, or was one to skip."""
         at, data = self._at % CAPACITY, self._memory.bytes
         length, checksum, last = FRAME.unpack_from(data, at)
-        if length == SKIP:
+        if length == SKIP and checksum == _checksum(b"", self._at, last=False):
             self._at += CAPACITY - at
-            at = 0
-        deadline = time.monotonic() + TORN_SECONDS
-        while True:
-            length, checksum, last = FRAME.unpack_from(data, at)
-            part = bytes(data[at + FRAME.size : at + FRAME.size + length]) if length <= CAPACITY // 4 else b""
-            if len(part) == length and zlib.crc32(part) == checksum:
-                break
-            assert time.monotonic() < deadline, "a frame of the ring is damaged"
-        self._at += _padded(FRAME.size + length)
-        self._memory.move(self._line, self._at)
-        return part, bool(last)
+        if length > CAPACITY // 4:
+            return None
+        part = bytes(data[at + FRAME.size : at + FRAME.size + length])
+        return (part, bool(last)) if len(part) == length and checksum == _checksum(part, self._at, bool(last)) else None
+
+
+def _checksum(part: bytes | memoryview, position: int, last: bool) -> int:
+    """Of a frame at a position, a multiple of 16."""
+    return zlib.crc32(part, (position + last) & 0xFFFFFFFF)
 
 
 def _data_start(readers: int) -> int:

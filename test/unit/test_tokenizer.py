@@ -265,3 +265,37 @@ def test_the_tokenizer_needs_no_torch() -> None:
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     environment = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("definition", ["[]", "{}", "null", '{"model": 3}', '{"model": {"type": "BPE"}, "decoder": 5}', DEEP])
+def test_a_definition_that_is_none_is_a_config_error(tmp_path: Path, definition: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(definition)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"])
+def test_a_companion_nested_too_deeply_is_a_config_error(tmp_path: Path, name: str) -> None:
+    (write_small_tokenizer(tmp_path) / name).write_text(DEEP)
+    with pytest.raises(ConfigError, match=name):
+        Tokenizer.load(tmp_path)
+
+
+def test_end_tokens_that_are_no_ids_are_ignored(tmp_path: Path) -> None:
+    (write_small_tokenizer(tmp_path) / "generation_config.json").write_text('{"eos_token_id": 1e400}')
+    Tokenizer.load(tmp_path)
+
+
+def test_ids_without_text_are_not_held_for_ever(spaced: Tokenizer) -> None:
+    """A model may have more ids than its tokenizer, and a bias of the logits can ask for them."""
+    decoder, cat = spaced.stream(), spaced.encode_plain("the cat")
+    assert isinstance(decoder, WindowStream)
+    shown = decoder.step(cat)
+    for _ in range(100):
+        shown += decoder.step((10**6,))
+        assert len(decoder.window) <= 16
+    assert shown + decoder.step(cat) == spaced.decode([*cat, *cat])

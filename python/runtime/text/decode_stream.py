@@ -69,6 +69,8 @@ class WindowStream:
         after = self._hf.decode(self._context + self._held, skip_special_tokens=False)
         incomplete = after.endswith("\ufffd") and len(self._held) < _MAX_HELD_TOKENS
         if incomplete or len(after) <= len(before):
+            if len(self._held) >= _MAX_HELD_TOKENS:  # no text comes of them, such as of ids that the tokenizer lacks
+                self._held = []
             return ""
         self._context, self._held = self._held, []
         return after[len(before) :]

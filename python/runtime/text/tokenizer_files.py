@@ -91,12 +91,13 @@ def _rebuild_llama(path: Path, text: str, settings: Mapping[str, Any]) -> str:
 
     Source: `LlamaTokenizer` of transformers 5.
     """
+    definition = _parse(path, text)
     try:
-        definition = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    decoder = definition.get("decoder")
-    if definition["model"].get("type", "BPE") != "BPE" or "ByteLevel" in {part["type"] for part in flatten_component(decoder)}:
+        parts = {part["type"] for part in flatten_component(definition.get("decoder"))}
+        is_plain_bpe = definition["model"].get("type", "BPE") == "BPE" and "ByteLevel" not in parts
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} does not describe a tokenizer: its model or its decoder is malformed") from error
+    if not is_plain_bpe:
         return text
     prefix_space = settings.get("add_prefix_space") in (None, True)
     scheme = ("always" if settings.get("legacy") else "first") if prefix_space else "never"
@@ -132,7 +133,7 @@ def _config_eos_ids(folder: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(folder / name).get("eos_token_id")
         ids = [ids] if isinstance(ids, int) else ids
-        if ids:
+        if ids and isinstance(ids, list):
             return [i for i in ids if isinstance(i, int)]
     return []
 
@@ -169,8 +170,12 @@ def _read(path: Path) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(_read(path))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    content = _parse(path, _read(path))
     return content if isinstance(content, dict) else {}
+
+
+def _parse(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error

@@ -55,6 +55,7 @@ from runtime.models.config import ModelConfig, RopeScaling
 from runtime.models.decoder import DecoderModel
 from runtime.models.registry import FAMILIES as FAMILIES_BY_NAME
 from runtime.models.registry import build_model, load_hf_config
+from runtime.models.weights import holds_nan
 from unit import toy_family
 from unit.latent import DEEPSEEK_EXPERTS, LATENT, YARN
 
@@ -410,6 +411,26 @@ def test_loading_names_a_tensor_with_nan() -> None:
     weights["model.norm.weight"][3] = torch.nan
     with pytest.raises(ConfigError, match=r"model\.norm\.weight holds NaN; the checkpoint is damaged"):
         model.load(weights.items())
+
+
+def test_infinities_and_large_numbers_are_no_nan() -> None:
+    model = tiny()
+    weights = {name: torch.zeros(shape) for name, shape in model.expected_weights().items()}
+    weights["model.norm.weight"][:2] = torch.tensor([torch.inf, -torch.inf])
+    weights["model.embed_tokens.weight"][:5], weights["model.embed_tokens.weight"][5:] = 3e38, -3e38
+    model.load(weights.items())
+    assert model.embed[0, 0] == 3e38
+
+
+@pytest.mark.parametrize("bits", [0x7F, 0xFF])
+def test_nan_among_e4m3_numbers_is_found(bits: int) -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    whole = every[(every & 0x7F) != 0x7F]
+    assert not holds_nan(whole.view(torch.float8_e4m3fn))
+    assert not holds_nan(whole[:0].view(torch.float8_e4m3fn))
+    damaged = torch.cat([whole, torch.tensor([bits], dtype=torch.uint8)]).view(torch.float8_e4m3fn)
+    assert damaged.float().isnan().sum() == 1
+    assert holds_nan(damaged)
 
 
 def test_a_tied_model_shares_its_table_and_ignores_a_saved_head() -> None:

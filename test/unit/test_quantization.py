@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -304,6 +305,18 @@ def test_mxfp4_scales_that_kernels_cannot_represent_are_refused() -> None:
     places["e.weight_scales"].put(torch.full((2, 2), 128, dtype=torch.uint8))
     with pytest.raises(ConfigError, match=r"tensor e\.weight_scales holds the mxfp4 scale 129; at most 128 is supported"):
         places["e.weight_scales"].put(torch.full((2, 2), 129, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("form", ["qwen-block", "static-tensor"])
+def test_an_infinite_scale_is_refused_by_name(tmp_path: Path, form: str) -> None:
+    write_quantized(tmp_path, next(iter(MODELS.values()))(), form)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith(("weight_scale_inv", "weight_scale")))
+    tensors[name] = torch.full_like(tensors[name], torch.inf)
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=rf"tensor {re.escape(name)} holds an infinite scale"):
+        loaded(tmp_path)
 
 
 # ---- which layers

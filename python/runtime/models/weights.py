@@ -178,7 +178,7 @@ class WeightTable:
             unused: beginnings of such names.
 
         Raises:
-            ConfigError: tensors are missing, unexpected, of another shape or dtype, or hold NaN.
+            ConfigError: tensors are missing, unexpected, of another shape or dtype, or hold NaN or infinite scales.
         """
         missing, unexpected = set(self._slots), []
         skip += () if self._quant is None else UNUSED_SCALES
@@ -234,10 +234,22 @@ def _store(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> None:
         part = tensor[index]
         if slot.dtype is not None and part.dtype is not slot.dtype:
             raise ConfigError(f"tensor {name} has dtype {part.dtype}; the model expects {slot.dtype}")
-        # 0.1 ms per MB on a CPU. NaN anywhere would be in every answer; infinity may stand for an entry that is never chosen.
-        if part.is_floating_point() and part.element_size() > 1 and part.sum(dtype=torch.float32).isnan():
+        # NaN anywhere would be in every answer; infinity may stand for an entry that is never chosen.
+        if holds_nan(part):
             raise ConfigError(f"tensor {name} holds NaN; the checkpoint is damaged, download it again")
+        if slot.finite and not part.isfinite().all():
+            raise ConfigError(f"tensor {name} holds an infinite scale; the checkpoint is damaged, download it again")
         slot.put(part)
+
+
+def holds_nan(part: torch.Tensor) -> bool:
+    """Whether there is NaN among the numbers. 0.1 ms per MB on a CPU."""
+    if part.dtype is torch.float8_e4m3fn:  # its two NaNs are the largest numbers of bits with a sign and without
+        return part.numel() > 0 and bool(part.view(torch.int8).max() == 0x7F or part.view(torch.uint8).max() == 0xFF)
+    if not part.is_floating_point() or part.element_size() == 1:
+        return False
+    # Infinities of both signs sum up to NaN too, and so may large numbers.
+    return bool(part.sum(dtype=torch.float32).isnan()) and bool(part.isnan().any())
 
 
 def ignore(part: torch.Tensor) -> None:

@@ -71,7 +71,7 @@ class BlockFp8:
         whole = -(-part.shape[0] // BLOCK), -(-part.shape[1] // BLOCK)
         return {
             part.prefix + ".weight": WeightSlot(part.shape, part.index, weight.copy_, E4M3),
-            f"{part.prefix}.{self._scale_name}": WeightSlot(whole, blocks, put_scales),
+            f"{part.prefix}.{self._scale_name}": WeightSlot(whole, blocks, put_scales, finite=True),
         }
 
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
@@ -123,7 +123,8 @@ class RowFp8:
         """`prefix.weight` and its scales: [out, 1], [out], or one number."""
         assert storage.scale is not None
         weight, scale = storage.weight[part.rows], storage.scale[part.rows]
-        slot = WeightSlot((part.shape[0], 1), (part.index[0], slice(None)), lambda scales: scale.copy_(scales.reshape(-1)), spread=True)
+        put = lambda scales: scale.copy_(scales.reshape(-1))  # noqa: E731
+        slot = WeightSlot((part.shape[0], 1), (part.index[0], slice(None)), put, spread=True, finite=True)
         return {
             part.prefix + ".weight": WeightSlot(part.shape, part.index, weight.copy_, E4M3),
             f"{part.prefix}.{self._scale_name}": slot,

@@ -22,6 +22,7 @@ class WeightSlot:
         put: stores that part; a tensor of `dtype` on any device.
         dtype: that the tensor must have; None for any floating-point dtype.
         spread: whether one number may stand for all, and dimensions of 1 may be missing.
+        finite: whether no number may be infinite.
     """
 
     shape: tuple[int, ...]
@@ -29,6 +30,7 @@ class WeightSlot:
     put: Callable[[torch.Tensor], object]
     dtype: torch.dtype | None = None
     spread: bool = False
+    finite: bool = False
 
     def index_of(self, shape: tuple[int, ...]) -> Index | None:
         """What to read of a tensor of `shape`; None where the shape is wrong."""

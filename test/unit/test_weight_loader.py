@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from runtime.errors import ConfigError
 from runtime.model_executor.weight_loader import INDEX, safetensors_files, safetensors_weights
+from runtime.model_files.checkpoint_folder import SourceFlags, check_shards
 
 CPU = torch.device("cpu")
 
@@ -73,3 +74,26 @@ def test_a_broken_index_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text("[]")
     with pytest.raises(ConfigError, match="is not an index"):
         safetensors_files(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused_by_name(tmp_path: Path) -> None:
+    """Threads would store both, in an order by chance."""
+    for number in range(2):
+        save_file({"t": torch.full((4,), float(number)), f"own-{number}": torch.zeros(1)}, tmp_path / f"{number}.safetensors")
+    with pytest.raises(ConfigError, match=r"tensor t is in .*0\.safetensors and in .*1\.safetensors"):
+        list(safetensors_weights(tmp_path, CPU, progress=False))
+
+
+def test_an_index_without_an_end_of_brackets_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="is not an index"):
+        safetensors_files(tmp_path)
+    with pytest.raises(ConfigError, match="is not valid JSON"):
+        check_shards(tmp_path, SourceFlags())
+
+
+def test_a_header_without_an_end_of_brackets_is_damaged(tmp_path: Path) -> None:
+    header = b"[" * 100_000
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ConfigError, match="truncated or damaged"):
+        check_shards(tmp_path, SourceFlags())

@@ -51,13 +51,17 @@ def safetensors_weights(folder: str | Path, device: torch.device, progress: bool
     mapped, so what is read of them is no second copy of the model: the system may drop it at any time.
 
     Raises:
-        ConfigError: there are no safetensors files, one that the index names is missing, or one is damaged.
+        ConfigError: there are no safetensors files, one that the index names is missing or damaged, or two hold the same tensor.
     """
     files = safetensors_files(Path(folder))
     total = sum(f.stat().st_size for f in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress or writes_json()) as bar:
+        found = dict[str, Path]()
         for file in files:
-            yield from _tensors_of(file, device, bar)
+            for name, tensor in _tensors_of(file, device, bar):
+                if (other := found.setdefault(name, file)) is not file:
+                    raise ConfigError(f"tensor {name} is in {other} and in {file}; remove the file that is not part of the checkpoint")
+                yield name, tensor
 
 
 def dummy_weights(
@@ -111,7 +115,7 @@ def safetensors_files(folder: Path) -> list[Path]:
 def _indexed_files(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} is not an index of safetensors files: {error!r}") from error
     # An index is data from elsewhere: it may name files of its own folder only.
     outside = [n for n in names if not isinstance(n, str) or Path(n).name != n]

@@ -65,7 +65,7 @@ def _read_object(path: Path, missing: str) -> dict[str, object]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(missing or f"{path} is missing") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {str(error)[:120]}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object")

@@ -11,6 +11,8 @@ from typing import Literal
 import numpy as np
 
 Dtype = Literal["F32", "BF16"]
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the format's library."""
 _BYTES = {"F32": 4, "BF16": 2}
 
 
@@ -45,12 +47,12 @@ def is_whole_safetensors(path: Path) -> bool:
         size = path.stat().st_size
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
-            if not 2 <= header_bytes <= size - 8:
+            if not 2 <= header_bytes <= min(size - 8, MAX_HEADER_BYTES):
                 return False
             header = json.loads(file.read(header_bytes))
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         return size == 8 + header_bytes + max(ends, default=0)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,14 @@ def test_a_trace_that_cannot_be_written_is_over_all_the_same(tmp_path: Path) -> 
         profiler.stop()
     profiler.start(str(tmp_path))
     assert Path(profiler.stop()).is_file()
+
+
+def test_traces_of_one_second_have_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = time.time_ns() // 10**9
+    monkeypatch.setattr(time, "time", lambda: float(second))
+    profiler = Profiler("scheduler", torch.device("cpu"))
+    files = set[str]()
+    for _ in range(2):
+        profiler.start(str(tmp_path))
+        files.add(profiler.stop())
+    assert len(files) == 2

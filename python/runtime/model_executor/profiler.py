@@ -41,7 +41,7 @@ class Profiler:
             torch.cuda.synchronize()
         done, self._running = self._running, None  # stopped even if writing fails
         done.stop()
-        path = os.path.join(self._folder, f"{self._name}-{int(time.time())}.trace.json.gz")
+        path = os.path.join(self._folder, f"{self._name}-{time.time_ns()}.trace.json.gz")
         done.export_chrome_trace(path)
         return path
 

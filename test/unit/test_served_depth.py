@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,21 +29,34 @@ PROMPT_TOKEN, PROMPT_STEP, CONTEXT_TOKEN = 20e-6, 5e-3, 1e-8
 CHANGING = "3.5, 1.2, 3.5"
 
 
-def seconds(size: int, depth: int, kv_tokens: int = 0) -> float:
+@functools.cache
+def without_context(size: int, depth: int) -> float:
+    """Seconds of an iteration of requests without context."""
     at = {k: float(np.interp(size, list(points), list(points.values()))) for k, points in ITERATIONS.items()}
-    return 1e-3 * (at[0] if depth == 0 else at[1] + (at[3] - at[1]) * (depth - 1) / 2) + CONTEXT_TOKEN * kv_tokens
+    return 1e-3 * (at[0] if depth == 0 else at[1] + (at[3] - at[1]) * (depth - 1) / 2)
 
 
+def seconds(size: int, depth: int, kv_tokens: int = 0) -> float:
+    return without_context(size, depth) + CONTEXT_TOKEN * kv_tokens
+
+
+@functools.cache
 def sizes_of(live: int) -> dict[int, int]:
     """Requests with padding by depth; where some depths have a graph of them, only those."""
     padded = {k: next((s for s in own.captured if s >= live), live) for k, own in TABLE.items() if live <= own.running}
     return {k: size for k, size in padded.items() if size in TABLE[k].captured} or padded
 
 
+@functools.cache
+def first_rates(acceptance: str) -> list[float]:
+    """Acceptance of each draft, in parts of a run that write as many tokens as each other."""
+    return [synthetic_acceptance(length, 3)[0] for length in acceptance.split(", ")]
+
+
 def first_rate(acceptance: str, done: float) -> float:
     """Acceptance of each draft; `done`: share of all tokens that are written."""
-    lengths = acceptance.split(", ")
-    return synthetic_acceptance(lengths[min(int(done * len(lengths)), len(lengths) - 1)], 3)[0]
+    rates = first_rates(acceptance)
+    return rates[min(int(done * len(rates)), len(rates) - 1)]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,11 @@ def drafting(
     return worker
 
 
+@functools.cache
+def plain_text(name: str) -> dict[int, list[int]]:
+    return Driver(plain(MODELS[name]())).generate(PROMPTS, 24)
+
+
 SPECS: dict[str, dict[str, Any]] = {
     "one": {"num_steps": 1},
     "chain": {"num_steps": 3},
@@ -265,10 +271,8 @@ SPECS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("page", [1, 16, 64])
 def test_greedy_text_is_that_without_drafts(name: str, spec: str, page: int) -> None:
-    model = MODELS[name]()
-    expected = Driver(plain(model)).generate(PROMPTS, 24)
-    driver = Driver(drafting(model, {"page_size": page}, "eager", [2, 4], **SPECS[spec]))
-    assert driver.generate(PROMPTS, 24, chunk=5) == expected
+    driver = Driver(drafting(MODELS[name](), {"page_size": page}, "eager", [2, 4], **SPECS[spec]))
+    assert driver.generate(PROMPTS, 24, chunk=5) == plain_text(name)
     assert driver.mean_accept_len() > 1.2
 
 
@@ -311,7 +315,7 @@ def test_a_token_map_restricts_the_draft_and_keeps_the_text(name: str, tmp_path:
     assert (draft.vocab_size, draft.lm_head.out_features) == (len(hot), len(hot))
     draft.lm_head.weight.copy_(worker.parts.target.runner.model.lm_head.weight[torch.tensor(hot)])
     driver = Driver(worker)
-    assert driver.generate(PROMPTS, 24) == Driver(plain(model)).generate(PROMPTS, 24)
+    assert driver.generate(PROMPTS, 24) == plain_text(name)
     assert driver.mean_accept_len() > 1.1
 
 

@@ -29,6 +29,8 @@ from unit.ranks import Meeting, ThreadGroup, ranks
 from unit.tiny import tiny_runtime, tiny_speculative
 
 PROMPTS = {1: [5, 9, 23, 4, 77, 31, 8], 2: [60, 2, 2, 19], 3: [7, 7, 7, 7, 7, 7, 7, 7, 7, 7]}
+LENGTH = 16
+"""Tokens of a text."""
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=30, seed=3, max_new_tokens=64)
 PENALISED = SamplingParams(temperature=0.0, frequency_penalty=0.5, max_new_tokens=64)
 MIXED = {1: GREEDY, 2: SAMPLED, 3: PENALISED}
@@ -82,7 +84,7 @@ def builder(
 
 def texts(worker: Any, sampling: Any = GREEDY, logprobs: int = -1) -> tuple[dict[int, list[int]], Driver]:
     driver = Driver(worker)
-    return driver.generate(PROMPTS, 24, sampling=sampling, logprobs=logprobs), driver
+    return driver.generate(PROMPTS, LENGTH, sampling=sampling, logprobs=logprobs), driver
 
 
 @pytest.mark.parametrize("name", list(DRAFTS))
@@ -141,7 +143,7 @@ def test_rank_0_chooses_the_depth_of_every_step(tmp_path: Path, algorithm: str) 
             assert texts(worker, MIXED)[0] == expected
         again = Driver(worker)
         worker.reset()
-        assert again.generate(PROMPTS, 24)[1] == texts(builder(tmp_path, None)())[0][1], "as the controller chooses"
+        assert again.generate(PROMPTS, LENGTH)[1] == texts(builder(tmp_path, None)())[0][1], "as the controller chooses"
     assert {result.stats.depth for result in driver.results} > {0, 1, 7}
 
 
@@ -226,7 +228,7 @@ def test_int8_weights_are_shared_too(tmp_path: Path) -> None:
     build = builder(tmp_path, None, model_config(tie_embeddings=True, vocab_size=96), quantization="int8")
     with ranks(2, build) as worker:
         again, _ = texts(worker)
-        assert all(len(text) == 24 for text in again.values())
+        assert all(len(text) == LENGTH for text in again.values())
         assert not worker.parts.target.agreement.differs.item()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -25,7 +25,7 @@ from runtime.layers.quantization.int8 import (
     quantize_rows,
 )
 from runtime.layers.quantization.registry import SCHEMES
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, QuantScheme, Storage, WeightSlot
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import dummy_weights
 from runtime.models.registry import build_model
@@ -198,18 +198,8 @@ class NegatedHalves:
     name = "negated-halves"
     gemm_caps = GemmCaps(dense=False)
 
-    def allocate(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        count: int | None = None,
-        parts: Sequence[LinearPart] = (),
-    ) -> Storage:
-        return Storage(
-            torch.empty((out_features, in_features), dtype=torch.float16, device=device), torch.empty(out_features, device=device)
-        )
+    def allocate(self, new: NewWeight) -> Storage:
+        return Storage(new.empty(new.out_features, new.in_features, dtype=torch.float16), new.empty(new.out_features, dtype=torch.float32))
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         assert storage.scale is not None

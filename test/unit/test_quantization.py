@@ -31,7 +31,7 @@ from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.fp8 import E4M3, BlockFp8, RowFp8, block_size, quantize_blocks
 from runtime.layers.quantization.mxfp4 import Mxfp4
 from runtime.layers.quantization.registry import described_scheme
-from runtime.layers.quantization.scheme import LinearPart
+from runtime.layers.quantization.scheme import LinearPart, NewWeight
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.models.decoder import DecoderModel
@@ -256,7 +256,7 @@ def test_aligned_parts_have_one_scale_for_each_block() -> None:
 
 @pytest.mark.parametrize("scheme", [BlockFp8("weight_scale_inv", True), RowFp8("weight_scale"), Mxfp4()], ids=lambda scheme: scheme.name)
 def test_a_stack_dequantizes_like_its_layers(scheme: Any) -> None:
-    storage = scheme.allocate(96, 160, torch.float32, CPU, 3)
+    storage = scheme.allocate(NewWeight(96, 160, torch.float32, CPU, 3))
     for name, tensor in zip(("weight", "scale"), storage.tensors, strict=True):
         assert tensor.shape[0] == 3, name
         torch.manual_seed(1)
@@ -279,7 +279,7 @@ def test_mxfp4_stands_for_what_transformers_unpacks() -> None:
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)  # it returns [E, in, out]
     scheme = Mxfp4()
     for columns in (slice(0, 160), slice(64, 128)):
-        storage = scheme.allocate(64, columns.stop - columns.start, torch.float32, CPU, 6)
+        storage = scheme.allocate(NewWeight(64, columns.stop - columns.start, torch.float32, CPU, 6))
         for expert in range(6):
             part = LinearPart("e", (64, 160), (slice(0, 64), columns), 0)
             slots = scheme.places(part, storage.at(expert))
@@ -293,15 +293,15 @@ def test_mxfp4_stands_for_what_transformers_unpacks() -> None:
 def test_mxfp4_slices_must_keep_their_scales_whole() -> None:
     scheme = Mxfp4()
     with pytest.raises(ConfigError, match="has 48 columns on each rank"):
-        scheme.allocate(64, 48, torch.float32, CPU)
-    storage = scheme.allocate(64, 64, torch.float32, CPU)
+        scheme.allocate(NewWeight(64, 48, torch.float32, CPU))
+    storage = scheme.allocate(NewWeight(64, 64, torch.float32, CPU))
     with pytest.raises(ConfigError, match="columns, 16 to 80, cut an mxfp4 scale"):
         scheme.places(LinearPart("e", (64, 160), (slice(0, 64), slice(16, 80)), 0), storage)
 
 
 def test_mxfp4_scales_that_kernels_cannot_represent_are_refused() -> None:
     scheme = Mxfp4()
-    places = scheme.places(LinearPart("e", (2, 64), (slice(0, 2), slice(0, 64)), 0), scheme.allocate(2, 64, torch.float32, CPU))
+    places = scheme.places(LinearPart("e", (2, 64), (slice(0, 2), slice(0, 64)), 0), scheme.allocate(NewWeight(2, 64, torch.float32, CPU)))
     places["e.weight_scales"].put(torch.full((2, 2), 128, dtype=torch.uint8))
     with pytest.raises(ConfigError, match=r"tensor e\.weight_scales holds the mxfp4 scale 129; at most 128 is supported"):
         places["e.weight_scales"].put(torch.full((2, 2), 129, dtype=torch.uint8))

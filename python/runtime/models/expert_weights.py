@@ -10,7 +10,7 @@ import torch
 
 from runtime.distributed.parallel_group import Shard
 from runtime.layers.quantization.mxfp4 import GROUP, Mxfp4
-from runtime.layers.quantization.scheme import Index, LinearPart, QuantScheme, Storage, WeightSlot
+from runtime.layers.quantization.scheme import Index, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 from runtime.models.weights import FusedTensor, NamedTensors, Sliceable, WeightTable, ignore
 
 
@@ -129,8 +129,8 @@ def stacked_weights(
     width, count = cut.stop - cut.start, len(placement.held)
     of_expert = [_parts_of(names, expert, hidden, inner, cut) for expert in range(placement.total)]
     scheme = table.scheme_of([part.prefix for parts in of_expert for part in parts])
-    gate_up = scheme.allocate(2 * width, hidden, table.dtype, table.device, count, of_expert[0][:2])
-    down = scheme.allocate(hidden, width, table.dtype, table.device, count, of_expert[0][2:])
+    gate_up = scheme.allocate(NewWeight(2 * width, hidden, table.dtype, table.device, count, of_expert[0][:2]))
+    down = scheme.allocate(NewWeight(hidden, width, table.dtype, table.device, count, of_expert[0][2:]))
     gate_up_bias = torch.empty((count, 2 * width), dtype=table.dtype, device=table.device) if bias else None
     down_bias = torch.empty((count, hidden), dtype=table.dtype, device=table.device) if bias and placement.shard.index == 0 else None
     for expert, parts in enumerate(of_expert):

@@ -14,7 +14,7 @@ from runtime.distributed.parallel_group import WHOLE, ParallelGroup, Shard
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.dense import DENSE
-from runtime.layers.quantization.scheme import Index, LinearPart, QuantScheme, WeightSlot
+from runtime.layers.quantization.scheme import Index, LinearPart, NewWeight, QuantScheme, WeightSlot
 from runtime.models.parallel_store import store_in_threads
 
 UNUSED_SCALES = (".input_scale", ".k_scale", ".v_scale")
@@ -145,7 +145,7 @@ class WeightTable:
             pieces.append(piece)
             start = piece.rows.stop
         scheme = self.scheme_of(parts)
-        storage = scheme.allocate(start, columns.stop - columns.start, self.dtype, self.device, parts=pieces)
+        storage = scheme.allocate(NewWeight(start, columns.stop - columns.start, self.dtype, self.device, parts=pieces))
         fused_bias = self._bias(pieces, start, partition) if bias else None
         layer = Linear(storage, fused_bias, scheme, partition, group, sum(parts.values()))
         for piece in pieces:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch.nn import functional as F
 
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, Storage, WeightSlot, stacked
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, Storage, WeightSlot
 
 
 class Dense:
@@ -16,17 +16,9 @@ class Dense:
     name = "none"
     gemm_caps = GemmCaps(dense=True)
 
-    def allocate(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        count: int | None = None,
-        parts: Sequence[LinearPart] = (),
-    ) -> Storage:
-        """An empty [out, in] in `dtype`, or `count` of them."""
-        return Storage(torch.empty(stacked(count, out_features, in_features), dtype=dtype, device=device))
+    def allocate(self, new: NewWeight) -> Storage:
+        """An empty matrix in the activations' dtype."""
+        return Storage(new.empty(new.out_features, new.in_features, dtype=new.dtype))
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """One tensor, `prefix.weight`."""
@@ -42,7 +34,7 @@ class Dense:
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """The rows."""
-        return Storage(storage.weight[rows])
+        return storage.at(rows)
 
 
 DENSE = Dense()

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from runtime.config.quant_config import BLOCK, block_length
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, Storage, WeightSlot, stacked
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, Storage, WeightSlot
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -35,20 +35,11 @@ class BlockFp8:
         """`stored`: whether checkpoints hold e4m3 and scales; otherwise weights of any float dtype are quantised as they arrive."""
         self._scale_name, self._stored = scale_name, stored
 
-    def allocate(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        count: int | None = None,
-        parts: Sequence[LinearPart] = (),
-    ) -> Storage:
-        """Empty weights and scales; `dtype` does not matter."""
-        rows, columns = common_block(parts)
-        weight = torch.empty(stacked(count, out_features, in_features), dtype=E4M3, device=device)
-        scales = stacked(count, -(-out_features // rows), -(-in_features // columns))
-        return Storage(weight, torch.empty(scales, dtype=torch.float32, device=device))
+    def allocate(self, new: NewWeight) -> Storage:
+        """Empty weights and scales, for activations of any dtype."""
+        rows, columns = common_block(new.parts)
+        scale = new.empty(-(-new.out_features // rows), -(-new.in_features // columns), dtype=torch.float32)
+        return Storage(new.empty(new.out_features, new.in_features, dtype=E4M3), scale)
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """`prefix.weight` and its scales, or one tensor of any float dtype that is quantised when it is stored."""
@@ -106,18 +97,10 @@ class RowFp8:
     def __init__(self, scale_name: str) -> None:
         self._scale_name = scale_name
 
-    def allocate(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        count: int | None = None,
-        parts: Sequence[LinearPart] = (),
-    ) -> Storage:
-        """Empty weights and scales; `dtype` does not matter."""
-        weight = torch.empty(stacked(count, out_features, in_features), dtype=E4M3, device=device)
-        return Storage(weight, torch.empty(stacked(count, out_features), dtype=torch.float32, device=device))
+    def allocate(self, new: NewWeight) -> Storage:
+        """Empty weights and scales, for activations of any dtype."""
+        weight = new.empty(new.out_features, new.in_features, dtype=E4M3)
+        return Storage(weight, new.empty(new.out_features, dtype=torch.float32))
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """`prefix.weight` and its scales: [out, 1], [out], or one number."""
@@ -141,8 +124,7 @@ class RowFp8:
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """The rows and their scales."""
-        assert storage.scale is not None
-        return Storage(storage.weight[rows], storage.scale[rows])
+        return storage.at(rows)
 
 
 def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, Storage, WeightSlot, stacked
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, Storage, WeightSlot
 
 DIRECT_ROWS = 32
 """Up to this many rows the packed int8 kernel multiplies, which gives a row the same bits beside any others; above,
@@ -35,18 +35,10 @@ class Int8:
     name = "int8"
     gemm_caps = GemmCaps(dense=False)
 
-    def allocate(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        count: int | None = None,
-        parts: Sequence[LinearPart] = (),
-    ) -> Storage:
-        """Empty rows and scales; `dtype` does not matter."""
-        weight = torch.empty(stacked(count, out_features, in_features), dtype=torch.int8, device=device)
-        return Storage(weight, torch.empty(stacked(count, out_features), dtype=torch.bfloat16, device=device))
+    def allocate(self, new: NewWeight) -> Storage:
+        """Empty rows and scales, for activations of any dtype."""
+        weight = new.empty(new.out_features, new.in_features, dtype=torch.int8)
+        return Storage(weight, new.empty(new.out_features, dtype=torch.bfloat16))
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """One tensor, `prefix.weight`, of any floating-point dtype; it is quantised when it is stored."""
@@ -76,8 +68,7 @@ class Int8:
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """The rows and their scales."""
-        assert storage.scale is not None
-        return Storage(storage.weight[rows], storage.scale[rows])
+        return storage.at(rows)
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_prompt: bool) -> torch.Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch.nn import functional as F
 
 from runtime.errors import ConfigError
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, Storage, WeightSlot, stacked
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, Storage, WeightSlot
 
 GROUP = 32
 """Columns that share a scale."""
@@ -31,20 +31,12 @@ class Mxfp4:
     name = "mxfp4"
     gemm_caps = GemmCaps(dense=False)
 
-    def allocate(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        count: int | None = None,
-        parts: Sequence[LinearPart] = (),
-    ) -> Storage:
-        """Empty codes and scales; `dtype` does not matter."""
-        if in_features % GROUP:
-            raise ConfigError(f"an mxfp4 weight has {in_features} columns on each rank; use --ep-size, or leave a multiple of {GROUP}")
-        weight = torch.empty(stacked(count, out_features, in_features // 2), dtype=torch.uint8, device=device)
-        return Storage(weight, torch.empty(stacked(count, out_features, in_features // GROUP), dtype=torch.uint8, device=device))
+    def allocate(self, new: NewWeight) -> Storage:
+        """Empty codes and scales, for activations of any dtype."""
+        out, columns = new.out_features, new.in_features
+        if columns % GROUP:
+            raise ConfigError(f"an mxfp4 weight has {columns} columns on each rank; use --ep-size, or leave a multiple of {GROUP}")
+        return Storage(new.empty(out, columns // 2, dtype=torch.uint8), new.empty(out, columns // GROUP, dtype=torch.uint8))
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """`prefix.weight_blocks` uint8 [out, in / 32, 16] and `prefix.weight_scales` uint8 [out, in / 32]."""
@@ -85,8 +77,7 @@ class Mxfp4:
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """The rows."""
-        assert storage.scale is not None
-        return Storage(storage.weight[rows], storage.scale[rows])
+        return storage.at(rows)
 
 
 def _regroup(codes: torch.Tensor) -> torch.Tensor:

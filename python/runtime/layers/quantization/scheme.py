@@ -56,9 +56,9 @@ class Storage:
         """All tensors."""
         return (self.weight,) if self.scale is None else (self.weight, self.scale)
 
-    def at(self, expert: int) -> Storage:
-        """Views of one weight of a stack."""
-        return Storage(*(tensor[expert] for tensor in self.tensors))
+    def at(self, index: int | torch.Tensor) -> Storage:
+        """Views of one weight of a stack, or a copy of rows int64 [n] of a weight whose scales lie by rows."""
+        return Storage(*(tensor[index] for tensor in self.tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,26 @@ class GemmCaps:
     scaled: bool = False
 
 
-def stacked(count: int | None, *shape: int) -> tuple[int, ...]:
-    """The shape of one tensor, or of `count` of them in one."""
-    return shape if count is None else (count, *shape)
+@dataclass(frozen=True, slots=True)
+class NewWeight:
+    """A weight [out, in] to allocate.
+
+    Attributes:
+        dtype: of the activations that are multiplied by it.
+        count: weights in one storage; None for one weight without a leading dimension.
+        parts: what will fill it, where a part may start anywhere.
+    """
+
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    device: torch.device
+    count: int | None = None
+    parts: Sequence[LinearPart] = ()
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """An empty tensor of `shape` for one weight, or of [count, *shape] for all."""
+        return torch.empty(shape if self.count is None else (self.count, *shape), dtype=dtype, device=self.device)
 
 
 class QuantScheme(Protocol):
@@ -110,20 +127,8 @@ class QuantScheme(Protocol):
     name: str
     gemm_caps: GemmCaps
 
-    def allocate(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        count: int | None = None,
-        parts: Sequence[LinearPart] = (),
-    ) -> Storage:
-        """Storage of a weight [out, in] for activations of `dtype`, not yet filled; of `count` such weights where it is
-        given.
-
-        `parts`: what will fill it, where a part may start anywhere.
-        """
+    def allocate(self, new: NewWeight) -> Storage:
+        """Storage of a weight, not yet filled."""
         ...
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:

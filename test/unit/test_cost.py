@@ -17,6 +17,7 @@ from runtime.errors import ContextTooLong, QueuedTokensFull, QueueFull, RequestE
 from runtime.managers import prompt_encoder
 from runtime.managers.client import CURRENT, Client
 from runtime.managers.cost import CallCost, CostLimits
+from runtime.managers.generation import RequestOptions
 from runtime.managers.prompt_encoder import HUGE_TEXT, PromptEncoder
 from runtime.managers.room import Room
 from runtime.sampling_params import SamplingParams
@@ -229,7 +230,7 @@ def test_queued_tokens_have_a_bound_and_room_comes_back() -> None:
         scheduler = ScriptedScheduler(hold=0)
         manager = make_manager(scheduler, max_queued_tokens=300)
         room = (LIMITS.max_total_tokens + 300) // 200
-        open_ones = [await manager.generate([5] * 200, SamplingParams(), n=8) for _ in range(room)]
+        open_ones = [await manager.generate([5] * 200, SamplingParams(), RequestOptions(n=8)) for _ in range(room)]
         with pytest.raises(QueuedTokensFull) as caught:
             await manager.generate([5] * 200, SamplingParams())
         assert (caught.value.status, caught.value.retry_after) == (429, 1)
@@ -246,7 +247,7 @@ def test_samples_of_a_prompt_travel_in_one_message() -> None:
         scheduler = ScriptedScheduler(hold=0)
         manager = make_manager(scheduler)
         manager._send = sent.append
-        await manager.generate([5] * 200, SamplingParams(), n=128)
+        await manager.generate([5] * 200, SamplingParams(), RequestOptions(n=128))
         (message,) = sent
         samples = list(message.samples())
         assert len(samples) == 128
@@ -290,9 +291,9 @@ def test_requests_carry_their_client_and_its_ceiling() -> None:
     async def check() -> None:
         scheduler = ScriptedScheduler()
         manager = make_manager(scheduler, max_priority=3)
-        await manager.generate([5], SamplingParams(), priority=9)
+        await manager.generate([5], SamplingParams(), RequestOptions(priority=9))
         CURRENT.set(Client("key", 7))
-        await manager.generate([5], SamplingParams(), priority=9)
+        await manager.generate([5], SamplingParams(), RequestOptions(priority=9))
         assert [(r.client, r.priority, r.max_priority) for r in scheduler.requests] == [("", 9, 3), ("key", 9, 7)]
         manager.close()
 

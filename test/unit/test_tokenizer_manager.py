@@ -26,7 +26,7 @@ from runtime.errors import (
     SlowReader,
     WorkerDied,
 )
-from runtime.managers.generation import Generation, GenerationUpdate
+from runtime.managers.generation import Generation, GenerationUpdate, RequestOptions
 from runtime.managers.messages import (
     AbortReq,
     CallFailed,
@@ -167,7 +167,8 @@ async def collect(generation: Generation) -> list[GenerationUpdate]:
 def test_a_request_is_sent_and_its_updates_arrive_in_order() -> None:
     async def body() -> None:
         desk = Desk()
-        generation = await desk.manager.generate("abc", SamplingParams(max_new_tokens=5), stream=True, priority=2, cache_salt="s")
+        options = RequestOptions(stream=True, priority=2, cache_salt="s")
+        generation = await desk.manager.generate("abc", SamplingParams(max_new_tokens=5), options)
         (request,) = desk.requests
         assert request.input_ids == generation.prompt_ids == [1, 97, 98, 99]
         assert (request.stream, request.priority, request.cache_salt, request.top_logprobs) == (True, 2, "s", -1)
@@ -185,7 +186,7 @@ def test_a_request_is_sent_and_its_updates_arrive_in_order() -> None:
 def test_n_choices_are_n_requests_with_their_own_seeds_and_indices() -> None:
     async def body() -> None:
         desk = Desk()
-        generation = await desk.manager.generate([1, 2], SamplingParams(seed=7), n=3)
+        generation = await desk.manager.generate([1, 2], SamplingParams(seed=7), RequestOptions(n=3))
         seeds = [request.seed for request in desk.requests]
         assert seeds[0] == 7
         assert len(set(seeds)) == 3
@@ -237,7 +238,6 @@ def test_drawn_seeds_differ_and_repeat_with_the_server_seed() -> None:
         ([1], {}, {"top_logprobs": 21}, "top_logprobs"),
         ([1], {}, {"top_logprobs": 1.0}, "top_logprobs"),
         ([1], {}, {"top_logprobs": True}, "top_logprobs"),
-        ([1], {}, {"rid": ""}, "rid"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_by_name_and_nothing_is_sent(
@@ -246,10 +246,20 @@ def test_a_value_out_of_bounds_is_refused_by_name_and_nothing_is_sent(
     async def body() -> None:
         desk = Desk()
         with pytest.raises(InvalidField) as caught:
-            await desk.manager.generate(prompt, SamplingParams(**{"max_new_tokens": 4, **sampling}), **options)
+            await desk.manager.generate(prompt, SamplingParams(**{"max_new_tokens": 4, **sampling}), RequestOptions(**options))
         assert caught.value.param == field
         assert desk.sent == []
         assert desk.manager.open_requests == 0
+
+    run(body)
+
+
+def test_an_empty_name_is_refused() -> None:
+    async def body() -> None:
+        desk = Desk()
+        with pytest.raises(InvalidField, match="rid"):
+            await desk.manager.generate([1], SamplingParams(), rid="")
+        assert desk.sent == []
 
     run(body)
 
@@ -268,7 +278,7 @@ def test_lengths_are_cut_to_the_room_that_the_context_leaves() -> None:
     async def body() -> None:
         desk = Desk()
         await desk.manager.generate([1] * (CONTEXT - 4), SamplingParams(max_new_tokens=10, min_new_tokens=8))
-        await desk.manager.generate([1] * 10, SamplingParams(max_new_tokens=1 << 30), fill_context=True)
+        await desk.manager.generate([1] * 10, SamplingParams(max_new_tokens=1 << 30), RequestOptions(fill_context=True))
         lengths = [(request.sampling.max_new_tokens, request.sampling.min_new_tokens) for request in desk.requests]
         assert lengths == [(4, 4), (CONTEXT - 10, 0)]
 
@@ -279,7 +289,7 @@ def test_requests_are_cut_to_a_kv_cache_smaller_than_the_context() -> None:
     async def body() -> None:
         desk = Desk(slots=64)
         for prompt_len in (1, 40, 64):
-            await desk.manager.generate([1] * prompt_len, SamplingParams(), fill_context=True)
+            await desk.manager.generate([1] * prompt_len, SamplingParams(), RequestOptions(fill_context=True))
             await desk.manager.generate([1] * prompt_len, SamplingParams(max_new_tokens=50))
         for request in desk.requests:
             check_request(request, desk.manager.limits)  # the scheduler agrees that it fits
@@ -308,7 +318,7 @@ def test_the_queue_has_a_bound_and_room_comes_back() -> None:
         desk = Desk(running=2, max_queued_requests=3)
         open_ones = [await desk.manager.generate([1], SamplingParams()) for _ in range(4)]
         with pytest.raises(QueueFull) as caught:
-            await desk.manager.generate([1], SamplingParams(), n=2)
+            await desk.manager.generate([1], SamplingParams(), RequestOptions(n=2))
         assert caught.value.retry_after is not None
         open_ones.append(await desk.manager.generate([1], SamplingParams()))
         with pytest.raises(QueueFull):
@@ -323,7 +333,7 @@ def test_the_queue_has_a_bound_and_room_comes_back() -> None:
 def test_a_disconnecting_client_ends_the_request_once() -> None:
     async def body() -> None:
         desk = Desk()
-        async with await desk.manager.generate([1], SamplingParams(), n=2, stream=True) as generation:
+        async with await desk.manager.generate([1], SamplingParams(), RequestOptions(n=2, stream=True)) as generation:
             desk.reply(desk.requests[0].rid, "x")
             await generation.__anext__()
         assert sorted(desk.aborted) == [request.rid for request in desk.requests]
@@ -340,7 +350,7 @@ def test_a_cancelled_reader_ends_the_request() -> None:
         desk = Desk()
 
         async def read() -> None:
-            async with await desk.manager.generate([1], SamplingParams(), stream=True) as generation:
+            async with await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True)) as generation:
                 await collect(generation)
 
         reader = asyncio.create_task(read())
@@ -355,7 +365,7 @@ def test_a_cancelled_reader_ends_the_request() -> None:
 def test_abort_by_name_asks_the_scheduler_and_its_last_update_arrives() -> None:
     async def body() -> None:
         desk = Desk()
-        generation = await desk.manager.generate([1], SamplingParams(), n=2, rid="mine")
+        generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(n=2), rid="mine")
         with pytest.raises(InvalidField) as caught:
             await desk.manager.generate([1], SamplingParams(), rid="mine")
         assert caught.value.param == "rid"
@@ -388,7 +398,7 @@ def test_a_request_name_cannot_forge_log_lines(caplog: pytest.LogCaptureFixture)
 def test_a_refusal_by_the_scheduler_is_raised_with_its_status(status: int, retry: int | None) -> None:
     async def body() -> None:
         desk = Desk()
-        generation = await desk.manager.generate([1], SamplingParams(), n=2)
+        generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(n=2))
         desk.reply(desk.requests[0].rid, finish=Finish(reason="abort", message="no", status=status))
         with pytest.raises(ServingError, match="no") as caught:
             await collect(generation)
@@ -402,7 +412,7 @@ def test_a_refusal_by_the_scheduler_is_raised_with_its_status(status: int, retry
 def test_updates_before_a_failure_are_still_delivered() -> None:
     async def body() -> None:
         desk = Desk()
-        generation = await desk.manager.generate([1], SamplingParams(), stream=True)
+        generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True))
         desk.reply(desk.requests[0].rid, "half")
         desk.manager.fail_all("scheduler")
         assert (await generation.__anext__()).text == "half"
@@ -457,8 +467,8 @@ def test_a_slow_reader_loses_only_its_own_stream() -> None:
     async def body() -> None:
         desk = Desk()
         desk.manager.max_unread = 10
-        slow = await desk.manager.generate([1], SamplingParams(), stream=True)
-        other = await desk.manager.generate([1], SamplingParams(), stream=True)
+        slow = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True))
+        other = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True))
         for _ in range(11):
             desk.reply(desk.requests[0].rid, "x")
         assert desk.aborted == [desk.requests[0].rid]
@@ -527,7 +537,7 @@ def test_the_observer_receives_every_event_of_a_choice() -> None:
     async def body() -> None:
         desk = Desk()
         watcher = desk.manager.observer = Watcher()
-        generation = await desk.manager.generate([1, 2], SamplingParams(), stream=True)
+        generation = await desk.manager.generate([1, 2], SamplingParams(), RequestOptions(stream=True))
         wire = desk.requests[0].rid
         desk.reply(wire, "a")
         desk.reply(wire, "", 0)
@@ -544,8 +554,9 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind() -> None:
         desk = Desk()
         encoder = msgspec.msgpack.Encoder()
         desk.manager._send = lambda message: desk.sent.append(encoder.encode(message))  # as a socket does
+        options = RequestOptions(cache_salt="\ud800", n=2)
         with pytest.raises(UnicodeEncodeError):
-            await desk.manager.generate([1, 2], SamplingParams(max_new_tokens=3), cache_salt="\ud800", rid="a", n=2)
+            await desk.manager.generate([1, 2], SamplingParams(max_new_tokens=3), options, rid="a")
         assert desk.manager.open_requests == 0
         assert await desk.manager.drain(5.0)
         desk.manager.health.draining = False

@@ -17,7 +17,7 @@ from runtime.entrypoints.openai.logprobs import aligned
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
 from runtime.errors import ConfigError, ServingError
-from runtime.managers.generation import Generation
+from runtime.managers.generation import Generation, RequestOptions
 
 T = TypeVar("T")
 
@@ -217,18 +217,16 @@ class Engine:
             await asyncio.gather(*prompts, return_exceptions=True)
 
     async def _open(self, job: Job, priority: int, *, stream: bool) -> Generation:
-        return await self._alive().manager.generate(
-            job.prompt,
-            job.sampling,
+        options = RequestOptions(
             n=job.n,
             stream=stream,
             top_logprobs=job.top_logprobs,
             prompt_logprobs=job.logprobs_from >= 0,
             priority=priority,
             cache_salt=job.cache_salt,
-            rid=job.rid,
             continues_prompt=True,
         )
+        return await self._alive().manager.generate(job.prompt, job.sampling, options, rid=job.rid)
 
     async def _next(self, job: Job, generation: Generation, choice: Choice) -> Output | None:
         try:

@@ -11,10 +11,9 @@ import msgspec
 
 from runtime.errors import RequestError
 from runtime.managers.cost import CallCost
-from runtime.managers.generation import Generation, GenerationUpdate
+from runtime.managers.generation import Generation, GenerationUpdate, RequestOptions
 from runtime.managers.messages import Finish, TokenLogprobs
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 
 MAX_UNREAD = 256
@@ -30,11 +29,7 @@ class Call:
         prompts: texts or token ids.
         sampling: one per prompt.
         rids: one per prompt.
-        n: texts per prompt.
-        fill_context: generate to the end of the context.
-        continues_prompt: whether the text of the output continues that of the prompt.
-        top_logprobs: -1 for no log-probabilities, else how many beside each chosen token.
-        pooling: reduce the prompts to numbers instead of generating.
+        options: of every prompt.
         params: the protocol's names for what the manager calls "prompt", "input_ids" and "max_new_tokens", and for the grammar.
     """
 
@@ -42,16 +37,8 @@ class Call:
     prompts: Sequence[str | list[int]]
     sampling: Sequence[SamplingParams]
     rids: Sequence[str]
-    n: int
-    stream: bool
-    top_logprobs: int
-    prompt_logprobs: bool
-    priority: int
-    cache_salt: str
+    options: RequestOptions
     params: Mapping[str, str]
-    fill_context: bool = False
-    continues_prompt: bool = True
-    pooling: Pooling | None = None
 
     def name_field(self, error: RequestError) -> None:
         """Name the field at fault as the protocol does."""
@@ -77,21 +64,7 @@ class Generations:
         try:
             cost, priced = await _price(manager, call)
             for (prompt_ids, sampling), rid in zip(priced, call.rids, strict=True):
-                generation = await manager.generate(
-                    prompt_ids,
-                    sampling,
-                    n=call.n,
-                    stream=call.stream,
-                    top_logprobs=call.top_logprobs,
-                    prompt_logprobs=call.prompt_logprobs,
-                    priority=call.priority,
-                    cache_salt=call.cache_salt,
-                    continues_prompt=call.continues_prompt,
-                    rid=rid,
-                    call=call.name,
-                    pooling=call.pooling,
-                    call_cost=cost,
-                )
+                generation = await manager.generate(prompt_ids, sampling, call.options, rid=rid, call=call.name, call_cost=cost)
                 group.each.append(generation)
         except RequestError as error:
             group.close()
@@ -151,20 +124,10 @@ class Generations:
 async def _price(manager: TokenizerManager, call: Call) -> tuple[CallCost, list[tuple[list[int], SamplingParams]]]:
     """Tokenise all prompts and add up what the call costs, before any of it is sent."""
     cost = manager.new_cost()
-    cost.check_samples(len(call.prompts), call.n)
+    cost.check_samples(len(call.prompts), call.options.n)
     priced: list[tuple[list[int], SamplingParams]] = []
     for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
-        priced.append(
-            await manager.price(
-                cost,
-                prompt,
-                sampling,
-                n=call.n,
-                fill_context=call.fill_context,
-                top_logprobs=call.top_logprobs,
-                prompt_logprobs=call.prompt_logprobs,
-            )
-        )
+        priced.append(await manager.price(cost, prompt, sampling, call.options))
         await asyncio.sleep(0)  # many prompts must not keep other requests waiting
     manager.check_room(cost)
     return cost, priced

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -12,8 +13,39 @@ from runtime.errors import ServingError
 from runtime.managers.messages import Finish, TextOut, TokenLogprobs
 from runtime.managers.request_context import CURRENT_REQUEST
 from runtime.managers.telemetry.progress import Progress
+from runtime.pooling import Pooling
 
 Release = Callable[["Generation"], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What is asked of a prompt beside its sampling.
+
+    Attributes:
+        n: number of texts.
+        fill_context: generate to the end of the context, whatever `max_new_tokens` says.
+        stream: pass text on as it is generated; otherwise each choice gets one update.
+        top_logprobs: -1: no log-probabilities; k >= 0: those of the chosen token and of the k most likely.
+        prompt_logprobs: also return log-probabilities of the prompt.
+        priority: higher runs first.
+        cache_salt: separates prefix caches.
+        continues_prompt: whether the output continues the text of the prompt, so its leading space counts.
+        pooling: reduce the prompt to numbers instead of generating.
+    """
+
+    n: int = 1
+    fill_context: bool = False
+    stream: bool = False
+    top_logprobs: int = -1
+    prompt_logprobs: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    continues_prompt: bool = False
+    pooling: Pooling | None = None
+
+
+NO_OPTIONS = RequestOptions()
 
 
 class GenerationUpdate(msgspec.Struct, frozen=True):

@@ -203,17 +203,10 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 ToDetokenizer = RequestInfo | TokensOutBatch | ControlReply | Heartbeat | DrainReq
 
 
-class TextOut(Message, frozen=True, kw_only=True):
+class TextOut(TokensOut, frozen=True, kw_only=True):
     """`TokensOut` with its text: complete characters only, and no part of a stop string."""
 
-    rid: str
     text: str
-    token_ids: list[int]
-    progress: Progress
-    finish: Finish | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: TokenLogprobs | None = None
-    pooled: list[float] | None = None
 
 
 class TextOutBatch(Message, frozen=True, kw_only=True):

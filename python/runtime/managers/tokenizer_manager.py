@@ -16,7 +16,7 @@ from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import InvalidField, ServerDraining, ServingError, SlowReader, WorkerDied
 from runtime.managers.client import CURRENT
 from runtime.managers.cost import CallCost
-from runtime.managers.generation import Generation, GenerationUpdate
+from runtime.managers.generation import NO_OPTIONS, Generation, GenerationUpdate, RequestOptions
 from runtime.managers.messages import (
     AbortReq,
     CacheFlushed,
@@ -39,13 +39,12 @@ from runtime.managers.remote_errors import call_failure, request_failure
 from runtime.managers.request_limits import RequestLimits
 from runtime.managers.room import Room
 from runtime.managers.telemetry.health import Health
-from runtime.managers.telemetry.observer import Observer
+from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.request_end import RequestEnd
 from runtime.managers.telemetry.request_log import SlowRequestLog, log_request
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.models.config import ModelConfig
-from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from runtime.text.tokenizer import Tokenizer
 
@@ -103,7 +102,7 @@ class TokenizerManager:
         self.limits = limits
         self.health = health or Health()
         self.stats: SchedulerStats | None = None
-        self.observer: Observer | None = None
+        self.observer: Metrics | None = None
         self.charge: Callable[[str, int], None] | None = None
         self.on_end: list[Callable[[RequestEnd], None]] = [log_request] if config.server.log_requests else []
         if (slow := config.server.log_slow_requests) is not None:
@@ -143,19 +142,10 @@ class TokenizerManager:
         self,
         prompt: str | list[int],
         sampling: SamplingParams,
+        options: RequestOptions = NO_OPTIONS,
         *,
-        n: int = 1,
-        fill_context: bool = False,
-        stream: bool = False,
-        top_logprobs: int = -1,
-        prompt_logprobs: bool = False,
-        priority: int = 0,
-        cache_salt: str = "",
-        continues_prompt: bool = False,
-        add_special_tokens: bool = True,
         rid: str | None = None,
         call: str = "",
-        pooling: Pooling | None = None,
         call_cost: CallCost | None = None,
     ) -> Generation:
         """Check one request and send it to the scheduler.
@@ -163,34 +153,24 @@ class TokenizerManager:
         Args:
             prompt: text, or token ids.
             sampling: how to choose tokens; `max_new_tokens` is cut to the room in the context.
-            n: number of texts.
-            fill_context: generate to the end of the context, whatever `sampling.max_new_tokens` says.
-            stream: pass text on as it is generated; otherwise each choice gets one update.
-            top_logprobs: -1: no log-probabilities; k >= 0: those of the chosen token and of the k most likely.
-            prompt_logprobs: also return log-probabilities of the prompt.
-            priority: higher runs first.
-            cache_salt: separates prefix caches.
-            continues_prompt: whether the output continues the text of the prompt, so its leading space counts.
-            add_special_tokens: whether the tokenizer puts its BOS token before a text.
             rid: the request's name for `abort`; generated if None.
             call: a name for `abort` that the requests of one call share; empty for none.
-            pooling: reduce the prompt to numbers instead of generating.
             call_cost: the account to which `price` has added this request; None: the request is a call of its own.
 
         Raises:
             RequestError: a value is out of bounds; `param` names it as `SamplingParams` does.
             QueueFull, QueuedTokensFull, ServerDraining, WorkerDied: the server cannot take the request now.
         """
+        n, prompt_ids = options.n, prompt
         self._check_open()
-        self._request_limits.check_call(n, top_logprobs, rid)
-        prompt_ids = await self._prompt_ids(prompt, add_special_tokens)
+        self._request_limits.check_call(n, options.top_logprobs, rid)
         if call_cost is None:
             call_cost = self.new_cost()
-            sampling = self._request_limits.fit(sampling, len(prompt_ids), fill_context)
-            call_cost.add(len(prompt_ids), n, sampling, top_logprobs, prompt_logprobs)
+            prompt_ids, sampling = await self.price(call_cost, prompt, sampling, options)
             self.check_room(call_cost)
-        if pooling is not None:
-            pooling.check(self.model_config.vocab_size)
+        assert not isinstance(prompt_ids, str), "`price` returns the token ids of a text"
+        if options.pooling is not None:
+            options.pooling.check(self.model_config.vocab_size)
         client = CURRENT.get()
         name = rid if rid is not None else f"talon-{next(self._serial)}"
         if name in self._named:
@@ -203,15 +183,15 @@ class TokenizerManager:
                 input_ids=prompt_ids,
                 sampling=sampling,
                 seed=first.seed,
-                top_logprobs=top_logprobs,
-                prompt_logprobs=prompt_logprobs,
-                stream=stream,
-                priority=priority,
+                top_logprobs=options.top_logprobs,
+                prompt_logprobs=options.prompt_logprobs,
+                stream=options.stream,
+                priority=options.priority,
                 client=client.name,
                 max_priority=self.config.scheduler.max_priority if client.max_priority is None else client.max_priority,
-                cache_salt=cache_salt,
-                continues_prompt=continues_prompt,
-                pooling=pooling,
+                cache_salt=options.cache_salt,
+                continues_prompt=options.continues_prompt,
+                pooling=options.pooling,
                 more=tuple(more),
             )
         )
@@ -240,15 +220,7 @@ class TokenizerManager:
         return CallCost(self._room.limits(self.config.server.max_logprob_cells))
 
     async def price(
-        self,
-        call_cost: CallCost,
-        prompt: str | list[int],
-        sampling: SamplingParams,
-        *,
-        n: int,
-        fill_context: bool,
-        top_logprobs: int,
-        prompt_logprobs: bool,
+        self, call_cost: CallCost, prompt: str | list[int], sampling: SamplingParams, options: RequestOptions
     ) -> tuple[list[int], SamplingParams]:
         """Add one request of a call to the call's account, before any of them is sent.
 
@@ -259,15 +231,11 @@ class TokenizerManager:
             RequestError: a value is out of bounds, or the call costs too much.
         """
         self._check_open()
-        prompt_ids = await self._prompt_ids(prompt)
-        sampling = self._request_limits.fit(sampling, len(prompt_ids), fill_context)
-        call_cost.add(len(prompt_ids), n, sampling, top_logprobs, prompt_logprobs)
-        return prompt_ids, sampling
-
-    async def _prompt_ids(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
-        prompt_ids = await self.encoder.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        prompt_ids = await self.encoder.encode(prompt) if isinstance(prompt, str) else prompt
         self._request_limits.check_prompt(prompt_ids)
-        return prompt_ids
+        sampling = self._request_limits.fit(sampling, len(prompt_ids), options.fill_context)
+        call_cost.add(len(prompt_ids), options.n, sampling, options.top_logprobs, options.prompt_logprobs)
+        return prompt_ids, sampling
 
     def check_room(self, cost: CallCost) -> None:
         """Raise the error that says why a call cannot start now."""

@@ -19,6 +19,7 @@ from runtime.entrypoints.native.meta_info import meta_info
 from runtime.entrypoints.native.protocol import AskedLogprobs, GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
 from runtime.entrypoints.openai.served_model import ServedModel
+from runtime.managers.generation import RequestOptions
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import GRAMMAR_KINDS, SamplingDefaults
 from runtime.text.tokenizer import Tokenizer
@@ -109,12 +110,15 @@ def _call(body: GenerateBody, defaults: SamplingDefaults) -> Call:
         prompts=prompts,
         sampling=[one.params(defaults) for one in body.samplings],
         rids=_rids(body.rid, len(prompts)),
-        n=body.n,
-        stream=body.stream,
-        top_logprobs=max(one.top for one in asked),
-        prompt_logprobs=any(one.start >= 0 for one in asked),
-        priority=body.priority,
-        cache_salt=body.cache_salt,
+        options=RequestOptions(
+            n=body.n,
+            stream=body.stream,
+            top_logprobs=max(one.top for one in asked),
+            prompt_logprobs=any(one.start >= 0 for one in asked),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            continues_prompt=True,
+        ),
         params={"prompt": "input_ids" if body.text is None else "text"}
         | {name: f"sampling_params.{name}" for name in ("max_new_tokens", *GRAMMAR_KINDS)},
     )

@@ -16,6 +16,7 @@ from runtime.entrypoints.openai.messages import rendered_messages
 from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.usage import TokenCounts, UsageCounter
 from runtime.errors import GrammarError, RequestError, UnsupportedField
+from runtime.managers.generation import RequestOptions
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.parsers.output_format import OutputFormat, OutputRequest
 from runtime.parsers.registry import pick_think_format, pick_tool_format
@@ -106,15 +107,16 @@ class Chats:
             prompts=[prompt_ids],
             sampling=[adapted],
             rids=[name],
-            n=body.n,
-            stream=body.stream,
-            top_logprobs=body.top,
-            prompt_logprobs=False,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
+            options=RequestOptions(
+                n=body.n,
+                fill_context=body.fill_context,
+                stream=body.stream,
+                top_logprobs=body.top,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                continues_prompt=body.continue_final_message,
+            ),
             params={"prompt": "messages", "input_ids": "messages", "max_new_tokens": body.limit_name, **grammar_names},
-            fill_context=body.fill_context,
-            continues_prompt=body.continue_final_message,
         )
         group = await Generations.start(self._manager, call)
         parsers = [self._format.parser(output, prompt_ids) for _ in range(body.n)]

@@ -19,7 +19,7 @@ from runtime.entrypoints.openai.logprobs import CompletionLogprobs, EchoedPrompt
 from runtime.entrypoints.openai.protocol import CompletionBody
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.openai.usage import UsageCounter
-from runtime.managers.generation import Generation, GenerationUpdate
+from runtime.managers.generation import Generation, GenerationUpdate, RequestOptions
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingDefaults
 from runtime.text.decode_stream import PROMPT_TAIL
@@ -149,12 +149,15 @@ def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
         prompts=prompts,
         sampling=[body.sampling(max(body.max_tokens, 1), body.min_tokens, defaults)] * len(prompts),
         rids=[name] if len(prompts) == 1 else [f"{name}-{index}" for index in range(len(prompts))],
-        n=body.candidates,
-        stream=body.stream,
-        top_logprobs=max(body.top, 0) if ranked else body.top,
-        prompt_logprobs=body.echo and body.top >= 0,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
+        options=RequestOptions(
+            n=body.candidates,
+            stream=body.stream,
+            top_logprobs=max(body.top, 0) if ranked else body.top,
+            prompt_logprobs=body.echo and body.top >= 0,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            continues_prompt=True,
+        ),
         params={"input_ids": "prompt", "max_new_tokens": "max_tokens", **body.grammar_names()},
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from runtime.entrypoints.generations import Call, Choice, Generations
 from runtime.entrypoints.pooling.protocol import PoolingBody
 from runtime.errors import RequestAborted
+from runtime.managers.generation import RequestOptions
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
@@ -74,13 +75,13 @@ def _call(body: PoolingBody, name: str, start: int, prompts: Sequence[str | list
         prompts=prompts,
         sampling=[NO_OUTPUT] * len(prompts),
         rids=[f"{name}-{start + index}" for index in range(len(prompts))],
-        n=1,
-        stream=False,
-        top_logprobs=0 if pooling is None else -1,
-        prompt_logprobs=pooling is None,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        pooling=pooling,
+        options=RequestOptions(
+            top_logprobs=0 if pooling is None else -1,
+            prompt_logprobs=pooling is None,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            pooling=pooling,
+        ),
         params={"prompt": param, "input_ids": param},
     )
 

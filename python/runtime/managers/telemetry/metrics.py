@@ -70,7 +70,7 @@ GROUP_GAUGES: tuple[tuple[str, str, Callable[[GroupLoad], float]], ...] = (
 class Metrics:
     """Counters and histograms of the HTTP process, rendered together with the scheduler's statistics.
 
-    Each instance has a registry of its own. `started` to `ended` make it an `Observer` of the tokenizer manager.
+    Each instance has a registry of its own. The tokenizer manager tells it of every choice, from `started` to `ended`.
     """
 
     def __init__(self, model_name: str) -> None:

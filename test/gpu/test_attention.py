@@ -80,7 +80,7 @@ def make_world(name: str, kind: Kind, seed: int = 0) -> World:
         for cache, copy in zip(caches, copies, strict=True):
             cache.copy_(copy.normal_() / scale)
             copy.copy_(cache).mul_(scale)
-    layers = tuple(AttentionSpec(i, kind.num_q_heads, kv, kind.head_dim**-0.5, kind.windows[i], 0.0, sinks(kind)) for i in range(2))
+    layers = tuple(AttentionSpec(i, kind.num_q_heads, kv, kind.head_dim**-0.5, kind.windows[i], sinks(kind)) for i in range(2))
     shape = AttentionShape(
         layers=tuple(replace(layer, kv_scales=scales) for layer in layers) if scaled else layers,
         max_batch_size=kind.batch,

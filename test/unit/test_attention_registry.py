@@ -40,9 +40,7 @@ from runtime.mem_cache.kv_spec import KVSpec
 BF16 = torch.bfloat16
 CAPS = AttentionCaps(
     dtypes=frozenset({"bfloat16"}),
-    page_sizes=frozenset({16, 64}),
     head_dims=frozenset({64, 128}),
-    sliding_window=False,
 )
 KV = KVSpec("gqa", 2, 64, 64, BF16)
 LAYER = AttentionSpec(0, 8, KV, 0.125)
@@ -71,35 +69,29 @@ def build(name: str, shape: AttentionShape, page_size: int = 16) -> object:
 
 
 @pytest.mark.parametrize(
-    ("shape", "page_size", "words"),
+    ("shape", "words"),
     [
-        (shape_of(LAYER, replace(LAYER, kv=replace(KV, key_dim=96))), 16, "head dimension 96, only 64, 128"),
-        (SHAPE, 32, "page size 32, only 16, 64"),
-        (shape_of(LAYER, replace(LAYER, window=4095)), 16, "a sliding window of 4096"),
-        (shape_of(replace(LAYER, window=0)), 16, "a sliding window of 1"),
-        (shape_of(replace(LAYER, kv=replace(KV, dtype=torch.float16))), 16, "float16, only bfloat16"),
-        (shape_of(replace(LAYER, kv=replace(KV, kind="mla"))), 16, "mla KV caches"),
-        (shape_of(replace(LAYER, kv=replace(KV, scaled=True))), 16, "scaled KV caches"),
-        (shape_of(replace(LAYER, softcap=30.0)), 16, "capped attention scores"),
-        (shape_of(LAYER, replace(LAYER, sinks=torch.zeros(8))), 16, "attention sinks"),
-        (shape_of(LAYER, replace(LAYER, num_q_heads=4)), 16, "layers that differ in heads, head dimension or scale"),
-        (shape_of(LAYER, replace(LAYER, scale=1.0)), 16, "layers that differ in heads, head dimension or scale"),
+        (shape_of(LAYER, replace(LAYER, kv=replace(KV, key_dim=96))), "head dimension 96, only 64, 128"),
+        (shape_of(replace(LAYER, kv=replace(KV, dtype=torch.float16))), "float16, only bfloat16"),
+        (shape_of(replace(LAYER, kv=replace(KV, kind="mla"))), "mla KV caches"),
+        (shape_of(replace(LAYER, kv=replace(KV, scaled=True))), "scaled KV caches"),
+        (shape_of(LAYER, replace(LAYER, sinks=torch.zeros(8))), "attention sinks"),
+        (shape_of(LAYER, replace(LAYER, num_q_heads=4)), "layers that differ in heads, head dimension or scale"),
+        (shape_of(LAYER, replace(LAYER, scale=1.0)), "layers that differ in heads, head dimension or scale"),
     ],
 )
-def test_unsupported_models_are_refused_with_an_alternative(
-    monkeypatch: pytest.MonkeyPatch, shape: AttentionShape, page_size: int, words: str
-) -> None:
+def test_unsupported_models_are_refused_with_an_alternative(monkeypatch: pytest.MonkeyPatch, shape: AttentionShape, words: str) -> None:
     monkeypatch.setattr(registry, "backend_class", lambda _name: Narrow)
     assert isinstance(build("narrow", SHAPE), Narrow)
     with pytest.raises(ConfigError, match=f"Attention backend narrow does not support {words}. Use torch_native with --attention-backend"):
-        build("narrow", shape, page_size)
+        build("narrow", shape)
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 96])
 @pytest.mark.parametrize("page_size", [1, 16, 32])
 def test_torch_supports_every_model(head_dim: int, page_size: int) -> None:
     kv = KVSpec("gqa", 2, head_dim, head_dim, torch.float32)
-    layers = (replace(LAYER, kv=kv), replace(LAYER, num_q_heads=4, kv=kv, window=5, softcap=9.0, sinks=torch.zeros(4)))
+    layers = (replace(LAYER, kv=kv), replace(LAYER, num_q_heads=4, kv=kv, window=5, sinks=torch.zeros(4)))
     backend: Any = build("torch_native", shape_of(*layers), page_size)
     assert backend.caps == ATTENTION_CAPS["torch_native"]
 

@@ -99,8 +99,6 @@ def slow_attention(q: torch.Tensor, world: World, layer: AttentionSpec, batch: F
             for head in range(layer.num_q_heads):
                 k, v = k_flat[slots[keys], head // group], v_flat[slots[keys], head // group]
                 scores = k @ q[token, head] * layer.scale
-                if layer.softcap:
-                    scores = layer.softcap * torch.tanh(scores / layer.softcap)
                 weights = scores.exp()
                 total = weights.sum() + (0.0 if sinks is None else sinks[head].exp())
                 out[token, head] = weights @ v / total
@@ -241,11 +239,10 @@ def test_padding_rows_are_finite_and_change_no_result(width: int) -> None:
 SINKS = torch.linspace(-2.0, 2.0, H)
 
 
-@pytest.mark.parametrize(("softcap", "sinks"), [(1.5, None), (0.0, SINKS), (0.5, SINKS)])
 @pytest.mark.parametrize("width", [1, 4])
-def test_softcap_and_sinks_follow_the_formula(softcap: float, sinks: torch.Tensor | None, width: int) -> None:
+def test_sinks_follow_the_formula(width: int) -> None:
     rng = np.random.default_rng(4)
-    layers = tuple(AttentionSpec(i, H, GQA, HEAD**-0.5, window, softcap, sinks) for i, window in enumerate((-1, 3)))
+    layers = tuple(AttentionSpec(i, H, GQA, HEAD**-0.5, window, SINKS) for i, window in enumerate((-1, 3)))
     world = World.make(rng, 4, layers=layers)
     check(world, make_batch(ForwardMode.TARGET_VERIFY, [4, 1, 2], [width, 17, 30], [width] * 3, world.table, 5), rng)
     check(world, make_batch(ForwardMode.EXTEND, [2, 5, 1], [7, 9, 20], [7, 3, 1], world.table), rng)

@@ -15,13 +15,10 @@ class AttentionCaps:
     Attributes:
         dtypes: names of the KV dtypes it takes; None for any.
         head_dims: head dimensions it takes; None for any.
-        page_sizes: page sizes it takes; None for any.
         kv_kinds: values of `KVSpec.kind` it takes.
         latent_dims: key and value dimensions of "mla" caches that it takes; None for any.
         tree_mask: whether passes with a tree mask work when every layer has full attention.
         cuda_graph: whether `forward` may be captured.
-        sliding_window: whether layers with a sliding window work.
-        softcap: whether layers with capped scores work.
         sinks: whether layers with attention sinks work.
         non_causal: whether layers work whose queries see the keys behind them too.
         mixed_heads: whether layers may differ in heads, head dimension or scale.
@@ -34,13 +31,10 @@ class AttentionCaps:
 
     dtypes: frozenset[str] | None = None
     head_dims: frozenset[int] | None = None
-    page_sizes: frozenset[int] | None = None
     kv_kinds: frozenset[str] = frozenset({"gqa"})
     latent_dims: frozenset[tuple[int, int]] | None = None
     tree_mask: bool = True
     cuda_graph: bool = True
-    sliding_window: bool = True
-    softcap: bool = False
     sinks: bool = False
     non_causal: bool = False
     mixed_heads: bool = False
@@ -57,7 +51,6 @@ ATTENTION_CAPS = {
     "torch_native": AttentionCaps(
         kv_kinds=_BOTH,
         cuda_graph=False,
-        softcap=True,
         sinks=True,
         non_causal=True,
         mixed_heads=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runtime.config.refusals import check_ranges
-from runtime.config.runtime_config import AttentionName, CacheConfig
+from runtime.config.runtime_config import AttentionName, CacheConfig, part_of_flags
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
@@ -25,9 +25,9 @@ def resolve_cache(args: ServerArgs, backend: AttentionName, context_length: int)
     """Choose the page size of the attention backend."""
     if args.page_size is not None and args.page_size > context_length:
         raise ConfigError(f"--page-size must be at most the context length, {context_length}; got {args.page_size}.")
-    return CacheConfig(
+    return part_of_flags(
+        CacheConfig,
+        args,
         page_size=args.page_size or DEFAULT_PAGE_SIZE[backend],
-        mem_fraction_static=args.mem_fraction_static,
-        max_total_tokens=args.max_total_tokens,
         radix_cache=not args.disable_radix_cache,
     )

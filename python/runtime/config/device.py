@@ -26,6 +26,8 @@ _SPELLINGS: dict[str, DType] = {"float": "float32", "half": "float16"}
 def check_device(args: ServerArgs) -> None:
     """Refuse values that no machine can use."""
     check_ranges(args, cpu_threads=(1, MAX_THREADS))
+    if args.sampling_backend == "flashinfer":
+        raise ConfigError("--sampling-backend flashinfer is not supported. Use triton or pytorch, or leave the flag out.")
 
 
 def resolve_device(args: ServerArgs, machine: MachineFacts, model: ModelFacts) -> DeviceConfig:

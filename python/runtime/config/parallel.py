@@ -6,7 +6,7 @@ import importlib.util
 
 from runtime.config.machine import MachineFacts
 from runtime.config.refusals import check_positive, check_ranges
-from runtime.config.runtime_config import DeviceConfig, ParallelConfig
+from runtime.config.runtime_config import DeviceConfig, ParallelConfig, part_of_flags
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
@@ -67,17 +67,7 @@ def _check_address(address: str) -> None:
 
 def resolve_parallel(args: ServerArgs, device: DeviceConfig, machine: MachineFacts) -> ParallelConfig:
     """Place the ranks. Raises `ConfigError` where a rank of this node would have no GPU."""
-    config = ParallelConfig(
-        tp_size=args.tp_size,
-        dp_size=args.dp_size,
-        enable_dp_attention=args.enable_dp_attention,
-        ep_size=args.ep_size,
-        nnodes=args.nnodes,
-        node_rank=args.node_rank,
-        dist_init_addr=args.dist_init_addr,
-        dist_timeout=args.dist_timeout,
-        executor=args.distributed_executor_backend,
-    )
+    config = part_of_flags(ParallelConfig, args, executor=args.distributed_executor_backend)
     if device.device == "cuda" and config.executor == "mp" and config.ranks_per_node > len(machine.gpus):
         raise ConfigError(
             f"--tp-size {args.tp_size} needs {config.ranks_per_node} GPUs on this node; the driver reports {len(machine.gpus)}. "

@@ -1,4 +1,4 @@
-"""Checks that every part of the configuration shares: flags that are not supported, and ranges."""
+"""Checks that every part of the configuration shares: ranges of values."""
 
 from __future__ import annotations
 
@@ -6,18 +6,6 @@ import math
 
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
-
-UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
-    "sampling_backend": ((None, "triton", "pytorch"), "Use triton or pytorch, or leave the flag out."),
-}
-"""Flags of SGLang that exist here to be refused: the accepted values, and why the others are not."""
-
-
-def check_supported(args: ServerArgs) -> None:
-    """Refuse the flags of `UNSUPPORTED`."""
-    for name, (accepted, why) in UNSUPPORTED.items():
-        if (value := getattr(args, name)) not in accepted:
-            raise ConfigError(f"{flag_of(name)} {value} is not supported. {why}")
 
 
 def check_ranges(args: ServerArgs, **bounds: tuple[int, int]) -> None:

@@ -8,7 +8,6 @@ from runtime.config.graphs import check_graphs, resolve_graphs
 from runtime.config.machine import MachineFacts
 from runtime.config.model_facts import ModelFacts
 from runtime.config.parallel import check_parallel, resolve_parallel
-from runtime.config.refusals import check_supported
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.scheduler import check_scheduler, resolve_scheduler
 from runtime.config.served_model import check_model, resolve_model
@@ -58,18 +57,14 @@ def resolve(
 
 def check(args: ServerArgs) -> None:
     """Refuse what no machine and no model can do, before anything is fetched or loaded. Raises `ConfigError`."""
-    check_supported(args)
-    for check_part in (
-        check_model,
-        check_device,
-        check_parallel,
-        check_cache,
-        check_scheduler,
-        check_graphs,
-        check_speculative,
-        check_server,
-    ):
-        check_part(args)
+    check_model(args)
+    check_device(args)
+    check_parallel(args)
+    check_cache(args)
+    check_scheduler(args)
+    check_graphs(args)
+    check_speculative(args)
+    check_server(args)
     # Without a model path the embedded model is served, and `with_embedded_draft` fills in its draft.
     if args.model_path is not None or not asks_for_embedded_draft(args):
         check_draft(args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -23,6 +23,12 @@ Quantization = Literal["int8", "fp8", "mxfp4"]
 GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
 Executor = Literal["mp", "ray"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
+Part = TypeVar("Part", bound=msgspec.Struct)
+
+
+def part_of_flags(part: type[Part], args: object, **decided: Any) -> Part:
+    """A part of the configuration: what was `decided`, and for its other fields the flags of their names in `args`."""
+    return part(**{name: getattr(args, name) for name in part.__struct_fields__ if name not in decided}, **decided)
 
 
 class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,15 @@ import logging
 
 from runtime.config.device_tuning import CPU
 from runtime.config.refusals import check_positive, check_ranges
-from runtime.config.runtime_config import AttentionName, DeviceConfig, DeviceKind, GrammarBackendName, SchedulerConfig, SpeculativeConfig
+from runtime.config.runtime_config import (
+    AttentionName,
+    DeviceConfig,
+    DeviceKind,
+    GrammarBackendName,
+    SchedulerConfig,
+    SpeculativeConfig,
+    part_of_flags,
+)
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
@@ -42,21 +50,15 @@ def resolve_scheduler(
     chunk = _chunk(args, device.device)
     if args.enable_mixed_chunk and (problem := _unmixable(args, device.attention_backend, speculative)):
         raise ConfigError(f"--enable-mixed-chunk is not possible: {problem}. Leave it out.")
-    return SchedulerConfig(
+    return part_of_flags(
+        SchedulerConfig,
+        args,
         max_running_requests=args.max_running_requests or (CPU.max_running_requests if device.device == "cpu" else None),
         chunked_prefill_size=chunk,
         max_prefill_tokens=_prefill_tokens(args, device.device, chunk, context_length),
-        max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens or (CPU_QUEUED_TOKENS if device.device == "cpu" else CUDA_QUEUED_TOKENS),
-        max_priority=args.max_priority,
-        queue_timeout=args.queue_timeout,
-        request_timeout=args.request_timeout,
-        schedule_policy=args.schedule_policy,
-        schedule_conservativeness=args.schedule_conservativeness,
         overlap=not args.disable_overlap_schedule,
         mixed_chunk=args.enable_mixed_chunk,
-        stream_interval=args.stream_interval,
-        watchdog_timeout=args.watchdog_timeout,
         grammar_backend=_grammar_backend(args, speculative),
     )
 

@@ -11,7 +11,7 @@ from runtime.config.device import asked_dtype
 from runtime.config.model_facts import ModelFacts
 from runtime.config.quant_config import with_flag
 from runtime.config.refusals import check_ranges
-from runtime.config.runtime_config import DeviceKind, Quantization, ServedModelConfig
+from runtime.config.runtime_config import DeviceKind, Quantization, ServedModelConfig, part_of_flags
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError, InvalidField
 from runtime.sampling_params import SamplingDefaults
@@ -39,20 +39,17 @@ def resolve_model(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Se
     sampling = preferred.over(model.sampling)
     shown = ", ".join(f"{name} {value:g}" for name, value in sampling.complete().items())
     log.info("default sampling %s: --sampling-defaults %s", shown, args.sampling_defaults)
-    return ServedModelConfig(
+    return part_of_flags(
+        ServedModelConfig,
+        args,
         model_path=model.path,
         load_format=model.load_format,
         tokenizer_path=model.tokenizer_path,
         served_model_name=args.served_model_name or model.name,
-        revision=args.revision,
         quantization=_quantization(args, device, model),
         context_length=_context_length(args, model),
-        chat_template=args.chat_template,
         random_seed=_seed(args),
         aliases=_aliases(args, model),
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-        sampling_defaults=args.sampling_defaults,
         default_sampling_params=sampling,
         preferred_sampling_params=preferred,
     )

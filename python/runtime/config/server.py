@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from runtime.config.key_file import key_problem, read_key_file
 from runtime.config.refusals import check_positive, check_ranges
-from runtime.config.runtime_config import ServerConfig
+from runtime.config.runtime_config import ServerConfig, part_of_flags
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
@@ -40,34 +40,14 @@ def check_server(args: ServerArgs) -> None:
 
 def resolve_server(args: ServerArgs, context_length: int) -> ServerConfig:
     """Take over what was asked for."""
-    return ServerConfig(
-        host=args.host,
-        port=args.port,
-        uds=args.uds,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
-        ssl_keyfile_password=args.ssl_keyfile_password,
+    return part_of_flags(
+        ServerConfig,
+        args,
         api_key=_api_key(args),
-        api_key_file=args.api_key_file,
-        admin_api_key=args.admin_api_key,
-        max_body_mib=args.max_body_mib,
-        max_parse_ms=args.max_parse_ms,
         max_logprob_cells=args.max_logprob_cells or LOGPROB_CELLS_PER_TOKEN * context_length,
-        trust_request_chat_template=args.trust_request_chat_template,
-        strict_request_fields=args.strict_request_fields,
-        protect_metrics=args.protect_metrics,
         allow_origins=_origins(args),
         allowed_hosts=tuple(name.strip() for name in (args.allowed_hosts or "").split(",") if name.strip()),
-        embedding_pooling=args.embedding_pooling,
-        enable_metrics=args.enable_metrics,
-        log_level=args.log_level,
-        log_level_http=args.log_level_http,
-        log_requests=args.log_requests,
-        log_slow_requests=args.log_slow_requests,
-        log_format=args.log_format,
         otlp_traces_endpoint=_traces_endpoint(args.otlp_traces_endpoint),
-        shutdown_timeout=args.shutdown_timeout,
-        skip_server_warmup=args.skip_server_warmup,
         profile_folder=args.profile,
     )
 

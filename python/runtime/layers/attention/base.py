@@ -26,7 +26,6 @@ class AttentionSpec:
         kv: what the layer stores.
         scale: factor of the scores, usually head_dim ** -0.5.
         window: keys that a query sees before its own; -1 for all.
-        softcap: c in scores = c * tanh(scores / c); 0 for none.
         causal: whether a query sees the keys up to its own; otherwise it sees all keys of its request, and `window` limits those before it.
         sinks: [H] of any float dtype, one extra score per head that takes part in the softmax and has no value; None
             for none.
@@ -38,7 +37,6 @@ class AttentionSpec:
     kv: KVSpec
     scale: float
     window: int = -1
-    softcap: float = 0.0
     sinks: torch.Tensor | None = None
     causal: bool = True
     kv_scales: torch.Tensor | None = None

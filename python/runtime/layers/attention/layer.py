@@ -64,7 +64,7 @@ class Attention:
     """`AttentionLayer`: grouped-query attention of one layer, or this rank's heads of it. Owner of its weights.
 
     Attributes:
-        spec: what the backend reads: KV, scale, window, softcap, sinks.
+        spec: what the backend reads: KV, scale, window, sinks.
         heads: how a qkv row becomes heads.
         qkv_proj, o_proj: the projections.
         kernel_launches: of an eager pass, about: norm, qkv, rotary and KV write, attention, output.

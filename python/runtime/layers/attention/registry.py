@@ -57,10 +57,10 @@ def build_backend(name: str, shape: AttentionShape, kv_pool: KVPool, page_table:
     """A backend over `kv_pool` and `page_table`, prepared for passes up to `shape`.
 
     Raises:
-        ConfigError: the name is unknown, a package is missing, or the model or page size is not supported.
+        ConfigError: the name is unknown, a package is missing, or the model is not supported.
     """
     backend = backend_class(name)
-    if limit := unsupported(backend.caps, shape, page_table.page_size):
+    if limit := unsupported(backend.caps, shape):
         raise ConfigError(
             f"Attention backend {name} does not support {limit}. Use torch_native with --attention-backend, or with "
             "--speculative-draft-attention-backend for a draft model."
@@ -87,10 +87,8 @@ def _heads(layer: AttentionSpec) -> tuple[int, KVSpec, float]:
     return layer.num_q_heads, layer.kv, layer.scale
 
 
-def unsupported(caps: AttentionCaps, shape: AttentionShape, page_size: int) -> str:
-    """What a model or a page size needs that a backend cannot do; an empty text when it supports all of it."""
-    if caps.page_sizes is not None and page_size not in caps.page_sizes:
-        return f"page size {page_size}, only {_numbers(caps.page_sizes)}"
+def unsupported(caps: AttentionCaps, shape: AttentionShape) -> str:
+    """What a model needs that a backend cannot do; an empty text when it supports all of it."""
     first = shape.layers[0]
     for layer in shape.layers:
         if limit := _unsupported_layer(caps, layer):
@@ -113,13 +111,9 @@ def _unsupported_layer(caps: AttentionCaps, layer: AttentionSpec) -> str:
         return f"{dtype}, only {' and '.join(sorted(caps.dtypes))}"
     if kv.scaled and not caps.scaled_kv:
         return "scaled KV caches"
-    wanted = (
-        (caps.sliding_window or layer.window < 0, f"a sliding window of {layer.window + 1}"),
-        (caps.softcap or not layer.softcap, "capped attention scores"),
-        (caps.sinks or layer.sinks is None, "attention sinks"),
-        (caps.non_causal or layer.causal, "attention to later tokens"),
-    )
-    return next((what for fine, what in wanted if not fine), "")
+    if layer.sinks is not None and not caps.sinks:
+        return "attention sinks"
+    return "" if layer.causal or caps.non_causal else "attention to later tokens"
 
 
 def _numbers(values: frozenset[int]) -> str:

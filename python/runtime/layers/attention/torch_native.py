@@ -46,7 +46,7 @@ class TorchNativeAttention:
 
     Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass is one
     segment per request, and a pass over ragged windows one per run of equal widths. Where the lengths are `uneven`, each request
-    has a segment of its own. Layers with a softcap or sinks use the written-out formula in float32.
+    has a segment of its own. Layers with sinks use the written-out formula in float32.
     """
 
     caps = ATTENTION_CAPS["torch_native"]
@@ -143,7 +143,7 @@ class TorchNativeAttention:
             k, v = (cache.to(q.dtype) * scale.to(q.dtype) for cache, scale in zip((k, v), layer.kv_scales, strict=True))
         mask = self._mask_for(segment, layer, batch, k.dtype)
         queries = q[segment.tokens].view(requests, width, layer.num_q_heads, -1).to(k.dtype)
-        if layer.softcap or layer.sinks is not None:
+        if layer.sinks is not None:
             if mask is None:
                 mask = self._mask(segment, layer, batch, k.dtype)
             out = explicit_attention(queries.transpose(1, 2), k, v, mask, layer).transpose(1, 2)
@@ -189,18 +189,16 @@ def uneven(seq_lens: npt.NDArray[np.int32]) -> bool:
 
 
 def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: AttentionSpec) -> torch.Tensor:
-    """Attention by its formula in float32, with softcap and sinks. [B, H, q, value_dim].
+    """Attention by its formula in float32, with sinks. [B, H, q, value_dim].
 
     Args:
         q: [B, H, q, key_dim].
         k, v: [B, G, S, key_dim] and [B, G, S, value_dim].
-        mask: [B, 1, q, S], added to the capped scores.
+        mask: [B, 1, q, S], added to the scores.
     """
     group = q.shape[1] // k.shape[1]
     keys, values = (part.float().repeat_interleave(group, dim=1) for part in (k, v))
     scores = q.float() @ keys.transpose(2, 3) * layer.scale
-    if layer.softcap:
-        scores = layer.softcap * torch.tanh(scores / layer.softcap)
     scores = scores + mask
     if layer.sinks is not None:
         scores = torch.cat([scores, layer.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=3)

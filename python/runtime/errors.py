@@ -196,37 +196,32 @@ class WrongProfile(RequestError):
     status = 409
 
 
-class QueueFull(ServingError):
-    """The waiting queue is full."""
+class RateLimited(ServingError):
+    """The server, or a key, takes no more requests for a while."""
 
     status = 429
     kind = "rate_limit_error"
     retry_after = 1
     code = "rate_limit_exceeded"
 
+
+class QueueFull(RateLimited):
+    """The waiting queue is full."""
+
     def __init__(self, limit: int) -> None:
         super().__init__(f"The queue is full: {limit} requests are waiting (--max-queued-requests). Try again later.")
 
 
-class KeyLimitReached(ServingError):
+class KeyLimitReached(RateLimited):
     """An API key has used up one of its limits."""
-
-    status = 429
-    kind = "rate_limit_error"
-    code = "rate_limit_exceeded"
 
     def __init__(self, name: str, limit: str, retry_after: int) -> None:
         super().__init__(f"The API key {name} has reached its limit of {limit}. Try again in {retry_after} s.")
         self.retry_after = retry_after
 
 
-class QueuedTokensFull(ServingError):
+class QueuedTokensFull(RateLimited):
     """The prompts that wait have too many tokens."""
-
-    status = 429
-    kind = "rate_limit_error"
-    retry_after = 1
-    code = "rate_limit_exceeded"
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The queue is full: its prompts have {limit} tokens (--max-queued-tokens). Try again later.")
@@ -261,33 +256,39 @@ class CompilerBusy(ServingError):
         super().__init__("The server is compiling other grammars. Try again later.")
 
 
-class ServerDraining(ServingError):
-    """The server is shutting down and takes no new work."""
+class Unavailable(ServingError):
+    """The server cannot answer requests."""
 
     status = 503
-    retry_after = 10
     code = "service_unavailable"
+
+
+class ServerDraining(Unavailable):
+    """The server is shutting down and takes no new work."""
+
+    retry_after = 10
 
     def __init__(self) -> None:
         super().__init__("The server is shutting down.")
 
 
-class WorkerDied(ServingError):
+class WorkerDied(Unavailable):
     """A process of the server died; the server is about to stop."""
-
-    status = 503
-    code = "service_unavailable"
 
     def __init__(self, process: str) -> None:
         super().__init__(f"The {process} process died; the server is stopping.")
 
 
-class SlowReader(ServingError):
-    """A client reads its stream too slowly, so the server ended it."""
+class ClientTooSlow(ServingError):
+    """The client sends or reads too slowly."""
 
     status = 408
     kind = "invalid_request_error"
     code = "timeout"
+
+
+class SlowReader(ClientTooSlow):
+    """A client reads its stream too slowly, so the server ended it."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The stream has ended because the client did not read it: {limit} parts were unread.")

@@ -9,10 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 from runtime.constrained.grammar import Grammar, GrammarBackend
 from runtime.constrained.trial import STACK_MIB
+from runtime.constrained.trial_process import TrialProcess
 from runtime.errors import CompilerBusy, GrammarError, RequestError
 from runtime.sampling_params import GrammarSpec
 
@@ -23,23 +23,6 @@ MAX_WAIT = 10.0
 MAX_CACHED = 256
 MAX_CACHED_CHARS = 1 << 22
 """Text of all cached grammars together."""
-
-
-class Trials(Protocol):
-    """Tries grammars where nothing can be harmed; see `TrialProcess`."""
-
-    def translate(self, spec: GrammarSpec) -> GrammarSpec:
-        """A grammar that can be compiled safely, as `GrammarBackend.translate` returns it.
-
-        Raises:
-            GrammarError: it cannot be used.
-            CompilerBusy: that cannot be found out.
-        """
-        ...
-
-    def close(self) -> None:
-        """Try no more."""
-        ...
 
 
 @dataclass(slots=True)
@@ -92,7 +75,7 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, make_backend: Callable[[], GrammarBackend], trials: Trials | None, clock: Callable[[], float] = time.monotonic
+        self, make_backend: Callable[[], GrammarBackend], trials: TrialProcess | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._trials, self._clock = trials, clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")

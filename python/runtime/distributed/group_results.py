@@ -2,32 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import zmq
 
 from runtime.batch import BatchResult
 from runtime.distributed.step_messages import GroupResult, RankCodec
-
-
-class ResultReceiver(Protocol):
-    """Rank 0's end."""
-
-    def receive(self, step: int) -> list[BatchResult]:
-        """Wait for the results of a step, in the order of the groups 1, 2, …; steps are asked for in order."""
-        ...
-
-    def close(self) -> None:
-        """Close."""
-        ...
-
-
-class ResultSender(Protocol):
-    """The end of the first rank of another group."""
-
-    def send(self, result: GroupResult) -> None:
-        """Hand over one result."""
-        ...
 
 
 class ResultSocket:
@@ -46,7 +24,10 @@ class ResultSocket:
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self, step: int) -> list[BatchResult]:
-        """Wait for the results of a step. Each group sends one for every step that it is asked about, so none is of another step."""
+        """Wait for the results of a step, in the order of the groups 1, 2, …; steps are asked for in order.
+
+        Each group sends one for every step that it is asked about, so none is of another step.
+        """
         found = dict[int, BatchResult]()
         while len(found) < self._senders:
             result = self._codec.decode_result(self._socket.recv())

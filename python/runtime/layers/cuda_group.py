@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from runtime.distributed.parallel_group import ALONE, ParallelGroup, Shard, split_ranks
 from runtime.distributed.torch_group import TorchGroup, subgroup
 from runtime.layers.kernels import cuda_driver
-from runtime.layers.kernels.graph_timer import replay_times
+from runtime.layers.kernels.graph_timer import median_micros
 from runtime.layers.kernels.push_exchange import MOST_BYTES, PushExchange
 
 log = logging.getLogger(__name__)
@@ -158,13 +157,8 @@ class CudaGroup:
         """Rank 0's microseconds of one call in a graph; all ranks replay together."""
         run()
         torch.cuda.synchronize()
-
-        def calls() -> None:
-            for _ in range(CALLS):
-                run()
-
         self.gather(None)
-        return self.agree(statistics.median(replay_times(calls, REPLAYS)) / CALLS)
+        return self.agree(median_micros(run, REPLAYS, CALLS))
 
 
 def _seeded(device: torch.device, seed: int) -> torch.Generator:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from runtime.batch import Pending
-from runtime.distributed.group_results import ResultSender
+from runtime.distributed.group_results import ResultPusher
 from runtime.distributed.step_links import StepReceiver
 from runtime.distributed.step_messages import Answer, Close, GroupResult, RankCodec, Reset, RunStep, SetRun
 from runtime.errors import RankFailed
 from runtime.model_executor.worker import Worker
 
 
-def follow(worker: Worker, receiver: StepReceiver, rank: int, results: ResultSender | None = None) -> None:
+def follow(worker: Worker, receiver: StepReceiver, rank: int, results: ResultPusher | None = None) -> None:
     """Run steps until rank 0 sends no more.
 
     Nothing is read from the device here, so rank 0 is never waited for on the host; but the first rank of another attention

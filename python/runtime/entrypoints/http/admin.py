@@ -17,7 +17,7 @@ from runtime.entrypoints.http.page import ChatPage
 from runtime.entrypoints.http.responses import json_response, status_response
 from runtime.entrypoints.http.sse import until_gone
 from runtime.entrypoints.native.protocol import AbortBody, InternalState, ProfileBody, StateBody
-from runtime.errors import ConfigError, QueueFull, RequestError, ServingError
+from runtime.errors import ConfigError, QueueFull, RequestError, ServingError, Unavailable
 from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.tokenizer_manager import TokenizerManager
@@ -30,13 +30,6 @@ LOOK_SECONDS = 1.0
 STATS_SECONDS = 2.0
 """How long a request for statistics waits before it shows those of the last heartbeat."""
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
-
-
-class NotHealthy(ServingError):
-    """A health check failed."""
-
-    status = 503
-    code = "service_unavailable"
 
 
 class AdminApi:
@@ -63,7 +56,7 @@ class AdminApi:
 
     def _health(self, well: bool) -> Response:
         if not well:
-            raise NotHealthy(self.manager.health.reason)
+            raise Unavailable(self.manager.health.reason)
         return json_response({"status": "ok"})
 
     async def health_generate(self, request: Request) -> Response:
@@ -71,7 +64,7 @@ class AdminApi:
         try:
             await until_gone(request, asyncio.wait_for(self._any_token(), GENERATE_SECONDS))
         except asyncio.TimeoutError:
-            raise NotHealthy(f"No token came within {GENERATE_SECONDS:g} seconds.") from None
+            raise Unavailable(f"No token came within {GENERATE_SECONDS:g} seconds.") from None
         return json_response({"status": "ok"})
 
     async def _any_token(self) -> None:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime.entrypoints.http.body_price import BodyPrice
 from runtime.entrypoints.http.connection import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
 from runtime.entrypoints.http.responses import error_response
-from runtime.errors import BodyTooComplex, BodyTooLarge, RequestError, ServingError
+from runtime.errors import BodyTooComplex, BodyTooLarge, ClientTooSlow, RequestError, ServingError
 
 MIB = 1 << 20
 MAX_DEPTH = 64
@@ -39,14 +39,6 @@ class HeadersTooLarge(ServingError):
     code = "request_too_large"
 
 
-class BodyTimeout(ServingError):
-    """The client stopped sending in the middle of its body."""
-
-    status = 408
-    kind = "invalid_request_error"
-    code = "timeout"
-
-
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
     """How large a body may be, and how many milliseconds its values may take to check."""
@@ -66,10 +58,10 @@ class HeaderLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or answer 431."""
-        if scope["type"] == "http" and _head_bytes(scope) > MAX_HEADER_BYTES:
+        if _head_bytes(scope) > MAX_HEADER_BYTES:
             await error_response(HeadersTooLarge(HEADERS_TOO_LARGE), scope["path"])(scope, receive, send)
             return
-        if scope["type"] == "http" and {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             # A proxy may see another end of the body than this server, and pass a hidden request on (RFC 9112, 6.1).
             answer = error_response(BadBody("Content-Length and Transfer-Encoding exclude each other."), scope["path"])
             answer.headers["Connection"] = "close"
@@ -110,12 +102,12 @@ async def read_json(request: Request, limits: BodyLimits) -> object:
 
     Raises:
         BadBody: the body is compressed, is not JSON in UTF-8, or is nested more than `MAX_DEPTH` levels deep.
-        BodyTooLarge, BodyTooComplex, BodyTimeout: it is too large, would take too long to check, or did not arrive in time.
+        BodyTooLarge, BodyTooComplex, ClientTooSlow: it is too large, would take too long to check, or did not arrive in time.
     """
     try:
         raw = await asyncio.wait_for(_read(request, limits), BODY_SECONDS)
     except asyncio.TimeoutError:
-        raise BodyTimeout(f"The body did not end within {BODY_SECONDS:g} seconds.") from None
+        raise ClientTooSlow(f"The body did not end within {BODY_SECONDS:g} seconds.") from None
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise BadBody("Content-Encoding is not supported. Send the JSON without compression.", "Content-Encoding")
     return parse_json(raw) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse_json, raw)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from runtime.text.decode_stream import StreamDecoder
+from runtime.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -14,24 +15,12 @@ LOWEST = -9999.0
 Top = Sequence[tuple[int, float]]
 
 
-class TokenTexts(Protocol):
-    """The part of a tokenizer that log-probabilities need."""
-
-    def token_text(self, token_id: int) -> str:
-        """One token as text."""
-        ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """One token as bytes."""
-        ...
-
-
 def finite(value: float) -> float:
     """`value`, or `LOWEST` for anything below it."""
     return max(value, LOWEST)
 
 
-def chat_logprobs(tokenizer: TokenTexts, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top], k: int) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top], k: int) -> dict[str, Any]:
     """The `logprobs` of a chat choice: one entry per token, with the `k` most likely tokens in its place."""
 
     def entry(token: int, logprob: float | None) -> dict[str, object]:
@@ -72,7 +61,7 @@ class CompletionLogprobs:
         prompt: None where it is not echoed.
     """
 
-    def __init__(self, tokenizer: TokenTexts, k: int, decoder: StreamDecoder, prompt: EchoedPrompt | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, k: int, decoder: StreamDecoder, prompt: EchoedPrompt | None = None) -> None:
         self.tokenizer = tokenizer
         self.k = k
         self.offset = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Callable, Hashable, Mapping
 
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
@@ -40,15 +39,8 @@ class KernelChoices:
 
 
 def _measure(runs: Mapping[str, Callable[[], object]]) -> tuple[str, str]:
-    from runtime.layers.kernels.graph_timer import replay_times
+    from runtime.layers.kernels.graph_timer import median_micros
 
-    def micros(run: Callable[[], object]) -> float:
-        def calls() -> None:
-            for _ in range(CALLS):
-                run()
-
-        return statistics.median(replay_times(calls, REPLAYS)) / CALLS
-
-    times = {name: micros(run) for name, run in runs.items()}
+    times = {name: median_micros(run, REPLAYS, CALLS) for name, run in runs.items()}
     best = min(times, key=times.__getitem__)
     return best, f"{best} ({', '.join(f'{name} {time:.1f} µs' for name, time in times.items())})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable
 
 import torch
@@ -11,7 +10,7 @@ from torch.nn import functional as F
 from runtime.layers.gemm.quantized_rows import quantized_gemm, supports
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.widen import widen
-from runtime.layers.kernels.graph_timer import replay_times
+from runtime.layers.kernels.graph_timer import median_micros
 from runtime.layers.linear import Linear
 
 ROWS = 2048
@@ -52,7 +51,7 @@ def time_quantized(weight: torch.Tensor, scale: torch.Tensor) -> tuple[bool, str
     if not error < TOLERANCE:
         return False, f"bfloat16 rows: those in e4m3 differ by {error:.3f}"
     wide, narrow = (
-        statistics.median(replay_times(run, REPLAYS))
+        median_micros(run, REPLAYS)
         for run in (lambda: F.linear(x, widen(weight, scale, x.dtype)), lambda: quantized_gemm(x, weight, scale))
     )
     return narrow < wide, f"{'e4m3' if narrow < wide else 'bfloat16'} rows ({narrow:.0f} and {wide:.0f} µs for {ROWS})"

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+
+
+def median_micros(run: Callable[[], object], replays: int, calls: int = 1) -> float:
+    """Microseconds of `run`, whose kernels are already compiled: the median of `replays` replays of so many calls in a row."""
+
+    def all_calls() -> None:
+        for _ in range(calls):
+            run()
+
+    return statistics.median(replay_times(all_calls, replays)) / calls
 
 
 def replay_times(run: Callable[[], object], replays: int) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass
 
 from runtime.managers.telemetry.decode_stats import DecodeStats
@@ -24,17 +24,7 @@ class _Mark:
     """Counters at one moment, to take rates from."""
 
     time: float
-    generation: int
-    steps: int
-    prompt: int
-    decode: DecodeStats
-    spec: SpecStats
-    depths: dict[str, int]
-
-    @classmethod
-    def of(cls, stats: SchedulerStats, now: float) -> _Mark:
-        generated, prompt = stats.generation_tokens_total, stats.prompt_tokens_total
-        return cls(now, generated, stats.steps, prompt, copy(stats.decode), stats.spec.copy(), {**stats.spec_depth_steps_total})
+    stats: SchedulerStats
 
 
 class StatsLog:
@@ -47,32 +37,32 @@ class StatsLog:
 
     def __init__(self, stats: Callable[[], SchedulerStats], now: float) -> None:
         self._stats = stats
-        self._rate_mark = self._log_mark = _Mark.of(stats(), now)
+        self._rate_mark = self._log_mark = _Mark(now, deepcopy(stats()))
 
     def tick(self, now: float) -> None:
         """Called once per step; does nothing until a period is over."""
         if now - self._rate_mark.time >= RATE_PERIOD:
             stats, mark = self._stats(), self._rate_mark
-            stats.gen_throughput = (stats.generation_tokens_total - mark.generation) / (now - mark.time)
-            self._rate_mark = _Mark.of(stats, now)
+            stats.gen_throughput = (stats.generation_tokens_total - mark.stats.generation_tokens_total) / (now - mark.time)
+            self._rate_mark = _Mark(now, deepcopy(stats))
         if now - self._log_mark.time >= LOG_PERIOD:
             stats = self._stats()
-            if stats.steps > self._log_mark.steps:
+            if stats.steps > self._log_mark.stats.steps:
                 log.info("%s", _line(stats, self._log_mark, now))
-                self._log_mark = _Mark.of(stats, now)
+                self._log_mark = _Mark(now, deepcopy(stats))
 
 
 def _line(stats: SchedulerStats, mark: _Mark, now: float) -> str:
-    seconds = now - mark.time
+    seconds, before = now - mark.time, mark.stats
     return ", ".join(
         [
             f"Decode batch, #running-req: {stats.num_running_reqs}",
             f"token usage: {stats.token_usage:.2f}",
-            *_of_drafts(stats.spec.since(mark.spec)),
-            *_of_depths(stats.spec_depth_steps_total, mark.depths),
-            *_of_graphs(stats.decode.since(mark.decode)),
-            f"gen throughput (token/s): {(stats.generation_tokens_total - mark.generation) / seconds:.2f}",
-            f"prompt (token/s): {(stats.prompt_tokens_total - mark.prompt) / seconds:.2f}",
+            *_of_drafts(stats.spec.since(before.spec)),
+            *_of_depths(stats.spec_depth_steps_total, before.spec_depth_steps_total),
+            *_of_graphs(stats.decode.since(before.decode)),
+            f"gen throughput (token/s): {(stats.generation_tokens_total - before.generation_tokens_total) / seconds:.2f}",
+            f"prompt (token/s): {(stats.prompt_tokens_total - before.prompt_tokens_total) / seconds:.2f}",
             f"#queue-req: {stats.num_queue_reqs}",
         ]
     )

@@ -97,7 +97,8 @@ def test_the_limit_and_the_stop_sequence_are_reasons_to_stop() -> None:
             # Clients of large models ask for more than fits here; the context is the limit.
             assert (await f.post(PATH, {"max_tokens": 32000, "messages": HI})).json()["stop_reason"] == "end_turn"
         writer = MessageWriter("msg_1", "tiny", 3)
-        writer.end(ChatFinish("stop", "y"), TokenCounts(3, 1, 0))
+        writer.update(ChatUpdate(0, [], [], finish=ChatFinish("stop", "y")))
+        writer.end(TokenCounts(3, 1, 0))
         assert (writer.message["stop_reason"], writer.message["stop_sequence"]) == ("stop_sequence", "y")
 
     run(check())
@@ -223,7 +224,8 @@ def write(*deltas: Delta, finish: ChatFinish) -> tuple[dict[str, Any], list[dict
     events = writer.start()
     for delta in deltas:
         events += writer.update(ChatUpdate(0, [delta], []))
-    return writer.message, events + writer.end(finish, TokenCounts(5, 7, 2))
+    events += writer.update(ChatUpdate(0, [], [], finish=finish))
+    return writer.message, events + writer.end(TokenCounts(5, 7, 2))
 
 
 def test_thinking_text_and_tools_are_blocks_of_their_own() -> None:

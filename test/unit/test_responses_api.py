@@ -363,7 +363,8 @@ def write(*deltas: Delta, reason: Any = "stop") -> tuple[dict[str, Any], list[di
     events = writer.start()
     for delta in deltas:
         events += writer.update(ChatUpdate(0, [delta], []))
-    return writer.response, events + writer.end(ChatFinish(reason), TokenCounts(5, 7, 2))
+    events += writer.update(ChatUpdate(0, [], [], finish=ChatFinish(reason)))
+    return writer.response, events + writer.end(TokenCounts(5, 7, 2))
 
 
 def test_reasoning_text_and_calls_are_items_of_their_own() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,17 +13,14 @@ from runtime.entrypoints.anthropic.conversion import CHAT_NAMES, chat_fields, pr
 from runtime.entrypoints.anthropic.protocol import CountBody, MessagesBody
 from runtime.entrypoints.anthropic.writer import MessageWriter
 from runtime.entrypoints.http.responses import INTERNAL, anthropic_error, json_response
-from runtime.entrypoints.http.sse import EventStream, named_event, until_gone
+from runtime.entrypoints.http.sse import EventStream, named_events, until_gone
 from runtime.entrypoints.openai.chat_conversion import ChatConversion
-from runtime.entrypoints.openai.chat_updates import ChatFinish
 from runtime.entrypoints.openai.chats import Chat, Chats
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.errors import ServingError
 from runtime.managers.tokenizer_manager import TokenizerManager
 
 log = logging.getLogger(__name__)
-
-Json = dict[str, Any]
 
 
 class MessagesApi:
@@ -57,30 +53,22 @@ class MessagesApi:
 
     async def _collect(self, chat: Chat, writer: MessageWriter) -> None:
         """Run to the end."""
-        finish: ChatFinish | None = None
         with self._conversion.naming():
             async for update in chat.updates():
                 writer.update(update)
-                finish = update.finish or finish
-        writer.end(finish, chat.counts())
+        writer.end(chat.counts())
 
     async def _events(self, chat: Chat, writer: MessageWriter) -> AsyncGenerator[bytes, None]:
-        finish: ChatFinish | None = None
         try:
             async with chat:
-                yield _encoded(writer.start())
+                yield named_events(writer.start())
                 with self._conversion.naming():
                     async for update in chat.updates():
-                        finish = update.finish or finish
                         if events := writer.update(update):
-                            yield _encoded(events)
-            yield _encoded(writer.end(finish, chat.counts()))
+                            yield named_events(events)
+            yield named_events(writer.end(chat.counts()))
         except ServingError as error:
-            yield _encoded([anthropic_error(error.status, str(error))])
+            yield named_events([anthropic_error(error.status, str(error))])
         except Exception:
             log.exception("a stream failed")
-            yield _encoded([anthropic_error(500, INTERNAL)])
-
-
-def _encoded(events: list[Json]) -> bytes:
-    return b"".join(named_event(event["type"], event) for event in events)
+            yield named_events([anthropic_error(500, INTERNAL)])

@@ -6,27 +6,24 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field, model_validator
 
 from runtime.entrypoints.http.body import Body, Int64, Name, StopText, Unused, items
 from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, unless
 from runtime.entrypoints.openai.messages import MAX_MESSAGES, TEXT_PARTS_ONLY
 from runtime.entrypoints.openai.protocol import ModelName
-from runtime.entrypoints.openai.tools import FunctionName
+from runtime.entrypoints.openai.response_protocol import Shown
+from runtime.entrypoints.openai.tools import MAX_TOOLS, FunctionName, JsonSchema
 from runtime.errors import RequestError
 from runtime.sampling_params import MAX_STOPS, MAX_TOKENS, NewTokens, TopK, TopP
-
-MAX_TOOLS = 512
-BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
-Schema = Annotated[dict[str, Any], Field(description="a JSON schema, as an object")]
-
 
 # ---- messages
 
 
 class Block(Body):
     """A part of a message: text, thinking, a tool's use or its result."""
+
+    OTHER_TYPES = TEXT_PARTS_ONLY
 
     RULES = (
         any_of(unless("type", "tool_use"), has("id", "input", name=TEXT)),
@@ -47,14 +44,6 @@ class Block(Body):
     citations: Unused = None
     data: Unused = None
     signature: Unused = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_type(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind not in BLOCK_TYPES:
-            raise PydanticCustomError("unsupported", "not text", {"field": kind[:32], "why": TEXT_PARTS_ONLY})
-        return data
 
     @model_validator(mode="after")
     def _check_fields(self) -> Block:
@@ -98,21 +87,14 @@ def text_of(content: str | Sequence[Block | TextBlock]) -> str:
 class Tool(Body):
     """A tool that the model may use."""
 
+    OTHER_TYPES = "this server runs no tools itself; send tools with an input_schema"
+
     name: FunctionName
-    input_schema: Schema
+    input_schema: JsonSchema
     description: str | None = None
     strict: bool | None = None
     type: Literal["custom"] = "custom"
     cache_control: Unused = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_custom(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind != "custom":
-            why = "this server runs no tools itself; send tools with an input_schema"
-            raise PydanticCustomError("unsupported", "not custom", {"field": kind[:32], "why": why})
-        return data
 
 
 class ToolChoice(Body):
@@ -143,7 +125,7 @@ class OutputFormat(Body):
     """JSON of a schema instead of free text."""
 
     type: Literal["json_schema"]
-    schema_: Annotated[Schema, Field(alias="schema")]
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
 
 
 class OutputConfig(Body):
@@ -184,12 +166,6 @@ class MessagesBody(CountBody):
 
 
 # ---- responses
-
-
-class Shown(BaseModel):
-    """Base of what this server answers with: fields that have a name here are checked, others are allowed."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 class ContentBlock(Shown):

@@ -31,6 +31,7 @@ class MessageWriter:
         self._blocks: list[Json] = self.message["content"]
         self._open: Json | None = None
         self._arguments = ""
+        self._finish: ChatFinish | None = None
 
     def start(self) -> list[Json]:
         """The first events."""
@@ -38,11 +39,12 @@ class MessageWriter:
 
     def update(self, update: ChatUpdate) -> list[Json]:
         """Add the deltas of an update."""
+        self._finish = update.finish or self._finish
         return [event for delta in update.deltas for event in self._add(delta)]
 
-    def end(self, finish: ChatFinish | None, counts: TokenCounts) -> list[Json]:
-        """Close the answer; `finish` is why it ended."""
-        events = self._close()
+    def end(self, counts: TokenCounts) -> list[Json]:
+        """Close the answer."""
+        events, finish = self._close(), self._finish
         stop: Json = {"stop_reason": None, "stop_sequence": None}
         if finish is not None:
             stop["stop_reason"] = STOP_REASONS.get(finish.reason)

@@ -24,9 +24,6 @@ class AccessLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         began, status, sent = time.monotonic(), NO_ANSWER, 0
 
         async def watched(message: Message) -> None:

@@ -35,9 +35,6 @@ class KeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or refuse it."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         use = self.ring.find(_key_of(Headers(scope=scope)))
         if not self._opens(scope["path"], use):
             await error_response(Unauthorized(), scope["path"])(scope, receive, send)

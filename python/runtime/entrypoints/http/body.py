@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args
 
 from annotated_types import Interval, Len
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -65,6 +65,11 @@ StopText = Annotated[str, Len(1, MAX_STOP_CHARS)]
 Unused = Annotated[Any, Field(description="Accepted without effect.")]
 
 
+def unsupported(field: str, why: str) -> PydanticCustomError:
+    """The error of a field of a body, or of one value of it, that this server does not support."""
+    return PydanticCustomError("unsupported", "{field} is not supported", {"field": field, "why": why})
+
+
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
     """Let every field that is not required be null in the JSON schema of a body, and add the rules between fields."""
     for name in schema.get("properties", {}).keys() - set(schema.get("required", ())):
@@ -83,26 +88,33 @@ class Body(BaseModel):
 
     `RULES` are rules between the fields of a class for its JSON schema; its validators enforce them. A generator of test data multiplies
     their alternatives out, so a body with many fields states only some of its rules.
+
+    `OTHER_TYPES`: why values of the field `type` that are not listed are not supported; "" refuses them as any other wrong value.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, json_schema_extra=_describe)
     RULES: ClassVar[tuple[Json, ...]] = ()
+    OTHER_TYPES: ClassVar[str] = ""
     _refused_here: ClassVar[frozenset[str]] = frozenset()
+    _types: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Note which refused fields this body lacks."""
+        """Note which refused fields this body lacks, and its types."""
         cls._refused_here = frozenset(REFUSED.keys() - cls.model_fields.keys())
+        cls._types = get_args(cls.model_fields["type"].annotation) if cls.OTHER_TYPES else ()
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if cls.OTHER_TYPES and isinstance(kind := data.get("type"), str) and kind not in cls._types:
+            raise unsupported(kind[:32], cls.OTHER_TYPES)
         if not cls._refused_here.isdisjoint(data):
             for name in cls._refused_here & data.keys():
                 if data[name] is not None and data[name] not in HARMLESS.get(name, ()):
-                    raise PydanticCustomError("unsupported", "{field} is not supported", {"field": name, "why": REFUSED[name]})
+                    raise unsupported(name, REFUSED[name])
         return {name: value for name, value in data.items() if value is not None} if None in data.values() else data
 
 

@@ -17,8 +17,7 @@ class ClientName:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
-        if scope["type"] == "http":
-            CURRENT.set(Client(address_name((scope.get("client") or ("",))[0])))
+        CURRENT.set(Client(address_name((scope.get("client") or ("",))[0])))
         await self.app(scope, receive, send)
 
 

@@ -54,8 +54,7 @@ class OriginGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 403 or 415."""
-        error = self._refusal(scope) if scope["type"] == "http" else None
-        if error is not None:
+        if (error := self._refusal(scope)) is not None:
             await error_response(error, scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)

@@ -24,9 +24,6 @@ class RequestId:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on and name its answer."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         given = Headers(scope=scope).get(HEADER, "")
         name = given if _ACCEPTED.fullmatch(given) else new_request_id()
         REQUEST_ID.set(name)

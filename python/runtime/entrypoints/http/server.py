@@ -162,7 +162,7 @@ async def serve(manager: TokenizerManager, listener: socket.socket, stopping: as
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile_password=config.ssl_keyfile_password,
             http=BoundedConnection,
-            ws="none",
+            ws="none",  # the middlewares know HTTP alone
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import orjson
@@ -31,9 +31,9 @@ def event(value: object) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-def named_event(name: str, value: object) -> bytes:
-    """One JSON value as an event of a type."""
-    return b"event: " + name.encode() + b"\n" + event(value)
+def named_events(values: Iterable[dict[str, Any]]) -> bytes:
+    """JSON objects as events, each named by its `type`."""
+    return b"".join(b"event: " + value["type"].encode() + b"\n" + event(value) for value in values)
 
 
 class EventStream(Response):

@@ -95,7 +95,7 @@ class Tracing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
-        if scope["type"] != "http" or scope["path"] in UNTRACED:
+        if scope["path"] in UNTRACED:
             await self.app(scope, receive, send)
             return
         context = CURRENT_REQUEST.get()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from runtime.entrypoints.http.body import Body, Name, Unused, items
+from runtime.entrypoints.http.body import Body, Name, Unused, items, unsupported
 from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks
 from runtime.entrypoints.openai.tools import CalledFunction, CalledTool, CalledTools
 
@@ -27,10 +27,7 @@ class TextPart(Body):
     def _only_text(cls, data: Any) -> Any:
         kind = data.get("type") if isinstance(data, dict) else "text"
         if kind != "text":
-            field = kind[:32] if isinstance(kind, str) else "type"
-            raise PydanticCustomError(
-                "unsupported", "not text", {"field": field, "why": "this server reads text parts only and opens no URL"}
-            )
+            raise unsupported(kind[:32] if isinstance(kind, str) else "type", TEXT_PARTS_ONLY)
         return data
 
 
@@ -62,7 +59,7 @@ class Message(Body):
     def _check_content(self) -> Message:
         calls = self.tool_calls or self.function_call is not None
         if calls and self.role != "assistant":
-            raise PydanticCustomError("unsupported", "", {"field": "tool_calls", "why": "only the assistant calls tools"})
+            raise unsupported("tool_calls", "only the assistant calls tools")
         if self.content in (None, []) and not (calls or self.thought):  # clients send an empty array beside calls
             raise PydanticCustomError("required", "required", {"field": "content"})
         return self

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from runtime.entrypoints.http.body import Body, Int64, Name, SamplingFields, TopLogprobs, Unused, entries, items
+from runtime.entrypoints.http.body import Body, Int64, Name, SamplingFields, TopLogprobs, Unused, entries, items, unsupported
 from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, unless
 from runtime.entrypoints.openai.messages import MAX_MESSAGES, TEXT_PARTS_ONLY
 from runtime.entrypoints.openai.protocol import ModelName, ReasoningEffort, TemplateKwargs
-from runtime.entrypoints.openai.tools import FunctionName
+from runtime.entrypoints.openai.tools import MAX_TOOLS, FunctionName, JsonSchema
 from runtime.errors import RequestError
 from runtime.sampling_params import NewTokens
 
 MAX_METADATA = 16
-MAX_TOOLS = 512
 ItemType = Literal["message", "function_call", "function_call_output", "reasoning"]
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 LOGPROBS = "message.output_text.logprobs"
 _REFUSED = {
     "background": "this server answers while the client waits, or streams",
@@ -32,7 +29,6 @@ Metadata = Annotated[
     Len(0, MAX_METADATA),
     entries(MAX_METADATA),
 ]
-Schema = Annotated[dict[str, Any], Field(description="a JSON schema, as an object")]
 
 
 # ---- items
@@ -52,7 +48,7 @@ class Part(Body):
     def _only_text(cls, data: Any) -> Any:
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind.startswith(("input_", "output_")) and kind not in ("input_text", "output_text"):
-            raise PydanticCustomError("unsupported", "not text", {"field": kind[:32], "why": TEXT_PARTS_ONLY})
+            raise unsupported(kind[:32], TEXT_PARTS_ONLY)
         return data
 
 
@@ -62,6 +58,7 @@ Parts = Annotated[list[Part], items(0, MAX_MESSAGES)]
 class InputItem(Body):
     """One item of a conversation: a message, a function call, its output, or the reasoning before it."""
 
+    OTHER_TYPES = f"this server knows items of type {', '.join(get_args(ItemType))}"
     RULES = (
         any_of(has(type={"enum": ["function_call", "function_call_output", "reasoning"]}), has("role")),
         any_of(unless("type", "function_call"), has("call_id", "arguments", name=TEXT)),
@@ -80,15 +77,6 @@ class InputItem(Body):
     encrypted_content: Unused = None
     phase: Unused = None
     status: Unused = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_type(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind not in ITEM_TYPES:
-            why = f"this server knows items of type {', '.join(ITEM_TYPES)}"
-            raise PydanticCustomError("unsupported", "unknown type", {"field": kind[:32], "why": why})
-        return data
 
     @model_validator(mode="after")
     def _check_fields(self) -> InputItem:
@@ -110,19 +98,13 @@ def text_of(content: str | list[Part]) -> str:
 class FunctionTool(Body):
     """A function that the model may call."""
 
+    OTHER_TYPES = "tools must be of type function"
+
     type: Literal["function"]
     name: FunctionName
     description: str | None = None
-    parameters: Schema | None = None
+    parameters: JsonSchema | None = None
     strict: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_functions(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise PydanticCustomError("unsupported", "not a function", {"field": kind[:32], "why": "tools must be of type function"})
-        return data
 
 
 class ChosenTool(Body):
@@ -151,7 +133,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Annotated[str, Len(0, 64)] | None = None
     description: str | None = None
-    schema_: Schema | None = Field(default=None, alias="schema")
+    schema_: JsonSchema | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -215,7 +197,7 @@ class ResponseBody(SamplingFields):
     def _refuse_own(cls, data: Any) -> Any:
         for name in _REFUSED.keys() & data.keys() if isinstance(data, dict) else ():
             if data[name] not in (None, False):
-                raise PydanticCustomError("unsupported", "{field} is not supported", {"field": name, "why": _REFUSED[name]})
+                raise unsupported(name, _REFUSED[name])
         return data
 
     @property

@@ -33,6 +33,7 @@ class ResponseWriter:
         self._logprobs = logprobs
         self._open: Json | None = None
         self._sequence = 0
+        self._finish: ChatFinish | None = None
 
     def start(self) -> list[Json]:
         """The first events."""
@@ -40,12 +41,13 @@ class ResponseWriter:
 
     def update(self, update: ChatUpdate) -> list[Json]:
         """Add the deltas of an update."""
+        self._finish = update.finish or self._finish
         logprobs = self._logprobs(update)
         return [event for delta in update.deltas for event in self._add(delta, logprobs)]
 
-    def end(self, finish: ChatFinish | None, counts: TokenCounts) -> list[Json]:
-        """Close the output; `finish` is why it ended."""
-        reason = finish.reason if finish is not None else "abort"
+    def end(self, counts: TokenCounts) -> list[Json]:
+        """Close the output."""
+        reason = self._finish.reason if self._finish is not None else "abort"
         complete = reason in ("stop", "tool_calls")
         opened = [] if self._output else self._need("message")  # an empty answer has a message too
         events = opened + self._close("completed" if complete else "incomplete")

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.entrypoints.http.responses import INTERNAL, json_response
-from runtime.entrypoints.http.sse import EventStream, named_event, until_gone
+from runtime.entrypoints.http.sse import EventStream, named_events, until_gone
 from runtime.entrypoints.openai.chat_conversion import ChatConversion
-from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
+from runtime.entrypoints.openai.chat_updates import ChatUpdate
 from runtime.entrypoints.openai.chats import Chat, Chats
 from runtime.entrypoints.openai.logprobs import chat_logprobs
 from runtime.entrypoints.openai.protocol import ChatBody
@@ -193,32 +193,29 @@ class ResponseApi:
 
     async def _collect(self, run: _Run) -> None:
         """Run to the end."""
-        finish: ChatFinish | None = None
         with self._conversion.naming():
             async for update in run.chat.updates():
                 run.writer.update(update)
-                finish = update.finish or finish
-        run.writer.end(finish, run.chat.counts())
+        run.writer.end(run.chat.counts())
         self._keep(run)
 
     async def _events(self, run: _Run) -> AsyncGenerator[bytes, None]:
-        writer, finish = run.writer, None
+        writer = run.writer
         try:
             async with run.chat:
-                yield _encoded(writer.start())
+                yield named_events(writer.start())
                 with self._conversion.naming():
                     async for update in run.chat.updates():
-                        finish = update.finish or finish
                         if events := writer.update(update):
-                            yield _encoded(events)
-            last = writer.end(finish, run.chat.counts())
+                            yield named_events(events)
+            last = writer.end(run.chat.counts())
         except ServingError as error:
             last = writer.fail(error)
         except Exception:
             log.exception("a stream failed")
             last = writer.fail(ServingError(INTERNAL))
         self._keep(run)
-        yield _encoded(last)
+        yield named_events(last)
 
     def _close(self, run: _Run) -> None:
         run.chat.close()
@@ -233,10 +230,6 @@ class ResponseApi:
         given = tuple(_with_id(item) for item in run.body.input_items)
         output = [InputItem.model_validate(item) for item in response["output"]]
         self._store.add(StoredResponse(response, given, (*run.conversation, *output), run.size + size_of(response, given)))
-
-
-def _encoded(events: list[Json]) -> bytes:
-    return b"".join(named_event(event["type"], event) for event in events)
 
 
 def _with_id(item: InputItem) -> Json:

@@ -38,16 +38,16 @@ class DraftModel(Protocol):
         to_draft: int64 [V], the inverse, -1 where there is none; None as above.
     """
 
-    lookahead: int
+    lookahead: int = 1
     config: ModelConfig
     attention_specs: tuple[AttentionSpec, ...]
-    aux_layers: tuple[int, ...]
+    aux_layers: tuple[int, ...] = ()
     input_width: int
     hidden_width: int
     hidden_dtype: torch.dtype
     vocab_size: int
-    to_target: torch.Tensor | None
-    to_draft: torch.Tensor | None
+    to_target: torch.Tensor | None = None
+    to_draft: torch.Tensor | None = None
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Run the draft. `batch.input_ids[t]` is the token after the one that `batch.hidden_states[t]` belongs to.
@@ -77,7 +77,7 @@ class DraftModel(Protocol):
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
         """The target's ids of draft ids, int64 of any shape."""
-        ...
+        return ids if self.to_target is None else self.to_target[ids]
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that `load` requires."""

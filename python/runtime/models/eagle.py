@@ -17,14 +17,14 @@ from runtime.layers.ops import Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
 from runtime.models.draft_config import DraftConfig
-from runtime.models.draft_head import DraftBody, OptionalTensors, shared_if_equal
+from runtime.models.draft_head import DraftBody, DraftModel, OptionalTensors, shared_if_equal
 from runtime.models.token_map import HotTokens
 from runtime.models.weights import NamedTensors
 
 OPTIONAL = frozenset({"embed_tokens.weight", "lm_head.weight", "fc.bias"})
 
 
-class LlamaForCausalLMEagle:
+class LlamaForCausalLMEagle(DraftModel):
     """`DraftModel`: its hidden states are like the target's, final-normed; the first layer has no input norm, and no
     norm ends the head.
 
@@ -48,7 +48,6 @@ class LlamaForCausalLMEagle:
         """
         self.config = config.model
         self.aux_layers = config.aux_layers
-        self.lookahead = 1
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
         self.input_width = self.hidden_width = hidden
         self.hidden_dtype = target.dtype
@@ -117,7 +116,3 @@ class LlamaForCausalLMEagle:
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
         """The draft id of the most likely token, int64 [N]: the argmax of `logits(hidden)`."""
         return greedy(self._body.ops, hidden.to(self.hidden_dtype), self.lm_head)
-
-    def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
-        """The target's ids of draft ids, int64 of any shape."""
-        return self._hot.map_to_target(ids)

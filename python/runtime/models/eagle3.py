@@ -19,14 +19,14 @@ from runtime.layers.ops import Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
 from runtime.models.draft_config import DraftConfig
-from runtime.models.draft_head import DraftBody, OptionalTensors, shared_if_equal
+from runtime.models.draft_head import DraftBody, DraftModel, OptionalTensors, shared_if_equal
 from runtime.models.token_map import invert
 from runtime.models.weights import NamedTensors
 
 NUM_AUX = 3
 
 
-class LlamaForCausalLMEagle3:
+class LlamaForCausalLMEagle3(DraftModel):
     """`DraftModel`: own norm, and an LM head over a vocabulary that is often a part of the target's.
 
     The target's three states are projected by `fc`; deeper steps are fed the head's own residual stream, before the
@@ -46,7 +46,6 @@ class LlamaForCausalLMEagle3:
         """
         self.config = c = config.model
         self.aux_layers = config.aux_layers
-        self.lookahead = 1
         if c.num_layers != 1:
             raise ConfigError(f"the EAGLE-3 draft head has {c.num_layers} layers; only heads of one layer are supported")
         self.input_width = NUM_AUX * (c.target_hidden_size or c.hidden_size)
@@ -74,8 +73,6 @@ class LlamaForCausalLMEagle3:
         self.lm_head = target.lm_head
         if self._own_head:
             self.lm_head = parts.weights.lm_head(self.vocab_size, c.hidden_size)
-        self.to_target: torch.Tensor | None = None
-        self.to_draft: torch.Tensor | None = None
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that `load` requires. Any constant `d2t` is valid for dummy weights."""
@@ -180,10 +177,6 @@ class LlamaForCausalLMEagle3:
         if self._layout.norm_output:
             return hidden.to(self._body.dtype)
         return self._body.ops.norm(hidden.float(), self._norm, self._body.dtype)
-
-    def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
-        """The target's ids of draft ids, int64 of any shape."""
-        return ids if self.to_target is None else self.to_target[ids]
 
 
 def _of_midlayer(weights: NamedTensors) -> NamedTensors:

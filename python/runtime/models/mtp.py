@@ -22,7 +22,7 @@ from runtime.layers.ops import Stream
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
-from runtime.models.draft_head import DraftBody
+from runtime.models.draft_head import DraftBody, DraftModel
 from runtime.models.registry import MTP_FAMILIES
 from runtime.models.token_map import HotTokens
 from runtime.models.weights import NamedTensors, Sliceable
@@ -31,7 +31,7 @@ SHARED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq
 """Endings of the tensors that a checkpoint repeats for the layer; the target's are used."""
 
 
-class MtpDraft:
+class MtpDraft(DraftModel):
     """`DraftModel` of the target's own checkpoint; embedding and LM head are the target's.
 
     Attributes:
@@ -53,8 +53,6 @@ class MtpDraft:
         self.config = mtp_config(target.config)
         assert self.config.mtp is not None, "checked by mtp_config"
         self._names = names = self.config.mtp
-        self.lookahead = 1
-        self.aux_layers: tuple[int, ...] = ()
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
         self.input_width = self.hidden_width = hidden
         self.hidden_dtype = target.dtype if names.feeds_normed else torch.float32
@@ -130,10 +128,6 @@ class MtpDraft:
         if self._names.feeds_normed:
             return hidden.to(self._body.dtype)
         return self._body.ops.norm(hidden.float(), self._final_norm, self._body.dtype)
-
-    def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
-        """The target's ids of draft ids, int64 of any shape."""
-        return self._hot.map_to_target(ids)
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:

@@ -8,10 +8,11 @@ from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.decoder import DecoderModel
+from runtime.models.draft_head import DraftModel
 from runtime.models.weights import NamedTensors
 
 
-class StandaloneDraft:
+class StandaloneDraft(DraftModel):
     """`DraftModel` without lookahead: it reads the token at a position and no hidden state of the target.
 
     Attributes:
@@ -23,13 +24,10 @@ class StandaloneDraft:
         self.lookahead = 0
         self.config = model.config
         self.attention_specs = model.attention_specs
-        self.aux_layers: tuple[int, ...] = ()
         self.input_width = 0
         self.hidden_width = model.config.hidden_size
         self.hidden_dtype = model.dtype
         self.vocab_size = model.config.vocab_size
-        self.to_target: torch.Tensor | None = None
-        self.to_draft: torch.Tensor | None = None
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """[T, hidden] or [N, hidden], for `logits`."""
@@ -43,10 +41,6 @@ class StandaloneDraft:
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
         """The most likely next token, int64 [N]: the argmax of `logits(hidden)`."""
         return self.model.greedy(hidden)
-
-    def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
-        """The same ids: there is one vocabulary."""
-        return ids
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that `load` requires."""

@@ -33,10 +33,6 @@ class HotTokens:
         """The rows of a whole LM head that score these tokens; copied where they are not all."""
         return head if self.to_target is None else head.select_rows(self.to_target)
 
-    def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
-        """The target's ids of draft ids, int64 of any shape."""
-        return ids if self.to_target is None else self.to_target[ids]
-
 
 def invert(to_target: torch.Tensor, vocab_size: int, name: str) -> torch.Tensor:
     """`to_draft` int64 [vocab_size] of a `to_target` int64 [Vd]: -1 where there is no draft id. At load time only.

@@ -30,6 +30,11 @@ from runtime.speculative.draft_tree import begin, expand, select, top_log_probs
 GREEDY, SAMPLED = "greedy", "sampled"
 
 
+def variants(shape: TreeShape) -> tuple[str, ...]:
+    """Those of the draft's graphs: what a tree drafts does not depend on the sampling."""
+    return (GREEDY, SAMPLED) if shape.topk == 1 else (GREEDY,)
+
+
 def draft_decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: int, passes: int) -> RunnerSpec:
     """The runner at one depth.
 
@@ -54,7 +59,7 @@ def draft_decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launc
         outputs=tuple(outputs),
         num_steps=passes,
         tree_tail=0 if chain else shape.topk,
-        variants=(GREEDY, SAMPLED) if chain else (GREEDY,),
+        variants=variants(shape),
         launches=passes * launches,
     )
 

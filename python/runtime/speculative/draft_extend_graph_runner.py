@@ -20,7 +20,7 @@ from runtime.model_executor.graph_runner import Forward, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.request_rows import RequestRows
 from runtime.models.draft_head import DraftModel
-from runtime.speculative.draft_decode_graph_runner import GREEDY, SAMPLED
+from runtime.speculative.draft_decode_graph_runner import SAMPLED, variants
 from runtime.speculative.draft_state import DraftState, first_guesses
 
 KV_ONLY = "kv"
@@ -39,7 +39,7 @@ def draft_extend_spec(full: TreeShape, shape: TreeShape, feature: int, dtype: to
         width=shape.num_draft_tokens,
         outputs=(),
         inputs=(BufferSpec("features", "token", dtype, 0, (feature,)), BufferSpec("accept_lens", "req", torch.int32, 1)),
-        variants=(GREEDY, SAMPLED) if full.topk == 1 else (GREEDY,),
+        variants=variants(full),
         launches=launches,
     )
 

@@ -1,0 +1,162 @@
+"""ModelDrafter: what drafters with a model of their own have in common, above all how the draft follows the target.
+
+After each iteration the draft runs over the whole window with the target's states (draft-extend), rejected positions included: what it
+wrote for those lies where the next window is written. After steps without drafts it does so later, in `CatchUp`. The draft has a KV pool
+over the target's page table, so its KV length is always the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from runtime.batch import Int32, RowInit
+from runtime.config.runtime_config import SpeculativeConfig
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.sampling_tables import SamplingNeeds
+from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses
+from runtime.model_executor.grammar_rows import GrammarStep
+from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
+from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.iteration import Accepted, Iteration
+from runtime.model_executor.model_runner import ModelRunner
+from runtime.model_executor.target_model import TargetModel
+from runtime.model_executor.window import fill_window
+from runtime.speculative.catch_up import WIDTH, CatchUp, HeldStates
+
+States = Callable[[ForwardBatch], torch.Tensor]
+"""The target's states at the tokens of a batch, [num_tokens, feature_width]."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRunners:
+    """The draft's graph runners at one depth. `decode` is None where the first guess is all there is to draft."""
+
+    decode: GraphRunner | None
+    extend: GraphRunner
+
+
+class ModelDrafter(Drafter):
+    """Owner of the draft model's runner and of its graph runners at every depth.
+
+    Attributes:
+        runner: weights, KV pool and attention backend of the draft.
+        graphs: by depth, from 1 on.
+        catch_up: follows steps without drafts; None where all have some.
+    """
+
+    def __init__(self, spec: DrafterSpec, runner: ModelRunner, config: SpeculativeConfig, plans: int = 1) -> None:
+        """`plans`: passes per plan of the draft's backend."""
+        self.spec, self.runner, self._config, self._plans = spec, runner, config, plans
+        self.graphs: dict[int, DraftRunners] = {}
+        self.catch_up: CatchUp | None = None
+        self._target: TargetModel
+        self._inputs: InputBuffers
+
+    # ---- what a drafter of this kind defines besides `propose` and `follow_prompt`
+
+    def _decode_runner(self, setup: DraftSetup, depth: int) -> GraphRunner | None:
+        """The runner that drafts."""
+        raise NotImplementedError
+
+    def _extend_spec(self, depth: int) -> RunnerSpec:
+        """The runner of draft-extend; at depth 0 that of `CatchUp`."""
+        raise NotImplementedError
+
+    def _extend_forward(self, states: States) -> Forward:
+        """The function of draft-extend."""
+        raise NotImplementedError
+
+    def _followed(self, accepted: Accepted) -> torch.Tensor:
+        """int64 [B, width]: the tokens that draft-extend reads."""
+        return accepted.window
+
+    def _variant(self, needs: SamplingNeeds) -> str:
+        """The variant of the graphs."""
+        return ""
+
+    # ---- build
+
+    def attach(self, setup: DraftSetup) -> None:
+        """Make a KV pool of one page and the graph runners."""
+        target, inputs = setup.target, setup.inputs
+        self._target, self._inputs, self._depths = target, inputs, setup.depths
+        self.runner.allocate(1, target.page_table, setup.requests, self._width, self._plans)
+        for depth in setup.depths:
+            if depth:
+                decode = self._decode_runner(setup, depth)
+                extend = self._extend_runner(setup, depth, lambda batch: inputs.named("features", batch.num_tokens))
+                self.graphs[depth] = DraftRunners(decode, extend)
+        if 0 in setup.depths:
+            held = HeldStates(len(target.rows.kv_lens), self.spec.feature_width, self.runner.dtype, inputs)
+            self.catch_up = CatchUp(target, inputs, held, self._extend_runner(setup, 0, held.states))
+
+    def _extend_runner(self, setup: DraftSetup, depth: int, states: States) -> GraphRunner:
+        spec, forward, wanted = self._extend_spec(depth), self._extend_forward(states), self._config.draft_extend_graph
+        return setup.make_runner(spec, forward, self.runner, setup.depths[depth], wanted)
+
+    @property
+    def _width(self) -> int:
+        """Tokens per request of the draft's widest pass."""
+        return max(self.spec.max_width, WIDTH if 0 in self._depths else 0)
+
+    def models(self) -> list[ModelPasses]:
+        """The draft model."""
+        graphs = [runner for depth in self._depths for runner in self.runners(depth)]
+        return [ModelPasses(self.runner, graphs, self._width, self._plans)]
+
+    def runners(self, depth: int) -> list[GraphRunner]:
+        """The one that drafts, where there is one, and draft-extend's."""
+        if depth == 0:
+            return [] if self.catch_up is None else [self.catch_up.runner]
+        found = self.graphs[depth]
+        return [found.extend] if found.decode is None else [found.decode, found.extend]
+
+    # ---- steps; outside graphs
+
+    def reset(self) -> None:
+        """Forget every request."""
+        if self.catch_up is not None:
+            self.catch_up.reset()
+
+    def admit(self, new_rows: Sequence[RowInit]) -> None:
+        """Nothing waits for the draft in these rows."""
+        if self.catch_up is not None:
+            self.catch_up.admit(new_rows)
+
+    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds, eager: bool) -> int:
+        """Follow steps without drafts, if it is time."""
+        return 0 if self.catch_up is None else self.catch_up.before(rows, bounds, depth, self._variant(needs), eager)
+
+    def follow(self, iteration: Iteration, accepted: Accepted) -> None:
+        """Run draft-extend over the whole window, rejected positions included; of a step without drafts only store what it reads."""
+        tokens, features, variant = self._followed(accepted), accepted.features, self._variant(iteration.needs)
+        if iteration.depth == 0:
+            assert self.catch_up is not None, "depth 0 is in the table"
+            self.catch_up.add(iteration, tokens[:, 0], features, variant)
+            return
+        runner, width = self.graphs[iteration.depth].extend, tokens.shape[1]
+        batch, inputs = runner.batch(iteration.size), runner.inputs(iteration.size)
+        batch.seq_len_bounds[:] = iteration.bounds + width
+        fill_window(batch, self._target.page_table, iteration.kv_lens, tokens)
+        if "accept_lens" in inputs:
+            inputs["accept_lens"].copy_(accepted.result.accept_lens)
+        if accepted.result.path is not None:
+            first = torch.arange(iteration.size, device=features.device)[:, None] * width
+            features = features[(first + accepted.result.path).flatten()]
+        inputs["features"].copy_(features)
+        runner.run(batch, variant, iteration.sample.precedes)
+
+    def _decode(self, iteration: Iteration, runner: GraphRunner, restricted: Forward | None) -> Outputs:
+        """Run the runner that drafts, or eagerly what `restricted` does instead of it."""
+        batch, width = runner.batch(iteration.size), runner.spec.width
+        batch.seq_len_bounds[:] = iteration.bounds + width
+        torch.add(iteration.kv_lens, width, out=batch.seq_lens)
+        return runner.run(batch, self._variant(iteration.needs), iteration.sample.taken, restricted)[0]
+
+
+def restricting(iteration: Iteration) -> GrammarStep | None:
+    """The grammars that the drafts must follow; None where none restricts the next token."""
+    return iteration.grammar if iteration.grammar is not None and iteration.grammar.restricts else None

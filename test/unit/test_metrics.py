@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import msgspec
 import orjson
 import pytest
@@ -161,7 +163,7 @@ def test_steps_too_shallow_for_a_position_do_not_lower_its_rate() -> None:
     for accept_len, depth in ((4, 3), (2, 1), (1, 1), (2, 3)):
         spec.add(accept_len, depth, 4, depth)
     assert spec.accept_rate_by_position == [0.75, 0.5, 0.5]
-    before = spec.copy()
+    before = deepcopy(spec)
     spec.add(3, 2, 4, 2)
     assert spec.since(before).accept_rate_by_position == [1.0, 1.0, 0.0]
 

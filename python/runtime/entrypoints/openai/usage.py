@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -36,7 +37,7 @@ class TokenCounts:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             **({} if thought is None else {"completion_tokens_details": {"reasoning_tokens": thought}}),
-            **({"speculative": speculative_usage(SpecStats.total(self.spec))} if told else {}),
+            **({"speculative": speculative_usage(reduce(SpecStats.plus, self.spec, SpecStats()))} if told else {}),
         }
 
     def extension(self, body: OpenAIBody) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -21,6 +22,7 @@ ITL_BUCKETS = (1e-3, 2e-3, 4e-3, 6e-3, 8e-3, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06
 E2E_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200, 1800, 2400)
 QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 
+F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
 Rows = Mapping[tuple[str, ...], float]
 """Values by their labels, the model name aside."""
 Figure = tuple[str, str, Callable[[SchedulerStats], float]]
@@ -166,16 +168,15 @@ class _SchedulerCollector:
         for name, help_text, value in GAUGES:
             yield self._gauge(name, help_text, {(): value(stats)})
         for name, help_text, value in COUNTERS:
-            family = CounterMetricFamily(name, help_text, labels=["model_name"])
-            family.add_metric([self._model], value(stats))
-            yield family
+            yield self._family(CounterMetricFamily, name, help_text, {(): value(stats)})
         for name, help_text, rate in RATES:
             if (share := rate(stats)) is not None:
                 yield self._gauge(name, help_text, {(): share})
         for name, help_text, load in GROUP_GAUGES if stats.groups else ():
             yield self._gauge(name, help_text, {(str(i),): load(group) for i, group in enumerate(stats.groups)}, "group")
         rates = {(str(i),): rate for i, rate in enumerate(stats.spec.accept_rate_by_position)}
-        yield self._depths(stats)
+        depths = {(depth,): float(count) for depth, count in sorted(stats.spec_depth_steps_total.items())}
+        yield self._family(CounterMetricFamily, "talon:spec_depth_steps", "Steps with decode rows, by draft depth.", depths, "depth")
         help_text = "Share of verify steps that accepted this draft."
         yield self._gauge("talon:spec_accept_rate_by_position", help_text, rates, "position")
         by_context = {(start,): length for start, length in stats.spec_by_context.accept_lengths().items()}
@@ -186,20 +187,11 @@ class _SchedulerCollector:
         if stats.worker is not None:
             yield from self._of_worker(stats.worker)
 
-    def _depths(self, stats: SchedulerStats) -> CounterMetricFamily:
-        family = CounterMetricFamily("talon:spec_depth_steps", "Steps with decode rows, by draft depth.", labels=["model_name", "depth"])
-        for depth, count in sorted(stats.spec_depth_steps_total.items()):
-            family.add_metric([self._model, depth], float(count))
-        return family
-
     def _of_worker(self, worker: WorkerInfo) -> Iterable[Metric]:
         """Runs of each graph runner, and whether graphs accept as many drafts as eager steps."""
-        labels = ["model_name", "runner", "kind"]
-        runs = CounterMetricFamily("talon:runner_runs", "Runs of each graph runner, by kind.", labels=labels)
-        for run in worker.graph_runs:
-            runs.add_metric([self._model, run.runner, "replayed"], float(run.replayed))
-            runs.add_metric([self._model, run.runner, "eager"], float(run.eager))
-        yield runs
+        runs = {(run.runner, "replayed"): float(run.replayed) for run in worker.graph_runs}
+        runs |= {(run.runner, "eager"): float(run.eager) for run in worker.graph_runs}
+        yield self._family(CounterMetricFamily, "talon:runner_runs", "Runs of each graph runner, by kind.", runs, "runner", "kind")
         if worker.distinct_experts is not None:
             help_text = "Experts of a sparse layer that recent decode passes hit, the mean over layers and passes."
             yield self._gauge("talon:distinct_experts", help_text, {(): worker.distinct_experts})
@@ -211,8 +203,11 @@ class _SchedulerCollector:
             yield self._gauge("talon:spec_drift", "Acceptance with graphs minus the eager sample's.", gaps, "position")
 
     def _gauge(self, name: str, help_text: str, rows: Rows, *labels: str) -> GaugeMetricFamily:
-        """One gauge with a row per combination of label values."""
-        family = GaugeMetricFamily(name, help_text, labels=["model_name", *labels])
+        return self._family(GaugeMetricFamily, name, help_text, rows, *labels)
+
+    def _family(self, kind: type[F], name: str, help_text: str, rows: Rows, *labels: str) -> F:
+        """A metric with a row per combination of label values."""
+        family = kind(name, help_text, labels=["model_name", *labels])
         for values, value in rows.items():
             family.add_metric([self._model, *values], value)
         return family

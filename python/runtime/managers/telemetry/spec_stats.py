@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from itertools import zip_longest
+from typing import Literal
 
 import msgspec
 
@@ -68,32 +69,23 @@ class SpecStats(msgspec.Struct, array_like=True):
             for position in range(depth, max_accept_len - 1):
                 self.skipped_by_position[position] += times
 
-    def copy(self) -> SpecStats:
-        """A snapshot."""
-        lists = [*self.accepted_by_position], [*self.skipped_by_position]
-        return SpecStats(self.verify_steps, self.draft_tokens, self.accepted_tokens, *lists)
+    def plus(self, other: SpecStats, sign: Literal[1, -1] = 1) -> SpecStats:
+        """The sum; with `sign` -1 the difference. An empty list holds zeros."""
+
+        def lists(own: list[int], others: list[int]) -> list[int]:
+            return [a + sign * b for a, b in zip_longest(own, others, fillvalue=0)]
+
+        return SpecStats(
+            self.verify_steps + sign * other.verify_steps,
+            self.draft_tokens + sign * other.draft_tokens,
+            self.accepted_tokens + sign * other.accepted_tokens,
+            lists(self.accepted_by_position, other.accepted_by_position),
+            lists(self.skipped_by_position, other.skipped_by_position),
+        )
 
     def since(self, earlier: SpecStats) -> SpecStats:
         """The difference to `earlier`, a copy of this one."""
-        return SpecStats(
-            self.verify_steps - earlier.verify_steps,
-            self.draft_tokens - earlier.draft_tokens,
-            self.accepted_tokens - earlier.accepted_tokens,
-            _difference(self.accepted_by_position, earlier.accepted_by_position),
-            _difference(self.skipped_by_position, earlier.skipped_by_position),
-        )
-
-    @classmethod
-    def total(cls, several: Iterable[SpecStats]) -> SpecStats:
-        """The sum over the choices of a call."""
-        total = cls()
-        for one in several:
-            total.verify_steps += one.verify_steps
-            total.draft_tokens += one.draft_tokens
-            total.accepted_tokens += one.accepted_tokens
-            total.accepted_by_position = _sum(total.accepted_by_position, one.accepted_by_position)
-            total.skipped_by_position = _sum(total.skipped_by_position, one.skipped_by_position)
-        return total
+        return self.plus(earlier, -1)
 
     @property
     def accept_length(self) -> float | None:
@@ -120,13 +112,3 @@ class SpecStats(msgspec.Struct, array_like=True):
             return []
         skipped = self.skipped_by_position or [0] * len(self.accepted_by_position)
         return [count / max(self.verify_steps - less, 1) for count, less in zip(self.accepted_by_position, skipped, strict=True)]
-
-
-def _sum(first: list[int], second: list[int]) -> list[int]:
-    """Entry by entry; an empty list holds zeros."""
-    return [a + b for a, b in zip(first, second, strict=True)] if first and second else [*(first or second)]
-
-
-def _difference(now: list[int], before: list[int]) -> list[int]:
-    """`now` - `before`, where an empty list holds zeros."""
-    return [a - b for a, b in zip(now, before or [0] * len(now), strict=True)]

@@ -67,19 +67,33 @@ LARGE_FRAME = 1 << 16
 """Other tasks of the event loop have a turn before a larger frame is decoded, bytes."""
 
 
-class Inbox(Generic[M]):
+class _Bound(Generic[M]):
     """The inbox of a process: a bound PULL socket, read by one thread.
 
     Args:
+        context: of this socket alone.
         folder: the server's private folder (mode 0700).
         name: the process that reads it.
         types: the union of messages that may arrive, e.g. `ToScheduler`.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], name: EndName, types: Any) -> None:
+    def __init__(self, context: Any, folder: str | os.PathLike[str], name: EndName, types: Any) -> None:
         self._codec: Codec[M] = Codec(types)
-        self._context = zmq.Context()
-        self._socket = _pull(self._context, address(folder, name))
+        self._context, self._socket = context, context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(address(folder, name))
+
+    def close(self) -> None:
+        """Stop listening and remove the socket file."""
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+class Inbox(_Bound[M]):
+    """An inbox for a thread that may block."""
+
+    def __init__(self, folder: str | os.PathLike[str], name: EndName, types: Any) -> None:
+        super().__init__(zmq.Context(), folder, name, types)
 
     def receive(self, timeout: float | None = 0.0) -> M | None:
         """The next message, or None if none comes within `timeout` seconds. Invalid frames are logged and skipped.
@@ -93,19 +107,12 @@ class Inbox(Generic[M]):
                 return message
         return None
 
-    def close(self) -> None:
-        """Stop listening and remove the socket file."""
-        self._socket.close(linger=0)
-        self._context.term()
 
-
-class AsyncInbox(Generic[M]):
-    """`Inbox` for an asyncio loop; create it inside the running loop."""
+class AsyncInbox(_Bound[M]):
+    """An inbox for an asyncio loop; create it inside the running loop."""
 
     def __init__(self, folder: str | os.PathLike[str], name: EndName, types: Any) -> None:
-        self._codec: Codec[M] = Codec(types)
-        self._context = zmq.asyncio.Context()
-        self._socket = _pull(self._context, address(folder, name))
+        super().__init__(zmq.asyncio.Context(), folder, name, types)
 
     async def receive(self) -> M:
         """Wait for the next message. Invalid frames are logged and skipped."""
@@ -116,11 +123,6 @@ class AsyncInbox(Generic[M]):
             message = self._codec.decode_or_log(frame)
             if message is not None:
                 return message
-
-    def close(self) -> None:
-        """Stop listening and remove the socket file."""
-        self._socket.close(linger=0)
-        self._context.term()
 
 
 class Outbox:
@@ -149,10 +151,3 @@ class Outbox:
         with self._lock:
             self._socket.close()
         self._context.term()
-
-
-def _pull(context: Any, where: str) -> Any:
-    socket = context.socket(zmq.PULL)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.bind(where)
-    return socket

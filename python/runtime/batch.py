@@ -28,8 +28,6 @@ Float32 = npt.NDArray[np.float32]
 
 PAD_ROW = 0
 """The request row of padding."""
-PAD_PAGE = 0
-"""The KV page that padding reads and writes."""
 
 
 class ForwardMode(enum.IntEnum):

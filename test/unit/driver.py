@@ -17,6 +17,12 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1 << 20)
 Sampling = SamplingParams | Mapping[int, SamplingParams]
 
 
+def poison(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill them with NaN or -1, with which no pass gives a valid result."""
+    for tensor in tensors.values():
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+
+
 def parts_of(result: BatchResult, prompts: int) -> tuple[BatchResult, BatchResult]:
     """The result of the first `prompts` requests of a step, and of the decode rows after them."""
     cut = int(result.accept_lens[:prompts].sum())

@@ -12,7 +12,7 @@ import torch
 
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.eagle_worker import EagleWorker
-from unit.driver import GREEDY, Driver
+from unit.driver import GREEDY, Driver, poison
 
 BATCHES = (1, 2, 3, 7, 9, 31, 33)
 SIZES = [1, 2, 4, 8, 16, 32, 40]
@@ -57,10 +57,9 @@ class Poison:
 
     @torch.inference_mode()
     def _between_steps(self, free: list[int], live: set[int]) -> None:
-        self.worker.parts.inputs.poison()
+        poison(self.worker.parts.inputs.tensors)
         for runner in self.worker.runners:
-            for buffer in runner.buffers.values():
-                buffer.fill_(float("nan") if buffer.is_floating_point() else -1)
+            poison(runner.buffers)
         rows = self.worker.parts.target.rows
         idle = torch.tensor([r for r in range(1, len(rows.kv_lens)) if r not in live], dtype=torch.int64)
         rows.kv_lens[idle] = 1 << 20

@@ -131,7 +131,7 @@ def test_requests_of_a_batch_own_disjoint_slots(page_size: int) -> None:
     positions = torch.arange(length).expand(size, length)
     slots = table.slots(batch.req_pool_indices[:, None].expand(size, length), positions).flatten()
     assert len(set(slots.tolist())) == size * length
-    assert page_size <= int(slots.min()) <= int(slots.max()) < pool.num_slots
+    assert page_size <= int(slots.min()) <= int(slots.max()) < pool.k[0].shape[0] * page_size
     assert len(pool.k) == len(shape.layers) == 2
     assert batch.positions.tolist() == [46, 47, 48, 49] * size
     assert batch.seq_lens.tolist() == [length] * size

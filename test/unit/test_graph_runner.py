@@ -23,6 +23,7 @@ from runtime.model_executor.output_arena import OutputArena
 from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.window import fill_window
 from runtime.worker_info import RunnerRuns
+from unit.driver import poison
 
 CPU = torch.device("cpu")
 WIDTH, LARGEST = 3, 8
@@ -112,7 +113,7 @@ def test_padding_does_not_change_live_rows(table: PageTable) -> None:
         live = int(rng.integers(1, LARGEST + 1))
         rows, tokens = (rng.permutation(LARGEST)[:live] + 1).tolist(), torch.from_numpy(rng.integers(0, 50, (live, WIDTH)))
         variant = str(rng.choice(["", "twice"]))
-        inputs.poison()
+        poison(inputs.tensors)
         for buffer in padded.buffers.values():
             buffer.fill_(-1)
         got, replayed = padded.run(load(padded, inputs, table, rows, tokens), variant)
@@ -147,7 +148,7 @@ def test_capture_plans_padding_rows_largest_size_first() -> None:
     runner = GraphRunner(SPEC, probe, inputs, [backend], on_cpu([2, 8, 4]))  # type: ignore[list-item]
     for size in (2, 8, 4):
         runner.batch(size).seq_len_bounds[:] = 1 << 20  # what the last step left
-    inputs.poison()
+    poison(inputs.tensors)
     capture_all([runner])
     sizes = [size for size in (8, 4, 2) for _ in SPEC.variants]
     assert backend.plans == [(size, SPEC.num_steps, [WIDTH] * size) for size in sizes]
@@ -236,7 +237,7 @@ def test_results_stay_until_the_same_runner_runs_again(table: PageTable) -> None
     first, _ = runners[0].run(load(runners[0], inputs, table, [1, 2], torch.ones(2, WIDTH, dtype=torch.int64)))
     kept = {name: t.clone() for name, t in first.items()}
     runners[1].run(load(runners[1], inputs, table, [5, 6], 9 * torch.ones(2, WIDTH, dtype=torch.int64)))
-    inputs.poison()
+    poison(inputs.tensors)
     assert all(torch.equal(first[name], t) for name, t in kept.items())
 
 
@@ -257,7 +258,7 @@ def test_each_shape_has_one_view() -> None:
 def test_padding_rows_hold_valid_values() -> None:
     inputs = InputBuffers(4, max_tokens=24, device=CPU)
     inputs.declare((BufferSpec("noise", "token", torch.float32, 3, (2,)),), 4, 24)
-    inputs.poison()
+    poison(inputs.tensors)
     assert all(bool((t.isnan() if t.is_floating_point() else t == -1).all()) for t in inputs.tensors.values())
     inputs.reset(6)
     pads = {"seq_lens": 6, "tree_mask": 1, "noise": 3}

@@ -13,7 +13,6 @@ import numpy as np
 from runtime.bench.records import RequestRecord
 
 GOODPUT_FIELDS = ("ttft", "tpot", "e2el")
-LATENCIES = ("e2e_latency", "ttft", "tpot", "itl")
 Figures = dict[str, Any]
 
 

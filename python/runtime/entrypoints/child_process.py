@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +19,9 @@ from runtime.batch import WorkerLimits
 from runtime.distributed.rank_place import RankPlace, places_on_node
 from runtime.entrypoints.child import ChildAlive, ChildConfig, ChildFailed, ChildFinished, ChildStatus, Role
 from runtime.errors import ConfigError, ServingError
+
+COMMAND = (sys.executable, "-m", "runtime.entrypoints.child")
+"""Starts a child of this server."""
 
 
 class Child(Protocol):

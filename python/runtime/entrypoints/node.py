@@ -7,12 +7,11 @@ import logging
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Sequence
 
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig
-from runtime.entrypoints.child_process import ChildProcess, start_ranks
+from runtime.entrypoints.child_process import COMMAND, ChildProcess, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
 from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TURNS, TURN_SECONDS, Watchdog
 
@@ -38,7 +37,7 @@ async def run_node(config: RuntimeConfig, command: Sequence[str] | None = None) 
     child = ChildConfig(config=config, folder=folder, parent=os.getpid())
     ranks = list[ChildProcess]()
     try:
-        ranks += start_ranks(child, command or (sys.executable, "-m", "runtime.entrypoints.child"))
+        ranks += start_ranks(child, command or COMMAND)
         return await _watch(ranks, stop)
     finally:
         for rank in ranks:

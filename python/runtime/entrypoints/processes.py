@@ -6,13 +6,12 @@ import asyncio
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig, Role
-from runtime.entrypoints.child_process import Child, ChildProcess, start_ranks
+from runtime.entrypoints.child_process import COMMAND, Child, ChildProcess, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
 from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TURNS, SILENT_TURNS, TURN_SECONDS, Watchdog
 from runtime.errors import ServerDraining, ServingError
@@ -54,8 +53,7 @@ class Runtime:
         self.health = Health()
         self.died = asyncio.Event()
         self.stopping = asyncio.Event()
-        self._own_command = (sys.executable, "-m", "runtime.entrypoints.child")
-        self._scheduler_command = scheduler_command or self._own_command
+        self._scheduler_command = scheduler_command or COMMAND
         self._children: list[Child] = []
         self._ray: RayRanks | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -82,7 +80,7 @@ class Runtime:
         self._outbox = Outbox(self._folder, "scheduler")
         child_config = ChildConfig(config=self.config, folder=self._folder, parent=os.getpid())
         scheduler, *ranks = await self._start_ranks(child_config)
-        detokenizer = ChildProcess("detokenizer", self._own_command, child_config)
+        detokenizer = ChildProcess("detokenizer", COMMAND, child_config)
         self._children.append(detokenizer)
         load = asyncio.to_thread(Tokenizer.load, self.config.model.tokenizer_path, chat_template=self.config.model.chat_template)
         others = asyncio.gather(detokenizer.ready, *(rank.ready for rank in ranks))

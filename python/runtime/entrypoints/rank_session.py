@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +12,9 @@ from contextlib import contextmanager
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.distributed.rank_place import RankPlace, places_on_node
 from runtime.entrypoints.child import ChildConfig
-from runtime.entrypoints.child_process import ChildProcess, start_rank
+from runtime.entrypoints.child_process import COMMAND, ChildProcess, start_rank
 from runtime.entrypoints.socket_folder import make_socket_folder
 from runtime.errors import ConfigError
-
-COMMAND = (sys.executable, "-m", "runtime.entrypoints.child")
 
 
 @contextmanager

@@ -365,10 +365,7 @@ class CudaOps:
         self, part: torch.Tensor, h: torch.Tensor, norm: RMSNorm | None, fused: FusedExchange | None
     ) -> DeferredNorm | None:
         """Buffers for a norm that the sum over the ranks prepares. None where it does not."""
-        if fused is None or not fused.fits(part) or norm is None or norm.weight.dtype is not torch.bfloat16:
-            return None
-        squares = torch.empty((h.shape[0], fused.parts(h.shape[1])), device=h.device)
-        return DeferredNorm(norm.weight, torch.empty(h.shape, dtype=norm.weight.dtype, device=h.device), squares)
+        return None if fused is None or not fused.fits(part) else self._deferred(h, norm, fused.parts(h.shape[1]))
 
     def _deferred(self, h: torch.Tensor, norm: RMSNorm | None, parts: int) -> DeferredNorm | None:
         """Buffers for a deferred norm, with `parts` sums of squares per row.

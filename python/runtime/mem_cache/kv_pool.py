@@ -25,7 +25,6 @@ class KVPool:
     def __init__(self, specs: Sequence[KVSpec], num_pages: int, page_size: int, device: torch.device) -> None:
         self.specs = tuple(specs)
         self.page_size = page_size
-        self.num_slots = (num_pages + 1) * page_size
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []
         self._stored: dict[int, list[torch.Tensor]] = {}

@@ -78,10 +78,8 @@ def split_batch_sizes(
         if most_with_drafts is not None:
             log.info("drafting is never disabled: no more than %d requests run at once", running)
         return {num_steps: DepthBatches(running, largest, list(sizes), list(sizes) or [1, running])}
-    few = [size for size in sorted(sizes) if size <= most_with_drafts]
+    few = captured_up_to(most_with_drafts, sizes, padding)
     many = [size for size in sorted(sizes) if size > most_with_drafts]
-    if padding and most_with_drafts not in few:
-        few = few + many[:1]  # a batch of `most_with_drafts` requests is padded to it
     return {
         num_steps: DepthBatches(most_with_drafts, max([most_with_drafts, *few]), few, few or [1, most_with_drafts]),
         0: DepthBatches(running, largest, many, many or [most_with_drafts + 1, running]),

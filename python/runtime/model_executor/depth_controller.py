@@ -49,8 +49,8 @@ LEAST_KEEP_SHORT, LEAST_KEEP_LONG = 0.5, 1 - 1 / 16
 SHIFT, SHIFT_DEVIATIONS = 0.1, 3.5
 """Acceptance has changed where the two differ by this much, and by so many standard deviations."""
 
-RAGGED_GAIN, RAGGED_HELD = 0.01, 0.0
-"""Windows of different widths are taken, and kept, if they promise more tokens per second by this share."""
+RAGGED_GAIN = 0.01
+"""Windows of different widths are taken if they promise more tokens per second by this share, and kept while they promise more at all."""
 RAGGED_EVERY = 8
 """Iterations between two looks at them while they are not in use and all requests allow as many drafts."""
 
@@ -279,7 +279,7 @@ class DepthController:
             seconds = self.cost.seconds(size, depth, rows.kv_tokens, tokens // size)
             options.append(Option(depth, n + float(promised[min(tokens - size, gains.size)]), seconds))
         ragged = max(options, key=lambda option: option.rate)
-        self._ragged = bool(ragged.rate > of_full * (1 + (RAGGED_HELD if self._ragged else RAGGED_GAIN)))
+        self._ragged = bool(ragged.rate > of_full * (1 if self._ragged else 1 + RAGGED_GAIN))
         if not self._ragged:
             return best, full
         return replace(ragged, widths=allot(gains, *passes[options.index(ragged)])), by_request

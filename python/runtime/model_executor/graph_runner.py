@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import torch
 
@@ -308,7 +309,7 @@ class GraphRunner:
             for variant in self.spec.variants:
                 batch = self._padding_batch(size)
                 # A replay holds today's tensors, as a CUDA graph holds addresses: it does not see tensors bound later.
-                call = _bind(self._forward, replace(batch), dict(self.outputs(size)), variant)
+                call = partial(self._forward, replace(batch), dict(self.outputs(size)), variant)
                 key = (*self.spec.shape(size), variant)
                 self._arena.frozen = self._inputs.frozen = True
                 self._replays[key] = pool.capture(key, call)
@@ -338,7 +339,3 @@ class GraphRunner:
         if (requests, tokens) not in self._outputs:
             self._outputs[requests, tokens] = {o.name: buffers[o.name][: o.shape(requests, tokens)[0]] for o in self.spec.outputs}
         return self._outputs[requests, tokens]
-
-
-def _bind(forward: Forward, batch: ForwardBatch, outputs: Outputs, variant: str) -> Callable[[], None]:
-    return lambda: forward(batch, outputs, variant)

@@ -110,11 +110,6 @@ class InputBuffers:
             pad = self._specs[name].pad
             tensor.fill_(row_width if pad == ROW_WIDTH else pad)
 
-    def poison(self) -> None:
-        """Fill every input with NaN or -1, with which no pass gives a valid result. Tests call it between replays."""
-        for tensor in self.tensors.values():
-            tensor.fill_(math.nan if tensor.is_floating_point() else -1)
-
     def _make(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int, max_queries: int) -> ForwardBatch:
         width = tokens // requests
         return ForwardBatch(

@@ -138,15 +138,11 @@ class RequestRows:
 
 def stages_of(p: SamplingParams) -> Stage:
     """The stages that a request with these parameters needs."""
-    wanted = (
-        (Stage.GREEDY, p.greedy),
-        (Stage.FILTERED, not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)),
-        (Stage.PENALISED, p.penalised),
-        (Stage.BIASED, bool(p.logit_bias)),
-        (Stage.MIN_LENGTH, p.min_new_tokens > 0),
-    )
-    stages = Stage(0)
-    for stage, needed in wanted:
-        if needed:
-            stages |= stage
-    return stages
+    wanted = {
+        Stage.GREEDY: p.greedy,
+        Stage.FILTERED: not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0),
+        Stage.PENALISED: p.penalised,
+        Stage.BIASED: bool(p.logit_bias),
+        Stage.MIN_LENGTH: p.min_new_tokens > 0,
+    }
+    return Stage(sum(stage for stage, needed in wanted.items() if needed))

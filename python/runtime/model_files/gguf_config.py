@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,7 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, d // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def plan_tensors(file: GGUFFile, config: dict[str, object]) -> list[TensorPlan]:
+def plan_tensors(file: GGUFFile, config: dict[str, Any]) -> list[TensorPlan]:
     """Map every stored tensor to its Hugging Face name.
 
     Raises:
@@ -82,26 +83,23 @@ def _target_name(file: GGUFFile, name: str) -> str:
     return f"model.layers.{match[1]}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
 
 
-def _heads_to_unpermute(file: GGUFFile, name: str, config: dict[str, object]) -> int:
+def _heads_to_unpermute(file: GGUFFile, name: str, config: dict[str, Any]) -> int:
     if file.architecture != "llama":
         return 0
     key = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(name.split(".")[-2])
-    heads = config[key] if key else 0
-    assert isinstance(heads, int)
-    return heads
+    return config[key] if key else 0
 
 
-def _require_all(file: GGUFFile, present: set[str], config: dict[str, object]) -> None:
-    layers = config["num_hidden_layers"]
-    assert isinstance(layers, int)
+def _require_all(file: GGUFFile, present: set[str], config: dict[str, Any]) -> None:
+    layers = range(config["num_hidden_layers"])
     parts = [part for part in _BLOCK_NAMES if file.architecture == "qwen3" or not part.endswith(("q_norm", "k_norm"))]
-    wanted = {"token_embd.weight", "output_norm.weight"} | {f"blk.{i}.{part}.weight" for i in range(layers) for part in parts}
+    wanted = {"token_embd.weight", "output_norm.weight"} | {f"blk.{i}.{part}.weight" for i in layers for part in parts}
     missing = sorted(wanted - present)
     if missing:
         raise ConfigError(f"{file.path} lacks {len(missing)} tensors of the model, among them {missing[0]!r}")
 
 
-def hf_config(file: GGUFFile) -> dict[str, object]:
+def hf_config(file: GGUFFile) -> dict[str, Any]:
     """Return the config.json of a GGUF file, without its dtype.
 
     Raises:
@@ -114,7 +112,7 @@ def hf_config(file: GGUFFile) -> dict[str, object]:
         raise ConfigError(f"{file.path} is a mixture of experts; only dense models are supported")
     heads = file.get(f"{arch}.attention.head_count", int)
     hidden = file.get(f"{arch}.embedding_length", int)
-    config: dict[str, object] = {
+    config: dict[str, Any] = {
         "architectures": [_CLASSES[arch]],
         "model_type": arch,
         "vocab_size": file.shape("token_embd.weight")[0] if "token_embd.weight" in file.tensor_names else 0,
@@ -150,15 +148,15 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _token_ids(file: GGUFFile) -> dict[str, object]:
+def _token_ids(file: GGUFFile) -> dict[str, Any]:
     ids = eos_ids(file)
-    found: dict[str, object] = {"eos_token_id": ids[0] if len(ids) == 1 else ids} if ids else {}
+    found: dict[str, Any] = {"eos_token_id": ids[0] if len(ids) == 1 else ids} if ids else {}
     if file.has("tokenizer.ggml.bos_token_id"):
         found["bos_token_id"] = file.get("tokenizer.ggml.bos_token_id", int)
     return found
 
 
-def _biases(file: GGUFFile) -> dict[str, object]:
+def _biases(file: GGUFFile) -> dict[str, Any]:
     if file.architecture == "qwen2":
         return {}
     names = set(file.tensor_names)
@@ -168,7 +166,7 @@ def _biases(file: GGUFFile) -> dict[str, object]:
     return {"attention_bias": on_qkv, "mlp_bias": "blk.0.ffn_gate.bias" in names}
 
 
-def _window(file: GGUFFile) -> dict[str, object]:
+def _window(file: GGUFFile) -> dict[str, Any]:
     key = f"{file.architecture}.attention.sliding_window"
     if not file.has(key):
         return {}
@@ -177,7 +175,7 @@ def _window(file: GGUFFile) -> dict[str, object]:
     return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": file.get(key, int)}
 
 
-def _rope_scaling(file: GGUFFile, config: dict[str, object]) -> dict[str, object] | None:
+def _rope_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any] | None:
     if ROPE_FACTORS in file.tensor_names:
         return _llama3_scaling(file, config)
     prefix = f"{file.architecture}.rope.scaling."
@@ -187,7 +185,7 @@ def _rope_scaling(file: GGUFFile, config: dict[str, object]) -> dict[str, object
     if kind not in ("linear", "yarn"):
         raise ConfigError(f"{file.path} scales positions by {kind!r}; supported are 'linear', 'yarn' and Llama 3.1's")
     factor = file.get(prefix + "factor", float)
-    scaling: dict[str, object] = {"rope_type": kind, "factor": factor}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = file.get(prefix + "original_context_length", int)
         # llama.cpp multiplies its own correction by this.
@@ -195,20 +193,17 @@ def _rope_scaling(file: GGUFFile, config: dict[str, object]) -> dict[str, object
     return scaling
 
 
-def _llama3_scaling(file: GGUFFile, config: dict[str, object]) -> dict[str, object]:
+def _llama3_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     """Recover Llama 3.1's parameters from the frequency factors, and check that they give the same factors."""
     stored = file.tensor(ROPE_FACTORS).astype(np.float64)
-    theta, dim = config["rope_theta"], config["head_dim"]
-    assert isinstance(theta, float)
-    assert isinstance(dim, int)
-    scaling: dict[str, object] = {
+    scaling: dict[str, Any] = {
         "rope_type": "llama3",
         "factor": round(float(stored.max()), 4),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    expected = llama3_factors(theta, dim, float(stored.max()))
+    expected = llama3_factors(config["rope_theta"], config["head_dim"], float(stored.max()))
     if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
         raise ConfigError(f"{file.path} holds rotary factors that are not Llama 3.1's; use the safetensors checkpoint instead")
     return scaling

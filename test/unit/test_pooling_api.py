@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from front import ScriptedScheduler, front, logprob_of, until
 
+from runtime.entrypoints.pooling.endpoints import CONTEXT
 from runtime.entrypoints.pooling.protocol import EmbeddingList, Rank, Scores
-from runtime.entrypoints.pooling.rerank import CONTEXT
 from runtime.pooling import Pooling
 
 

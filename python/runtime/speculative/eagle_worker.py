@@ -30,8 +30,7 @@ from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target_model import ExtendPass
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
-from runtime.speculative.draft_decode_graph_runner import GREEDY, SAMPLED, DraftPasses, draft_decode_spec, variants
-from runtime.speculative.draft_extend_graph_runner import KV_ONLY, draft_extend_forward, draft_extend_spec
+from runtime.speculative.draft_passes import GREEDY, KV_ONLY, SAMPLED, DraftPasses, decode_spec, extend_forward, extend_spec, variants
 from runtime.speculative.draft_state import DraftState, first_guesses
 from runtime.speculative.draft_tree import begin, select
 from runtime.speculative.model_drafter import ModelDrafter, States, restricting
@@ -76,17 +75,17 @@ class EagleWorker(ModelDrafter):
         passes = depth - model.lookahead
         if passes == 0:
             return None
-        spec = draft_decode_spec(shape, self.spec.shape.num_steps, model.vocab_size, model.kernel_launches, passes)
+        spec = decode_spec(shape, self.spec.shape.num_steps, model.vocab_size, model.kernel_launches, passes)
         return setup.make_runner(spec, drafting.forward, self.runner, setup.depths[depth], self._config.draft_decode_graph)
 
     def _extend_spec(self, depth: int) -> RunnerSpec:
         full, model = self.spec.shape, self.model
         if depth == 0:
             return catch_up_spec((*variants(full), KV_ONLY), model.kernel_launches)
-        return draft_extend_spec(full, full.at_depth(depth), model.input_width, self.runner.dtype, model.kernel_launches)
+        return extend_spec(full, full.at_depth(depth), model.input_width, self.runner.dtype, model.kernel_launches)
 
     def _extend_forward(self, states: States) -> Forward:
-        return draft_extend_forward(self.model, self._target.rows, self.state, self._inputs, states)
+        return extend_forward(self.model, self._target.rows, self.state, self._inputs, states)
 
     def warmup_runs(self) -> list[Callable[[], object]]:
         """Attention of the draft's passes at every depth."""

@@ -37,11 +37,9 @@ from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, Mode
 from runtime.entrypoints.openai.response_protocol import InputItemList, ResponseDeleted, ResponseObject
 from runtime.entrypoints.openai.responses import ResponseApi
 from runtime.entrypoints.openai.served_model import ServedModel
-from runtime.entrypoints.pooling.embeddings import EmbeddingApi
+from runtime.entrypoints.pooling.endpoints import EmbeddingApi, RerankApi, ScoreApi
 from runtime.entrypoints.pooling.pooler import Pooler
 from runtime.entrypoints.pooling.protocol import EmbeddingList, Rank, Scores
-from runtime.entrypoints.pooling.rerank import RerankApi
-from runtime.entrypoints.pooling.scores import ScoreApi
 from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer

@@ -1,13 +1,19 @@
-"""Draft-decode: the draft's one-token passes of one iteration as one graph.
+"""The draft's passes of one iteration, each kind as one graph: draft-decode before verify, and draft-extend after it.
 
-An EAGLE head runs K - 1 of them, since its first guess comes from draft-extend; a draft without lookahead runs K. Row
-width is topk. Pass `i` writes draft KV at `kv_len + i * topk + j` for branch `j`, all at sequence position `kv_len +
-i`. It sees the committed KV and, through the tree mask, its own ancestors. The draft's probabilities are outputs, not
+Draft-decode is one-token passes. An EAGLE head runs K - 1 of them, since its first guess comes from draft-extend; a draft without
+lookahead runs K. Row width is topk. Pass `i` writes draft KV at `kv_len + i * topk + j` for branch `j`, all at sequence position
+`kv_len + i`. It sees the committed KV and, through the tree mask, its own ancestors. The draft's probabilities are outputs, not
 tensors of the graphs' memory pool: they are read after the target's graph has run.
+
+Draft-extend runs over the whole window, rejected positions included: the shape is fixed, so that no host value is needed between
+verify and the next draft. Position `j` of the window carries the committed token that follows it and the target's hidden state at
+it. Beyond the accepted tokens it carries anything valid; the next iteration overwrites the KV written there before it is read. The
+LM head runs on each request's last accepted position only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -24,10 +30,12 @@ from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_mask import DraftMask
-from runtime.speculative.draft_state import DraftState, guess
+from runtime.speculative.draft_state import DraftState, first_guesses, guess
 from runtime.speculative.draft_tree import begin, expand, select, top_log_probs
 
 GREEDY, SAMPLED = "greedy", "sampled"
+KV_ONLY = "kv"
+"""The variant after which no guess is read."""
 
 
 def variants(shape: TreeShape) -> tuple[str, ...]:
@@ -35,7 +43,7 @@ def variants(shape: TreeShape) -> tuple[str, ...]:
     return (GREEDY, SAMPLED) if shape.topk == 1 else (GREEDY,)
 
 
-def draft_decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: int, passes: int) -> RunnerSpec:
+def decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: int, passes: int) -> RunnerSpec:
     """The runner at one depth.
 
     Outputs: `tokens` int64 [B, D]; for trees `parents`, `depths`, `mask` [B, D]; for sampled chains `probs` float32 [B,
@@ -188,3 +196,38 @@ class DraftPasses:
             assert batch.tree_mask is not None
             batch.tree_mask.copy_(mask.flatten())
         return self.draft.forward(replace(batch, step=step, hidden_states=hidden, tree_tail=(step + 1) * topk if mask is not None else 0))
+
+
+def extend_spec(full: TreeShape, shape: TreeShape, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
+    """The runner over windows of `shape`; `full` is the shape at full depth.
+
+    Inputs: `features` [B * D, feature], the target's hidden states, and `accept_lens` int32 [B]. No outputs: results go
+    to `DraftState`.
+    """
+    return RunnerSpec(
+        name="draft extend" if shape == full else f"draft extend K={shape.num_steps}",
+        mode=ForwardMode.DRAFT_EXTEND,
+        width=shape.num_draft_tokens,
+        outputs=(),
+        inputs=(BufferSpec("features", "token", dtype, 0, (feature,)), BufferSpec("accept_lens", "req", torch.int32, 1)),
+        variants=variants(full),
+        launches=launches,
+    )
+
+
+def extend_forward(
+    draft: DraftModel, rows: RequestRows, state: DraftState, inputs: InputBuffers, states: Callable[[ForwardBatch], torch.Tensor]
+) -> Forward:
+    """The function that the graph records; `states` gives the target's hidden states of a batch."""
+
+    def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+        index, D = batch.req_pool_indices, batch.tokens_per_req
+        accepted = inputs.named("accept_lens", batch.batch_size).to(torch.int64)
+        last = torch.arange(batch.batch_size, device=accepted.device) * D + accepted - 1
+        hidden = draft.forward(replace(batch, hidden_states=states(batch)), last)
+        if draft.lookahead and variant != KV_ONLY:
+            positions = inputs.kv_lens(batch.batch_size).to(torch.int64) + accepted + 1 if variant == SAMPLED else None
+            state.hidden[index] = hidden
+            first_guesses(state, draft, hidden, rows.tables, index, positions)
+
+    return forward

@@ -1,0 +1,122 @@
+"""The endpoints whose prompts generate nothing: /v1/embeddings, /v1/score as SGLang's, and /v1/rerank.
+
+The score of a document is the query's likelihood given it, per token: Sachan et al. 2022, arXiv:2204.07496. It needs no training
+beyond language modelling, so any decoder can do it.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+
+import numpy as np
+import numpy.typing as npt
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runtime.entrypoints.http.responses import json_response
+from runtime.entrypoints.http.sse import until_gone
+from runtime.entrypoints.openai.served_model import ServedModel
+from runtime.entrypoints.pooling.pooler import Pooled, Pooler, usage
+from runtime.entrypoints.pooling.protocol import EmbeddingBody, RerankBody, ScoreBody
+from runtime.errors import InvalidField
+from runtime.managers.tokenizer_manager import TokenizerManager
+from runtime.pooling import Pooling, PoolingName
+
+CONTEXT = "Passage: {document}\nA question that this passage answers:"
+
+
+class EmbeddingApi:
+    """Embeds prompts: pooled hidden states of the decoder, of length 1."""
+
+    def __init__(self, pooler: Pooler, model: ServedModel, pooling: PoolingName, hidden_size: int) -> None:
+        self._pooler = pooler
+        self._model = model
+        self._pooling = Pooling(kind=pooling)
+        self._hidden_size = hidden_size
+
+    async def create(self, request: Request, body: EmbeddingBody) -> Response:
+        """Embed one input or several."""
+        self._model.check(body.model)
+        dimensions = self._hidden_size if body.dimensions is None else body.dimensions
+        if dimensions > self._hidden_size:
+            raise InvalidField("dimensions", dimensions, f"at most {self._hidden_size}, the size of the model's hidden states")
+        pooled = await until_gone(request, self._pooler.run(body, body.prompts, self._pooling, "input"))
+        data = [
+            {"object": "embedding", "index": index, "embedding": _shown(unit(each.vector[:dimensions]), body.encoding_format)}
+            for index, each in enumerate(pooled)
+        ]
+        return json_response({"object": "list", "data": data, "model": self._model.name, "usage": usage(pooled)})
+
+
+def unit(vector: list[float]) -> npt.NDArray[np.float64]:
+    """`vector` scaled to length 1; zeros stay zeros."""
+    values = np.array(vector, dtype=np.float64)
+    return values / max(float(np.linalg.norm(values)), np.finfo(np.float64).tiny)
+
+
+def _shown(vector: npt.NDArray[np.float64], encoding: str) -> list[float] | str:
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()
+
+
+class ScoreApi:
+    """Scores items by the next-token probabilities of labels."""
+
+    def __init__(self, pooler: Pooler, model: ServedModel) -> None:
+        self._pooler = pooler
+        self._model = model
+
+    async def create(self, request: Request, body: ScoreBody) -> Response:
+        """Score every item."""
+        self._model.check(body.model)
+        labels = Pooling(kind="labels", label_ids=tuple(body.label_token_ids))
+        self._pooler.check_shared(body.query, 1 if isinstance(body.items, str) else len(body.items), "query")
+        pooled = await until_gone(request, self._pooler.run(body, body.prompts, labels, "items"))
+        scores = [probabilities(each.vector, body.temperature if body.apply_softmax else None) for each in pooled]
+        return json_response({"object": "scoring", "scores": scores, "model": self._model.name, "usage": usage(pooled)})
+
+
+def probabilities(logprobs: list[float], temperature: float | None) -> list[float]:
+    """exp of each; with a temperature their softmax."""
+    values = np.array(logprobs, dtype=np.float64)
+    if temperature is None:
+        return np.exp(values).tolist()
+    with np.errstate(over="ignore"):  # the share of an unlikely label at a low temperature is 0
+        shares = np.exp((values - values.max()) / temperature)
+    return (shares / shares.sum()).tolist()
+
+
+class RerankApi:
+    """Ranks documents by the likelihood of the query after each."""
+
+    def __init__(self, pooler: Pooler, manager: TokenizerManager, model: ServedModel) -> None:
+        self._pooler = pooler
+        self._manager = manager
+        self._model = model
+
+    async def create(self, request: Request, body: RerankBody) -> Response:
+        """Rank the documents, the likeliest first."""
+        self._model.check(body.model)
+        pooled, length = await until_gone(request, self._run(body))
+        ranks = [
+            {"index": index, "score": likelihood(each.vector[-length:]), "meta_info": {"prompt_tokens": each.prompt_tokens}}
+            | ({"document": body.documents[index]} if body.return_documents else {})
+            for index, each in enumerate(pooled)
+        ]
+        ranks.sort(key=lambda rank: rank["score"], reverse=True)
+        return json_response(ranks[: body.top_n])
+
+    async def _run(self, body: RerankBody) -> tuple[list[Pooled], int]:
+        """The prompts' log-probabilities, and how many of the last ones belong to the query."""
+        tokenize = self._manager.encoder.encode
+        query = await tokenize(" " + body.query, add_special_tokens=False)
+        self._manager.new_cost().check_tokens(len(query) * len(body.documents), "query")
+        contexts = [await tokenize(CONTEXT.format(document=document)) for document in body.documents]
+        return await self._pooler.run(body, [[*context, *query] for context in contexts], None, "documents"), len(query)
+
+
+def likelihood(logprobs: list[float]) -> float:
+    """The geometric mean of the probabilities, between 0 and 1."""
+    return math.exp(sum(logprobs) / len(logprobs))

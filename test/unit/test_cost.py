@@ -15,10 +15,10 @@ from small_tokenizer import write_small_tokenizer
 
 from runtime.errors import ContextTooLong, QueuedTokensFull, QueueFull, RequestError, TextTooLong
 from runtime.managers import prompt_encoder
-from runtime.managers.client import CURRENT, Client
 from runtime.managers.cost import CallCost, CostLimits
 from runtime.managers.generation import RequestOptions
 from runtime.managers.prompt_encoder import HUGE_TEXT, PromptEncoder
+from runtime.managers.request_context import CURRENT_CLIENT, Client
 from runtime.managers.room import Room
 from runtime.sampling_params import SamplingParams
 from runtime.text import bounded_encoding
@@ -292,7 +292,7 @@ def test_requests_carry_their_client_and_its_ceiling() -> None:
         scheduler = ScriptedScheduler()
         manager = make_manager(scheduler, max_priority=3)
         await manager.generate([5], SamplingParams(), RequestOptions(priority=9))
-        CURRENT.set(Client("key", 7))
+        CURRENT_CLIENT.set(Client("key", 7))
         await manager.generate([5], SamplingParams(), RequestOptions(priority=9))
         assert [(r.client, r.priority, r.max_priority) for r in scheduler.requests] == [("", 9, 3), ("key", 9, 7)]
         manager.close()

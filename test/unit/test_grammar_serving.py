@@ -370,8 +370,8 @@ def test_a_grammar_that_fails_on_its_way_ends_its_request_alone(
 def test_a_grammar_that_slows_others_down_ends_its_request_alone(
     tmp_path: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.constrained.mask_meter.SLOW", -1.0)
-    monkeypatch.setattr("runtime.constrained.mask_meter.PER_MASK", -1.0)
+    monkeypatch.setattr("runtime.constrained.constraint.SLOW", -1.0)
+    monkeypatch.setattr("runtime.constrained.constraint.PER_MASK", -1.0)
     worker, asks = constrained_worker(tmp_path, "EAGLE"), mixed_asks(8)
     served, scheduler = serve(worker, asks, compiler)
     for ask in asks:

@@ -237,8 +237,8 @@ def test_masks_that_take_too_long_are_noticed_in_cpu_time(llguidance: GrammarBac
 
     given = LlguidanceMatcher.fill
     monkeypatch.setattr(LlguidanceMatcher, "fill", fill)
-    monkeypatch.setattr("runtime.constrained.mask_meter.perf_counter", lambda: wall[0])
-    monkeypatch.setattr("runtime.constrained.mask_meter.thread_time", lambda: cpu[0])
+    monkeypatch.setattr("runtime.constrained.constraint.perf_counter", lambda: wall[0])
+    monkeypatch.setattr("runtime.constrained.constraint.thread_time", lambda: cpu[0])
 
     def masks(count: int, **seconds: float) -> Constraint:
         took.update(seconds)

@@ -1,10 +1,12 @@
-"""The HTTP request that the current task serves: its name, and when its prompt was tokenised."""
+"""What the current task serves: the HTTP request, and the client whom the fair queue counts it for."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 
 @dataclass(slots=True)
@@ -24,3 +26,19 @@ class RequestContext:
 
 CURRENT_REQUEST: ContextVar[RequestContext | None] = ContextVar("request", default=None)
 """Set per request, before a handler runs; None outside of HTTP requests."""
+
+
+class Client(msgspec.Struct, frozen=True):
+    """One client.
+
+    Attributes:
+        name: of its API key, or its address; empty for the server's own requests.
+        max_priority: the highest priority that counts against other clients; None: that of --max-priority.
+    """
+
+    name: str = ""
+    max_priority: int | None = None
+
+
+CURRENT_CLIENT: ContextVar[Client] = ContextVar("client", default=Client())  # noqa: B039  (it is frozen)
+"""Set per request, before a handler runs."""

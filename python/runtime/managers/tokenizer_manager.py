@@ -14,7 +14,6 @@ from typing import TypeVar
 from runtime.batch import UNCHANGED, SpeculationChange, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import InvalidField, ServerDraining, ServingError, SlowReader, WorkerDied
-from runtime.managers.client import CURRENT
 from runtime.managers.cost import CallCost
 from runtime.managers.generation import NO_OPTIONS, Generation, GenerationUpdate, RequestOptions
 from runtime.managers.messages import (
@@ -36,6 +35,7 @@ from runtime.managers.messages import (
 )
 from runtime.managers.prompt_encoder import PromptEncoder
 from runtime.managers.remote_errors import call_failure, request_failure
+from runtime.managers.request_context import CURRENT_CLIENT
 from runtime.managers.request_limits import RequestLimits
 from runtime.managers.room import Room
 from runtime.managers.telemetry.health import Health
@@ -171,7 +171,7 @@ class TokenizerManager:
         assert not isinstance(prompt_ids, str), "`price` returns the token ids of a text"
         if options.pooling is not None:
             options.pooling.check(self.model_config.vocab_size)
-        client = CURRENT.get()
+        client = CURRENT_CLIENT.get()
         name = rid if rid is not None else f"talon-{next(self._serial)}"
         if name in self._named:
             raise InvalidField("rid", name, "unique among open requests")
@@ -240,7 +240,7 @@ class TokenizerManager:
     def check_room(self, cost: CallCost) -> None:
         """Raise the error that says why a call cannot start now."""
         self._check_open()  # tokenising may have taken a while
-        self._room.check(CURRENT.get().name, cost)
+        self._room.check(CURRENT_CLIENT.get().name, cost)
 
     def _check_open(self) -> None:
         if self.health.dead is not None:

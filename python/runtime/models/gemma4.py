@@ -13,8 +13,8 @@ from runtime.models.rope_fields import read_rope
 if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.layers.mlp import GatedMlp
     from runtime.layers.moe.dense_beside import DenseBesideSparse
+    from runtime.models.block import SandwichBlock
     from runtime.models.parts import ModelParts
-    from runtime.models.sandwich_block import SandwichBlock
 
 THETA, GLOBAL_THETA = 1e4, 1e6
 GLOBAL_HEAD_DIM = 512
@@ -88,7 +88,7 @@ def _full_attention(text: ConfigFields, model: ModelConfig) -> FullAttention:
 def block(parts: ModelParts, layer: int) -> SandwichBlock:
     """Layer `layer`."""
     from runtime.layers.activation import Activation
-    from runtime.models.sandwich_block import SandwichBlock
+    from runtime.models.block import SandwichBlock
 
     prefix = f"{parts.config.weight_prefix}layers.{layer}."
     attention = parts.of_layer(layer).attention(prefix + "self_attn.", layer)

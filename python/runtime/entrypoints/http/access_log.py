@@ -8,7 +8,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.log import REQUEST_ID
-from runtime.managers.client import CURRENT
+from runtime.managers.request_context import CURRENT_CLIENT
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,6 @@ class AccessLog:
                 "status": status,
                 "seconds": seconds,
                 "bytes": sent,
-                "client": CURRENT.get().name,
+                "client": CURRENT_CLIENT.get().name,
             }
             log.info("%s %s %d %.3f s %s", scope["method"], path, status, seconds, REQUEST_ID.get(), extra={"fields": shown})

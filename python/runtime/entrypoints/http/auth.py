@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime.entrypoints.http.key_ring import KeyRing, KeyUse
 from runtime.entrypoints.http.responses import error_response
 from runtime.errors import KeyLimitReached, Unauthorized
-from runtime.managers.client import CURRENT, Client
+from runtime.managers.request_context import CURRENT_CLIENT, Client
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 PROBE_PATHS = frozenset({"/health_generate", "/metrics"})
@@ -44,7 +44,7 @@ class KeyGate:
             await self._pass_on(use, scope, receive, send)
 
     async def _pass_on(self, use: KeyUse, scope: Scope, receive: Receive, send: Send) -> None:
-        CURRENT.set(Client(use.client, use.key.priority))
+        CURRENT_CLIENT.set(Client(use.client, use.key.priority))
         if scope["method"] != "POST" or scope["path"] in ADMIN_PATHS:
             await self.app(scope, receive, send)
             return

@@ -6,7 +6,7 @@ import ipaddress
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from runtime.managers.client import CURRENT, Client
+from runtime.managers.request_context import CURRENT_CLIENT, Client
 
 
 class ClientName:
@@ -17,7 +17,7 @@ class ClientName:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
-        CURRENT.set(Client(address_name((scope.get("client") or ("",))[0])))
+        CURRENT_CLIENT.set(Client(address_name((scope.get("client") or ("",))[0])))
         await self.app(scope, receive, send)
 
 

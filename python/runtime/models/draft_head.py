@@ -1,4 +1,4 @@
-"""What draft models have in common: their contract, and what EAGLE heads take from their target."""
+"""What draft models have in common: their contract, and what draft heads take from their target."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend, AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
+from runtime.layers.lm_head import all_logits, greedy
+from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps
 from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
+from runtime.models.block import Block
 from runtime.models.config import ModelConfig
-from runtime.models.decoder import DecoderModel
+from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
 from runtime.models.parts import ModelContext, ModelParts
 from runtime.models.weights import NamedTensors, Sliceable
 
@@ -102,25 +105,38 @@ class DraftModel(Protocol):
         ...
 
 
-class DraftBody:
-    """The parts of a draft head beside its target, whose operations, dtype and device it takes over. Its weights are
-    quantised as its own config says, or to int8 as its target's, unless another context is given.
+class DraftHead:
+    """A draft beside its target, whose operations, dtype and device it takes over, and its embedding and LM head where it has no others.
+    Its weights are quantised as its own config says, or to int8 as its target's, unless another context is given.
 
     Attributes:
+        config: the draft's decoder.
         parts: makes the head's own parts.
         ops, dtype, group: the target's.
+        layers: the blocks.
+        embed, lm_head: the head's own, or the target's.
+        head_norm: the norm before the LM head; None where `forward` has applied it, or there is none.
     """
+
+    layers: list[Block]
+    head_norm: RMSNorm | None = None
 
     def __init__(
         self, config: ModelConfig, target: DecoderModel, context: ModelContext | None = None, group: ParallelGroup | None = None
     ) -> None:
         """`group`: the ranks that share the head's blocks; by default those that share its target's."""
+        self.config = config
         self.parts = ModelParts(config, (context or target.context.for_draft(config.quant)).with_blocks_of(group))
         self.ops: BlockOps = target.context.ops
         self.dtype = target.dtype
         self.group = target.context.group
+        self.embed, self.lm_head = target.embed, target.lm_head
         self._target = target
         self._bound: tuple[KVPool, AttentionBackend] | None = None
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that `load` requires."""
+        return self.parts.weights.expected()
 
     def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
         """Give the blocks their KV pool and attention backend."""
@@ -131,7 +147,7 @@ class DraftBody:
         assert self._bound is not None, "bind comes before forward"
         return PassContext(batch, *self._bound)
 
-    def head(self, own: torch.Tensor | None) -> Linear:
+    def own_head(self, own: torch.Tensor | None) -> Linear:
         """A checkpoint's own LM head, or the target's where there is none or they are equal."""
         shared = self._target.lm_head
         if own is None:
@@ -142,11 +158,28 @@ class DraftBody:
         weight = shared_if_equal(part, shared.weight)
         return shared if weight is shared.weight else shared.with_weight(weight)
 
-    def num_bytes(self, embed: torch.Tensor, lm_head: Linear) -> int:
+    @property
+    def weight_bytes(self) -> int:
         """Bytes of the head's weights and tables, without what it shares with its target."""
         shared = {t.data_ptr() for t in (self._target.embed, *self._target.lm_head.tensors)}
-        extras = {t.data_ptr(): t.nbytes for t in (embed, *lm_head.tensors) if t.data_ptr() not in shared}
+        extras = {t.data_ptr(): t.nbytes for t in (self.embed, *self.lm_head.tensors) if t.data_ptr() not in shared}
         return self.parts.weights.num_bytes + sum(extras.values()) + self.parts.rope.cos_sin.nbytes
+
+    @property
+    def kernel_launches(self) -> int:
+        """Kernels of an eager pass, about."""
+        return sum(layer.kernel_launches for layer in self.layers) + OTHER_LAUNCHES
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores of the next token: [N, hidden] of `forward` -> float32 [N, Vd], written to `out` where given."""
+        return all_logits(self.ops, self._normed(hidden), self.lm_head, out)
+
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The draft id of the most likely token, int64 [N]: the argmax of `logits(hidden)`."""
+        return greedy(self.ops, self._normed(hidden), self.lm_head)
+
+    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.to(self.dtype) if self.head_norm is None else self.ops.norm(hidden.float(), self.head_norm, self.dtype)
 
 
 class OptionalTensors:

@@ -10,21 +10,18 @@ import torch
 from torch.nn import functional as F
 
 from runtime.distributed.parallel_group import ParallelGroup
-from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.ops import Stream
-from runtime.mem_cache.kv_pool import KVPool
-from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
+from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import DraftConfig
-from runtime.models.draft_head import DraftBody, DraftModel, OptionalTensors, shared_if_equal
+from runtime.models.draft_head import DraftHead, DraftModel, OptionalTensors, shared_if_equal
 from runtime.models.token_map import HotTokens
 from runtime.models.weights import NamedTensors
 
 OPTIONAL = frozenset({"embed_tokens.weight", "lm_head.weight", "fc.bias"})
 
 
-class LlamaForCausalLMEagle(DraftModel):
+class LlamaForCausalLMEagle(DraftHead, DraftModel):
     """`DraftModel`: its hidden states are like the target's, final-normed; the first layer has no input norm, and no
     norm ends the head.
 
@@ -33,8 +30,6 @@ class LlamaForCausalLMEagle(DraftModel):
 
     Attributes:
         fc: embedding and hidden state [2 * hidden] -> hidden.
-        layers: the blocks.
-        embed, lm_head: the head's own, or the target's.
     """
 
     def __init__(
@@ -46,24 +41,17 @@ class LlamaForCausalLMEagle(DraftModel):
             token_map: int64 [Vd], the target ids that the head may propose, or None for all.
             group: the ranks that share the blocks; by default those that share the target's.
         """
-        self.config = config.model
+        super().__init__(config.model, target, group=group)
         self.aux_layers = config.aux_layers
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
         self.input_width = self.hidden_width = hidden
         self.hidden_dtype = target.dtype
-        self._target = target
-        self._body = body = DraftBody(self.config, target, group=group)
-        self.fc = body.parts.weights.linear({"fc": hidden}, 2 * hidden)
-        self.layers = [body.parts.dense_block(f"layers.{i}.", i, input_norm=i > 0) for i in range(self.config.num_layers)]
+        self.fc = self.parts.weights.linear({"fc": hidden}, 2 * hidden)
+        self.layers = [self.parts.dense_block(f"layers.{i}.", i, input_norm=i > 0) for i in range(self.config.num_layers)]
         self.attention_specs = tuple(layer.attention.spec for layer in self.layers)
-        self.embed = target.embed
         self._hot = HotTokens(token_map, vocab, target.embed.device)
         self.to_target, self.to_draft, self.vocab_size = self._hot.to_target, self._hot.to_draft, self._hot.size
         self.lm_head = self._hot.head(target.lm_head)
-
-    def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that `load` requires."""
-        return self._body.parts.weights.expected()
 
     def load(self, weights: NamedTensors) -> None:
         """Fill the weights; load the target first.
@@ -76,43 +64,21 @@ class LlamaForCausalLMEagle(DraftModel):
             ConfigError: tensors are missing, unexpected or of another shape; it names them.
         """
         optional = OptionalTensors(OPTIONAL)
-        self._body.parts.weights.load(optional.split(weights), ("rotary_emb.inv_freq",))
+        self.parts.weights.load(optional.split(weights), ("rotary_emb.inv_freq",))
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
         self.embed = shared_if_equal(optional.take("embed_tokens.weight", (vocab, hidden)), self._target.embed)
         bias = optional.take("fc.bias", (hidden,))
         if bias is not None:
             self.fc.bias = bias.to(self.embed.device, self._target.dtype)
-        self.lm_head = self._hot.head(self._body.head(optional.take("lm_head.weight", (vocab, hidden))))
-
-    def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
-        """Give the head its KV pool and attention backend."""
-        self._body.bind(kv_pool, backend)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the head's own weights and tables, without what it shares with the target."""
-        return self._body.num_bytes(self.embed, self.lm_head)
-
-    @property
-    def kernel_launches(self) -> int:
-        """Kernels of an eager pass, about."""
-        return sum(layer.kernel_launches for layer in self.layers) + OTHER_LAUNCHES
+        self.lm_head = self._hot.head(self.own_head(optional.take("lm_head.weight", (vocab, hidden))))
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """[T, hidden] or [N, hidden] in the model's dtype, as `DraftModel.forward` says."""
         assert batch.hidden_states is not None, "a draft head needs hidden states"
-        context, dtype = self._body.context(batch), self.hidden_dtype
-        x = self._body.ops.linear(torch.cat([F.embedding(batch.input_ids, self.embed), batch.hidden_states.to(dtype)], dim=1), self.fc)
+        context, dtype = self.context(batch), self.hidden_dtype
+        x = self.ops.linear(torch.cat([F.embedding(batch.input_ids, self.embed), batch.hidden_states.to(dtype)], dim=1), self.fc)
         last = [*[None] * (len(self.layers) - 1), wanted]  # attention of a later layer reads every token
         stream = Stream(x.to(torch.float32, copy=True))
         for i, layer in enumerate(self.layers):
             stream = layer.forward(stream, context, rows=x if i == 0 else None, wanted=last[i])
         return stream.h.to(dtype)
-
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores of the token after next: [N, hidden] -> float32 [N, Vd], written to `out` where given."""
-        return all_logits(self._body.ops, hidden.to(self.hidden_dtype), self.lm_head, out)
-
-    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The draft id of the most likely token, int64 [N]: the argmax of `logits(hidden)`."""
-        return greedy(self._body.ops, hidden.to(self.hidden_dtype), self.lm_head)

@@ -11,22 +11,19 @@ from torch.nn import functional as F
 
 from runtime.distributed.parallel_group import ParallelGroup
 from runtime.errors import ConfigError
-from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
-from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.ops import Stream
-from runtime.mem_cache.kv_pool import KVPool
-from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
+from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import DraftConfig
-from runtime.models.draft_head import DraftBody, DraftModel, OptionalTensors, shared_if_equal
+from runtime.models.draft_head import DraftHead, DraftModel, OptionalTensors, shared_if_equal
 from runtime.models.token_map import invert
 from runtime.models.weights import NamedTensors
 
 NUM_AUX = 3
 
 
-class LlamaForCausalLMEagle3(DraftModel):
+class LlamaForCausalLMEagle3(DraftHead, DraftModel):
     """`DraftModel`: own norm, and an LM head over a vocabulary that is often a part of the target's.
 
     The target's three states are projected by `fc`; deeper steps are fed the head's own residual stream, before the
@@ -35,7 +32,6 @@ class LlamaForCausalLMEagle3(DraftModel):
     Attributes:
         fc: the target's three states -> hidden.
         layer: the block.
-        embed, lm_head: the head's own, or the target's.
     """
 
     def __init__(self, config: DraftConfig, target: DecoderModel, group: ParallelGroup | None = None) -> None:
@@ -44,7 +40,8 @@ class LlamaForCausalLMEagle3(DraftModel):
         Raises:
             ConfigError: more than one layer, or widths that cannot tell the target's hidden states from the head's own.
         """
-        self.config = c = config.model
+        super().__init__(config.model, target, group=group)
+        c, parts = config.model, self.parts
         self.aux_layers = config.aux_layers
         if c.num_layers != 1:
             raise ConfigError(f"the EAGLE-3 draft head has {c.num_layers} layers; only heads of one layer are supported")
@@ -55,28 +52,25 @@ class LlamaForCausalLMEagle3(DraftModel):
         self.hidden_dtype = torch.float32
         self.vocab_size = c.draft_vocab_size or c.vocab_size
         self._reduced = self.vocab_size != c.vocab_size
-        self._target = target
         self._layout = config.layout
-        self._body = body = DraftBody(c, target, group=group)
-        parts = body.parts
         self.fc = parts.weights.linear({"fc": c.hidden_size}, self.input_width)
         self.layer = parts.dense_block("midlayer.", 0, in_features=2 * c.hidden_size, input_norm=False)
+        self.layers = [self.layer]
         self.attention_specs = (self.layer.attention.spec,)
         self._embed_norm = parts.norm("midlayer.input_layernorm.weight")
         self._hidden_norm = parts.norm("midlayer.hidden_norm.weight")
         self._norm = parts.norm("norm.weight")
+        self.head_norm = None if config.layout.norm_output else self._norm
         self._input_norm = parts.norm("input_norm.weight", self.input_width) if config.layout.norm_before_fc else None
         state_width = self.input_width // NUM_AUX
         self._state_norms = [parts.norm(f"fc_norm.{i}.weight", state_width) for i in range(NUM_AUX if config.layout.fc_norm else 0)]
         self._own_head = c.draft_vocab_size is not None and not c.tie_embeddings
-        self.embed = target.embed
-        self.lm_head = target.lm_head
         if self._own_head:
             self.lm_head = parts.weights.lm_head(self.vocab_size, c.hidden_size)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that `load` requires. Any constant `d2t` is valid for dummy weights."""
-        return self._body.parts.weights.expected() | ({"d2t": (self.vocab_size,)} if self._reduced else {})
+        return super().expected_weights() | ({"d2t": (self.vocab_size,)} if self._reduced else {})
 
     def load(self, weights: NamedTensors) -> None:
         """Fill the weights; load the target first.
@@ -91,7 +85,7 @@ class LlamaForCausalLMEagle3(DraftModel):
         """
         own_head = set() if self._own_head else {"lm_head.weight"}
         optional = OptionalTensors(frozenset({"embed_tokens.weight", "fc.bias", "d2t", "t2d"} | own_head))
-        self._body.parts.weights.load(_of_midlayer(optional.split(weights)), ("rotary_emb.inv_freq",))
+        self.parts.weights.load(_of_midlayer(optional.split(weights)), ("rotary_emb.inv_freq",))
         c, target = self.config, self._target
         own_embed = optional.take("embed_tokens.weight", (c.vocab_size, c.hidden_size))
         if own_embed is None and target.config.hidden_size != c.hidden_size:
@@ -108,12 +102,12 @@ class LlamaForCausalLMEagle3(DraftModel):
             return
         c = self.config
         if c.tie_embeddings:
-            self.lm_head = Linear.sharded(self.embed[: self.vocab_size], self._body.group)
+            self.lm_head = Linear.sharded(self.embed[: self.vocab_size], self.group)
             return
         own = optional.take("lm_head.weight", (c.vocab_size, c.hidden_size))
         if own is None and self._target.config.hidden_size != c.hidden_size:
             raise ConfigError("the draft checkpoint lacks lm_head.weight, and its target's head has another width")
-        self.lm_head = self._body.head(own)
+        self.lm_head = self.own_head(own)
 
     def _load_map(self, optional: OptionalTensors) -> None:
         offsets = optional.take("d2t", (self.vocab_size,))
@@ -125,23 +119,9 @@ class LlamaForCausalLMEagle3(DraftModel):
         self.to_draft = invert(to_target, self.config.vocab_size, "d2t of the draft checkpoint")
         self.to_target = to_target
 
-    def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
-        """Give the head its KV pool and attention backend."""
-        self._body.bind(kv_pool, backend)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the head's own weights and tables, without what it shares with the target."""
-        return self._body.num_bytes(self.embed, self.lm_head)
-
-    @property
-    def kernel_launches(self) -> int:
-        """Kernels of an eager pass, about."""
-        return self.layer.kernel_launches + OTHER_LAUNCHES
-
     def project(self, aux_hidden: torch.Tensor) -> torch.Tensor:
         """The target's three states side by side [T, input_width] -> the head's [T, hidden] float32."""
-        ops, dtype = self._body.ops, self._body.dtype
+        ops, dtype = self.ops, self.dtype
         x = aux_hidden.to(dtype)
         if self._input_norm is not None:
             x = ops.norm(x.float(), self._input_norm, dtype)
@@ -158,25 +138,11 @@ class LlamaForCausalLMEagle3(DraftModel):
         assert hidden is not None, "a draft head needs hidden states"
         # A copy: the operations write the stream in place, and the caller owns the rows.
         h = self.project(hidden) if hidden.shape[1] == self.input_width else hidden.to(torch.float32, copy=True)
-        body = self._body
-        embeds = body.ops.norm(F.embedding(batch.input_ids, self.embed).float(), self._embed_norm, body.dtype)
-        normed = body.ops.norm(h, self._hidden_norm, body.dtype)
+        embeds = self.ops.norm(F.embedding(batch.input_ids, self.embed).float(), self._embed_norm, self.dtype)
+        normed = self.ops.norm(h, self._hidden_norm, self.dtype)
         stream = Stream(normed.to(torch.float32, copy=True) if self._layout.norm_before_residual else h)
-        h = self.layer.forward(stream, body.context(batch), rows=torch.cat([embeds, normed], dim=1), wanted=wanted).h
-        return body.ops.norm(h, self._norm, torch.float32) if self._layout.norm_output else h
-
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores of the token after next: [N, hidden] of `forward` -> float32 [N, Vd], written to `out` where given."""
-        return all_logits(self._body.ops, self._normed(hidden), self.lm_head, out)
-
-    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The draft id of the most likely token, int64 [N]: the argmax of `logits(hidden)`."""
-        return greedy(self._body.ops, self._normed(hidden), self.lm_head)
-
-    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._layout.norm_output:
-            return hidden.to(self._body.dtype)
-        return self._body.ops.norm(hidden.float(), self._norm, self._body.dtype)
+        h = self.layer.forward(stream, self.context(batch), rows=torch.cat([embeds, normed], dim=1), wanted=wanted).h
+        return self.ops.norm(h, self._norm, torch.float32) if self._layout.norm_output else h
 
 
 def _of_midlayer(weights: NamedTensors) -> NamedTensors:

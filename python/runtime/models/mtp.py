@@ -15,14 +15,11 @@ from torch.nn import functional as F
 
 from runtime.distributed.parallel_group import ParallelGroup
 from runtime.errors import ConfigError
-from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.ops import Stream
-from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.config import ModelConfig
-from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
-from runtime.models.draft_head import DraftBody, DraftModel
+from runtime.models.decoder import DecoderModel
+from runtime.models.draft_head import DraftHead, DraftModel
 from runtime.models.registry import MTP_FAMILIES
 from runtime.models.token_map import HotTokens
 from runtime.models.weights import NamedTensors, Sliceable
@@ -31,7 +28,7 @@ SHARED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq
 """Endings of the tensors that a checkpoint repeats for the layer; the target's are used."""
 
 
-class MtpDraft(DraftModel):
+class MtpDraft(DraftHead, DraftModel):
     """`DraftModel` of the target's own checkpoint; embedding and LM head are the target's.
 
     Attributes:
@@ -50,28 +47,24 @@ class MtpDraft(DraftModel):
         Raises:
             ConfigError: the target's checkpoint holds no such layer.
         """
-        self.config = mtp_config(target.config)
+        super().__init__(mtp_config(target.config), target, target.context, group)
         assert self.config.mtp is not None, "checked by mtp_config"
         self._names = names = self.config.mtp
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
         self.input_width = self.hidden_width = hidden
         self.hidden_dtype = target.dtype if names.feeds_normed else torch.float32
-        self._target = target
-        self._body = body = DraftBody(self.config, target, target.context, group)
-        parts, prefix = body.parts, names.prefix
+        parts, prefix = self.parts, names.prefix
         self._token_norm, self._hidden_norm, self._final_norm = (
             parts.norm(f"{prefix}{name}.weight") for name in (names.token_norm, names.hidden_norm, names.final_norm)
         )
         self.proj = parts.weights.linear({prefix + names.proj: hidden}, 2 * hidden)
         self.layer = MTP_FAMILIES[self.config.architecture].mtp_block(parts, prefix)
+        self.layers = [self.layer]
+        self.head_norm = None if names.feeds_normed else self._final_norm
         self.attention_specs = (self.layer.attention.spec,)
         self._hot = HotTokens(token_map, vocab, target.embed.device)
         self.to_target, self.to_draft, self.vocab_size = self._hot.to_target, self._hot.to_draft, self._hot.size
         self.lm_head = self._hot.head(target.lm_head)
-
-    def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that `load` requires."""
-        return self._body.parts.weights.expected()
 
     def load(self, weights: NamedTensors) -> None:
         """Fill the weights; load the target first.
@@ -82,52 +75,25 @@ class MtpDraft(DraftModel):
         Raises:
             ConfigError: tensors are missing, unexpected or of another shape; it names them.
         """
-        self._body.parts.weights.load(self._own(weights), SHARED)
+        self.parts.weights.load(self._own(weights), SHARED)
         self.layer.attention.weights_filled()
         self.lm_head = self._hot.head(self._target.lm_head)
 
     def _own(self, weights: NamedTensors) -> Iterator[tuple[str, Sliceable]]:
         return ((name, tensor) for name, tensor in weights if name.startswith(self._names.prefix))
 
-    def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
-        """Give the layer its KV pool and attention backend."""
-        self._body.bind(kv_pool, backend)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the layer's weights and tables, without what it shares with the target."""
-        return self._body.num_bytes(self._target.embed, self.lm_head)
-
-    @property
-    def kernel_launches(self) -> int:
-        """Kernels of an eager pass, about."""
-        return self.layer.kernel_launches + OTHER_LAUNCHES
-
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """[T, hidden] or [N, hidden] in `hidden_dtype`, as `DraftModel.forward` says."""
         assert batch.hidden_states is not None, "a draft layer needs hidden states"
-        ops, dtype, names = self._body.ops, self._body.dtype, self._names
-        embeds = F.embedding(batch.input_ids, self._target.embed).float()
+        ops, dtype, names = self.ops, self.dtype, self._names
+        embeds = F.embedding(batch.input_ids, self.embed).float()
         if names.blank_start:
             embeds = embeds.masked_fill(batch.positions[:, None] == 0, 0.0)
         token = ops.norm(embeds, self._token_norm, dtype)
         hidden = ops.norm(batch.hidden_states.float(), self._hidden_norm, dtype)
         x = ops.linear(torch.cat((hidden, token) if names.hidden_first else (token, hidden), dim=1), self.proj)
-        h = self.layer.forward(Stream(x.to(torch.float32, copy=True)), self._body.context(batch), wanted=wanted).h
+        h = self.layer.forward(Stream(x.to(torch.float32, copy=True)), self.context(batch), wanted=wanted).h
         return ops.norm(h, self._final_norm, dtype) if names.feeds_normed else h
-
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores of the token after next: [N, hidden] -> float32 [N, Vd], written to `out` where given."""
-        return all_logits(self._body.ops, self._normed(hidden), self.lm_head, out)
-
-    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The draft id of the most likely token, int64 [N]: the argmax of `logits(hidden)`."""
-        return greedy(self._body.ops, self._normed(hidden), self.lm_head)
-
-    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._names.feeds_normed:
-            return hidden.to(self._body.dtype)
-        return self._body.ops.norm(hidden.float(), self._final_norm, self._body.dtype)
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:

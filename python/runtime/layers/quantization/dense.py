@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional as F
 
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, Storage, WeightSlot
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
 
-class Dense:
+class Dense(QuantScheme):
     """`QuantScheme` "none"."""
 
     name = "none"
@@ -31,10 +31,6 @@ class Dense:
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """The weight."""
         return storage.weight.to(dtype)
-
-    def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
-        """The rows."""
-        return storage.at(rows)
 
 
 DENSE = Dense()

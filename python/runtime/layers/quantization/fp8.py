@@ -9,14 +9,14 @@ import torch
 from torch.nn import functional as F
 
 from runtime.config.quant_config import BLOCK, block_length
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, Storage, WeightSlot
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 """The largest number of e4m3; it has no infinities."""
 
 
-class BlockFp8:
+class BlockFp8(QuantScheme):
     """`QuantScheme` "fp8": `weight` e4m3 [out, in], and `scale` float32 with one number for a block of 128 x 128 entries:
     block [i, j] stands for `weight * scale[i, j]`.
 
@@ -65,10 +65,6 @@ class BlockFp8:
             f"{part.prefix}.{self._scale_name}": WeightSlot(whole, blocks, put_scales, finite=True),
         }
 
-    def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
-        """`F.linear` with the dequantised weight."""
-        return F.linear(x, self.dequantize(storage, x.dtype), bias)
-
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """Each block times its scale in float32, rounded to `dtype`."""
         assert storage.scale is not None
@@ -85,7 +81,7 @@ class BlockFp8:
         return Storage(storage.weight[rows], storage.scale[rows // block_size(storage)[0]])
 
 
-class RowFp8:
+class RowFp8(QuantScheme):
     """`QuantScheme` "fp8-row": `weight` e4m3 [out, in] and `scale` float32 [out]; row i stands for `weight[i] * scale[i]`.
 
     A checkpoint holds a scale for each row, or one for the whole tensor.
@@ -113,18 +109,10 @@ class RowFp8:
             f"{part.prefix}.{self._scale_name}": slot,
         }
 
-    def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
-        """`F.linear` with the dequantised weight."""
-        return F.linear(x, self.dequantize(storage, x.dtype), bias)
-
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """Each row times its scale in float32, rounded to `dtype`."""
         assert storage.scale is not None
         return storage.weight.float().mul_(storage.scale[..., None]).to(dtype)
-
-    def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
-        """The rows and their scales."""
-        return storage.at(rows)
 
 
 def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, Storage, WeightSlot
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
 DIRECT_ROWS = 32
 """Up to this many rows the packed int8 kernel multiplies, which gives a row the same bits beside any others; above,
@@ -24,7 +24,7 @@ K_MULTIPLE = 32
 N_MULTIPLE = 4
 
 
-class Int8:
+class Int8(QuantScheme):
     """`QuantScheme` "int8": `weight` int8 [out, in] and `scale` bfloat16 [out]; row i stands for `weight[i] *
     scale[i]`.
 
@@ -65,10 +65,6 @@ class Int8:
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """Rows times their scales."""
         return dequantize(storage).to(dtype)
-
-    def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
-        """The rows and their scales."""
-        return storage.at(rows)
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_prompt: bool) -> torch.Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.nn import functional as F
 
 from runtime.errors import ConfigError
-from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, Storage, WeightSlot
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
 GROUP = 32
 """Columns that share a scale."""
@@ -20,7 +19,7 @@ LARGEST = 128
 """Largest scale byte: a kernel multiplies by 2 ** 126 times the scale, which bfloat16 must hold."""
 
 
-class Mxfp4:
+class Mxfp4(QuantScheme):
     """`QuantScheme` "mxfp4": `weight` uint8 [out, in / 2], two codes in a byte, and `scale` uint8 [out, in / 32].
 
     The 16 bytes that share a scale hold its first 16 columns in their low halves and the other 16 in their high ones, so
@@ -63,10 +62,6 @@ class Mxfp4:
             part.prefix + ".weight_scales": WeightSlot((out, width // GROUP), (rows, groups), put_scales, torch.uint8),
         }
 
-    def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
-        """`F.linear` with the dequantised weight."""
-        return F.linear(x, self.dequantize(storage, x.dtype), bias)
-
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """Each number times its scale: exact in bfloat16 and float32."""
         assert storage.scale is not None
@@ -74,10 +69,6 @@ class Mxfp4:
         halves = storage.weight.unflatten(-1, (-1, GROUP // 2))
         values = table[torch.cat((halves & 15, halves >> 4), dim=-1).to(torch.int32)]
         return torch.ldexp(values, storage.scale.to(torch.int32)[..., None] - BIAS).to(dtype).flatten(-2)
-
-    def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
-        """The rows."""
-        return storage.at(rows)
 
 
 def _regroup(codes: torch.Tensor) -> torch.Tensor:

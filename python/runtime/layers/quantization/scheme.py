@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn import functional as F
 
 Index = tuple[slice, ...]
 
@@ -121,7 +122,7 @@ class NewWeight:
 
 class QuantScheme(Protocol):
     """How the weight of a linear layer is stored, filled and multiplied by. Stateless; one scheme serves all layers of
-    a model.
+    a model. Subclass it explicitly.
     """
 
     name: str
@@ -136,13 +137,16 @@ class QuantScheme(Protocol):
         ...
 
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
-        """`x @ weight.T + bias`: [T, in] -> [T, out], the dtype of `x`. `in_prompt`: rows of a prompt pass."""
-        ...
+        """`x @ weight.T + bias`: [T, in] -> [T, out], the dtype of `x`; by default with the dequantised weight.
+
+        `in_prompt`: rows of a prompt pass.
+        """
+        return F.linear(x, self.dequantize(storage, x.dtype), bias)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """The weight that the storage stands for, [out, in] or [E, out, in], in `dtype`."""
         ...
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
-        """A copy of output rows int64 [n], as the weight of a smaller layer."""
-        ...
+        """A copy of output rows int64 [n], as the weight of a smaller layer; by default where the scales lie by rows."""
+        return storage.at(rows)

@@ -12,22 +12,23 @@ from collections.abc import Iterator
 import torch
 
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.attention.layer import AttentionLayer
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
-from runtime.layers.ops import BlockOps, Stream
+from runtime.layers.ops import BlockOps
 from runtime.layers.pass_context import PassContext
 
 
-class LatentAttention:
+class LatentAttention(AttentionLayer):
     """`AttentionLayer`: latent attention of one layer, or this rank's heads of it over rows that every rank holds. Owner of its weights.
 
     Attributes:
         spec: what the backend reads; its KV is of kind "mla".
         heads: widths, norms and rotary table.
-        down_proj: hidden -> the queries' latent (all heads where there is none), the latent and the shared key.
+        down_proj: `in_proj`: hidden -> the queries' latent (all heads where there is none), the latent and the shared key.
         q_proj: the queries' latent -> all heads; None where `down_proj` makes them.
         kv_b_proj: the latent -> keys without rotation and values of all heads.
         o_proj: all heads' values -> hidden.
@@ -47,8 +48,9 @@ class LatentAttention:
         ops: BlockOps,
     ) -> None:
         self.spec, self.heads = spec, heads
-        self.down_proj, self.q_proj, self.kv_b_proj, self.o_proj = down_proj, q_proj, kv_b_proj, o_proj
-        self._ops = ops
+        self.in_proj = self.down_proj = down_proj
+        self.q_proj, self.kv_b_proj, self.o_proj = q_proj, kv_b_proj, o_proj
+        self.ops = ops
         self._kv_b = kv_b_proj.weight
 
     def weights_filled(self) -> None:
@@ -70,35 +72,22 @@ class LatentAttention:
             yield Gemm("linear", self.q_proj, None)
         yield Gemm("linear_add", self.o_proj, next_norm)
 
-    def project(self, stream: Stream, norm: RMSNorm | None) -> torch.Tensor:
-        """The rows [T, q_columns + row_dim] of the normed stream."""
-        assert norm is not None, "latent attention has an input norm"
-        return self._ops.norm_linear(stream, norm, self.down_proj)
-
-    def project_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of activations that are already normed, [T, in] in the model's dtype."""
-        return self._ops.linear(x, self.down_proj)
-
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Write the latent rows to the pool and attend: [T, H * value_dim], the dtype of `qkv`, the rows of `project`."""
         heads = self.heads
-        q, latent = self._ops.write_latent(qkv, heads, self.spec.layer_id, context)
+        q, latent = self.ops.write_latent(qkv, heads, self.spec.layer_id, context)
         if self.q_proj is not None:
-            q = self._ops.linear(q, self.q_proj)
+            q = self.ops.linear(q, self.q_proj)
         q = q.view(-1, heads.num_heads, heads.query_dim)
         attend = self._plain if is_whole_prompt(context.batch) else self._absorbed
         return attend(q, latent, context).flatten(1)
-
-    def add_output(self, attended: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
-        """The stream plus the output projection of `attended`; perhaps in the same storage."""
-        return self._ops.linear_add(attended, self.o_proj, stream, next_norm)
 
     def _absorbed(self, q: torch.Tensor, latent: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Over the latent rows in the pool: [T, H, value_dim]."""
         heads, key, value = self.heads, *self._kv_weights()
         query = torch.empty((*q.shape[:2], heads.row_dim), dtype=q.dtype, device=q.device)
         torch.bmm(q[..., : heads.nope_dim].transpose(0, 1), key, out=query[..., : heads.kv_rank].transpose(0, 1))
-        self._ops.rotate(q[..., heads.nope_dim :], heads.rope, context.batch.positions, query[..., heads.kv_rank :])
+        self.ops.rotate(q[..., heads.nope_dim :], heads.rope, context.batch.positions, query[..., heads.kv_rank :])
         attended = context.backend.forward(query, self.spec, context.batch).view(-1, heads.num_heads, heads.kv_rank)
         out = torch.empty((*q.shape[:2], heads.value_dim), dtype=q.dtype, device=q.device)
         torch.bmm(attended.transpose(0, 1), value.transpose(1, 2), out=out.transpose(0, 1))
@@ -107,11 +96,11 @@ class LatentAttention:
     def _plain(self, q: torch.Tensor, latent: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Over keys and values of the pass itself: [T, H, value_dim]."""
         heads, batch = self.heads, context.batch
-        self._ops.rotate(q[..., heads.nope_dim :], heads.rope, batch.positions, q[..., heads.nope_dim :])
-        made = self._ops.linear(latent[:, : heads.kv_rank].contiguous(), self.kv_b_proj).view(len(q), heads.num_heads, -1)
+        self.ops.rotate(q[..., heads.nope_dim :], heads.rope, batch.positions, q[..., heads.nope_dim :])
+        made = self.ops.linear(latent[:, : heads.kv_rank].contiguous(), self.kv_b_proj).view(len(q), heads.num_heads, -1)
         shared = latent[:, None, heads.kv_rank :].expand(-1, heads.num_heads, -1)
         keys = torch.cat((made[..., : heads.nope_dim], shared), dim=2)
-        return self._ops.prompt_attention(q, keys, made[..., heads.nope_dim :], self.spec, batch)
+        return self.ops.prompt_attention(q, keys, made[..., heads.nope_dim :], self.spec, batch)
 
     def _kv_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of `kv_b_proj` by head: keys [H, nope_dim, kv_rank] and values [H, value_dim, kv_rank]."""

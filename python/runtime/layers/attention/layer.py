@@ -18,16 +18,19 @@ from runtime.layers.rope import RotaryHeads
 
 
 class AttentionLayer(Protocol):
-    """What a block needs of its attention: project, write KV and attend, add the output to the residual stream.
+    """What a block needs of its attention: project, write KV and attend, add the output to the residual stream. Subclass it explicitly.
 
     Attributes:
         spec: what the backend reads.
-        o_proj: the output projection.
+        in_proj, o_proj: the first and the output projection.
+        ops: operations of the model.
         kernel_launches: of an eager pass, about.
     """
 
     spec: AttentionSpec
+    in_proj: Linear
     o_proj: Linear
+    ops: BlockOps
     kernel_launches: int
 
     @property
@@ -36,8 +39,7 @@ class AttentionLayer(Protocol):
         ...
 
     def weights_filled(self) -> None:
-        """Compute what follows from the weights. Call it after they are loaded."""
-        ...
+        """Compute what follows from the weights. Called after they are loaded."""
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
         """Its GEMMs that are to be autotuned, in order, between these norms."""
@@ -45,11 +47,12 @@ class AttentionLayer(Protocol):
 
     def project(self, stream: Stream, norm: RMSNorm | None) -> torch.Tensor:
         """The first projection of the normed stream, [T, out] in the model's dtype."""
-        ...
+        assert norm is not None, "this attention layer has no input norm: use project_rows"
+        return self.ops.norm_linear(stream, norm, self.in_proj)
 
     def project_rows(self, x: torch.Tensor) -> torch.Tensor:
         """The first projection of rows that are already normed, [T, in] in the model's dtype."""
-        ...
+        return self.ops.linear(x, self.in_proj)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Write KV to the pool and attend: what `o_proj` reads, [T, H * value_dim], from the first projection."""
@@ -57,16 +60,16 @@ class AttentionLayer(Protocol):
 
     def add_output(self, attended: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
         """The stream plus the output projection of `attended`; perhaps in the same storage."""
-        ...
+        return self.ops.linear_add(attended, self.o_proj, stream, next_norm)
 
 
-class Attention:
+class Attention(AttentionLayer):
     """`AttentionLayer`: grouped-query attention of one layer, or this rank's heads of it. Owner of its weights.
 
     Attributes:
         spec: what the backend reads: KV, scale, window, sinks.
         heads: how a qkv row becomes heads.
-        qkv_proj, o_proj: the projections.
+        qkv_proj: `in_proj`: the rows [T, (H + 2 G) * head_dim].
         kernel_launches: of an eager pass, about: norm, qkv, rotary and KV write, attention, output.
     """
 
@@ -82,42 +85,26 @@ class Attention:
         row_norms: RowNorms | None = None,
     ) -> None:
         self._row_norms = row_norms
-        self.spec, self.heads, self.qkv_proj, self.o_proj = spec, heads, qkv_proj, o_proj
-        self._ops = ops
+        self.spec, self.heads, self.o_proj, self.ops = spec, heads, o_proj, ops
+        self.in_proj = self.qkv_proj = qkv_proj
 
     @property
     def active_parameters(self) -> int:
         """Weights that every token is multiplied by."""
         return self.qkv_proj.num_parameters + self.o_proj.num_parameters
 
-    def weights_filled(self) -> None:
-        """Nothing: the weights are used as they are."""
-
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
         """Its GEMMs, in order; the output is not added to the stream where `next_norm` is None."""
         yield Gemm("linear", self.qkv_proj, norm)
         yield Gemm("linear", self.o_proj, None) if next_norm is None else Gemm("linear_add", self.o_proj, next_norm)
 
-    def project(self, stream: Stream, norm: RMSNorm | None) -> torch.Tensor:
-        """The qkv rows [T, (H + 2 G) * head_dim] of the normed stream."""
-        assert norm is not None, "this attention layer has no input norm: use project_rows"
-        return self._ops.norm_linear(stream, norm, self.qkv_proj)
-
-    def project_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The qkv rows of rows that are already normed, [T, in] in the model's dtype."""
-        return self._ops.linear(x, self.qkv_proj)
-
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`."""
         if self._row_norms is not None:
             qkv = self._row_norms(qkv)
-        q = self._ops.rope_and_cache(qkv, self.heads, self.spec.layer_id, context)
+        q = self.ops.rope_and_cache(qkv, self.heads, self.spec.layer_id, context)
         return context.backend.forward(q, self.spec, context.batch)
 
     def output(self, attended: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
         """The output projection of `attended`, [T, hidden]. `in_prompt`: as in `Stream`."""
-        return self.o_proj.reduce(self._ops.linear(attended, self.o_proj, in_prompt))
-
-    def add_output(self, attended: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
-        """The stream plus the output projection of `attended`; perhaps in the same storage."""
-        return self._ops.linear_add(attended, self.o_proj, stream, next_norm)
+        return self.o_proj.reduce(self.ops.linear(attended, self.o_proj, in_prompt))

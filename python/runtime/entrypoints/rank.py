@@ -12,13 +12,12 @@ import torch
 from msgspec import structs
 
 from runtime.config.runtime_config import RuntimeConfig
-from runtime.distributed.group_results import ResultPusher, ResultSocket
 from runtime.distributed.parallel_group import ParallelGroup
 from runtime.distributed.rank_place import RankPlace
+from runtime.distributed.rank_sockets import ResultPusher, ResultSocket, StepPublisher, StepSubscriber
 from runtime.distributed.rank_watch import RankBeat, RankWatch
 from runtime.distributed.ring import RingReader, RingWriter
 from runtime.distributed.step_links import SenderList, StepReceiver, StepSender
-from runtime.distributed.step_sockets import StepPublisher, StepSubscriber
 from runtime.distributed.torch_group import EXCHANGE_SECONDS, TorchGroup
 from runtime.entrypoints.grammars import make_compiler
 from runtime.errors import RankFailed

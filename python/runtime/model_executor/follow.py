@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from runtime.batch import Pending
-from runtime.distributed.group_results import ResultPusher
+from runtime.distributed.rank_sockets import ResultPusher
 from runtime.distributed.step_links import StepReceiver
 from runtime.distributed.step_messages import Answer, Close, GroupResult, RankCodec, Reset, RunStep, SetRun
 from runtime.errors import RankFailed

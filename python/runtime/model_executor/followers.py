@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from runtime.batch import BatchResult, Pending, ScheduleBatch, no_ints
-from runtime.distributed.group_results import ResultSocket
+from runtime.distributed.rank_sockets import ResultSocket
 from runtime.distributed.step_links import StepSender
 from runtime.distributed.step_messages import Answer, Close, RankCodec, Reset, RunStep, SetRun
 from runtime.errors import RankFailed, ServerFault

@@ -8,9 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 from msgspec import structs
@@ -24,49 +24,8 @@ COMMAND = (sys.executable, "-m", "runtime.entrypoints.child")
 """Starts a child of this server."""
 
 
-class Child(Protocol):
-    """A process of the server as its parent sees it, whatever started it; see `ChildProcess`."""
-
-    role: Role
-    ready: asyncio.Future[WorkerLimits | None]
-    gone: asyncio.Event
-    finished: bool
-    beats: int
-
-    def describe_end(self) -> str:
-        """How it ended, for the log."""
-        ...
-
-    def dump_stacks(self) -> None:
-        """Make it print its stacks and die."""
-        ...
-
-    def kill(self) -> None:
-        """End it now."""
-        ...
-
-
-def take_status(child: Child, line: bytes) -> None:
-    """Note what a child reports of itself: a `ChildStatus` in JSON."""
-    status = msgspec.json.decode(line, type=ChildStatus)
-    if isinstance(status, ChildFailed):
-        fail_start(child, ConfigError(status.message) if status.is_config else ServingError(status.message))
-    elif isinstance(status, ChildFinished):
-        child.finished = True
-    elif isinstance(status, ChildAlive):
-        child.beats += 1
-    elif not child.ready.done():
-        child.ready.set_result(status.limits)
-
-
-def fail_start(child: Child, error: ServingError) -> None:
-    """End a start that is still awaited with an error."""
-    if not child.ready.done():
-        child.ready.set_exception(error)
-
-
-class ChildProcess:
-    """Starts one child process and reads its status pipe.
+class Child(ABC):
+    """A process of the server as its parent sees it, whatever started it.
 
     Attributes:
         ready: done when the child serves; holds the limits of the scheduler's worker, or the error of the start.
@@ -75,11 +34,51 @@ class ChildProcess:
         beats: `ChildAlive` so far.
     """
 
-    def __init__(self, role: Role, command: Sequence[str], config: ChildConfig) -> None:
+    def __init__(self, role: Role) -> None:
         self.role: Role = role
         self.ready: asyncio.Future[WorkerLimits | None] = asyncio.get_running_loop().create_future()
-        self.gone = asyncio.Event()
-        self.finished, self.beats = False, 0
+        self.gone, self.finished, self.beats = asyncio.Event(), False, 0
+
+    @abstractmethod
+    def describe_end(self) -> str:
+        """How it ended, for the log."""
+
+    @abstractmethod
+    def dump_stacks(self) -> None:
+        """Make it print its stacks and die."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it now."""
+
+    def _take_status(self, line: bytes) -> None:
+        """Note what it reports of itself: a `ChildStatus` in JSON."""
+        status = msgspec.json.decode(line, type=ChildStatus)
+        if isinstance(status, ChildFailed):
+            self._fail_start(ConfigError(status.message) if status.is_config else ServingError(status.message))
+        elif isinstance(status, ChildFinished):
+            self.finished = True
+        elif isinstance(status, ChildAlive):
+            self.beats += 1
+        elif not self.ready.done():
+            self.ready.set_result(status.limits)
+
+    def _is_gone(self) -> None:
+        """Note that the process has ended."""
+        self.gone.set()
+        self._fail_start(ServingError(f"the {self.role} process died during its start ({self.describe_end()})"))
+
+    def _fail_start(self, error: ServingError) -> None:
+        """End a start that is still awaited with an error."""
+        if not self.ready.done():
+            self.ready.set_exception(error)
+
+
+class ChildProcess(Child):
+    """Starts one child process and reads its status pipe."""
+
+    def __init__(self, role: Role, command: Sequence[str], config: ChildConfig) -> None:
+        super().__init__(role)
         self._rest = b""
         self._fd, theirs = os.pipe()
         os.set_blocking(self._fd, False)
@@ -129,12 +128,11 @@ class ChildProcess:
             return
         if not data:
             asyncio.get_running_loop().remove_reader(self._fd)
-            self.gone.set()
-            fail_start(self, ServingError(f"the {self.role} process died during its start ({self.describe_end()})"))
+            self._is_gone()
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            take_status(self, line)
+            self._take_status(line)
 
 
 def start_ranks(config: ChildConfig, command: Sequence[str]) -> list[ChildProcess]:

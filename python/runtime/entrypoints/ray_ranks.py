@@ -18,12 +18,11 @@ from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
-from runtime.batch import WorkerLimits
 from runtime.config.runtime_config import ParallelConfig
 from runtime.distributed.rank_place import RankPlace, meeting_of
 from runtime.entrypoints.child import ChildConfig, Role
-from runtime.entrypoints.child_process import fail_start, take_status
-from runtime.errors import ConfigError, ServingError
+from runtime.entrypoints.child_process import Child
+from runtime.errors import ConfigError
 
 
 class RankHost:
@@ -55,13 +54,12 @@ class RankHost:
         return self._process.wait()
 
 
-class RayRank:
-    """One rank as the server sees it; like `ChildProcess`."""
+class RayRank(Child):
+    """One rank as the server sees it."""
 
     def __init__(self, role: Role, host: Any) -> None:
-        self.role, self._host = role, host
-        self.ready: asyncio.Future[WorkerLimits | None] = asyncio.get_running_loop().create_future()
-        self.gone, self.finished, self.beats = asyncio.Event(), False, 0
+        super().__init__(role)
+        self._host = host
         self._end = "its Ray actor died"
         self._reader: asyncio.Task[None] | None = None
 
@@ -86,13 +84,12 @@ class RayRank:
     async def _read(self) -> None:
         try:
             while line := await self._host.next_status.remote():
-                take_status(self, line)
+                self._take_status(line)
             self._end = f"exit status {await self._host.exit_status.remote()}"
         except RayError:
             pass  # the actor died, and the process with it
         finally:
-            self.gone.set()
-            fail_start(self, ServingError(f"the {self.role} process died during its start ({self._end})"))
+            self._is_gone()
 
 
 class RayRanks:

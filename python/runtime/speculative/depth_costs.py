@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from runtime.batch import Int32, Pending, RowInit, ScheduleBatch
+from runtime.batch import Pending, ScheduleBatch
 from runtime.config.tuning import SpeculativeTuning
 from runtime.model_executor.depth_controller import DepthController
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost, Routing
 from runtime.model_executor.worker import Worker
-from runtime.sampling_params import SamplingParams
+from runtime.speculative.scratch_prompts import scratch_prompts
 
 log = logging.getLogger(__name__)
 SIZES = (1, 4, 16, 64, 128, 256)
@@ -27,7 +27,6 @@ ENOUGH = 0.05
 RUNS, SLOW_RUNS = 3, 2
 ROOM = 128
 """Positions that a request may take in the measurement, where the context is that long."""
-GREEDY = SamplingParams(temperature=0.0)
 
 
 def start_controller(worker: Worker, tuning: SpeculativeTuning | None = None) -> None:
@@ -98,7 +97,8 @@ class ScratchRows:
         self._worker, self._size = worker, size
         self._rows = np.arange(1, size + 1, dtype=np.int32)
         self._bounds, self._step = np.ones(size, dtype=np.int32), 0
-        worker.submit(self._prompt()).wait()
+        prompts = np.random.default_rng(0).integers(worker.limits.vocab_size, size=(size, 1), dtype=np.int32)
+        worker.submit(scratch_prompts(self._rows, prompts, _pages(worker))).wait()
 
     def has_room(self, depth: int) -> bool:
         """Whether iterations at a depth can be timed before the pages are full. In a short context the deepest never can."""
@@ -128,24 +128,3 @@ class ScratchRows:
         batch = ScheduleBatch(self._step, self._rows, self._bounds.copy(), np.full(self._size, -1, dtype=np.int32))
         self._bounds += depth + 1
         return self._worker.submit(batch)
-
-    def _prompt(self) -> ScheduleBatch:
-        limits, size = self._worker.limits, self._size
-        pages = _pages(self._worker)
-        zeros = np.zeros(size, dtype=np.int32)
-        none = np.empty(0, dtype=np.int32)
-        history: Int32 = zeros[:1]
-        return ScheduleBatch(
-            step=0,
-            rows=self._rows,
-            len_bounds=zeros,
-            top_logprobs=zeros - 1,
-            new_rows=[RowInit(row, 1, GREEDY, 0, none, history) for row in self._rows.tolist()],
-            page_rows=self._rows.repeat(pages),
-            page_cols=np.tile(np.arange(pages, dtype=np.int32), size),
-            page_ids=np.arange(1, size * pages + 1, dtype=np.int32),
-            prefix_lens=zeros,
-            extend_lens=zeros + 1,
-            token_ids=np.random.default_rng(0).integers(limits.vocab_size, size=size, dtype=np.int32),
-            next_tokens=zeros - 1,
-        )

@@ -35,6 +35,7 @@ from runtime.model_executor.window import fill_window
 from runtime.models.dflash import DFlashDraftModel
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
 from runtime.speculative.draft_mask import DraftMask
+from runtime.speculative.draft_passes import extend_spec
 from runtime.speculative.model_drafter import ModelDrafter, States, restricting
 
 
@@ -51,20 +52,20 @@ class DFlashWorker(ModelDrafter):
     # ---- build
 
     def _decode_runner(self, setup: DraftSetup, depth: int) -> GraphRunner:
-        spec = block_spec("draft block" + self._suffix(depth), depth + 1, self.model.kernel_launches)
+        name = "draft block" if depth == self.spec.shape.num_steps else f"draft block K={depth}"
+        spec = block_spec(name, depth + 1, self.model.kernel_launches)
         return setup.make_runner(spec, self._fill_block, self.runner, setup.depths[depth], self._config.draft_decode_graph)
 
     def _extend_spec(self, depth: int) -> RunnerSpec:
         launches = 2 * len(self.model.layers) + 4
         if depth == 0:
             return catch_up_spec(("",), launches, num_steps=0)
-        return extend_spec("draft extend" + self._suffix(depth), depth + 1, self.model.input_width, self.runner.dtype, launches)
+        full = self.spec.shape
+        spec = extend_spec(full, full.at_depth(depth), self.model.input_width, self.runner.dtype, launches)
+        return replace(spec, inputs=spec.inputs[:1], num_steps=0, variants=("",))  # nothing attends: it writes KV only
 
     def _extend_forward(self, states: States) -> Forward:
         return partial(self._write_context, states=states)
-
-    def _suffix(self, depth: int) -> str:
-        return "" if depth == self.spec.shape.num_steps else f" K={depth}"
 
     def warmup_runs(self) -> list[Callable[[], object]]:
         """Attention of the blocks at every depth."""
@@ -116,18 +117,5 @@ def block_spec(name: str, width: int, launches: int) -> RunnerSpec:
         mode=ForwardMode.DECODE,
         width=width,
         outputs=(BufferSpec("tokens", "req", torch.int64, 0, (width,)),),
-        launches=launches,
-    )
-
-
-def extend_spec(name: str, width: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
-    """The runner over windows. Input: `features` [B * width, feature], the target's states. Nothing attends; it writes KV only."""
-    return RunnerSpec(
-        name=name,
-        mode=ForwardMode.DRAFT_EXTEND,
-        width=width,
-        outputs=(),
-        inputs=(BufferSpec("features", "token", dtype, 0, (feature,)),),
-        num_steps=0,
         launches=launches,
     )

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.batch import Int32, RowInit, ScheduleBatch
+from runtime.batch import ScheduleBatch
 from runtime.errors import ConfigError
 from runtime.model_executor.acceptance import AcceptanceCounters, not_compared, side_by_side
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.worker import Worker
-from runtime.sampling_params import SamplingParams
+from runtime.speculative.scratch_prompts import scratch_prompts
 
 log = logging.getLogger(__name__)
 PROMPTS, PROMPT_LEN, ITERATIONS = 4, 16, 16
@@ -22,7 +22,6 @@ OTHER_DEPTH_EVERY = 3
 """One iteration in this many is not at full depth, where the worker has other depths."""
 PERIOD = 5
 """Prompts repeat after this many tokens, so that prompt lookup finds drafts."""
-GREEDY = SamplingParams(temperature=0.0)
 
 
 @contextmanager
@@ -115,7 +114,10 @@ def _iterate(worker: Worker, count: int, pages: int) -> list[list[int]]:
     """The tokens of `count` prompts after iterations at all depths of the worker in turn, mostly the deepest."""
     limits, control = worker.limits, worker.parts.depths
     rows, kv = np.arange(1, count + 1, dtype=np.int32), np.full(count, PROMPT_LEN, dtype=np.int32)
-    out = [worker.submit(_prompt(row, pages, limits.vocab_size)).wait().token_ids.tolist() for row in rows.tolist()]
+    ids = (7 * rows[:, None] + np.arange(PROMPT_LEN, dtype=np.int32) % PERIOD * 11 + 3) % limits.vocab_size
+    # Each prompt runs alone, so that a graph for short prompts replays it.
+    prompts = [scratch_prompts(rows[i : i + 1], ids[i : i + 1], pages) for i in range(count)]
+    out = [worker.submit(prompt).wait().token_ids.tolist() for prompt in prompts]
     others = [depth for depth in control.limits if depth != control.deepest]
     for step in range(1, ITERATIONS + 1):
         batch = ScheduleBatch(step, rows, kv.copy(), np.full(count, -1, dtype=np.int32))
@@ -126,26 +128,3 @@ def _iterate(worker: Worker, count: int, pages: int) -> list[list[int]]:
         for text, part in zip(out, np.split(result.token_ids, result.accept_lens.cumsum()[:-1]), strict=True):
             text.extend(part.tolist())
     return out
-
-
-def _prompt(row: int, pages: int, vocab_size: int) -> ScheduleBatch:
-    """The prompt of a row with `pages` pages of its own. It runs alone, so that a graph for short prompts replays it."""
-
-    def ints(*values: int) -> Int32:
-        return np.array(values, dtype=np.int32)
-
-    ids = ints(*((7 * row + i % PERIOD * 11 + 3) % vocab_size for i in range(PROMPT_LEN)))
-    return ScheduleBatch(
-        step=0,
-        rows=ints(row),
-        len_bounds=ints(0),
-        top_logprobs=ints(-1),
-        new_rows=[RowInit(row, PROMPT_LEN, GREEDY, 0, ints(), ids)],
-        page_rows=ints(row).repeat(pages),
-        page_cols=ints(*range(pages)),
-        page_ids=ints(*range((row - 1) * pages + 1, row * pages + 1)),
-        prefix_lens=ints(0),
-        extend_lens=ints(PROMPT_LEN),
-        token_ids=ids,
-        next_tokens=ints(-1),
-    )

@@ -34,8 +34,8 @@ from benchmark.sweep import arguments
 from runtime.batch import BatchResult, ScheduleBatch, StepStats, WorkerLimits
 from runtime.config.flag_parser import parse
 from runtime.config.runtime_config import RuntimeConfig
-from runtime.entrypoints.collector import freeze_gc
 from runtime.entrypoints.http.server import serve
+from runtime.entrypoints.kept_memory import freeze_gc
 from runtime.entrypoints.prepare import prepare
 from runtime.managers.detokenizer_manager import DetokenizerManager
 from runtime.managers.messages import (

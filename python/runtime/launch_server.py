@@ -28,7 +28,7 @@ from runtime.config.flag_parser import dump, parse
 from runtime.config.resolve import check
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
-from runtime.entrypoints.collector import freeze_gc
+from runtime.entrypoints.kept_memory import freeze_gc
 from runtime.entrypoints.node import run_node
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from runtime.entrypoints import child
-from runtime.entrypoints.collector import freeze_gc
+from runtime.entrypoints.kept_memory import freeze_gc
 
 
 @pytest.fixture(autouse=True)

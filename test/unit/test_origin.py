@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from front import ScriptedScheduler, front
 
-from runtime.entrypoints.http.client_name import address_name
+from runtime.entrypoints.http.request_names import address_name
 
 PROMPT = {"prompt": "x"}
 

@@ -21,9 +21,8 @@ from runtime.batch import Worker, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.distributed.rank_place import RankPlace
 from runtime.entrypoints import cuda_context
-from runtime.entrypoints.collector import freeze_gc
 from runtime.entrypoints.grammars import eos_ids_of, make_compiler
-from runtime.entrypoints.kept_memory import bound_kept_memory
+from runtime.entrypoints.kept_memory import bound_kept_memory, freeze_gc
 from runtime.errors import ConfigError
 from runtime.managers.detokenizer_manager import DetokenizerManager
 from runtime.managers.ipc import Inbox, Outbox

@@ -12,8 +12,7 @@ import setproctitle
 from runtime.constrained.backends import Vocabulary, make_backend
 from runtime.constrained.grammar import GrammarBackend
 from runtime.constrained.trial import GrammarTrial
-from runtime.entrypoints.collector import freeze_gc
-from runtime.entrypoints.kept_memory import give_back_memory
+from runtime.entrypoints.kept_memory import freeze_gc, give_back_memory
 from runtime.errors import ConfigError
 from runtime.text.tokenizer import Tokenizer
 

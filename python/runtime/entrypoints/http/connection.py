@@ -13,7 +13,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from runtime.entrypoints.http.request_id import HEADER, new_request_id
+from runtime.entrypoints.http.request_names import HEADER, new_request_id
 from runtime.entrypoints.http.responses import error_form
 
 HEADER_SECONDS = 10.0

@@ -25,13 +25,12 @@ from runtime import __version__
 from runtime.entrypoints.http.access_log import AccessLog
 from runtime.entrypoints.http.auth import KeyGate
 from runtime.entrypoints.http.body_route import IGNORED_HEADER
-from runtime.entrypoints.http.client_name import ClientName
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
 from runtime.entrypoints.http.key_ring import key_ring
 from runtime.entrypoints.http.limits import BodyLimits, HeaderLimit, LingeringResponse
 from runtime.entrypoints.http.openapi import describe
 from runtime.entrypoints.http.origin import OriginGate
-from runtime.entrypoints.http.request_id import HEADER, RequestId
+from runtime.entrypoints.http.request_names import HEADER, ClientName, RequestId
 from runtime.entrypoints.http.responses import error_body, error_object, error_response, internal_error, json_response, status_response
 from runtime.entrypoints.http.routes import add_routes
 from runtime.errors import BodyTooLarge, RequestError, ServingError

@@ -1,0 +1,71 @@
+"""Who asks: the name of each HTTP request, and its client, for the fair queue."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from runtime.log import REQUEST_ID
+from runtime.managers.request_context import CURRENT_CLIENT, CURRENT_REQUEST, Client, RequestContext
+
+HEADER = "X-Request-Id"
+_ACCEPTED = re.compile(r"[!-~]{1,128}")
+"""Longer names, and those with other characters, are replaced: they go into logs and headers."""
+
+
+class RequestId:
+    """ASGI middleware that gives every answer and its log lines a name: the client's `X-Request-Id`, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on and name its answer."""
+        given = Headers(scope=scope).get(HEADER, "")
+        name = given if _ACCEPTED.fullmatch(given) else new_request_id()
+        REQUEST_ID.set(name)
+        CURRENT_REQUEST.set(RequestContext(name))
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[HEADER] = name
+            await send(message)
+
+        await self.app(scope, receive, named)
+
+
+def new_request_id() -> str:
+    """A name in OpenAI's form."""
+    return f"req_{uuid.uuid4().hex}"
+
+
+class ClientName:
+    """ASGI middleware that names the client by its address; `KeyGate` names clients with a key."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        CURRENT_CLIENT.set(Client(address_name((scope.get("client") or ("",))[0])))
+        await self.app(scope, receive, send)
+
+
+def address_name(address: str) -> str:
+    """The client of an address: an IPv6 client has all addresses of a /64 network.
+
+    A socket for both versions shows IPv4 addresses as `::ffff:192.0.2.1`.
+    """
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, 64), strict=False))

@@ -104,8 +104,8 @@ def page() -> str:
         "What EAGLE-3 heads differ in, by fields of config.json or of its `eagle_config`:\n",
         table(("field", "meaning"), attributes(Eagle3Layout)),
         "## Attention backends\n",
-        table(("backend", "types", "head dimensions", "KV", "windows", "sinks", "capped scores", "draft trees"), backends()),
-        "Draft trees with a sliding window run on torch_native only.\n",
+        table(("backend", "types", "head dimensions", "KV", "sinks", "draft trees"), backends()),
+        "Every backend takes sliding windows; draft trees with one run on torch_native only.\n",
         "## What is refused\n\nThe server does not start; the message says why.\n",
         table(("case", "message"), refusals()),
     )
@@ -158,7 +158,7 @@ def backends() -> list[tuple[str, ...]]:
     def row(name: str, caps: AttentionCaps) -> tuple[str, ...]:
         dims = "any" if caps.head_dims is None else ", ".join(map(str, sorted(caps.head_dims)))
         types = "any" if caps.dtypes is None else ", ".join(sorted(caps.dtypes))
-        flags = (caps.sliding_window, caps.sinks, caps.softcap, caps.tree_mask)
+        flags = (caps.sinks, caps.tree_mask)
         return (f"`{name}`", types, dims, ", ".join(sorted(caps.kv_kinds)), *("yes" if flag else "no" for flag in flags))
 
     return [row(name, caps) for name, caps in ATTENTION_CAPS.items()]

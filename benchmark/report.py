@@ -28,6 +28,7 @@ SCRIPTS = {
     "draft_extend_graph": "The draft-extend graph",
     "step_profile": "One iteration in detail",
     "crossover": "Where speculation stops paying off",
+    "workloads": "Workloads beside SGLang",
     "depth_curve": "The chosen depth against fixed ones",
     "tune_grid": "The tuned shape against a grid",
     "capture": "Start-up",

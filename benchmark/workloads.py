@@ -1,0 +1,129 @@
+"""Throughput of the 8B shape on different workloads, without drafts and at the depth that the controller chooses, next to SGLang.
+
+Short and long prompts, small and large batches, a shared prompt, and sampling. Both servers keep their prefix cache, which
+helps only where a prompt is shared.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmark import picture, plots
+from benchmark.depth_curve import AUTO, drafting
+from benchmark.machine import slug
+from benchmark.markdown import Result, provenance, table
+from benchmark.record import Record
+from benchmark.shapes import Model
+from benchmark.sweep import Burst, Setup, add_model, arguments, names, random_ids, served_model, sweep
+
+NAME = "workloads"
+KEYS = ("model", "mode", "workload")
+PLAIN = "plain"
+LOADS = ((1000, 1000, 1), (1000, 1000, 4), (1000, 1000, 16), (1000, 1000, 32), (1000, 1000, 64), (128, 128, 64), (128, 128, 128),
+         (1000, 250, 128), (1000, 250, 256), (16000, 256, 1), (16000, 256, 8))  # fmt: skip
+"""Tokens of a prompt, tokens of an answer, and concurrency, of random prompts decoded greedily."""
+SAMPLED = (500, 500, 16)
+SHARED = (2000, 200, 200, 32)
+"""Tokens that all prompts share, tokens of their own, tokens of an answer, and concurrency."""
+
+
+def title(prompt: object, output: int, concurrency: int, more: str = "") -> str:
+    """The name of a workload, as in the peers' file."""
+    return f"{prompt} → {output}, c={concurrency}{more}"
+
+
+def bursts(quick: bool) -> list[Burst]:
+    """All workloads; three short ones for a smoke run."""
+    loads, sampled, shared = (((16, 8, 2),), (16, 8, 2), (16, 8, 8, 2)) if quick else (LOADS, SAMPLED, SHARED)
+    found = [_named(title(prompt, output, c), random_ids(c, prompt, output)) for prompt, output, c in loads]
+    prompt, output, c = sampled
+    sampling = random_ids(c, prompt, output, None, "--temperature", "0.8", "--top-p", "0.95")
+    return [*found, _shared(*shared), _named(title(prompt, output, c, ", sampled"), sampling)]
+
+
+def _named(name: str, burst: Burst) -> Burst:
+    return Burst({"workload": name, **burst.labels}, burst.flags)
+
+
+def _shared(shared: int, own: int, output: int, concurrency: int) -> Burst:
+    """Prompts with one prefix."""
+    sizes = {"system-prompt-len": shared, "question-len": own, "output-len": output, "num-groups": 1, "prompts-per-group": 2 * concurrency}
+    flags = ["--backend", "sglang-oai", "--dataset-name", "generated-shared-prefix", "--tokenize-prompt", "--flush-cache"]
+    flags += [part for name, size in sizes.items() for part in (f"--gsp-{name}", str(size))]
+    flags += ["--num-prompts", str(2 * concurrency), "--max-concurrency", str(concurrency)]
+    labels = {"concurrency": concurrency, "input_len": shared + own, "output_len": output, "num_prompts": 2 * concurrency}
+    return Burst({"workload": title(f"{shared} shared + {own}", output, concurrency), **labels}, flags)
+
+
+def setups(served: Model, modes: list[str], quick: bool) -> list[Setup]:
+    """A server for each mode."""
+    common = (*served.target_flags, *(() if quick else ("--attention-backend", "fa3")))
+    drafts = {PLAIN: (), AUTO: drafting(served)}
+    return [Setup({"model": served.name, "mode": mode}, (*common, *drafts[mode])) for mode in modes]
+
+
+def peers(result: Result) -> dict[str, Any]:
+    """The peer's figures and their source; none if Talon ran on another kind of machine."""
+    data = json.loads((Path(__file__).parent / "peers_workloads.json").read_text(encoding="utf-8"))
+    return data if slug(result["machine"]) == data["device"] else data | {PLAIN: {}, AUTO: {}}
+
+
+def render(result: Result) -> str:
+    """A line per workload: throughput in both modes, and the ratios."""
+    known = peers(result)
+    source = f" Peer: {known['source']}." if known[PLAIN] else ""
+    return f"{summary(result)}\n\nTalon: {provenance(result)}{source}"
+
+
+def summary(result: Result) -> str:
+    """The table alone."""
+    known, lines = peers(result), []
+    for name in dict.fromkeys(row["workload"] for row in result["rows"]):
+        ours = {row["mode"]: row["output_throughput"] for row in result["rows"] if row["workload"] == name}
+        plain, auto = ours.get(PLAIN), ours.get(AUTO)
+        lines.append(
+            [name, plain, _ratio(plain, known[PLAIN].get(name)), auto, _ratio(auto, known[AUTO].get(name)), _ratio(auto, plain)]
+        )  # fmt: skip
+    head = ["prompt → answer", "plain, tok/s", "against SGLang", "auto, tok/s", "against SGLang with EAGLE", "auto / plain"]
+    return table(head, lines)
+
+
+def _ratio(value: float | None, other: float | None) -> str | None:
+    return None if value is None or not other else f"{value / other:.3f}"
+
+
+def plot(result: Result, file: Path) -> None:
+    """Both modes beside the peer, as shares of the peer's throughput without drafts where it is known, else of ours."""
+    known = peers(result)
+    base = {row["workload"]: row["output_throughput"] for row in result["rows"] if row["mode"] == PLAIN} | known[PLAIN]
+    groups: dict[str, dict[str, float | None]] = {}
+    for row in result["rows"]:
+        if row["workload"] in base:
+            groups.setdefault(row["workload"], {})[f"Talon, {row['mode']}"] = row["output_throughput"] / base[row["workload"]]
+    for name, value in known[AUTO].items():
+        if name in groups:
+            groups[name]["SGLang, EAGLE 3/1/4"] = value / base[name]
+    unit = "throughput / SGLang without drafts" if known[PLAIN] else "throughput / no drafts"
+    models = ", ".join(dict.fromkeys(row["model"] for row in result["rows"]))
+    picture.draw(result, file, f"Workloads: {models}", [plots.bars(groups, "", unit, kind="workload")], columns=1)
+
+
+def main() -> None:
+    """Measure, record and plot."""
+    parser = arguments(__doc__)
+    parser.add_argument("--modes", type=names, default=[PLAIN, AUTO])
+    parser.add_argument("--only", type=names, default=[], help="only workloads whose name starts so, e.g. '128 → 128,1000 → 250'")
+    add_model(parser)
+    args = parser.parse_args()
+    record = Record(NAME, KEYS, args.out, args.quick)
+    served = served_model(args)
+    loads = [burst for burst in bursts(args.quick) if not args.only or burst.labels["workload"].startswith(tuple(args.only))]
+    sweep(record, setups(served, args.modes, args.quick), loads)
+    plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
+
+
+if __name__ == "__main__":
+    main()

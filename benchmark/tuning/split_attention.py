@@ -54,9 +54,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "64x4 dealt": {"tile": 64, "num_warps": 4, "stages": 4, "programs_per_sm": 2, "scheduled": True},
     "64x3 3/SM dealt": {"tile": 64, "num_warps": 4, "stages": 3, "programs_per_sm": 3, "scheduled": True},
     "128x3 1/SM dealt": {"tile": 128, "num_warps": 4, "stages": 3, "programs_per_sm": 1, "scheduled": True},
+    "64x3 whole": {"tile": 64, "num_warps": 4, "stages": 3, "programs_per_sm": 1, "max_partial_rows": 1},
 }
-"""Fields of `SplitConfig` by name: keys per tile x stages, programs per multiprocessor if not 2, and `dealt` if
-scheduled.
+"""Fields of `SplitConfig` by name: keys per tile x stages, programs per multiprocessor if not 2, `dealt` if
+scheduled, and `whole` if a program takes all keys of a request.
 """
 TOLERANCE = 2e-2
 """Maximum relative error per query and head in bfloat16."""
@@ -160,7 +161,7 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     table, lens, pool = keys.paged(page, size, case.longest), case.lens(), keys.pool
     q = torch.randn((size * width, H, D), device="cuda").to(BF16)
     rows = torch.arange(1, size + 1, dtype=torch.int32, device="cuda")
-    fa3_only = replace(H200, split_kv_batches=())  # every configuration is compared with FA3
+    fa3_only = replace(H200, split_kv_batches=(), whole_kv_programs=1 << 30)  # every configuration is compared with FA3
     shape = replace(attention_shape(LAYERS, size, width, case.longest), tuning=fa3_only)
     backend = FlashAttention(shape, pool, table)
     batch = decode_batch(size, width, case.longest)

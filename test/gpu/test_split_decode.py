@@ -140,7 +140,7 @@ def test_groups_of_any_size_and_every_head_dimension(heads: tuple[int, int, int]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("batch", "window"), [(1, -1), (4, 0), (8, -1), (16, 130), (26, -1)])
+@pytest.mark.parametrize(("batch", "window"), [(1, -1), (4, 0), (8, -1), (16, 130), (26, -1), (40, 90)])
 def test_every_default_cut_holds_at_its_widest(head_dim: int, batch: int, window: int) -> None:
     """Most rows a program may have, so the most shared memory, at the last batch of each cut."""
     lens = np.random.default_rng(batch * head_dim).integers(8, 400 if batch < 16 else 200, batch).tolist()
@@ -272,7 +272,7 @@ def test_the_most_scheduled_requests_may_all_differ_in_length() -> None:
     assert sorted({item & 1023 for item in schedule.items.tolist() if item >= 0}) == list(range(128))
 
 
-@pytest.mark.parametrize("batch", [1, 2, 8, 64])
+@pytest.mark.parametrize("batch", [1, 2, 8, 32, 64])
 def test_workspace_made_for_several_passes_has_room_for_each(batch: int) -> None:
     shapes = [SplitShape(batch, width, 32, 8, 128, 132, H200.split_config(128, batch)) for width in (1, 2, 4, 8)]
     workspace = SplitWorkspace(shapes, torch.device("cpu"))
@@ -296,7 +296,7 @@ def test_passes_too_wide_for_the_tile_are_refused() -> None:
 def test_warm_up_of_each_kind_compiles_all_batch_sizes(monkeypatch: pytest.MonkeyPatch, width: int, tree: bool, sinks: bool) -> None:
     import triton
 
-    shapes = [SplitShape(size, width, 32, 8, 128, 132, H200.split_config(128, size)) for size in range(1, 33)]
+    shapes = [SplitShape(size, width, 32, 8, 128, 132, H200.split_config(128, size)) for size in range(1, 65)]
 
     def run(shape: SplitShape) -> None:
         warm_up(shape, 64, DTYPE, DEVICE, tree=tree, window=-1, sinks=sinks, pdl=False)

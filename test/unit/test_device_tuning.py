@@ -65,6 +65,13 @@ def test_experts_can_keep_activations_in_16_bits() -> None:
 def test_split_kv_cuts_by_batch_and_head_dimension() -> None:
     assert H200.split_config(128, 1) == SplitConfig(128, 4, 3, 1, alone=2)
     assert H200.split_config(256, 1).tile == 64
-    assert [H200.split_config(64, batch).programs_per_sm for batch in (4, 5, 8, 9, 16, 17, 300)] == [1, 2, 2, 3, 3, 3, 3]
-    assert [H200.split_config(64, batch).scheduled for batch in (16, 17, 300)] == [False, True, True]
-    assert [batch for batch in range(1, 40) if H200.split_wins(batch)] == [*range(1, 17), *range(25, 33)]
+    assert [H200.split_config(64, batch).programs_per_sm for batch in (4, 5, 8, 9, 16, 17, 33, 300)] == [1, 2, 2, 3, 3, 3, 1, 1]
+    assert [H200.split_config(64, batch).scheduled for batch in (16, 17, 32, 33, 300)] == [False, True, True, False, False]
+
+
+def test_split_kv_attention_runs_where_it_was_measured_to_be_faster() -> None:
+    few = [*range(1, 17), *range(25, 33)]
+    assert [batch for batch in range(1, 100) if H200.split_wins(batch, 4, 8)] == few
+    assert [batch for batch in range(1, 100) if H200.split_wins(batch, 1, 8)] == [*few, *range(48, 100)]
+    assert not any(H200.split_wins(batch, 9, 8) for batch in range(1, 300))
+    assert not H200.split_wins(64, 1, 4), "too few programs to read keys at the full rate"

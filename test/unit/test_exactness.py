@@ -53,7 +53,7 @@ def test_searched_tilings_are_the_same_for_any_number_of_rows() -> None:
 
 def test_whole_tuning_gives_every_batch_the_same_cut() -> None:
     tuning = exactness.whole_tuning(H200)
-    assert all(tuning.split_wins(batch) and tuning.split_config(128, batch) == exactness.WHOLE for batch in (1, 20, 64, 300))
+    assert all(tuning.split_wins(batch, 4, 8) and tuning.split_config(128, batch) == exactness.WHOLE for batch in (1, 20, 64, 300))
     assert exactness.WHOLE.max_partial_rows == 1, "no number of rows leaves room for a second part"
 
 

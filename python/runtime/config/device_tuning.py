@@ -55,6 +55,8 @@ class DeviceTuning:
         graph_node_bytes: device memory of one kernel node of an instantiated graph.
         split_kv_batches: batch sizes, first and last, whose fixed-width passes run by split-KV attention, not FA3.
         split_kv_width: most queries per request of such a pass; wider ones were not timed.
+        whole_kv_programs: passes of one query per request and at least so many requests times KV heads run so too: a program takes all keys
+            of a request and a KV head.
         split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last holds for any batch.
         latent: (most queries times heads of a request, configuration of split-KV attention over latent rows), ascending; the last
             holds for any number.
@@ -74,6 +76,7 @@ class DeviceTuning:
     graph_node_bytes: int
     split_kv_batches: tuple[tuple[int, int], ...]
     split_kv_width: int
+    whole_kv_programs: int
     split_kv: tuple[tuple[int, SplitConfig], ...]
     latent: tuple[tuple[int, LatentConfig], ...]
     gemm_candidates: Mapping[str, tuple[tuple[int, Candidates], ...]]
@@ -88,9 +91,11 @@ class DeviceTuning:
         """The same with activations in 16 bits in every pass."""
         return dataclasses.replace(self, experts=self.experts.without_fp8_rows(), fp8_activations=False)
 
-    def split_wins(self, batch: int) -> bool:
-        """Whether a fixed-width pass of `batch` requests runs by split-KV attention."""
-        return any(first <= batch <= last for first, last in self.split_kv_batches)
+    def split_wins(self, batch: int, width: int, num_kv_heads: int) -> bool:
+        """Whether passes of `width` queries of each of `batch` requests run by split-KV attention."""
+        if width == 1 and batch * num_kv_heads >= self.whole_kv_programs:
+            return True
+        return width <= self.split_kv_width and any(first <= batch <= last for first, last in self.split_kv_batches)
 
     def split_config(self, head_dim: int, batch: int) -> SplitConfig:
         """The cut of split-KV attention for a head dimension and a batch size; above a head dimension of 128, half tiles."""
@@ -136,14 +141,18 @@ H200 = DeviceTuning(
     # alike, 10 % slower where they differ by a factor of seven. With other batch sizes FA3 is as fast.
     split_kv_batches=((1, 16), (25, 32)),
     split_kv_width=8,
+    # Passes of Llama-3-8B with one query of each of 48 to 128 requests take 3 to 8 % less time than with FA3 at 250 and 1,000 keys, and
+    # up to 4 % less at 2,500. With four queries, FA3 is as fast.
+    whole_kv_programs=384,
     # A tile of 64 keys and values is 32 KiB at most, so two or three programs share a multiprocessor's memory. Few
-    # requests have less to merge with one program, whose tiles may be twice as long. With many requests a program takes
-    # whole ones, which a schedule balances.
+    # requests have less to merge with one program, whose tiles may be twice as long. A schedule balances what 17 to 32 requests
+    # give to programs; more requests have a program for each KV head.
     split_kv=(
         (4, SplitConfig(128, num_warps=4, stages=3, programs_per_sm=1, alone=2)),
         (8, SplitConfig(64, num_warps=4, stages=4, programs_per_sm=2)),
         (16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3)),
-        (1 << 16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3, scheduled=True)),
+        (32, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3, scheduled=True)),
+        (1 << 16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=1, max_partial_rows=1)),
     ),
     # The largest tiles that fit registers and shared memory without spills.
     latent=(

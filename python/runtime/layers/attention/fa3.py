@@ -65,8 +65,8 @@ class FlashAttention:
     """`AttentionBackend` of FA3.
 
     FA3 reads the page table in place, at the rows of the batch (`cache_batch_idx`), so planning copies only lengths and
-    row numbers, and computes the tile schedule once for all layers. Fixed-width passes of the batch sizes in
-    `DeviceTuning.split_kv_batches` run by split-KV attention. A tree pass is full attention to the keys before the tail,
+    row numbers, and computes the tile schedule once for all layers. The fixed-width passes that `DeviceTuning.split_wins`
+    names run by split-KV attention. A tree pass is full attention to the keys before the tail,
     then the tail under the mask.
 
     FA3 reads no 8-bit cache with 16-bit queries. With one, all fixed-width passes run by split-KV attention, and a ragged pass
@@ -186,8 +186,8 @@ class FlashAttention:
     def _split_shape(self, size: int, width: int) -> SplitShape | None:
         """The kind of pass for split-KV attention; None if FA3 runs it."""
         shape = self._shape
-        timed = self._scaled or (shape.tuning.split_wins(size) and width <= shape.tuning.split_kv_width)
-        if not timed or not supports(width, shape.num_q_heads, shape.num_kv_heads):
+        wins = self._scaled or shape.tuning.split_wins(size, width, shape.num_kv_heads)
+        if not wins or not supports(width, shape.num_q_heads, shape.num_kv_heads):
             return None
         config = shape.tuning.split_config(shape.head_dim, size)
         return SplitShape(size, width, shape.num_q_heads, shape.num_kv_heads, shape.head_dim, self._num_sms, config)

@@ -1,12 +1,14 @@
 """Throughput of the 8B shape on different workloads, without drafts and at the depth that the controller chooses, next to SGLang.
 
 Short and long prompts, small and large batches, a shared prompt, and sampling. Both servers keep their prefix cache, which
-helps only where a prompt is shared.
+helps only where a prompt is shared. Target and draft head are told a context of 32,768 tokens, for the longest prompts.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from benchmark.machine import slug
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import Model
-from benchmark.sweep import Burst, Setup, add_model, arguments, names, random_ids, served_model, sweep
+from benchmark.sweep import Burst, Setup, arguments, names, random_ids, served_model, sweep
 
 NAME = "workloads"
 KEYS = ("model", "mode", "workload")
@@ -25,6 +27,7 @@ LOADS = ((1000, 1000, 1), (1000, 1000, 4), (1000, 1000, 16), (1000, 1000, 32), (
          (1000, 250, 128), (1000, 250, 256), (16000, 256, 1), (16000, 256, 8))  # fmt: skip
 """Tokens of a prompt, tokens of an answer, and concurrency, of random prompts decoded greedily."""
 SAMPLED = (500, 500, 16)
+CONTEXT = 32768
 SHARED = (2000, 200, 200, 32)
 """Tokens that all prompts share, tokens of their own, tokens of an answer, and concurrency."""
 
@@ -55,6 +58,19 @@ def _shared(shared: int, own: int, output: int, concurrency: int) -> Burst:
     flags += ["--num-prompts", str(2 * concurrency), "--max-concurrency", str(concurrency)]
     labels = {"concurrency": concurrency, "input_len": shared + own, "output_len": output, "num_prompts": 2 * concurrency}
     return Burst({"workload": title(f"{shared} shared + {own}", output, concurrency), **labels}, flags)
+
+
+def with_long_context(served: Model, folder: Path) -> Model:
+    """The same shapes in `folder`, for a context of `CONTEXT` tokens."""
+    flags = list(served.target_flags)
+    at = flags.index("--model-path") + 1
+    copies = [folder / "target" / Path(flags[at]).name, folder / "head"]
+    for source, copy in zip((flags[at], served.head), copies, strict=True):
+        copy.mkdir(parents=True)
+        config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
+        (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}), encoding="utf-8")
+    flags[at] = str(copies[0])
+    return replace(served, target_flags=tuple(flags), head=str(copies[1]))
 
 
 def setups(served: Model, modes: list[str], quick: bool) -> list[Setup]:
@@ -115,12 +131,12 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--modes", type=names, default=[PLAIN, AUTO])
     parser.add_argument("--only", type=names, default=[], help="only workloads whose name starts so, e.g. '128 → 128,1000 → 250'")
-    add_model(parser)
     args = parser.parse_args()
     record = Record(NAME, KEYS, args.out, args.quick)
-    served = served_model(args)
     loads = [burst for burst in bursts(args.quick) if not args.only or burst.labels["workload"].startswith(tuple(args.only))]
-    sweep(record, setups(served, args.modes, args.quick), loads)
+    with tempfile.TemporaryDirectory() as folder:
+        served = served_model(args) if args.quick else with_long_context(served_model(args), Path(folder))
+        sweep(record, setups(served, args.modes, args.quick), loads)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

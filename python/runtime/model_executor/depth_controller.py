@@ -23,9 +23,9 @@ from runtime.worker_info import DepthClass, DepthInfo
 Floats = npt.NDArray[np.float64]
 HYSTERESIS = 0.012
 """Another depth is taken if it promises more tokens per second than the current one by this share."""
-SCATTER = 0.02
-"""Share by which drafts must be worth more than none: with them requests end apart, which leaves smaller batches and more, shorter
-prompt steps."""
+SCATTER, MOST_SCATTER = 0.006, 0.02
+"""Share, for each request, by which drafts must be worth more than none, and the largest: with drafts requests end apart, which leaves
+smaller batches and more, shorter prompt steps."""
 PROBE_SHARE = 0.004
 """Share of the time that probes of other depths may lose."""
 PROBE_DISTANCE, BLIND_DISTANCE = 8, 32
@@ -156,12 +156,14 @@ class Option:
 
     Attributes:
         widths: int32 [size], tokens of each window where they differ; None for full ones.
+        margin: share by which it must be worth more than other options.
     """
 
     depth: int
     tokens: float
     seconds: float
     widths: Int32 | None = None
+    margin: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -171,7 +173,7 @@ class Option:
     @property
     def worth(self) -> float:
         """Tokens per second of the whole server, up to a factor."""
-        return self.rate / (1 + SCATTER) if self.depth else self.rate
+        return self.rate / (1 + self.margin)
 
 
 def best_option(options: Sequence[Option], current: int | None) -> Option:
@@ -247,7 +249,11 @@ class DepthController:
         """
         mixed = passes and (self._ragged or rows.caps.min() < ragged_depth or self._steps % RAGGED_EVERY == 0)
         tokens = self._tokens(rows)
-        options = [Option(depth, tokens[depth], self.cost.seconds(size, depth, rows.kv_tokens)) for depth, size in sizes.items()]
+        scatter = min(SCATTER * len(rows.caps), MOST_SCATTER)
+        options = [
+            Option(depth, tokens[depth], self.cost.seconds(size, depth, rows.kv_tokens), margin=scatter if depth else 0.0)
+            for depth, size in sizes.items()
+        ]
         best = best_option(options, self._current)
         self._current = best.depth
         if mixed:

@@ -13,8 +13,9 @@ MEMORY = 200
 """Iterations over which the scale and the cost of context are averaged."""
 CELL_RATE, FIRST_RUNS = 0.02, 5
 """Share of an error that a single batch size and depth takes, the scale takes most of it; at first 1 / (runs + `FIRST_RUNS`)."""
-MOST_CELL = math.log(3.0)
-"""The largest correction of a single batch size and depth, as a logarithm."""
+MOST_CELL, MOST_LATE = math.log(3.0), math.log(1.25)
+"""The largest correction of a single batch size and depth, as a logarithm, and the largest error towards a longer time that one iteration
+counts as: a delay of the machine only adds time, and a depth that seems slow is seldom tried again."""
 OUTLIER = 2.0
 """A time further from the expected one than this factor counts as this factor."""
 CONTEXT_UNIT = 32768
@@ -97,7 +98,7 @@ class IterationCost:
         self._scale, self._context = max((sy - su * context) / n, 1e-3), context
         key = (size.bit_length(), depth, width)
         runs = self._runs[key] = self._runs.get(key, 0) + 1
-        cell = self._cells.get(key, 0.0) + max(CELL_RATE, 1 / (runs + FIRST_RUNS)) * math.log(seconds / expected)
+        cell = self._cells.get(key, 0.0) + max(CELL_RATE, 1 / (runs + FIRST_RUNS)) * min(math.log(seconds / expected), MOST_LATE)
         self._cells[key] = min(max(cell, -MOST_CELL), MOST_CELL)
 
     def correct(self, spread: float) -> None:

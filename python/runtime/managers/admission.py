@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 
 from runtime.batch import WorkerLimits
 from runtime.config.runtime_config import SchedulerConfig
@@ -14,7 +13,6 @@ from runtime.managers import schedule_policy as policy
 from runtime.managers.fair_queue import FairQueue
 from runtime.managers.new_token_ratio import NewTokenRatio
 from runtime.managers.prefill_budget import PrefillBudget
-from runtime.managers.prompt_gathering import PromptGathering
 from runtime.managers.req import Phase, Req
 from runtime.managers.step_plan import Chunk, StepPlan
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
@@ -53,7 +51,6 @@ class Admission:
         pages = limits.max_total_tokens // limits.page_size
         self.kv_pages = KVPageManager(pages, limits.page_size, limits.prefix_lookahead, cache_prefixes)
         self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
-        self._gathering = PromptGathering(limits.cost_model)
         self._config = config
         self._limits = limits
         self._stats = stats
@@ -87,19 +84,8 @@ class Admission:
     def plan_prompts(self) -> StepPlan | None:
         """The next prompt step: chunks of admitted prompts, new admissions, decode rows if that pays off."""
         prefilling = [req for req in self.running if req.phase is Phase.PREFILLING]
-        plan = self._plan_prompts(prefilling) if prefilling or (self.queue and not self._prompts_wait()) else None
-        self._gathering.planned(len(plan.new_rows) if plan else 0)
-        return plan
-
-    def _prompts_wait(self) -> bool:
-        """Whether the waiting prompts wait for others to share their step."""
-        decoding = len(self.running)
-        if self._limits.mixed or not self._free_rows or not self._gathering.may_hold(decoding):
-            return False
-        first = list(islice(self.queue, self.free_rows))
-        return self._gathering.holds(decoding, len(first), sum(req.length for req in first))
-
-    def _plan_prompts(self, prefilling: list[Req]) -> StepPlan | None:
+        if not prefilling and not self.queue:
+            return None
         config, prompts = self._config, len(prefilling) + len(self.queue)
         budget = PrefillBudget.start(config.chunked_prefill_size, config.max_prefill_tokens, self._limits, prompts)
         plan, decodes, overtaking = StepPlan(), self._piggyback(budget), False

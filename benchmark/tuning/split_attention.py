@@ -54,10 +54,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "64x4 dealt": {"tile": 64, "num_warps": 4, "stages": 4, "programs_per_sm": 2, "scheduled": True},
     "64x3 3/SM dealt": {"tile": 64, "num_warps": 4, "stages": 3, "programs_per_sm": 3, "scheduled": True},
     "128x3 1/SM dealt": {"tile": 128, "num_warps": 4, "stages": 3, "programs_per_sm": 1, "scheduled": True},
-    "64x3 whole": {"tile": 64, "num_warps": 4, "stages": 3, "programs_per_sm": 1, "max_partial_rows": 1},
 }
-"""Fields of `SplitConfig` by name: keys per tile x stages, programs per multiprocessor if not 2, `dealt` if
-scheduled, and `whole` if a program takes all keys of a request.
+"""Fields of `SplitConfig` by name: keys per tile x stages, programs per multiprocessor if not 2, and `dealt` if
+scheduled.
 """
 TOLERANCE = 2e-2
 """Maximum relative error per query and head in bfloat16."""

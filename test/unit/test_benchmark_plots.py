@@ -106,6 +106,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         served(speculation=s, acceptance=a, concurrency=c, output_len=128, steps_by_depth={"3": 100, "1": 4, "0": 0})
         for s, a in (("off", None), ("auto", "1.2"), ("auto", "2.5"), ("K=3", "2.5")) for c in (1, 4)
     ],
+    "workloads": [served(mode=m, workload=w) for m in ("plain", "auto") for w in ("1000 → 1000, c=1", "x")],
     "crossover": [served(speculation=s, text="random", concurrency=c) for s in ("off", "2.5", "real") for c in (1, 4)],
     "capture": [
         {"mode": "plain", "backend": "fa3", "ready_seconds": 9.0, "startup_seconds": {"load_weights": 2.0}, "graphs": [graph("verify")]},

@@ -212,6 +212,13 @@ class QueueFull(RateLimited):
         super().__init__(f"The queue is full: {limit} requests are waiting (--max-queued-requests). Try again later.")
 
 
+class BodiesFull(RateLimited):
+    """The large bodies that are being read take all room."""
+
+    def __init__(self) -> None:
+        super().__init__("Too many large request bodies are arriving. Try again later.")
+
+
 class KeyLimitReached(RateLimited):
     """An API key has used up one of its limits."""
 

@@ -97,5 +97,7 @@ def test_figures_in_sentences_are_those_of_the_tables() -> None:
     assert f"{float(seconds):.1f} s of CPU time up to" in prose("operations.md")
     shares = [float(ratio) for row in cells("depth_curve.md", "auto / best fixed depth") for ratio in row[1:] if ratio != "-"]
     assert f"{min(shares):.2f} to {max(shares):.2f} times the best fixed depth" in prose("speculation.md")
+    shares = [float(ratio) for row in cells("depth_curve.md", "auto / no drafts") for ratio in row[1:] if ratio != "-"]
+    assert f"{min(shares):.2f} to {max(shares):.2f} times plain decoding" in prose("speculation.md")
     steps = cells("serving_matrix.md", "^Talon, fa3$")
     assert any(" / 2.65 (" in row[1] for row in steps), "docs/parallelism.md has the time of a plain step on two GPUs"

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from tiny import tiny_speculative
 
 from runtime.batch import SpeculationChange
-from runtime.entrypoints.http import connection, limits, sse
+from runtime.entrypoints.http import connection, limits, server, sse
 from runtime.entrypoints.http.auth import ADMIN_PATHS, OPEN_PATHS, PROBE_PATHS
 from runtime.entrypoints.http.page import ChatPage
 from runtime.entrypoints.http.server import create_app
@@ -156,6 +156,35 @@ def test_a_connection_is_free_at_once_after_a_refused_body(monkeypatch: pytest.M
                 refused = await f.client.post("/v1/completions", content=b'{"prompt": [' + b"{}," * count + b"1]}")
                 assert refused.status_code == 413
                 assert await f.fine()
+
+    run(check())
+
+
+def test_large_bodies_that_never_end_leave_room_for_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends most of a large body and waits takes its share of a bounded memory until it goes."""
+    monkeypatch.setattr(server, "MAX_LARGE_BODIES", 1)
+    large = json.dumps({"prompt": "x"}).encode() + b" " * 900_000
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1048000\r\n\r\n"
+
+    async def check() -> None:
+        async with front(max_body_mib=1) as f:
+
+            async def status() -> int:
+                return (await f.client.post("/v1/completions", content=large)).status_code
+
+            assert await status() == 200
+            _, writer = await asyncio.open_connection("127.0.0.1", f.port)
+            writer.write(head + b" " * 1_040_000)
+            while (answer := await f.client.post("/v1/completions", content=large)).status_code == 200:
+                await asyncio.sleep(0.01)
+            assert answer.status_code == 429
+            assert "request bodies" in error_of(answer)["message"]
+            assert int(answer.headers["retry-after"]) > 0
+            assert await f.fine()
+            writer.close()
+            while await status() == 429:
+                await asyncio.sleep(0.01)
+            assert await status() == 200
 
     run(check())
 

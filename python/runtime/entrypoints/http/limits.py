@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import orjson
@@ -14,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime.entrypoints.http.body_price import BodyPrice
 from runtime.entrypoints.http.connection import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
 from runtime.entrypoints.http.responses import error_response
-from runtime.errors import BodyTooComplex, BodyTooLarge, ClientTooSlow, RequestError, ServingError
+from runtime.errors import BodiesFull, BodyTooComplex, BodyTooLarge, ClientTooSlow, RequestError, ServingError
 
 MIB = 1 << 20
 MAX_DEPTH = 64
@@ -25,6 +26,8 @@ LINGER_BYTES = 256 * MIB
 """How much of a refused body is read and dropped, because a client that is still sending does not read the answer."""
 THREAD_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread."""
+MAX_LARGE_BODIES = 32
+"""As many bodies of the largest size may arrive at the same time."""
 
 
 class BadBody(RequestError):
@@ -41,10 +44,36 @@ class HeadersTooLarge(ServingError):
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """How large a body may be, and how many milliseconds its values may take to check."""
+    """How large a body may be, how many milliseconds its values may take to check, and the room that all of them share."""
 
     max_mib: int
     max_parse_ms: int
+    room: BodyRoom
+
+
+class BodyRoom:
+    """Owner of the memory of bodies that are being read, beyond the first `THREAD_BYTES` of each: small ones always fit."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: bytes."""
+        self._most, self._used = most, 0
+
+    @contextlib.contextmanager
+    def part(self) -> Iterator[Callable[[int], None]]:
+        """The part of one body, as a function that is told its size whenever it grew, and raises `BodiesFull`."""
+        held = 0
+
+        def grow(size: int) -> None:
+            nonlocal held
+            more = max(0, size - THREAD_BYTES) - held
+            if more and self._used + more > self._most:
+                raise BodiesFull
+            held, self._used = held + more, self._used + more
+
+        try:
+            yield grow
+        finally:
+            self._used -= held
 
 
 class HeaderLimit:
@@ -103,9 +132,11 @@ async def read_json(request: Request, limits: BodyLimits) -> object:
     Raises:
         BadBody: the body is compressed, is not JSON in UTF-8, or is nested more than `MAX_DEPTH` levels deep.
         BodyTooLarge, BodyTooComplex, ClientTooSlow: it is too large, would take too long to check, or did not arrive in time.
+        BodiesFull: too many large ones are arriving.
     """
     try:
-        raw = await asyncio.wait_for(_read(request, limits), BODY_SECONDS)
+        with limits.room.part() as grow:
+            raw = await asyncio.wait_for(_read(request, limits, grow), BODY_SECONDS)
     except asyncio.TimeoutError:
         raise ClientTooSlow(f"The body did not end within {BODY_SECONDS:g} seconds.") from None
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
@@ -113,7 +144,7 @@ async def read_json(request: Request, limits: BodyLimits) -> object:
     return parse_json(raw) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse_json, raw)
 
 
-async def _read(request: Request, limits: BodyLimits) -> bytes:
+async def _read(request: Request, limits: BodyLimits, grow: Callable[[int], None]) -> bytes:
     chunks: list[bytes] = []
     price, ended = BodyPrice(), False
     while not ended:
@@ -122,8 +153,9 @@ async def _read(request: Request, limits: BodyLimits) -> bytes:
             raise ClientDisconnect
         chunk, ended = message.get("body", b""), not message.get("more_body", False)
         request.state.body_ended = ended  # behind the end, `LingeringResponse` would wait for the client to go
-        chunks.append(chunk)
         price.feed(chunk)
+        grow(price.bytes)
+        chunks.append(chunk)
         if price.bytes > limits.max_mib * MIB:
             raise BodyTooLarge(limits.max_mib)
         if price.milliseconds > limits.max_parse_ms:

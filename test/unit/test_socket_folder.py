@@ -37,6 +37,14 @@ def test_leftovers_of_dead_servers_are_removed(base: Path) -> None:
     assert made.stat().st_mode & 0o777 == 0o700
 
 
+def test_the_folder_of_a_server_in_another_container_stays(base: Path) -> None:
+    """Its process has a number that means nothing here, so a lock tells that it lives."""
+    made = Path(make_socket_folder())
+    elsewhere = made.rename(base / f"talon-{dead_pid()}-x")
+    new = Path(make_socket_folder())
+    assert set(base.iterdir()) == {elsewhere, new}
+
+
 def test_links_and_files_of_others_stop_no_start(base: Path) -> None:
     target = base / "kept"
     target.mkdir()

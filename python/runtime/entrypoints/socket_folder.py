@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import stat
@@ -25,8 +26,22 @@ def make_socket_folder() -> str:
     for left in Path(base).glob(f"{_PREFIX}*-*"):
         pid = left.name.removeprefix(_PREFIX).partition("-")[0]
         if pid.isdigit() and _is_own_folder(left) and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base)
+            _remove_unlocked(left)
+    made = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(os.open(made, os.O_RDONLY), fcntl.LOCK_EX)  # never closed: the lock lasts as long as this process
+    return made
+
+
+def _remove_unlocked(folder: Path) -> None:
+    """Remove a folder unless its server lives: in another container that shares the temporary folder its pid is unknown here."""
+    with contextlib.suppress(OSError):  # another server removes it now, or lives in it
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+        finally:
+            os.close(handle)
 
 
 def _base() -> str:

@@ -118,9 +118,9 @@ class Chats:
             ),
             params={"prompt": "messages", "input_ids": "messages", "max_new_tokens": body.limit_name, **grammar_names},
         )
-        group = await Generations.start(self._manager, call)
         parsers = [self._format.parser(output, prompt_ids) for _ in range(body.n)]
         readers = [AnswerReader(parser, tools.parallel, body.stream_reasoning) for parser in parsers]
+        group = await Generations.start(self._manager, call)
         return Chat(name, group, readers, thinks=self._format.thinks)
 
     async def prompt_ids(self, body: ChatBody, *, any_length: bool = False) -> list[int]:

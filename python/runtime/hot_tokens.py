@@ -18,6 +18,7 @@ from typing import Any
 from runtime.check_acceptance import Options as PromptOptions
 from runtime.check_acceptance import read_prompts, tokenised
 from runtime.config.flag_parser import parse
+from runtime.config.refusals import check_output
 from runtime.config.server_args import ServerArgs
 from runtime.entrypoints.engine import Engine
 from runtime.errors import ConfigError, ServingError, report
@@ -88,8 +89,7 @@ def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     own, rest = parser.parse_known_args(list(argv))
     if min(own.size, own.tokens, own.max_new_tokens) < 1 or not 0.0 <= own.temperature <= 2.0:
         raise ConfigError("--size, --tokens and --max-new-tokens must be at least 1, and --temperature between 0 and 2")
-    if not own.output.parent.is_dir():
-        raise ConfigError(f"--output {own.output}: the folder does not exist")
+    check_output(own.output)
     return Options(own.size, own.tokens, own.max_new_tokens, own.temperature, own.output, own.prompts), rest
 
 

@@ -25,7 +25,7 @@ from runtime.check_acceptance import Options as PromptOptions
 from runtime.check_acceptance import fit, open_worker, read_prompts, tokenised
 from runtime.config.flag_parser import parse
 from runtime.config.machine import probe
-from runtime.config.refusals import flag_of
+from runtime.config.refusals import check_output, flag_of
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
 from runtime.config.tuning import FLAG, Measurement, SpeculativeTuning, StepTime, write_tuning
@@ -115,10 +115,9 @@ def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     add("--temperature", type=float, default=0.0, metavar="T", help="Of sampling; default 0.")
     own, rest = parser.parse_known_args(list(argv))
     sizes = None if own.batch_sizes is None else tuple(sorted(set(own.batch_sizes)))
-    if min(own.max_new_tokens, *(sizes or (1,))) < 1 or own.seconds <= 0 or not 0.0 <= own.temperature <= 2.0:
+    if min(own.max_new_tokens, *(sizes or (1,))) < 1 or not own.seconds > 0 or not 0.0 <= own.temperature <= 2.0:
         raise ConfigError("--batch-sizes and --max-new-tokens must be at least 1, --seconds above 0, and --temperature between 0 and 2.")
-    if not own.output.parent.is_dir():
-        raise ConfigError(f"--output {own.output}: the folder does not exist.")
+    check_output(own.output)
     return Options(own.output, own.prompts, own.seconds, sizes, own.max_new_tokens, own.temperature), rest
 
 

@@ -42,6 +42,16 @@ def test_values_out_of_range_are_refused(argv: list[str], capsys: pytest.Capture
     assert argv[0] in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_model_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(hot_tokens, "Engine", lambda **options: started.append(options))
+    assert hot_tokens.main(["--output", str(tmp_path)]) == BAD_USE
+    assert f"--output {tmp_path} cannot be written" in capsys.readouterr().err
+    assert not started
+
+
 class Fake:
     """An engine whose answers repeat their seed."""
 

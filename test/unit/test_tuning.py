@@ -306,7 +306,8 @@ def test_synthetic_acceptance_is_found_again(command: Callable[..., list[str]], 
         (["--batch-sizes", "9"], "--batch-sizes must be at most 4"),
         (["--batch-sizes", "0"], "--batch-sizes and --max-new-tokens must be at least 1"),
         (["--speculative-algorithm", "none"], "--speculative-draft-model-path has no effect"),
-        (["--output", "/nowhere/else/t.json"], "--output"),
+        (["--output", "/nowhere/else/t.json"], "--output /nowhere/else/t.json cannot be written"),
+        (["--seconds", "nan"], "--seconds above 0"),
         (["--seconds", "1e-9"], "--seconds is too short"),
     ],
 )
@@ -315,3 +316,12 @@ def test_what_cannot_be_tuned_is_refused(
 ) -> None:
     assert tune.main(command(*more)) == BAD_USE
     assert why in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(
+    command: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune.main(command("--output", str(tmp_path))) == BAD_USE
+    shown = capsys.readouterr()
+    assert f"--output {tmp_path} cannot be written" in shown.err
+    assert "tokens/s" not in shown.out

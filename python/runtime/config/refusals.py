@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
@@ -22,6 +24,12 @@ def check_positive(args: ServerArgs, **limits: float) -> None:
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and 0.0 < value <= limit):
             raise ConfigError(f"{flag_of(name)} must be above 0 and at most {limit:g}; got {value}.")
+
+
+def check_output(path: Path) -> None:
+    """Refuse an --output that cannot be written, before anything is measured for it."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--output {path} cannot be written. Name a file in an existing folder.")
 
 
 def flag_of(name: str) -> str:

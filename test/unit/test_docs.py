@@ -101,3 +101,8 @@ def test_figures_in_sentences_are_those_of_the_tables() -> None:
     assert f"{min(shares):.2f} to {max(shares):.2f} times plain decoding" in prose("speculation.md")
     steps = cells("serving_matrix.md", "^Talon, fa3$")
     assert any(" / 2.65 (" in row[1] for row in steps), "docs/parallelism.md has the time of a plain step on two GPUs"
+
+
+def test_the_performance_page_stays_short() -> None:
+    """Long tables are on the generated pages."""
+    assert len((ROOT / "docs" / "performance.md").read_text(encoding="utf-8").splitlines()) <= 250

@@ -85,6 +85,14 @@ def test_the_layer_is_ignored_where_the_file_does_not_count_it(raw: dict[str, An
     assert config.unused_weights, "a checkpoint may hold it all the same"
 
 
+@pytest.mark.parametrize("raw", [DEEPSEEK, GLM], ids=["deepseek", "glm"])
+def test_further_layers_for_multi_token_prediction_are_left_out(raw: dict[str, Any]) -> None:
+    config, first = parsed(raw, num_nextn_predict_layers=3), raw["num_hidden_layers"]
+    assert config.mtp is not None
+    assert config.mtp.prefix == f"model.layers.{first}."
+    assert config.unused_weights == tuple(f"model.layers.{first + i}." for i in range(3))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

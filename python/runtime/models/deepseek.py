@@ -45,15 +45,16 @@ def latent_config(fields: ConfigFields, sparse: tuple[bool, ...]) -> ModelConfig
     scale = (nope_dim + rope_dim) ** -0.5 * correction**2
     latent = LatentConfig(q_rank, fields.positive("kv_lora_rank"), nope_dim, fields.positive("v_head_dim"), scale)
     # Published checkpoints hold the layer for multi-token prediction behind the model's own.
-    mtp = MtpConfig(f"model.layers.{config.num_layers}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+    first, held = config.num_layers, fields.count("num_nextn_predict_layers", 0)
+    mtp = MtpConfig(f"model.layers.{first}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
     quant = config.quant
     return dataclasses.replace(
         config,
         head_dim=rope_dim,
         latent=latent,
         moe=experts(fields, sparse),
-        mtp=mtp if fields.count("num_nextn_predict_layers", 0) else None,
-        unused_weights=(mtp.prefix,),
+        mtp=mtp if held else None,
+        unused_weights=tuple(f"model.layers.{layer}." for layer in range(first, first + max(held, 1))),
         quant=None if quant is None else dataclasses.replace(quant, kept=(*quant.kept, mtp.proj)),
     )
 

@@ -23,6 +23,7 @@ from runtime import __version__
 from runtime import log as logging_setup
 from runtime.check_acceptance import Options as PromptOptions
 from runtime.check_acceptance import fit, open_worker, read_prompts, tokenised
+from runtime.config.attention_caps import MAX_TREE_BITS
 from runtime.config.flag_parser import parse
 from runtime.config.machine import probe
 from runtime.config.refusals import check_output, flag_of
@@ -167,7 +168,7 @@ def chain_config(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
     if speculative is None:
         raise ConfigError("There are no drafts to tune. Give --speculative-algorithm and its flags.")
     if speculative.algorithm == "DFLASH" and speculative.draft_model_path is not None:
-        whole = read_block_size(speculative.draft_model_path) - 1
+        whole = min(read_block_size(speculative.draft_model_path), MAX_TREE_BITS) - 1
         depths = tuple(sorted({*(depth for depth in speculative.depths if depth < whole), whole}))
         speculative = structs.replace(speculative, depths=depths, num_steps=whole, num_draft_tokens=whole + 1)
     return structs.replace(config, speculative=speculative), model_config

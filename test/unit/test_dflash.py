@@ -13,8 +13,11 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from runtime.batch import ForwardMode
+from runtime.config.flag_parser import parse
+from runtime.config.runtime_config import SpeculativeConfig
 from runtime.config.server_args import ServerArgs
-from runtime.config.speculative import with_block_size
+from runtime.config.speculative import AUTO_DEPTHS, with_block_size
+from runtime.entrypoints.prepare import prepare
 from runtime.errors import ConfigError
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.draft_window import DraftWindow
@@ -26,7 +29,8 @@ from runtime.models.draft_config import load_draft_config
 from runtime.models.registry import build_model
 from runtime.speculative.build import build_speculative_worker
 from unit.driver import Driver
-from unit.predicting import plain, speculating
+from unit.predicting import draft_folder, plain, speculating
+from unit.small_tokenizer import write_small_tokenizer
 from unit.test_eagle_worker import copy_of, watch_drafts
 from unit.test_models import Runner
 from unit.tiny import tiny_model, tiny_runtime, tiny_speculative
@@ -222,6 +226,34 @@ def test_depth_is_that_of_whole_blocks_unless_asked(tmp_path: Path) -> None:
     assert with_block_size(args, BLOCK).speculative_num_draft_tokens == BLOCK
     asked = ServerArgs(speculative_algorithm="DFLASH", speculative_draft_model_path=str(tmp_path), speculative_num_steps=3)
     assert with_block_size(asked, BLOCK) == asked
+
+
+def prepared(tmp_path: Path, block_size: int, *flags: str) -> SpeculativeConfig:
+    """The drafts of a server with a draft of such blocks."""
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    draft_folder(target, "STANDALONE", vocab_size=800)
+    write_small_tokenizer(target)
+    draft_folder(draft, "DFLASH", vocab_size=800, block_size=block_size)
+    common = ["--model-path", str(target), "--load-format", "dummy", "--device", "cpu", "--speculative-algorithm", "DFLASH"]
+    found = prepare(parse([*common, "--speculative-draft-model-path", str(draft), *flags]).args)[0].speculative
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("block", "depths"), [(4, (0, 1, 2, 3)), (6, (0, 1, 2, 3, 5)), (7, (0, 1, 2, 3, 5, 6)), (16, AUTO_DEPTHS)])
+def test_depths_to_choose_from_end_with_the_block(tmp_path: Path, block: int, depths: tuple[int, ...]) -> None:
+    found = prepared(tmp_path, block, "--speculative-num-steps", "auto", "--speculative-synthetic-accept-length", "2")
+    assert (found.depths, found.num_steps, found.num_draft_tokens) == (depths, depths[-1], depths[-1] + 1)
+    assert found.synthetic_accept is not None
+    assert len(found.synthetic_accept) == found.num_steps
+
+
+def test_a_fixed_depth_must_fit_into_the_block(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="this draft fills blocks of 16 tokens and drafts 15 of them"):
+        prepared(tmp_path, 16, "--speculative-num-steps", "20")
+    with pytest.raises(ConfigError, match="block_size is 1; a block needs a second token"):
+        prepared(tmp_path, 1)
+    assert prepared(tmp_path, 100).num_draft_tokens == 64, "a window is no longer"
 
 
 def test_more_drafts_than_a_block_has_are_refused(tmp_path: Path) -> None:

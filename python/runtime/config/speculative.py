@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
+from msgspec import structs
+
 from runtime.config.attention import resolve_attention
 from runtime.config.attention_caps import ATTENTION_CAPS, MAX_TREE_BITS
 from runtime.config.machine import MachineFacts
@@ -84,7 +86,32 @@ def with_block_size(args: ServerArgs, block_size: int) -> ServerArgs:
     """Verify whole blocks of a draft that fills `block_size` tokens at once, unless another depth was asked for."""
     if args.speculative_tuning is not None or args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
         return args
-    return replace(args, speculative_num_draft_tokens=block_size)
+    return replace(args, speculative_num_draft_tokens=min(block_size, MAX_TREE_BITS))
+
+
+def within_block(config: SpeculativeConfig, block_size: int) -> SpeculativeConfig:
+    """The drafts of a draft that fills `block_size` tokens at once: of depths that are chosen for each iteration those that a block has.
+
+    Raises:
+        ConfigError: a fixed depth is larger.
+    """
+    whole = block_size - 1
+    if not config.depths or config.tuning is not None or config.num_steps <= whole:
+        check_depth(block_size, config.num_steps)
+        return config
+    depths = tuple(sorted({min(depth, whole) for depth in config.depths}))
+    log.info("blocks of %d tokens have the depths %s", block_size, depths)
+    forced = None if config.synthetic_accept is None else config.synthetic_accept[:whole]
+    return structs.replace(config, depths=depths, num_steps=whole, num_draft_tokens=block_size, synthetic_accept=forced)
+
+
+def check_depth(block_size: int, num_steps: int) -> None:
+    """Raise `ConfigError` where a block has fewer masked tokens than `num_steps`."""
+    if num_steps >= block_size:
+        raise ConfigError(
+            f"--speculative-num-steps is {num_steps}; this draft fills blocks of {block_size} tokens and drafts {block_size - 1} of them. "
+            "Lower it or leave it out."
+        )
 
 
 def asks_for_embedded_draft(args: ServerArgs) -> bool:

@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional as F
 
 from runtime.distributed.parallel_group import ParallelGroup
-from runtime.errors import ConfigError
 from runtime.layers.attention.layer import Attention
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
@@ -99,12 +98,3 @@ class DFlashDraftModel(DraftHead):
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             stream = layer.forward(stream, context, None if following is None else following.attn_norm)
         return self.ops.norm(stream.h, self._norm, self.dtype)
-
-
-def check_depth(block_size: int, num_steps: int) -> None:
-    """Raise `ConfigError` where a block has fewer masked tokens than `num_steps`."""
-    if num_steps >= block_size:
-        raise ConfigError(
-            f"--speculative-num-steps is {num_steps}; this draft fills blocks of {block_size} tokens and drafts {block_size - 1} of them. "
-            "Lower it or leave it out."
-        )

@@ -32,8 +32,14 @@ class BlockDraft:
 
 
 def read_block_size(folder: str | Path) -> int:
-    """Tokens of a block of the draft in `folder`. Raises `ConfigError` where the file is not that of a DFlash draft."""
-    return _own_fields(ConfigFields(read_hf_config(folder), str(folder))).positive("block_size", BLOCK_SIZE)
+    """Tokens of a block of the draft in `folder`. Raises `ConfigError` where the file is not that of a DFlash draft, or its blocks have no
+    room for a draft.
+    """
+    fields = ConfigFields(read_hf_config(folder), str(folder))
+    size = _own_fields(fields).positive("block_size", BLOCK_SIZE)
+    if size == 1:
+        raise fields.error("block_size is 1; a block needs a second token to draft one")
+    return size
 
 
 def parse(fields: ConfigFields) -> ModelConfig:

@@ -8,6 +8,7 @@ from typing import cast
 
 from runtime.config.quant_config import with_flag
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
+from runtime.config.speculative import check_depth
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.errors import ConfigError
 from runtime.layers.gemm.timings import GemmTimings
@@ -19,7 +20,7 @@ from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.worker import Worker
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
-from runtime.models.dflash import DFlashDraftModel, check_depth
+from runtime.models.dflash import DFlashDraftModel
 from runtime.models.draft_config import DraftConfig, load_draft_config
 from runtime.models.draft_head import DraftModel
 from runtime.models.eagle import LlamaForCausalLMEagle

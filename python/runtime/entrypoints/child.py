@@ -59,10 +59,13 @@ class ChildReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildFailed(msgspec.Struct, frozen=True, tag=True):
-    """The child cannot start. `is_config`: because of the configuration, not because of a fault."""
+    """The child cannot start. `is_config`: because of the configuration, not because of a fault. `at`: when it failed, in seconds of
+    the wall clock, which ranks on several hosts share.
+    """
 
     message: str
     is_config: bool
+    at: float
 
 
 class ChildFinished(msgspec.Struct, frozen=True, tag=True):
@@ -100,12 +103,13 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
     try:
         serve(child, status)
     except ConfigError as error:
-        status.send(ChildFailed(str(error), is_config=True))
+        status.send(ChildFailed(str(error), is_config=True, at=time.time()))
         return 2
     except Exception as error:
+        failed_at = time.time()
         who = f"the {role}" if child.place is None else f"rank {child.place.rank} ({role})"
         log.exception("%s failed", who)
-        status.send(ChildFailed(f"{who} failed: {type(error).__name__}: {error}", is_config=False))
+        status.send(ChildFailed(f"{who} failed: {type(error).__name__}: {error}", is_config=False, at=failed_at))
         return 1
     status.send(ChildFinished())
     if child.place is not None:  # NCCL's watchdog would call std::terminate when another rank ends first

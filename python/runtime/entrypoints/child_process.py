@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,8 @@ from runtime.errors import ConfigError, ServingError
 
 COMMAND = (sys.executable, "-m", "runtime.entrypoints.child")
 """Starts a child of this server."""
+REPORT_SECONDS = 1.0
+"""How long the reports of the other children are awaited after one has failed during its start."""
 
 
 class Child(ABC):
@@ -30,6 +34,7 @@ class Child(ABC):
     Attributes:
         ready: done when the child serves; holds the limits of the scheduler's worker, or the error of the start.
         gone: set when the process has ended.
+        failed_at: when its start failed, in seconds of the wall clock; infinite while it has not.
         finished: whether it has done all its work and ends by itself.
         beats: `ChildAlive` so far.
     """
@@ -38,6 +43,7 @@ class Child(ABC):
         self.role: Role = role
         self.ready: asyncio.Future[WorkerLimits | None] = asyncio.get_running_loop().create_future()
         self.gone, self.finished, self.beats = asyncio.Event(), False, 0
+        self.failed_at = math.inf
 
     @abstractmethod
     def describe_end(self) -> str:
@@ -55,7 +61,7 @@ class Child(ABC):
         """Note what it reports of itself: a `ChildStatus` in JSON."""
         status = msgspec.json.decode(line, type=ChildStatus)
         if isinstance(status, ChildFailed):
-            self._fail_start(ConfigError(status.message) if status.is_config else ServingError(status.message))
+            self._fail_start(ConfigError(status.message) if status.is_config else ServingError(status.message), status.at)
         elif isinstance(status, ChildFinished):
             self.finished = True
         elif isinstance(status, ChildAlive):
@@ -66,11 +72,15 @@ class Child(ABC):
     def _is_gone(self) -> None:
         """Note that the process has ended."""
         self.gone.set()
-        self._fail_start(ServingError(f"the {self.role} process died during its start ({self.describe_end()})"))
+        end = self.describe_end()
+        # A signal comes from outside: that another rank was lost cannot be its cause.
+        at = 0.0 if end.startswith("signal") else time.time()
+        self._fail_start(ServingError(f"the {self.role} process died during its start ({end})"), at)
 
-    def _fail_start(self, error: ServingError) -> None:
+    def _fail_start(self, error: ServingError, at: float) -> None:
         """End a start that is still awaited with an error."""
         if not self.ready.done():
+            self.failed_at = at
             self.ready.set_exception(error)
 
 
@@ -133,6 +143,15 @@ class ChildProcess(Child):
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._take_status(line)
+
+
+async def first_failure(children: Sequence[Child], found: ServingError) -> ServingError:
+    """The error of the child that failed first, where `found` was read first: a rank that loses another fails too."""
+    if len(children) > 2:  # a scheduler and a detokenizer do not fail because of each other
+        await asyncio.wait([child.ready for child in children], timeout=REPORT_SECONDS)
+    first = min(children, key=lambda child: child.failed_at)
+    error = first.ready.exception() if first.failed_at < math.inf else None
+    return error if isinstance(error, ServingError) else found
 
 
 def start_ranks(config: ChildConfig, command: Sequence[str]) -> list[ChildProcess]:

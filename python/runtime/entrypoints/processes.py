@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig, Role
-from runtime.entrypoints.child_process import COMMAND, Child, ChildProcess, start_ranks
+from runtime.entrypoints.child_process import COMMAND, Child, ChildProcess, first_failure, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
 from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TURNS, SILENT_TURNS, TURN_SECONDS, Watchdog
 from runtime.errors import ServerDraining, ServingError
@@ -172,9 +172,12 @@ class Runtime:
                 child = next(child for child in self._children if child.gone.is_set())
                 raise ServingError(f"the {child.role} process died during its start ({child.describe_end()})")
             return start.result()
+        except ServingError as error:
+            raise await first_failure(self._children, error) from None
         finally:
             for task in (start, *ends):
                 task.cancel()
+            await asyncio.gather(start, *ends, return_exceptions=True)  # asyncio logs what nothing awaits
 
     async def _perform(self, duty: Coroutine[object, object, None]) -> None:
         """Run a background task; an unexpected error in it is logged and ends the server."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import psutil
+from benchmark.ports import free_port
 
 from process import rank_faults
 from process.fake import Server, dummy_model, serving
@@ -65,12 +65,6 @@ class Outcome:
         return self.failed and not self.orphans and not self.left and set(self.statuses) == {1}
 
 
-def free_port() -> int:
-    """A port on which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 @contextmanager
 def two_ranks(model: Path, *flags: str, behaviour: str = "well", ready: bool = True) -> Iterator[Server]:
     """A server of two ranks on this host."""
@@ -79,9 +73,9 @@ def two_ranks(model: Path, *flags: str, behaviour: str = "well", ready: bool = T
 
 
 @contextmanager
-def two_nodes(model: Path, behaviour: str = "well", ready: bool = True) -> Iterator[tuple[Server, Server]]:
+def two_nodes(model: Path, behaviour: str = "well", ready: bool = True, host: str = "127.0.0.1") -> Iterator[tuple[Server, Server]]:
     """Nodes 0 and 1 on this host, which talk over sockets."""
-    flags = ("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--random-seed", "3")
+    flags = ("--nnodes", "2", "--dist-init-addr", f"{host}:{free_port()}", "--random-seed", "3")
     with (
         two_ranks(model, *flags, "--node-rank", "1", behaviour=behaviour, ready=False) as other,
         two_ranks(model, *flags, behaviour=behaviour, ready=ready) as first,

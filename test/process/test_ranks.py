@@ -10,7 +10,9 @@ from typing import Any
 
 import psutil
 import pytest
+from benchmark.ports import free_port
 
+from ipv6 import needs_ipv6
 from process import rank_storm
 from process.fake import ENV, Server, dummy_model
 from process.rank_deaths import PATIENCE, Place, Role, strike, two_nodes, two_ranks
@@ -107,8 +109,9 @@ def test_the_server_ends_cleanly_after_a_signal(model: Path) -> None:
 # ---- several nodes
 
 
-def test_two_nodes_serve_and_end_together(model: Path) -> None:
-    with two_nodes(model) as (first, other):
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("[::1]", marks=needs_ipv6)])
+def test_two_nodes_serve_and_end_together(model: Path, host: str) -> None:
+    with two_nodes(model, host=host) as (first, other):
         assert first.complete([5, 6, 7]).status_code == 200
         assert len(first.state()["worker"]["ranks"]) == 2
         first.process.send_signal(signal.SIGTERM)
@@ -116,6 +119,16 @@ def test_two_nodes_serve_and_end_together(model: Path) -> None:
         assert other.process.wait(PATIENCE) == 0
         assert "talon: ready, worker-1 on this node" in other.text()
         assert first.folders() == other.folders() == []
+
+
+def test_a_node_that_does_not_start_is_reported(model: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with two_ranks(model, "--nnodes", "2", "--dist-init-addr", address, "--dist-timeout", "2", ready=False) as server:
+        assert server.process.wait(PATIENCE) == 2
+        assert f"talon: Rank 0 did not meet the other ranks at tcp://{address}: " in server.text()
+        assert "All 2 ranks must start within --dist-timeout, 2 s." in server.text()
+        assert "Traceback" not in server.text()
+        assert server.folders() == []
 
 
 def test_a_node_that_is_lost_ends_the_other(model: Path) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("ray")
 
 from process.fake import ENV, ROOT, dummy_model
-from process.rank_deaths import Role, strike
+from process.rank_deaths import PATIENCE, Role, runs, serving_at, strike
 
 
 @pytest.mark.parametrize(("role", "fault"), [("worker-1", "SIGKILL"), ("scheduler", "SIGSTOP")])
@@ -23,6 +26,22 @@ def test_a_lost_rank_of_ray_ends_the_server_and_leaves_nothing(
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     outcome, text = strike(dummy_model(tmp_path / "tiny"), "ray", role, fault)
     assert outcome.clean, f"{outcome}\n{text}"
+
+
+def test_a_server_of_ray_answers_open_requests_after_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with serving_at("ray", dummy_model(tmp_path / "tiny"), "well") as (server,):
+        stream = server.stream(400)
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.send_signal(signal.SIGTERM)
+        assert stream.join(PATIENCE)
+        assert stream.events[-1] == "[DONE]", server.text()
+        assert server.process.wait(PATIENCE) == 0
+        assert "SIGTERM received" not in server.text(), "Ray's handler is not asked"
+        ends = time.monotonic() + 10.0
+        while (alive := [process for process in processes if runs(process)]) and time.monotonic() < ends:
+            time.sleep(0.1)
+        assert alive == [], "Ray's own processes end too"
 
 
 def test_the_example_answers_a_data_set_with_ray_data(tmp_path: Path) -> None:

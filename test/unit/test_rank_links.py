@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 
-from runtime.batch import RowInit, ScheduleBatch
+from ipv6 import needs_ipv6
+from runtime.batch import BatchResult, RowInit, ScheduleBatch
 from runtime.distributed import rank_watch, ring
+from runtime.distributed.rank_sockets import ResultPusher, ResultSocket, StepPublisher, StepSubscriber
 from runtime.distributed.rank_watch import RankBeat, RankWatch
 from runtime.distributed.rendezvous import Rendezvous
 from runtime.distributed.ring import RingFds, RingFull, RingReader, RingWriter
-from runtime.distributed.step_messages import Close, RankCodec, Reset, RunStep, SetRun
+from runtime.distributed.step_messages import Close, GroupResult, RankCodec, Reset, RunStep, SetRun
 from runtime.errors import ConfigError
 from runtime.sampling_params import SamplingParams
 
@@ -158,6 +162,48 @@ def test_a_stranger_that_speaks_otherwise_does_not_stop_the_watch(tmp_path: Path
     beat.close()
     assert lost.wait().startswith("rank 1 hangs or is gone")
     watch.close()
+
+
+@needs_ipv6
+def test_ranks_of_several_hosts_meet_over_ipv6() -> None:
+    assert Rendezvous.at_address("[::1]:5000") == Rendezvous("tcp://[::1]:5000", "lo", "tcp://[::1]:*")
+
+
+@needs_ipv6
+def test_steps_and_results_travel_over_ipv6() -> None:
+    publisher, results = StepPublisher("tcp://[::1]:*"), ResultSocket("tcp://[::1]:*", 1)
+    subscriber, pusher = StepSubscriber(publisher.address), ResultPusher(results.address)
+    publisher.await_readers(1, PATIENCE)
+    publisher.send(b"a step")
+    assert subscriber.receive() == b"a step"
+    tokens = np.array([7, 8], dtype=np.int32)
+    pusher.send(GroupResult(4, 1, BatchResult(tokens, tokens[:1])))
+    assert results.receive(4)[0].token_ids.tolist() == [7, 8]
+    for end in (subscriber, pusher, publisher, results):
+        end.close()
+
+
+@needs_ipv6
+@pytest.mark.usefixtures("quick")
+def test_signs_of_life_travel_over_ipv6() -> None:
+    lost = Heard()
+    watch = RankWatch("tcp://[::1]:*", range(1, 2), lost)
+    watch.start()
+    beat = RankBeat(watch.address, 1, Heard())
+    beat.start()
+    beat.close("rank 1 failed in step 4: no memory")
+    assert lost.wait() == "rank 1 failed in step 4: no memory"
+    watch.close()
+
+
+V4, V6 = (socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.0.1", 5000)), (socket.AF_INET6, socket.SOCK_DGRAM, 0, "", ("::1", 5000, 0, 0))
+
+
+@needs_ipv6
+@pytest.mark.parametrize(("found", "url"), [([V6], "tcp://[::1]:5000"), ([V6, V4], "tcp://127.0.0.1:5000")])
+def test_a_name_may_have_ipv6_addresses_only(found: list[Any], url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert Rendezvous.at_address("node-0:5000").url == url
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "no.such.host.invalid"])

@@ -283,6 +283,17 @@ def test_defaults_on_hopper_and_on_other_gpus() -> None:
     assert resolve(args(sampling_backend="pytorch"), HOPPER, LLAMA).device.sampling_backend == "pytorch"
     ampere = resolve(args(), AMPERE, LLAMA)
     assert (ampere.device.attention_backend, ampere.cache.page_size) == ("flashinfer", 16)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "context", "page_size"),
+    [(128, 16384, 128), (128, 131072, 128), (128, 16383, 64), (64, 131072, 64), (256, 131072, 64)],
+)
+def test_pages_hold_a_block_of_keys_where_contexts_are_long(head_dim: int, context: int, page_size: int) -> None:
+    model = replace(LLAMA, head_dim=head_dim, max_context_len=context)
+    assert resolve(args(), HOPPER, model).cache.page_size == page_size
+    assert resolve(args(), AMPERE, model).cache.page_size == 16
+    assert resolve(args(page_size=32), HOPPER, model).cache.page_size == 32
     turing = resolve(args(), TURING, LLAMA)
     assert (turing.device.device, turing.device.attention_backend) == ("cpu", "torch_native"), "the kernels need a newer GPU"
 
@@ -343,6 +354,10 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"tp_size": 4, "nnodes": 2}, CPU, ["--nnodes", "--dist-init-addr HOST:PORT"]),
         ({"dist_init_addr": "h:1"}, CPU, ["--nnodes", "--dist-init-addr HOST:PORT"]),
         ({**TWO_NODES, "dist_init_addr": "10.0.0.1"}, CPU, ["--dist-init-addr", "HOST:PORT", "10.0.0.1"]),
+        ({**TWO_NODES, "dist_init_addr": "fd00::1:29500"}, CPU, ["--dist-init-addr", "[fd00::1]:29500", "fd00::1:29500"]),
+        ({**TWO_NODES, "dist_init_addr": "fd00::2"}, CPU, ["--dist-init-addr", "[fd00::1]:29500", "fd00::2"]),
+        ({**TWO_NODES, "dist_init_addr": "[fd00::1]"}, CPU, ["--dist-init-addr", "[fd00::1]:29500", "[fd00::1]"]),
+        ({**TWO_NODES, "dist_init_addr": "[10.0.0.1]:29500"}, CPU, ["--dist-init-addr", "[fd00::1]:29500", "[10.0.0.1]:29500"]),
         ({**TWO_NODES, "tp_size": 3}, CPU, ["--tp-size 3", "--nnodes 2"]),
         ({**TWO_NODES, "node_rank": 2}, CPU, ["--node-rank", "between 0 and 1"]),
         ({"distributed_executor_backend": "ray"}, CPU, ["--distributed-executor-backend ray", "--tp-size"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from runtime.config.machine import MachineFacts
+from runtime.config.node_address import NodeAddress
 from runtime.config.refusals import check_positive, check_ranges
 from runtime.config.runtime_config import DeviceConfig, ParallelConfig, part_of_flags
 from runtime.config.server_args import ServerArgs
@@ -28,7 +29,7 @@ def check_parallel(args: ServerArgs) -> None:
         raise ConfigError(f"--ep-size must divide --tp-size {args.tp_size}, whose ranks share the experts; got {args.ep_size}.")
     _check_groups(args)
     if args.dist_init_addr is not None:
-        _check_address(args.dist_init_addr)
+        NodeAddress.parse(args.dist_init_addr)
     if args.distributed_executor_backend == "ray":
         _check_ray(args)
 
@@ -57,12 +58,6 @@ def _check_ray(args: ServerArgs) -> None:
         raise ConfigError("--node-rank must be 0 with --distributed-executor-backend ray: Ray starts the ranks of the other nodes.")
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("--distributed-executor-backend ray needs Ray. Install it with: pip install 'talon-runtime[ray]'")
-
-
-def _check_address(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"--dist-init-addr must be HOST:PORT, such as 10.0.0.1:29500; got {address!r}.")
 
 
 def resolve_parallel(args: ServerArgs, device: DeviceConfig, machine: MachineFacts) -> ParallelConfig:

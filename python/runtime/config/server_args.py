@@ -136,7 +136,7 @@ class ServerArgs:
     max_running_requests: int | None = _flag(DEVICE, None, "N")
     """Requests that run together; default: the largest captured batch, or 16 without graphs."""
     page_size: int | None = _flag(DEVICE, None, "SLOTS")
-    """KV slots per page; default: 64 with fa3, else 16."""
+    """KV slots per page; default: 64 with fa3 (128 for contexts of 16,384 tokens and more, if the head dimension is 128), else 16."""
     tp_size: int = _flag(DEVICE, 1, "N", "--tensor-parallel-size", "--tp")
     """GPUs, or CPU processes, that share one model."""
     nnodes: int = _flag(DEVICE, 1, "N")
@@ -144,7 +144,7 @@ class ServerArgs:
     node_rank: int = _flag(DEVICE, 0, "I")
     """Number of this host, from 0; node 0 serves HTTP, the others wait until it ends."""
     dist_init_addr: str | None = _flag(DEVICE, None, "HOST:PORT", "--nccl-init-addr")
-    """Address of node 0 at which the ranks meet; in a private network, because nothing in it is encrypted."""
+    """Address of node 0 at which the ranks meet, an IPv6 one as [HOST]:PORT; in a private network: nothing is encrypted."""
     dist_timeout: float = _flag(DEVICE, 600.0, "SECONDS")
     """Seconds that the ranks wait for each other at start-up."""
     distributed_executor_backend: Literal["mp", "ray"] = _flag(DEVICE, "mp")

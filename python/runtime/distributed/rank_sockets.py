@@ -9,6 +9,7 @@ import zmq
 
 from runtime.batch import BatchResult
 from runtime.distributed.step_messages import GroupResult, RankCodec
+from runtime.distributed.zmq_socket import open_socket
 from runtime.errors import ServerFault
 
 NUMBER = struct.Struct("<Q")
@@ -20,12 +21,13 @@ class RankSocket:
 
     Args:
         kind: of ZMQ.
+        address: that the socket will bind or connect to.
         linger: milliseconds for which `close` waits until what was sent has left.
     """
 
-    def __init__(self, kind: int, linger: int = 0) -> None:
+    def __init__(self, kind: int, address: str, linger: int = 0) -> None:
         self._context = zmq.Context()
-        self._socket = self._context.socket(kind)
+        self._socket = open_socket(self._context, kind, address)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, linger)
 
@@ -48,7 +50,7 @@ class StepPublisher(RankSocket):
     """
 
     def __init__(self, bind: str) -> None:
-        super().__init__(zmq.XPUB, LINGER_MS)
+        super().__init__(zmq.XPUB, bind, LINGER_MS)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._socket.bind(bind)
         self._number = 0
@@ -71,7 +73,7 @@ class StepSubscriber(RankSocket):
     """The reading end."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(zmq.SUB)
+        super().__init__(zmq.SUB, address)
         self._socket.connect(address)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._expected = 0
@@ -89,7 +91,7 @@ class ResultSocket(RankSocket):
     """Receives from `senders` groups. A group that is gone is noticed by its signs of life, not here."""
 
     def __init__(self, bind: str, senders: int) -> None:
-        super().__init__(zmq.PULL)
+        super().__init__(zmq.PULL, bind)
         self._socket.bind(bind)
         self._senders, self._codec = senders, RankCodec()
 
@@ -110,7 +112,7 @@ class ResultPusher(RankSocket):
     """Sends to `ResultSocket`."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(zmq.PUSH)
+        super().__init__(zmq.PUSH, address)
         self._socket.connect(address)
         self._codec = RankCodec()
 

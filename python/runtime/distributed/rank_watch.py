@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import msgspec
 import zmq
 
+from runtime.distributed.zmq_socket import open_socket
+
 log = logging.getLogger(__name__)
 
 PERIOD = 0.5
@@ -55,7 +57,7 @@ class RankWatch:
         self._senders = dict[int, bytes]()
         self._lost, self._stuck = lost, stuck
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket = open_socket(self._context, zmq.ROUTER, address)
         self._socket.bind(address)
         self._done = threading.Event()
         self._answer, self._ending = b"", ""
@@ -142,7 +144,7 @@ class RankBeat:
     def __init__(self, address: str, rank: int, lost: Callable[[str], None], alive: Callable[[], None] = lambda: None) -> None:
         self._rank, self._lost, self._alive = rank, lost, alive
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = open_socket(self._context, zmq.DEALER, address)
         self._socket.setsockopt(zmq.LINGER, TELL_MS)
         self._socket.connect(address)
         self._failure = ""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 
+from runtime.config.node_address import NodeAddress
 from runtime.errors import ConfigError
 
 LOOPBACK = "lo"
@@ -19,7 +21,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     Attributes:
         url: for torch.distributed.
         interface: the network interface that gloo uses.
-        bind: where rank 0 opens a socket for `name`: an address of ZMQ in which `{name}` is replaced.
+        bind: where rank 0 opens a socket for `name`: an address of ZMQ in which `{name}` is replaced; an IPv6 address is in brackets.
     """
 
     url: str
@@ -34,21 +36,43 @@ class Rendezvous(msgspec.Struct, frozen=True):
     @classmethod
     def at_address(cls, address: str) -> Rendezvous:
         """For ranks of several hosts, at HOST:PORT of the first. Raises `ConfigError` where it cannot be reached."""
-        host, _, port = address.rpartition(":")
+        node = NodeAddress.parse(address)
         try:
-            target = socket.gethostbyname(host)
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((target, int(port)))  # sends nothing
-                own = probe.getsockname()[0]
+            target, own = _reach(node)
         except (OSError, UnicodeError) as error:  # the latter for names that no DNS can hold
             why = error.strerror if isinstance(error, OSError) else None
             raise ConfigError(f"--dist-init-addr {address} cannot be reached: {why or error}") from error
-        return cls(f"tcp://{address}", interface_of(own), f"tcp://{target}:*")
+        host = f"[{target}]" if ":" in target else target
+        return cls(f"tcp://{host}:{node.port}", interface_of(own), f"tcp://{host}:*")
+
+
+def _reach(node: NodeAddress) -> tuple[str, str]:
+    """The node's address, and the address of this host that packets to it carry. IPv4 is tried first. Raises `OSError`."""
+    found = socket.getaddrinfo(node.host, node.port, type=socket.SOCK_DGRAM)
+    error = OSError("no address")
+    for family, kind, _, _, target in sorted(found, key=lambda one: one[0] != socket.AF_INET):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(target)  # sends nothing
+            except OSError as unreachable:
+                error = unreachable
+                continue
+            return _numeric(target), _numeric(probe.getsockname())
+    raise error
+
+
+def _numeric(address: tuple[Any, ...]) -> str:
+    """The host of a socket's address; of a link-local one with its interface."""
+    return socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
 
 
 def interface_of(address: str) -> str:
     """The name of the network interface with this address of this host."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(_without_zone(one.address) == _without_zone(address) for one in addresses):
             return name
     return LOOPBACK
+
+
+def _without_zone(address: str) -> str:
+    return address.partition("%")[0]

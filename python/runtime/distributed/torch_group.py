@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from runtime.distributed.parallel_group import ALONE, FusedExchange, ParallelGroup, Shard, split_ranks
 from runtime.distributed.rendezvous import Rendezvous
+from runtime.errors import ConfigError
 
 T = TypeVar("T")
 EXCHANGE_SECONDS = 6.0
@@ -35,11 +36,17 @@ class TorchGroup:
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, rank: int, size: int, timeout: float) -> TorchGroup:
-        """Join the group and wait for the other ranks."""
+        """Join the group and wait for the other ranks. Raises `ConfigError` where they do not meet."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
-        dist.init_process_group("gloo", init_method=rendezvous.url, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
         whole = [list(range(size))]
-        return cls(rank, size, subgroup(whole, "gloo", timeout), subgroup(whole, "gloo", EXCHANGE_SECONDS))
+        try:
+            dist.init_process_group("gloo", init_method=rendezvous.url, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+            return cls(rank, size, subgroup(whole, "gloo", timeout), subgroup(whole, "gloo", EXCHANGE_SECONDS))
+        except RuntimeError as error:  # torch raises several kinds, DistNetworkError among them
+            raise ConfigError(
+                f"Rank {rank} did not meet the other ranks at {rendezvous.url}: {str(error).rstrip('.')}. "
+                f"All {size} ranks must start within --dist-timeout, {timeout:g} s."
+            ) from error
 
     def split(self, parts: int) -> tuple[ParallelGroup, ParallelGroup]:
         """This rank's group of consecutive ranks, and that of the ranks in its place."""

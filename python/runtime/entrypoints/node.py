@@ -73,3 +73,4 @@ async def _watch(ranks: Sequence[ChildProcess], stop: asyncio.Event) -> int:
     finally:
         for task in (ready, stopped, *ends):
             task.cancel()
+        await asyncio.gather(ready, stopped, *ends, return_exceptions=True)  # asyncio logs what nothing awaits

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,6 +104,7 @@ class RayRanks:
     def __init__(self) -> None:
         self.ranks: list[RayRank] = []
         self._groups: list[PlacementGroup] = []
+        self._joined = False
 
     async def start(self, config: ChildConfig, command: Sequence[str]) -> list[RayRank]:
         """Reserve the nodes and start the ranks. Uses the cluster of RAY_ADDRESS, or a local one.
@@ -110,7 +113,8 @@ class RayRanks:
             ConfigError: Ray has no room for the ranks within --dist-timeout.
         """
         parallel, gpu = config.config.parallel, config.config.device.device == "cuda"
-        await asyncio.to_thread(_connect)
+        self._joined = await asyncio.to_thread(_connect)
+        _restore_sigterm()
         self._groups = [_reserve(parallel, node, gpu) for node in range(parallel.nnodes)]
         for group in self._groups:
             try:
@@ -128,10 +132,13 @@ class RayRanks:
         return self.ranks
 
     def release(self) -> None:
-        """Give the placement groups back, after the ranks were killed."""
+        """Give the placement groups back, after the ranks were killed, and leave a cluster that `start` joined."""
         for group in self._groups:
             remove_placement_group(group)
         self._groups = []
+        if self._joined:
+            self._joined = False
+            ray.shutdown()  # at the exit of Python, Ray would leave agents of a local cluster running for a minute
 
     def _host(self, parallel: ParallelConfig, rank: int, gpu: bool) -> Any:
         node, bundle = divmod(rank, parallel.ranks_per_node)
@@ -139,12 +146,19 @@ class RayRanks:
         return ray.remote(RankHost).options(num_cpus=1, num_gpus=int(gpu), scheduling_strategy=strategy, max_restarts=0).remote()
 
 
-def _connect() -> None:
-    """Join a cluster, or start a local one. Not on the main thread, where Ray would take over SIGTERM."""
-    if not ray.is_initialized():
-        ray.init(
-            include_dashboard=False, logging_level=logging.WARNING, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
-        )
+def _connect() -> bool:
+    """Join a cluster, or start a local one; False in one already. Not on the main thread, where Ray would take over SIGTERM."""
+    if ray.is_initialized():
+        return False
+    ray.init(include_dashboard=False, logging_level=logging.WARNING, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
+    return True
+
+
+def _restore_sigterm() -> None:
+    """Take the handler of SIGTERM back from Ray, whose own aborts the process after 3 s, while requests may still be open."""
+    if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
+        signal.signal(signal.SIGTERM, handler)
+        signal.siginterrupt(signal.SIGTERM, False)
 
 
 def _reserve(parallel: ParallelConfig, node: int, gpu: bool) -> PlacementGroup:

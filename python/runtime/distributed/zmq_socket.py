@@ -1,0 +1,14 @@
+"""A ZMQ socket for an address of either IP version. No torch."""
+
+from __future__ import annotations
+
+import zmq
+
+
+def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
+    """A socket that can bind or connect to `address`; ZMQ takes an IPv6 address only where an option allows it."""
+    opened = context.socket(kind)
+    # Elsewhere the option would turn IPv4 addresses into ::ffff:A.B.C.D, which hosts without IPv6 do not know.
+    if address.startswith("tcp://["):
+        opened.setsockopt(zmq.IPV6, 1)
+    return opened

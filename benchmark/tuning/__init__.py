@@ -13,6 +13,7 @@ sizes at which it is used.
 - `attention_backends`: one pass of each attention backend by page size.
 - `decode_step`: a whole step of 32 layers and the head, with kernels left out in turn, to see whether a gain alone is a
 gain in the step.
+- `step_choices`: the kernels that autotuning timed for each GEMM, alone and within a decode pass.
 
 All tools but `experts` and `scaled_gemms`, which have shapes of their own, use the sizes of Llama-3-8B (`world`); all time graphs.
 """

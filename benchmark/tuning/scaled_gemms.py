@@ -38,13 +38,13 @@ def few_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tens
     def run(config: TritonConfig | FragmentConfig, call: int) -> object:
         weight = weights[call % len(weights)]
         if isinstance(config, FragmentConfig):
+            assert scale is not None
             return fragment_gemm(x, weight, out, config, weight_scale=scale, pdl=True)
         return triton_gemm(x, weight, out, config, weight_scale=scale, pdl=True)
 
-    scaled = scale is not None
-    triton = H200.scaled_configs(len(x)) if scaled else H200.gemm_configs("linear", len(x))
-    kind = "e4m3" if scaled else "bfloat16"
-    return {f"{kind} {config}": partial(run, config) for config in (*triton, *H200.fragment_configs(scaled, len(x)))}
+    if scale is None:
+        return {f"bfloat16 {config}": partial(run, config) for config in H200.gemm_configs("linear", len(x))}
+    return {f"e4m3 {config}": partial(run, config) for config in (*H200.scaled_configs(len(x)), *H200.fragment_configs(len(x)))}
 
 
 def many_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tensor) -> dict[str, Call]:

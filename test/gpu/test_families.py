@@ -30,8 +30,10 @@ NEAR = 0.15
 """Difference of two log-probabilities that rounding may turn around."""
 COMMON: dict[str, Any] = {
     "random_seed": 1, "context_length": 1024, "max_total_tokens": 16384, "max_running_requests": 16, "cuda_graph_max_bs": 16,
-    "disable_radix_cache": True, "log_level": "info",
+    "disable_radix_cache": True, "log_level": "info", "disable_fp8_activations": True,
 }  # fmt: skip
+"""Activations in 16 bits in all passes: experts in e4m3 would round those of windows of more than 64 tokens to e4m3, and those of a decode
+step not."""
 TAME = {"q_norm": 0.15, "down_proj": 0.2, "w2": 0.2, "o_proj": 0.5, "post_feedforward_layernorm_2": 0.1}
 """Factors of weights; the last is of the norm behind Gemma 4's experts. With weights of equal size, attention of heads with normed queries
 looks at one token, and a change of experts by rounding changes the whole answer: the definition in bfloat16 would be as far from the one in

@@ -212,9 +212,10 @@ def test_early_launches_change_no_bit_of_a_long_chain(rows: int) -> None:
 def test_every_uploaded_array_is_aligned_whatever_came_before_it() -> None:
     ring = StagingRing(64, torch.device("cuda"))
     for _ in range(10):
-        arrays = [np.arange(n, dtype=np.int32) + n for n in (5, 1, 3, 0, 8, 2)]
+        arrays = [np.arange(n, dtype=dtype) + n for n, dtype in zip((5, 1, 3, 0, 8, 2), (np.int32, np.int64) * 3, strict=True)]
         uploaded = ring.upload(*arrays)
         assert [t.tolist() for t in uploaded] == [a.tolist() for a in arrays]
+        assert [t.dtype for t in uploaded] == [torch.int32, torch.int64] * 3
         assert all(t.data_ptr() % 16 == 0 for t in uploaded), "Triton compiles a kernel for each alignment"
 
 

@@ -15,7 +15,7 @@ from benchmark import machine
 from benchmark.machine import ROOT
 from benchmark.record import RESULTS, Record
 from benchmark.report import SCRIPTS
-from benchmark.tuning import attention_backends, decode_step, experts, gemms, scaled_gemms, split_attention, world
+from benchmark.tuning import attention_backends, decode_step, experts, gemms, scaled_gemms, split_attention, step_choices, world
 from benchmark.tuning.command_line import counts
 from benchmark.tuning.split_attention import Case
 
@@ -23,7 +23,7 @@ from runtime.config.kernel_configs import SplitConfig
 
 CPU = torch.device("cpu")
 RATE = 4.32e12
-TOOLS = (attention_backends, decode_step, experts, gemms, scaled_gemms, split_attention)
+TOOLS = (attention_backends, decode_step, experts, gemms, scaled_gemms, split_attention, step_choices)
 MEASURED = RESULTS / "nvidia-h200" / "tuning" / "split_attention.json"
 
 
@@ -56,6 +56,7 @@ def test_tool_without_gpu_prints_one_line(tool: ModuleType, tmp_path: Path) -> N
         (experts, ["--rows", "0"]),
         (scaled_gemms, ["--rows", "x"]),
         (decode_step, ["--batch-sizes", "few"]),
+        (step_choices, ["--rows", "few"]),
         (attention_backends, ["--pages", ""]),
         (split_attention, ["--widths", "-1"]),
         (split_attention, ["--pages", "48"]),

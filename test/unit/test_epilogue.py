@@ -94,6 +94,6 @@ def test_wgmma_refuses_output_dtypes_that_it_does_not_store(epilogue: Epilogue, 
     ],
 )
 def test_fragments_refuse_what_they_do_not_compute(rows: int, epilogue: Epilogue, out: torch.Tensor) -> None:
-    x, weight = torch.zeros((rows, 64), dtype=BF16), torch.zeros((WEIGHT_ROWS, 64), dtype=BF16)
+    x, weight = torch.zeros((rows, 64), dtype=BF16), torch.zeros((WEIGHT_ROWS, 64), dtype=torch.float8_e4m3fn)
     with pytest.raises(AssertionError):
-        fragment_gemm(x, weight, out, FragmentConfig(4, 2), epilogue)
+        fragment_gemm(x, weight, out, FragmentConfig(4, 2), epilogue, weight_scale=torch.ones(WEIGHT_ROWS))

@@ -48,7 +48,7 @@ def test_searched_tilings_are_the_same_for_any_number_of_rows() -> None:
         assert few == many
         assert len(few) == len({*few}) > 2
         assert all(tiling.swap for tiling in few)
-    assert tuning.fragment_configs(scaled=False, rows=1) == ()
+    assert tuning.fragment_configs(rows=1) == ()
 
 
 def test_whole_tuning_gives_every_batch_the_same_cut() -> None:

@@ -403,6 +403,7 @@ class CudaOps:
             wgmma_gemm(x, linear.weight, out, choice, epilogue, pdl=self.pdl)
         else:
             assert out is not None, "the GEMM by fragments has no argmax"
+            assert scale is not None, "the GEMM by fragments takes weights in e4m3"
             fragment_gemm(x, linear.weight, out, choice, epilogue, weight_scale=scale, pdl=self.pdl)
 
     def _logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None, choice: GemmChoice) -> torch.Tensor:

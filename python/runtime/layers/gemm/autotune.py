@@ -86,10 +86,9 @@ def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int]) -> list[GemmGroup
 def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
     """The choices worth timing, cuBLAS first."""
     linear, rows = group.linears[0], group.rows
-    fragments = tuning.fragment_configs(linear.is_scaled, rows) if _takes_fragments(group) else ()
     if linear.is_scaled:
-        return None, *tuning.scaled_configs(rows), *fragments
-    found: tuple[GemmChoice, ...] = (*tuning.gemm_configs(group.op, rows), *fragments)
+        return None, *tuning.scaled_configs(rows), *(tuning.fragment_configs(rows) if _takes_fragments(group) else ())
+    found: tuple[GemmChoice, ...] = tuning.gemm_configs(group.op, rows)
     if supports(linear.weight, silu=group.op == "gate_up"):
         wgmma = wgmma_configs(group.op, rows, linear.out_features, num_sms, tuning)
         found = wgmma if wgmma and rows > tuning.wgmma_only_rows else (*found, *wgmma)
@@ -100,8 +99,8 @@ def _takes_fragments(group: GemmGroup) -> bool:
     """Whether the GEMM by fragments may be tried: its rows are in bfloat16, and it has no argmax."""
     linear, gated = group.linears[0], group.op == "gate_up"
     narrow = linear.weight.dtype if group.norm is None else group.norm.weight.dtype
-    ops = ("linear", "linear_add", "gate_up") if linear.is_scaled else ("linear", "linear_add")
-    return group.op in ops and narrow is torch.bfloat16 and fragments_support(linear.weight, linear.storage.scale, gated)
+    scale = linear.storage.scale
+    return group.op != "logits" and narrow is torch.bfloat16 and scale is not None and fragments_support(linear.weight, scale, gated)
 
 
 def autotune_gemms(

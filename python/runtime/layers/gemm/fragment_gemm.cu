@@ -1,4 +1,4 @@
-// A GEMM of a few rows by e4m3 or bfloat16 weights, which `fragments.cu` reads: out = epilogue(x @ w.T), for any number of weight rows.
+// A GEMM of a few rows by e4m3 weights, which `fragments.cu` reads: out = epilogue(x @ w.T), for any number of weight rows.
 //
 // The warps of a block share the columns of 16 * TALL weight rows. Weights do not depend on the kernel before, so the first BATCH loads of
 // each row are under way while that one still runs; a small matrix is then in registers when x is ready.
@@ -35,11 +35,9 @@ __device__ __forceinline__ Fragment load_fragment(const Weights& w, Row low, Row
     if (in) {
         f.low = stream16(low.at + row_bytes(column));
         f.high = stream16(high.at + row_bytes(column));
-        if (FORMAT == 1) {
-            const int block = scale_block(w, column);
-            f.low_scale = ((const u32*)low.scale)[block];
-            f.high_scale = ((const u32*)high.scale)[block];
-        }
+        const int block = scale_block(w, column);
+        f.low_scale = ((const u32*)low.scale)[block];
+        f.high_scale = ((const u32*)high.scale)[block];
     }
     return f;
 }
@@ -102,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) fragment_gemm(const u16* x
                 const Fragment f = weights[j][i];
                 const u32 a[4] = {f.low.x, f.low.y, f.low.z, f.low.w}, b[4] = {f.high.x, f.high.y, f.high.z, f.high.w};
                 // Lane 0 of a row has its scale where others lie past its columns.
-                const u32 low_scale = FORMAT == 1 ? __shfl_sync(~0u, f.low_scale, lane & ~3) : 0;
-                const u32 high_scale = FORMAT == 1 ? __shfl_sync(~0u, f.high_scale, lane & ~3) : 0;
+                const u32 low_scale = __shfl_sync(~0u, f.low_scale, lane & ~3);
+                const u32 high_scale = __shfl_sync(~0u, f.high_scale, lane & ~3);
                 #pragma unroll
                 for (int n = 0; n < TILES; n++) multiply_piece(sums[i][n], a, b, low_scale, high_scale, pieces[j][n]);
                 weights[j][i] = load_fragment(w, low[i], high[i], column, next < end && column < w.columns);

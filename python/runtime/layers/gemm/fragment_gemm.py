@@ -1,4 +1,4 @@
-"""GEMMs of a few rows in CUDA C++: weights go straight from memory into the tensor cores' fragments (`fragment_gemm.cu`)."""
+"""GEMMs of a few rows by e4m3 weights in CUDA C++: these go straight from memory into the tensor cores' fragments (`fragment_gemm.cu`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from runtime.layers.kernels.scale_layout import scale_layout
 MAX_ROWS = 16
 """With more rows, each block would read more of x than of the weights."""
 MOST_TALL = 2
-FORMATS = {torch.bfloat16: "dense", torch.float8_e4m3fn: "fp8"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
     """What a program is compiled for besides the cut: the most rows it computes, and its epilogue."""
 
-    scaled: bool
     rows: int
     bias: bool
     pdl: bool
@@ -35,23 +33,17 @@ class _Variant:
     write: int = 0
 
 
-def supports(weight: torch.Tensor, scale: torch.Tensor | None, gated: bool = False) -> bool:
+def supports(weight: torch.Tensor, scale: torch.Tensor, gated: bool = False) -> bool:
     """Whether the kernel can multiply bfloat16 rows by this weight on its device."""
-    kind, (rows, columns) = FORMATS.get(weight.dtype), weight.shape
+    rows, columns = weight.shape
     return (
         weight.is_cuda
-        and kind is not None
-        and (kind == "fp8") == (scale is not None)
+        and weight.dtype is torch.float8_e4m3fn
         and rows % (16 * MOST_TALL * (1 + gated)) == 0
-        and fragments.readable(weight, kind, columns, _layout(weight, scale)[2])
+        and fragments.readable(weight, "fp8", columns, scale_layout(rows, columns, scale)[2])
         and torch.cuda.get_device_capability(weight.device)[0] == 9
         and cuda_driver.available()
     )
-
-
-def _layout(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, int, int]:
-    rows, columns = weight.shape
-    return (0, 1, columns) if scale is None else scale_layout(rows, columns, scale)
 
 
 def fragment_gemm(
@@ -61,7 +53,7 @@ def fragment_gemm(
     config: FragmentConfig,
     epilogue: Epilogue = NO_EPILOGUE,
     *,
-    weight_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor,
     pdl: bool = False,
 ) -> torch.Tensor:
     """`out = epilogue(x @ weight.T)`; returns `out`.
@@ -71,7 +63,7 @@ def fragment_gemm(
         weight: [N, K], one that the kernel `supports`.
         out: [M, `epilogue.columns(N)`] contiguous; float32 with `add`, otherwise that or bfloat16.
         epilogue: without argmax; a deferred norm gets `config.parts(N)` sums of squares per row.
-        weight_scale: of e4m3, as in `scale_layout`.
+        weight_scale: as in `scale_layout`.
         pdl: start before the previous kernel has ended, load weights and wait (programmatic dependent launch).
 
     Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
@@ -87,14 +79,14 @@ def fragment_gemm(
     assert wide or (out.dtype is torch.bfloat16 and not epilogue.add), f"expected a float32 out, or bfloat16 without add; got {out.dtype}"
     scale, deferred = epilogue.scale, epilogue.deferred
     variant = _Variant(
-        weight_scale is not None, 8 if M <= 8 else MAX_ROWS, epilogue.bias is not None, pdl, epilogue.silu, epilogue.gelu,
+        8 if M <= 8 else MAX_ROWS, epilogue.bias is not None, pdl, epilogue.silu, epilogue.gelu,
         scale is not None, deferred is not None, 2 if epilogue.add else int(wide),
     )  # fmt: skip
     _kernel(config, variant)(
         epilogue.columns(N) // (16 * config.tall // (1 + epilogue.gated)),
         (
             cuda_driver.pointer(x),
-            fragments.weights_argument(weight, weight_scale, epilogue.bias, (N, K), (0, *_layout(weight, weight_scale))),
+            fragments.weights_argument(weight, weight_scale, epilogue.bias, (N, K), (0, *scale_layout(N, K, weight_scale))),
             cuda_driver.pointer(out),
             norms_argument(scale, deferred),
             cuda_driver.int32(M),
@@ -113,7 +105,7 @@ def source(config: FragmentConfig, variant: _Variant) -> str:
     """The CUDA program of one cut and variant."""
     v = variant
     constants = dict(
-        FORMAT=int(v.scaled), ACT=2 if v.gelu else 0, GATED=int(v.silu or v.gelu), TOKENS=v.rows, WARPS=config.warps, BATCH=config.batch,
+        FORMAT=1, ACT=2 if v.gelu else 0, GATED=int(v.silu or v.gelu), TOKENS=v.rows, WARPS=config.warps, BATCH=config.batch,
         TALL=config.tall, BIAS=int(v.bias), EARLY=int(v.pdl), SCALE=int(v.scale), DEFER=int(v.deferred), WRITE=v.write,
     )  # fmt: skip
     return fragments.source(Path(__file__).with_name("fragment_gemm.cu"), constants)

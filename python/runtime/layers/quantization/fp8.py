@@ -51,7 +51,7 @@ class BlockFp8(QuantScheme):
                 weight.copy_(quantized)
                 scale.copy_(_finer(scales, (0, 0), scale.shape, block_size(storage)))
 
-            return {part.prefix + ".weight": WeightSlot(part.shape, part.index, put)}
+            return {part.prefix + ".weight": WeightSlot(part.shape, part.index, put, finite=True)}
         rows, columns = part.index
         blocks = tuple(slice(index.start // BLOCK, -(-index.stop // BLOCK)) for index in part.index)
         first = rows.start % BLOCK, columns.start % BLOCK

@@ -50,7 +50,7 @@ class Int8(QuantScheme):
                 for place, values in zip(places, quantize_rows(some.to(weight.device)).tensors, strict=True):
                     place.copy_(values)
 
-        return {part.prefix + ".weight": WeightSlot(part.shape, part.index, put)}
+        return {part.prefix + ".weight": WeightSlot(part.shape, part.index, put, finite=True)}
 
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
         """[T, in] -> [T, out], the dtype of `x`.

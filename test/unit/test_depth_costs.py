@@ -68,3 +68,8 @@ def test_a_short_context_has_no_room_for_the_deepest() -> None:
 def test_a_delay_in_the_measurement_makes_no_depth_slower_than_deeper_ones() -> None:
     measured = [CostPoint(1, 0, 0.010), CostPoint(1, 1, 0.005), CostPoint(1, 3, 0.006), CostPoint(4, 0, 0.004), CostPoint(4, 3, 0.007)]
     assert [point.seconds for point in without_delays(measured)] == [0.005, 0.005, 0.006, 0.004, 0.007]
+
+
+def test_the_shorter_of_two_times_of_a_size_and_depth_counts() -> None:
+    measured = [CostPoint(1, 0, 0.004), CostPoint(1, 3, 0.006), CostPoint(1, 0, 0.0042), CostPoint(1, 3, 0.005)]
+    assert without_delays(measured) == [CostPoint(1, 0, 0.004), CostPoint(1, 3, 0.005)]

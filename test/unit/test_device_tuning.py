@@ -49,10 +49,9 @@ def test_every_row_count_has_gemm_candidates(op: str) -> None:
         assert len(set(H200.gemm_configs(op, rows))) == len(H200.gemm_configs(op, rows)) >= 2
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_fragment_cuts_hold_for_up_to_sixteen_rows(scaled: bool) -> None:
-    assert [bool(H200.fragment_configs(scaled, rows)) for rows in (1, 8, 9, 16, 17, 128)] == [True, True, True, True, False, False]
-    assert all(len(set(H200.fragment_configs(scaled, rows))) == len(H200.fragment_configs(scaled, rows)) for rows in (1, 16))
+def test_fragment_cuts_hold_for_up_to_sixteen_rows() -> None:
+    assert [bool(H200.fragment_configs(rows)) for rows in (1, 8, 9, 16, 17, 128)] == [True, True, True, True, False, False]
+    assert all(len(set(H200.fragment_configs(rows))) == len(H200.fragment_configs(rows)) for rows in (1, 16))
 
 
 def test_experts_can_keep_activations_in_16_bits() -> None:

@@ -365,11 +365,11 @@ def test_a_window_stands_after_each_requests_kv(page: int) -> None:
 
 def test_staged_arrays_are_copies() -> None:
     ring = StagingRing(64, CPU)
-    a, b = np.arange(5, dtype=np.int32), np.array([7], dtype=np.int32)
+    a, b = np.arange(5, dtype=np.int32), np.array([7, 1 << 40])
     on_device = ring.upload(a, b, a[:0])
-    a[:] = -1
-    assert [t.tolist() for t in on_device] == [[0, 1, 2, 3, 4], [7], []]
-    assert all(t.dtype == torch.int32 for t in on_device)
+    a[:] = b[:] = -1
+    assert [t.tolist() for t in on_device] == [[0, 1, 2, 3, 4], [7, 1 << 40], []]
+    assert [t.dtype for t in on_device] == [torch.int32, torch.int64, torch.int32]
 
 
 def test_host_copies_are_not_changed_by_the_next_step() -> None:

@@ -14,9 +14,11 @@ from runtime.batch import ScheduleBatch
 from runtime.layers.linear import Linear
 from runtime.managers.messages import GenerateReq
 from runtime.model_executor import depth_controller, verification
+from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.model_executor.ragged_windows import mean_widths
 from runtime.model_executor.window_widths import allot
 from runtime.sampling_params import SamplingParams
+from runtime.speculative import depth_costs
 from unit.driver import GREEDY, Driver
 from unit.predicting import VOCAB, exact_product, plain, speculating
 from unit.storm import SIZES, Storm, same_life
@@ -176,6 +178,10 @@ def test_text_is_exact_where_the_controller_gives_each_request_its_width(
     monkeypatch.setattr(verification, "LEAST_REQUESTS", 2)
     monkeypatch.setattr(depth_controller, "RAGGED_GAIN", -1.0)
     monkeypatch.setattr(depth_controller, "RAGGED_EVERY", 1)
+    # Times of this machine would decide how deep windows are: drafts are cheap here, whatever it is busy with.
+    points = [CostPoint(size, depth, 1e-3 * (10 + 0.1 * size * (depth + 1))) for size in (1, 6) for depth in (0, 1, 3, 7)]
+    monkeypatch.setattr(depth_costs, "measure", lambda _: points)
+    monkeypatch.setattr(IterationCost, "observe", lambda *_: None)
     rows = {r: PROMPTS[1 + r % 3] for r in range(1, 7)}
     samplings = {r: GREEDY if r < 4 else MIXED[2] for r in rows}
     expected = Driver(plain()).generate(rows, 40, sampling=samplings, room=160)

@@ -62,7 +62,7 @@ class DeviceTuning:
             holds for any number.
         gemm_candidates: by operation, (largest number of input rows, candidates), ascending.
         scaled_candidates: the same for weights in e4m3, for every operation.
-        fragment_candidates: (largest number of input rows, those for bfloat16 weights, those for e4m3) of the GEMM by fragments, ascending.
+        fragment_candidates: (largest number of input rows, cuts) of the GEMM by fragments, ascending.
         triton_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS; and
             the WGMMA GEMM is timed for `linear` alone.
         wgmma_only_rows: above this many rows, Triton's candidates are not timed where the WGMMA GEMM takes the weights.
@@ -81,7 +81,7 @@ class DeviceTuning:
     latent: tuple[tuple[int, LatentConfig], ...]
     gemm_candidates: Mapping[str, tuple[tuple[int, Candidates], ...]]
     scaled_candidates: tuple[tuple[int, Candidates], ...]
-    fragment_candidates: tuple[tuple[int, FragmentCandidates, FragmentCandidates], ...]
+    fragment_candidates: tuple[tuple[int, FragmentCandidates], ...]
     triton_gemm_rows: int
     wgmma_only_rows: int
     experts: ExpertTuning
@@ -116,9 +116,9 @@ class DeviceTuning:
         """The candidates for weights in e4m3 and `rows` rows of input, 1..128."""
         return next(configs for max_rows, configs in self.scaled_candidates if rows <= max_rows)
 
-    def fragment_configs(self, scaled: bool, rows: int) -> FragmentCandidates:
-        """The cuts of the GEMM by fragments for `rows` rows of input, with weights in e4m3 or bfloat16; none for many rows."""
-        return next((found[scaled] for max_rows, *found in self.fragment_candidates if rows <= max_rows), ())
+    def fragment_configs(self, rows: int) -> FragmentCandidates:
+        """The cuts of the GEMM by fragments for weights in e4m3 and `rows` rows of input; none for many rows."""
+        return next((configs for max_rows, configs in self.fragment_candidates if rows <= max_rows), ())
 
 
 _DEEP = TritonConfig(64, 128, 4, 6, swap=True, prefetch=0), TritonConfig(32, 256, 4, 4, swap=True, prefetch=512)
@@ -213,12 +213,8 @@ H200 = DeviceTuning(
     ),
     # Warps that hold a block's weights of 2048 or 4096 columns in registers at once, by the compiler's register counts.
     fragment_candidates=(
-        (8, (FragmentConfig(16, 8), FragmentConfig(8, 8)), (FragmentConfig(8, 4), FragmentConfig(16, 4), FragmentConfig(4, 4))),
-        (
-            16,
-            (FragmentConfig(16, 4), FragmentConfig(8, 4)),
-            (FragmentConfig(8, 4), FragmentConfig(16, 4), FragmentConfig(4, 4), FragmentConfig(8, 2, tall=2)),
-        ),
+        (8, (FragmentConfig(8, 4), FragmentConfig(16, 4), FragmentConfig(4, 4))),
+        (16, (FragmentConfig(8, 4), FragmentConfig(16, 4), FragmentConfig(4, 4), FragmentConfig(8, 2, tall=2))),
     ),
     triton_gemm_rows=32,
     wgmma_only_rows=64,

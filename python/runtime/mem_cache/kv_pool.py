@@ -95,3 +95,12 @@ class PageTable:
         """The slot of each (row, position); int64 of any one shape -> int64 of that shape."""
         page = self.pages[rows, positions // self.page_size].to(torch.int64)
         return page * self.page_size + positions % self.page_size
+
+    def slots_of(self, entries: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """`slots`, int64 [n], from what the host knows of them.
+
+        Args:
+            entries: int64 [n]. `row * max_pages + position // page_size`.
+            offsets: int64 [n]. `position % page_size`.
+        """
+        return torch.add(offsets, self.pages.flatten().index_select(0, entries), alpha=self.page_size)

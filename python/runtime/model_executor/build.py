@@ -197,10 +197,10 @@ def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) 
     positions = context.config.model.context_length + PAGE_LOOKAHEAD_STEPS * reach + spec.catch_up
     page_table = PageTable(context.running + 1, positions, context.config.cache.page_size, context.device)
     rows = RequestRows(context.running + 1, runner.config.vocab_size, context.device, ops)
-    # A prompt step uploads three numbers per token and five per request; a page takes three: one page per token, or the
-    # reach of a step.
+    # A prompt step uploads four numbers of 8 bytes per token and six numbers per request; a page takes three: one page per token, or
+    # the reach of a step. Windows of different widths have two numbers of 8 bytes for each position within reach.
     pages = 2 * reach // page_table.page_size + 2
-    capacity = 6 * context.extend_tokens + (64 + 3 * pages + reach) * context.requests + 3 * page_table.max_pages
+    capacity = 13 * context.extend_tokens + (64 + 5 * pages + 4 * reach) * context.requests + 5 * page_table.max_pages
     # Drafts that are looked up in the text need the text on every rank.
     reads = context.attention_group.rank == 0 or spec.needs_history
     return TargetModel(runner, rows, page_table, StagingRing(capacity, context.device), spec.aux_layers, reads)

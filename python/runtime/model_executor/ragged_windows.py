@@ -43,10 +43,10 @@ class RaggedWindows:
         """`widths`: int32 [B], each in 1..D; one upload."""
         offsets = np.concatenate([np.zeros(1, dtype=np.int32), widths.cumsum(dtype=np.int32)])
         columns = np.arange(D, dtype=np.int32)
-        index = np.flatnonzero(columns < widths[:, None]).astype(np.int32)
-        spread = (offsets[:-1, None] + np.minimum(columns, widths[:, None] - 1)).flatten()
+        index = np.flatnonzero(columns < widths[:, None])
+        spread = (offsets[:-1, None] + np.minimum(columns, widths[:, None] - 1)).flatten().astype(np.int64)
         widths_d, offsets_d, index_d, spread_d = upload(widths, offsets, index, spread)
-        return cls(widths, widths_d, offsets_d, index_d.to(torch.int64), spread_d.to(torch.int64).view(-1, D))
+        return cls(widths, widths_d, offsets_d, index_d, spread_d.view(-1, D))
 
     @property
     def tokens(self) -> int:

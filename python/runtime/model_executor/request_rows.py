@@ -20,6 +20,8 @@ MAX_EOS = MAX_STOP_IDS + 16
 GREEDY = SamplingParams(temperature=0.0)
 MOST_COUNTED = 32767
 """The largest count of one token in the output: the largest int16."""
+COMMON = np.dtype([("row", "i8"), ("seed", "i8"), ("least", "i8"), ("floats", "f4", 6), ("top_k", "i4"), ("unused", "i4")])
+"""What is written for every row, by one copy."""
 LEAST_TEMPERATURE = 1e-6
 """Lower temperatures are raised to this: the draw is the same, and the logits stay finite."""
 LEAST_REPETITION = 1e-20
@@ -70,19 +72,12 @@ class RequestRows:
         """Write the state of rows that new requests took."""
         if not new_rows:
             return
-        params = [init.sampling for init in new_rows]
-        rows = self._upload(np.array([init.row for init in new_rows], dtype=np.int64))
-        warm = [0.0 if p.greedy else max(p.temperature, LEAST_TEMPERATURE) for p in params]
-        floats = [
-            (t, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, max(p.repetition_penalty, LEAST_REPETITION))
-            for t, p in zip(warm, params, strict=True)
-        ]
-        t = self.tables
-        t.floats[rows] = self._upload(np.array(floats, dtype=np.float32))
-        t.top_k[rows] = self._upload(np.array([p.top_k if p.top_k > 0 else TOP_K_ALL for p in params], dtype=np.int32))
-        t.seeds[rows] = self._upload(np.array([init.seed for init in new_rows], dtype=np.int64))
-        minimum = [init.prompt_len + p.min_new_tokens if p.min_new_tokens else 0 for init, p in zip(new_rows, params, strict=True)]
-        t.min_positions[rows] = self._upload(np.array(minimum, dtype=np.int64))
+        packed = self._upload(np.array([_common(init) for init in new_rows], dtype=COMMON).view(np.int64).reshape(len(new_rows), -1))
+        rows, seeds, least, floats, top_k = packed.split([1, 1, 1, 3, 1], dim=1)
+        t, rows = self.tables, rows[:, 0]
+        t.floats[rows] = floats.view(torch.float32)
+        t.top_k[rows] = top_k.view(torch.int32)[:, 0]
+        t.seeds[rows], t.min_positions[rows] = seeds[:, 0], least[:, 0]
         for init in new_rows:
             self._stages[init.row] = stages_of(init.sampling)
             self._draft_caps[init.row] = init.sampling.most_drafts
@@ -134,6 +129,15 @@ class RequestRows:
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+
+def _common(init: RowInit) -> tuple[object, ...]:
+    """What every row has, one item of `COMMON`."""
+    p = init.sampling
+    least = init.prompt_len + p.min_new_tokens if p.min_new_tokens else 0
+    warmth = 0.0 if p.greedy else max(p.temperature, LEAST_TEMPERATURE)
+    floats = (warmth, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, max(p.repetition_penalty, LEAST_REPETITION))
+    return init.row, init.seed, least, floats, p.top_k if p.top_k > 0 else TOP_K_ALL, 0
 
 
 def stages_of(p: SamplingParams) -> Stage:

@@ -49,12 +49,16 @@ class PromptCost:
         return max(2 * self.free_tokens, 4 * self.read_tokens)
 
     def sizes(self, most: int) -> list[int]:
-        """Tokens to capture graphs for: powers of two up to `free_tokens` and `most`, and `most` if it is not above."""
+        """Tokens to capture graphs for: powers of two up to `free_tokens` and `most`, and `most` if it is not above; otherwise half as many
+        more than the largest power, where `free_tokens` allows.
+        """
         limit = min(self.free_tokens, LARGEST)
         sizes, size = {most} if most <= limit else set[int](), SMALLEST
         while size <= min(limit, most):
             sizes.add(size)
             size *= 2
+        if SMALLEST < size <= most and size * 3 // 4 <= limit:
+            sizes.add(size * 3 // 4)
         return sorted(sizes)
 
     def replays_win(self, sizes: list[int]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -10,20 +12,20 @@ DEPTH = 8
 """Most uploads in flight. A slot is reused after its copy has run. In practice that never waits: a step uploads at
 most four times, and one step is queued ahead."""
 ALIGNMENT = 4
-"""Align arrays to 4 values, 16 bytes: Triton recompiles a kernel for a different pointer alignment."""
+"""Align arrays to 4 words, 16 bytes: Triton recompiles a kernel for a different pointer alignment."""
 MOST_ARRAYS = 32
 """Most arrays per upload."""
 
 
 class StagingRing:
-    """Host to device: packs int32 arrays, copies once, hands out device views.
+    """Host to device: packs integer arrays, copies once, hands out device views.
 
     Owner of its pinned and device buffers. A view is valid until `DEPTH` further uploads; queue the work that reads it
     before then. On the CPU nothing is staged and views are new tensors.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """`capacity`: int32 values of the largest upload."""
+        """`capacity`: words of 4 bytes of the largest upload."""
         self.device = device
         self._next = 0
         if device.type == "cuda":
@@ -33,27 +35,30 @@ class StagingRing:
             self._on_device = [torch.empty(capacity, dtype=torch.int32, device=device) for _ in range(DEPTH)]
             self._copied: list[torch.cuda.Event | None] = [None] * DEPTH
 
-    def upload(self, *arrays: npt.NDArray[np.int32]) -> list[torch.Tensor]:
-        """Device copies (int32, same lengths) of 1-D int32 `arrays`, by one transfer, without a host wait."""
+    def upload(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
+        """Device copies of 1-D `arrays` of int32 or int64, by one transfer, without a host wait."""
+        assert all(a.dtype in (np.int32, np.int64) for a in arrays), f"upload of {[a.dtype.name for a in arrays]}"
         if self.device.type != "cuda":
-            return [torch.from_numpy(a.astype(np.int32)) for a in arrays]
+            return [torch.from_numpy(a.copy()) for a in arrays]
         slot = self._next
         self._next = (slot + 1) % DEPTH
         done = self._copied[slot]
         if done is not None:
             done.synchronize()
         assert len(arrays) <= MOST_ARRAYS, f"{len(arrays)} arrays in one upload"
-        total, starts = 0, []
+        total, places = 0, []
         for a in arrays:
-            self._host[slot][total : total + len(a)] = a
-            starts.append(total)
-            total += -(-len(a) // ALIGNMENT) * ALIGNMENT
+            words = np.ascontiguousarray(a).view(np.int32)
+            places.append(slice(total, total + len(words)))
+            self._host[slot][places[-1]] = words
+            total += -(-len(words) // ALIGNMENT) * ALIGNMENT
         target = self._on_device[slot][:total]
         target.copy_(self._pinned[slot][:total], non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._copied[slot] = event
-        return [target[start : start + len(a)] for start, a in zip(starts, arrays, strict=True)]
+        views = zip(places, arrays, strict=True)
+        return [target[place].view(torch.int64) if a.dtype == np.int64 else target[place] for place, a in views]
 
 
 class HostCopy:

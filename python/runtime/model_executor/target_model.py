@@ -128,42 +128,45 @@ class TargetModel:
             int64 [E] rows of the prompt chunks, and int64 [size] those of the decode rows, padded with row 0.
         """
         self.rows.admit(batch.new_rows)
-        decoding = np.full(size, PAD_ROW, dtype=np.int32)
-        decoding[: batch.num_decodes] = batch.rows[batch.num_prompts :]
+        rows = batch.rows.astype(np.int64)
+        decoding = np.full(size, PAD_ROW, dtype=np.int64)
+        decoding[: batch.num_decodes] = rows[batch.num_prompts :]
         chunks, decoding_d, page_rows, page_cols, page_ids = self.staging.upload(
-            batch.rows[: batch.num_prompts], decoding, batch.page_rows, batch.page_cols, batch.page_ids
+            rows[: batch.num_prompts], decoding, batch.page_rows.astype(np.int64), batch.page_cols.astype(np.int64), batch.page_ids
         )
         if len(batch.page_ids):
-            self.page_table.write(page_rows.to(torch.int64), page_cols.to(torch.int64), page_ids)
-        return chunks.to(torch.int64), decoding_d.to(torch.int64)
+            self.page_table.write(page_rows, page_cols, page_ids)
+        return chunks, decoding_d
 
     def stage_chunks(self, batch: ScheduleBatch, rows: torch.Tensor) -> Chunks:
-        """The inputs of the prompt chunks. rows int64 [E], from `stage_rows`."""
-        lens = batch.extend_lens
-        ends = lens.cumsum(dtype=np.int32)
-        indptr = np.concatenate([np.zeros(1, dtype=np.int32), ends])
-        starts = np.repeat(batch.prefix_lens - indptr[:-1], lens)
-        positions = (np.arange(ends[-1], dtype=np.int32) + starts).astype(np.int32)
+        """The inputs of the prompt chunks. rows int64 [E], from `stage_rows`.
+
+        The device does nothing until they are there, so that each kernel that the host saves brings the first token nearer.
+        """
+        lens, table = batch.extend_lens, self.page_table
+        ends = lens.cumsum(dtype=np.int64)
+        indptr = np.concatenate([np.zeros(1, dtype=np.int32), ends.astype(np.int32)])
+        positions = np.arange(ends[-1]) + np.repeat(batch.prefix_lens - indptr[:-1], lens)
+        entries = np.repeat(batch.rows[: batch.num_prompts].astype(np.int64) * table.max_pages, lens) + positions // table.page_size
         seq_lens = (batch.prefix_lens + lens).astype(np.int32)
-        owner = np.repeat(np.arange(batch.num_prompts, dtype=np.int32), lens)
-        ids_d, pos_d, owner_d, indptr_d, lens_d, last_d, next_d = self.staging.upload(
-            batch.token_ids, positions, owner, indptr, seq_lens, ends - 1, batch.next_tokens
+        ids_d, position, entries_d, offsets_d, indptr_d, lens_d, last_d, next_d = self.staging.upload(
+            *(batch.token_ids.astype(np.int64), positions, entries, positions % table.page_size),
+            *(indptr, seq_lens, ends - 1, batch.next_tokens.astype(np.int64)),
         )
-        position = pos_d.to(torch.int64)
         forward = ForwardBatch(
             mode=batch.mode,
             batch_size=batch.num_prompts,
             tokens_per_req=0,
-            input_ids=ids_d.to(torch.int64),
+            input_ids=ids_d,
             positions=position,
-            out_cache_loc=self.page_table.slots(rows[owner_d.to(torch.int64)], position),
+            out_cache_loc=table.slots_of(entries_d, offsets_d),
             req_pool_indices=rows,
             seq_lens=lens_d.clone(),
             qo_indptr=indptr_d.clone(),
             seq_len_bounds=seq_lens,
             extend_lens=lens,
         )
-        return Chunks(forward, rows, last_d.to(torch.int64), next_d.to(torch.int64))
+        return Chunks(forward, rows, last_d, next_d)
 
     def run(self, chunks: Chunks, windows: ForwardBatch | None = None, live: int = 0) -> tuple[States, States]:
         """One pass over prompt chunks and, after them, the first `live` requests of `windows`: the states of both."""

@@ -339,10 +339,10 @@ class Worker:
             caps = np.minimum(caps, widths[: len(caps)] - 1)
         if not depth or caps.min(initial=depth) >= depth:
             return None
-        padded = np.zeros(size, dtype=np.int32)
+        padded = np.zeros(size, dtype=np.int64)
         padded[: len(caps)] = caps
         (on_device,) = self.parts.target.staging.upload(padded)
-        return DraftCaps(caps, on_device.to(torch.int64))
+        return DraftCaps(caps, on_device)
 
     def _iterate(
         self, batch: ScheduleBatch, chunks: Chunks | None, first: GrammarStep | None, iteration: Iteration

@@ -48,13 +48,16 @@ def start_controller(worker: Worker, tuning: SpeculativeTuning | None = None) ->
 
 
 def measure(worker: Worker) -> Iterator[CostPoint]:
-    """Time iterations over the first rows and pages, of which nothing is left. One request at depth 0 is always measured."""
+    """Time iterations over the first rows and pages, of which nothing is left. One request at depth 0 is always measured.
+
+    One request is measured twice at each depth: the first drafts after the start load kernels for more than one iteration.
+    """
     deadline = time.perf_counter() + BUDGET
     points: list[CostPoint] = []
     for size in _sizes(worker):
         worker.reset()
         scratch = ScratchRows(worker, size)
-        for depth in [depth for depth in ORDER if worker.parts.depths.limits.get(depth, 0) >= size]:
+        for depth in [depth for depth in ORDER * (2 if size == 1 else 1) if worker.parts.depths.limits.get(depth, 0) >= size]:
             expected = IterationCost(points).seconds(size, depth) if points else 0.0
             if points and time.perf_counter() + SLOW_RUNS * expected >= deadline:
                 continue
@@ -68,14 +71,15 @@ def measure(worker: Worker) -> Iterator[CostPoint]:
 
 
 def without_delays(points: Sequence[CostPoint]) -> list[CostPoint]:
-    """The points with times of at most those of about as many requests at greater depths: fewer drafts are less work, so that a longer time
-    shows a delay of the machine, after which the controller would hardly try that depth again.
+    """Each size and depth once, with a time of at most those of about as many requests at greater depths: fewer drafts are less work, so
+    that a longer time shows a delay of the machine, after which the controller would hardly try that depth again.
     """
 
     def least(point: CostPoint) -> float:
         return min(p.seconds for p in points if p.depth >= point.depth and point.size <= p.size < 2 * point.size)
 
-    return [replace(point, seconds=least(point)) for point in points]
+    once = {(point.size, point.depth): point for point in points}
+    return [replace(point, seconds=least(point)) for point in once.values()]
 
 
 def _sizes(worker: Worker) -> list[int]:

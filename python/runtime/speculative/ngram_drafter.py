@@ -52,8 +52,8 @@ class NgramDrafter(Drafter):
         drafts[: iteration.live] = propose_batch(histories, iteration.depth)
         if iteration.grammar is not None:
             iteration.grammar.guide(drafts)
-        (on_device,) = self._target.staging.upload(drafts.flatten())
-        return DraftWindow(torch.cat([window.tokens, on_device.to(torch.int64).view(iteration.size, -1)], dim=1))
+        (on_device,) = self._target.staging.upload(drafts.flatten().astype(np.int64))
+        return DraftWindow(torch.cat([window.tokens, on_device.view(iteration.size, -1)], dim=1))
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
         """There is no draft model."""

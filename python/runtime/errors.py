@@ -104,23 +104,23 @@ class ContextTooLong(RequestError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_len: int, max_context_len: int, at_least: bool = False) -> None:
+    def __init__(self, prompt_len: int, max_context_len: int, at_least: bool = False, param: str = "prompt") -> None:
         super().__init__(
             f"This model's maximum context length is {max_context_len} tokens, prompt and output together; "
             f"the prompt has {'at least ' * at_least}{prompt_len}. "
             f"Shorten the prompt to at most {max_context_len - 1} tokens.",
-            "prompt",
+            param,
         )
 
 
 class TextTooLong(ContextTooLong):
     """The prompt has more characters than any prompt that fits in the context."""
 
-    def __init__(self, characters: int, limit: int, max_context_len: int) -> None:
+    def __init__(self, characters: int, limit: int, max_context_len: int, param: str = "prompt") -> None:
         RequestError.__init__(
             self,
             f"The prompt has {characters} characters; a context of {max_context_len} tokens holds at most {limit}. Shorten the prompt.",
-            "prompt",
+            param,
         )
 
 
@@ -238,6 +238,7 @@ class QueueTimeout(ServingError):
     """The request waited too long for its first step."""
 
     status = 503
+    code = "service_unavailable"
     retry_after = 1
 
     def __init__(self, seconds: float) -> None:
@@ -248,6 +249,7 @@ class RequestTimeout(ServingError):
     """The request took too long."""
 
     status = 504
+    code = "timeout"
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"The request took longer than {seconds:g} seconds (--request-timeout). Ask for fewer tokens.")
@@ -257,6 +259,7 @@ class CompilerBusy(ServingError):
     """Other grammars keep the compiler busy."""
 
     status = 503
+    code = "service_unavailable"
     retry_after = 1
 
     def __init__(self) -> None:

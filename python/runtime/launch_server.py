@@ -27,6 +27,7 @@ from runtime import log as logging_setup
 from runtime.config.flag_parser import dump, parse
 from runtime.config.resolve import check
 from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.server import check_certificate
 from runtime.config.server_args import ServerArgs
 from runtime.entrypoints.kept_memory import freeze_gc
 from runtime.entrypoints.node import run_node
@@ -67,9 +68,13 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
             return 0
         if command.check:
             config, _ = prepare(command.args)
+            check_certificate(command.args)
             print(f"talon: {config.model.served_model_name} can be served on {config.device.device}")
             return 0
         check(command.args)
+        check_certificate(command.args)
+        if command.args.api_key_file is not None:
+            signal.signal(signal.SIGHUP, _reload_later)
         allow_many_files()
         if command.args.node_rank > 0:
             config, _ = prepare(command.args)
@@ -83,6 +88,11 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
         return report(error)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _reload_later(*_: object) -> None:
+    """A SIGHUP before there is an HTTP server to reload the keys must not end the start."""
+    log.info("SIGHUP: the API keys are read when the server is ready")
 
 
 def allow_many_files() -> None:
@@ -255,7 +265,7 @@ class _Server:
 def say(line: str) -> None:
     """Print a line; a full or closed stdout is logged and does not end the server."""
     try:
-        print(json.dumps({"message": line}) if logging_setup.writes_json() else line, flush=True)
+        print(logging_setup.on_stdout(line, log.name), flush=True)
     except OSError as error:
         log.warning("cannot write to stdout: %s", error.strerror or error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at exit, and fails again

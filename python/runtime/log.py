@@ -48,7 +48,21 @@ class JsonFormatter(logging.Formatter):
 
 def writes_json() -> bool:
     """Whether this process logs JSON lines, which progress bars would break."""
-    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+    return _json_handler() is not None
+
+
+def on_stdout(message: str, logger: str) -> str:
+    """A line for stdout: `message`, or where the log has JSON lines an object with the same fields as they have."""
+    handler = _json_handler()
+    if handler is None:
+        return message
+    record = logging.LogRecord(logger, logging.INFO, "", 0, message, None, None)
+    handler.filter(record)  # sets the title of the process
+    return handler.format(record)
+
+
+def _json_handler() -> logging.Handler | None:
+    return next((handler for handler in logging.getLogger().handlers if isinstance(handler.formatter, JsonFormatter)), None)
 
 
 def setup(level: str, title: str, form: LogFormat = "text") -> None:

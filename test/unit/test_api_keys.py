@@ -95,6 +95,18 @@ def test_sighup_reads_the_file_again(file: Path, caplog: pytest.LogCaptureFixtur
     assert "sk-" not in caplog.text
 
 
+def test_a_file_with_admin_keys_alone_does_not_open_the_api(file: Path) -> None:
+    async def case() -> None:
+        async with front(api_key_file=str(file)) as f:
+            assert (await f.client.get("/v1/models", headers=bearer("sk-alice"))).status_code == 200
+            file.write_text("keys: [{name: ops, key: sk-ops, admin: true}]")
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.05)
+            assert [(await f.client.get("/v1/models", headers=given)).status_code for given in ({}, bearer("sk-ops"))] == [401, 200]
+
+    run(case())
+
+
 def test_an_unchanged_key_keeps_its_use(file: Path) -> None:
     ring = KeyRing([], file)
     alice = ring.find("sk-alice")

@@ -69,6 +69,13 @@ def test_probes_flags_and_grace_agree_with_the_server() -> None:
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
+def test_the_number_of_replicas_is_left_to_the_autoscaler() -> None:
+    scaler = next(one for one in MANIFESTS if one["kind"] == "HorizontalPodAutoscaler")["spec"]
+    scaled = next(one for one in MANIFESTS if one["kind"] == "Deployment")
+    assert scaler["scaleTargetRef"]["name"] == scaled["metadata"]["name"]
+    assert "replicas" not in scaled["spec"]
+
+
 def test_a_node_with_the_only_replica_can_be_drained() -> None:
     budget = next(one for one in MANIFESTS if one["kind"] == "PodDisruptionBudget")["spec"]
     assert budget["maxUnavailable"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+
 from runtime.entrypoints.child import ChildFailed, ChildReady, ChildStatus
 from runtime.entrypoints.child_process import Child, first_failure
 from runtime.errors import ConfigError, ServingError

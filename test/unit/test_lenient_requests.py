@@ -18,6 +18,10 @@ from runtime.config.served_model import resolve_model
 from runtime.entrypoints.http import body_route
 from runtime.entrypoints.http.body_schema import BodySchema
 from runtime.entrypoints.openai.protocol import CompletionBody
+from runtime.errors import CompilerBusy, NeverFits, QueueFull, QueueTimeout, RequestTimeout, StepFailed
+from runtime.managers.messages import CallFailed
+from runtime.managers.remote_errors import call_failure, request_failure
+from runtime.managers.replies import failure
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -64,6 +68,11 @@ SGLANG_NATIVE = {
     "text": "hi", "sampling_params": {"max_new_tokens": 2, "stream_interval": 1, "beam_width": 1}, "mm_hashes": ["x"], "session_id": "s",
     "return_flat_raw_top_logprobs": False, "video_config": {"fps": 1}, "received_time": 0.5,
 }  # fmt: skip
+PER_PROMPT = {
+    "text": ["a", "b"], "lora_path": [None, None], "return_hidden_states": [False, False], "token_ids_logprob": [None, []],
+    "image_data": [None, None],
+}  # fmt: skip
+"""Fields that SGLang takes once per prompt too."""
 CACHED_PART = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
 
 
@@ -74,6 +83,10 @@ CACHED_PART = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemer
         (CHAT, OPENAI), (CHAT, SGLANG),
         (CHAT, {"messages": [{"role": "user", "content": CACHED_PART, "cache_control": {"type": "ephemeral"}}]}),
         ("/v1/completions", {"prompt": "x", "return_cached_tokens_details": True, "best_of": 1, "ignore_eos": False}),
+        ("/v1/completions", {"prompt": "x", "suffix": "", "tool_choice": "auto", "background": False}),
+        (CHAT, {"messages": HI, "top_logprobs": 0, "background": False, "conversation_id": "c"}),
+        ("/generate", PER_PROMPT),
+        ("/generate", {"text": "x", "store": True, "metadata": {"a": "b"}, "user": "u", "prompt_cache_key": "k"}),
     ],
 )  # fmt: skip
 def test_fields_that_change_nothing_are_accepted(path: str, body: dict[str, Any]) -> None:
@@ -190,6 +203,18 @@ def test_errors_carry_openais_codes() -> None:
             ):
                 answer = await f.post(CHAT, body)
                 assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
+            for path, body, param in (
+                (CHAT, {"messages": [{"role": "user", "content": "x" * 400}]}, "messages"),
+                (CHAT, {"messages": [{"role": "user", "content": "x" * 400_000}]}, "messages"),
+                ("/v1/responses", {"input": "x" * 400}, "input"),
+                ("/v1/completions", {"prompt": "x" * 400}, "prompt"),
+                ("/generate", {"text": "x" * 400}, "text"),
+            ):
+                error = (await f.post(path, body)).json()["error"]
+                assert (error["code"], error["param"]) == ("context_length_exceeded", param), error
+            for headers, status in (({"content-type": "text/plain"}, 415), ({"origin": "https://evil.example"}, 403)):
+                answer = await f.client.post(CHAT, content=b"{}", headers=headers)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (status, None)
             client = AsyncOpenAI(base_url=f"http://127.0.0.1:{f.port}/v1", api_key="none", max_retries=0)
             with pytest.raises(BadRequestError, match="maximum context length is 256 tokens") as caught:
                 await client.completions.create(model="tiny", prompt="x" * 400)
@@ -205,3 +230,11 @@ def test_errors_carry_openais_codes() -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable")
 
     run(case())
+
+
+def test_errors_of_the_scheduler_keep_their_codes() -> None:
+    for error in (NeverFits(9, 4), QueueFull(4), QueueTimeout(1.0), RequestTimeout(1.0), CompilerBusy(), StepFailed("no")):
+        received = request_failure(failure(error))
+        assert (received.status, received.code, str(received)) == (error.status, error.code, str(error))
+        assert (error.code == "internal_error") == (error.status == 500)
+    assert call_failure(CallFailed(message="busy", status=409, code="cache_busy")).code == "cache_busy"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -377,13 +378,13 @@ def test_dummy_weights_depend_on_the_seed_alone_and_stay_finite(checkpoint: Chec
     assert not torch.equal(first, logits(2))
 
 
-def tiny(name: str = "llama") -> DecoderModel:
+def tiny(name: str = "llama", quantization: str | None = None) -> DecoderModel:
     config = ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=11, hidden_size=8, intermediate_size=8, num_layers=1, num_q_heads=2, num_kv_heads=1,
         head_dim=4, rms_eps=1e-6, rope_theta=10000.0, rope_scaling=None, max_context_len=8, tie_embeddings=name == "tied", qkv_bias=False,
         o_bias=False, mlp_bias=False, qk_norm=False, window=(-1,), eos_ids=(), bos_id=None, dtype="float32",
     )  # fmt: skip
-    return build_model(config, TorchOps(), torch.float32, CPU)
+    return build_model(config, TorchOps(), torch.float32, CPU, quantization)
 
 
 def test_loading_names_what_is_missing_and_what_is_unexpected() -> None:
@@ -420,6 +421,15 @@ def test_infinities_and_large_numbers_are_no_nan() -> None:
     weights["model.embed_tokens.weight"][:5], weights["model.embed_tokens.weight"][5:] = 3e38, -3e38
     model.load(weights.items())
     assert model.embed[0, 0] == 3e38
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_loading_names_a_tensor_whose_infinity_has_no_scale(quantization: str) -> None:
+    model, name = tiny(quantization=quantization), "model.layers.0.mlp.down_proj.weight"
+    weights = {name: torch.full(shape, 3e38) for name, shape in model.expected_weights().items()}
+    weights[name][0, 0] = -torch.inf
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} holds infinity where numbers must be finite"):
+        model.load(weights.items())
 
 
 @pytest.mark.parametrize("bits", [0x7F, 0xFF])

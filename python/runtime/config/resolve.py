@@ -46,7 +46,7 @@ def resolve(
     return RuntimeConfig(
         model=served,
         device=device,
-        cache=resolve_cache(args, device.attention_backend, served.context_length),
+        cache=resolve_cache(args, device.attention_backend, served.context_length, model.head_dim),
         scheduler=resolve_scheduler(args, device, served.context_length, speculative),
         graphs=graphs,
         parallel=resolve_parallel(args, device, machine),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,6 +37,20 @@ def check_server(args: ServerArgs) -> None:
     _traces_endpoint(args.otlp_traces_endpoint)
     if args.profile is not None and (not args.profile or Path(args.profile).is_file()):
         raise ConfigError(f"--profile must name a folder for the traces; got {args.profile!r}. A missing folder is created.")
+
+
+def check_certificate(args: ServerArgs) -> None:
+    """Read the certificate and its key now: uvicorn reads them when the model is loaded. Raises `ConfigError` for what it cannot use."""
+    if args.ssl_keyfile is None or args.ssl_certfile is None:
+        return
+    try:
+        # With a password, even an empty one, OpenSSL does not ask for it on the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(args.ssl_certfile, args.ssl_keyfile, args.ssl_keyfile_password or "")
+    except OSError as error:
+        raise ConfigError(
+            f"--ssl-certfile {args.ssl_certfile} and --ssl-keyfile {args.ssl_keyfile} cannot be used. Give a certificate and its own key, "
+            "both in PEM, and --ssl-keyfile-password if the key is encrypted."
+        ) from error
 
 
 def resolve_server(args: ServerArgs, context_length: int) -> ServerConfig:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from runtime.entrypoints.http.refused import HARMLESS, NO_EFFECT, REFUSED
+from runtime.entrypoints.http.refused import NO_EFFECT, REFUSED, changes_nothing
 from runtime.errors import InvalidField, RequestError, UnsupportedField
 from runtime.sampling_params import SamplingDefaults, SamplingParams
 
@@ -111,13 +111,13 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 def _refuse(others: Mapping[str, object]) -> None:
     """Refuse SGLang's arguments that would change the output, and names that are no arguments at all."""
     for name, value in others.items():
-        if not _changes_nothing(name, value):
+        if not _without_effect(name, value):
             raise RequestError(f"generate has no argument {name}.", name)
 
 
-def _changes_nothing(name: str, value: object) -> bool:
+def _without_effect(name: str, value: object) -> bool:
     """Whether a value that SGLang knows changes nothing here. Raises `UnsupportedField` if it would."""
-    if value is None or value in HARMLESS.get(name, ()) or name in NO_EFFECT:
+    if changes_nothing(name, value) or name in NO_EFFECT:
         return True
     if name in REFUSED:
         raise UnsupportedField(name, REFUSED[name])
@@ -150,7 +150,7 @@ def _sampling(given: Mapping[str, Any], defaults: SamplingDefaults) -> SamplingP
     values = {**defaults.given(), **given}
     values["seed"] = values.pop("sampling_seed", values.get("seed"))
     for name in values.keys() - set(SamplingParams.__struct_fields__):
-        if not _changes_nothing(name, values.pop(name)):
+        if not _without_effect(name, values.pop(name)):
             raise InvalidField("sampling_params", name, f"made of n, sampling_seed, {', '.join(SamplingParams.__struct_fields__)}")
     for name in ("stop", "stop_token_ids"):
         value = values.get(name, ())

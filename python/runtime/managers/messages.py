@@ -120,6 +120,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
         matched: the stop token id or the stop string.
         message, status: of an abort: the reason, and the HTTP status of the error; 0 if the client asked for it.
         param: the request field at fault, if there is one.
+        code: OpenAI's word for the error, if there is one.
     """
 
     reason: FinishReason
@@ -127,6 +128,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     status: int = 0
     param: str | None = None
+    code: str | None = None
 
 
 class TokensOut(Message, frozen=True, kw_only=True):
@@ -179,10 +181,11 @@ class ProfileAt(Message, frozen=True, kw_only=True):
 
 
 class CallFailed(Message, frozen=True, kw_only=True):
-    """An administrative call failed; `status` is the HTTP status of the error."""
+    """An administrative call failed; `status` is the HTTP status of the error, `code` OpenAI's word for it."""
 
     message: str
     status: int = 500
+    code: str | None = None
 
 
 class ControlReply(Message, frozen=True, kw_only=True):

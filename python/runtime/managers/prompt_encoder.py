@@ -63,9 +63,9 @@ class PromptEncoder:
         tools = options.get("tools") or []
         chars = count_chars([*messages, *tools])
         if not any_length:
-            self._check_chars(chars)
+            self._check_chars(chars, "messages")
         long = options.get("chat_template") is not None or bool(tools)
-        bound = self._any_bound() if any_length else self._context_bound()
+        bound = self._any_bound("messages") if any_length else self._context_bound("messages")
         return await self._run(max(chars, LONG_TEXT * long), lambda: self._tokenizer.encode_chat(messages, bound=bound, **options))
 
     def close(self) -> None:
@@ -88,18 +88,16 @@ class PromptEncoder:
             request.tokenized.append((began, time.monotonic()))
         return done
 
-    def _check_chars(self, characters: int) -> None:
+    def _check_chars(self, characters: int, param: str = "prompt") -> None:
         if characters > self._max_chars:
-            raise TextTooLong(characters, self._max_chars, self._max_context_len)
+            raise TextTooLong(characters, self._max_chars, self._max_context_len, param)
 
-    def _context_bound(self) -> BoundedEncoding:
-        refuse = lambda count: ContextTooLong(count, self._max_context_len, at_least=True)  # noqa: E731
+    def _context_bound(self, param: str = "prompt") -> BoundedEncoding:
+        refuse = lambda count: ContextTooLong(count, self._max_context_len, at_least=True, param=param)  # noqa: E731
         return BoundedEncoding(self._max_context_len - 1, refuse)
 
-    def _any_bound(self) -> BoundedEncoding:
-        return BoundedEncoding(self._max_tokens, self._too_many)
+    def _any_bound(self, param: str = "prompt") -> BoundedEncoding:
+        return BoundedEncoding(self._max_tokens, lambda count: self._too_many(count, param))
 
-    def _too_many(self, count: int) -> RequestError:
-        return RequestError(
-            f"A text may have {self._max_tokens:,} tokens (--max-queued-tokens); this one has at least {count:,}.", "prompt"
-        )
+    def _too_many(self, count: int, param: str) -> RequestError:
+        return RequestError(f"A text may have {self._max_tokens:,} tokens (--max-queued-tokens); this one has at least {count:,}.", param)

@@ -11,10 +11,10 @@ def request_failure(finish: Finish) -> ServingError:
     """The error of a request that the scheduler refused or failed."""
     if finish.param in GRAMMAR_KINDS:
         return GrammarError(finish.param, finish.message)
-    error = _error(finish.message, finish.status, StepFailed)
+    error = _error(finish.message, finish.status, finish.code, StepFailed)
     error.param = finish.param
     if finish.status == QueueFull.status:
-        error.kind, error.code = QueueFull.kind, QueueFull.code
+        error.kind = QueueFull.kind
     if finish.status in (QueueFull.status, QueueTimeout.status):
         error.retry_after = QueueFull.retry_after
     return error
@@ -22,10 +22,10 @@ def request_failure(finish: Finish) -> ServingError:
 
 def call_failure(failed: CallFailed) -> ServingError:
     """The error of an administrative call."""
-    return _error(failed.message, failed.status, ServingError)
+    return _error(failed.message, failed.status, failed.code, ServingError)
 
 
-def _error(message: str, status: int, server_error: type[ServingError]) -> ServingError:
+def _error(message: str, status: int, code: str | None, server_error: type[ServingError]) -> ServingError:
     error = RequestError(message) if status < 500 else server_error(message)
-    error.status = status
+    error.status, error.code = status, code or error.code
     return error

@@ -27,7 +27,7 @@ def request_info(req: GenerateReq) -> RequestInfo:
 
 def failure(error: ServingError) -> Finish:
     """`error` as the end of a request."""
-    return Finish(reason="abort", message=error.message, status=error.status, param=error.param)
+    return Finish(reason="abort", message=error.message, status=error.status, param=error.param, code=error.code)
 
 
 def refusal(req: GenerateReq, error: ServingError) -> TokensOut:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.field_rules import NULL, Json, at_most_one, has
-from runtime.entrypoints.http.refused import HARMLESS, REFUSED
+from runtime.entrypoints.http.refused import REFUSED, changes_nothing
 from runtime.errors import RequestError
 from runtime.sampling_params import (
     GRAMMAR_KINDS,
@@ -113,7 +113,7 @@ class Body(BaseModel):
             raise unsupported(kind[:32], cls.OTHER_TYPES)
         if not cls._refused_here.isdisjoint(data):
             for name in cls._refused_here & data.keys():
-                if data[name] is not None and data[name] not in HARMLESS.get(name, ()):
+                if not changes_nothing(name, data[name]):
                     raise unsupported(name, REFUSED[name])
         return {name: value for name, value in data.items() if value is not None} if None in data.values() else data
 

@@ -115,8 +115,8 @@ class KeyRing:
 
     @property
     def guards_api(self) -> bool:
-        """Whether requests need a key; with nothing but admin keys only administration does."""
-        return any(not use.key.admin for use in self._uses)
+        """Whether requests need a key. With --admin-api-key alone only administration does; a key file always guards the API."""
+        return self._file is not None or any(not use.key.admin for use in self._uses)
 
     def find(self, given: str) -> KeyUse | None:
         """The key of this text. All keys are compared, so that the time does not depend on which key is close."""

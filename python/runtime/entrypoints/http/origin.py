@@ -30,6 +30,7 @@ class Forbidden(ServingError):
 
     status = 403
     kind = "permission_error"
+    code = None
 
 
 class WrongContentType(ServingError):
@@ -37,6 +38,7 @@ class WrongContentType(ServingError):
 
     status = 415
     kind = "invalid_request_error"
+    code = None
 
 
 class OriginGate:

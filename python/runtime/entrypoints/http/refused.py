@@ -102,20 +102,31 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "routed_dp_rank": (0,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([], ""),
+    "suffix": ("",),
     "thinking": ({"type": "disabled"},),
     "token_ids_logprob": ([],),
     "tool_calls": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("auto", "none"),
     "tools": ([],),
     "use_beam_search": (False,),
 }
 """Values of refused fields that change nothing; they are accepted. So is null."""
 
 NO_EFFECT = frozenset({
-    "background_options", "custom_labels", "decode_tp_size", "encoder_urls", "external_trace_header",
-    "http_worker_ipc", "image_max_dynamic_patch", "images_config", "log_metrics", "max_dynamic_patch", "min_dynamic_patch",
-    "mm_content_hashes", "mm_hashes", "mm_processor_kwargs", "need_wait_for_mm_inputs", "no_logs", "num_items_assigned",
-    "prompt_cache_options", "received_time", "return_flat_raw_top_logprobs_b64", "routed_experts_start_len", "routing_key", "session_id",
-    "stream_interval", "use_audio_in_video", "video_config", "video_max_dynamic_patch",
+    "background", "background_options", "cache_control", "conversation_id", "custom_labels", "decode_tp_size", "encoder_urls",
+    "external_trace_header", "http_worker_ipc", "image_max_dynamic_patch", "images_config", "log_metrics", "max_dynamic_patch", "metadata",
+    "min_dynamic_patch", "mm_content_hashes", "mm_hashes", "mm_processor_kwargs", "need_wait_for_mm_inputs", "no_logs",
+    "num_items_assigned", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "received_time",
+    "return_flat_raw_top_logprobs_b64", "routed_experts_start_len", "routing_key", "safety_identifier", "separate_reasoning",
+    "service_tier", "session_id", "store", "stream_interval", "stream_reasoning", "use_audio_in_video", "user", "verbosity",
+    "video_config", "video_max_dynamic_patch",
 })  # fmt: skip
 """Fields that cannot change an answer of this server, at every level of a body: they say how to read images, route, trace or report."""
+
+
+def changes_nothing(name: str, value: object) -> bool:
+    """Whether a value of a refused field is harmless; SGLang's clients also send a list with one value per prompt."""
+    harmless = HARMLESS.get(name, ())
+    if isinstance(value, list) and value and all(one is None or one in harmless for one in value):
+        return True
+    return value is None or value in harmless

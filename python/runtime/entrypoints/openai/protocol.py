@@ -112,7 +112,7 @@ class OpenAIBody(ConstrainedFields):
 class ChatBody(OpenAIBody):
     """A body of /v1/chat/completions."""
 
-    RULES = (any_of(lacks("top_logprobs"), has(logprobs=TRUE)),)
+    RULES = (any_of(lacks(top_logprobs={"enum": [0, None]}), has(logprobs=TRUE)),)
 
     messages: Messages
     add_generation_prompt: bool = True
@@ -137,7 +137,7 @@ class ChatBody(OpenAIBody):
         if self.functions and self.tools:
             raise RequestError("functions is an older spelling of tools; send one of them.", "functions")
         self.tool_request()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs requires logprobs: true.", "top_logprobs")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise RequestError("continue_final_message requires a last message of role assistant.", "continue_final_message")

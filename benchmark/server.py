@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmark.machine import ROOT
+from benchmark.ports import free_port
 
 _LOG_TAIL = 3000
 
@@ -59,7 +59,7 @@ class Server:
         self.flags = list(flags)
         self._variables = dict(variables or {})
         self._program = list(program)
-        self.port = _free_port()
+        self.port = free_port()
         self.ready_seconds = 0.0
         self._timeout = timeout
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server runs
@@ -198,9 +198,3 @@ def parse_or_answer(parser: argparse.ArgumentParser, measure: Callable[..., Any]
     out = Path(entries.pop("out"))
     out.write_text(json.dumps(measure(**entries)), encoding="utf-8")
     raise SystemExit(0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

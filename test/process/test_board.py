@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from benchmark.ports import free_port
 from benchmark.server import Server
 from benchmark.shapes import tiny_model
 
@@ -30,8 +30,7 @@ def prometheus(path: str, target: int, folder: Path) -> Iterator[str]:
     config["global"]["scrape_interval"] = "500ms"
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{target}"]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     flags = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([path, *flags], stdout=log, stderr=subprocess.STDOUT)

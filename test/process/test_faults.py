@@ -163,8 +163,19 @@ def test_a_signal_while_loading_ends_the_server(model: Path) -> None:
         children = psutil.Process(server.process.pid).children()
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(PATIENCE) == 0
-        assert "Traceback" not in server.text()
+        assert not re.search("Traceback|CancelledError", server.text())
         assert_gone(server, children)
+
+
+def test_a_sighup_while_loading_does_not_end_the_server(model: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: a, key: sk-a}]")
+    with serving(model, "--api-key-file", str(keys), behaviour="slow-load", ready=False) as server:
+        assert wait_until(lambda: len(psutil.Process(server.process.pid).children()) == 2)
+        server.process.send_signal(signal.SIGHUP)
+        assert wait_until(lambda: "SIGHUP: the API keys are read when the server is ready" in server.text())
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(PATIENCE) == 0
 
 
 def test_a_child_that_cannot_be_what_was_asked_is_one_line_and_exit_2(model: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from benchmark.ports import free_port
 from fake import Server, dummy_model, serving
 from openai import OpenAI
 
@@ -25,7 +25,7 @@ WORDS = "the quick brown fox jumps over the lazy dog and "
 @contextmanager
 def router(workers: list[str], log: Path) -> Iterator[str]:
     """The router's address once it sends requests to all `workers`."""
-    port, metrics = _free_ports(2)
+    port, metrics = free_port(), free_port()
     flags = ["--policy", "cache_aware", "--health-check-interval-secs", "1", "--worker-startup-check-interval", "1"]
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(metrics), "--worker-urls", *workers, *flags]
@@ -42,14 +42,6 @@ def router(workers: list[str], log: Path) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 def _healthy(url: str) -> int:

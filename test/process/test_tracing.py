@@ -66,6 +66,7 @@ def test_a_collector_gets_the_phases_of_a_request_below_its_callers_span(tmp_pat
 
     lines = [json.loads(line) for line in server.text().splitlines()]
     assert any(line["message"].startswith("talon: ready after") for line in lines)
+    assert all(line.keys() >= {"time", "level", "process", "logger", "message"} for line in lines)
     mine = {line["logger"].rpartition(".")[2]: line for line in lines if line.get("request_id") == "req_mine" and line["level"] == "info"}
     assert mine["access_log"].items() >= {"method": "POST", "path": "/v1/completions", "status": 200}.items()
     assert mine["request_log"].items() >= {"completion_tokens": 8, "finish_reason": "length", "process": "talon::http"}.items()

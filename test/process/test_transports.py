@@ -13,7 +13,7 @@ import pytest
 from fake import dummy_model, serving
 
 from runtime.errors import ConfigError
-from runtime.launch_server import bind_unix
+from runtime.launch_server import bind_unix, main
 
 BODY = {"prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
 
@@ -49,6 +49,18 @@ def test_https_with_a_certificate(tmp_path: Path) -> None:
                 assert "[DONE]" in stream.read().decode()
         with pytest.raises(httpx.HTTPError):
             httpx.get(server.url.replace("https", "http") + "/health", timeout=5)
+
+
+def test_a_certificate_that_cannot_be_used_is_refused_before_the_model_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keyfile, _ = certificate(tmp_path)
+    (tmp_path / "other").mkdir()
+    _, certfile = certificate(tmp_path / "other")
+    for wrong in (certfile, keyfile):  # of another key; no certificate
+        flags = ["--port", "0", "--model-path", str(tmp_path / "nowhere"), "--ssl-keyfile", str(keyfile), "--ssl-certfile", str(wrong)]
+        assert main(flags) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"talon: --ssl-certfile {wrong} and --ssl-keyfile {keyfile} cannot be used.")
+        assert said.count("\n") == 1
 
 
 def test_a_unix_socket_of_a_server_that_does_not_listen_yet_is_taken(tmp_path: Path) -> None:

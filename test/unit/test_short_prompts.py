@@ -20,14 +20,17 @@ from runtime.model_executor.build import add_short_prompts, build_worker, make_l
 from runtime.model_executor.draft_window import NO_DRAFTS
 from runtime.model_executor.drafter import DrafterSpec
 from runtime.model_executor.graph_capture import CallPool, GraphKey, Replay, capture_all
-from runtime.model_executor.graph_runner import GraphOptions, GraphRunner
+from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunnerSpec
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MemoryPlan
 from runtime.model_executor.short_prompts import (
+    SLOTS,
     PromptCost,
     ShortPrompts,
     prompt_forward,
     prompt_spec,
+    shared_sizes,
+    shared_spec,
 )
 from runtime.model_executor.target_model import TargetModel
 from unit.driver import Driver
@@ -35,6 +38,7 @@ from unit.tiny import tiny_model, tiny_runtime
 
 CPU = torch.device("cpu")
 SIZES = [8, 16]
+SHARED_SIZES = [16, 32]
 LAYERS = (0, 2)
 ROW = 3
 READ_TOKENS = 128
@@ -54,22 +58,32 @@ def target(worker: Any) -> TargetModel:
     return worker.parts.target
 
 
-def short_prompts(target: TargetModel, layers: tuple[int, ...] = (), free: int = PLENTY) -> ShortPrompts:
+def short_prompts(target: TargetModel, layers: tuple[int, ...] = (), free: int = PLENTY, shared: bool = False) -> ShortPrompts:
     runner = target.runner
     hidden = runner.config.hidden_size
     spec = prompt_spec(hidden, len(layers) * hidden, torch.float32, 0)
-    inputs = InputBuffers(1, max_tokens=SIZES[-1], device=CPU)
-    graphs = GraphRunner(spec, prompt_forward(runner.model, layers), inputs, [runner.backend], GraphOptions(SIZES, cuda=False))
+    inputs = InputBuffers(SLOTS, max_tokens=SHARED_SIZES[-1], device=CPU)
+
+    def graphs(spec: RunnerSpec, sizes: list[int]) -> GraphRunner:
+        options = GraphOptions(sizes, cuda=False, max_size=sizes[-1], arena=runner.arena)
+        return GraphRunner(spec, prompt_forward(runner.model, layers), inputs, [runner.backend], options)
+
+    prompts = ShortPrompts(
+        graphs(spec, SIZES),
+        target.page_table,
+        PromptCost(free, READ_TOKENS),
+        graphs(shared_spec(spec), SHARED_SIZES) if shared else None,
+    )
     with torch.inference_mode():
-        capture_all([graphs])
-    return ShortPrompts(graphs, target.page_table, PromptCost(free, READ_TOKENS))
+        capture_all(prompts.runners)
+    return prompts
 
 
 def chunks(target: TargetModel, spans: Spans) -> ForwardBatch:
     """A ragged batch of one chunk of each row's own text, in the order given; the rows' pages are in the table."""
     table = target.page_table
     for row in spans:
-        table.pages[row] = torch.arange(1, table.max_pages + 1, dtype=torch.int32) + (row - ROW) * table.max_pages
+        table.pages[row] = torch.arange(1, table.max_pages + 1, dtype=torch.int32) + (row - 1) * table.max_pages
     texts = {row: torch.randint(0, 90, (4096,), generator=torch.Generator().manual_seed(row)) for row in spans}
     lens = np.array([count for _, count in spans.values()], dtype=np.int32)
     ends = np.array([start + count for start, count in spans.values()], dtype=np.int32)
@@ -116,9 +130,9 @@ def test_prompt_sizes_without_a_graph_are_named_as_tokens(
     assert caplog.text.rstrip().endswith("Lower --mem-fraction-static."), "no flag of batch sizes helps"
 
 
-def check_that_replays_equal_the_ragged_pass(target: TargetModel, spans: Spans) -> None:
+def check_that_replays_equal_the_ragged_pass(target: TargetModel, spans: Spans, shared: bool = False) -> None:
     """States in the batch's order, and KV; whatever the inputs held before."""
-    prompts = short_prompts(target, LAYERS)
+    prompts = short_prompts(target, LAYERS, shared=shared)
     for row, (start, _) in spans.items():
         if start:
             target.runner.extend(chunks(target, {row: (0, start)}))
@@ -127,9 +141,10 @@ def check_that_replays_equal_the_ragged_pass(target: TargetModel, spans: Spans) 
     after = kv(target)
     for cache, old in zip(caches(target), before, strict=True):
         cache.copy_(old)
-    padded = prompts.runner.batch(prompts.largest)
-    for tensor in (padded.out_cache_loc, padded.req_pool_indices, padded.seq_lens):
-        tensor.fill_(-1)  # positions and ids of padding need only be valid
+    for runner in prompts.runners:
+        padded = runner.batch(runner.sizes[-1])
+        for tensor in (padded.out_cache_loc, padded.req_pool_indices, padded.seq_lens):
+            tensor.fill_(-1)  # positions and ids of padding need only be valid
     found = prompts.run(chunks(target, spans))
     assert found is not None
     torch.testing.assert_close(found[0], want, rtol=1e-4, atol=1e-5)
@@ -138,7 +153,7 @@ def check_that_replays_equal_the_ragged_pass(target: TargetModel, spans: Spans) 
         torch.testing.assert_close(got[1:], expected[1:], rtol=1e-4, atol=1e-5)
         unchanged = (expected == old).flatten(1).all(1)
         assert torch.equal(got[1:][unchanged[1:]], old[1:][unchanged[1:]]), "padding writes slot 0 only"
-    assert prompts.runner.replayed == len(spans)
+    assert [runner.replayed for runner in prompts.runners] == ([0, 1] if shared else [len(spans)])
 
 
 @torch.inference_mode()
@@ -159,13 +174,50 @@ def test_a_chunk_is_what_it_is_without_padding(target: TargetModel, start: int, 
     ],
     ids=str,
 )
-def test_replayed_chunks_equal_one_ragged_pass(target: TargetModel, spans: Spans) -> None:
-    check_that_replays_equal_the_ragged_pass(target, spans)
+@pytest.mark.parametrize("shared", [False, True])
+def test_replayed_chunks_equal_one_ragged_pass(target: TargetModel, spans: Spans, shared: bool) -> None:
+    check_that_replays_equal_the_ragged_pass(target, spans, shared)
 
 
 @torch.inference_mode()
-def test_one_after_the_other_leaves_nothing_behind(target: TargetModel) -> None:
-    prompts = short_prompts(target)
+@pytest.mark.parametrize(
+    "spans",
+    [
+        {3: (0, 8), 4: (0, 8)},
+        {3: (0, 16), 4: (16, 16)},
+        {3: (0, 1), 4: (0, 1)},
+        {row: (7 * row, 4) for row in range(1, SLOTS)},
+        dict.fromkeys(range(1, SLOTS), (0, 2)),
+    ],
+    ids=["no padding", "the largest", "most is padding", "every slot", "every slot and padding"],
+)
+def test_prompts_that_share_a_replay_equal_one_ragged_pass(target: TargetModel, spans: Spans) -> None:
+    check_that_replays_equal_the_ragged_pass(target, spans, shared=True)
+
+
+@torch.inference_mode()
+def test_prompts_that_share_no_graph_run_as_without(target: TargetModel) -> None:
+    prompts = short_prompts(target, shared=True)
+    assert prompts.run(chunk(target, 0, 5)) is not None
+    assert prompts.run(chunks(target, {3: (0, 16), 4: (0, 16), 5: (0, 1)})) is not None
+    assert prompts.shared is not None
+    assert (prompts.runner.replayed, prompts.shared.replayed) == (1 + 3, 0), "one prompt alone, and more tokens than the largest graph"
+    assert prompts.run(chunks(target, dict.fromkeys(range(1, SLOTS + 1), (0, 2)))) is None, "one slot is the padding's"
+    end = target.page_table.max_pages * target.page_table.page_size
+    assert prompts.run(chunks(target, {3: (0, 4), 4: (end - 2, 2)})) is not None, "padding lies in no request"
+    assert prompts.shared.replayed == 1
+
+
+def test_graphs_over_several_prompts_have_whole_slots() -> None:
+    assert shared_sizes([32, 64, 128, 256, 384]) == [64, 128, 256, 384]
+    assert shared_sizes([32, 64, 100]) == [64]
+    assert shared_sizes([16]) == []
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_after_the_other_leaves_nothing_behind(target: TargetModel, shared: bool) -> None:
+    prompts = short_prompts(target, shared=shared)
     for spans in ({3: (0, 16)}, {3: (16, 2)}, {3: (0, 5), 4: (0, 16), 5: (0, 2)}, {4: (16, 1), 3: (5, 12)}, {5: (2, 7)}, {3: (0, 1)}):
         want, _ = target.runner.extend(chunks(target, spans))
         found = prompts.run(chunks(target, spans))
@@ -175,9 +227,12 @@ def test_one_after_the_other_leaves_nothing_behind(target: TargetModel) -> None:
 
 
 @torch.inference_mode()
-def test_bounds_include_padding(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shared", "bounds"), [(False, [8, 46, 24]), (True, [5, 42, *[15] * 6, 24])], ids=["one after the other", "together"]
+)
+def test_bounds_include_padding(target: TargetModel, monkeypatch: pytest.MonkeyPatch, shared: bool, bounds: list[int]) -> None:
     """Of the padding's too: a plan of fewer would be too small for the pass."""
-    prompts, backend, seen = short_prompts(target), target.runner.backend, list[int]()
+    prompts, backend, seen = short_prompts(target, shared=shared), target.runner.backend, list[int]()
     prepare = backend.prepare
 
     def checked(batch: ForwardBatch, num_steps: int = 1) -> None:
@@ -188,7 +243,7 @@ def test_bounds_include_padding(target: TargetModel, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(backend, "prepare", checked)
     prompts.run(chunks(target, {3: (0, 5), 4: (30, 12)}))
     prompts.run(chunk(target, 16, 8))
-    assert seen == [8, 46, 24]
+    assert seen == bounds
 
 
 @torch.inference_mode()
@@ -353,8 +408,9 @@ def test_attention_that_cannot_be_captured_leaves_prompts_as_they_are(target: Ta
 def test_graphs_end_at_the_chunk_and_the_context(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch, chunk: int, context: int, sizes: list[int]
 ) -> None:
-    (runner,) = add_as_on_a_gpu(target, monkeypatch, chunked_prefill_size=chunk, context_length=context)
+    runner, *several = add_as_on_a_gpu(target, monkeypatch, chunked_prefill_size=chunk, context_length=context)
     assert runner.sizes == sizes
+    assert [each.sizes for each in several] == ([found] if (found := shared_sizes(sizes)) else [])
     buffers = [*runner.outputs(sizes[-1]).values()]
     assert runner.spec.output_bytes(sizes[-1]) == sum(b.nbytes for b in buffers) == sizes[-1] * 4 * 64 * (1 + len(LAYERS))
     assert runner.batch(sizes[-1]).num_tokens == sizes[-1]
@@ -366,7 +422,7 @@ def test_graphs_follow_the_size_of_the_model(target: TargetModel, monkeypatch: p
         parameters = round(launches * 30e-6 * 6e14 / (2 * (free + 0.5)))
         monkeypatch.setattr(type(target.runner.model), "active_parameters", parameters)
         runners = add_as_on_a_gpu(target, monkeypatch, chunked_prefill_size=2048)
-        assert [size for runner in runners for size in runner.sizes] == sizes
+        assert [runner.sizes for runner in runners] == ([sizes, shared_sizes(sizes)] if sizes else [])
         assert (target.short_prompts is not None) == bool(runners)
         target.short_prompts = None
 
@@ -383,8 +439,8 @@ def test_replayed_prompts_give_the_eager_answers(worker: Any, monkeypatch: pytes
     driver = Driver(worker)
     driver.prefill(prompts, chunk=20)
     assert driver.out == expected.out
-    assert runners[0].replayed == 3 + 2 + 1, "48, 30 and 12 tokens in chunks of 20"
-    assert runners[0].run_eagerly == 0
+    assert [runner.replayed for runner in runners] == [1, 2], "48, 30 and 12 tokens in chunks of 20: three, two, one"
+    assert sum(runner.run_eagerly for runner in runners) == 0
 
 
 def limits(target: TargetModel, **changes: object) -> Any:

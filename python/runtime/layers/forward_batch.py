@@ -30,7 +30,8 @@ class ForwardBatch:
         qo_indptr: int32 [B + 1], on the device: offsets of each request's queries.
         seq_len_bounds: int32 [B], on the host, upper bounds of `seq_lens`; exact for prompts and if no step is in flight.
         extend_lens: int32 [B], on the host, ragged passes only: the queries of each request.
-        max_queries: the most queries of a request in a pass over ragged windows, which may be captured; 0 in all others.
+        max_queries: the most queries of a request in a ragged pass that may be captured, where a request may also have none; 0 in
+            all others.
         step: index of the pass in a plan of several passes (draft decode: 0..K-2).
         tree_mask: int64 [T], or None for a causal pass. If bit t is set, the query sees the t-th of the last
             `tree_tail` keys of its request. Every query sees all earlier keys.

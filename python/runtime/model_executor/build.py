@@ -37,7 +37,7 @@ from runtime.model_executor.iteration_graph import IterationGraphs, IterationSta
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.request_rows import RequestRows
-from runtime.model_executor.short_prompts import PromptCost, ShortPrompts, prompt_forward, prompt_spec
+from runtime.model_executor.short_prompts import SLOTS, PromptCost, ShortPrompts, prompt_forward, prompt_spec, shared_sizes, shared_spec
 from runtime.model_executor.staging import StagingRing
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.verification import make_verifier
@@ -326,18 +326,24 @@ def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[Graph
     """Let short prompts of the target run through graphs where its runner has sizes for them.
 
     Returns:
-        Their graph runner, or nothing.
+        Their graph runners, or nothing.
     """
     runner = target.runner
     sizes, hidden, launches = runner.prompt_sizes, runner.config.hidden_size, runner.model.kernel_launches
     if not sizes:
         return []
     spec = prompt_spec(hidden, len(target.aux_layers) * hidden, context.dtype, launches)
-    inputs = InputBuffers(1, max_tokens=sizes[-1], device=context.device)
-    options = replace(graph_options(context, runner, sizes), padding=True)
-    graphs = GraphRunner(spec, prompt_forward(runner.model, target.aux_layers), inputs, [runner.backend], options)
-    target.short_prompts = ShortPrompts(graphs, target.page_table, prompt_cost(context, runner.model))
-    return [graphs]
+    inputs = InputBuffers(SLOTS, max_tokens=sizes[-1], device=context.device)
+    forward = prompt_forward(runner.model, target.aux_layers)
+
+    def make(spec: RunnerSpec, sizes: list[int]) -> GraphRunner:
+        options = replace(graph_options(context, runner, sizes), padding=True, max_size=sizes[-1])
+        return GraphRunner(spec, forward, inputs, [runner.backend], options)
+
+    several = shared_sizes(sizes) if runner.backend.caps.ragged_windows else []
+    shared = make(shared_spec(spec), several) if several else None
+    target.short_prompts = ShortPrompts(make(spec, sizes), target.page_table, prompt_cost(context, runner.model), shared)
+    return target.short_prompts.runners
 
 
 def plan_kv(

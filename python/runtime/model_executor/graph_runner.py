@@ -59,8 +59,8 @@ class RunnerSpec:
     Attributes:
         name: for logs, metrics and errors.
         mode: of the passes.
-        width: tokens per request, so that a size counts requests, or their mean in ragged passes; 0 for passes over one request,
-            whose size counts its tokens.
+        width: tokens per request, so that a size counts requests, or their mean in ragged passes; 0 for passes over prompts, whose
+            size counts tokens.
         outputs: results, in the runner's arena.
         inputs: inputs beside those of every batch; the owner fills them before each run.
         num_steps: passes per run, each with its own attention metadata; 0 where nothing attends.
@@ -68,7 +68,8 @@ class RunnerSpec:
         variants: names of the function's variants, each captured for every size.
         launches: approximate number of kernels per run; each takes device memory in every graph.
         fallback: how sizes run that have no graph, for warnings.
-        max_queries: the most tokens of a request in ragged passes; 0 for passes of one width.
+        max_queries: the most tokens of a request in ragged windows; 0 for passes of one width and for prompts.
+        requests: of a pass over prompts; such a pass is ragged where they are several.
     """
 
     name: str
@@ -82,10 +83,15 @@ class RunnerSpec:
     launches: int = 0
     fallback: str = "eagerly and slower"
     max_queries: int = 0
+    requests: int = 1
 
     def shape(self, size: int) -> tuple[int, int]:
         """Requests and tokens of a pass of `size`."""
-        return (size, size * self.width) if self.width else (1, size)
+        return (size, size * self.width) if self.width else (self.requests, size)
+
+    def most_queries(self, size: int) -> int:
+        """The most tokens of a request in a ragged pass of `size`: all of them may be of one prompt. 0 for other passes."""
+        return size if self.requests > 1 else self.max_queries
 
     def output_bytes(self, size: int) -> int:
         """Bytes of the outputs of a pass of `size`."""
@@ -178,7 +184,7 @@ class GraphRunner:
     def batch(self, size: int, tokens: int = 0) -> ForwardBatch:
         """The persistent inputs of a pass of `size`, padding included; of a ragged pass with `tokens` tokens, where given."""
         requests, usual = self.spec.shape(size)
-        return self._inputs.view(self.spec.mode, requests, tokens or usual, self.spec.tree_tail, self.spec.max_queries)
+        return self._inputs.view(self.spec.mode, requests, tokens or usual, self.spec.tree_tail, self.spec.most_queries(size))
 
     def inputs(self, size: int) -> dict[str, torch.Tensor]:
         """The inputs of `spec.inputs` for a pass of `size`, to be filled in place."""

@@ -1,17 +1,19 @@
-"""Graphs of the target over one short prompt, where kernels take less time than their launches.
+"""Graphs of the target over short prompts, where kernels take less time than their launches.
 
 "Short" depends on the model: an eager pass takes as long to launch for few tokens as for many; a replay takes as long
 as the GPU needs, which grows with tokens and parameters. Prompts of a large model are short up to a few hundred tokens,
-those of a small model up to a whole chunk. A few short prompts of one batch are replayed one after the other.
+those of a small model up to a whole chunk. Several prompts whose tokens together are that few share one replay, which reads
+the weights once; with attention that cannot capture ragged passes a few of them are replayed one after the other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from runtime.batch import ForwardMode
+from runtime.batch import PAD_ROW, ForwardMode
 from runtime.config.device_tuning import DeviceTuning
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
@@ -24,6 +26,10 @@ SMALLEST, LARGEST = 32, 2048
 pool would hold the activations of passes that are rare."""
 MOST_REQUESTS = 3
 """Prompts of one batch that are replayed one after the other; the kernel count bounds the replays of small models."""
+SLOTS = 8
+"""Requests of a pass over several prompts; the last one holds the padding."""
+SMALLEST_SHARED = 64
+"""Tokens of the smallest graph over several prompts: below, reading the weights takes all the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,16 @@ def prompt_spec(hidden: int, feature: int, dtype: torch.dtype, launches: int) ->
     )
 
 
+def shared_spec(single: RunnerSpec) -> RunnerSpec:
+    """Ragged passes over up to `SLOTS` - 1 prompts, as `prompt_spec` for one."""
+    return replace(single, name="several prompts", requests=SLOTS)
+
+
+def shared_sizes(sizes: Sequence[int]) -> list[int]:
+    """Tokens of the graphs over several prompts, from those for one prompt: every slot has as many when they are captured."""
+    return [size for size in sizes if size >= SMALLEST_SHARED and size % SLOTS == 0]
+
+
 def prompt_forward(model: DecoderModel, aux_layers: tuple[int, ...]) -> Forward:
     """The function that the graphs record."""
 
@@ -96,33 +112,41 @@ def prompt_forward(model: DecoderModel, aux_layers: tuple[int, ...]) -> Forward:
 
 
 class ShortPrompts:
-    """Runs each chunk of a batch through the next larger graph, one after the other.
-
-    Padding follows the chunk: it writes slot 0, and no token of the chunk sees it.
+    """Runs the chunks of a batch through the next larger graph, together or one after the other.
 
     Attributes:
-        runner: the graphs, over inputs of their own.
+        runner: the graphs over one prompt. Padding follows the chunk: it writes slot 0, and no token of the chunk sees it.
+        shared: the graphs over several prompts; None where attention cannot capture ragged passes.
     """
 
-    def __init__(self, runner: GraphRunner, page_table: PageTable, cost: PromptCost) -> None:
-        self.runner, self._cost = runner, cost
+    def __init__(self, runner: GraphRunner, page_table: PageTable, cost: PromptCost, shared: GraphRunner | None = None) -> None:
+        self.runner, self.shared, self._cost = runner, shared, cost
         self._positions = page_table.max_pages * page_table.page_size
 
     @property
+    def runners(self) -> list[GraphRunner]:
+        """All graph runners."""
+        return [self.runner] if self.shared is None else [self.runner, self.shared]
+
+    @property
     def largest(self) -> int:
-        """Tokens of the largest graph; 0 when none could be captured."""
+        """Tokens of the largest graph over one prompt; 0 when none could be captured."""
         return max(self.runner.sizes, default=0)
 
     def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Outside the graph. Fill, plan and replay a ragged EXTEND batch, request by request.
+        """Outside the graph. Fill, plan and replay a ragged EXTEND batch.
 
         Returns:
             Hidden states [T, hidden] and the wanted layers [T, feature] or None, valid until the next run. None, before
-            anything has run, if a chunk has no graph or ends too near the end of the page table, or if one eager pass
-            is faster.
+            anything has run, if there is no graph for the batch, if a chunk ends too near the end of the page table, or if
+            one eager pass is faster.
         """
         assert batch.extend_lens is not None
         lens = batch.extend_lens.tolist()
+        if self.shared is not None and 1 < len(lens) < SLOTS:
+            size = self.shared.size_for(batch.num_tokens)
+            if size in self.shared.sizes:
+                return self._replay_together(self.shared, batch, lens, size)
         sizes = [self.runner.size_for(length) for length in lens]
         captured = set(sizes) <= set(self.runner.sizes)
         if not (captured and self._cost.replays_win(sizes) and self._within_table(batch, lens, sizes)):
@@ -130,6 +154,29 @@ class ShortPrompts:
         if len(lens) == 1:
             return self._replay(batch, 0, 0, lens[0], sizes[0])
         return self._replay_all(batch, lens, sizes)
+
+    def _replay_together(
+        self, runner: GraphRunner, batch: ForwardBatch, lens: list[int], size: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run all requests at `size` tokens; views of the runner's outputs.
+
+        The slots behind them have no tokens, and the last one has the padding: a prompt of the padding row, which writes and reads
+        page 0 alone.
+        """
+        padded, B, T = runner.batch(size), len(lens), batch.num_tokens
+        assert padded.extend_lens is not None
+        _copy_tokens(batch, padded, slice(0, T))
+        padded.req_pool_indices[:B].copy_(batch.req_pool_indices)
+        padded.req_pool_indices[B:].fill_(PAD_ROW)
+        padded.seq_lens[:B].copy_(batch.seq_lens)
+        padded.seq_lens[B:].fill_(max(size - T, 1))
+        padded.qo_indptr[: B + 1].copy_(batch.qo_indptr)
+        padded.qo_indptr[B + 1 : SLOTS].fill_(T)
+        padded.extend_lens[:] = [*lens, *[0] * (SLOTS - 1 - B), size - T]
+        padded.seq_len_bounds[:B] = batch.seq_len_bounds
+        padded.seq_len_bounds[B:] = max(size - T, 1)
+        outputs, _ = runner.run(padded)
+        return _states(outputs, T)
 
     def _within_table(self, batch: ForwardBatch, lens: list[int], sizes: list[int]) -> bool:
         """Whether every padded chunk fits into the page table; on EXTEND the host's lengths are exact."""
@@ -150,14 +197,25 @@ class ShortPrompts:
 
     def _replay(self, batch: ForwardBatch, i: int, start: int, length: int, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run request `i`, whose `length` tokens begin at `start`, at `size`; views of the runner's outputs."""
-        padded, chunk = self.runner.batch(size), slice(start, start + length)
-        padded.input_ids[:length].copy_(batch.input_ids[chunk])
-        padded.positions[:length].copy_(batch.positions[chunk])
-        padded.out_cache_loc[:length].copy_(batch.out_cache_loc[chunk])
-        padded.out_cache_loc[length:].zero_()
+        padded = self.runner.batch(size)
+        _copy_tokens(batch, padded, slice(start, start + length))
         padded.req_pool_indices.copy_(batch.req_pool_indices[i : i + 1])
         torch.add(batch.seq_lens[i : i + 1], size - length, out=padded.seq_lens)
         padded.seq_len_bounds[:] = batch.seq_len_bounds[i] + size - length
         outputs, _ = self.runner.run(padded)
-        aux = outputs["aux"][:length]
-        return outputs["hidden"][:length], aux if aux.shape[1] else None
+        return _states(outputs, length)
+
+
+def _copy_tokens(batch: ForwardBatch, padded: ForwardBatch, chunk: slice) -> None:
+    """Copy the inputs of some tokens to the front; those behind them write slot 0."""
+    length = chunk.stop - chunk.start
+    padded.input_ids[:length].copy_(batch.input_ids[chunk])
+    padded.positions[:length].copy_(batch.positions[chunk])
+    padded.out_cache_loc[:length].copy_(batch.out_cache_loc[chunk])
+    padded.out_cache_loc[length:].zero_()
+
+
+def _states(outputs: Outputs, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The hidden states and the wanted layers of the first `count` tokens."""
+    aux = outputs["aux"][:count]
+    return outputs["hidden"][:count], aux if aux.shape[1] else None

@@ -114,8 +114,8 @@ class TargetModel:
 
     @property
     def prompt_runners(self) -> list[GraphRunner]:
-        """The graph runner of short prompts, if there is one."""
-        return [] if self.short_prompts is None else [self.short_prompts.runner]
+        """The graph runners of short prompts, if there are any."""
+        return [] if self.short_prompts is None else self.short_prompts.runners
 
     def last_tokens(self, rows: torch.Tensor) -> DraftWindow:
         """Windows without drafts for request rows int64 [size]."""

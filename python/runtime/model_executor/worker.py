@@ -175,7 +175,7 @@ class Worker:
 
     @property
     def all_runners(self) -> tuple[GraphRunner, ...]:
-        """All graph runners: `runners`, `ragged_runners`, `iteration_runners`, and that of short prompts."""
+        """All graph runners: `runners`, `ragged_runners`, `iteration_runners`, and those of short prompts."""
         return (*self.runners, *self.ragged_runners, *self.iteration_runners, *self.parts.target.prompt_runners)
 
     def submit(self, batch: ScheduleBatch) -> Pending:

@@ -92,6 +92,9 @@ class TorchNativeAttention:
         together = batch.max_queries and not uneven(batch.seq_len_bounds)
         while i < len(widths):
             width, end = widths[i], i + 1
+            if width == 0:
+                i = end
+                continue
             while together and end < len(widths) and widths[end] == width:
                 end += 1
             seq_len = max(bounds[i:end])

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from runtime.batch import Int32, no_ints
+
+LEAST_COPIED = 8
+"""Positions of a page from which copying them is better than computing them. Prompts that share fewer have little in common but
+begin-of-text and the first tokens of a chat template, and would all copy those."""
 
 
 class Node:
@@ -16,7 +22,6 @@ class Node:
     Attributes:
         tokens: int32 [pages * page_size + lookahead]: the edge's tokens, and the `lookahead` tokens after them.
         pages: int32 [pages]; only a root has none.
-        children: by the bytes of their first page's key.
         locks: requests that use this node or one below it.
     """
 
@@ -27,18 +32,82 @@ class Node:
         self.tokens = tokens
         self.pages = pages
         self.salt = salt
-        self.children: dict[bytes, Node] = {}
+        self.children = Children()
         self.locks = 0
         self.last_use = 0
         self.in_heap = False
 
 
+class Children:
+    """The edges below a node by the bytes of their first page's key, which are kept in order as well.
+
+    Of all keys, a neighbour of some bytes in this order agrees with them longest.
+    """
+
+    __slots__ = ("_keys", "_nodes")
+
+    def __init__(self) -> None:
+        self._nodes: dict[bytes, Node] = {}
+        self._keys: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def get(self, key: bytes) -> Node | None:
+        """The edge with this key."""
+        return self._nodes.get(key)
+
+    def put(self, key: bytes, node: Node) -> None:
+        """Add an edge, or replace the one with this key."""
+        if key not in self._nodes:
+            insort(self._keys, key)
+        self._nodes[key] = node
+
+    def remove(self, key: bytes) -> None:
+        """Remove the edge with this key."""
+        del self._nodes[key]
+        del self._keys[bisect_left(self._keys, key)]
+
+    def neighbours(self, start: bytes) -> list[Node]:
+        """The edges before and after `start`, which may be shorter than a key."""
+        at = bisect_left(self._keys, start)
+        return [self._nodes[key] for key in self._keys[max(at - 1, 0) : at + 1]]
+
+
+@dataclass(frozen=True, slots=True)
+class PartialPage:
+    """The front of a cached page, to be copied.
+
+    Attributes:
+        node: an edge of this page alone.
+        count: positions, fewer than the page holds.
+    """
+
+    node: Node
+    count: int
+
+    @property
+    def page(self) -> int:
+        """The page's number."""
+        return int(self.node.pages[0])
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A cached prefix: its pages int32 [n], and the node that ends it (None when n is 0)."""
+    """A cached prefix.
+
+    Attributes:
+        pages: int32 [n].
+        node: the node that ends them; None when n is 0.
+        partial: what can be reused of one more page.
+    """
 
     pages: Int32
     node: Node | None
+    partial: PartialPage | None
 
 
 class RadixCache:
@@ -47,6 +116,8 @@ class RadixCache:
     The unit is a page. The key of a page is its `page_size` tokens and the `lookahead` tokens that follow: with EAGLE,
     the draft's KV at a position depends on the next token, so a prompt can reuse a prefix of n tokens only if it agrees
     on n + 1. Pages without a branch between them form one edge, compared as one array.
+
+    Behind the last page that matches whole, the page that agrees longest can be reused in part, by a copy.
     """
 
     def __init__(self, page_size: int, lookahead: int) -> None:
@@ -61,19 +132,24 @@ class RadixCache:
     # ---- reading
 
     def match_len(self, ids: Int32, salt: str) -> int:
-        """Pages of the longest cached prefix of `ids` int32 [n] that leaves a token to compute. Read-only."""
-        path = self._walk(self._reusable(ids), salt)
-        return sum(count for _, count in path)
+        """Whole pages of the longest cached prefix of `ids` int32 [n] that leaves a token to compute. Read-only."""
+        return whole_pages(self._walk(self._reusable(ids), salt))
+
+    def cached_len(self, ids: Int32, salt: str) -> int:
+        """Positions of that prefix, those of a page that is reused in part included. Read-only."""
+        ids = self._reusable(ids)
+        path = self._walk(ids, salt)
+        return whole_pages(path) * self.page_size + self._partial(path, ids, salt)[1]
 
     def match(self, ids: Int32, salt: str) -> Match:
         """The longest cached prefix of `ids` int32 [n] that leaves a token to compute; marks it as used now."""
-        path = self._walk(self._reusable(ids), salt)
-        if not path:
-            return Match(no_ints(), None)
+        ids = self._reusable(ids)
+        path = self._walk(ids, salt)
+        edge, count = self._partial(path, ids, salt)
         node = self._use(path)
-        assert node is not None
-        pages = [edge.pages for edge, _ in path[:-1]] + [node.pages]
-        return Match(np.concatenate(pages), node)
+        pages = [each.pages for each, _ in path[:-1]] + ([] if node is None else [node.pages])
+        partial = None if edge is None else PartialPage(self._first_page(edge), count)
+        return Match(np.concatenate(pages) if pages else no_ints(), node, partial)
 
     # ---- writing
 
@@ -89,13 +165,13 @@ class RadixCache:
         end = len(pages) * self.page_size + self.lookahead
         assert len(ids) >= end, "a page may be inserted only when the token after it is known"
         path = self._walk(ids[:end], salt)
-        known = sum(count for _, count in path)
+        known = whole_pages(path)
         node = self._use(path) or self._root(salt)
         if known == len(pages):
             return known, node
         leaf = Node(node, ids[known * self.page_size : end].copy(), pages[known:].copy(), salt)
         leaf.last_use = self._clock
-        node.children[self._key(leaf.tokens)] = leaf
+        node.children.put(self._key(leaf.tokens), leaf)
         self.total_pages += len(leaf.pages)
         self.evictable_pages += len(leaf.pages)
         self._offer(leaf)
@@ -144,12 +220,12 @@ class RadixCache:
         assert all(root.children for root in stack), "an empty root is left over"
         while stack:
             node = stack.pop()
-            stack.extend(node.children.values())
+            stack.extend(node.children)
             total += len(node.pages)
             evictable += len(node.pages) if node.locks == 0 else 0
             if node.parent is not None:
                 assert 0 < len(node.pages) * self.page_size == len(node.tokens) - self.lookahead
-                assert node.parent.children[self._key(node.tokens)] is node
+                assert node.parent.children.get(self._key(node.tokens)) is node
                 assert node.parent.parent is None or node.parent.locks >= node.locks
                 assert node.in_heap or node.locks or node.children, "an evictable leaf that eviction cannot find"
         assert (total, evictable) == (self.total_pages, self.evictable_pages)
@@ -180,17 +256,39 @@ class RadixCache:
             at += count * self.page_size
         return path
 
+    def _partial(self, path: list[tuple[Node, int]], ids: Int32, salt: str) -> tuple[Node | None, int]:
+        """How many positions behind a walked path can be reused of one page, and the edge that this page is on. (None, 0): too few.
+
+        It follows on the path's last edge, or is the first page of an edge below.
+        """
+        behind = ids[whole_pages(path) * self.page_size :][: self.page_size + self.lookahead]
+        if min(self.page_size - 1, len(behind) - self.lookahead) < LEAST_COPIED:
+            return None, 0
+        end, skipped = path[-1] if path else (self._roots.get(salt), 0)
+        if end is None:
+            return None, 0
+        edges, start = ([end], skipped * self.page_size) if skipped < len(end.pages) else (end.children.neighbours(behind.tobytes()), 0)
+        found = [(agreement(edge.tokens[start:], behind) - self.lookahead, edge) for edge in edges]
+        count, edge = max(found, key=lambda each: each[0], default=(0, None))
+        return (edge, count) if count >= LEAST_COPIED else (None, 0)
+
+    def _first_page(self, edge: Node) -> Node:
+        """Cut the first page of an edge off, so that it can be locked alone, and mark it as used with the path above."""
+        node = self._cut(edge, 1)
+        node.last_use = self._clock
+        return node
+
     def _cut(self, node: Node, count: int) -> Node:
         """Split `node` after its first `count` pages if needed; returns the node that ends there."""
         if count == len(node.pages):
             return node
         size, parent = self.page_size, node.parent
         assert parent is not None
-        upper = Node(parent, node.tokens[: count * size + self.lookahead], node.pages[:count], node.salt)
+        upper = Node(parent, compact(node.tokens[: count * size + self.lookahead]), compact(node.pages[:count]), node.salt)
         upper.locks, upper.last_use = node.locks, node.last_use
-        parent.children[self._key(upper.tokens)] = upper
-        node.parent, node.tokens, node.pages = upper, node.tokens[count * size :], node.pages[count:]
-        upper.children[self._key(node.tokens)] = node
+        parent.children.put(self._key(upper.tokens), upper)
+        node.parent, node.tokens, node.pages = upper, compact(node.tokens[count * size :]), compact(node.pages[count:])
+        upper.children.put(self._key(node.tokens), node)
         return upper
 
     def _use(self, path: list[tuple[Node, int]]) -> Node | None:
@@ -226,11 +324,22 @@ class RadixCache:
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None
-        del parent.children[self._key(leaf.tokens)]
+        parent.children.remove(self._key(leaf.tokens))
         leaf.parent = None
         if parent.parent is None and not parent.children:
             del self._roots[parent.salt]
         self._offer(parent)
+
+
+def whole_pages(path: list[tuple[Node, int]]) -> int:
+    """Pages of a walked path."""
+    return sum(count for _, count in path)
+
+
+def least_reusable(positions: int, page_size: int) -> int:
+    """The shortest prefix of at least `positions` that can be reused as a whole: of its last page, if not all, then enough to copy."""
+    rest = positions % page_size
+    return positions if rest == 0 or rest >= LEAST_COPIED else positions - rest + min(LEAST_COPIED, page_size)
 
 
 def agreement(a: Int32, b: Int32) -> int:

@@ -115,6 +115,7 @@ class FakeWorker:
     def submit(self, batch: ScheduleBatch) -> FakePending:
         self.fail_submit(batch)
         self.batches.append(batch)
+        self._copy(batch)
         self.most_unread = max(self.most_unread, self.unread)
         self.unread += 1
         self._stage(batch)
@@ -129,6 +130,18 @@ class FakeWorker:
             return result
 
         return FakePending(read)
+
+    def _copy(self, batch: ScheduleBatch) -> None:
+        """All copies at once: what one of them writes, none may read."""
+        size = self._limits.page_size
+        sources, targets = batch.copy_sources.tolist(), batch.copy_targets.tolist()
+        assert len(set(targets)) == len(targets) <= batch.num_prompts
+        assert set(targets) <= set(batch.page_ids.tolist())
+        assert not set(sources) & set(targets)
+        for source, target, count in zip(sources, targets, batch.copy_counts.tolist(), strict=True):
+            assert 0 < count < size
+            for kept in (self.token, self.position, self.follower):
+                kept[target * size : target * size + count] = kept[source * size : source * size + count]
 
     def _stage(self, batch: ScheduleBatch) -> None:
         for init in batch.new_rows:

@@ -176,7 +176,7 @@ NO_SAMPLE = EagerSample()
 
 @dataclass(slots=True)
 class ScheduleBatch:
-    """One step for the worker: a ragged batch of B requests, P new pages, T prompt tokens.
+    """One step for the worker: a ragged batch of B requests, P new pages, C copied pages, T prompt tokens.
 
     The first E requests are prompt chunks. The other B - E are decode rows: their input token is on the device already,
     so that before drafting their query length is 1.
@@ -189,6 +189,9 @@ class ScheduleBatch:
         new_rows: rows that changed hands since the last step.
         page_rows, page_cols, page_ids: int32 [P] each. Page `page_ids[i]` holds positions from `page_cols[i] *
             page_size` of row `page_rows[i]`.
+        copy_sources, copy_targets, copy_counts: int32 [C] each. Before anything else in the step, the KV in the first
+            `copy_counts[i]` slots of page `copy_sources[i]` is copied to page `copy_targets[i]`. No page is the target of two
+            copies, or source and target.
         prefix_lens: int32 [E]. Positions of each chunk's request whose KV exists.
         extend_lens: int32 [E]. New prompt tokens of each chunk, at least 1.
         token_ids: int32 [T]. Those tokens, request after request.
@@ -212,6 +215,9 @@ class ScheduleBatch:
     page_rows: Int32 = field(default_factory=no_ints)
     page_cols: Int32 = field(default_factory=no_ints)
     page_ids: Int32 = field(default_factory=no_ints)
+    copy_sources: Int32 = field(default_factory=no_ints)
+    copy_targets: Int32 = field(default_factory=no_ints)
+    copy_counts: Int32 = field(default_factory=no_ints)
     prefix_lens: Int32 = field(default_factory=no_ints)
     extend_lens: Int32 = field(default_factory=no_ints)
     token_ids: Int32 = field(default_factory=no_ints)

@@ -21,7 +21,7 @@ from runtime.layers.ops import BlockOps, Stream
 from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import Rope, RotaryHeads
 from runtime.layers.torch_ops import TorchOps
-from runtime.mem_cache.kv_pool import KVPool
+from runtime.mem_cache.kv_pool import KVPool, front_slots
 from runtime.mem_cache.kv_spec import KVSpec
 from runtime.model_executor.staging import StagingRing
 
@@ -122,6 +122,22 @@ def test_rotary_and_kv_write_touch_their_slots_only(
     for cache, expected in zip(*(pool.flat(0) for pool in pools), strict=True):
         assert error(cache[where].flatten(1), expected[where].flatten(1).double()) < TOLERANCE
         assert torch.equal(cache[others].float(), expected[others])
+
+
+@pytest.mark.parametrize("spec", [KVSpec("gqa", 2, 16, 16, BF16), KVSpec("mla", 1, 24, 16, BF16)], ids=["gqa", "mla"])
+def test_the_fronts_of_many_pages_are_copied_at_once(spec: KVSpec) -> None:
+    copies, size = 600, 128  # more slots than the second dimension of a grid holds
+    pool = KVPool([spec] * 2, 2 * copies, size, torch.device("cuda"))
+    for cache in (*pool.k, *pool.v):
+        cache.copy_(rand(*cache.shape))
+    sources, targets = (torch.randperm(2 * copies, device="cuda") + 1).chunk(2)
+    counts = torch.randint(1, size, (copies,), device="cuda")
+    before = [cache.clone() for cache in (*pool.k, *pool.v)]
+    pool.move(*front_slots(sources, targets, counts, size), group=1)
+    live = (torch.arange(size, device="cuda") < counts[:, None])[:, :, None, None]
+    for cache, old in zip((*pool.k, *pool.v), before, strict=True):
+        old[targets] = torch.where(live, old[sources], old[targets])
+        assert torch.equal(cache, old)
 
 
 @pytest.mark.parametrize("rows", [4, 16, 32])

@@ -90,7 +90,7 @@ class Driver:
         Args:
             along: asked before each piece which other rows decode in its pass. A worker that does not mix runs them in a step before it.
             slack: as for `launch`, of those rows.
-            shared: {row: (other row, n)}: the KV of the first n positions, whole pages, is the other row's.
+            shared: {row: (other row, n)}: the KV of the first n positions is the other row's, that behind whole pages a copy.
             pooling: {row: what its prompt is reduced to}.
             resumed: {row: prompt length} of requests that lost their row and come back with prompt and output so far.
         """
@@ -98,6 +98,7 @@ class Driver:
         done = {r: shared.get(r, (0, 0))[1] for r in prompts}
         results = []
         pages = [entry for r in prompts for entry in self._take_pages(r, len(prompts[r]) + room, shared.get(r))]
+        copies = [entry for r in prompts for entry in self._copies(r, *shared.get(r, (0, 0)))]
         new_rows = [self._init(r, prompts[r], sampling, resumed.get(r)) for r in prompts]
         while any(done[r] < len(p) for r, p in prompts.items()):
             rows = [r for r, p in prompts.items() if done[r] < len(p)]
@@ -125,7 +126,10 @@ class Driver:
             )
             if pages:
                 batch.page_rows, batch.page_cols, batch.page_ids = (np.array(c, dtype=np.int32) for c in zip(*pages, strict=True))
-            new_rows, pages = [], []
+            if copies:
+                columns = (np.array(c, dtype=np.int32) for c in zip(*copies, strict=True))
+                batch.copy_sources, batch.copy_targets, batch.copy_counts = columns
+            new_rows, pages, copies = [], [], []
             self.before()
             result, decoded = parts_of(self.worker.submit(batch).wait(), len(rows))
             results.append(result)
@@ -207,12 +211,16 @@ class Driver:
         page = self.limits.page_size
         reused: list[int] = []
         if shared is not None:
-            assert shared[1] % page == 0, "whole pages are shared"
             reused = self.pages[shared[0]][: shared[1] // page]
         own = [self.free_pages.pop() for _ in range(-(-positions // page) - len(reused))]
         self.held[row] = own
         self.pages[row] = reused + own
         return [(row, col, p) for col, p in enumerate(self.pages[row])]
+
+    def _copies(self, row: int, other: int, count: int) -> list[tuple[int, int, int]]:
+        """Source, target and positions of the page that `row` shares in part."""
+        whole, rest = divmod(count, self.limits.page_size)
+        return [(self.pages[other][whole], self.pages[row][whole], rest)] if rest else []
 
     def _init(self, row: int, prompt: Sequence[int], sampling: Sampling, prompt_len: int | None) -> RowInit:
         chosen = sampling if isinstance(sampling, SamplingParams) else sampling[row]

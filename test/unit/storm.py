@@ -183,20 +183,19 @@ class Storm:
         return SamplingParams(**{f: getattr(chosen, f) for f in chosen.__struct_fields__} | {"seed": 1000 + self.count})
 
     def _new_prompt(self) -> tuple[list[int], tuple[int, int] | None]:
-        """Random, or one that agrees with a living request on some whole pages and the token after them, whose KV it then shares."""
+        """Random, or one that agrees with a living request up to some position and the token after it, whose KV it then shares."""
         fresh = self.rng.integers(0, 97, int(self.rng.integers(2, 40))).tolist()
         if not self.driver.kv or self.rng.random() < 0.6:
             return fresh, None
-        page = self.driver.limits.page_size
         row = int(self.rng.choice(sorted(self.driver.kv)))
         known = (self.driver.prompts[row][: self.prompt_lens[row]] + self.driver.out[row])[
             : self.driver.kv[row] - self.driver.unfollowed[row]
         ]
-        whole = (len(known) - 1) // page * page
-        if whole == 0:
+        if len(known) < 2:
             return fresh, None
+        count = int(self.rng.integers(1, len(known)))
         self._pin(row)
-        return known[: whole + 1] + fresh, (row, whole)
+        return known[: count + 1] + fresh, (row, count)
 
     def _pin(self, row: int) -> None:
         """Pages that were shared never return to the free ones."""

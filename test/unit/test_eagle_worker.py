@@ -124,7 +124,7 @@ def test_piggybacked_decoding_equals_separate_decoding(
     """The same storm by a worker that mixes, over padded and poisoned buffers and without, and by one that does not."""
 
     def storm(mixed: bool, replay: str | None) -> Storm:
-        return life(tmp_path, algorithm, replay, 7, 8, page, mixed=mixed, mixing=True, **spec)
+        return life(tmp_path, algorithm, replay, 5, 8, page, mixed=mixed, mixing=True, **spec)
 
     together, padded, apart = storm(True, None), storm(True, "eager"), storm(False, None)
     same_life(together, padded)
@@ -277,8 +277,7 @@ def test_draft_kv_equals_a_prefill_of_the_whole_text(tmp_path: Path, algorithm: 
     for _ in range(6):
         driver.decode([2, 1])
     known = (PROMPTS[5] + driver.out[1])[: driver.kv[1]]
-    whole = (len(known) - 1) // page * page
-    driver.prefill({3: [*known[: whole + 1], 11, 12, 13]}, shared={3: (1, whole)}, chunk=2, along=lambda: [2, 1])
+    driver.prefill({3: [*known, 11, 12, 13]}, shared={3: (1, len(known) - 1)}, chunk=2, along=lambda: [2, 1])
     for rows in ([3], [1, 3], [2, 3, 1]):
         driver.decode(rows)
     check_draft_from_scratch(tmp_path, worker, driver, algorithm, spec, page)

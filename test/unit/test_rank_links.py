@@ -86,8 +86,9 @@ def test_steps_arrive_as_they_were_sent() -> None:
     codec, ints = RankCodec(), np.arange(5, dtype=np.int32)
     init = RowInit(3, 7, SamplingParams(temperature=0.5, logit_bias={4: -1.5}, stop=("a",)), -(1 << 62), ints, ints[::2])
     batch = ScheduleBatch(
-        9, ints, ints + 1, ints - 1, [init], ints, ints, ints, ints[:2], ints[:2], ints, ints[:2], np.array([True, False])
-    )
+        9, ints, ints + 1, ints - 1, [init], ints, ints, ints, ints[:3], ints[1:4], ints[2:],
+        ints[:2], ints[:2], ints, ints[:2], np.array([True, False]),
+    )  # fmt: skip
     found = codec.decode(codec.encode(RunStep(batch)))
     assert isinstance(found, RunStep)
     for name in ScheduleBatch.__slots__:

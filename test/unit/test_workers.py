@@ -43,13 +43,13 @@ def test_the_text_is_that_of_one_long_prompt_read_token_by_token() -> None:
         assert driver.out[3] == [out[length]]
 
 
-@pytest.mark.parametrize("page", [1, 16])
-def test_a_shared_prefix_gives_the_text_of_an_own_one(page: int) -> None:
+@pytest.mark.parametrize(("page", "shared"), [(1, 32), (16, 32), (16, 31), (16, 17), (16, 9), (64, 32), (64, 1)])
+def test_a_shared_prefix_gives_the_text_of_an_own_one(page: int, shared: int) -> None:
     long = np.random.default_rng(0).integers(0, VOCAB, 40).tolist()
     expected = Driver(plain()).generate({2: [*long[:32], 5, 6]}, 12)[2]
     driver = Driver(plain(page_size=page))
     driver.prefill({1: long})
-    driver.prefill({2: [*long[:32], 5, 6]}, shared={2: (1, 32)})
+    driver.prefill({2: [*long[:32], 5, 6]}, shared={2: (1, shared)})
     while len(driver.out[2]) < 12:
         driver.decode([2, 1])
     assert driver.out[2][:12] == expected

@@ -1,4 +1,4 @@
-"""Moves KV slots of all layers in one launch, as a tree's accepted path needs after verify."""
+"""Moves KV slots of all layers in one launch: a tree's accepted path after verify, or the fronts of cached pages."""
 
 # Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false
@@ -12,10 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def _move(tables, source, target, group, row_elements, BLOCK: tl.constexpr, ELEMENT: tl.constexpr):
-    # One program per (tensor, request). Sources rise and are never below their targets, so going forward overwrites
+    # One program per (request, tensor). Sources rise and are never below their targets, so going forward overwrites
     # no later source.
-    base = tl.load(tables + tl.program_id(0)).to(tl.pointer_type(ELEMENT))
-    first = tl.program_id(1) * group
+    base = tl.load(tables + tl.program_id(1)).to(tl.pointer_type(ELEMENT))
+    first = tl.program_id(0) * group
     offsets = tl.arange(0, BLOCK)
     inside = offsets < row_elements
     for j in range(0, group):
@@ -31,9 +31,10 @@ def move_slots(pointers: torch.Tensor, source: torch.Tensor, target: torch.Tenso
 
     Args:
         pointers: int64 [N] on the device: addresses of N tensors whose slots are `row_bytes` apart.
-        source, target: int64 [B * group]: within each request's `group`, `source` rises and is never below `target`.
+        source, target: int64 [B * group]: within each request's `group`, `source` rises and is never below `target`; beyond it no
+            slot is both source and target but slot 0.
         row_bytes: an even number.
     """
     elements = row_bytes // 2
-    grid = (pointers.shape[0], source.shape[0] // group)
+    grid = (source.shape[0] // group, pointers.shape[0])  # the first may exceed 65,535
     _move[grid](pointers, source, target, group, elements, BLOCK=triton.next_power_of_2(elements), ELEMENT=tl.int16)

@@ -51,7 +51,8 @@ class KVPool:
     def move(self, source: torch.Tensor, target: torch.Tensor, group: int) -> None:
         """Copy slots `source` onto slots `target`, int64 [B * group], in every layer.
 
-        Within each request's `group`, sources rise and are never below their targets, as on an accepted tree path.
+        Within each request's `group`, sources rise and are never below their targets, as on an accepted tree path. Beyond its group
+        no slot is both source and target but slot 0.
         """
         for row_bytes, tensors in self._stored.items():
             if source.is_cuda:
@@ -62,6 +63,21 @@ class KVPool:
                 for tensor in tensors:
                     flat = tensor.flatten(0, 1).view(torch.uint8)  # torch indexes no 8-bit floats
                     flat[target] = flat[source]
+
+
+def front_slots(sources: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The arguments of `KVPool.move`, with groups of 1, that copy the first `counts` slots of pages `sources` to pages `targets`.
+
+    Args:
+        sources, targets, counts: int64 [C]. No page is both source and target.
+
+    Returns:
+        source, target: int64 [C * page_size] each; past the counts both are slot 0, the padding slot.
+    """
+    offsets = torch.arange(page_size, device=counts.device)
+    live = offsets < counts[:, None]
+    source, target = (torch.where(live, pages[:, None] * page_size + offsets, 0).flatten() for pages in (sources, targets))
+    return source, target
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

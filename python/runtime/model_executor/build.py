@@ -256,6 +256,8 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
         warmup_runs += model.warmup_runs(sorted(rows | context.config.device.tuning.experts.kernel_rows(context.extend_tokens)))
     with torch.inference_mode(), context.timed("autotune_gemms"):
         warmup_runs.append(partial(sample_padding, target, torch.zeros((1, model.config.vocab_size), device=context.device)))
+        slot = torch.zeros(1, dtype=torch.int64, device=context.device)
+        warmup_runs += [partial(pool.move, slot, slot, 1) for pool in parts.kv_pools]
         context.info.gemms = model.context.ops.autotune(model.gemms(), sorted(rows), warmup_runs)
         if drafting := list(parts.drafter.gemms()):
             context.info.gemms |= model.context.ops.autotune(drafting, sorted(rows))

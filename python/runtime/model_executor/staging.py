@@ -10,7 +10,7 @@ import torch
 
 DEPTH = 8
 """Most uploads in flight. A slot is reused after its copy has run. In practice that never waits: a step uploads at
-most four times, and one step is queued ahead."""
+most five times, and one step is queued ahead."""
 ALIGNMENT = 4
 """Align arrays to 4 words, 16 bytes: Triton recompiles a kernel for a different pointer alignment."""
 MOST_ARRAYS = 32

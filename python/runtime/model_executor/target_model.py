@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampler import sample, top_logprobs
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.layers.token_mask import TokenMask
-from runtime.mem_cache.kv_pool import PageTable
+from runtime.mem_cache.kv_pool import KVPool, PageTable, front_slots
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.model_runner import ModelRunner
@@ -120,6 +121,14 @@ class TargetModel:
     def last_tokens(self, rows: torch.Tensor) -> DraftWindow:
         """Windows without drafts for request rows int64 [size]."""
         return DraftWindow(self.rows.last_tokens[rows][:, None])
+
+    def copy_pages(self, batch: ScheduleBatch, pools: Iterable[KVPool]) -> None:
+        """Copy the fronts of pages in the KV of all models."""
+        columns = (batch.copy_sources, batch.copy_targets, batch.copy_counts)
+        sources, targets, counts = self.staging.upload(*(column.astype(np.int64) for column in columns))
+        slots = front_slots(sources, targets, counts, self.page_table.page_size)
+        for pool in pools:
+            pool.move(*slots, group=1)
 
     def stage_rows(self, batch: ScheduleBatch, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Write pages and new rows.

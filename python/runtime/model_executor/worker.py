@@ -16,6 +16,7 @@ from runtime.batch import BatchResult, Int32, Pending, ScheduleBatch, Speculatio
 from runtime.distributed.parallel_group import ParallelGroup
 from runtime.errors import RanksDiffer, RequestError
 from runtime.layers.moe.token_exchange import TokenExchange
+from runtime.mem_cache.kv_pool import KVPool
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.depth import DepthControl
@@ -63,6 +64,11 @@ class WorkerParts:
     grammars: GrammarRows
     iterations: IterationGraphs
     experts: ExpertCounter
+
+    @property
+    def kv_pools(self) -> list[KVPool]:
+        """The target's, and one for each model of the drafter; a request has the same pages in all of them."""
+        return [self.target.runner.kv_pool, *(model.runner.kv_pool for model in self.drafter.models())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +285,8 @@ class Worker:
         size = len(batch.widths) or (self.parts.verifier.padded_size(depth, most) if most else 0)
         if self._exchange is not None:
             self._exchange.rows = batch.pad_tokens
+        if len(batch.copy_counts):
+            target.copy_pages(batch, self.parts.kv_pools)
         chunk_rows, rows = target.stage_rows(batch, size)
         self.parts.drafter.admit(batch.new_rows)
         self.parts.grammars.admit(batch.new_rows)

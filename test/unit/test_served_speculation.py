@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,13 @@ def serve(
     aborted: dict[int, str],
     check: Callable[[Scheduler], None] = lambda scheduler: None,
     hear: Callable[[TokensOut], None] = lambda out: None,
+    then: Sequence[GenerateReq] = (),
     **settings: Any,
 ) -> tuple[dict[str, list[int]], Scheduler]:
     """Run `asks`; `aborted[step]` names a request that is aborted before that turn of the loop, `check` is called after every turn,
-    `hear` with all that is told."""
+    `hear` with all that is told; `then` is asked when all others have ended."""
     inbox: list[Any] = list(asks)
-    texts: dict[str, list[int]] = {a.rid: [] for a in asks}
+    texts: dict[str, list[int]] = {a.rid: [] for a in (*asks, *then)}
 
     def take(message: Any) -> None:
         message = as_sent(message)
@@ -68,7 +69,9 @@ def serve(
         scheduler.groups.check()
         check(scheduler)
         if scheduler.idle and not inbox:
-            return texts, scheduler
+            if not then:
+                return texts, scheduler
+            inbox, then = list(then), ()
     raise AssertionError("the scheduler does not come to rest")
 
 

@@ -14,7 +14,7 @@ from runtime.managers.fair_queue import FairQueue
 from runtime.managers.new_token_ratio import NewTokenRatio
 from runtime.managers.prefill_budget import PrefillBudget
 from runtime.managers.req import Phase, Req
-from runtime.managers.step_plan import Chunk, StepPlan
+from runtime.managers.step_plan import Chunk, PageCopy, StepPlan
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.mem_cache.kv_page_manager import KVPageManager
 
@@ -161,21 +161,24 @@ class Admission:
         kv_pages = self.kv_pages
         req.pages = pages = kv_pages.open(req.ids, req.request.cache_salt, reuse=not req.needs_whole_prompt)
         missing = kv_pages.pages_for(req.length) - pages.count
+        if not self.running and missing > kv_pages.available:
+            kv_pages.drop_partial(pages)  # a request alone may need that page, too
         if (reserved + self._missing_pages(req) if self.running else missing) > kv_pages.available:
             assert self.running, "a request that fits alone does not fit alone"
             kv_pages.close(pages, req.ids, 0)
             return False
-        prefix_len = pages.count * kv_pages.page_size
         kv_pages.grow([pages], [missing])
         first_time = not req.was_admitted
         self.queue.admit(req)
-        req.admit(self._free_rows.pop(), pages, prefix_len, self._clock())
+        req.admit(self._free_rows.pop(), pages, kv_pages.reused_len(pages), self._clock())
         if first_time:
             self._stats.admitted(req.progress)
         self.running.append(req)
         self._rows[req.request.client] += 1
         plan.new_rows.append(req.row_init(self._limits.needs_history))
         plan.writes.add([req.row], [0], [pages.count], pages.ids.copy())
+        if pages.partial is not None:
+            plan.copies.append(PageCopy(pages.partial.page, int(pages.ids[pages.shared]), pages.partial.count))
         return True
 
     # ---- decode rows

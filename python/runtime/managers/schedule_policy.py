@@ -11,7 +11,7 @@ from runtime.batch import WorkerLimits
 from runtime.errors import ContextTooLong, InvalidField, NeverFits
 from runtime.managers.messages import GenerateReq
 from runtime.managers.req import Req
-from runtime.mem_cache.radix_cache import agreement
+from runtime.mem_cache.radix_cache import agreement, least_reusable
 from runtime.sampling_params import MAX_TOP_LOGPROBS
 
 LPM_QUEUE_LIMIT = 128
@@ -95,12 +95,15 @@ def order(queue: Sequence[Req], policy: Literal["fcfs", "lpm"], cached_len: Call
 def defer_for_shared_prefix(req: Req, cached_len: int, prefilling: Iterable[Req], limits: WorkerLimits) -> bool:
     """Whether `req` should wait because a prompt in `prefilling` is computing a prefix that it can then reuse.
 
-    Only whole pages can be reused, with the `prefix_lookahead` tokens after them, and one token must remain to compute.
+    Only whole pages of that prompt will be cached. A prefix of them can be reused where the `prefix_lookahead` tokens after it agree as
+    well, and one token must remain to compute.
     """
-    shared = -(-(cached_len + SHARED_PREFIX_TOKENS) // limits.page_size) * limits.page_size
+    size = limits.page_size
+    shared = least_reusable(cached_len + SHARED_PREFIX_TOKENS, size)
     end, ids, salt = shared + limits.prefix_lookahead, req.ids, req.request.cache_salt
     return len(ids) > shared and any(
-        other.request.cache_salt == salt and agreement(other.ids[:end], ids[:end]) == end for other in prefilling
+        other.request.cache_salt == salt and shared <= other.prefill_len // size * size and agreement(other.ids[:end], ids[:end]) == end
+        for other in prefilling
     )
 
 

@@ -37,6 +37,15 @@ class Chunk:
         return pooling if pooling is not None and (self.is_last or pooling.whole_prompt) else None
 
 
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """The first `count` slots of a cached page are copied to a page of a request just admitted."""
+
+    source: int
+    target: int
+    count: int
+
+
 @dataclass(slots=True)
 class PageWrites:
     """Entries of the page table that changed since the last step; all belong to requests of the next one."""
@@ -69,12 +78,14 @@ class StepPlan:
         decodes: the requests that decode.
         new_rows: requests that have a row since this step.
         writes: changes of the page table.
+        copies: fronts of pages that are reused.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     decodes: list[Req] = field(default_factory=list)
     new_rows: list[RowInit] = field(default_factory=list)
     writes: PageWrites = field(default_factory=PageWrites)
+    copies: list[PageCopy] = field(default_factory=list)
 
     @property
     def reqs(self) -> list[Req]:
@@ -100,6 +111,9 @@ class StepPlan:
             page_cols=page_cols,
             page_ids=page_ids,
         )
+        if self.copies:
+            columns = zip(*((copy.source, copy.target, copy.count) for copy in self.copies), strict=True)
+            batch.copy_sources, batch.copy_targets, batch.copy_counts = map(as_int32, columns)
         if chunks:
             batch.prefix_lens = as_int32([chunk.start for chunk in chunks])
             batch.extend_lens = as_int32([chunk.count for chunk in chunks])

@@ -9,7 +9,7 @@ import numpy as np
 
 from runtime.batch import Int32, no_ints
 from runtime.mem_cache.allocator import PageAllocator
-from runtime.mem_cache.radix_cache import Node, RadixCache
+from runtime.mem_cache.radix_cache import Node, PartialPage, RadixCache
 
 
 @dataclass(eq=False, slots=True)
@@ -20,12 +20,15 @@ class RequestPages:
         salt: the prefix cache that the request shares.
         count: number of pages.
         shared: how many of them, from the front, belong to the cache, locked by `node`. The request owns the rest.
+        partial: the cached page whose front is copied into the first page that the request owns. It is locked, so that it is not
+            handed out before the copy is submitted.
     """
 
     salt: str
     count: int = 0
     shared: int = 0
     node: Node | None = None
+    partial: PartialPage | None = None
     _buffer: Int32 = field(default_factory=no_ints)
 
     @property
@@ -74,18 +77,34 @@ class KVPageManager:
         return -(-slots // self.page_size)
 
     def open(self, ids: Int32, salt: str, reuse: bool = True) -> RequestPages:
-        """Start a request: lock the cached prefix of its tokens `ids` int32 [n], unless `reuse` is False."""
+        """Start a request: lock the cached prefix of its tokens `ids` int32 [n], unless `reuse` is False.
+
+        The page of `partial` stays locked until `publish` or `close`: after the step that copies it was submitted.
+        """
         pages = RequestPages(salt)
         if self.cache_prefixes and reuse:
             match = self.cache.match(ids, salt)
             self.cache.lock(match.node)
             pages.extend(match.pages)
             pages.node, pages.shared = match.node, pages.count
+            if match.partial is not None:
+                self.cache.lock(match.partial.node)
+                pages.partial = match.partial
         return pages
+
+    def drop_partial(self, pages: RequestPages) -> None:
+        """Unlock the page that is reused in part: its copy was submitted, or will not be."""
+        if pages.partial is not None:
+            self.cache.unlock(pages.partial.node)
+            pages.partial = None
+
+    def reused_len(self, pages: RequestPages) -> int:
+        """Positions of a request just opened that it need not compute."""
+        return pages.shared * self.page_size + (0 if pages.partial is None else pages.partial.count)
 
     def cached_len(self, ids: Int32, salt: str) -> int:
         """Tokens that `open` would find in the cache."""
-        return self.cache.match_len(ids, salt) * self.page_size if self.cache_prefixes else 0
+        return self.cache.cached_len(ids, salt) if self.cache_prefixes else 0
 
     def grow(self, requests: Sequence[RequestPages], counts: Sequence[int]) -> Int32:
         """Allocate `counts[i]` more pages for request i; the caller has checked `available`.
@@ -109,6 +128,7 @@ class KVPageManager:
         """Cache the first `kv_len` positions of a request that goes on, unless they are cached from another request."""
         if not self.cache_prefixes:
             return
+        self.drop_partial(pages)
         count = self._whole_pages(ids, kv_len)
         if count <= pages.shared or self.cache.match_len(ids, pages.salt) != pages.shared:
             return
@@ -121,6 +141,7 @@ class KVPageManager:
 
     def close(self, pages: RequestPages, ids: Int32, kv_len: int) -> None:
         """End a request: cache its first `kv_len` positions (0: none) and free the rest."""
+        self.drop_partial(pages)
         known, kept = pages.shared, pages.shared
         count = self._whole_pages(ids, kv_len)
         if self.cache_prefixes and count > pages.shared:

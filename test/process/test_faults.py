@@ -114,7 +114,7 @@ def test_a_stopped_scheduler_is_noticed_dumped_and_ended(server: Server) -> None
 
 def test_sigterm_drains_what_is_open_refuses_what_is_new_and_exits_0(server: Server) -> None:
     children = psutil.Process(server.process.pid).children()
-    stream = server.stream(40)
+    stream = server.stream(200)  # 6 s, so that what follows comes before its end on a busy machine too
     server.process.send_signal(signal.SIGTERM)
     assert wait_until(lambda: status(server, "/ready") == 503)
     assert status(server, "/health") == 200

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.config.kernel_configs import FragmentConfig
+from runtime.config.kernel_configs import FragmentConfig, ResidentConfig
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.gemm.fragment_gemm import fragment_gemm
+from runtime.layers.gemm.resident_gemm import resident_config, resident_gemm
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
 
 ROWS, WEIGHT_ROWS, PARTS = 3, 8, 2
@@ -97,3 +98,35 @@ def test_fragments_refuse_what_they_do_not_compute(rows: int, epilogue: Epilogue
     x, weight = torch.zeros((rows, 64), dtype=BF16), torch.zeros((WEIGHT_ROWS, 64), dtype=torch.float8_e4m3fn)
     with pytest.raises(AssertionError):
         fragment_gemm(x, weight, out, FragmentConfig(4, 2), epilogue, weight_scale=torch.ones(WEIGHT_ROWS))
+
+
+@pytest.mark.parametrize(
+    ("rows", "epilogue", "out", "reason"),
+    [
+        (17, NO_EPILOGUE, torch.empty((17, 16)), "1 to 16 rows"),
+        (ROWS, Epilogue(add=True), torch.empty((ROWS, 16), dtype=BF16), "without add"),
+        (ROWS, NO_EPILOGUE, torch.empty((ROWS, 16)).half(), "float32 out"),
+        (ROWS, NO_EPILOGUE, torch.empty((ROWS, 8)), "out of shape"),
+        (ROWS, Epilogue(argmax=torch.empty((2, ROWS, 1), dtype=torch.int32)), torch.empty((ROWS, 16)), "no argmax"),
+        (ROWS, Epilogue(silu=True), torch.empty((ROWS, 8)), "without a gate"),
+    ],
+)
+def test_resident_weights_refuse_what_they_do_not_compute(rows: int, epilogue: Epilogue, out: torch.Tensor, reason: str) -> None:
+    x, weight = torch.zeros((rows, 64), dtype=BF16), torch.zeros((16, 64), dtype=BF16)
+    with pytest.raises(AssertionError, match=reason):
+        resident_gemm(x, weight, out, ResidentConfig(4, 2, 1), epilogue)
+
+
+@pytest.mark.parametrize(("weight_rows", "columns"), [(2048, 4096), (2880, 4096), (4096, 4096), (5120, 2048), (6144, 4096), (16, 64)])
+def test_blocks_with_resident_weights_all_run_at_once(weight_rows: int, columns: int) -> None:
+    config = resident_config(weight_rows, columns, 132)
+    assert config is not None
+    assert config.parts(weight_rows) <= config.blocks * 132
+    assert config.depth > 0
+    assert config.blocks * (config.warps * config.depth * 2048 + 1152) <= 228 << 10
+    assert config.depth <= -(-columns // (64 * config.warps)), "no more than the weights of a block"
+
+
+@pytest.mark.parametrize(("weight_rows", "columns"), [(28672, 4096), (2050, 4096), (2048, 4100)])
+def test_other_weights_are_not_resident(weight_rows: int, columns: int) -> None:
+    assert resident_config(weight_rows, columns, 132) is None

@@ -55,6 +55,27 @@ class FragmentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ResidentConfig:
+    """How the GEMM with resident weights is cut: blocks of 16 weight rows, whose columns `warps` warps share.
+
+    Attributes:
+        depth: stages of 64 columns that each warp holds at once.
+        blocks: blocks that share a multiprocessor.
+    """
+
+    warps: int
+    depth: int
+    blocks: int
+
+    def parts(self, weight_rows: int) -> int:
+        """How many partial sums of squares a GEMM with `weight_rows` rows of weights writes per row of output."""
+        return weight_rows // 16
+
+    def __str__(self) -> str:
+        return f"resident warps {self.warps} depth {self.depth}"
+
+
+@dataclass(frozen=True, slots=True)
 class SplitConfig:
     """How split-KV attention cuts its work.
 

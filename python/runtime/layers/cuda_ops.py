@@ -10,7 +10,7 @@ import torch
 from sgl_kernel import silu_and_mul
 from torch.nn import functional as F
 
-from runtime.config.kernel_configs import FragmentConfig
+from runtime.config.kernel_configs import FragmentConfig, ResidentConfig
 from runtime.distributed.parallel_group import FusedExchange, ParallelGroup
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
@@ -22,6 +22,7 @@ from runtime.layers.gemm.fragment_gemm import fragment_gemm
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
 from runtime.layers.gemm.quantized_rows import quantized_gemm
 from runtime.layers.gemm.quantized_trial import WeightKind, choose_quantized, kind_of
+from runtime.layers.gemm.resident_gemm import resident_gemm
 from runtime.layers.gemm.tilings import GemmChoice, default_choice, m_bucket
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm
@@ -30,6 +31,7 @@ from runtime.layers.gemm.widen import widen
 from runtime.layers.kernels.add_normed import add_normed_rows
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
 from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
+from runtime.layers.kernels.pause import pause
 from runtime.layers.kernels.rms_norm import rms_norm_rows
 from runtime.layers.kernels.rope_and_cache import rope_and_cache
 from runtime.layers.latent_heads import LatentHeads
@@ -217,6 +219,10 @@ class CudaOps:
 
     def _trial(self, group: GemmGroup) -> Callable[[GemmChoice], Run]:
         """Makes a run of a group's GEMM, with the kernels around it, for any choice."""
+        run = self._trial_alone(group)
+        return (lambda choice: lambda call: (pause(self.pdl), run(choice)(call))) if group.behind_pause else run
+
+    def _trial_alone(self, group: GemmGroup) -> Callable[[GemmChoice], Run]:
         linear, rows, norm = group.linears[0], group.rows, group.norm
         device = linear.weight.device
         x = torch.randn((rows, linear.in_features), device=device).to(_input_dtype(linear, norm))
@@ -393,7 +399,7 @@ class CudaOps:
         x: torch.Tensor,
         linear: Linear,
         out: torch.Tensor | None,
-        choice: TritonConfig | WgmmaConfig | FragmentConfig,
+        choice: TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig,
         epilogue: Epilogue,
     ) -> None:
         x, scale = x.contiguous(), linear.storage.scale
@@ -401,8 +407,11 @@ class CudaOps:
             triton_gemm(x, linear.weight, out, choice, epilogue, weight_scale=scale, pdl=self.pdl)
         elif isinstance(choice, WgmmaConfig):
             wgmma_gemm(x, linear.weight, out, choice, epilogue, pdl=self.pdl)
+            return
+        assert out is not None, "these kernels have no argmax"
+        if isinstance(choice, ResidentConfig):
+            resident_gemm(x, linear.weight, out, choice, epilogue, pdl=self.pdl)
         else:
-            assert out is not None, "the GEMM by fragments has no argmax"
             assert scale is not None, "the GEMM by fragments takes weights in e4m3"
             fragment_gemm(x, linear.weight, out, choice, epilogue, weight_scale=scale, pdl=self.pdl)
 

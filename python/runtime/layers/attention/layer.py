@@ -96,7 +96,7 @@ class Attention(AttentionLayer):
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
         """Its GEMMs, in order; the output is not added to the stream where `next_norm` is None."""
         yield Gemm("linear", self.qkv_proj, norm)
-        yield Gemm("linear", self.o_proj, None) if next_norm is None else Gemm("linear_add", self.o_proj, next_norm)
+        yield Gemm("linear" if next_norm is None else "linear_add", self.o_proj, next_norm, after_attention=True)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`."""

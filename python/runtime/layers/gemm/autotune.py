@@ -15,9 +15,13 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from runtime.config.device_tuning import DeviceTuning
+from runtime.config.kernel_configs import ResidentConfig
 from runtime.layers.activation import Activation
 from runtime.layers.gemm.fragment_gemm import supports as fragments_support
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
+from runtime.layers.gemm.resident_gemm import MAX_ROWS as RESIDENT_ROWS
+from runtime.layers.gemm.resident_gemm import resident_config
+from runtime.layers.gemm.resident_gemm import supports as takes_residents
 from runtime.layers.gemm.tilings import GemmChoice, describe, wgmma_configs
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS
@@ -44,9 +48,16 @@ class GemmGroup:
     norm: RMSNorm | None
     rows: int
     activation: Activation = Activation.SILU
+    after_attention: bool = False
 
     def __str__(self) -> str:
-        return f"{self.op} {self.linears[0].out_features}x{self.linears[0].in_features} rows {self.rows}"
+        behind = " behind a pause" if self.behind_pause else ""
+        return f"{self.op} {self.linears[0].out_features}x{self.linears[0].in_features} rows {self.rows}{behind}"
+
+    @property
+    def behind_pause(self) -> bool:
+        """Whether it is timed behind a kernel that leaves the memory idle, as in a pass: this decides whether resident weights pay."""
+        return self.after_attention and self.rows <= RESIDENT_ROWS and takes_residents(self.linears[0].weight)
 
     @property
     def key(self) -> GemmKey:
@@ -77,7 +88,7 @@ def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int]) -> list[GemmGroup
     for gemm in gemms:
         kinds.setdefault(gemm.key(0), []).append(gemm)
     return [
-        GemmGroup(kind[0].op, [gemm.linear for gemm in kind], kind[0].norm, rows, kind[0].activation)
+        GemmGroup(kind[0].op, [gemm.linear for gemm in kind], kind[0].norm, rows, kind[0].activation, kind[0].after_attention)
         for kind in kinds.values()
         for rows in buckets
     ]
@@ -92,7 +103,16 @@ def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[Ge
     if supports(linear.weight, silu=group.op == "gate_up"):
         wgmma = wgmma_configs(group.op, rows, linear.out_features, num_sms, tuning)
         found = wgmma if wgmma and rows > tuning.wgmma_only_rows else (*found, *wgmma)
-    return None, *found
+    return None, *found, *_resident_configs(group, num_sms)
+
+
+def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[ResidentConfig, ...]:
+    """The cut of the GEMM whose weights wait in shared memory, where the time behind attention may fill it."""
+    if not group.behind_pause:
+        return ()
+    linear = group.linears[0]
+    config = resident_config(linear.out_features, linear.in_features, num_sms)
+    return () if config is None else (config,)
 
 
 def _takes_fragments(group: GemmGroup) -> bool:

@@ -25,12 +25,14 @@ class Gemm:
         norm: the norm that is fused with it: the one before "linear" and "gate_up", the one after "linear_add"; None for a "linear"
             whose rows are not normed.
         activation: of "gate_up".
+        after_attention: whether it follows attention, which leaves the memory idle where contexts are short.
     """
 
     op: GemmOp
     linear: Linear
     norm: RMSNorm | None
     activation: Activation = Activation.SILU
+    after_attention: bool = False
 
     def key(self, m_bucket: int) -> GemmKey:
         """What its kernel is chosen by."""

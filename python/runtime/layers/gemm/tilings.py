@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from runtime.config.device_tuning import DeviceTuning
-from runtime.config.kernel_configs import FragmentConfig, TritonConfig
+from runtime.config.kernel_configs import FragmentConfig, ResidentConfig, TritonConfig
 from runtime.layers.gemm.gemm import GemmOp
 from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import MAX_TILE, WgmmaConfig
 
-GemmChoice = TritonConfig | WgmmaConfig | FragmentConfig | None
-"""How a GEMM is computed: Triton, WGMMA or fragments with a tiling, or cuBLAS (None) with separate kernels for the epilogue."""
+GemmChoice = TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | None
+"""How a GEMM is computed: by a kernel with a tiling, or cuBLAS (None) with separate kernels for the epilogue."""
 M_BUCKETS = (1, 4, 8, 16, 32, 64, MAX_ROWS)
 """A GEMM of M rows uses the kernel chosen for the next of these."""
 

@@ -55,7 +55,7 @@ class Kernel:
         """Launch `blocks` blocks, a multiple of the cluster size.
 
         Args:
-            args: the kernel's parameters, made by `tensor_map`, `pointer` and `int32`.
+            args: the kernel's parameters, made by `tensor_map`, `pointer`, `int32` and `int64`.
             pdl: start before the previous kernel has ended (programmatic dependent launch).
         """
         stream = torch.cuda.current_stream().cuda_stream
@@ -160,6 +160,12 @@ def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
 def int32(value: int) -> ctypes.c_int:
     """An int parameter."""
     return ctypes.c_int(value)
+
+
+@cache
+def int64(value: int) -> ctypes.c_longlong:
+    """A long long parameter."""
+    return ctypes.c_longlong(value)
 
 
 def check(result: tuple[Any, ...]) -> Any:

@@ -1,0 +1,81 @@
+"""The GEMM whose weights wait in shared memory, and its place among the choices of the autotuner."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime.config.device_tuning import H200
+from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
+from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.gemm.timings import GemmTimings
+from runtime.layers.linear import Linear
+from runtime.layers.norm import RMSNorm
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 13, 16])
+@pytest.mark.parametrize(("N", "K"), [(2048, 4096), (2880, 4096), (4096, 4096), (6144, 4096), (5120, 2048), (2048, 5120), (272, 192)])
+def test_resident_weights_compute_the_same_gemm(N: int, K: int, rows: int) -> None:
+    from runtime.layers.gemm.resident_gemm import resident_config, resident_gemm, supports
+
+    x, weight = (torch.randn((n, K), device="cuda").to(BF16) for n in (rows, N))
+    if not supports(weight):
+        pytest.skip("needs compute capability 9 and NVRTC")
+    config = resident_config(N, K, torch.cuda.get_device_properties(0).multi_processor_count)
+    assert config is not None
+    want, bias, eps = x.double() @ weight.double().T, torch.randn(N, device="cuda").to(BF16), 0.25
+    squares = torch.rand((rows, 150), device="cuda") * K
+    normed = want / (squares.double().sum(1) / K + eps).sqrt()[:, None]
+    gain, parts = torch.randn(N, device="cuda").to(BF16), config.parts(N)
+    for pdl in (False, True):
+        out = torch.full((rows + 1, N), float("nan"), device="cuda")
+        resident_gemm(x, weight, out[:rows], config, Epilogue(bias=bias), pdl=pdl)
+        assert ((out[:rows].double() - want - bias.double()).norm() / want.norm()) < 1e-5
+        resident_gemm(x, weight, out[:rows], config, pdl=pdl)
+        deferred = DeferredNorm(gain, torch.empty((rows, N), device="cuda", dtype=BF16), torch.empty((rows, parts), device="cuda"))
+        resident_gemm(x, weight, out[:rows], config, Epilogue(add=True, deferred=deferred), pdl=pdl)
+        assert ((out[:rows].double() - 2 * want).norm() / want.norm()) < 1e-5
+        assert torch.equal(deferred.scaled, (out[:rows] * gain.float()).to(BF16))
+        exact = out[:rows].double().square().reshape(rows, parts, -1).sum(2)
+        torch.testing.assert_close(deferred.squares.double(), exact, rtol=1e-5, atol=0)
+        narrow = torch.full((rows + 1, N), float("nan"), device="cuda", dtype=BF16)
+        resident_gemm(x, weight, narrow[:rows], config, Epilogue(scale=RowScale(squares, eps)), pdl=pdl)
+        assert ((narrow[:rows].double() - normed).norm() / normed.norm()) < 1e-2
+        assert out[rows].isnan().all()
+        assert narrow[rows].isnan().all()
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    from runtime.layers.gemm.resident_gemm import resident_config, resident_gemm, supports
+
+    x, weight = (torch.randn((n, 4096), device="cuda").to(BF16) for n in (16, 2048))
+    if not supports(weight):
+        pytest.skip("needs compute capability 9 and NVRTC")
+    config = resident_config(2048, 4096, torch.cuda.get_device_properties(0).multi_processor_count)
+    assert config is not None
+    outs = [resident_gemm(x[:rows], weight, torch.empty((rows, 2048), device="cuda"), config) for rows in range(1, 17)]
+    assert all(torch.equal(out, outs[-1][: len(out)]) for out in outs)
+
+
+def test_the_projection_behind_attention_is_timed_with_resident_weights() -> None:
+    from runtime.config.kernel_configs import ResidentConfig
+    from runtime.layers.cuda_ops import CudaOps
+    from runtime.layers.gemm.resident_gemm import supports
+
+    linears = [Linear.dense(torch.empty((2048, 4096), dtype=BF16, device="cuda").normal_(std=1 / 64)) for _ in range(3)]
+    if not supports(linears[0].weight):
+        pytest.skip("needs compute capability 9 and NVRTC")
+    norm = RMSNorm(torch.ones(2048, dtype=BF16, device="cuda"), 1e-5)
+    timings = GemmTimings(H200)
+    ops = CudaOps(timings)
+    gemms = [Gemm("linear_add", linear, norm, after_attention=True) for linear in linears]
+    ops.autotune(gemms, (1, 32))
+    few, many = (timings.known(BF16, gemms[0].key(rows)) for rows in (1, 32))
+    assert few is not None
+    assert many is not None
+    assert any(isinstance(choice, ResidentConfig) for choice in few.micros)
+    assert not any(isinstance(choice, ResidentConfig) for choice in many.micros)

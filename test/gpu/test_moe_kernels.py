@@ -106,6 +106,26 @@ def test_units_of_work_take_all_tokens_of_an_expert(name: str, rows: int) -> Non
             assert out[rows].isnan().all()
 
 
+@pytest.mark.skipif(INTERPRETED, reason="CUDA C++ needs a GPU")
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("name", ["dense", "dense-bias"])
+def test_sums_over_experts_in_one_block_match_the_definition(name: str, rows: int) -> None:
+    from runtime.layers.moe.kernels.down_sums import supports
+    from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments
+
+    for hidden, inner in ((2048, 768), (2880, 72), (528, 1536)):
+        layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=hidden, inner=inner)
+        assert supports(layer.down, rows, TOP_K)
+        for hot in (None, TOP_K + 1):
+            routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
+            want = layer.want(x, routing)
+            for dtype, pdl in ((DTYPE, False), (torch.float32, True)):
+                out = torch.full((rows + 1, hidden), float("nan"), device=DEVICE, dtype=dtype)
+                experts_by_fragments(x, layer.gate_up, layer.down, routing, layer.act, out[:rows], pdl=pdl)
+                assert relative(out[:rows], want) < ROUNDING, (hidden, inner, hot, dtype)
+                assert out[rows].isnan().all()
+
+
 @pytest.mark.parametrize("rows", MANY)
 @pytest.mark.parametrize("name", KINDS)
 def test_many_rows_match_the_definition(name: str, rows: int) -> None:
@@ -167,12 +187,14 @@ def test_experts_of_other_ranks_are_left_out(name: str) -> None:
         assert (out == 0).all()
 
 
+@pytest.mark.parametrize("rows", [1, 5, 8, 9])
+@pytest.mark.parametrize("name", ["dense", "dense-bias"])
 @pytest.mark.parametrize("config", [FEW_CONFIG, StepConfig(16, 128, 1, 2, 4)], ids=["triton", "fragments"])
-def test_few_rows_add_and_prepare_the_deferred_norm(config: StepConfig) -> None:
+def test_few_rows_add_and_prepare_the_deferred_norm(config: StepConfig, name: str, rows: int) -> None:
     from runtime.layers.gemm.deferred_norm import DeferredNorm
     from runtime.layers.moe.kernels.run_experts import experts_few_rows
 
-    layer, rows = Layer(KINDS["dense"]), 5
+    layer = Layer(KINDS[name], act_of(KINDS[name]))
     routing, x, h = routed(rows, EXPERTS, TOP_K), layer.x(rows), torch.randn((rows, HIDDEN), device=DEVICE)
     gain = torch.randn(HIDDEN, device=DEVICE).to(DTYPE)
     deferred = DeferredNorm(gain, torch.empty_like(h, dtype=DTYPE), torch.empty((rows, config.parts(HIDDEN)), device=DEVICE))

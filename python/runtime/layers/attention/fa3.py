@@ -59,6 +59,7 @@ class _ExtendPlan:
     max_queries: int
     pages: torch.Tensor
     requests: list[tuple[int, int]]
+    metadata: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict[tuple[int, bool], torch.Tensor])
 
 
 class FlashAttention:
@@ -129,8 +130,11 @@ class FlashAttention:
     def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Copy rows and lengths, and compute the tile or split-KV schedules, in place."""
         plan = self._plan
-        if not isinstance(plan, _FixedPlan):
+        if isinstance(plan, _ExtendPlan):
+            if not self._scaled:
+                plan.metadata.update({kind: self._extend_metadata(plan, *kind) for kind in self._kinds})
             return
+        assert plan is not None, "prepare comes before plan_on_device"
         plan.at.fill(batch)
         if batch.max_queries:
             plan.cu_seqlens_q.copy_(batch.qo_indptr)
@@ -212,6 +216,15 @@ class FlashAttention:
         else:
             static.copy_(fresh)
 
+    def _extend_metadata(self, plan: _ExtendPlan, window: int, causal: bool) -> torch.Tensor:
+        """The tile schedule of a ragged pass, which each layer would compute otherwise. Arguments must match those of `_extend`."""
+        shape = self._shape
+        return get_scheduler_metadata(
+            len(plan.rows), plan.max_queries, plan.pages.shape[1] * self._table.page_size, shape.num_q_heads, shape.num_kv_heads,
+            shape.head_dim, plan.seq_lens, qkv_dtype=self._dtype, cu_seqlens_q=plan.cu_seqlens_q, page_size=self._table.page_size,
+            causal=causal, window_size=_window_size(window, causal), num_splits=0,
+        )  # fmt: skip
+
     # ---- attention
 
     def _causal(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
@@ -274,7 +287,8 @@ class FlashAttention:
             q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=plan.seq_lens,
             page_table=plan.pages, cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q,
             max_seqlen_q=plan.max_queries, softmax_scale=layer.scale, causal=layer.causal,
-            window_size=_window_size(layer.window, layer.causal), num_splits=0, sinks=self._sinks[layer.layer_id],
+            window_size=_window_size(layer.window, layer.causal), scheduler_metadata=plan.metadata[layer.window, layer.causal],
+            num_splits=0, sinks=self._sinks[layer.layer_id],
         )  # fmt: skip
 
     def _extend_widened(self, q: torch.Tensor, layer: AttentionSpec, scales: torch.Tensor, plan: _ExtendPlan) -> torch.Tensor:

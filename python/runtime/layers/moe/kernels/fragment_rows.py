@@ -12,8 +12,11 @@ import torch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.kernels.fragments import COLUMNS, readable, weights_argument
+from runtime.layers.moe.kernels.down_sums import down_sums
+from runtime.layers.moe.kernels.down_sums import supports as sums_supported
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct
+from runtime.layers.moe.kernels.routing_argument import RoutingArgument, routing_argument
 from runtime.layers.moe.router import Routing
 
 MOST_TOKENS = 256
@@ -85,12 +88,6 @@ class _Sums:
     early: bool
 
 
-class _Routing(ctypes.Structure):
-    """`Routing` in the CUDA sources."""
-
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("ids", "weights")), *((name, ctypes.c_int) for name in ("first", "experts")))
-
-
 def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, deferred: DeferredNorm | None = None) -> bool:
     """Whether the kernels can multiply these rows by these weights on their device, and fill these buffers."""
     (E, rows, hidden), (_, _, inner) = gate_up.shape, down.shape
@@ -128,9 +125,12 @@ def experts_by_fragments(
     """
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routing.ids.shape[1]
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
-    y = torch.empty((T * top_k, hidden), dtype=torch.float32, device=x.device)
-    routed = _Routing(routing.ids.data_ptr(), routing.weights.data_ptr(), first, E)
+    routed = routing_argument(routing, first, E)
     _gemm(x, gate_up, h, routed, T, top_k, act, gated=True, pdl=pdl)
+    if sums_supported(down, T, top_k):
+        down_sums(h, down, routed, top_k, out, add=add, deferred=deferred, pdl=pdl)
+        return out
+    y = torch.empty((T * top_k, hidden), dtype=torch.float32, device=x.device)
     _gemm(h, down, y, routed, T, top_k, act, gated=False, pdl=pdl)
     gain, scaled, squares = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
     _sum_kernel(_Sums(top_k, add, deferred is not None, out.dtype is torch.float32, pdl))(
@@ -142,8 +142,17 @@ def experts_by_fragments(
 
 
 def _gemm(
-    x: torch.Tensor, w: ExpertWeights, out: torch.Tensor, routed: _Routing, T: int, top_k: int, act: GatedAct, *, gated: bool, pdl: bool
-) -> None:  # fmt: skip
+    x: torch.Tensor,
+    w: ExpertWeights,
+    out: torch.Tensor,
+    routed: RoutingArgument,
+    T: int,
+    top_k: int,
+    act: GatedAct,
+    *,
+    gated: bool,
+    pdl: bool,
+) -> None:
     """One of the GEMMs. The second one starts before the first has ended, and reads the routing at once."""
     E, rows, columns = w.shape
     cut, pairs = _cut(w, T, top_k), T * top_k

@@ -198,7 +198,7 @@ def test_few_rows_add_and_prepare_the_deferred_norm(config: StepConfig, name: st
     routing, x, h = routed(rows, EXPERTS, TOP_K), layer.x(rows), torch.randn((rows, HIDDEN), device=DEVICE)
     gain = torch.randn(HIDDEN, device=DEVICE).to(DTYPE)
     deferred = DeferredNorm(gain, torch.empty_like(h, dtype=DTYPE), torch.empty((rows, config.parts(HIDDEN)), device=DEVICE))
-    want = h + layer.few(x, routing, (config, config))
+    want = h + layer.few(x, routing, (config, config), triton=config is FEW_CONFIG)
     experts_few_rows(x, layer.gate_up, layer.down, routing, layer.act, (config, config), h, add=True, deferred=deferred)
     torch.testing.assert_close(h, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(deferred.scaled, (h * gain.float()).to(DTYPE))

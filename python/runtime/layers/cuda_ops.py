@@ -407,11 +407,11 @@ class CudaOps:
             triton_gemm(x, linear.weight, out, choice, epilogue, weight_scale=scale, pdl=self.pdl)
         elif isinstance(choice, WgmmaConfig):
             wgmma_gemm(x, linear.weight, out, choice, epilogue, pdl=self.pdl)
-            return
-        assert out is not None, "these kernels have no argmax"
-        if isinstance(choice, ResidentConfig):
+        elif isinstance(choice, ResidentConfig):
+            assert out is not None, "the GEMM with resident weights has no argmax"
             resident_gemm(x, linear.weight, out, choice, epilogue, pdl=self.pdl)
         else:
+            assert out is not None, "the GEMM by fragments has no argmax"
             assert scale is not None, "the GEMM by fragments takes weights in e4m3"
             fragment_gemm(x, linear.weight, out, choice, epilogue, weight_scale=scale, pdl=self.pdl)
 

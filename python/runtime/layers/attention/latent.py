@@ -70,7 +70,7 @@ class LatentAttention(AttentionLayer):
         yield Gemm("linear", self.down_proj, norm)
         if self.q_proj is not None:
             yield Gemm("linear", self.q_proj, None)
-        yield Gemm("linear_add", self.o_proj, next_norm, after_attention=True)
+        yield Gemm("linear_add", self.o_proj, next_norm)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Write the latent rows to the pool and attend: [T, H * value_dim], the dtype of `qkv`, the rows of `project`."""

@@ -25,7 +25,8 @@ class Gemm:
         norm: the norm that is fused with it: the one before "linear" and "gate_up", the one after "linear_add"; None for a "linear"
             whose rows are not normed.
         activation: of "gate_up".
-        after_attention: whether it follows attention, which leaves the memory idle where contexts are short.
+        after_attention: whether it directly follows attention, which lets it start early and leaves the memory idle where contexts are
+            short.
     """
 
     op: GemmOp

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from runtime.layers.gemm.deferred_norm import RowScale
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
+from runtime.layers.moe.kernels.route_few import route_few, supports
 from runtime.layers.moe.router import Routing, RoutingRule
 
 SOFTMAX, SIGMOID, TOPK_SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -42,12 +43,12 @@ def route(
     normed: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Routing:
-    """Choose experts for each row of x.
+    """Choose experts for each row of x: in CUDA C++ what `route_few` supports, otherwise in Triton.
 
     Args:
         x: [T, K] contiguous, K a multiple of 16.
         weight: [E, K] contiguous, the dtype of x. Logits are summed and kept in float32.
-        tickets: from `new_tickets`: the program that ends last for a block of tokens makes the choice.
+        tickets: from `new_tickets`: in Triton, the program that ends last for a block of tokens makes the choice.
         bias: [E], added to the logits.
         correction_bias: float32 [E], added to the scores for the choice only.
         masks: int32 [T, ⌈E / 32⌉] for `Routing.masks`; allocated where it is None.
@@ -75,6 +76,8 @@ def route(
     )
     if T == 0:
         return routed
+    if supports(x, weight, scoring, bias, correction_bias):
+        return route_few(x, weight, scoring, routed, bias, correction_bias, norm=norm, normed=normed, pdl=pdl)
     logits = torch.empty((splits, T, padded), dtype=torch.float32, device=device)
     _route_kernel[(padded // experts, splits, blocks)](
         x, weight, bias, correction_bias, logits, tickets, routed.ids, routed.weights, routed.masks,

@@ -1,0 +1,383 @@
+// Routing for few tokens: the router's GEMM, the scores and the choice of experts, by a cluster of blocks for up to PASS tokens.
+//
+// PARTS blocks share the columns of 16 * OWN experts, and the warps of a block share its columns. Weights do not depend on the kernel
+// before: the first HELD chunks of each row are under way while that one still runs. Small shares go to registers, because a block with
+// little shared memory starts beside most kernels. Large ones go to a ring in shared memory, and what the ring does not hold yet to L2.
+// Tokens pass through shared memory, normed and in rounds, into the fragments of mma.m16n8k16. The sums of the warps meet in shared memory
+// and travel from there to the block that chooses for a token. Its mbarrier counts the bytes, so the cluster needs no barrier at the end: a
+// block that awaits nothing ends when it has sent. A warp chooses.
+//
+// Constants from the host besides those of `fragments.cu`: EXPERTS, COLUMNS, TOP_K, SCORING (0: softmax, 1: sigmoid, 2: softmax of the
+// chosen), RENORMALIZE, BIAS, CORRECTION, NORM, WARPS, CLUSTER, PARTS, OWN, SHARE (chunks of a warp), HELD, RING (whether they are held in
+// shared memory), ROUND (chunks of a token that are there at once), TOKEN_BYTES (of a warp's shared memory, for each token).
+
+constexpr int PASS = 8, THREADS = 32 * WARPS;
+constexpr int SETS = CLUSTER / PARTS, ROWS = 16 * OWN;                      // blocks of a set have the same experts, ROWS of them
+constexpr int CHUNKS = (COLUMNS + CHUNK - 1) / CHUNK;
+constexpr bool EVEN = CHUNKS == PARTS * WARPS * SHARE;                       // whether each warp has SHARE chunks
+constexpr bool WHOLE = COLUMNS % CHUNK == 0;
+constexpr bool FULL = EXPERTS == SETS * ROWS;
+constexpr int ROUNDS = (SHARE + ROUND - 1) / ROUND, PIECES = 4 * ROUND;     // 16-byte pieces of a token in a round
+constexpr int STRIDE = 64 * (ROUND | 1);                                    // bytes of a token: two neighbours are in different banks
+constexpr int SUMS = ROWS + 4;                                              // sums of a token, likewise
+constexpr int QUADS = ROWS / 4;
+constexpr int CHAINS = RING ? 2 : OWN < 4 ? 4 / OWN : 1;                              // sums of a lane that do not wait for each other
+constexpr int UNROLL = RING ? 2 : ROUND;
+constexpr int EACH = (EXPERTS + 31) / 32;                                   // neighbouring experts of a lane that chooses; words of a mask
+constexpr int WIDTH = SETS * ROWS > 32 * EACH ? SETS * ROWS : 32 * EACH;
+constexpr int SLOTS = (PASS + CLUSTER - 1) / CLUSTER;                       // tokens that a block chooses for, at most
+constexpr int SQUARES = 8;                                                  // that a lane loads at once
+constexpr float LEAST = -3e38f;                                             // the score to choose by where it is NaN or less
+static_assert(WARPS == PASS, "each warp sums the squares of a token");
+static_assert(TOKEN_BYTES >= STRIDE && TOKEN_BYTES >= 4 * SUMS && TOKEN_BYTES % 16 == 0, "a warp's tokens give way to its sums");
+static_assert(RING || (HELD == SHARE && ROUND == SHARE), "registers hold all weights");
+
+struct Norms {  // of the norm before
+    const float* squares;  // [T, parts]
+    int parts;
+    float eps;
+    const u16* gain;
+    u16* scaled;
+    float* next_squares;
+};
+
+struct Fragment {
+    uint4 low, high;  // of rows g and g + 8
+};
+
+struct Choice {
+    int expert;
+    float score;
+};
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// A barrier that opens when so many bytes have come from the blocks of the cluster.
+__device__ __forceinline__ void barrier_init(const u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(barrier)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(const u64* barrier) {
+    asm volatile(
+        "{\n.reg .pred open;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 open, [%0], 0;\n@!open bra AGAIN;\n}"
+        :: "r"(shared_address(barrier)) : "memory");
+}
+
+// Store to the shared memory of a block of the cluster, and count it there; the addresses are those of this block.
+__device__ __forceinline__ void send(int block, const float* to, const u64* barrier, float4 v) {
+    asm volatile(
+        "{\n.reg .u32 there, counter;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 counter, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [counter];\n}"
+        :: "r"(shared_address(to)), "r"(shared_address(barrier)), "r"(block), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+__device__ __forceinline__ void copy_float(float* shared, const float* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(shared_address(shared)), "l"(global) : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ void prefetch(const u16* at, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(at), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ u32 to_bf16x2(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ u32 scaled2(u32 v, float scale) {
+    return to_bf16x2(__uint_as_float(v << 16) * scale, __uint_as_float(v & 0xFFFF0000u) * scale);
+}
+
+// Numbers in the order of floats, both zeros alike; 0 is below all of them but NaN.
+__device__ __forceinline__ u32 key_of(float x) {
+    const u32 bits = __float_as_uint(x + 0.0f);
+    return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
+}
+__device__ __forceinline__ float of_key(u32 key) { return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : ~0u)); }
+
+// The compiler leaves this load before the wait for the kernel before, but not one by `ld.global.nc`. Zeros where it is not `in`.
+__device__ __forceinline__ uint4 load16(const u16* at, bool in) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (in)
+        asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+            : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void copy16(u8* shared, const u16* at, bool in) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
+        :: "r"(shared_address(shared)), "l"(at), "r"(in ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int YOUNGEST> __device__ __forceinline__ void wait_for_copies_but() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(YOUNGEST) : "memory");
+}
+
+__device__ __forceinline__ void store16(u16* at, uint4 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// The experts and weights of one token, by one warp: each lane has EACH neighbours. Where scores are equal, the smaller expert comes first.
+__device__ __forceinline__ void choose(
+    const float (&logits)[PARTS][WIDTH], const float* corrections, Choice (&chosen)[TOP_K], int* ids, float* weights, u32* masks,
+    float scaling
+) {
+    const int lane = threadIdx.x % 32, first = lane * EACH;
+    float score[EACH];
+    u32 key[EACH];
+    #pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        score[j] = 0.0f;
+        #pragma unroll
+        for (int p = 0; p < PARTS; p++) score[j] += logits[p][first + j];
+        if (first + j >= EXPERTS) score[j] = -__int_as_float(0x7F800000);
+    }
+    float total = 0.0f;
+    bool none = false;  // whether softmax gives NaN to all experts
+    if (SCORING == 0) {
+        u32 best = 0;
+        #pragma unroll
+        for (int j = 0; j < EACH; j++) best = max(best, key_of(score[j]));
+        const float top = of_key(__reduce_max_sync(~0u, best));
+        #pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            score[j] = __expf(score[j] - top);
+            total += score[j];
+            none |= score[j] != score[j];
+        }
+        none = __any_sync(~0u, none);
+    }
+    if (SCORING == 1) {
+        #pragma unroll
+        for (int j = 0; j < EACH; j++) score[j] = __fdividef(1.0f, 1.0f + __expf(-score[j]));
+    }
+    constexpr bool DIVIDED = SCORING == 0 && CORRECTION;  // whether softmax is complete before the choice; otherwise its sum runs along
+    if (DIVIDED) {
+        #pragma unroll
+        for (int apart = 1; apart < 32; apart *= 2) total += __shfl_xor_sync(~0u, total, apart);
+        #pragma unroll
+        for (int j = 0; j < EACH; j++) score[j] = __fdividef(score[j], total);
+    }
+    #pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const float choice = CORRECTION && first + j < EXPERTS ? score[j] + corrections[first + j] : score[j];
+        key[j] = first + j >= EXPERTS ? 0 : key_of(choice > LEAST && !none ? choice : LEAST);
+    }
+    u32 taken = 0;
+    #pragma unroll
+    for (int place = 0; place < TOP_K || place < 5; place++) {
+        if (SCORING == 0 && !DIVIDED && place < 5) total += __shfl_xor_sync(~0u, total, 1 << place);
+        if (place >= TOP_K) continue;
+        u32 best = 0;
+        #pragma unroll
+        for (int j = 0; j < EACH; j++) best = max(best, key[j]);
+        const u32 top = __reduce_max_sync(~0u, best);
+        const u32 equals = __ballot_sync(~0u, best == top);
+        const bool own = best == top && (equals & ((1u << lane) - 1)) == 0;
+        int at = 0;
+        float value = score[0];
+        #pragma unroll
+        for (int j = EACH - 1; j >= 0; j--)
+            if (key[j] == top) at = j, value = score[j];
+        if (own) {
+            chosen[place] = {first + at, value};
+            taken |= 1u << at;
+        }
+        #pragma unroll
+        for (int j = 0; j < EACH; j++)
+            if (own && at == j) key[j] = 0;
+    }
+    u32 word = 0;  // of this lane
+    #pragma unroll
+    for (int w = 0; w < EACH; w++) {
+        const int at = first - 32 * w;
+        const u32 bits = at >= 32 || at <= -32 ? 0 : at >= 0 ? taken << at : taken >> -at;
+        const u32 all = __reduce_or_sync(~0u, bits);
+        if (lane == w) word = all;
+    }
+    __syncwarp();
+    const float factor = SCORING == 0 && !DIVIDED ? __fdividef(1.0f, total) : 1.0f;
+    float sum = 0.0f;
+    #pragma unroll
+    for (int place = 0; place < TOP_K; place++)
+        sum += SCORING == 2 ? __expf(chosen[place].score - chosen[0].score) : factor * chosen[place].score;
+    if (lane < TOP_K) {
+        const Choice choice = chosen[lane];
+        float weight = SCORING == 2 ? __fdividef(__expf(choice.score - chosen[0].score), sum) : factor * choice.score;
+        if (SCORING != 2 && RENORMALIZE) weight = __fdividef(weight, sum + 1e-20f);
+        ids[lane] = choice.expert;
+        weights[lane] = weight * scaling;
+    }
+    if (lane < EACH) masks[lane] = word;
+}
+
+// normed = x times the scale of `norms`, written where NORM; the routing of those T tokens. `bias` and `correction`: [EXPERTS].
+extern "C" __global__ void __launch_bounds__(THREADS, 2) route_few(
+    const u16* x, const u16* weight, const u16* bias, const float* correction, Norms norms, u16* normed, int* ids, float* weights,
+    u32* masks, int T, float scaling
+) {
+    extern __shared__ __align__(128) u8 shared[];  // RING: [WARPS][HELD][OWN][2][32] pieces of weights; [WARPS][tokens][TOKEN_BYTES]
+    __shared__ __align__(16) float logits[SLOTS][PARTS][WIDTH];
+    __shared__ float corrections[EXPERTS], scales[PASS];
+    __shared__ Choice chosen[SLOTS][TOP_K];
+    __shared__ u64 arrived[SLOTS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int block = blockIdx.x % CLUSTER, part = block % PARTS, set = block / PARTS;
+    const int first_token = blockIdx.x / CLUSTER * PASS, tokens = min(T - first_token, PASS);
+    const int begin = (part * WARPS + warp) * SHARE, end = EVEN ? begin + SHARE : min(begin + SHARE, CHUNKS), expert = set * ROWS + g;
+
+    if (EARLY) launch_next();
+    if (threadIdx.x == 0)
+        for (int slot = 0; slot < SLOTS; slot++) barrier_init(&arrived[slot], PARTS * SETS * ROWS * sizeof(float));
+    cluster_arrive();
+    u8* const ring = shared + (RING ? warp * HELD * OWN * 1024 + lane * 16 : 0);  // of this lane: two pieces of each tile and chunk
+    u8* const all_tokens = shared + (RING ? WARPS * HELD * OWN * 1024 : 0);
+    const u16* const own_weights = weight + (long)expert * COLUMNS + begin * CHUNK + t * LANE_COLUMNS;
+    const auto inside = [&](int chunk, int piece) {
+        return begin + chunk < end && (WHOLE || (begin + chunk) * CHUNK + piece * LANE_COLUMNS < COLUMNS);
+    };
+    const auto copy_chunk = [&](int chunk) {
+        u8* const to = ring + chunk % HELD * (OWN * 1024);
+        const bool in = inside(chunk, t);
+        #pragma unroll
+        for (int o = 0; o < OWN; o++) {
+            const u16* const at = own_weights + 16 * o * COLUMNS + chunk * CHUNK;
+            copy16(to + 1024 * o, at, in && (FULL || expert + 16 * o < EXPERTS));
+            copy16(to + 1024 * o + 512, at + 8 * COLUMNS, in && (FULL || expert + 16 * o + 8 < EXPERTS));
+        }
+        commit_copies();
+    };
+    if (CORRECTION && warp == 0)
+        for (int i = lane; i < EXPERTS; i += 32) copy_float(corrections + i, correction + i);
+    Fragment held[RING ? 1 : HELD][OWN];
+    #pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        #pragma unroll
+        for (int o = 0; o < OWN && !RING; o++) {
+            const u16* const at = own_weights + 16 * o * COLUMNS + i * CHUNK;
+            held[i][o].low = load16(at, inside(i, t) && (FULL || expert + 16 * o < EXPERTS));
+            held[i][o].high = load16(at + 8 * COLUMNS, inside(i, t) && (FULL || expert + 16 * o + 8 < EXPERTS));
+        }
+        if (RING) copy_chunk(i);
+    }
+    if (SHARE > HELD && begin + HELD < end) {
+        const int from = (begin + HELD) * CHUNK, to = min(end * CHUNK, COLUMNS);
+        for (int row = set * ROWS + lane; row < min((set + 1) * ROWS, EXPERTS); row += 32)
+            prefetch(weight + (long)row * COLUMNS + from, (to - from) * sizeof(u16));
+    }
+    const int quad = threadIdx.x % QUADS;
+    u16 biases[4] = {};
+    if (BIAS && part == 0)
+        #pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (FULL || set * ROWS + 4 * quad + j < EXPERTS) biases[j] = bias[set * ROWS + 4 * quad + j];
+    if (EARLY) wait_for_kernel_before();
+
+    // A lane takes piece `lane` of the tokens' pieces, then each 32nd.
+    const int count = tokens * PIECES;
+    const long corner = (long)first_token * COLUMNS + begin * CHUNK;
+    uint4 pieces[ROUND];
+    const auto load_pieces = [&](int first) {
+        #pragma unroll
+        for (int k = 0; k < ROUND; k++) {
+            if (32 * k >= count) break;  // whole warps
+            const int i = 32 * k + lane, piece = i % PIECES;
+            pieces[k] = make_uint4(0, 0, 0, 0);
+            if (i < count && inside(first + piece / 4, piece % 4))
+                pieces[k] = *(const uint4*)(x + corner + (i / PIECES * COLUMNS + first * CHUNK + piece * LANE_COLUMNS));
+        }
+    };
+    load_pieces(0);
+    if (NORM && warp < tokens) {
+        const float* const squares = norms.squares + (long)(first_token + warp) * norms.parts;
+        float sum = 0.0f;
+        #pragma unroll 1
+        for (int base = lane; base - lane < norms.parts; base += 32 * SQUARES) {
+            float v[SQUARES];
+            #pragma unroll
+            for (int q = 0; q < SQUARES; q++) v[q] = base + 32 * q < norms.parts ? squares[base + 32 * q] : 0.0f;
+            #pragma unroll
+            for (int q = 0; q < SQUARES; q++) sum += v[q];
+        }
+        #pragma unroll
+        for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+        if (lane == 0) scales[warp] = rsqrtf(sum * (1.0f / COLUMNS) + norms.eps);
+    }
+    cluster_wait();  // all blocks have started
+    if (NORM) __syncthreads();
+
+    u8* const own = all_tokens + warp * tokens * TOKEN_BYTES;
+    float sums[OWN][CHAINS][4] = {};
+    #pragma unroll 1
+    for (int first = 0; first < SHARE; first += ROUND) {
+        #pragma unroll
+        for (int k = 0; k < ROUND; k++) {
+            if (32 * k >= count) break;
+            const int i = 32 * k + lane, token = i / PIECES, piece = i % PIECES, chunk = first + piece / 4;
+            if (i >= count) break;  // in the last turn
+            uint4 v = pieces[k];
+            if (NORM) {
+                const float scale = scales[token];
+                v = make_uint4(scaled2(v.x, scale), scaled2(v.y, scale), scaled2(v.z, scale), scaled2(v.w, scale));
+                if (chunk % SETS == set && inside(chunk, piece % 4))
+                    store16(normed + corner + (token * COLUMNS + first * CHUNK + piece * LANE_COLUMNS), v);
+            }
+            *(uint4*)(own + token * STRIDE + 16 * piece) = v;
+        }
+        __syncwarp();
+        if (ROUNDS > 1) load_pieces(first + ROUND);
+        const u8* const from = own + min(g, tokens - 1) * STRIDE + 16 * t;
+        #pragma unroll UNROLL
+        for (int c = 0; c < ROUND; c++) {
+            const uint4 token = *(const uint4*)(from + 64 * c);
+            if (RING) wait_for_copies_but<HELD - 1>();
+            #pragma unroll
+            for (int o = 0; o < OWN; o++) {
+                const u8* const slot = ring + (first + c) % HELD * (OWN * 1024) + 1024 * o;
+                const Fragment f = RING ? Fragment{*(const uint4*)slot, *(const uint4*)(slot + 512)} : held[RING ? 0 : c][o];
+                mma(sums[o][2 * c % CHAINS], f.low.x, f.high.x, f.low.y, f.high.y, token.x, token.y);
+                mma(sums[o][(2 * c + 1) % CHAINS], f.low.z, f.high.z, f.low.w, f.high.w, token.z, token.w);
+            }
+            if (RING && SHARE > HELD) copy_chunk(first + c + HELD);  // over what this lane has just read
+            if (RING && SHARE == HELD) commit_copies();              // none, to count
+        }
+        __syncwarp();
+    }
+    #pragma unroll
+    for (int o = 0; o < OWN; o++) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            #pragma unroll
+            for (int chain = 1; chain < CHAINS; chain++) sums[o][0][i] += sums[o][chain][i];
+            const int token = 2 * t + i % 2;
+            if (token < tokens) ((float*)own)[token * SUMS + 16 * o + g + i / 2 * 8] = sums[o][0][i];
+        }
+    }
+    if (RING || (CORRECTION && warp == 0)) wait_for_copies();
+    __syncthreads();
+    const int token = threadIdx.x / QUADS;
+    if (token < tokens) {
+        float4 sum = make_float4(of_bf16(biases[0]), of_bf16(biases[1]), of_bf16(biases[2]), of_bf16(biases[3]));
+        #pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float4 v = *(const float4*)(all_tokens + w * tokens * TOKEN_BYTES + 4 * (token * SUMS + 4 * quad));
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        const int slot = token / CLUSTER;
+        send(token % CLUSTER, &logits[slot][part][set * ROWS + 4 * quad], &arrived[slot], sum);
+    }
+    const int chosen_token = block + warp * CLUSTER;
+    if (warp >= SLOTS || chosen_token >= tokens) return;
+    barrier_wait(&arrived[warp]);
+    const long row = first_token + chosen_token;
+    choose(logits[warp], corrections, chosen[warp], ids + row * TOP_K, weights + row * TOP_K, masks + row * EACH, scaling);
+}

@@ -1,0 +1,148 @@
+"""Routing for few tokens in CUDA C++: a cluster of blocks holds the router's weights before the tokens are ready (`route_few.cu`)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from runtime.layers.gemm.deferred_norm import RowScale, norms_argument
+from runtime.layers.kernels import cuda_driver, fragments
+from runtime.layers.moe.router import Routing, RoutingRule
+
+MOST_TOKENS = 16
+PASS = 8
+"""Tokens of a cluster, at most; shared memory is that of 1, 2, 4 or 8 tokens."""
+MOST_EXPERTS = 512
+MOST_TOP_K = 32
+WARPS = 8
+"""Of a block."""
+MOST_BLOCKS = 8
+"""Of a cluster, on any GPU that has clusters."""
+COLUMNS = 4 * fragments.COLUMNS["dense"]
+"""Of a chunk."""
+MOST_IN_REGISTERS = 8
+"""Chunks of 16 experts that a warp holds, eight registers of a lane each: with more than that, they are in shared memory."""
+MOST_IN_RING = 12
+"""96 KiB of a block."""
+CHUNK_BYTES = 16 * 2 * COLUMNS
+MOST_ROUND = 8
+"""Chunks of a token that a warp keeps in shared memory: half as many beside more than two tiles, whose sums take the registers."""
+SCORINGS = ("softmax", "sigmoid", "topk_softmax")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a cluster shares a router: the constants of the same names in the CUDA source."""
+
+    cluster: int
+    parts: int
+    own: int
+    share: int
+    held: int
+    ring: bool
+    round: int
+    token_bytes: int
+
+    def shared_bytes(self, tokens: int) -> int:
+        """Of a block, for so many tokens of its cluster."""
+        return WARPS * (self.ring * self.held * self.own * CHUNK_BYTES + tokens * self.token_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What a program is compiled for."""
+
+    experts: int
+    columns: int
+    top_k: int
+    scoring: int
+    renormalize: bool
+    bias: bool
+    correction: bool
+    norm: bool
+    early: bool
+
+
+def supports(
+    x: torch.Tensor, weight: torch.Tensor, rule: RoutingRule, bias: torch.Tensor | None = None, correction_bias: torch.Tensor | None = None
+) -> bool:
+    """Whether the kernel can route these rows on their device: few rows in bfloat16, by a rule without groups."""
+    return (
+        x.is_cuda
+        and 0 < len(x) <= MOST_TOKENS
+        and x.dtype is weight.dtype is torch.bfloat16
+        and (bias is None or bias.dtype is torch.bfloat16)
+        and (correction_bias is None or correction_bias.dtype is torch.float32)
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and x.shape[1] % 16 == 0
+        and rule.num_groups == 1
+        and rule.top_k <= min(MOST_TOP_K, weight.shape[0])
+        and weight.shape[0] <= MOST_EXPERTS
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and cuda_driver.available()
+    )
+
+
+def route_few(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rule: RoutingRule,
+    routed: Routing,
+    bias: torch.Tensor | None = None,
+    correction_bias: torch.Tensor | None = None,
+    *,
+    norm: RowScale | None = None,
+    normed: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> Routing:
+    """`route`, for what the kernel `supports`; fills and returns `routed`.
+
+    A row's result depends on its own row only, summed in an order that the router's shape fixes.
+    """
+    T, (E, K) = len(x), weight.shape
+    scoring, biased, corrected = SCORINGS.index(rule.scoring), bias is not None, correction_bias is not None
+    variant = _Variant(E, K, rule.top_k, scoring, rule.renormalize, biased, corrected, norm is not None, pdl)
+    cluster, kernels = _kernels(variant)
+    kernels[(min(T, PASS) - 1).bit_length()](
+        -(-T // PASS) * cluster,
+        (
+            *map(cuda_driver.pointer, (x, weight, bias, correction_bias)), norms_argument(norm, None),
+            *map(cuda_driver.pointer, (normed, routed.ids, routed.weights, routed.masks)),
+            cuda_driver.int32(T), ctypes.c_float(rule.scaling),
+        ),
+        pdl,
+    )  # fmt: skip
+    return routed
+
+
+@cache
+def _kernels(variant: _Variant) -> tuple[int, tuple[cuda_driver.Kernel, ...]]:
+    """Blocks of a cluster, and the kernels for up to 1, 2, 4 and 8 tokens of it: one program with more and more shared memory."""
+    cut, text = _cut(variant.experts, variant.columns), source(variant)
+    sizes = map(cut.shared_bytes, (1, 2, 4, PASS))
+    compiled = (cuda_driver.compile_kernel(text, "route_few", threads=32 * WARPS, cluster=cut.cluster, shared_bytes=size) for size in sizes)
+    return cut.cluster, tuple(compiled)
+
+
+def _cut(experts: int, columns: int) -> _Cut:
+    """Few experts leave blocks that share their columns; with many, each block has several tiles of 16."""
+    tiles = -(-experts // 16)
+    own = -(-tiles // MOST_BLOCKS)
+    parts = max(1, MOST_BLOCKS >> (tiles - 1).bit_length())
+    share = -(-columns // (COLUMNS * parts * WARPS))
+    ring = share * own > MOST_IN_REGISTERS
+    together = min(share, MOST_ROUND if own <= 2 else MOST_ROUND // 2)
+    tokens, sums = 64 * (together | 1), 4 * (16 * own + 4)
+    held = min(share, MOST_IN_RING // own) if ring else share
+    return _Cut(-(-tiles // own) * parts, parts, own, share, held, ring, together, max(tokens, sums))
+
+
+def source(variant: _Variant) -> str:
+    """The CUDA program of a variant."""
+    constants = {**asdict(variant), **asdict(_cut(variant.experts, variant.columns)), "warps": WARPS, "format": 0, "act": 0}
+    return fragments.source(Path(__file__).with_name("route_few.cu"), {name.upper(): int(value) for name, value in constants.items()})

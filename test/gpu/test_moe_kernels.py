@@ -328,6 +328,41 @@ def test_tokens_of_nan_leave_the_others_as_they_are(name: str) -> None:
         assert relative(out[4:], want) < ROUNDING
 
 
+@pytest.mark.skipif(INTERPRETED, reason="magnitudes of bfloat16")
+@pytest.mark.parametrize("rows", [6, 20])
+@pytest.mark.parametrize("name", KINDS)
+def test_few_rows_take_tokens_of_any_magnitude(name: str, rows: int) -> None:
+    act = act_of(KINDS[name])
+    layer, routing = Layer(KINDS[name], act), routed(rows, EXPERTS, TOP_K, TOP_K + 1)
+    x = layer.x(rows)
+    for row, magnitude in enumerate((3e4, 1e12, 1e-30, 0)):
+        x[row] *= magnitude
+    x[4, HIDDEN // 2] = torch.nan
+    want, out = layer.want(x, routing), layer.few(x, routing, (FEW_CONFIG, FEW_CONFIG))
+    good = [row for row in range(rows) if row != 4]
+    errors = (out.double() - want).norm(dim=1) - ROUNDING * want.norm(dim=1)
+    assert (errors[good] <= 1e-30).all(), errors
+    if act != "clamped":  # a clamp takes NaN for its limit
+        assert out[4].isnan().all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="CUDA C++ needs a GPU")
+@pytest.mark.parametrize("rows", [2, 20])
+def test_mxfp4_groups_have_scales_of_any_size(rows: int) -> None:
+    from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments
+
+    layer = Layer(KINDS["mxfp4"], "clamped", hidden=288)
+    assert layer.gate_up.scale is not None
+    steps = torch.randint(-30, 31, layer.gate_up.scale.shape, device=DEVICE)
+    steps[:, :, 1] = -120  # nothing remains of such groups
+    scale = (layer.gate_up.scale + steps).clamp(1, 128)
+    layer.wide_gate_up *= torch.exp2(scale.float() - layer.gate_up.scale).repeat_interleave(32, 2)
+    layer.gate_up = replace(layer.gate_up, scale=scale.to(torch.uint8))
+    routing, x, out = routed(rows, EXPERTS, TOP_K), layer.x(rows), torch.empty((rows, 288), device=DEVICE)
+    experts_by_fragments(x, layer.gate_up, layer.down, routing, layer.act, out)
+    assert relative(out, layer.want(x, routing)) < ROUNDING
+
+
 @pytest.mark.parametrize(("tokens", "rows", "first", "own"), [(5, 16, 0, 6), (70, 16, 2, 4), (300, 64, 0, 6)])
 def test_pairs_are_sorted_by_expert_in_whole_tiles(tokens: int, rows: int, first: int, own: int) -> None:
     from runtime.layers.moe.kernels.align import align

@@ -168,6 +168,36 @@ def test_fragments_compute_the_same_gemm(block: tuple[int, int] | str, rows: int
             assert half[rows].isnan().all(), f"{config} writes past its rows"
 
 
+@pytest.mark.parametrize("rows", [8, 16])
+def test_fragments_take_rows_of_any_magnitude(rows: int) -> None:
+    from runtime.config.kernel_configs import FragmentConfig
+    from runtime.layers.gemm.fragment_gemm import fragment_gemm, supports
+
+    N, K = 256, 2064
+    x, numbers = torch.randn((rows, K), device="cuda"), torch.randn((N, K), device="cuda") * 50
+    for row, magnitude in enumerate((3e37, 3e4, 1e-30)):
+        x[row] *= magnitude
+    x[1, 7], numbers[:, 7] = 3e8, 0  # beside much smaller entries, and alone without effect
+    x[3], x[4, 9], x[5, 9], x[6, 70] = 0, torch.nan, torch.inf, -torch.inf
+    numbers[:, [9, 70]] = 2
+    x, weight = x.to(BF16), numbers.to(torch.float8_e4m3fn)
+    scale = torch.rand((2, 17), device="cuda") * 2e-6
+    if not supports(weight, scale):
+        pytest.skip("needs compute capability 9 and NVRTC")
+    wide = weight.double() * scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :K]
+    want = x.double() @ wide.T
+    good = [row for row in range(rows) if row not in (3, 4, 5, 6)]
+    for config in {*H200.fragment_configs(rows), FragmentConfig(4, 2, tall=2)}:
+        out = torch.empty((rows, N), device="cuda")
+        fragment_gemm(x, weight, out, config, weight_scale=scale)
+        errors = (out.double() - want).norm(dim=1) / want.norm(dim=1)
+        assert (errors[good] < 1e-5).all(), (config, errors)
+        assert (out[3] == 0).all(), config
+        assert out[4].isnan().all(), config
+        assert (out[5] == torch.inf).all(), config
+        assert (out[6] == -torch.inf).all(), config
+
+
 @pytest.mark.parametrize("rows", [1, 130, 1000])
 @pytest.mark.parametrize("group", [None, 128])
 def test_quantized_rows_follow_the_definition(group: int | None, rows: int) -> None:

@@ -211,10 +211,11 @@ H200 = DeviceTuning(
         (64, (TritonConfig(64, 128, 4, 5, swap=True, prefetch=0), TritonConfig(64, 128, 8, 5, swap=True, prefetch=0))),
         (128, (TritonConfig(64, 128, 8, 4, swap=True, prefetch=0), TritonConfig(64, 128, 4, 4, swap=True, prefetch=0))),
     ),
-    # Warps that hold a block's weights of 2048 or 4096 columns in registers at once, by the compiler's register counts.
+    # Warps that hold a block's weights of 2048 or 4096 columns in registers at once, by the compiler's register counts; for 16 rows
+    # also half of them.
     fragment_candidates=(
         (8, (FragmentConfig(8, 4), FragmentConfig(16, 4), FragmentConfig(4, 4))),
-        (16, (FragmentConfig(8, 4), FragmentConfig(16, 4), FragmentConfig(4, 4), FragmentConfig(8, 2, tall=2))),
+        (16, (FragmentConfig(8, 4), FragmentConfig(8, 2), FragmentConfig(16, 2), FragmentConfig(8, 2, tall=2))),
     ),
     triton_gemm_rows=32,
     wgmma_only_rows=64,

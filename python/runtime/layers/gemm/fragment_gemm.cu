@@ -1,7 +1,8 @@
 // A GEMM of a few rows by e4m3 weights, which `fragments.cu` reads: out = epilogue(x @ w.T), for any number of weight rows.
 //
 // The warps of a block share the columns of 16 * TALL weight rows. Weights do not depend on the kernel before, so the first BATCH loads of
-// each row are under way while that one still runs; a small matrix is then in registers when x is ready.
+// each row are under way while that one still runs; a small matrix is then in registers when x is ready. The power of two by which x
+// becomes float16 is one for the columns of a row that a warp loads at once.
 //
 // Constants from the host besides those of `fragments.cu`: TOKENS (8 or 16: most rows of x), WARPS, BATCH, TALL (1 or 2), BIAS, GATED (weight
 // rows are those of the gate, then as many to multiply by), SCALE, DEFER, WRITE (0: bfloat16, 1: float32, 2: add to float32).
@@ -11,6 +12,7 @@ constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;  // columns of `out` of a block
 constexpr int STRIDE = ROWS + 4;                  // sums of a token in shared memory: the lanes of a warp store to different banks
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILES = TOKENS / 8;
+constexpr int BLOCKS = TILES * TALL * BATCH > 4 ? 1 : WARPS < 8 ? 3 : 16 / WARPS;  // of a multiprocessor at least, by their registers
 constexpr int PIECES = LANE_COLUMNS / 8;
 constexpr int COUNT = TOKENS * OUTPUTS, EACH = (COUNT + THREADS - 1) / THREADS;  // outputs of a block, and of a thread
 constexpr int OWN = (TOKENS + WARPS - 1) / WARPS;                                // tokens whose squares a warp sums
@@ -42,7 +44,7 @@ __device__ __forceinline__ Fragment load_fragment(const Weights& w, Row low, Row
     return f;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) fragment_gemm(const u16* x, Weights w, void* out, Norms norms, int M) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fragment_gemm(const u16* x, Weights w, void* out, Norms norms, int M) {
     __shared__ float sums_of_warps[WARPS][TOKENS * STRIDE];
     __shared__ float factor[TOKENS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -90,23 +92,52 @@ extern "C" __global__ void __launch_bounds__(THREADS) fragment_gemm(const u16* x
             #pragma unroll
             for (int n = 0; n < TILES; n++)
                 #pragma unroll
-                for (int k = 0; k < PIECES; k++) pieces[j][n][k] = reordered(in ? piece_of(tokens[n], column + 8 * k) : make_uint4(0, 0, 0, 0));
+                for (int k = 0; k < PIECES; k++) pieces[j][n][k] = in ? piece_of(tokens[n], column + 8 * k) : make_uint4(0, 0, 0, 0);
         }
+        float widenings[TILES][2];  // of the tokens that a lane has sums of
+        #pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            u32 largest = 0;  // of these columns of token g, which four lanes hold
+            #pragma unroll
+            for (int j = 0; j < BATCH; j++)
+                #pragma unroll
+                for (int k = 0; k < PIECES; k++) largest = largest8(largest, pieces[j][n][k]);
+            largest = max(largest & 0xFFFF, largest >> 16);
+            largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+            const int base = base_of(largest);
+            #pragma unroll
+            for (int j = 0; j < BATCH; j++)
+                #pragma unroll
+                for (int k = 0; k < PIECES; k++) pieces[j][n][k] = narrow8(pieces[j][n][k], base);
+            #pragma unroll
+            for (int odd = 0; odd < 2; odd++) widenings[n][odd] = widening(__shfl_sync(~0u, base, 4 * (2 * t + odd)));
+        }
+        float of_batch[TALL][TILES][4] = {};
         #pragma unroll
         for (int j = 0; j < BATCH; j++) {
             const int next = chunk + BATCH + j, column = next * CHUNK + t * LANE_COLUMNS;
             #pragma unroll
             for (int i = 0; i < TALL; i++) {
                 const Fragment f = weights[j][i];
-                const u32 a[4] = {f.low.x, f.low.y, f.low.z, f.low.w}, b[4] = {f.high.x, f.high.y, f.high.z, f.high.w};
                 // Lane 0 of a row has its scale where others lie past its columns.
-                const u32 low_scale = __shfl_sync(~0u, f.low_scale, lane & ~3);
-                const u32 high_scale = __shfl_sync(~0u, f.high_scale, lane & ~3);
+                const float low_scale = __uint_as_float(__shfl_sync(~0u, f.low_scale, lane & ~3));
+                const float high_scale = __uint_as_float(__shfl_sync(~0u, f.high_scale, lane & ~3));
                 #pragma unroll
-                for (int n = 0; n < TILES; n++) multiply_piece(sums[i][n], a, b, low_scale, high_scale, pieces[j][n]);
+                for (int n = 0; n < TILES; n++) {
+                    float part[4] = {};
+                    multiply_e4m3(part, f.low, f.high, pieces[j][n]);
+                    add_scaled(of_batch[i][n], part, low_scale, high_scale);
+                }
                 weights[j][i] = load_fragment(w, low[i], high[i], column, next < end && column < w.columns);
             }
         }
+        #pragma unroll
+        for (int i = 0; i < TALL; i++)
+            #pragma unroll
+            for (int n = 0; n < TILES; n++)
+                #pragma unroll
+                for (int k = 0; k < 4; k++) sums[i][n][k] += of_batch[i][n][k] * widenings[n][k & 1];
     }
     #pragma unroll
     for (int i = 0; i < TALL; i++)

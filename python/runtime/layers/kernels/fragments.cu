@@ -4,6 +4,9 @@
 // An instruction multiplies whichever 16 columns its lanes hold; as weights and tokens agree on the order, the sum over all columns is the
 // same.
 //
+// bfloat16 weights are multiplied as they are. e4m3 and e2m1 numbers become float16, which holds them exactly and is cheaper to convert to;
+// scales are applied to sums of products. Tokens are then float16 as well, times a power of two that their largest entry fixes.
+//
 // Constants from the host: FORMAT (0: bfloat16, 1: e4m3 with float32 scales, 2: e2m1 with a scale for 32 columns), EARLY (whether the
 // kernel starts before the previous one has ended), ACT (0: SiLU, 1: clamped SwiGLU, 2: GELU).
 
@@ -26,37 +29,75 @@ __device__ __forceinline__ u16 to_bf16(float x) {
     return bits;
 }
 
-__device__ __forceinline__ u32 multiply2(u32 a, u32 b) {
-    u32 out;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+// `sums += rows g and g + 8 of 16 columns x a token`, in bfloat16 for FORMAT 0 and in float16 otherwise.
+__device__ __forceinline__ void mma(float (&sums)[4], u32 g_low, u32 h_low, u32 g_high, u32 h_high, u32 x_low, u32 x_high) {
+    if (FORMAT == 0)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+            : "=f"(sums[0]), "=f"(sums[1]), "=f"(sums[2]), "=f"(sums[3])
+            : "r"(g_low), "r"(h_low), "r"(g_high), "r"(h_high), "r"(x_low), "r"(x_high),
+              "f"(sums[0]), "f"(sums[1]), "f"(sums[2]), "f"(sums[3]));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+            : "=f"(sums[0]), "=f"(sums[1]), "=f"(sums[2]), "=f"(sums[3])
+            : "r"(g_low), "r"(h_low), "r"(g_high), "r"(h_high), "r"(x_low), "r"(x_high),
+              "f"(sums[0]), "f"(sums[1]), "f"(sums[2]), "f"(sums[3]));
+}
+
+// Four e4m3 numbers as float16, in order: one instruction for two.
+__device__ __forceinline__ uint2 widen_e4m3(u32 four) {
+    uint2 out;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(out.x), "=r"(out.y) : "r"(four));
     return out;
 }
 
-__device__ __forceinline__ void mma(float (&sums)[4], u32 g_low, u32 h_low, u32 g_high, u32 h_high, u32 x_low, u32 x_high) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(g_low), "r"(h_low), "r"(g_high), "r"(h_high), "r"(x_low), "r"(x_high));
+// The e2m1 numbers in the high, or in the low four bits of four bytes, times 2^-14: of bytes 0 and 2, and of bytes 1 and 3. Sign, exponent and
+// mantissa move to their places in a byte, which is the upper one of a float16; a subnormal number stays subnormal.
+__device__ __forceinline__ uint2 widen_e2m1(u32 magnitudes, u32 signs) {
+    u32 bytes;  // the bits of the mask from the first; the compiler would take two instructions
+    asm("lop3.b32 %0, %1, %2, 0x0E0E0E0E, 0xE4;" : "=r"(bytes) : "r"(magnitudes), "r"(signs));
+    return make_uint2(bytes << 8 & 0x8E008E00, bytes & 0x8E008E00);
 }
+__device__ __forceinline__ uint2 widen_high_e2m1(u32 w) { return widen_e2m1(w >> 3, w); }
+__device__ __forceinline__ uint2 widen_low_e2m1(u32 w) { return widen_e2m1(w << 1, w << 4); }
 
-// Bytes 0 and 2, or 1 and 3, of e4m3 as bfloat16: exponent and mantissa move to their places, and a multiplication by 2^120 mends the bias, of
-// subnormal numbers too.
-__device__ __forceinline__ u32 widen_even(u32 w) { return multiply2((w << 4 & 0x07F007F0) | (w << 8 & 0x80008000), 0x7B807B80); }
-__device__ __forceinline__ u32 widen_odd(u32 w) { return multiply2((w >> 4 & 0x07F007F0) | (w & 0x80008000), 0x7B807B80); }
+// The float32 2^(s - 127) for the scale of an e2m1 group, 0 for s = 0.
+__device__ __forceinline__ float group_factor(u8 s) { return __uint_as_float((u32)s << 23); }
 
-// Likewise the e2m1 numbers in the low, or in the high four bits of those bytes. `factor` holds the scale times 2^126.
-__device__ __forceinline__ u32 low_even(u32 w, u32 factor) { return multiply2((w << 6 & 0x01C001C0) | (w << 12 & 0x80008000), factor); }
-__device__ __forceinline__ u32 high_even(u32 w, u32 factor) { return multiply2((w << 2 & 0x01C001C0) | (w << 8 & 0x80008000), factor); }
-__device__ __forceinline__ u32 low_odd(u32 w, u32 factor) { return multiply2((w >> 2 & 0x01C001C0) | (w << 4 & 0x80008000), factor); }
-__device__ __forceinline__ u32 high_odd(u32 w, u32 factor) { return multiply2((w >> 6 & 0x01C001C0) | (w & 0x80008000), factor); }
-
-// Eight columns of a token in the order in which the functions above take weights from a word: 0 2 1 3 4 6 5 7.
+// Eight columns of a token in the order in which `widen_e2m1` takes weights from a word: 0 2 1 3 4 6 5 7.
 __device__ __forceinline__ uint4 reordered(uint4 v) {
-    if (FORMAT == 0) return v;
+    if (FORMAT != 2) return v;
     return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
 }
 
-// The scale of an e2m1 group, 2^(s - 127), times 2^126, twice: a scale above 128 counts as 128.
-__device__ __forceinline__ u32 group_factor(u8 s) { return (u32)min((int)s, 128) * 0x00800080u + 126 * 0x00800080u; }
+// Tokens in float16. A bfloat16 number whose exponent is stored as e gets the stored exponent e - base: it is multiplied by 2^(112 - base). `base` is
+// 30 less than the stored exponent of the token's largest entry, which then is the largest that float16 has; entries of 2^-29 of it and above
+// stay exact, smaller ones lose bits or become 0. NaN and infinities stay what they are. Magnitudes are compared as bits.
+__device__ __forceinline__ u32 max2(u32 a, u32 b) {
+    u32 out;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+__device__ __forceinline__ u32 largest2(u32 largest, u32 x) { return max2(largest, x & 0x7FFF7FFF); }
+__device__ __forceinline__ u32 largest8(u32 largest, uint4 v) {
+    return largest2(largest2(largest2(largest2(largest, v.x), v.y), v.z), v.w);
+}
+__device__ __forceinline__ u32 largest_of_warp(u32 x) {
+    u32 out;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(x));
+    return out;
+}
+__device__ __forceinline__ int base_of(u32 largest) { return max(min((int)largest >> 7, 254) - 30, 0); }
+__device__ __forceinline__ u32 narrow2(u32 x, int base) {
+    const u32 smallest = base * 0x00800080u;
+    return (max2(x & 0x7FFF7FFF, smallest) * 8 - smallest * 8) | (x & 0x80008000);
+}
+__device__ __forceinline__ uint4 narrow8(uint4 v, int base) {
+    return make_uint4(narrow2(v.x, base), narrow2(v.y, base), narrow2(v.z, base), narrow2(v.w, base));
+}
+
+// What undoes that, and the 2^-14 of `widen_e2m1`: 2^(base - 112), or 2^(base - 98).
+__device__ __forceinline__ float widening(int base) { return __uint_as_float((u32)(base + (FORMAT == 2 ? 29 : 15)) << 23); }
 
 struct Weights {  // of one projection
     const u8* weight;
@@ -81,7 +122,7 @@ __device__ __forceinline__ long row_bytes(int columns) { return FORMAT == 0 ? 2L
 
 __device__ __forceinline__ Row row_of(const Weights& w, int expert, int row) {
     const u8* at = w.weight + ((long)expert * w.rows + row) * row_bytes(w.columns);
-    if (FORMAT == 1) return {at, w.scale + 4L * ((long)expert * w.expert_scales + (long)(row / w.scale_rows) * w.row_scales)};
+    if (FORMAT == 1) return {at, w.scale + 4L * ((long)expert * w.expert_scales + (long)(row >> 31 - __clz(w.scale_rows)) * w.row_scales)};
     return {at, FORMAT == 2 ? w.scale + ((long)expert * w.rows + row) * (w.columns / 32) : nullptr};
 }
 
@@ -93,32 +134,21 @@ __device__ __forceinline__ uint4 piece_of(const u16* token, int column) {
     return token == nullptr ? make_uint4(0, 0, 0, 0) : *(const uint4*)(token + column);
 }
 
-// `sums += two weight rows x a token`, for 16 bytes of each row in every lane: rows g and g + 8, token g, LANE_COLUMNS columns `reordered`. FORMAT 1
-// takes the scales of the lane's rows, FORMAT 2 their `group_factor`.
-__device__ __forceinline__ void multiply_piece(
-    float (&sums)[4], const u32 (&ga)[4], const u32 (&hb)[4], u32 scale_a, u32 scale_b, const uint4 (&tokens)[LANE_COLUMNS / 8]
-) {
-    const u32* xs = (const u32*)tokens;
-    if (FORMAT == 0) {
-        mma(sums, ga[0], hb[0], ga[1], hb[1], xs[0], xs[1]);
-        mma(sums, ga[2], hb[2], ga[3], hb[3], xs[2], xs[3]);
-    } else if (FORMAT == 1) {
-        float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        #pragma unroll
-        for (int j = 0; j < 4; j++)
-            mma(part, widen_even(ga[j]), widen_even(hb[j]), widen_odd(ga[j]), widen_odd(hb[j]), xs[2 * j], xs[2 * j + 1]);
-        const float s = __uint_as_float(scale_a), u = __uint_as_float(scale_b);
-        sums[0] += part[0] * s; sums[1] += part[1] * s;
-        sums[2] += part[2] * u; sums[3] += part[3] * u;
-    } else {
-        #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            mma(sums, low_even(ga[j], scale_a), low_even(hb[j], scale_b), low_odd(ga[j], scale_a), low_odd(hb[j], scale_b),
-                xs[2 * j], xs[2 * j + 1]);
-            mma(sums, high_even(ga[j], scale_a), high_even(hb[j], scale_b), high_odd(ga[j], scale_a), high_odd(hb[j], scale_b),
-                xs[8 + 2 * j], xs[8 + 2 * j + 1]);
-        }
+// `sums += two weight rows x a token`, for 16 bytes of each row in every lane: rows g and g + 8, token g, 16 columns of e4m3.
+__device__ __forceinline__ void multiply_e4m3(float (&sums)[4], uint4 g_row, uint4 h_row, const uint4 (&tokens)[2]) {
+    const u32 gs[4] = {g_row.x, g_row.y, g_row.z, g_row.w}, hs[4] = {h_row.x, h_row.y, h_row.z, h_row.w};
+    const u32* const xs = (const u32*)tokens;
+    #pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const uint2 g = widen_e4m3(gs[j]), h = widen_e4m3(hs[j]);
+        mma(sums, g.x, h.x, g.y, h.y, xs[2 * j], xs[2 * j + 1]);
     }
+}
+
+// `sums += part`, with a scale of rows g and one of rows g + 8.
+__device__ __forceinline__ void add_scaled(float (&sums)[4], const float (&part)[4], float low, float high) {
+    sums[0] += part[0] * low; sums[1] += part[1] * low;
+    sums[2] += part[2] * high; sums[3] += part[3] * high;
 }
 
 __device__ __forceinline__ void wait_for_previous() {

@@ -10,26 +10,61 @@
 // at most PASS tokens), TILES (of eight tokens), WARPS (8 or 16), DEPTH.
 
 constexpr int PASS = 8 * TILES, THREADS = 32 * WARPS, SEGMENTS = 8;
-constexpr int PIECES = LANE_COLUMNS / 8;                                     // 16-byte pieces of a token for 16 bytes of weights
-constexpr int STAGE_COLUMNS = 2 * CHUNK;                                     // 128 bytes of each of 16 rows
-constexpr int SCALE_BYTES = FORMAT == 0 ? 0 : FORMAT == 1 ? 4 : 16;          // of a row in a stage
+constexpr int STAGE_COLUMNS = 2 * CHUNK;                             // 128 bytes of each of 16 rows
+constexpr int SCALE_BYTES = FORMAT == 0 ? 0 : FORMAT == 1 ? 4 : 16;  // of a row in a stage
 constexpr int STAGE_BYTES = 16 * (128 + SCALE_BYTES);
+static_assert(PASS <= WARPS, "a warp converts one token at most");
 
 struct Segment {  // the units of a block that have the same tokens
     int expert, skipped, tokens;  // tokens of the expert that earlier units take; tokens of these
     int start, end;               // the unit of the expert's first rows; the first unit behind
 };
 
-// Where a 16-byte piece of a token lies in shared memory. With 32 columns to a lane, the pieces of every other 64 columns change places in pairs,
-// so that the lanes of a quarter warp read from different banks.
-__device__ __forceinline__ int place_of(int piece) { return FORMAT == 2 ? piece ^ (piece >> 3 & 1) : piece; }
+// An address that stays in its register: the compiler would compute it in each stage anew.
+__device__ __forceinline__ u32 kept(u32 address) {
+    asm volatile("" : "+r"(address));
+    return address;
+}
+
+template <int N> struct Count {};  // a number as a type
+template <int N> __device__ constexpr int number_of(Count<N>) { return N; }
+// Where a piece of 16 bytes of a row's 128 lies. Pieces change places so that lanes read from different banks, whether eight lanes read four
+// neighbours of two rows, or the same piece of eight rows.
+__device__ __forceinline__ int place_of(int piece, int row) { return piece ^ ((row & 1) << 2 | (row & 7) >> 1); }
+
+// Eight columns of a token in shared memory. FORMAT 2 keeps each 32 columns in the order in which `matrices` gives their weights to lanes: four of
+// the first half and four of the second are the 16 bytes of a lane.
+__device__ __forceinline__ u8* halves_of(u8* token, int piece) { return token + piece / 4 * 64 + (piece & 1) * 32 + (piece >> 1 & 1) * 8; }
+__device__ __forceinline__ uint4 get_piece(u8* token, int piece) {
+    if (FORMAT != 2) return *(const uint4*)(token + 16 * piece);
+    const u8* const at = halves_of(token, piece);
+    const uint2 a = *(const uint2*)at, b = *(const uint2*)(at + 16);
+    return make_uint4(a.x, a.y, b.x, b.y);
+}
+__device__ __forceinline__ void put_piece(u8* token, int piece, uint4 v) {
+    if (FORMAT != 2) {
+        *(uint4*)(token + 16 * piece) = v;
+    } else {
+        u8* const at = halves_of(token, piece);
+        *(uint2*)at = make_uint2(v.x, v.y);
+        *(uint2*)(at + 16) = make_uint2(v.z, v.w);
+    }
+}
+
+// Four matrices of eight rows of 16 bytes, at the addresses of eight lanes each: lane (g, t) gets bytes 4t to 4t + 3 of row g of each.
+__device__ __forceinline__ uint4 matrices(u32 row) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+    return v;
+}
 
 __device__ __forceinline__ void copy16(u32 shared, const void* global, bool in) {  // zeros if not `in`
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(in ? 16 : 0) : "memory");
 }
 
-template <int SIZE> __device__ __forceinline__ void copy(u32 shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(shared), "l"(global), "n"(SIZE) : "memory");
+template <int SIZE> __device__ __forceinline__ void copy(u32 shared, const void* global, bool in = true) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(shared), "l"(global), "n"(SIZE), "r"(in ? SIZE : 0) : "memory");
 }
 
 // The units of this block as segments of `tiles` units at most, by a count of the tokens of each expert. `range`: its first unit, and the one behind.
@@ -105,51 +140,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
     __shared__ int pairs[SEGMENTS][PASS];
     __shared__ float pair_weights[SEGMENTS][PASS];
     __shared__ float parts[WARPS][TILES][4][32];
+    __shared__ u32 largest[WARPS];  // magnitude that a warp has found in its part of a token
+    __shared__ float widenings[PASS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int inner = w.rows / 2, tiles = GATED ? inner / 8 : w.rows / 16, count = T * TOP_K;
 
+    // Experts have `tiles` units each. If `hit` of them, at most 32, have tokens, this block begins at unit hit * tiles * blockIdx.x / blocks. What
+    // needs no routing comes first. __umulhi(n, inverse) is n / blocks if 1 < blocks and n * blocks < 2^32.
+    const u32 blocks = gridDim.x, inverse = 0xFFFFFFFFu / blocks + 1;
+    const u32 whole = tiles * blockIdx.x / blocks, rest = tiles * blockIdx.x % blocks;
+    const u32 next_whole = tiles * (blockIdx.x + 1) / blocks, next_rest = tiles * (blockIdx.x + 1) % blocks;
     // The second GEMM may read the routing before it waits: the first one lets it start when its own wait is over.
     if (EARLY && GATED) asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
     if (EARLY && !GATED) asm volatile("griddepcontrol.launch_dependents;");
-    int begin, end;
+    int begin, end, last = 0;  // units, and the last segment
     if (SMALL) {  // no expert has more than PASS tokens, and a warp holds all pairs: each plans by itself, and writes what the others write
         const int id = lane < count ? routing.ids[lane] - routing.first : -1;
         const float weight = lane < count ? routing.weights[lane] : 0.0f;
         const bool own = id >= 0 && id < routing.experts;
         const u32 alike = __match_any_sync(~0u, own ? id : -1);
-        u32 firsts = __ballot_sync(~0u, own && lane == __ffs(alike) - 1);  // the first pair of each expert
-        const int units = __popc(firsts) * tiles;
-        begin = units * blockIdx.x / gridDim.x, end = units * (blockIdx.x + 1) / gridDim.x;
-        for (int pass = 0; pass < begin / tiles; pass++) firsts &= firsts - 1;
-        for (int s = 0; s * tiles < end - begin / tiles * tiles; s++, firsts &= firsts - 1) {
-            const int expert = __shfl_sync(~0u, id, __ffs(firsts) - 1), start = (begin / tiles + s) * tiles;
-            const u32 routed = __ballot_sync(~0u, own && id == expert);
+        const bool is_first = own && lane == __ffs(alike) - 1;  // pair of its expert
+        const u32 firsts = __ballot_sync(~0u, is_first), hit = __popc(firsts), before = __popc(firsts & (1u << lane) - 1);
+        begin = hit * whole + __umulhi(hit * rest, inverse), end = hit * next_whole + __umulhi(hit * next_rest, inverse);
+        const int pass = __umulhi(hit * blockIdx.x, inverse);  // begin / tiles
+        for (int s = 0; (pass + s) * tiles < end; s++) {
+            const int source = __ffs(__ballot_sync(~0u, is_first && before == pass + s)) - 1;
+            const int expert = __shfl_sync(~0u, id, source), start = (pass + s) * tiles;
+            const u32 routed = __shfl_sync(~0u, alike, source);
             const int place = __popc(routed & (1u << lane) - 1);
             if (own && id == expert) pairs[s][place] = lane, pair_weights[s][place] = weight;
             if (lane == 0) segments[s] = {expert, 0, __popc(routed), start, min(end, start + tiles)};
+            last = s;
         }
         __syncwarp();
     } else {
         plan_units(routing, count, tiles, experts_of_pairs, hits, segments, range);
         begin = range[0], end = range[1];
+        last = (end - 1) / tiles - begin / tiles;
     }
     if (begin == end) {
         if (EARLY && !GATED) asm volatile("griddepcontrol.wait;" ::: "memory");
         return;
     }
-    const int last = (end - 1) / tiles - begin / tiles;  // segment
-
     const int groups = WARPS / split, member = warp % split;
     const int stages = (w.columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS, share = (stages + split - 1) / split;
     const int first = min(stages, member * share), stop = min(stages, first + share);
     const u32 ring = (u32)__cvta_generic_to_shared(shared) + warp * DEPTH * STAGE_BYTES;
-    const u32 copied = ring + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) * 4) * 16;  // rows lie 128 bytes apart; odd ones with their halves swapped
-    const u32 scales_copied = ring + 2048 + lane * (FORMAT == 1 ? 4 : 8);
+    const u32 copied = kept(ring + lane / 8 * 128 + place_of(lane % 8, lane / 8) * 16);  // rows lie 128 bytes apart
+    const u32 copied_4 = kept(ring + (lane / 8 + 4) * 128 + place_of(lane % 8, lane / 8 + 4) * 16);
+    const u32 scales_copied = kept(ring + 2048 + lane * (FORMAT == 1 ? 4 : 8));
     const long row_size = row_bytes(w.columns);
 
     // The stage that is copied next: of which unit, its rows, and its place in the ring. A lane copies from four rows, and scales from one.
     int unit_ahead = begin + warp / split, segment_ahead = 0, stage_ahead = first, place_ahead = 0;
-    const u8 *low, *low_4, *high, *high_4, *scales, *last_scales;
+    const u8 *low, *low_4, *high, *high_4, *scales;
+    int scale_bytes;  // of FORMAT 2, from `scales` to the end of the row's
     const auto find_rows = [&]() {
         if (unit_ahead >= end) return;
         while (unit_ahead >= segments[segment_ahead].end) segment_ahead++;
@@ -163,23 +208,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         if (FORMAT == 2) {  // two words of eight bytes hold the eight scales of a row in a stage
             const u8* const from = row_of(w, expert, row + lane / 2 % 8 + (lane < 16 ? 0 : next)).scale;
             scales = (const u8*)((u64)from & ~7ull) + lane % 2 * 8;
-            last_scales = (const u8*)((u64)(from + w.columns / 32 - 1) & ~7ull);
+            scale_bytes = w.columns / 32 + (int)(from - scales);
         }
     };
     const auto copy_stage = [&]() {
         if (unit_ahead < end && first < stop) {
-            const u32 to = copied + place_ahead;
+            const u32 to = copied + place_ahead, to_4 = copied_4 + place_ahead;
             const long at = 128L * stage_ahead;
             const bool in = EVEN || 128 * stage_ahead + lane % 8 * 16 < (int)row_size;
             copy16(to, low + at, in);
-            copy16(to + 512, low_4 + at, in);
+            copy16(to_4, low_4 + at, in);
             copy16(to + 1024, high + at, in);
-            copy16(to + 1536, high_4 + at, in);
+            copy16(to_4 + 1024, high_4 + at, in);
             if (FORMAT == 1 && lane < 16) copy<4>(scales_copied + place_ahead, scales + 4 * scale_block(w, stage_ahead * STAGE_COLUMNS));
-            if (FORMAT == 2) {
-                const u8* const from = scales + 8 * stage_ahead;
-                copy<8>(scales_copied + place_ahead, from < last_scales ? from : last_scales);
-            }
+            if (FORMAT == 2) copy<8>(scales_copied + place_ahead, scales + 8 * stage_ahead, 8 * stage_ahead < scale_bytes);
             if (++stage_ahead == stop) {
                 stage_ahead = first;
                 unit_ahead += groups;
@@ -201,21 +243,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
     if (!EVEN)  // the weights that a stage has past a row's end are zeros
         for (int i = warp; i < (TILES == 1 ? min(PASS, T) : PASS); i += WARPS)
             for (int at = 2 * w.columns + 16 * lane; at < 2 * stages * STAGE_COLUMNS; at += 512) *(uint4*)(tokens_at + i * stride + at) = make_uint4(0, 0, 0, 0);
-    const auto take_tokens = [&](int s) {  // the whole block
-        for (int i = warp; i < segments[s].tokens; i += WARPS) {
-            const u16* from = x + (long)(GATED ? pairs[s][i] / TOP_K : pairs[s][i]) * w.columns;
-            u8* const to = tokens_at + i * stride;
+    const auto take_tokens = [&](int s) {  // the whole block: 2^log warps take a token
+        const int tokens = segments[s].tokens;
+        int log = 0;
+        while ((2 << log) * tokens <= WARPS) log++;
+        const int i = warp >> log, part = warp & (1 << log) - 1;
+        u8* const to = tokens_at + i * stride;
+        u32 most = 0;
+        if (i < tokens) {
+            const u16* const from = x + (long)(GATED ? pairs[s][i] / TOP_K : pairs[s][i]) * w.columns;
             #pragma unroll 4
-            for (int piece = lane; piece < w.columns / 8; piece += 32) *(uint4*)(to + 16 * place_of(piece)) = reordered(*(const uint4*)(from + 8 * piece));
+            for (int piece = 32 * part + lane; piece < w.columns / 8; piece += 32 << log) {
+                const uint4 v = reordered(*(const uint4*)(from + 8 * piece));
+                put_piece(to, piece, v);
+                most = largest8(most, v);
+            }
+        }
+        if (FORMAT != 0) {
+            most = largest_of_warp(max(most & 0xFFFF, most >> 16));
+            if (lane == 0) largest[warp] = most;
+            __syncthreads();
+            if (i < tokens) {
+                const int base = base_of(largest_of_warp(largest[(i << log) + (lane & (1 << log) - 1)]));
+                if (part == 0 && lane == 0) widenings[i] = widening(base);
+                #pragma unroll 4
+                for (int piece = 32 * part + lane; piece < w.columns / 8; piece += 32 << log)
+                    put_piece(to, piece, narrow8(get_piece(to, piece), base));
+            }
         }
         __syncthreads();
     };
     int segment = 0, place = 0;
     take_tokens(0);
-    const u8* const own_tokens = tokens_at + (TILES == 1 ? min(g, T - 1) : g) * stride + t * PIECES * 16;  // of several lanes if tokens are few
-    const u8* const own_rows = shared + warp * DEPTH * STAGE_BYTES + g * 128 + (t ^ (g & 1) * 4) * 16;
-    const int other_half = (g & 1) ? -64 : 64;    // from a row's first chunk to its second
-    const int flip = FORMAT == 2 ? t >> 1 : 0;  // as in `place_of`
+    // Lanes share a token if there are few.
+    const u8* const own_tokens = tokens_at + (TILES == 1 ? min(g, T - 1) : g) * stride + t * (FORMAT == 1 ? 32 : 16);
+    const u8* const own_rows = shared + warp * DEPTH * STAGE_BYTES + g * 128 + place_of(t, g) * 16;
+    const int other_half = (g & 1) ? -64 : 64;  // from a row's first chunk to its second
+    u32 matrix_rows[4];  // of FORMAT 2, which reads the 16 bytes of a group from all rows, and those of the next group
+    #pragma unroll
+    for (int j = 0; j < 4; j++) matrix_rows[j] = kept(ring + (lane & 15) * 128 + place_of(2 * j + lane / 16, lane) * 16);
     int unit = begin + warp / split;
     while (true) {
         int of = segment;
@@ -232,32 +298,69 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         const u8* low_scale = shared + warp * DEPTH * STAGE_BYTES + 2048 + g * SCALE_BYTES;
         const u8* high_scale = low_scale + 8 * SCALE_BYTES;
         if (FORMAT == 2) {  // a row's scales need not begin at a word
-            low_scale += ((int)(u64)row_of(w, here.expert, row).scale & 7) + t;
-            high_scale += ((int)(u64)row_of(w, here.expert, other).scale & 7) + t;
+            low_scale += ((int)(u64)row_of(w, here.expert, row).scale & 7);
+            high_scale += ((int)(u64)row_of(w, here.expert, other).scale & 7);
         }
         float sums[TILES][4] = {};
+        const auto multiply_stage = [&](int stage, auto number) {
+            constexpr int N = number_of(number);  // tiles of eight tokens
+            const u8* const from = own_tokens + stage * (2 * STAGE_COLUMNS);
+            if (FORMAT == 0) {
+                #pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const u8* const at = own_rows + place + c * other_half;
+                    const uint4 a = *(const uint4*)at, b = *(const uint4*)(at + 1024);
+                    #pragma unroll
+                    for (int n = 0; n < N; n++) {
+                        const uint4 v = *(const uint4*)(from + 8 * n * stride + c * (2 * CHUNK));
+                        mma(sums[n], a.x, b.x, a.y, b.y, v.x, v.y);
+                        mma(sums[n], a.z, b.z, a.w, b.w, v.z, v.w);
+                    }
+                }
+            } else if (FORMAT == 1) {
+                float part[N][4] = {};
+                #pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const u8* const at = own_rows + place + c * other_half;
+                    const uint4 a = *(const uint4*)at, b = *(const uint4*)(at + 1024);
+                    #pragma unroll
+                    for (int n = 0; n < N; n++) {
+                        const u8* const token = from + 8 * n * stride + c * (2 * CHUNK);
+                        const uint4 tokens[2] = {*(const uint4*)token, *(const uint4*)(token + 16)};
+                        multiply_e4m3(part[n], a, b, tokens);
+                    }
+                }
+                const float low = *(const float*)(low_scale + place), high = *(const float*)(high_scale + place);
+                #pragma unroll
+                for (int n = 0; n < N; n++) add_scaled(sums[n], part[n], low, high);
+            } else {
+                #pragma unroll
+                for (int group = 0; group < 8; group += 2) {
+                    const uint4 v = matrices(matrix_rows[group / 2] + place);
+                    const u32 words[4] = {v.x, v.y, v.z, v.w};
+                    #pragma unroll
+                    for (int k = 0; k < 2; k++) {
+                        const float low = group_factor(low_scale[place + group + k]), high = group_factor(high_scale[place + group + k]);
+                        const uint2 a = widen_low_e2m1(words[2 * k]), b = widen_low_e2m1(words[2 * k + 1]);
+                        const uint2 c = widen_high_e2m1(words[2 * k]), d = widen_high_e2m1(words[2 * k + 1]);
+                        #pragma unroll
+                        for (int n = 0; n < N; n++) {
+                            const uint4 x = *(const uint4*)(from + 8 * n * stride + 64 * (group + k));
+                            float part[4] = {};
+                            mma(part, a.x, b.x, a.y, b.y, x.x, x.y);
+                            mma(part, c.x, d.x, c.y, d.y, x.z, x.w);
+                            add_scaled(sums[n], part, low, high);
+                        }
+                    }
+                }
+            }
+        };
         for (int stage = first; stage < stop; stage++) {
             asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 2) : "memory");
             __syncwarp();
             copy_stage();  // over the stage before this one, which all lanes have read
-            #pragma unroll
-            for (int c = 0; c < 2; c++) {
-                const u8* const at = own_rows + place + c * other_half;
-                const uint4 a = *(const uint4*)at, b = *(const uint4*)(at + 1024);
-                u32 low_factor = 0, high_factor = 0;
-                if (FORMAT == 1) low_factor = *(const u32*)(low_scale + place), high_factor = *(const u32*)(high_scale + place);
-                if (FORMAT == 2) low_factor = group_factor(low_scale[place + 4 * c]), high_factor = group_factor(high_scale[place + 4 * c]);
-                const u32 ga[4] = {a.x, a.y, a.z, a.w}, hb[4] = {b.x, b.y, b.z, b.w};
-                const u8* const from = own_tokens + (2 * stage + c) * (2 * CHUNK);
-                #pragma unroll
-                for (int n = 0; n < TILES; n++) {
-                    if (n > 0 && 8 * n >= here.tokens) break;
-                    uint4 tokens[PIECES];
-                    #pragma unroll
-                    for (int j = 0; j < PIECES; j++) tokens[j] = *(const uint4*)(from + 8 * n * stride + 16 * (j ^ flip));
-                    multiply_piece(sums[n], ga, hb, low_factor, high_factor, tokens);
-                }
-            }
+            if (TILES > 1 && here.tokens > 8) multiply_stage(stage, Count<TILES>());
+            else multiply_stage(stage, Count<1>());
             place = place + STAGE_BYTES == DEPTH * STAGE_BYTES ? 0 : place + STAGE_BYTES;
         }
         unit += groups;
@@ -283,7 +386,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
                 const int token = 8 * n + 2 * t + odd;
                 if (token >= here.tokens) continue;
                 const long pair = pairs[segment][token];
-                const float weight = pair_weights[segment][token], a = sums[n][odd], b = sums[n][2 + odd];
+                const float weight = pair_weights[segment][token], factor = FORMAT == 0 ? 1.0f : widenings[token];
+                const float a = sums[n][odd] * factor, b = sums[n][2 + odd] * factor;
                 if (GATED) {
                     ((u16*)out)[pair * inner + row] = to_bf16(activate(a + low_bias, b + high_bias, alpha, limit) * weight);
                 } else {

@@ -26,6 +26,8 @@ SHARED_BYTES = 226 * 1024
 """Of the blocks of a multiprocessor."""
 STAGE_BYTES = {"dense": 2048, "fp8": 2048 + 64, "mxfp4": 2048 + 256}
 """128 bytes of each of 16 weight rows, and their scales."""
+SCALE_COPY = 8
+"""Bytes of MXFP4 scales that a lane copies at once; a tensor is a whole number of them."""
 STAGE_CHUNKS = 2
 MOST_TOP_K = 16
 SEGMENTS = 8
@@ -34,7 +36,7 @@ SUM_THREADS = 64
 SUM_COLUMNS = 4 * SUM_THREADS
 SQUARE_COLUMNS = 16
 """Columns of a sum of squares for a deferred norm."""
-ROW_OFFSETS = {"dense": 64, "fp8": 16, "mxfp4": 32}
+ROW_OFFSETS = {"dense": 64, "fp8": 16, "mxfp4": 64}
 """Bytes by which the next token in shared memory lies further on the 128 bytes of its banks."""
 
 
@@ -177,10 +179,12 @@ def _gemm(
 
 
 def _readable(w: ExpertWeights, T: int) -> bool:
-    """Whether lanes can copy these weights, for so many tokens."""
+    """Whether lanes can copy these weights and scales, for so many tokens."""
     columns = w.scale_layout[3]
-    stage_of_scale = w.format != "fp8" or columns % 128 == 0
-    return stage_of_scale and readable(w.weight, w.format, w.shape[2], columns) and _cut(w, T, MOST_TOP_K) is not None
+    scales = w.format != "fp8" or columns % 128 == 0
+    if w.format == "mxfp4":
+        scales = w.scale is not None and w.scale.data_ptr() % SCALE_COPY == 0 and w.scale.is_contiguous()
+    return scales and readable(w.weight, w.format, w.shape[2], columns) and _cut(w, T, MOST_TOP_K) is not None
 
 
 def _cut(w: ExpertWeights, T: int, top_k: int) -> _Cut | None:

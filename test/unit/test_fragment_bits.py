@@ -1,0 +1,89 @@
+"""The conversions of `fragments.cu`, bit by bit: every e2m1 and e4m3 code, every bfloat16 number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime.layers.quantization.mxfp4 import E2M1
+
+NUMBERS = torch.tensor([*E2M1, *(-value for value in E2M1)])
+BFLOAT16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+INFINITE, LARGEST = 255, 254
+"""Exponents of bfloat16 as they are stored: of NaN and infinities, and of its largest numbers."""
+
+
+def halves(words: torch.Tensor) -> torch.Tensor:
+    """The two float16 numbers of each 32-bit word, [..., 2]."""
+    return torch.stack((words & 0xFFFF, words >> 16 & 0xFFFF), dim=-1).to(torch.int32).to(torch.uint16).view(torch.float16)
+
+
+def widen_e2m1(magnitudes: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found = (magnitudes & 0x0E0E0E0E) | (signs & ~0x0E0E0E0E & 0xFFFFFFFF)
+    return halves(found << 8 & 0x8E008E00), halves(found & 0x8E008E00)
+
+
+def base_of(largest: torch.Tensor) -> torch.Tensor:
+    return ((largest >> 7).clamp(max=LARGEST) - 30).clamp(min=0)
+
+
+def narrow(bits: torch.Tensor, base: int) -> torch.Tensor:
+    smallest = base << 7
+    found = (torch.maximum(bits & 0x7FFF, torch.tensor(smallest)) * 8 - smallest * 8) | (bits & 0x8000)
+    return found.to(torch.uint16).view(torch.float16)
+
+
+@pytest.mark.parametrize("filler", [0x00, 0xFF, 0xA5])
+def test_e2m1_codes_become_float16(filler: int) -> None:
+    codes = torch.arange(16, dtype=torch.int64)
+    for place in range(8):
+        beside = sum(filler << 8 * byte for byte in range(4)) & ~(15 << 4 * place)
+        words = codes << 4 * place | beside
+        low, high = widen_e2m1(words << 1 & 0xFFFFFFFF, words << 4 & 0xFFFFFFFF), widen_e2m1(words >> 3, words)
+        byte, kind = place // 2, (low, high)[place % 2]
+        assert torch.equal(kind[byte % 2][:, byte // 2].float(), NUMBERS * 2.0**-14), place
+
+
+def test_e4m3_codes_are_float16_numbers() -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
+    torch.testing.assert_close(codes.to(torch.float16).float(), codes.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_mxfp4_scales_are_exponents_of_float32() -> None:
+    scale = torch.arange(255, dtype=torch.int32)
+    found = (scale << 23).view(torch.float32)
+    assert torch.equal(found[1:].double(), torch.ldexp(torch.ones(254, dtype=torch.float64), scale[1:] - 127))
+    assert found[0] == 0
+
+
+@pytest.mark.parametrize("largest", [0, 1, 29, 30, 31, 97, 127, 142, 200, 253, LARGEST])
+def test_bfloat16_entries_stay_exact_beside_the_largest(largest: int) -> None:
+    bits = torch.arange(1 << 16, dtype=torch.int32)
+    exponent, wide = bits >> 7 & 0xFF, BFLOAT16.double()
+    base = int(base_of(torch.tensor(largest << 7 | 0x7F)))
+    back = narrow(bits, base).double() * 2.0 ** (base - 112)
+    here = exponent <= largest
+    assert back[here].isfinite().all(), "nothing overflows"
+    exact = here & ((exponent > largest - 30) | (base == 0))
+    assert torch.equal(back[exact], wide[exact])
+    assert ((back - wide).abs()[here & ~exact] <= 2.0 ** (largest - 127 - 29)).all()
+    assert torch.equal(back[here].signbit(), wide[here].signbit())
+
+
+def test_nan_and_infinities_remain() -> None:
+    bits = torch.arange(1 << 16, dtype=torch.int32)
+    special = (bits >> 7 & 0xFF) == INFINITE
+    found = narrow(bits, int(base_of(torch.tensor(0x7FFF)))).float()
+    assert torch.equal(found[special].isnan(), BFLOAT16[special].isnan())
+    infinite = BFLOAT16.isinf()
+    assert torch.equal(found[infinite], BFLOAT16[infinite].float())
+    assert found[~special].isfinite().all()
+
+
+@pytest.mark.parametrize("mxfp4", [False, True])
+def test_the_scale_of_a_row_is_undone_by_a_float32_number(mxfp4: bool) -> None:
+    largest = torch.arange(1 << 15, dtype=torch.int32)
+    base = base_of(largest)
+    widening = (base + (29 if mxfp4 else 15) << 23).view(torch.float32)
+    assert torch.equal(widening.double(), torch.ldexp(torch.ones(1 << 15, dtype=torch.float64), base - (98 if mxfp4 else 112)))
+    assert (widening >= torch.finfo(torch.float32).tiny).all()

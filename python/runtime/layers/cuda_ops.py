@@ -1,4 +1,4 @@
-"""The block operations on a CUDA GPU: skinny GEMM kernels for few tokens, cuBLAS and fused kernels for many."""
+"""The block operations on a CUDA GPU: GEMM kernels with fused epilogues, or cuBLAS with separate kernels where that is faster."""
 
 from __future__ import annotations
 
@@ -183,19 +183,22 @@ class CudaOps:
         """
         return self._greedy(x, head, tokens, logits, self.choice("logits", head, x.shape[0]))
 
-    def autotune(self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = ()) -> dict[str, str]:
+    def autotune(
+        self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()
+    ) -> dict[str, str]:
         """Compile the kernels of a model's GEMMs at the m buckets of `rows`, side by side, time them and keep the fastest.
 
         A norm beside a GEMM is timed with it where it takes a kernel. The head is timed with the argmax of its logits, which every decode
-        step takes; the choice also holds for logits alone.
+        step takes; the choice also holds for logits alone. Prompts of up to `MAX_ROWS` rows use what decode passes have.
         """
         start, gemms = time.perf_counter(), list(gemms)
-        buckets = sorted({m_bucket(count) for count in rows if count <= MAX_ROWS})
-        self._tuned_buckets = {*(self._tuned_buckets or ()), *buckets}
-        groups = group_gemms(gemms, buckets)
+        decoding = {m_bucket(count) for count in rows}
+        prompts = {m_bucket(count) for count in prompt_rows if count > MAX_ROWS} - decoding
+        self._tuned_buckets = {*(self._tuned_buckets or ()), *decoding, *prompts}
+        groups = group_gemms(gemms, sorted(decoding | prompts), prompts)
         found = autotune_gemms(groups, self._trial, self._timings, self._num_sms, others)
         self.choices.update({key: timed.choice for key, timed in found.items()})
-        compile_all(self._warmup_runs(gemms, buckets))
+        compile_all(self._warmup_runs(gemms, groups))
         torch.cuda.empty_cache()
         self._quantized |= choose_quantized((gemm.linear for gemm in gemms), self._timings)
         report = {str(group): str(found[group.key]) for group in groups}
@@ -207,7 +210,7 @@ class CudaOps:
 
     def choice(self, op: GemmOp, linear: Linear, rows: int) -> GemmChoice:
         """How a GEMM of `rows` rows is computed."""
-        if rows > MAX_ROWS or linear.in_features % 16 or not (linear.is_dense or linear.is_scaled):
+        if linear.in_features % 16 or not (linear.is_dense or linear.is_scaled):
             return None
         key = (op, linear.scheme.name, linear.out_features, linear.in_features, m_bucket(rows))
         if key in self.choices:
@@ -243,13 +246,13 @@ class CudaOps:
 
         return lambda choice: lambda call: run(choice, group.linears[call % len(group.linears)])
 
-    def _warmup_runs(self, gemms: Sequence[Gemm], buckets: Sequence[int]) -> Iterator[Run]:
+    def _warmup_runs(self, gemms: Sequence[Gemm], groups: Sequence[GemmGroup]) -> Iterator[Run]:
         """What a model runs with the choices made: its chain of GEMMs with and without deferred norms, the head with and without logits."""
-        for rows in buckets:
-            for head in {id(gemm.linear): gemm.linear for gemm in gemms if gemm.op == "logits"}.values():
-                x = torch.zeros((rows, head.in_features), dtype=_input_dtype(head), device=head.weight.device)
-                yield lambda _, x=x, head=head: self.logits(x, head)
-                yield lambda _, x=x, head=head: self.greedy(x, head)
+        for rows, head in ((group.rows, head) for group in groups if group.op == "logits" for head in group.linears):
+            x = torch.zeros((rows, head.in_features), dtype=_input_dtype(head), device=head.weight.device)
+            yield lambda _, x=x, head=head: self.logits(x, head)
+            yield lambda _, x=x, head=head: self.greedy(x, head)
+        for rows in sorted({group.rows for group in groups}):
             for deferred in (True, False):
                 yield lambda _, rows=rows, deferred=deferred: self._run_chain(gemms, rows, deferred)
 
@@ -339,7 +342,7 @@ class CudaOps:
         return Stream(h if linear.bias is None else h.add_(linear.bias), in_prompt=in_prompt)
 
     def _many_rows(self, x: torch.Tensor, linear: Linear, in_prompt: bool) -> torch.Tensor:
-        """`linear(x)` for more rows than the skinny kernels take; prompts quantize theirs where that was found faster."""
+        """`linear(x)` by cuBLAS; prompts quantize their rows where that was found faster."""
         scale = linear.storage.scale
         faster, _ = self._quantized.get(kind_of(linear), (False, ""))
         if not (faster and in_prompt and len(x) > MAX_ROWS and x.dtype is torch.bfloat16) or scale is None:

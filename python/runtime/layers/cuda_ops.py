@@ -179,7 +179,7 @@ class CudaOps:
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
         """The argmax of each row of `logits(x, head)`, bit for bit: int64 [N], written to `tokens` where given, as `logits` is.
 
-        A skinny GEMM kernel reduces each tile in its epilogue; cuBLAS stores the logits, in scratch memory where none are wanted.
+        A GEMM kernel of ours reduces each tile in its epilogue; cuBLAS stores the logits, in scratch memory where none are wanted.
         """
         return self._greedy(x, head, tokens, logits, self.choice("logits", head, x.shape[0]))
 
@@ -307,7 +307,7 @@ class CudaOps:
         if choice is None:
             return self._many_rows(x, linear, in_prompt)
         out = torch.empty((x.shape[0], linear.out_features), dtype=x.dtype, device=x.device)
-        self._skinny(x, linear, out, choice, Epilogue(bias=linear.bias, scale=scale))
+        self._fused(x, linear, out, choice, Epilogue(bias=linear.bias, scale=scale))
         return out
 
     def _gate_up(
@@ -324,7 +324,7 @@ class CudaOps:
             rows = self._linear(x, scale, gate_up, choice, in_prompt)
             return silu_and_mul(rows) if silu else gated(activation, rows)
         out = torch.empty((x.shape[0], gate_up.out_features // 2), dtype=x.dtype, device=x.device)
-        self._skinny(x, gate_up, out, choice, Epilogue(bias=gate_up.bias, silu=silu, gelu=gelu, scale=scale))
+        self._fused(x, gate_up, out, choice, Epilogue(bias=gate_up.bias, silu=silu, gelu=gelu, scale=scale))
         return out
 
     def _linear_add(
@@ -334,7 +334,7 @@ class CudaOps:
             return self._add_of_ranks(self._linear(x, None, linear, choice, in_prompt), linear.group, h, next_norm, in_prompt)
         if choice is not None:
             deferred = self._deferred(h, next_norm, choice.parts(linear.out_features))
-            self._skinny(x, linear, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred))
+            self._fused(x, linear, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred))
             return Stream(h, next_norm, deferred, in_prompt=in_prompt)
         if not self._float32_gemms or not linear.is_dense:
             return Stream(h.add_(self._many_rows(x, linear, in_prompt)), in_prompt=in_prompt)
@@ -388,10 +388,10 @@ class CudaOps:
         if choice is None or (logits is not None and not logits.is_contiguous()):
             return argmax_rows(self._logits(x, head, logits, choice), tokens, self.pdl)
         partial = torch.empty((2, x.shape[0], choice.parts(head.out_features)), dtype=torch.int32, device=x.device)
-        self._skinny(x, head, logits, choice, Epilogue(bias=head.bias, argmax=partial))
+        self._fused(x, head, logits, choice, Epilogue(bias=head.bias, argmax=partial))
         return argmax_chunks(partial, tokens, self.pdl)
 
-    def _skinny(
+    def _fused(
         self,
         x: torch.Tensor,
         linear: Linear,
@@ -413,7 +413,7 @@ class CudaOps:
         if out is None:
             out = torch.empty((x.shape[0], head.out_features), dtype=torch.float32, device=x.device)
         if choice is not None and out.is_contiguous():
-            self._skinny(x, head, out, choice, Epilogue(bias=head.bias))
+            self._fused(x, head, out, choice, Epilogue(bias=head.bias))
             return out
         if not self._float32_gemms or not head.is_dense:
             return out.copy_(_by_cublas(x, head))

@@ -175,6 +175,56 @@ def test_a_deferred_norm_is_the_norm(rows: int) -> None:
         assert error(ops.norm_linear(stream, norm, qkv), matmul(normed(stream.h, norm), qkv)) < TOLERANCE, way
 
 
+@pytest.mark.parametrize("rows", [150, 384, 1000])
+def test_a_deferred_norm_of_many_rows_is_the_norm(rows: int) -> None:
+    from runtime.layers.cuda_ops import CudaOps
+    from runtime.layers.gemm.many_rows import GemmSize, many_rows_configs
+    from runtime.layers.gemm.tilings import m_bucket
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    down, qkv, gate_up, norm = layer(1024, 1536), layer(960, 1024, bias=True), layer(3072, 1024), gain(1024)
+    linears: dict[GemmOp, Linear] = {"linear_add": down, "linear": qkv, "gate_up": gate_up}
+    h, x = rand(rows, 1024, dtype=torch.float32, scale=50), rand(rows, 1536)
+    ops = CudaOps(GemmTimings())
+    for op, linear in linears.items():
+        size = GemmSize(rows, linear.out_features, linear.in_features, op == "gate_up")
+        ops.choices[Gemm(op, linear, norm).key(m_bucket(rows))] = many_rows_configs(size, 132, splits=op != "gate_up")[0]
+    stream = ops.linear_add(x, down, Stream(h.clone()), norm)
+    assert stream.deferred is not None
+    assert error(stream.h.double() - h.double(), matmul(x, down)) < TOLERANCE
+
+    def follow(stream: Stream) -> None:
+        assert error(ops.norm_linear(stream, norm, qkv), matmul(normed(stream.h, norm), qkv)) < TOLERANCE
+        gate, up = matmul(normed(stream.h, norm), gate_up).chunk(2, dim=1)
+        assert error(ops.norm_gate_up(stream, norm, gate_up), F.silu(gate) * up) < TOLERANCE
+
+    follow(stream)
+    follow(Stream(stream.h))
+    for op in ("linear", "gate_up"):  # cuBLAS, which scales no rows
+        ops.choices[Gemm(op, linears[op], norm).key(m_bucket(rows))] = None
+    follow(stream)
+
+
+def test_prompts_and_decode_passes_of_many_rows_are_tuned_where_there_is_a_choice() -> None:
+    from runtime.layers.cuda_ops import CudaOps
+
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    for dtype in (BF16, torch.float16):
+        norm = gain(512, dtype)
+        gate_up, down, head = layer(2048, 512, dtype=dtype), layer(512, 1024, dtype=dtype), layer(4096, 512, dtype=dtype)
+        ops = CudaOps(GemmTimings())
+        with torch.inference_mode():
+            gemms = Gemm("gate_up", gate_up, norm), Gemm("linear_add", down, norm), Gemm("logits", head, norm)
+            ops.autotune(gemms, [4, 200], prompt_rows=[64, 700])
+        many = {key[0::4] for key in ops.choices if key[4] > 128}
+        wanted = {("gate_up", 256), ("gate_up", 1024), ("linear_add", 256), ("linear_add", 1024), ("logits", 256)}
+        assert many == (wanted if hopper and dtype is BF16 else set())
+        assert all(key[4] != 64 for key in ops.choices), "prompts of few rows use what decode passes have"
+        assert ops.choice("logits", head, 700) is None
+        assert ops.choice("gate_up", gate_up, 300) is None, "a bucket that was not tuned"
+
+
 def test_a_float16_stream_is_never_stored_before_it_is_normed(ops: BlockOps) -> None:
     x, down = rand(4, 512, dtype=torch.float16), layer(1024, 512, dtype=torch.float16)
     stream = ops.linear_add(x, down, Stream(rand(4, 1024, dtype=torch.float32, scale=2e4)), gain(1024, torch.float16))

@@ -218,5 +218,3 @@ def test_unsupported_weights_are_refused() -> None:
     for weight in (good.float(), good[:60], good[:, :60].contiguous(), good[:, :32], good.cpu()):
         assert not supports(weight)
     assert not supports(good[:40], silu=True)
-    with pytest.raises(AssertionError):
-        wgmma_gemm(good.repeat(3, 1), good, torch.empty((192, 64), device="cuda"), WgmmaConfig(16))

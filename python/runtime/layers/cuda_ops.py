@@ -1,4 +1,4 @@
-"""The block operations on a CUDA GPU: skinny GEMM kernels for few tokens, cuBLAS and fused kernels for many."""
+"""The block operations on a CUDA GPU: GEMM kernels with fused epilogues, or cuBLAS with separate kernels where that is faster."""
 
 from __future__ import annotations
 
@@ -181,23 +181,26 @@ class CudaOps:
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
         """The argmax of each row of `logits(x, head)`, bit for bit: int64 [N], written to `tokens` where given, as `logits` is.
 
-        A skinny GEMM kernel reduces each tile in its epilogue; cuBLAS stores the logits, in scratch memory where none are wanted.
+        A GEMM kernel of ours reduces each tile in its epilogue; cuBLAS stores the logits, in scratch memory where none are wanted.
         """
         return self._greedy(x, head, tokens, logits, self.choice("logits", head, x.shape[0]))
 
-    def autotune(self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = ()) -> dict[str, str]:
+    def autotune(
+        self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()
+    ) -> dict[str, str]:
         """Compile the kernels of a model's GEMMs at the m buckets of `rows`, side by side, time them and keep the fastest.
 
         A norm beside a GEMM is timed with it where it takes a kernel. The head is timed with the argmax of its logits, which every decode
-        step takes; the choice also holds for logits alone.
+        step takes; the choice also holds for logits alone. Prompts of up to `MAX_ROWS` rows use what decode passes have.
         """
         start, gemms = time.perf_counter(), list(gemms)
-        buckets = sorted({m_bucket(count) for count in rows if count <= MAX_ROWS})
-        self._tuned_buckets = {*(self._tuned_buckets or ()), *buckets}
-        groups = group_gemms(gemms, buckets)
+        decoding = {m_bucket(count) for count in rows}
+        prompts = {m_bucket(count) for count in prompt_rows if count > MAX_ROWS} - decoding
+        self._tuned_buckets = {*(self._tuned_buckets or ()), *decoding, *prompts}
+        groups = group_gemms(gemms, sorted(decoding | prompts), prompts)
         found = autotune_gemms(groups, self._trial, self._timings, self._num_sms, others)
         self.choices.update({key: timed.choice for key, timed in found.items()})
-        compile_all(self._warmup_runs(gemms, buckets))
+        compile_all(self._warmup_runs(gemms, groups))
         torch.cuda.empty_cache()
         self._quantized |= choose_quantized((gemm.linear for gemm in gemms), self._timings)
         report = {str(group): str(found[group.key]) for group in groups}
@@ -209,7 +212,7 @@ class CudaOps:
 
     def choice(self, op: GemmOp, linear: Linear, rows: int) -> GemmChoice:
         """How a GEMM of `rows` rows is computed."""
-        if rows > MAX_ROWS or linear.in_features % 16 or not (linear.is_dense or linear.is_scaled):
+        if linear.in_features % 16 or not (linear.is_dense or linear.is_scaled):
             return None
         key = (op, linear.scheme.name, linear.out_features, linear.in_features, m_bucket(rows))
         if key in self.choices:
@@ -249,13 +252,13 @@ class CudaOps:
 
         return lambda choice: lambda call: run(choice, group.linears[call % len(group.linears)])
 
-    def _warmup_runs(self, gemms: Sequence[Gemm], buckets: Sequence[int]) -> Iterator[Run]:
+    def _warmup_runs(self, gemms: Sequence[Gemm], groups: Sequence[GemmGroup]) -> Iterator[Run]:
         """What a model runs with the choices made: its chain of GEMMs with and without deferred norms, the head with and without logits."""
-        for rows in buckets:
-            for head in {id(gemm.linear): gemm.linear for gemm in gemms if gemm.op == "logits"}.values():
-                x = torch.zeros((rows, head.in_features), dtype=_input_dtype(head), device=head.weight.device)
-                yield lambda _, x=x, head=head: self.logits(x, head)
-                yield lambda _, x=x, head=head: self.greedy(x, head)
+        for rows, head in ((group.rows, head) for group in groups if group.op == "logits" for head in group.linears):
+            x = torch.zeros((rows, head.in_features), dtype=_input_dtype(head), device=head.weight.device)
+            yield lambda _, x=x, head=head: self.logits(x, head)
+            yield lambda _, x=x, head=head: self.greedy(x, head)
+        for rows in sorted({group.rows for group in groups}):
             for deferred in (True, False):
                 yield lambda _, rows=rows, deferred=deferred: self._run_chain(gemms, rows, deferred)
 
@@ -310,7 +313,7 @@ class CudaOps:
         if choice is None:
             return self._many_rows(x, linear, in_prompt)
         out = torch.empty((x.shape[0], linear.out_features), dtype=x.dtype, device=x.device)
-        self._skinny(x, linear, out, choice, Epilogue(bias=linear.bias, scale=scale))
+        self._fused(x, linear, out, choice, Epilogue(bias=linear.bias, scale=scale))
         return out
 
     def _gate_up(
@@ -327,7 +330,7 @@ class CudaOps:
             rows = self._linear(x, scale, gate_up, choice, in_prompt)
             return silu_and_mul(rows) if silu else gated(activation, rows)
         out = torch.empty((x.shape[0], gate_up.out_features // 2), dtype=x.dtype, device=x.device)
-        self._skinny(x, gate_up, out, choice, Epilogue(bias=gate_up.bias, silu=silu, gelu=gelu, scale=scale))
+        self._fused(x, gate_up, out, choice, Epilogue(bias=gate_up.bias, silu=silu, gelu=gelu, scale=scale))
         return out
 
     def _linear_add(
@@ -337,7 +340,7 @@ class CudaOps:
             return self._add_of_ranks(self._linear(x, None, linear, choice, in_prompt), linear.group, h, next_norm, in_prompt)
         if choice is not None:
             deferred = self._deferred(h, next_norm, choice.parts(linear.out_features))
-            self._skinny(x, linear, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred))
+            self._fused(x, linear, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred))
             return Stream(h, next_norm, deferred, in_prompt=in_prompt)
         if not self._float32_gemms or not linear.is_dense:
             return Stream(h.add_(self._many_rows(x, linear, in_prompt)), in_prompt=in_prompt)
@@ -345,7 +348,7 @@ class CudaOps:
         return Stream(h if linear.bias is None else h.add_(linear.bias), in_prompt=in_prompt)
 
     def _many_rows(self, x: torch.Tensor, linear: Linear, in_prompt: bool) -> torch.Tensor:
-        """`linear(x)` for more rows than the skinny kernels take; prompts quantize theirs where that was found faster."""
+        """`linear(x)` by cuBLAS; prompts quantize their rows where that was found faster."""
         scale = linear.storage.scale
         faster, _ = self._quantized.get(kind_of(linear), (False, ""))
         if not (faster and in_prompt and len(x) > MAX_ROWS and x.dtype is torch.bfloat16) or scale is None:
@@ -391,10 +394,10 @@ class CudaOps:
         if choice is None or (logits is not None and not logits.is_contiguous()):
             return argmax_rows(self._logits(x, head, logits, choice), tokens, self.pdl)
         partial = torch.empty((2, x.shape[0], choice.parts(head.out_features)), dtype=torch.int32, device=x.device)
-        self._skinny(x, head, logits, choice, Epilogue(bias=head.bias, argmax=partial))
+        self._fused(x, head, logits, choice, Epilogue(bias=head.bias, argmax=partial))
         return argmax_chunks(partial, tokens, self.pdl)
 
-    def _skinny(
+    def _fused(
         self,
         x: torch.Tensor,
         linear: Linear,
@@ -419,7 +422,7 @@ class CudaOps:
         if out is None:
             out = torch.empty((x.shape[0], head.out_features), dtype=torch.float32, device=x.device)
         if choice is not None and out.is_contiguous():
-            self._skinny(x, head, out, choice, Epilogue(bias=head.bias))
+            self._fused(x, head, out, choice, Epilogue(bias=head.bias))
             return out
         if not self._float32_gemms or not head.is_dense:
             return out.copy_(_by_cublas(x, head))

@@ -174,14 +174,18 @@ class BlockOps(Protocol):
         """
         ...
 
-    def autotune(self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = ()) -> dict[str, str]:
+    def autotune(
+        self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()
+    ) -> dict[str, str]:
         """Choose the fastest kernel for each of a model's GEMMs, given in the order of execution, at these numbers of
         rows.
 
         Call it before any graph is captured; weights may be random.
 
         Args:
+            rows: of decode passes.
             others: runs of other kernels, which are compiled beside these where these are compiled.
+            prompt_rows: of prompt passes, few of whose rows have logits.
 
         Returns:
             A line per GEMM, for the log and the server's info; empty where there is nothing to choose.

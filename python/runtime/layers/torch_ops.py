@@ -133,7 +133,9 @@ class TorchOps:
         """The argmax of each row of `logits(x, head)`, int64 [N]; both written where given."""
         return argmax(self.logits(x, head, logits), tokens)
 
-    def autotune(self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = ()) -> dict[str, str]:
+    def autotune(
+        self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()
+    ) -> dict[str, str]:
         """Nothing: torch has no kernels to choose from."""
         return {}
 

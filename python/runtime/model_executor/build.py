@@ -242,7 +242,7 @@ def make_policy(context: WorkerContext, spec: DrafterSpec) -> AcceptPolicy:
 
 
 def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, DepthBatches]) -> None:
-    """Choose the kernel of every GEMM of decode passes; compile other kernels beside them."""
+    """Choose the kernel of every GEMM of decode passes and of prompts of many rows; compile other kernels beside them."""
     target, shape = parts.target, parts.drafter.spec.shape
     model, backend = target.runner.model, target.runner.backend
     rows, warmup_runs = set[int](), parts.drafter.warmup_runs()
@@ -258,9 +258,15 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
         warmup_runs.append(partial(sample_padding, target, torch.zeros((1, model.config.vocab_size), device=context.device)))
         slot = torch.zeros(1, dtype=torch.int64, device=context.device)
         warmup_runs += [partial(pool.move, slot, slot, 1) for pool in parts.kv_pools]
-        context.info.gemms = model.context.ops.autotune(model.gemms(), sorted(rows), warmup_runs)
+        prompts = prompt_rows(target.runner.prompt_sizes, context.extend_tokens)
+        context.info.gemms = model.context.ops.autotune(model.gemms(), sorted(rows), warmup_runs, prompts)
         if drafting := list(parts.drafter.gemms()):
-            context.info.gemms |= model.context.ops.autotune(drafting, sorted(rows))
+            context.info.gemms |= model.context.ops.autotune(drafting, sorted(rows), prompt_rows=prompts)
+
+
+def prompt_rows(graph_sizes: Sequence[int], most: int) -> list[int]:
+    """Rows of the prompt passes that kernels are chosen for: the sizes of graphs, and those of longer passes, up to `most`, 64 apart."""
+    return [*graph_sizes, *range(most, max(graph_sizes, default=0), -64)]
 
 
 # ---- size memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from runtime.config.kernel_configs import ResidentConfig
 from runtime.layers.activation import Activation
 from runtime.layers.gemm.fragment_gemm import supports as fragments_support
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
+from runtime.layers.gemm.many_rows import GemmSize, many_rows_configs
 from runtime.layers.gemm.resident_gemm import MAX_ROWS as RESIDENT_ROWS
 from runtime.layers.gemm.resident_gemm import resident_config
 from runtime.layers.gemm.resident_gemm import supports as takes_residents
@@ -82,8 +83,12 @@ class Timed:
         return f"{describe(self.choice)} ({times})"
 
 
-def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int]) -> list[GemmGroup]:
-    """The GEMMs of a model by kind, in the order in which the kinds first occur, at each m bucket."""
+def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int], prompts: Collection[int] = ()) -> list[GemmGroup]:
+    """The GEMMs of a model by kind, in the order in which the kinds first occur, at each m bucket where there is a choice.
+
+    Args:
+        prompts: those of `buckets` that prompt passes alone have: few of their rows have logits.
+    """
     kinds: dict[tuple[object, ...], list[Gemm]] = {}
     for gemm in gemms:
         kinds.setdefault(gemm.key(0), []).append(gemm)
@@ -91,12 +96,22 @@ def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int]) -> list[GemmGroup
         GemmGroup(kind[0].op, [gemm.linear for gemm in kind], kind[0].norm, rows, kind[0].activation, kind[0].after_attention)
         for kind in kinds.values()
         for rows in buckets
+        if rows <= MAX_ROWS or (_takes_many_rows(kind[0]) and not (kind[0].op == "logits" and rows in prompts))
     ]
+
+
+def _takes_many_rows(gemm: Gemm) -> bool:
+    """Whether more than `MAX_ROWS` rows may run by another kernel than cuBLAS."""
+    weight = gemm.linear.weight
+    return weight.dtype is torch.bfloat16 and supports(weight, silu=gemm.op == "gate_up")
 
 
 def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
     """The choices worth timing, cuBLAS first."""
     linear, rows = group.linears[0], group.rows
+    if rows > MAX_ROWS:
+        size = GemmSize(rows, linear.out_features, linear.in_features, gated=group.op == "gate_up")
+        return None, *many_rows_configs(size, num_sms, splits=group.op in ("linear", "linear_add"))
     if linear.is_scaled:
         return None, *tuning.scaled_configs(rows), *(tuning.fragment_configs(rows) if _takes_fragments(group) else ())
     found: tuple[GemmChoice, ...] = tuning.gemm_configs(group.op, rows)
@@ -146,7 +161,7 @@ def autotune_gemms(
         choices = candidates(group, num_sms, timings.tuning) if known is None else (known.choice,)
         runs[group.key] = {choice: run(choice) for choice in choices}
     compile_all([*(run for tried in runs.values() for run in tried.values()), *(lambda _, other=other: other() for other in others)])
-    log.info("compiled the GEMMs of up to %d rows, and other kernels, in %.1f s", MAX_ROWS, time.perf_counter() - start)
+    log.info("compiled GEMMs and other kernels in %.1f s", time.perf_counter() - start)
     return {group.key: timings.keep(group.dtype, group.key, lambda g=group: _fastest(g, runs[g.key])) for group in groups}
 
 

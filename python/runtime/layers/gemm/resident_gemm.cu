@@ -93,11 +93,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(cons
                 for (int c = 0; c < 2; c++) {
                     const u8* const from_here = low + (at + j) * STAGE_BYTES + c * other_half;
                     const uint4 a = *(const uint4*)from_here, b = *(const uint4*)(from_here + 1024);
-                    const u32 ga[4] = {a.x, a.y, a.z, a.w}, hb[4] = {b.x, b.y, b.z, b.w};
                     #pragma unroll
                     for (int n = 0; n < TILES; n++) {
-                        const uint4 one[1] = {pieces[j][c][n]};
-                        multiply_piece(sums[n], ga, hb, 0, 0, one);
+                        const uint4 v = pieces[j][c][n];
+                        mma(sums[n], a.x, b.x, a.y, b.y, v.x, v.y);
+                        mma(sums[n], a.z, b.z, a.w, b.w, v.z, v.w);
                     }
                 }
             }

@@ -1,4 +1,4 @@
-"""The choice of a kernel and a tiling for a skinny GEMM, from the device's measured values."""
+"""The choice of a kernel and a tiling for a GEMM, from the device's measured values."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from runtime.layers.gemm.wgmma_gemm import MAX_TILE, WgmmaConfig
 
 GemmChoice = TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | None
 """How a GEMM is computed: by a kernel with a tiling, or cuBLAS (None) with separate kernels for the epilogue."""
-M_BUCKETS = (1, 4, 8, 16, 32, 64, MAX_ROWS)
-"""A GEMM of M rows uses the kernel chosen for the next of these."""
+M_BUCKETS = (1, 4, 8, 16, 32, 64, MAX_ROWS, 192, 256, 384, 512, 1024, 2048)
+"""A GEMM of M rows uses the kernel chosen for the next of these, or for the last. Above `MAX_ROWS` it is WGMMA or cuBLAS."""
 
 
 def m_bucket(rows: int) -> int:
-    """The bucket of `rows`, 1..MAX_ROWS."""
-    return next(most for most in M_BUCKETS if rows <= most)
+    """The bucket of `rows`."""
+    return next((most for most in M_BUCKETS if rows <= most), M_BUCKETS[-1])
 
 
 def default_choice(op: GemmOp, rows: int, tuning: DeviceTuning, scaled: bool = False) -> GemmChoice:
     """The choice for GEMMs that were not timed; `scaled`: with weights in e4m3."""
-    if scaled:
+    if scaled and rows <= MAX_ROWS:
         return tuning.scaled_configs(rows)[0]
     return None if rows > tuning.triton_gemm_rows else tuning.gemm_configs(op, rows)[0]
 
 
 def wgmma_configs(op: GemmOp, rows: int, weight_rows: int, num_sms: int, tuning: DeviceTuning) -> tuple[WgmmaConfig, ...]:
-    """WGMMA tilings worth timing: tiles that fill the multiprocessors evenly, whole or in halves."""
+    """WGMMA tilings worth timing for up to `MAX_ROWS` rows: tiles that fill the multiprocessors evenly, whole or in halves."""
     if rows <= tuning.triton_gemm_rows and op != "linear":
         return ()
     outputs, halves = (weight_rows // 2, 2) if op == "gate_up" else (weight_rows, 1)

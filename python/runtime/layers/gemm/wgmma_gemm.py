@@ -1,5 +1,4 @@
-"""Skinny GEMMs on Hopper: the copy engine streams each weight through shared memory once while the tensor cores
-multiply (WGMMA).
+"""GEMMs on Hopper: the copy engine streams weights through shared memory while the tensor cores multiply (WGMMA).
 
 The kernel is `wgmma_gemm.cu`. It is compiled when the server starts, for the tilings that are tried.
 """
@@ -17,15 +16,20 @@ from runtime.layers.gemm.deferred_norm import norms_argument
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.kernels import cuda_driver
 
-MAX_ROWS = 128
+FEW_ROWS = 128
+"""Rows of x of a block, unless its tiling has more."""
 COLUMNS = 64
 """Columns of x and of the weight in a box: rows of 128 bytes."""
 MAX_TILE = 256
 """The widest right operand of wgmma."""
+WIDEST = {FEW_ROWS: MAX_TILE, 192: 192}
+"""The widest tile for so many rows of x of a block: a thread has the registers for its sums."""
 SHARED_BYTES = 225 << 10
 """Shared memory of the rings, out of the 227 KiB that a block may have on Hopper."""
 MOST_STAGES = 12
 """More stages would delay the first rows of x, which are loaded after the weights."""
+MOST_BLOCKS = 8
+"""Of a cluster, on every GPU."""
 ROW_BYTES = 2 * COLUMNS
 ALIGNMENT = 1024
 """Of the rings: eight swizzled rows."""
@@ -35,27 +39,53 @@ Store = Literal["NARROW", "SILU", "GELU", "ADD", "FLOAT"]
 
 @dataclass(frozen=True, slots=True)
 class WgmmaConfig:
-    """Tiling of the WGMMA GEMM.
+    """Tiling of the WGMMA GEMM: tiles of rows of x by rows of the weight, and clusters of blocks that share what they load.
 
     Attributes:
         tile: weight rows of a block, at most 256; a multiple of 8 * split, and of 16 for gate and up rows.
-        split: blocks that share the columns of one tile (split-K).
+        split: blocks of a cluster that share the columns of one tile (split-K).
+        rows: of x of a block, 128 or 192; with at most 64 rows of x, 64.
+        cluster_m: blocks of a cluster that compute neighbouring rows of x by the same weight rows; each loads a part of these.
+        cluster_n: blocks of a cluster that compute the same rows of x by neighbouring weight rows; each loads a part of the rows of x.
     """
 
     tile: int
     split: int = 1
+    rows: int = FEW_ROWS
+    cluster_m: int = 1
+    cluster_n: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster_m * self.cluster_n * self.split
 
     def parts(self, weight_rows: int) -> int:
         """Columns of `DeferredNorm.squares` that a GEMM with this many weight rows writes."""
         return -(-weight_rows // self.tile) * self.split
 
+    def fits(self, gated: bool) -> bool:
+        """Whether the kernel has this tiling; `gated`: for gate and up rows."""
+        boxes = 2 if gated and self.cluster_m % 2 else 1  # of the weight, that a block loads
+        return (
+            self.tile > 0
+            and self.tile <= WIDEST.get(self.rows, 0)
+            and self.cluster <= MOST_BLOCKS
+            and self.tile % (8 * self.split) == 0
+            and self.tile % (8 * self.cluster_m * boxes) == 0
+            and self.tile % (16 if gated else 8) == 0
+            and not (gated and self.split > 1)
+        )
+
     def __str__(self) -> str:
-        return f"WGMMA {self.tile}{f' split {self.split}' if self.split > 1 else ''}"
+        shared = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
+        rows = f"{self.rows}x" if self.rows != FEW_ROWS or shared else ""
+        return f"WGMMA {rows}{self.tile}{shared}{f' split {self.split}' if self.split > 1 else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a program is compiled for besides the tiling: the `rows` it computes, and its epilogue."""
+    """What a program is compiled for besides the tiling: the `rows` that a block computes, and its epilogue."""
 
     rows: int
     write: Store
@@ -94,10 +124,10 @@ def wgmma_gemm(
     """`out = epilogue(x @ weight.T)`; returns `out`.
 
     Args:
-        x: [M, K] contiguous, M <= 128, the weight's dtype.
+        x: [M, K] contiguous, the weight's dtype.
         weight: [N, K], one that the kernel `supports`.
-        out: [M, `epilogue.columns(N)`] contiguous, the weight's dtype with `silu` or `gelu`, float32 with `add`, else either;
-            None where only the argmax is wanted.
+        out: [M, `epilogue.columns(N)`] contiguous, at a multiple of 16 bytes, the weight's dtype with `silu` or `gelu`, float32 with `add`,
+            else either; None where only the argmax is wanted.
         config: the tiling.
         epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row, an argmax as
             many tiles.
@@ -106,26 +136,24 @@ def wgmma_gemm(
     Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
     """
     (M, K), N = x.shape, weight.shape[0]
-    assert 0 < M <= MAX_ROWS, f"expected 1 to {MAX_ROWS} rows; got {M}"
+    assert M > 0, "expected rows"
     assert weight.shape[1] == K, f"expected x of {weight.shape[1]} columns; got {K}"
     assert x.is_contiguous(), "expected a contiguous x"
     epilogue.check(out, M, N, config.parts(N))
+    assert out is None or out.dtype is torch.float32 or out.data_ptr() % 16 == 0, "expected an out that is aligned to 16 bytes"
     bias, scale, deferred = epilogue.bias, epilogue.scale, epilogue.deferred
-    columns, outputs = epilogue.columns(N), config.tile // 2 if epilogue.gated else config.tile
-    rows, x_rows = _computed_rows(M), max(8, 1 << (M - 1).bit_length())
+    columns, rows = epilogue.columns(N), 64 if M <= 64 else config.rows
     variant = _Variant(
         rows, _store(epilogue, out, weight.dtype), weight.dtype, bias is not None, pdl, scale is not None, deferred is not None,
         epilogue.argmax is not None, out is not None,
     )  # fmt: skip
-    kernel = _kernel(config, variant)
-    # Rows that are computed but not loaded lie past the last stage.
-    stages = (SHARED_BYTES - ALIGNMENT - (rows - x_rows) * ROW_BYTES) // ((x_rows + config.tile) * ROW_BYTES)
-    tiles = -(-columns // outputs)
+    loaded = rows if config.cluster_n > 1 else min(rows, max(8, 1 << (M - 1).bit_length()))
+    kernel, boxes = _kernel(config, variant), _boxes(config, rows, loaded, epilogue.gated)
     kernel(
-        tiles * config.split if config.split > 1 else min(tiles, kernel.clusters_at_once),
+        _blocks(config, -(-M // rows), -(-columns // boxes.outputs), kernel.clusters_at_once),
         (
-            _map(x.data_ptr(), M, K, x.dtype, x_rows),
-            _map(weight.data_ptr(), N, K, weight.dtype, outputs),
+            _map(x.data_ptr(), M, K, x.dtype, loaded // config.cluster_n),
+            _map(weight.data_ptr(), N, K, weight.dtype, boxes.w_rows),
             cuda_driver.pointer(out),
             cuda_driver.pointer(epilogue.argmax),
             cuda_driver.pointer(bias),
@@ -133,8 +161,8 @@ def wgmma_gemm(
             cuda_driver.int32(M),
             cuda_driver.int32(columns),
             cuda_driver.int32(K),
-            cuda_driver.int32(x_rows),
-            cuda_driver.int32(min(stages, MOST_STAGES)),
+            cuda_driver.int32(loaded),
+            cuda_driver.int32(boxes.stages),
         ),
         pdl,
     )
@@ -151,9 +179,37 @@ def _store(epilogue: Epilogue, out: torch.Tensor | None, narrow: torch.dtype) ->
     )
 
 
-def _computed_rows(rows: int) -> int:
-    """Rows that the tensor cores compute: those of one warpgroup or of two."""
-    return 64 if rows <= 64 else 128
+@dataclass(frozen=True, slots=True)
+class _Boxes:
+    """What a block loads and computes.
+
+    Attributes:
+        w_rows: weight rows of one load.
+        outputs: columns of the output of a tile.
+        stages: of the ring.
+    """
+
+    w_rows: int
+    outputs: int
+    stages: int
+
+
+@cache
+def _boxes(config: WgmmaConfig, rows: int, loaded: int, gated: bool) -> _Boxes:
+    """For blocks that compute `rows` rows of x and have `loaded` of them in a stage."""
+    outputs = config.tile // 2 if gated else config.tile
+    w_rows = config.tile // config.cluster_m // (2 if gated and config.cluster_m % 2 else 1)
+    # Rows that are computed but not loaded lie past the last stage.
+    stages = min((SHARED_BYTES - ALIGNMENT - (rows - loaded) * ROW_BYTES) // ((loaded + config.tile) * ROW_BYTES), MOST_STAGES)
+    exchanged = rows * config.tile * 4 if config.split > 1 else 0
+    assert exchanged <= stages * (loaded + config.tile) * ROW_BYTES, f"the sums of {config} exceed the ring"
+    return _Boxes(w_rows, outputs, stages)
+
+
+def _blocks(config: WgmmaConfig, m_tiles: int, n_tiles: int, clusters_at_once: int) -> int:
+    """Blocks of a launch: a cluster that exchanges sums computes one group of tiles, others walk over several."""
+    groups = -(-m_tiles // config.cluster_m) * -(-n_tiles // config.cluster_n)
+    return (groups if config.split > 1 else min(groups, clusters_at_once)) * config.cluster
 
 
 @lru_cache(maxsize=1 << 14)
@@ -163,31 +219,33 @@ def _map(address: int, rows: int, columns: int, dtype: torch.dtype, box_rows: in
 
 @cache
 def _kernel(config: WgmmaConfig, variant: _Variant) -> cuda_driver.Kernel:
+    threads = 2 * variant.rows + _loaders(config, variant)
     return cuda_driver.compile_kernel(
-        source(config, variant), "wgmma_gemm", threads=2 * variant.rows + 32, cluster=config.split, shared_bytes=SHARED_BYTES
+        source(config, variant), "wgmma_gemm", threads=threads, cluster=config.cluster, shared_bytes=SHARED_BYTES
     )
+
+
+def _loaders(config: WgmmaConfig, variant: _Variant) -> int:
+    """Threads beside those that multiply: a warp, or a warpgroup that leaves its registers to the others where they need more."""
+    warps = variant.rows // 16 + 1  # a quarter of them, rounded up, share 16384 registers
+    needed = config.tile // 2 + 48 + (32 if variant.write == "ADD" else 0)
+    return 32 if needed <= 512 // -(-warps // 4) else 128
 
 
 def source(config: WgmmaConfig, variant: _Variant) -> str:
     """The CUDA program of one tiling and variant."""
     v = variant
-    multiple = 16 if v.write in ("SILU", "GELU") else 8 * config.split
-    assert 0 < config.tile <= MAX_TILE and config.tile % multiple == 0, f"invalid tiling: {config}"  # noqa: PT018
+    assert config.fits(v.write in ("SILU", "GELU")), f"invalid tiling: {config}"
     assert config.split == 1 or (v.write in ("NARROW", "ADD") and not v.argmax), "split-K supports NARROW and ADD only"
     assert v.write == "ADD" or not v.deferred, "a deferred norm requires ADD"
     constants = dict(
-        ROWS=v.rows, TILE=config.tile, SPLIT=config.split, MOST_STAGES=MOST_STAGES, BFLOAT16=int(v.dtype is torch.bfloat16),
-        WRITE=v.write, BIAS=int(v.bias), EARLY=int(v.pdl), SCALE=int(v.scale), DEFER=int(v.deferred), ARGMAX=int(v.argmax),
-        STORE=int(v.store),
+        ROWS=v.rows, TILE=config.tile, SPLIT=config.split, CLUSTER_M=config.cluster_m, CLUSTER_N=config.cluster_n,
+        LOADERS=_loaders(config, v), MOST_STAGES=MOST_STAGES, BFLOAT16=int(v.dtype is torch.bfloat16), WRITE=v.write, BIAS=int(v.bias),
+        EARLY=int(v.pdl), SCALE=int(v.scale), DEFER=int(v.deferred), ARGMAX=int(v.argmax), STORE=int(v.store),
     )  # fmt: skip
-    return "\n".join(
-        [
-            "typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;",
-            *(f"#define {name} {value}" for name, value in constants.items()),
-            _multiply(config.tile, "bf16" if v.dtype is torch.bfloat16 else "f16"),
-            (Path(__file__).parent / "wgmma_gemm.cu").read_text(encoding="utf-8"),
-        ]
-    )
+    parts, output, gemm = (Path(__file__).with_name(f"wgmma_{name}.cu").read_text(encoding="utf-8") for name in ("parts", "output", "gemm"))
+    multiply = _multiply(config.tile, "bf16" if v.dtype is torch.bfloat16 else "f16")
+    return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), parts, multiply, output, gemm])
 
 
 def _multiply(tile: int, dtype: str) -> str:

@@ -106,9 +106,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) down_sums(
         for (int c = 0; c < 2; c++) {
             const u8* const from_here = low + slot * STAGE_BYTES + c * other_half;
             const uint4 a = *(const uint4*)from_here, b = *(const uint4*)(from_here + 1024);
-            const u32 ga[4] = {a.x, a.y, a.z, a.w}, hb[4] = {b.x, b.y, b.z, b.w};
-            const uint4 one[1] = {tokens[c]};
-            multiply_piece(sums, ga, hb, 0, 0, one);
+            mma(sums, a.x, b.x, a.y, b.y, tokens[c].x, tokens[c].y);
+            mma(sums, a.z, b.z, a.w, b.w, tokens[c].z, tokens[c].w);
         }
         slot = slot + 1 == DEPTH ? 0 : slot + 1;
     }

@@ -1,0 +1,240 @@
+// The epilogue of the WGMMA GEMM: what a thread does with its sums before it stores them.
+//
+// Of each group of 8 columns a thread holds two neighbouring ones, in `row` and in `row` + 8; four lanes share a row.
+
+// WRITE: store in 16 bits; silu(gate) * up; add to float32; store float32; gelu(gate) * up
+constexpr int NARROW = 0, SILU = 1, ADD = 2, FLOAT = 3, GELU = 4;
+constexpr bool GATED = WRITE == SILU || WRITE == GELU;
+constexpr int HALVES = GATED ? 2 : 1;
+constexpr int OUTPUTS = TILE / HALVES;
+constexpr int GROUPS = OUTPUTS / 8;
+constexpr int OWN_GROUPS = GROUPS / SPLIT;  // that a block stores
+constexpr int BATCH = ROWS > 128 ? 4 : 8;  // groups that are stored together: the loads of all come first
+constexpr int NO_COLUMN = 0x7FFFFFFF;
+
+__device__ __forceinline__ float widen(u16 x) {
+    if constexpr (BFLOAT16) return __uint_as_float((u32)x << 16);
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+
+__device__ __forceinline__ u32 narrow(float low, float high) {
+    u32 both;
+    if constexpr (BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// x * sigmoid(x), or for gelu in its tanh form x * sigmoid(sqrt(8 / pi) * (x + 0.044715 x ** 3)).
+__device__ __forceinline__ float activate(float x) {
+    const float slope = WRITE == GELU ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
+    return __fdividef(x, 1.0f + __expf(-slope));
+}
+
+// Lane t of four gets word t of each: words[i] of lane t becomes words[t] of lane i.
+__device__ __forceinline__ void transpose(u32 (&words)[4]) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        const bool odd = threadIdx.x & step;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i & step) continue;
+            const u32 other = __shfl_xor_sync(0xFFFFFFFF, odd ? words[i] : words[i + step], step);
+            if (odd) words[i] = other;
+            else words[i + step] = other;
+        }
+    }
+}
+
+// The largest entry so far and its column, in the order of kernels/argmax_reduce.py: the first of equals, NaN above all.
+struct Largest {
+    float value = 0.0f;
+    int column = NO_COLUMN;
+
+    __device__ __forceinline__ void see(float x, int at) {
+        if (x > value || (x != x && value == value) || column == NO_COLUMN) value = x, column = at;
+    }
+    __device__ __forceinline__ int key() const {
+        if (column == NO_COLUMN) return -0x7FFFFFFF - 1;
+        if (value != value) return 0x7FFFFFFF;
+        if (value == 0.0f) return 0;
+        const int bits = __float_as_int(value);
+        return bits < 0 ? bits ^ 0x7FFFFFFF : bits;
+    }
+};
+
+// deferred_norm.py: what is read for the norm before this GEMM, and written for the norm after it.
+struct Norms {
+    const float* squares;
+    int parts;
+    float eps;
+    const u16* gain;
+    u16* scaled;
+    float* next_squares;
+};
+
+// Where a thread's results go. `column`: the first of its columns that this block stores.
+struct Output {
+    void* out;
+    const u16* bias;
+    Norms norms;
+    int rows, columns, row, column = 0;
+    float scale[2] = {1.0f, 1.0f}, squares[2] = {0.0f, 0.0f};
+    Largest top[2];
+
+    __device__ __forceinline__ bool inside(int half, int group) const { return row + half * 8 < rows && column + group * 8 < columns; }
+    __device__ __forceinline__ long at(int half, int group) const { return (long)(row + half * 8) * columns + column + group * 8; }
+
+    // `scale` of the two rows.
+    __device__ __forceinline__ void find_scale(int width) {
+        const int lane = threadIdx.x % 4;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float sum = 0.0f;
+            if (row + half * 8 < rows) {
+                const float* at = norms.squares + (long)(row + half * 8) * norms.parts;
+                if (norms.parts % 4 == 0) {
+#pragma unroll 8
+                    for (int i = lane * 4; i < norms.parts; i += 16) {
+                        const float4 four = *(const float4*)(at + i);
+                        sum += (four.x + four.y) + (four.z + four.w);
+                    }
+                } else {
+                    for (int i = lane; i < norms.parts; i += 4) sum += at[i];
+                }
+            }
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+            scale[half] = rsqrtf(sum / width + norms.eps);
+        }
+    }
+    // Scale the sums of a batch, add the bias, and multiply by the gates.
+    __device__ __forceinline__ void finish(float* sums, int first) const {
+#pragma unroll
+        for (int i = first; i < first + BATCH; i++) {
+            if (i >= OWN_GROUPS) continue;
+#pragma unroll
+            for (int half = 0; half < HALVES; half++) {
+                float* v = sums + (half * OWN_GROUPS + i) * 4;
+                if constexpr (SCALE) v[0] *= scale[0], v[1] *= scale[0], v[2] *= scale[1], v[3] *= scale[1];
+                if (!BIAS || column + i * 8 >= columns) continue;
+                const u16* from = bias + half * columns + column + i * 8;
+                const float a = widen(from[0]), b = widen(from[1]);
+                v[0] += a, v[1] += b, v[2] += a, v[3] += b;
+            }
+            if constexpr (GATED) {
+#pragma unroll
+                for (int j = i * 4; j < i * 4 + 4; j++) sums[j] = activate(sums[j]) * sums[GROUPS * 4 + j];
+            }
+        }
+    }
+    // Store `pairs` of up to four groups from `first` on, by row. The lanes of a row exchange four of them, and each stores a whole group.
+    __device__ __forceinline__ void store_pairs(u16* to, u32 (&pairs)[2][4], int first) const {
+        const int lane = threadIdx.x % 4;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (first + 4 <= OWN_GROUPS) {
+                transpose(pairs[half]);
+                // Column 0 of group `lane`, from column 2 * lane of group 0.
+                if (inside(half, first + lane)) {
+                    const u32* words = pairs[half];
+                    *(uint4*)(to + at(half, first + lane) - 2 * lane) = make_uint4(words[0], words[1], words[2], words[3]);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    if (first + i < OWN_GROUPS && inside(half, first + i)) *(u32*)(to + at(half, first + i)) = pairs[half][i];
+                }
+            }
+        }
+    }
+    // Store a batch in 16 bits; with DEFER it is multiplied by the gain.
+    __device__ __forceinline__ void store_narrow(u16* to, const float* sums, int batch) const {
+#pragma unroll
+        for (int first = batch; first < batch + BATCH && first < OWN_GROUPS; first += 4) {
+            u32 pairs[2][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (first + i >= OWN_GROUPS) continue;
+                const float* v = sums + (first + i) * 4;
+                float a = 1.0f, b = 1.0f;
+                if (DEFER && column + (first + i) * 8 < columns) {
+                    const u32 two = *(const u32*)(norms.gain + column + (first + i) * 8);
+                    a = widen(two & 0xFFFF), b = widen(two >> 16);
+                }
+                pairs[0][i] = narrow(v[0] * a, v[1] * b), pairs[1][i] = narrow(v[2] * a, v[3] * b);
+            }
+            store_pairs(to, pairs, first);
+        }
+    }
+    // Store a batch in float32: with ADD, added to what is there, which `sums` become.
+    __device__ __forceinline__ void store_floats(float* sums, int first) {
+        float2 old[BATCH * 2];
+#pragma unroll
+        for (int i = 0; i < BATCH * 2; i++) {
+            const int group = first + i / 2;
+            if (WRITE == ADD && group < OWN_GROUPS && inside(i % 2, group)) old[i] = *(const float2*)((const float*)out + at(i % 2, group));
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH * 2; i++) {
+            const int group = first + i / 2, half = i % 2;
+            if (group >= OWN_GROUPS || !inside(half, group)) continue;
+            float* v = sums + group * 4 + half * 2;
+            if constexpr (WRITE == ADD) v[0] += old[i].x, v[1] += old[i].y;
+            *(float2*)((float*)out + at(half, group)) = make_float2(v[0], v[1]);
+            if constexpr (DEFER) squares[half] += v[0] * v[0] + v[1] * v[1];
+        }
+    }
+    // Store the sums of squares of this thread's rows as column `part` of `parts`.
+    __device__ __forceinline__ void store_squares(int part, int parts) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float sum = squares[half];
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+            if (threadIdx.x % 4 == 0 && row + half * 8 < rows) norms.next_squares[(long)(row + half * 8) * parts + part] = sum;
+            squares[half] = 0.0f;
+        }
+    }
+    __device__ __forceinline__ void find_largest(const float* sums, int first) {
+#pragma unroll
+        for (int i = first * 2; i < (first + BATCH) * 2; i++) {
+            const int from = column + i / 2 * 8;
+            if (i / 2 < OWN_GROUPS && from < columns) top[i % 2].see(sums[i * 2], from), top[i % 2].see(sums[i * 2 + 1], from + 1);
+        }
+    }
+    // Store the key and the column of the largest of this thread's rows as column `tile` of `tiles`.
+    __device__ __forceinline__ void store_argmax(int* partial, int tile, int tiles) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int key = top[half].key(), at = top[half].column;
+#pragma unroll
+            for (int step = 1; step < 4; step *= 2) {
+                const int other_key = __shfl_xor_sync(0xFFFFFFFF, key, step), other_at = __shfl_xor_sync(0xFFFFFFFF, at, step);
+                if (other_key > key || (other_key == key && other_at < at)) key = other_key, at = other_at;
+            }
+            const int to = row + half * 8;
+            if (threadIdx.x % 4 == 0 && to < rows) {
+                partial[(long)to * tiles + tile] = key;
+                partial[(long)(rows + to) * tiles + tile] = at;
+            }
+            top[half] = Largest();
+        }
+    }
+    // All of it, for tile `tile` of `tiles` of columns, of which this block stores part `part`.
+    __device__ __forceinline__ void store(float* sums, int* partial, int tile, int tiles, int part) {
+#pragma unroll
+        for (int first = 0; first < OWN_GROUPS; first += BATCH) {
+            finish(sums, first);
+            if constexpr (WRITE == ADD || (WRITE == FLOAT && STORE)) store_floats(sums, first);
+            if constexpr (WRITE == NARROW || GATED) store_narrow((u16*)out, sums, first);
+            if constexpr (DEFER) store_narrow(norms.scaled, sums, first);
+            if constexpr (ARGMAX) find_largest(sums, first);
+            asm volatile("" ::: "memory");  // or the compiler begins with the loads of all batches, and spills
+        }
+        if (CLUSTER_N > 1 && tile >= tiles) return;
+        if constexpr (DEFER) store_squares(tile * SPLIT + part, tiles * SPLIT);
+        if constexpr (ARGMAX) store_argmax(partial, tile, tiles);
+    }
+};

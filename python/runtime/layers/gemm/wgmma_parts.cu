@@ -1,0 +1,161 @@
+// Parts of the WGMMA GEMM: clusters of blocks, barriers in shared memory, loads by the copy engine, and the ring of stages.
+//
+// A cluster computes CLUSTER_M x CLUSTER_N neighbouring tiles, of as many tiles of rows of x by as many of rows of w. Blocks with the same
+// rows of w load a slice of them each and send it to all of them (multicast), and so do blocks with the same rows of x: a multiprocessor
+// reads less from L2. SPLIT such sets of blocks share the columns.
+//
+// Sources: PTX ISA, "wgmma", "cp.async.bulk.tensor", "mbarrier", "mapa", "griddepcontrol", "barrier.cluster".
+
+typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
+
+constexpr int COLUMNS = 64;                   // of a box: rows of 128 bytes, as the swizzle wants them
+constexpr int ROW_BYTES = COLUMNS * 2;
+constexpr int MULTIPLIERS = ROWS / 64 * 128;  // threads
+// Registers of a thread: with one loading warp the compiler's limit, with a loading warpgroup what that does not need.
+constexpr int WARPGROUPS = ROWS / 64 + 1, ENTRY_REGISTERS = 512 / WARPGROUPS / 8 * 8, LOAD_REGISTERS = 40;
+constexpr int MULTIPLY_REGISTERS = (ENTRY_REGISTERS * WARPGROUPS - LOAD_REGISTERS) / (WARPGROUPS - 1) / 8 * 8;
+constexpr int CLUSTER = CLUSTER_M * CLUSTER_N * SPLIT;
+constexpr int PEERS = CLUSTER_M + CLUSTER_N - 1;  // blocks that a block shares x or w with, itself included
+// L2 policies.
+constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
+
+struct alignas(64) TensorMap { char bytes[128]; };
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// The same address in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ u32 address_in(int rank, u32 address) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Without `.release.cluster`, which waits for all memory accesses of the thread: what is released was read by wgmma, and that has ended.
+__device__ __forceinline__ void barrier_arrive_in_cluster(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
+// A barrier of all threads of the cluster; with `memory`, writes before it are visible to all after it.
+template <bool memory>
+__device__ __forceinline__ void cluster_sync() {
+    if constexpr (memory) asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    else asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+template <int count>
+__device__ __forceinline__ void take_registers() {
+    if constexpr (LOADERS == 128) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count>
+__device__ __forceinline__ void leave_registers() {
+    if constexpr (LOADERS == 128) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+__device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Load a box to `to`, and report its bytes to `barrier`: in this block, or in all blocks of `mask`.
+template <bool multicast>
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 barrier, int column, int row, u64 policy, u16 mask) {
+    if constexpr (multicast) {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+            "[%0], [%1, {%3, %4}], [%2], %6, %5;" ::"r"(to),
+            "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(policy), "h"(mask)
+            : "memory");
+    } else {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+            "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(policy)
+            : "memory");
+    }
+}
+
+// A block's place in its cluster.
+struct Place {
+    int m, n, part;
+
+    __device__ __forceinline__ Place() {
+        const int rank = blockIdx.x % CLUSTER;
+        m = rank % CLUSTER_M, n = rank / CLUSTER_M % CLUSTER_N, part = rank / (CLUSTER_M * CLUSTER_N);
+    }
+    __device__ __forceinline__ int rank(int m, int n, int part) const { return (part * CLUSTER_N + n) * CLUSTER_M + m; }
+    // The blocks with the same rows of w, and those with the same rows of x.
+    __device__ __forceinline__ u16 w_mask() const { return ((1 << CLUSTER_M) - 1) << rank(0, n, part); }
+    __device__ __forceinline__ u16 x_mask() const {
+        u32 mask = 0;
+#pragma unroll
+        for (int i = 0; i < CLUSTER_N; i++) mask |= 1 << rank(m, i, part);
+        return mask;
+    }
+    // Rank of the i-th of the PEERS, each once.
+    __device__ __forceinline__ int peer(int i) const {
+        if (i < CLUSTER_M) return rank(i, n, part);
+        const int other = i - CLUSTER_M;
+        return rank(m, other + (other >= n), part);
+    }
+};
+
+// The tiles of a block: its cluster takes every so many groups of neighbouring tiles, those with the same rows of w one after the other, so
+// that w is streamed once.
+struct Walk {
+    int m_groups, groups, step, group;
+
+    __device__ __forceinline__ Walk(int m_tiles, int n_tiles) {
+        m_groups = (m_tiles + CLUSTER_M - 1) / CLUSTER_M;
+        groups = m_groups * ((n_tiles + CLUSTER_N - 1) / CLUSTER_N);
+        group = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
+    }
+    __device__ __forceinline__ bool inside() const { return group < groups; }
+    __device__ __forceinline__ void next() { group += step; }
+    // Either may lie past the last one: such a tile is computed from zeros, because its block loads slices for others.
+    __device__ __forceinline__ int m_tile(const Place& place) const { return group % m_groups * CLUSTER_M + place.m; }
+    __device__ __forceinline__ int n_tile(const Place& place) const { return group / m_groups * CLUSTER_N + place.n; }
+};
+
+// Stages in shared memory, used round robin. A stage is full when its bytes have arrived, whichever block has loaded them. It is empty when
+// every multiplying warp of every block has read it that gets a slice from this one.
+struct Ring {
+    u32 data, full, empty, stage_bytes;
+    int stages, stage = 0;
+    u32 round = 0;
+
+    __device__ __forceinline__ Ring(u32 data, u32 barriers, u32 stage_bytes, int stages)
+        : data(data), full(barriers), empty(barriers + stages * 8), stage_bytes(stage_bytes), stages(stages) {}
+    __device__ __forceinline__ void init() const {
+        for (int s = 0; s < stages; s++) barrier_init(full + s * 8, 1), barrier_init(empty + s * 8, MULTIPLIERS / 32 * PEERS);
+    }
+    __device__ __forceinline__ u32 here() const { return data + stage * stage_bytes; }
+    __device__ __forceinline__ u32 full_here() const { return full + stage * 8; }
+    __device__ __forceinline__ u32 empty_here() const { return empty + stage * 8; }
+    __device__ __forceinline__ void wait_full() const { barrier_wait(full_here(), round & 1); }
+    __device__ __forceinline__ void wait_empty() const {
+        if (round > 0) barrier_wait(empty_here(), (round - 1) & 1);
+    }
+    __device__ __forceinline__ void next() {
+        if (++stage == stages) stage = 0, round++;
+    }
+};
+
+// A tile of rows of 128 bytes, swizzled by 128: 8 rows are 1024 bytes.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}

@@ -1,0 +1,92 @@
+"""The tilings of the WGMMA GEMM for many rows, by the estimate of their time, and the prompts that they are chosen for."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.layers.gemm.many_rows import GemmSize, cycles, many_rows_configs
+from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, _blocks, _boxes
+from runtime.model_executor.build import prompt_rows
+
+ROWS = (192, 256, 384, 512, 1024, 2048)
+SHAPES = ((576, 576), (960, 576), (4096, 4096), (4096, 14336), (6144, 4096), (28672, 4096), (128256, 4096))
+H200_SMS = 132
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("num_sms", [78, 114, H200_SMS])
+def test_the_tilings_offered_are_valid(num_sms: int, rows: int, shape: tuple[int, int], gated: bool) -> None:
+    size = GemmSize(rows, *shape, gated)
+    offered = many_rows_configs(size, num_sms, splits=not gated)
+    assert 1 <= len(offered) <= 3
+    assert len({*offered}) == len(offered)
+    for config in offered:
+        assert config.fits(gated)
+        assert _boxes(config, config.rows, config.rows, gated).stages >= 4
+        assert cycles(config, size, num_sms) <= 1.12 * cycles(offered[0], size, num_sms)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_tiles_of_a_large_gemm_keep_nearly_all_multiprocessors_busy(rows: int) -> None:
+    for gated, weight_rows in ((False, 4096), (False, 6144), (True, 28672)):
+        best, *_ = many_rows_configs(GemmSize(rows, weight_rows, 4096, gated), H200_SMS, splits=not gated)
+        blocks = -(-rows // best.rows) * -(-weight_rows // best.tile) * best.split
+        waves = -(-blocks // H200_SMS)
+        assert blocks / (waves * H200_SMS) > 0.85, best
+
+
+def test_columns_are_split_where_tiles_are_few() -> None:
+    down = many_rows_configs(GemmSize(256, 4096, 14336, False), H200_SMS, splits=True)
+    assert down[0].split > 1
+    assert many_rows_configs(GemmSize(2048, 4096, 14336, False), H200_SMS, splits=True)[0].split == 1
+    assert all(config.split == 1 for config in many_rows_configs(GemmSize(256, 28672, 4096, True), H200_SMS, splits=False))
+
+
+@pytest.mark.parametrize(
+    ("config", "gated", "fits"),
+    [
+        (WgmmaConfig(256, 4, cluster_m=2), False, True),
+        (WgmmaConfig(256, 4, cluster_m=2, cluster_n=2), False, False),  # 16 blocks
+        (WgmmaConfig(224, cluster_m=2), True, True),
+        (WgmmaConfig(216, cluster_m=2), True, False),  # slices of 108 rows would break the swizzle
+        (WgmmaConfig(240, cluster_m=3), True, True),
+        (WgmmaConfig(224, rows=192), False, False),  # too many sums for a thread
+        (WgmmaConfig(128, 2), True, False),
+        (WgmmaConfig(264), False, False),
+        (WgmmaConfig(64, rows=96), False, False),
+    ],
+)
+def test_tilings_that_the_kernel_lacks_are_known(config: WgmmaConfig, gated: bool, fits: bool) -> None:
+    assert config.fits(gated) is fits
+
+
+def test_every_weight_row_of_a_tile_is_loaded_once() -> None:
+    for gated in (False, True):
+        for cluster_m in (1, 2, 3, 4):
+            config = WgmmaConfig(192, cluster_m=cluster_m)
+            boxes = _boxes(config, 128, 128, gated)
+            per_block = 2 if gated and cluster_m % 2 else 1
+            assert boxes.w_rows * per_block * cluster_m == config.tile
+            assert boxes.w_rows % 8 == 0
+            assert boxes.outputs % boxes.w_rows == 0, "no box holds gates and ups"
+
+
+def test_clusters_walk_over_the_tiles_that_do_not_fit_at_once() -> None:
+    assert _blocks(WgmmaConfig(256, cluster_m=2), 16, 112, 66) == 132
+    assert _blocks(WgmmaConfig(256, cluster_m=2, cluster_n=2), 3, 3, 33) == 4 * 4
+    assert _blocks(WgmmaConfig(256, 4, cluster_m=2), 16, 16, 16) == 8 * 16 * 8, "those that exchange sums do not walk"
+
+
+def test_names_tell_tilings_apart() -> None:
+    configs = WgmmaConfig(48), WgmmaConfig(64, 2), WgmmaConfig(256, 4, cluster_m=2), WgmmaConfig(96, rows=192)
+    assert [*map(str, configs)] == ["WGMMA 48", "WGMMA 64 split 2", "WGMMA 128x256 cluster 2x1 split 4", "WGMMA 192x96"]
+
+
+def test_prompts_longer_than_the_graphs_are_tuned_up_to_a_chunk() -> None:
+    rows = prompt_rows([32, 64, 128, 256, 384], 2048)
+    assert {32, 256, 384, 448, 512, 1024, 2048} <= {*rows}
+    assert max(rows) == 2048
+    assert sorted(prompt_rows([], 512)) == [64, 128, 192, 256, 320, 384, 448, 512]
+    assert prompt_rows([512, 2048], 2048) == [512, 2048]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from runtime.config.kernel_configs import LatentConfig, SplitConfig
+from runtime.config.kernel_configs import ClusterConfig, LatentConfig, SplitConfig
 from runtime.layers.attention.kernels.latent_decode import LatentKeys, LatentShape, LatentWorkspace, latent_attention
 from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention
 from runtime.layers.attention.kernels.split_schedule import schedule_work
@@ -32,8 +33,8 @@ PAGE, H, G, D = 16, 4, 2, 64
 INTS = {"dtype": torch.int32, "device": DEVICE}
 
 
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE).to(DTYPE)
+def random(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
 
 
 def behind(small: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -44,10 +45,15 @@ def behind(small: torch.Tensor) -> tuple[torch.Tensor, int]:
     return pool, first
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_split_attention_reads_keys_behind_2_to_the_31_values(scheduled: bool) -> None:
-    config = SplitConfig(tile=16, num_warps=4, stages=2, programs_per_sm=1, max_partial_rows=256, alone=2, scheduled=scheduled)
-    shape, small, q = SplitShape(1, 2, H, G, D, 8, config), random(8, PAGE, G, D), random(2, H, D)
+@pytest.mark.parametrize(
+    "kernel", ["static", "scheduled", pytest.param("cluster", marks=pytest.mark.skipif(INTERPRETED, reason="CUDA C++"))]
+)
+def test_split_attention_reads_keys_behind_2_to_the_31_values(kernel: str) -> None:
+    """In clusters where the device has them; elsewhere that is Triton's kernel in bfloat16."""
+    config = SplitConfig(16, num_warps=4, stages=2, programs_per_sm=1, max_partial_rows=256, alone=2, scheduled=kernel == "scheduled")
+    dtype = torch.bfloat16 if kernel == "cluster" else DTYPE
+    config = replace(config, cluster=ClusterConfig(warps=8, stages=2, largest=8) if kernel == "cluster" else None)
+    shape, small, q = SplitShape(1, 2, H, G, D, 8, config), random(8, PAGE, G, D, dtype=dtype), random(2, H, D, dtype=dtype)
     pages, lens = torch.arange(8, **INTS)[None], torch.tensor([120], **INTS)
     pool, first = behind(small)
 

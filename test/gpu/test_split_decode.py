@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,150 +10,78 @@ import torch
 
 pytest.importorskip("triton")
 
+from gpu.split_cases import CLUSTER, DEVICE, DTYPE, KERNELS, MARKS, NEEDS_HOPPER, SCHEDULED, SMALL, assert_close, definition, make_case
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import SplitConfig
-from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention, warm_up
+from runtime.layers.attention.kernels import cluster_decode
+from runtime.layers.attention.kernels.split_decode import SplitWorkspace, warm_up
 from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work
 from runtime.layers.attention.kernels.split_shape import SplitShape, one_of_each_kernel, supports
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")]
-DTYPE = torch.float16
-"""What both the interpreter and a GPU multiply."""
-SMALL = SplitConfig(tile=16, num_warps=4, stages=2, programs_per_sm=1, max_partial_rows=256, alone=2)
-SCHEDULED = replace(SMALL, scheduled=True)
+pytestmark = MARKS
 
 
-@dataclass
-class Case:
-    shape: SplitShape
-    keys: SplitKeys
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    workspace: SplitWorkspace
-    kv_scales: torch.Tensor | None = None
-
-    def run(
-        self, causal: bool = True, window: int = -1, lse: torch.Tensor | None = None, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        D = self.shape.head_dim
-        return split_attention(
-            self.q, self.k, self.v, self.keys, self.shape, self.workspace, D**-0.5, causal=causal, window=window, sinks=sinks, lse=lse,
-            kv_scales=self.kv_scales,
-        )  # fmt: skip
-
-    def in_8_bits(self) -> Case:
-        """The same keys and values, divided by scales and stored in e4m3."""
-        scales = torch.tensor([0.25, 2.0], device=DEVICE)
-        k, v = ((cache.float() / scale).to(torch.float8_e4m3fn) for cache, scale in zip((self.k, self.v), scales, strict=True))
-        return replace(self, k=k, v=v, kv_scales=scales)
-
-
-def make_case(
-    lens: list[int],
-    width: int,
-    page_size: int,
-    heads: tuple[int, int, int] = (4, 2, 64),
-    sms: int = 40,
-    config: SplitConfig = SMALL,
-) -> Case:
-    """Requests of these lengths over a shuffled page table; slots past a request's end hold NaN, so that reading them shows."""
-    torch.manual_seed(sum(lens) + width)
-    (H, G, D), B = heads, len(lens)
-    cols = -(-max(lens) // page_size) + 1
-    pages = torch.zeros((B + 1, cols), dtype=torch.int32)
-    pages[1:] = (torch.randperm(B * cols) + 1).view(B, cols).int()
-    k, v = (torch.randn((B * cols + 1, page_size, G, D)) for _ in range(2))
-    for b, length in enumerate(lens):
-        positions = torch.arange(length, cols * page_size)
-        for cache in (k, v):
-            cache[pages[b + 1, positions // page_size].long(), positions % page_size] = float("nan")
-    shape = SplitShape(B, width, H, G, D, sms, config)
-    ints = {"dtype": torch.int32, "device": DEVICE}
-    schedule = shape.empty_schedule(DEVICE)
-    keys = SplitKeys(pages.to(DEVICE), torch.arange(1, B + 1, **ints), torch.tensor(lens, **ints), page_size, schedule)
-    if schedule is not None:
-        schedule_work(keys.seq_lens, shape.splits, config.tile, schedule)
-    q = torch.randn((B * width, H, D)).to(DEVICE, DTYPE)
-    return Case(shape, keys, q, k.to(DEVICE, DTYPE), v.to(DEVICE, DTYPE), SplitWorkspace([shape], DEVICE))
-
-
-def definition(case: Case, causal: bool, window: int, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and base-2 log-sum-exp in float64, query by query."""
-    shape, keys, W = case.shape, case.keys, case.shape.width
-    group, out = shape.num_q_heads // shape.num_kv_heads, torch.zeros(case.q.shape, dtype=torch.float64)
-    lse = torch.full(case.q.shape[:2], float("-inf"), dtype=torch.float64)
-    for b, length in enumerate(keys.seq_lens.tolist()):
-        positions = torch.arange(length)
-        at = keys.pages.cpu()[int(keys.rows[b]), positions // keys.page_size].long(), positions % keys.page_size
-        scales = (1.0, 1.0) if case.kv_scales is None else case.kv_scales.tolist()
-        k, v = (
-            cache.cpu()[at].double().repeat_interleave(group, 1) * s
-            for cache, s in zip((case.k.float(), case.v.float()), scales, strict=True)
-        )
-        for w in range(W):
-            mine = length - W + w
-            seen = ((positions <= mine) | (not causal)) & ((positions >= mine - window) | (window < 0))
-            scores = torch.einsum("hd,nhd->hn", case.q[b * W + w].cpu().double(), k[seen]) * shape.head_dim**-0.5
-            if sinks is not None:
-                scores = torch.cat([scores, sinks.cpu().double()[:, None]], dim=1)
-            out[b * W + w] = torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(v[seen])], v[seen])
-            lse[b * W + w] = scores.logsumexp(-1) / np.log(2)
-    return out, lse
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    error = (got.cpu().double() - want).abs().max()
-    assert error < 4e-3, f"off by {error:.1e}"
-
-
+@pytest.mark.parametrize("config", KERNELS)
 @pytest.mark.parametrize(
     ("page_size", "width", "window"),
     [(1, 1, -1), (4, 4, -1), (16, 3, 20), (64, 1, 5), (1, 8, 0), (16, 8, -1), (64, 4, 60)],
 )
-def test_every_length_from_the_shortest_to_many_tiles_a_split(page_size: int, width: int, window: int) -> None:
-    case = make_case([width, width + 1, 15 + width, 33, 160, 347], width, page_size)
+def test_every_length_from_the_shortest_to_many_tiles_a_split(page_size: int, width: int, window: int, config: SplitConfig) -> None:
+    case = make_case([width, width + 1, 15 + width, 33, 160, 347], width, page_size, config=config)
     assert case.shape.splits > 1, "several programs share a request"
     assert_close(case.run(window=window), definition(case, True, window)[0])
 
 
+@pytest.mark.parametrize("config", KERNELS)
 @pytest.mark.parametrize(("page_size", "width", "window"), [(1, 16, -1), (16, 5, 40), (64, 16, 20)])
-def test_blocks_see_all_their_keys_and_a_window_before_them(page_size: int, width: int, window: int) -> None:
-    case = make_case([width, 33, 160, 347], width, page_size)
+def test_blocks_see_all_their_keys_and_a_window_before_them(page_size: int, width: int, window: int, config: SplitConfig) -> None:
+    case = make_case([width, 33, 160, 347], width, page_size, config=config)
     assert_close(case.run(causal=False, window=window), definition(case, False, window)[0])
 
 
-@pytest.mark.parametrize(
-    ("heads", "width"),
-    [
-        ((8, 1, 128), 8), ((6, 2, 64), 2), ((2, 2, 256), 1), ((12, 2, 64), 5), ((3, 3, 64), 8), ((4, 2, 128), 3), ((3, 1, 256), 7),
-        ((8, 2, 256), 4), ((10, 2, 128), 4), ((5, 1, 256), 8), ((14, 2, 64), 1), ((7, 1, 128), 8), ((16, 2, 64), 1),
-        ((8, 1, 512), 1), ((8, 1, 512), 16), ((3, 1, 512), 5), ((8, 2, 64), 16), ((8, 1, 128), 16), ((6, 1, 64), 16),
-    ],
+def in_clusters(heads: tuple[int, int, int], width: int) -> bool:
+    """Whether the kernel in clusters takes such passes."""
+    H, G, D = heads
+    return D in cluster_decode.HEAD_DIMS and width * H // G <= cluster_decode.MAX_ROWS
+
+
+GROUPS = (
+    ((8, 1, 128), 8), ((6, 2, 64), 2), ((2, 2, 256), 1), ((12, 2, 64), 5), ((3, 3, 64), 8), ((4, 2, 128), 3), ((3, 1, 256), 7),
+    ((8, 2, 256), 4), ((10, 2, 128), 4), ((5, 1, 256), 8), ((14, 2, 64), 1), ((7, 1, 128), 8), ((16, 2, 64), 1),
+    ((8, 1, 512), 1), ((8, 1, 512), 16), ((3, 1, 512), 5), ((8, 2, 64), 16), ((8, 1, 128), 16), ((6, 1, 64), 16),
 )  # fmt: skip
+"""Heads H, G, D and queries per request."""
+
+
+@pytest.mark.parametrize(("heads", "width"), GROUPS)
 def test_groups_of_any_size_and_every_head_dimension(heads: tuple[int, int, int], width: int) -> None:
     case = make_case([width, 70, 201], width, 16, heads)
+    assert_close(case.run(), definition(case, True, -1)[0])
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize(("heads", "width"), [(heads, width) for heads, width in GROUPS if in_clusters(heads, width)])
+def test_groups_of_any_size_in_clusters(heads: tuple[int, int, int], width: int) -> None:
+    case = make_case([width, 70, 201], width, 16, heads, config=CLUSTER)
     assert_close(case.run(), definition(case, True, -1)[0])
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("batch", "window"), [(1, -1), (4, 0), (8, -1), (16, 130), (26, -1), (40, 90)])
 def test_every_default_cut_holds_at_its_widest(head_dim: int, batch: int, window: int) -> None:
-    """Most rows a program may have, so the most shared memory, at the last batch of each cut."""
+    """Most rows a program may have, so the most shared memory, at the last batch of each cut of Triton's kernels."""
     lens = np.random.default_rng(batch * head_dim).integers(8, 400 if batch < 16 else 200, batch).tolist()
-    case = make_case(lens, 8, 16, (8, 1, head_dim), sms=132, config=H200.split_config(head_dim, batch))
+    case = make_case(lens, 8, 16, (8, 1, head_dim), sms=132, config=replace(H200.split_config(head_dim, batch), cluster=None))
     assert case.shape.rows == 64
     assert_close(case.run(window=window), definition(case, True, window)[0])
 
 
-@pytest.mark.parametrize("config", [SMALL, SCHEDULED], ids=["static", "scheduled"])
+@pytest.mark.parametrize("config", [*KERNELS, pytest.param(SCHEDULED, id="scheduled")])
 @pytest.mark.parametrize(("width", "window"), [(1, -1), (1, 20), (4, -1), (4, 127), (8, 0)])
 @pytest.mark.parametrize("sms", [1, 40])
 def test_a_sink_counts_once_in_every_query(sms: int, width: int, window: int, config: SplitConfig) -> None:
     case = make_case([width, width + 20, 160, 347], width, 16, (16, 2, 64), sms, config)
-    sinks = (torch.arange(16) / 4 - 1).to(DEVICE, DTYPE)
+    sinks = (torch.arange(16) / 4 - 1).to(DEVICE, case.q.dtype)
     assert_close(case.run(window=window, sinks=sinks), definition(case, True, window, sinks)[0])
 
 
@@ -195,17 +122,20 @@ def test_passes_that_share_a_workspace_never_see_each_other() -> None:
         assert_close(out, expected)
 
 
+@pytest.mark.parametrize("config", KERNELS)
 @pytest.mark.parametrize("sms", [1, 40], ids=["alone", "merged"])
-def test_a_prefix_pass_sees_all_keys_and_says_their_sum(sms: int) -> None:
-    case = make_case([5, 90, 1, 260], 4, 16, sms=sms)
+def test_a_prefix_pass_sees_all_keys_and_says_their_sum(sms: int, config: SplitConfig) -> None:
+    """Its log-sum-exp is Triton's under either config."""
+    case = make_case([5, 90, 1, 260], 4, 16, sms=sms, config=config)
     lse = torch.full(case.q.shape[:2], float("nan"), dtype=torch.float32, device=DEVICE)
     out, want = case.run(causal=False, lse=lse), definition(case, False, -1)
     assert_close(out, want[0])
     assert_close(lse, want[1])
 
 
-def test_a_request_is_blind_to_its_neighbours() -> None:
-    case = make_case([100, 333, 7, 64], 2, 16)
+@pytest.mark.parametrize("config", KERNELS)
+def test_a_request_is_blind_to_its_neighbours(config: SplitConfig) -> None:
+    case = make_case([100, 333, 7, 64], 2, 16, config=config)
     alone = case.run()
     case.keys.seq_lens[torch.tensor([0, 2, 3])] = torch.tensor([31, 2, 2], dtype=torch.int32, device=DEVICE)
     case.q[:2] = 1.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.config.expert_tuning import H200_EXPERTS, ExpertTuning
-from runtime.config.kernel_configs import FragmentConfig, LatentConfig, SplitConfig, TritonConfig
+from runtime.config.kernel_configs import ClusterConfig, FragmentConfig, LatentConfig, SplitConfig, TritonConfig
 from runtime.config.machine import Gpu
 
 log = logging.getLogger(__name__)
@@ -128,6 +128,7 @@ _SHALLOW = TritonConfig(128, 64, 8, 4, swap=True, prefetch=0)
 _WIDE = TritonConfig(128, 128, 4, 4, swap=True, prefetch=0)
 _HALF_UP = TritonConfig(64, 128, 4, 4, swap=True, prefetch=0)
 _HALF_LOGITS = TritonConfig(64, 128, 4, 5, swap=True, prefetch=0)
+_CLUSTER = ClusterConfig(warps=8, stages=2, largest=8)
 
 H200 = DeviceTuning(
     # A step launched kernel by kernel takes 30 to 60 µs per kernel.
@@ -146,10 +147,11 @@ H200 = DeviceTuning(
     whole_kv_programs=384,
     # A tile of 64 keys and values is 32 KiB at most, so two or three programs share a multiprocessor's memory. Few
     # requests have less to merge with one program, whose tiles may be twice as long. A schedule balances what 17 to 32 requests
-    # give to programs; more requests have a program for each KV head.
+    # give to programs; more requests have a program for each KV head. Of few requests one launch less is a part of the time: up to
+    # eight, the blocks of a cluster merge.
     split_kv=(
-        (4, SplitConfig(128, num_warps=4, stages=3, programs_per_sm=1, alone=2)),
-        (8, SplitConfig(64, num_warps=4, stages=4, programs_per_sm=2)),
+        (4, SplitConfig(128, num_warps=4, stages=3, programs_per_sm=1, alone=2, cluster=_CLUSTER)),
+        (8, SplitConfig(64, num_warps=4, stages=4, programs_per_sm=2, cluster=_CLUSTER)),
         (16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3)),
         (32, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3, scheduled=True)),
         (1 << 16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=1, max_partial_rows=1)),

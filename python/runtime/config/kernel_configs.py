@@ -76,6 +76,21 @@ class ResidentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """How the kernel of split-KV attention that merges within clusters cuts its work.
+
+    Attributes:
+        warps: warps of a block, 4 or 8; each takes 16 keys per step.
+        stages: steps of which keys are in flight, at least 2, for a head dimension of 128; twice as many for 64.
+        largest: most blocks of a cluster, a power of two up to 16; above 8 the device may refuse.
+    """
+
+    warps: int
+    stages: int
+    largest: int
+
+
+@dataclass(frozen=True, slots=True)
 class SplitConfig:
     """How split-KV attention cuts its work.
 
@@ -87,6 +102,7 @@ class SplitConfig:
         max_partial_rows: splits times rows that a request and KV head may have to merge; wide passes get fewer splits.
         alone: up to this many tiles, one program takes all of them and nothing is merged.
         scheduled: programs follow a `WorkSchedule` made from the lengths of the pass; otherwise each request has its own.
+        cluster: the cut of the one kernel that computes and merges, for the passes that it supports; None: Triton's two kernels run all.
     """
 
     tile: int
@@ -96,6 +112,7 @@ class SplitConfig:
     max_partial_rows: int = 512
     alone: int = 4
     scheduled: bool = False
+    cluster: ClusterConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

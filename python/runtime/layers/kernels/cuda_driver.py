@@ -19,6 +19,8 @@ with suppress(ImportError):  # the CPU build of torch has none
 
 log = logging.getLogger(__name__)
 ELEMENT_BYTES = 2
+PORTABLE_CLUSTER = 8
+"""Blocks of a cluster that every device of a generation can run; more must be allowed."""
 
 
 @cache
@@ -49,6 +51,9 @@ class Kernel:
         self._configs: dict[tuple[int, int, bool], Any] = {}
         most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(function, most, shared_bytes))
+        if cluster > PORTABLE_CLUSTER:
+            larger = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            check(driver.cuFuncSetAttribute(function, larger, 1))
         self.clusters_at_once: int = check(driver.cuOccupancyMaxActiveClusters(function, self._config(cluster, 0, False)))
 
     def __call__(self, blocks: int, args: tuple[Any, ...], pdl: bool) -> None:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from runtime.layers.attention.kernels import cluster_decode
 from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work, unpack
 from runtime.layers.attention.kernels.split_shape import SplitShape
 from runtime.layers.attention.kernels.tile_slots import tile_slots
@@ -84,6 +85,8 @@ def split_attention(
 ) -> torch.Tensor:
     """Attend. Bit for bit, a result depends only on the request's own data, on `shape` and on the schedule.
 
+    One kernel runs the passes that `cluster_decode` supports if the config has a cut for it; two Triton kernels run the others.
+
     Args:
         q: [B * W, H, D] contiguous, W queries per request, bfloat16 or float16.
         k_cache, v_cache: [num_pages, page_size, G, D] contiguous.
@@ -98,8 +101,8 @@ def split_attention(
         lse: float32 [B * W, H] contiguous; receives the base-2 log-sum-exp.
         kv_scales: float32 [2], factors of stored keys and values: caches in e4m3, which are converted in registers.
         pdl: start before the previous kernel has ended and prefetch keys (programmatic dependent launch, Hopper). Row
-            numbers, lengths and the page table are read before the wait: a kernel without early start must run between
-            the kernels that write them and this one.
+            numbers, lengths, the page table and keys of earlier passes are read before the wait: a kernel without early start
+            must run between the kernels that write them and this one.
 
     Returns:
         [B * W, H, D], the dtype of q.
@@ -111,6 +114,10 @@ def split_attention(
     assert causal or sinks is None, "sinks require a causal pass"
     assert causal or window < 0 or lse is None, "a window requires a causal pass"
     assert (keys.schedule is not None) == config.scheduled, "a scheduled config needs a schedule, another has none"
+    if config.cluster is not None and lse is None and cluster_decode.supports(shape, keys.page_size, q, k_cache, sinks):
+        return cluster_decode.cluster_attention(
+            q, k_cache, v_cache, keys, shape, config.cluster, scale, causal=causal, window=window, sinks=sinks, pdl=pdl
+        )
     out, splits, rows, group = torch.empty_like(q), shape.splits, shape.rows, H // G
     launch = {"launch_pdl": True} if pdl else {}
     items = None if keys.schedule is None else keys.schedule.items

@@ -13,7 +13,7 @@ from runtime.layers.gemm.deferred_norm import RowScale, norms_argument
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.moe.router import Routing, RoutingRule
 
-MOST_TOKENS = 16
+MOST_TOKENS = 64
 PASS = 8
 """Tokens of a cluster, at most; shared memory is that of 1, 2, 4 or 8 tokens."""
 MOST_EXPERTS = 512

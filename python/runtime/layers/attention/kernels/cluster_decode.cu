@@ -1,0 +1,439 @@
+// Attention of few queries over long caches: the blocks of a cluster share the keys of one request and KV head, and merge their results.
+//
+// A block takes neighbouring keys, in steps of WARPS tiles of 16. In a step each warp multiplies all queries by the keys of its own tile and
+// leaves the weights, relative to its own largest score, in shared memory. After the block's one barrier of a step, each warp multiplies all
+// weights by its own columns of the values. Sums of the warps therefore need no merge; those of the blocks do: each block sends every other one
+// the columns which that one merges, through distributed shared memory.
+//
+// All but the last `width` keys of a request were stored before this pass. Their copies begin while the previous kernel still runs.
+//
+// Sources: flash-decoding (Dao et al. 2023); PTX ISA, "mma.m16n8k16", "ldmatrix", "cp.async", "mapa", "barrier.cluster", "griddepcontrol".
+//
+// Constants from the host: D (64 or 128), ROW_TILES (1 or 2: 16 rows each, queries times heads of a group, that a cluster computes), WARPS (4 or
+// 8), STAGES (steps of which keys are copied ahead, at least 2), MOST_BLOCKS (of a cluster), EARLY (whether the kernel starts before the previous
+// one has ended).
+
+typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
+
+constexpr int THREADS = 32 * WARPS, ROWS = 16 * ROW_TILES;
+constexpr int TILE_KEYS = 16, ROW_BYTES = 2 * D, CHUNKS = D / 8;  // chunks of 16 bytes of a key or value
+constexpr int TILE_BYTES = TILE_KEYS * ROW_BYTES, STAGE_BYTES = WARPS * TILE_BYTES;
+constexpr int LINES = ROW_BYTES / 128;                  // of a key or value in L2
+constexpr int GROUPS = D / 8 / WARPS;                   // of eight columns of the values, of a warp
+constexpr int CHAINS = ROW_TILES == 1 ? 2 : 1;          // sums of a score that do not wait for each other
+constexpr int MERGED_AT_ONCE = 8;
+constexpr int STEPS_AHEAD = 2;                          // whose keys are prefetched into L2, beyond those that are copied
+#define NO_SCORE __int_as_float(0xFF800000)  // minus infinity, which NVRTC has no constant for
+
+struct Pass {
+    const u16 *q, *k, *v;  // [B * width, heads, D], caches by slot
+    u16* out;              // as q
+    const int *pages, *rows, *lens;
+    const void* sinks;     // one per head, float32 or bfloat16, or null
+    float scale;           // of scores, times the base-2 logarithm of e
+    int kv_heads, group, inverse, row_blocks;  // inverse: of `group`, times 65536; row_blocks: clusters of a request and KV head
+    int width, window, causal, page_shift, pages_stride, float_sinks;
+};
+
+enum Part { ALL, STORED, FRESH };  // which keys of a tile are copied: those of earlier passes, those of this one
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void copy16(u32 shared, const void* global, bool in) {  // zeros if not `in`
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(in ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
+
+__device__ __forceinline__ void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" :: "l"(line)); }
+
+template <int COUNT> __device__ __forceinline__ void load_transposed(u32 (&to)[2 * COUNT], u32 row) {  // of 16 keys x 8 COUNT columns
+    if constexpr (COUNT == 2)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(row) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(row) : "memory");
+}
+
+__device__ __forceinline__ void mma(float (&sums)[4], u32 g_low, u32 h_low, u32 g_high, u32 h_high, u32 x_low, u32 x_high) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(g_low), "r"(h_low), "r"(g_high), "r"(h_high), "r"(x_low), "r"(x_high));
+}
+
+__device__ __forceinline__ float of_bf16(u16 bits) { return __uint_as_float((u32)bits << 16); }
+
+__device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ u32 narrow(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ u32 cluster_size() { u32 n; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n)); return n; }
+__device__ __forceinline__ u32 cluster_rank() { u32 n; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n)); return n; }
+
+// The address of another block's shared memory where `shared` lies in this one's.
+__device__ __forceinline__ u32 address_in(u32 shared, u32 rank) {
+    u32 mapped;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared), "r"(rank));
+    return mapped;
+}
+// Stores in the memory of another block, and counts the bytes at its barrier.
+__device__ __forceinline__ void send(u32 mapped, u32 mapped_barrier, float x, float y) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+        :: "r"(mapped), "f"(x), "f"(y), "r"(mapped_barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_init(u32 barrier) {  // for one arrival; other blocks see it after the cluster's barrier
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier) {
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n@!done bra AGAIN;\n}"
+        :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void launch_next() { if (EARLY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { if (EARLY) asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Scores are compared with the largest so far; where there is none, with 0.
+__device__ __forceinline__ float finite_top(float top) { return top == NO_SCORE ? 0.0f : top; }
+
+// The columns of odd keys have their halves of 128 bytes swapped: a quarter warp, four chunks of two keys, reads all banks.
+__device__ __forceinline__ int key_chunk(int key, int chunk) { return chunk ^ (key & 1) << 2; }
+// Eight values that ldmatrix reads together have the same columns in different banks.
+__device__ __forceinline__ int value_chunk(int key, int chunk) { return chunk ^ (key & 7); }
+
+// Copies the keys, or the values, of one tile, by the 32 lanes of a warp; zeros from key `stop` on. `row` of lanes 0 to 15: the key's row in
+// the cache, of D values. FRESH keys are those from `fresh` to `stop`.
+template <Part PART, bool VALUES>
+__device__ __forceinline__ void copy_tile(u32 to, const u16* cache, u32 row, int first_key, int fresh, int stop) {
+    constexpr int TOGETHER = 32 / CHUNKS;  // keys of an instruction
+    const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
+    #pragma unroll 4
+    for (int i = 0; i < TILE_KEYS / TOGETHER; i++) {
+        const int key = i * TOGETHER + lane / CHUNKS, at = first_key + key;
+        const u8* const from = (const u8*)cache + (u64)__shfl_sync(~0u, row, key) * ROW_BYTES + chunk * 16;
+        const bool is_fresh = at >= fresh && at < stop;
+        if (PART == ALL || is_fresh == (PART == FRESH))
+            copy16(to + key * ROW_BYTES + (VALUES ? value_chunk(key, chunk) : key_chunk(key, chunk)) * 16, from, at < stop);
+    }
+}
+
+// The query of a row, its query head, and where that lies in `q` and `out`; `head` is the KV head, whose group the rows go through for each query.
+__device__ __forceinline__ int query_of(const Pass& pass, int row) { return row * pass.inverse >> 16; }
+__device__ __forceinline__ int head_of(const Pass& pass, int head, int row) {
+    return head * pass.group + row - query_of(pass, row) * pass.group;
+}
+__device__ __forceinline__ long place_of(const Pass& pass, int b, int head, int row) {
+    return ((long)(b * pass.width + query_of(pass, row)) * (pass.kv_heads * pass.group) + head_of(pass, head, row)) * D;
+}
+
+// Writes rows of `columns` columns from `first_column` on, of which `used` blocks have sent their parts, in the order of the blocks.
+__device__ __forceinline__ void merge(
+    const Pass& pass, const float* sinks, const float2* peaks, const float* parts, int b, int head, int first_row, int rows, int columns,
+    int first_column, int used
+) {
+    const int shift = __ffs(columns) - 1;
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < rows << shift >> 1; i += THREADS) {  // neighbouring columns
+        const int row = i >> shift - 1, column = 2 * i & columns - 1;
+        float top = sinks[row], total = top == NO_SCORE ? 0.0f : 1.0f, x = 0.0f, y = 0.0f;
+        #pragma unroll 1
+        for (int first = 0; first < used; first += MERGED_AT_ONCE) {
+            float2 peak[MERGED_AT_ONCE], part[MERGED_AT_ONCE];
+            float higher = top;
+            #pragma unroll
+            for (int c = 0; c < MERGED_AT_ONCE; c++) {
+                const bool in = first + c < used;
+                peak[c] = in ? peaks[(first + c) * ROWS + row] : make_float2(NO_SCORE, 0.0f);
+                part[c] = in ? *(const float2*)(parts + ((first + c) * ROWS + row) * columns + column) : make_float2(0.0f, 0.0f);
+            }
+            #pragma unroll
+            for (int c = 0; c < MERGED_AT_ONCE; c++) higher = fmaxf(higher, peak[c].x);
+            const float safe = finite_top(higher), shrink = exp2_of(top - safe);
+            total *= shrink, x *= shrink, y *= shrink;
+            #pragma unroll
+            for (int c = 0; c < MERGED_AT_ONCE; c++) {
+                const float weight = exp2_of(peak[c].x - safe);
+                total += peak[c].y * weight, x += part[c].x * weight, y += part[c].y * weight;
+            }
+            top = higher;
+        }
+        const float scale = 1.0f / (total == 0.0f ? 1.0f : total);
+        *(u32*)(pass.out + place_of(pass, b, head, first_row + row) + first_column + column) = narrow(x * scale, y * scale);
+    }
+}
+
+// Bit for bit, an output depends on its own request's queries and keys, on the size of the cluster and on the constants only.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const Pass pass) {
+    extern __shared__ __align__(128) u8 shared[];
+    u8* const keys = shared;                                             // [STAGES][WARPS] tiles
+    u8* const values = keys + STAGES * STAGE_BYTES;                      // likewise
+    uint4* const weights = (uint4*)(values + STAGES * STAGE_BYTES);      // [2][WARPS][ROW_TILES][32], as the tensor cores take them
+    float* const tops = (float*)(weights + 2 * WARPS * ROW_TILES * 32);  // [2][ROWS][WARPS], largest scores of the warps so far
+    float* const totals = tops + 2 * ROWS * WARPS;                       // [ROWS][WARPS], sums of weights
+    float* const sinks = totals + ROWS * WARPS;                          // [ROWS], base 2
+    float2* const peaks = (float2*)(sinks + ROWS);                       // [MOST_BLOCKS][ROWS], largest score and sum of weights of a block
+    float* const parts = (float*)(peaks + MOST_BLOCKS * ROWS);           // [blocks][ROWS][columns], weighted sums of values of a block
+    __shared__ u64 sent;                                                 // the barrier at which peaks and parts are counted
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+
+    launch_next();
+    if (threadIdx.x == 0) barrier_init(shared_address(&sent));
+    __syncwarp();
+    cluster_arrive();  // that this block has started; all wait for it before one sends
+    const int size = cluster_size(), rank = cluster_rank(), size_shift = __ffs(size) - 1, columns = D >> size_shift;
+    const int item = blockIdx.x >> size_shift, pair = item / pass.row_blocks, b = pair / pass.kv_heads, head = pair - b * pass.kv_heads;
+    const int first_row = (item - pair * pass.row_blocks) * ROWS, rows = min(pass.width * pass.group - first_row, ROWS);
+    const int length = pass.lens[b];
+    const int* const pages = pass.pages + (long)pass.rows[b] * pass.pages_stride;
+
+    // The tiles of this block, of as many as `used` blocks share.
+    const int low_tile = pass.window < 0 ? 0 : max(length - pass.width - pass.window, 0) / TILE_KEYS;
+    const int end_tile = (length + TILE_KEYS - 1) / TILE_KEYS, count = max(end_tile - low_tile, 0), each = max(count + size - 1 >> size_shift, 1);
+    const int used = (count + each - 1) / each, begin = low_tile + rank * each, end = min(begin + each, end_tile);
+    const int steps = (max(end - begin, 0) + WARPS - 1) / WARPS, stop = min(length, end * TILE_KEYS), fresh = length - pass.width;
+
+    // The row in the caches of key `lane % 16` of this warp's tile in a step.
+    const auto row_in = [&](int step) -> u32 {
+        const int key = (begin + step * WARPS + warp) * TILE_KEYS + lane % TILE_KEYS;
+        if (key >= stop) return 0;
+        const u32 page = pages[key >> pass.page_shift];
+        return (page << pass.page_shift | key & (1 << pass.page_shift) - 1) * pass.kv_heads + head;
+    };
+    const u32 own_keys = shared_address(keys) + warp * TILE_BYTES, own_values = shared_address(values) + warp * TILE_BYTES;
+    u32 row = row_in(0);
+    #pragma unroll 1
+    for (int s = 0; s < STAGES; s++) {
+        const int tile = begin + s * WARPS + warp;
+        const u32 next = row_in(s + 1);
+        if (tile < end) copy_tile<STORED, false>(own_keys + s * STAGE_BYTES, pass.k, row, tile * TILE_KEYS, fresh, stop);
+        commit_copies();
+        if (s < steps) copy_tile<STORED, true>(own_values + s * STAGE_BYTES, pass.v, row, tile * TILE_KEYS, fresh, stop);
+        commit_copies();
+        row = next;
+    }
+    u32 last_row = 0, next_row = row;  // of the values and of the keys that are copied next
+    #pragma unroll 1
+    for (int s = STAGES; s < STAGES + STEPS_AHEAD; s++) {
+        const u8* const line = (const u8*)(lane < TILE_KEYS ? pass.k : pass.v) + (u64)row * ROW_BYTES;
+        if ((begin + s * WARPS + warp) * TILE_KEYS + lane % TILE_KEYS < stop) {
+            #pragma unroll
+            for (int i = 0; i < LINES; i++) prefetch(line + 128 * i);
+        }
+        row = row_in(s + 1);
+    }
+
+    // The rows of this lane are g and g + 8 of each 16.
+    int position[ROW_TILES][2];
+    const u16* queries[ROW_TILES][2];
+    #pragma unroll
+    for (int m = 0; m < ROW_TILES; m++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int own = 16 * m + 8 * h + g;
+            position[m][h] = fresh + query_of(pass, first_row + own);
+            queries[m][h] = own < rows ? pass.q + place_of(pass, b, head, first_row + own) + 8 * t : nullptr;
+        }
+    if (threadIdx.x < ROWS) {
+        const int at = head_of(pass, head, first_row + threadIdx.x);
+        const auto sink = [&]() { return pass.float_sinks ? ((const float*)pass.sinks)[at] : of_bf16(((const u16*)pass.sinks)[at]); };
+        sinks[threadIdx.x] = pass.sinks == nullptr ? NO_SCORE : sink() * 1.4426950408889634f;
+    }
+    if (threadIdx.x == 0) barrier_expect(shared_address(&sent), used * rows * (8 + 4 * columns));
+    wait_for_previous();
+
+    // Lane (g, t) holds 8 neighbouring columns of its rows in each 32: an instruction multiplies the same 16 columns of queries and keys, whichever
+    // these are, so a score sums all columns.
+    uint4 q[ROW_TILES][2][D / 32];
+    #pragma unroll
+    for (int m = 0; m < ROW_TILES; m++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++)
+            #pragma unroll
+            for (int j = 0; j < D / 32; j++)
+                q[m][h][j] = steps > 0 && queries[m][h] != nullptr ? *(const uint4*)(queries[m][h] + 32 * j) : make_uint4(0, 0, 0, 0);
+    #pragma unroll 1
+    for (int s = 0; s < STAGES; s++) {
+        const int tile = begin + s * WARPS + warp;
+        if (tile >= end || (tile + 1) * TILE_KEYS <= fresh) continue;
+        const u32 of_fresh = row_in(s);
+        copy_tile<FRESH, false>(own_keys + s * STAGE_BYTES, pass.k, of_fresh, tile * TILE_KEYS, fresh, stop);
+        copy_tile<FRESH, true>(own_values + s * STAGE_BYTES, pass.v, of_fresh, tile * TILE_KEYS, fresh, stop);
+        commit_copies();  // a group more than the waits below count: while it makes them wait for too much, nothing is missing
+        wait_copies<0>();
+    }
+
+    float top[ROW_TILES][2], total[ROW_TILES][2];  // of this warp's keys; totals of this lane's
+    float peak[ROW_TILES][2], whole[ROW_TILES][2], out[ROW_TILES][GROUPS][4] = {};  // of the block's keys
+    #pragma unroll
+    for (int m = 0; m < ROW_TILES; m++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) top[m][h] = peak[m][h] = NO_SCORE, total[m][h] = whole[m][h] = 0.0f;
+    int stage = 0, stage_before = STAGES - 1;
+    #pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        const int tile = begin + step * WARPS + warp;
+        float scores[ROW_TILES][CHAINS][2][4] = {};
+        wait_copies<2 * STAGES - 1>();
+        __syncwarp();
+        if (tile < end) {
+            const u8* const own = keys + stage * STAGE_BYTES + warp * TILE_BYTES + g * ROW_BYTES;
+            #pragma unroll
+            for (int j = 0; j < D / 32; j++)
+                #pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    const uint4 k = *(const uint4*)(own + 8 * n * ROW_BYTES + key_chunk(g, 4 * j + t) * 16);
+                    #pragma unroll
+                    for (int m = 0; m < ROW_TILES; m++) {
+                        const uint4 a = q[m][0][j], c = q[m][1][j];
+                        mma(scores[m][0][n], a.x, c.x, a.y, c.y, k.x, k.y);
+                        mma(scores[m][CHAINS - 1][n], a.z, c.z, a.w, c.w, k.z, k.w);
+                    }
+                }
+        }
+        const int parity = step & 1;
+        const bool last = step == steps - 1;
+        #pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) {
+            u32 packed[2][2];  // by half of the rows and of the keys
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int seen_from = pass.window < 0 ? 0 : position[m][h] - pass.window;
+                const int seen_to = pass.causal ? min(position[m][h], stop - 1) : stop - 1;
+                float x[4], higher = top[m][h];
+                #pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int key = tile * TILE_KEYS + i / 2 * 8 + 2 * t + i % 2;
+                    float score = scores[m][0][i / 2][2 * h + i % 2];
+                    if (CHAINS == 2) score += scores[m][CHAINS - 1][i / 2][2 * h + i % 2];
+                    x[i] = key >= seen_from && key <= seen_to ? score * pass.scale : NO_SCORE;
+                    higher = fmaxf(higher, x[i]);
+                }
+                higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 1));
+                higher = fmaxf(higher, __shfl_xor_sync(~0u, higher, 2));
+                const float safe = finite_top(higher);
+                #pragma unroll
+                for (int i = 0; i < 4; i++) x[i] = exp2_of(x[i] - safe);
+                total[m][h] = total[m][h] * exp2_of(top[m][h] - safe) + ((x[0] + x[1]) + (x[2] + x[3]));
+                top[m][h] = higher;
+                packed[h][0] = narrow(x[0], x[1]);
+                packed[h][1] = narrow(x[2], x[3]);
+                const int row = 16 * m + 8 * h + g;
+                if (t == 0) tops[(parity * ROWS + row) * WARPS + warp] = higher;
+                if (last) {
+                    float sum = total[m][h];
+                    sum += __shfl_xor_sync(~0u, sum, 1);
+                    sum += __shfl_xor_sync(~0u, sum, 2);
+                    if (t == 0) totals[row * WARPS + warp] = sum;
+                }
+            }
+            weights[((parity * WARPS + warp) * ROW_TILES + m) * 32 + lane] = make_uint4(packed[0][0], packed[1][0], packed[0][1], packed[1][1]);
+        }
+        if (step < STAGES) wait_copies<2 * STAGES - 2>();
+        else wait_copies<2 * STAGES - 4>();
+        __syncthreads();
+
+        // Of this step the keys are read, of the step before the values as well.
+        if (tile + STAGES * WARPS < end)
+            copy_tile<ALL, false>(own_keys + stage * STAGE_BYTES, pass.k, next_row, (tile + STAGES * WARPS) * TILE_KEYS, fresh, stop);
+        commit_copies();
+        if (step > 0 && step + STAGES - 1 < steps)
+            copy_tile<ALL, true>(own_values + stage_before * STAGE_BYTES, pass.v, last_row, (tile + (STAGES - 1) * WARPS) * TILE_KEYS, fresh, stop);
+        commit_copies();
+        last_row = next_row;
+        next_row = row_in(step + STAGES + 1);  // one step early: no copy waits for a page
+
+        u32 v[WARPS][2 * GROUPS];
+        #pragma unroll
+        for (int w = 0; w < WARPS; w++)
+            #pragma unroll
+            for (int n = 0; n < GROUPS; n += 2) {
+                const int key = lane % TILE_KEYS, chunk = warp * GROUPS + n + (GROUPS > 1 ? lane / TILE_KEYS : 0);
+                const u32 at = shared_address(values) + stage * STAGE_BYTES + w * TILE_BYTES + key * ROW_BYTES + value_chunk(key, chunk) * 16;
+                load_transposed<GROUPS == 1 ? 1 : 2>(*(u32(*)[GROUPS == 1 ? 2 : 4])(v[w] + 2 * n), at);
+            }
+        #pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) {
+            float factor[2][WARPS];
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float* const from = tops + (parity * ROWS + 16 * m + 8 * h + g) * WARPS;
+                float highest = NO_SCORE;
+                #pragma unroll
+                for (int w = 0; w < WARPS; w += 4) {
+                    const float4 four = *(const float4*)(from + w);
+                    factor[h][w] = four.x, factor[h][w + 1] = four.y, factor[h][w + 2] = four.z, factor[h][w + 3] = four.w;
+                }
+                #pragma unroll
+                for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, factor[h][w]);
+                const float safe = finite_top(highest), shrink = exp2_of(peak[m][h] - safe);
+                #pragma unroll
+                for (int w = 0; w < WARPS; w++) factor[h][w] = exp2_of(factor[h][w] - safe);
+                #pragma unroll
+                for (int n = 0; n < GROUPS; n++) out[m][n][2 * h] *= shrink, out[m][n][2 * h + 1] *= shrink;
+                peak[m][h] = highest;
+                if (last) {
+                    const float* const sums = totals + (16 * m + 8 * h + g) * WARPS;
+                    #pragma unroll
+                    for (int w = 0; w < WARPS; w += 4) {
+                        const float4 four = *(const float4*)(sums + w);
+                        whole[m][h] += four.x * factor[h][w] + four.y * factor[h][w + 1] + four.z * factor[h][w + 2] + four.w * factor[h][w + 3];
+                    }
+                }
+            }
+            #pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                const uint4 a = weights[((parity * WARPS + w) * ROW_TILES + m) * 32 + lane];
+                #pragma unroll
+                for (int n = 0; n < GROUPS; n++) {
+                    float sums[4] = {};
+                    mma(sums, a.x, a.y, a.z, a.w, v[w][2 * n], v[w][2 * n + 1]);
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) out[m][n][i] += sums[i] * factor[i / 2][w];
+                }
+            }
+        }
+        stage_before = stage;
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+
+    // Block r of the cluster merges columns r * columns to (r + 1) * columns.
+    cluster_wait();
+    if (steps > 0) {
+        #pragma unroll
+        for (int n = 0; n < GROUPS; n++) {
+            const int column = (warp * GROUPS + n) * 8 + 2 * t, to_rank = column >> __ffs(columns) - 1;
+            const u32 to = address_in(shared_address(parts + (rank * ROWS + g) * columns + (column & columns - 1)), to_rank);
+            const u32 barrier = address_in(shared_address(&sent), to_rank);
+            #pragma unroll
+            for (int m = 0; m < ROW_TILES; m++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++)
+                    if (16 * m + 8 * h + g < rows) send(to + (16 * m + 8 * h) * columns * 4, barrier, out[m][n][2 * h], out[m][n][2 * h + 1]);
+        }
+        #pragma unroll 1
+        for (int other = warp; other < size; other += WARPS) {
+            const u32 to = address_in(shared_address(peaks + rank * ROWS + g), other), barrier = address_in(shared_address(&sent), other);
+            #pragma unroll
+            for (int m = 0; m < ROW_TILES; m++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++)
+                    if (t == 0 && 16 * m + 8 * h + g < rows) send(to + (16 * m + 8 * h) * 8, barrier, peak[m][h], whole[m][h]);
+        }
+    }
+    // A block ends after all have sent to it, so while one sends, the others are there.
+    if (used == 0) return;
+    barrier_wait(shared_address(&sent));
+    merge(pass, sinks, peaks, parts, b, head, first_row, rows, columns, rank * columns, used);
+}

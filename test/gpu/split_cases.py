@@ -1,0 +1,143 @@
+"""What the tests of split attention share: requests over a paged cache, their definition, and a config for each kernel."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.config.kernel_configs import ClusterConfig, SplitConfig
+from runtime.layers.attention.kernels import cluster_decode
+from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention
+from runtime.layers.attention.kernels.split_schedule import schedule_work
+from runtime.layers.attention.kernels.split_shape import SplitShape
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+MARKS = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")]
+DTYPE = torch.float16
+"""What both the interpreter and a GPU multiply."""
+BF16 = torch.bfloat16
+"""What the kernel in clusters multiplies."""
+SMALL = SplitConfig(tile=16, num_warps=4, stages=2, programs_per_sm=1, max_partial_rows=256, alone=2)
+SCHEDULED = replace(SMALL, scheduled=True)
+CLUSTER = replace(SMALL, cluster=ClusterConfig(warps=8, stages=2, largest=8))
+NEEDS_HOPPER = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+KERNELS = [pytest.param(SMALL, id="triton"), pytest.param(CLUSTER, id="cluster", marks=NEEDS_HOPPER)]
+"""A config for each kernel of static splits."""
+
+
+@dataclass
+class Case:
+    shape: SplitShape
+    keys: SplitKeys
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    workspace: SplitWorkspace
+    kv_scales: torch.Tensor | None = None
+
+    def run(
+        self, causal: bool = True, window: int = -1, lse: torch.Tensor | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """In bfloat16 with a cut for clusters, Triton's workspace is filled with NaN and stays so."""
+        in_cluster = self.q.dtype is BF16 and self.shape.config.cluster is not None and lse is None
+        if in_cluster:
+            assert cluster_decode.supports(self.shape, self.keys.page_size, self.q, self.k, sinks)
+            self.workspace.out.fill_(float("nan"))
+        out = self.attend(causal=causal, window=window, lse=lse, sinks=sinks)
+        assert not in_cluster or self.workspace.out.isnan().all(), "one kernel, without partial results in memory"
+        return out
+
+    def attend(
+        self,
+        causal: bool = True,
+        window: int = -1,
+        lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        pdl: bool = False,
+    ) -> torch.Tensor:
+        """The bare call."""
+        return split_attention(
+            self.q, self.k, self.v, self.keys, self.shape, self.workspace, self.shape.head_dim**-0.5, causal=causal, window=window,
+            sinks=sinks, lse=lse, kv_scales=self.kv_scales, pdl=pdl,
+        )  # fmt: skip
+
+    def in_8_bits(self) -> Case:
+        """The same keys and values, divided by scales and stored in e4m3."""
+        scales = torch.tensor([0.25, 2.0], device=DEVICE)
+        k, v = ((cache.float() / scale).to(torch.float8_e4m3fn) for cache, scale in zip((self.k, self.v), scales, strict=True))
+        return replace(self, k=k, v=v, kv_scales=scales)
+
+
+def make_case(
+    lens: list[int],
+    width: int,
+    page_size: int,
+    heads: tuple[int, int, int] = (4, 2, 64),
+    sms: int = 40,
+    config: SplitConfig = SMALL,
+) -> Case:
+    """Requests of these lengths over a shuffled page table; slots past a request's end hold NaN, so that reading them shows.
+
+    In bfloat16 if the config is for clusters, otherwise in float16.
+    """
+    torch.manual_seed(sum(lens) + width)
+    (H, G, D), B, dtype = heads, len(lens), DTYPE if config.cluster is None else BF16
+    cols = -(-max(lens) // page_size) + 1
+    pages = torch.zeros((B + 1, cols), dtype=torch.int32)
+    pages[1:] = (torch.randperm(B * cols) + 1).view(B, cols).int()
+    k, v = (torch.randn((B * cols + 1, page_size, G, D), device=DEVICE) for _ in range(2))
+    for b, length in enumerate(lens):
+        positions = torch.arange(length, cols * page_size)
+        for cache in (k, v):
+            cache[pages[b + 1, positions // page_size].long(), positions % page_size] = float("nan")
+    shape = SplitShape(B, width, H, G, D, sms, config)
+    ints = {"dtype": torch.int32, "device": DEVICE}
+    schedule = shape.empty_schedule(DEVICE)
+    keys = SplitKeys(pages.to(DEVICE), torch.arange(1, B + 1, **ints), torch.tensor(lens, **ints), page_size, schedule)
+    if schedule is not None:
+        schedule_work(keys.seq_lens, shape.splits, config.tile, schedule)
+    q = torch.randn((B * width, H, D)).to(DEVICE, dtype)
+    return Case(shape, keys, q, k.to(dtype), v.to(dtype), SplitWorkspace([shape], DEVICE))
+
+
+def definition(case: Case, causal: bool, window: int, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and base-2 log-sum-exp in float64, request by request; zeros for requests without keys."""
+    shape, keys, W = case.shape, case.keys, case.shape.width
+    group, out = shape.num_q_heads // shape.num_kv_heads, torch.zeros(case.q.shape, dtype=torch.float64)
+    lse = torch.full(case.q.shape[:2], float("-inf"), dtype=torch.float64)
+    scales = (1.0, 1.0) if case.kv_scales is None else case.kv_scales.tolist()
+    for b, length in enumerate(keys.seq_lens.tolist()):
+        if length == 0:
+            continue
+        positions, mine = torch.arange(length, device=DEVICE), slice(b * W, (b + 1) * W)
+        slots = keys.pages[int(keys.rows[b]), positions // keys.page_size].long() * keys.page_size + positions % keys.page_size
+        k, v = (stored(cache, slots).repeat_interleave(group, 1) * s for cache, s in zip((case.k, case.v), scales, strict=True))
+        own = length - W + torch.arange(W, device=DEVICE)[:, None]
+        seen = ((positions <= own) | (not causal)) & ((positions >= own - window) | (window < 0))
+        scores = torch.einsum("whd,nhd->whn", case.q[mine].double(), k) * shape.head_dim**-0.5
+        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[None, :, None].expand(W, -1, 1)], dim=2)
+        out[mine] = torch.einsum("whn,nhd->whd", scores.softmax(-1)[:, :, :length], v).cpu()
+        lse[mine] = scores.logsumexp(-1).cpu() / np.log(2)
+    return out, lse
+
+
+def stored(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Keys or values of these slots, in float64; torch indexes no 8-bit floats."""
+    flat = cache.flatten(0, 1)
+    return flat.view(torch.uint8)[slots].view(flat.dtype).double() if flat.itemsize == 1 else flat[slots].double()
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Within 4e-3 in float16; results of bfloat16 are rounded by up to a 512th, and so are the weights that they are made of."""
+    error = (got.cpu().double() - want).abs()
+    if got.dtype is BF16:
+        error /= 2 + 2 * want.abs()
+    assert error.max() < 4e-3, f"off by {error.max():.1e}"

@@ -18,6 +18,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile_all, group_gemms
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.gemm.float32_gemms import has_float32_gemms
 from runtime.layers.gemm.fragment_gemm import fragment_gemm
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
 from runtime.layers.gemm.quantized_rows import quantized_gemm
@@ -47,7 +48,6 @@ from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import Rope, RotaryHeads
 
 log = logging.getLogger(__name__)
-PROBE_TOLERANCE = 1e-2
 TRIAL_PARTS = 128
 """Sums of squares per row that a GEMM behind a deferred norm is timed with."""
 
@@ -68,7 +68,7 @@ class CudaOps:
         self._timings = timings
         self._tuned_buckets: set[int] | None = None
         self._num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        self._float32_gemms = _has_float32_gemms()
+        self._float32_gemms = has_float32_gemms()
         self._tickets = new_tickets(torch.device("cuda", torch.cuda.current_device()))
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
@@ -441,18 +441,3 @@ def _input_dtype(linear: Linear, norm: RMSNorm | None = None) -> torch.dtype:
     if linear.is_dense:
         return linear.weight.dtype
     return torch.bfloat16 if norm is None else norm.weight.dtype
-
-
-def _has_float32_gemms() -> bool:
-    """Whether this torch multiplies bfloat16 into, and onto, float32; otherwise GEMMs are rounded before they are added."""
-    x = torch.randn((16, 64), device="cuda").to(torch.bfloat16)
-    h = torch.randn((16, 16), device="cuda")
-    expected = h + F.linear(x.float(), x.float())
-    try:
-        torch.ops.aten.addmm.dtype_out(h, x, x.t(), torch.float32, out=h)
-        alone = torch.ops.aten.mm.dtype_out(x, x.t(), torch.float32, out=torch.empty_like(h))
-    except (AttributeError, RuntimeError) as error:
-        log.warning("this torch has no float32 GEMM of 16-bit matrices (%s): residual updates and logits are rounded once more", error)
-        return False
-    close = torch.allclose(h, expected, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE)
-    return close and torch.allclose(alone, F.linear(x.float(), x.float()), rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE)

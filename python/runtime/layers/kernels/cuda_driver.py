@@ -110,7 +110,8 @@ def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
     """Compile a CUDA C++ program to machine code (cubin); needs no GPU."""
     program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     try:
-        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+        # Lambdas with a parameter `auto` have no execution space of their own.
+        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"--device-as-default-execution-space"]
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         # NVRTC writes in place, so allocate new `bytes`: `b" " * 1` would be the interpreter's shared object.
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:

@@ -19,7 +19,7 @@ from runtime.config.kernel_configs import ResidentConfig
 from runtime.layers.activation import Activation
 from runtime.layers.gemm.fragment_gemm import supports as fragments_support
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
-from runtime.layers.gemm.many_rows import GemmSize, many_rows_configs
+from runtime.layers.gemm.many_rows import GemmSize, many_rows_config
 from runtime.layers.gemm.resident_gemm import MAX_ROWS as RESIDENT_ROWS
 from runtime.layers.gemm.resident_gemm import resident_config
 from runtime.layers.gemm.resident_gemm import supports as takes_residents
@@ -111,7 +111,7 @@ def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[Ge
     linear, rows = group.linears[0], group.rows
     if rows > MAX_ROWS:
         size = GemmSize(rows, linear.out_features, linear.in_features, gated=group.op == "gate_up")
-        return None, *many_rows_configs(size, num_sms, splits=group.op in ("linear", "linear_add"))
+        return None, many_rows_config(size, num_sms)
     if linear.is_scaled:
         return None, *tuning.scaled_configs(rows), *(tuning.fragment_configs(rows) if _takes_fragments(group) else ())
     found: tuple[GemmChoice, ...] = tuning.gemm_configs(group.op, rows)

@@ -10,7 +10,7 @@ from runtime.layers.gemm.wgmma_gemm import MAX_TILE, WgmmaConfig
 
 GemmChoice = TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | None
 """How a GEMM is computed: by a kernel with a tiling, or cuBLAS (None) with separate kernels for the epilogue."""
-M_BUCKETS = (1, 4, 8, 16, 32, 64, MAX_ROWS, 192, 256, 384, 512, 1024, 2048)
+M_BUCKETS = (1, 4, 8, 16, 32, 64, MAX_ROWS, 256, 512, 2048)
 """A GEMM of M rows uses the kernel chosen for the next of these, or for the last. Above `MAX_ROWS` it is WGMMA or cuBLAS."""
 
 

@@ -18,15 +18,6 @@ constexpr int COUNT = TOKENS * OUTPUTS, EACH = (COUNT + THREADS - 1) / THREADS; 
 constexpr int OWN = (TOKENS + WARPS - 1) / WARPS;                                // tokens whose squares a warp sums
 constexpr int SQUARES = SCALE ? 4 : 0;                                           // that a lane loads before it multiplies
 
-struct Norms {
-    const float* squares;  // [M, parts], of the norm before; their sum gives the scale of a row
-    int parts;
-    float eps;
-    const u16* gain;  // of the norm after, and what it needs
-    u16* scaled;
-    float* next_squares;
-};
-
 struct Fragment {
     uint4 low, high;  // of rows g and g + 8
     u32 low_scale, high_scale;

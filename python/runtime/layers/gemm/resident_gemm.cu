@@ -19,15 +19,6 @@ constexpr int SQUARES = SCALE ? 4 : 0;                                        //
 constexpr int LOADED = 4;                                                     // stages whose tokens are loaded together
 static_assert(TOKENS * STRIDE * 4 <= DEPTH * STAGE_BYTES, "a warp's sums take the place of its stages");
 
-struct Norms {
-    const float* squares;  // [M, parts], of the norm before; their sum gives the scale of a row
-    int parts;
-    float eps;
-    const u16* gain;  // of the norm after, and what it needs
-    u16* scaled;
-    float* next_squares;
-};
-
 __device__ __forceinline__ void copy16(u32 shared, const u16* global) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" :: "r"(shared), "l"(global) : "memory");
 }

@@ -99,6 +99,15 @@ __device__ __forceinline__ uint4 narrow8(uint4 v, int base) {
 // What undoes that, and the 2^-14 of `widen_e2m1`: 2^(base - 112), or 2^(base - 98).
 __device__ __forceinline__ float widening(int base) { return __uint_as_float((u32)(base + (FORMAT == 2 ? 29 : 15)) << 23); }
 
+struct Norms {
+    const float* squares;  // [M, parts], of the norm before; their sum gives the scale of a row
+    int parts;
+    float eps;
+    const u16* gain;  // of the norm after, and what it needs
+    u16* scaled;
+    float* next_squares;
+};
+
 struct Weights {  // of one projection
     const u8* weight;
     const u8* scale;

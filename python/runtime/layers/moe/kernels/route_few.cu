@@ -32,15 +32,6 @@ static_assert(WARPS == PASS, "each warp sums the squares of a token");
 static_assert(TOKEN_BYTES >= STRIDE && TOKEN_BYTES >= 4 * SUMS && TOKEN_BYTES % 16 == 0, "a warp's tokens give way to its sums");
 static_assert(RING || (HELD == SHARE && ROUND == SHARE), "registers hold all weights");
 
-struct Norms {  // of the norm before
-    const float* squares;  // [T, parts]
-    int parts;
-    float eps;
-    const u16* gain;
-    u16* scaled;
-    float* next_squares;
-};
-
 struct Fragment {
     uint4 low, high;  // of rows g and g + 8
 };

@@ -51,6 +51,7 @@ class _ExtendPlan:
         max_queries: the most queries of a request.
         pages: int32 [rows, cols], a view of the page table.
         requests: queries of each request, and an upper bound of its keys, on the host.
+        metadata: by window and whether the layer is causal, FA3's tile schedule, int32; empty for an 8-bit cache.
     """
 
     rows: torch.Tensor

@@ -363,21 +363,23 @@ def test_mxfp4_groups_have_scales_of_any_size(rows: int) -> None:
     assert relative(out, layer.want(x, routing)) < ROUNDING
 
 
-@pytest.mark.parametrize(("tokens", "rows", "first", "own"), [(5, 16, 0, 6), (70, 16, 2, 4), (300, 64, 0, 6)])
+@pytest.mark.parametrize(("tokens", "rows", "first", "own"), [(5, 16, 0, 6), (70, 16, 2, 4), (300, 64, 0, 6), (300, 48, 1, 4)])
 def test_pairs_are_sorted_by_expert_in_whole_tiles(tokens: int, rows: int, first: int, own: int) -> None:
     from runtime.layers.moe.kernels.align import align
 
     ids = routed(tokens, 6, 2).ids
     found, flat = align(ids, first, own, rows), ids.flatten()
-    pairs, experts = [], []
+    pairs, experts, in_expert = [], [], []
     for expert in range(first, first + own):
         places = (flat == expert).nonzero().flatten().tolist()
+        in_expert += [[tile, len(places) - tile * rows] for tile in range(-(-len(places) // rows))]
         places += [flat.numel()] * (-len(places) % rows)
         pairs += places
         experts += [expert - first] * (len(places) // rows)
     assert found.used.tolist() == [len(experts)]
     assert found.pairs[: len(pairs)].tolist() == pairs
     assert found.experts[: len(experts)].tolist() == experts
+    assert found.places[: len(experts)].tolist() == in_expert
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")

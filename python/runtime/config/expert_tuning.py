@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.config.kernel_configs import GroupedConfig, StepConfig
+from runtime.config.kernel_configs import GroupedConfig, StepConfig, WgmmaExpertsConfig
 
 WeightFormat = Literal["dense", "fp8", "mxfp4"]
 """Weights in the activations' dtype; e4m3 with float32 scales of blocks or rows; e2m1 with a scale for each 32 columns."""
@@ -26,11 +26,14 @@ class ExpertTuning:
         many: by format, (largest number of tokens, tiling of the grouped GEMM), ascending; the last holds for any number.
         most_streamed: by format, the largest number of tokens for which the CUDA kernels for few tokens are faster than the grouped
             GEMM, where they serve the dtypes and shapes.
+        wgmma: by format, the smallest number of tokens for which the grouped GEMMs by WGMMA are faster where the device, dtypes and shapes
+            allow them, and their tiling; formats that are left out have none.
     """
 
     few: Mapping[WeightFormat, tuple[tuple[int, tuple[StepConfig, StepConfig]], ...]]
     many: Mapping[WeightFormat, tuple[tuple[int, GroupedConfig], ...]]
     most_streamed: Mapping[WeightFormat, int]
+    wgmma: Mapping[WeightFormat, tuple[int, WgmmaExpertsConfig]]
 
     def few_rows(self, weights: WeightFormat, rows: int) -> tuple[StepConfig, StepConfig] | None:
         """Tilings of the kernels for few tokens, or None where the grouped GEMM is faster."""
@@ -40,17 +43,23 @@ class ExpertTuning:
         """The tiling of the grouped GEMM."""
         return next((config for largest, config in self.many[weights] if rows <= largest), self.many[weights][-1][1])
 
+    def wgmma_rows(self, weights: WeightFormat, rows: int) -> WgmmaExpertsConfig | None:
+        """The tiling of the grouped GEMMs by WGMMA, or None where `many_rows` is faster; of e4m3 weights they take e4m3 rows."""
+        least, config = self.wgmma.get(weights, (rows + 1, None))
+        return config if rows >= least else None
+
     def without_fp8_rows(self) -> ExpertTuning:
         """The same with activations in 16 bits for any number of tokens."""
         many = {
             kind: tuple((largest, dataclasses.replace(config, fp8_rows=False)) for largest, config in table)
             for kind, table in self.many.items()
         }
-        return dataclasses.replace(self, many=many)
+        wgmma = {kind: found for kind, found in self.wgmma.items() if kind != "fp8"}
+        return dataclasses.replace(self, many=many, wgmma=wgmma)
 
     def kernel_rows(self, most: int) -> set[int]:
         """Numbers of tokens, up to `most`, that together need every kernel that passes of up to `most` tokens use."""
-        bounds = {bound for table in self.many.values() for bound, _ in table}
+        bounds = {bound for table in self.many.values() for bound, _ in table} | {least for least, _ in self.wgmma.values()}
         return {min(bound, most) for bound in bounds | FEW_BLOCKS}
 
 
@@ -88,4 +97,5 @@ H200_EXPERTS = ExpertTuning(
         ),
     },
     most_streamed={"dense": 64, "fp8": 64, "mxfp4": 256},
+    wgmma={"dense": (2048, WgmmaExpertsConfig(128, 256, 256, 2)), "fp8": (4096, WgmmaExpertsConfig(128, 128, 128, 2))},
 )

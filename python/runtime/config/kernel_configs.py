@@ -181,3 +181,22 @@ class GroupedConfig:
         return (
             f"{self.rows}x{self.block_n}x{self.block_k} warps {self.num_warps} stages {self.stages} together {self.tiles_together}{marks}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaExpertsConfig:
+    """How the grouped GEMMs by WGMMA are cut: tiles of `rows` pairs, 128 or 192, by weight rows.
+
+    Attributes:
+        gate_up_tile, down_tile: weight rows of a tile of either GEMM, multiples of 32 up to 256 beside 128 pairs and up to 192 beside 192;
+            128 with weights in e4m3.
+        cluster: 2 where pairs of blocks share the weights of neighbouring tiles of pairs, else 1.
+    """
+
+    rows: int = 128
+    gate_up_tile: int = 256
+    down_tile: int = 256
+    cluster: int = 2
+
+    def __str__(self) -> str:
+        return f"WGMMA {self.rows}x{self.gate_up_tile}/{self.down_tile} cluster {self.cluster}"

@@ -30,6 +30,8 @@ MOST_STAGES = 12
 """More stages would delay the first rows of x, which are loaded after the weights."""
 MOST_BLOCKS = 8
 """Of a cluster, on every GPU."""
+LOAD_REGISTERS = 40
+"""Of a thread of a warpgroup of which one loads boxes."""
 ROW_BYTES = 2 * COLUMNS
 ALIGNMENT = 1024
 """Of the rings: eight swizzled rows."""
@@ -240,27 +242,29 @@ def source(config: WgmmaConfig, variant: _Variant) -> str:
     assert v.write == "ADD" or not v.deferred, "a deferred norm requires ADD"
     constants = dict(
         ROWS=v.rows, TILE=config.tile, SPLIT=config.split, CLUSTER_M=config.cluster_m, CLUSTER_N=config.cluster_n,
-        LOADERS=_loaders(config, v), MOST_STAGES=MOST_STAGES, BFLOAT16=int(v.dtype is torch.bfloat16), WRITE=v.write, BIAS=int(v.bias),
-        EARLY=int(v.pdl), SCALE=int(v.scale), DEFER=int(v.deferred), ARGMAX=int(v.argmax), STORE=int(v.store),
+        LOADERS=_loaders(config, v), LOAD_REGISTERS=LOAD_REGISTERS, MOST_STAGES=MOST_STAGES, BFLOAT16=int(v.dtype is torch.bfloat16),
+        WRITE=v.write, BIAS=int(v.bias), EARLY=int(v.pdl), SCALE=int(v.scale), DEFER=int(v.deferred), ARGMAX=int(v.argmax),
+        STORE=int(v.store),
     )  # fmt: skip
     parts, output, gemm = (Path(__file__).with_name(f"wgmma_{name}.cu").read_text(encoding="utf-8") for name in ("parts", "output", "gemm"))
-    multiply = _multiply(config.tile, "bf16" if v.dtype is torch.bfloat16 else "f16")
+    multiply = multiply_source(config.tile, "bf16" if v.dtype is torch.bfloat16 else "f16")
     return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), parts, multiply, output, gemm])
 
 
-def _multiply(tile: int, dtype: str) -> str:
-    """The wgmma instruction for a tile: a thread holds one sum per two rows of the tile."""
-    count = tile // 2
+def multiply_source(tile: int, dtype: Literal["bf16", "f16", "e4m3"]) -> str:
+    """The wgmma instruction for a tile: a thread holds one sum per two rows of the tile. That of e4m3 overwrites them unless `add`."""
+    count, narrow = tile // 2, dtype == "e4m3"
     sums = ", ".join(f"%{i}" for i in range(count))
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{tile}k16.f32.{dtype}.{dtype}"
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{tile}k{32 if narrow else 16}.f32.{dtype}.{dtype}"
     operands = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
+    predicate, options = (f"setp.ne.s32 add, %{count + 2}, 0;", "1, 1") if narrow else ("setp.eq.u32 add, 0, 0;", "1, 1, 0, 0")
     return "\n".join(
         [
-            f"__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 x, u64 w) {{",
-            '    asm volatile("{\\n.reg .pred add;\\nsetp.eq.u32 add, 0, 0;\\n"',
-            f'        "{instruction} {{{sums}}}, %{count}, %{count + 1}, add, 1, 1, 0, 0;\\n}}"',
+            f"__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 x, u64 w{', int add' if narrow else ''}) {{",
+            f'    asm volatile("{{\\n.reg .pred add;\\n{predicate}\\n"',
+            f'        "{instruction} {{{sums}}}, %{count}, %{count + 1}, add, {options};\\n}}"',
             f"        : {operands}",
-            '        : "l"(x), "l"(w));',
+            f'        : "l"(x), "l"(w){", " + chr(34) + "r" + chr(34) + "(add)" if narrow else ""});',
             "}",
         ]
     )

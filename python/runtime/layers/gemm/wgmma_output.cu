@@ -12,20 +12,6 @@ constexpr int OWN_GROUPS = GROUPS / SPLIT;  // that a block stores
 constexpr int BATCH = ROWS > 128 ? 4 : 8;  // groups that are stored together: the loads of all come first
 constexpr int NO_COLUMN = 0x7FFFFFFF;
 
-__device__ __forceinline__ float widen(u16 x) {
-    if constexpr (BFLOAT16) return __uint_as_float((u32)x << 16);
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-}
-
-__device__ __forceinline__ u32 narrow(float low, float high) {
-    u32 both;
-    if constexpr (BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
 // x * sigmoid(x), or for gelu in its tanh form x * sigmoid(sqrt(8 / pi) * (x + 0.044715 x ** 3)).
 __device__ __forceinline__ float activate(float x) {
     const float slope = WRITE == GELU ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;

@@ -11,8 +11,8 @@ typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long
 constexpr int COLUMNS = 64;                   // of a box: rows of 128 bytes, as the swizzle wants them
 constexpr int ROW_BYTES = COLUMNS * 2;
 constexpr int MULTIPLIERS = ROWS / 64 * 128;  // threads
-// Registers of a thread: with one loading warp the compiler's limit, with a loading warpgroup what that does not need.
-constexpr int WARPGROUPS = ROWS / 64 + 1, ENTRY_REGISTERS = 512 / WARPGROUPS / 8 * 8, LOAD_REGISTERS = 40;
+// Registers of a thread: with one loading warp the compiler's limit, with a loading warpgroup what its LOAD_REGISTERS leave.
+constexpr int WARPGROUPS = ROWS / 64 + 1, ENTRY_REGISTERS = 512 / WARPGROUPS / 8 * 8;
 constexpr int MULTIPLY_REGISTERS = (ENTRY_REGISTERS * WARPGROUPS - LOAD_REGISTERS) / (WARPGROUPS - 1) / 8 * 8;
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N * SPLIT;
 constexpr int PEERS = CLUSTER_M + CLUSTER_N - 1;  // blocks that a block shares x or w with, itself included
@@ -158,4 +158,18 @@ struct Ring {
 // A tile of rows of 128 bytes, swizzled by 128: 8 rows are 1024 bytes.
 __device__ __forceinline__ u64 descriptor(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+__device__ __forceinline__ float widen(u16 x) {
+    if constexpr (BFLOAT16) return __uint_as_float((u32)x << 16);
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+
+__device__ __forceinline__ u32 narrow(float low, float high) {
+    u32 both;
+    if constexpr (BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
 }

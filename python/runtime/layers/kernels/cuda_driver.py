@@ -18,7 +18,6 @@ with suppress(ImportError):  # the CPU build of torch has none
     from cuda.bindings import driver, nvrtc  # pyright: ignore[reportMissingImports]
 
 log = logging.getLogger(__name__)
-ELEMENT_BYTES = 2
 PORTABLE_CLUSTER = 8
 """Blocks of a cluster that every device of a generation can run; more must be allowed."""
 
@@ -126,23 +125,27 @@ def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
 
 
 def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]) -> Any:
-    """A TMA descriptor of a contiguous 16-bit tensor: elements outside read as zero, rows of a box are swizzled by 128
-    bytes.
+    """A TMA descriptor of a contiguous tensor: elements outside read as zero, rows of a box are swizzled by 128 bytes.
 
     Args:
         address: address of the first element.
         sizes: of the tensor, innermost dimension first.
-        dtype: bfloat16 or float16.
-        box: sizes of a box in the same order; the first is 64, so that a row is 128 bytes.
+        dtype: bfloat16, float16 or e4m3.
+        box: sizes of a box in the same order; the first is 64, or 128 of e4m3, so that a row is 128 bytes.
     """
-    strides, bytes_ = [], ELEMENT_BYTES
+    strides, bytes_ = [], dtype.itemsize
     for size in sizes[:-1]:
         bytes_ *= size
         strides.append(driver.cuuint64_t(bytes_))
     kind = driver.CUtensorMapDataType
+    kinds = {
+        torch.bfloat16: kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.float8_e4m3fn: kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    }
     return check(
         driver.cuTensorMapEncodeTiled(
-            kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype is torch.bfloat16 else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            kinds[dtype],
             len(sizes),
             address,
             [driver.cuuint64_t(size) for size in sizes],

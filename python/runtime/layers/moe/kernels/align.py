@@ -25,12 +25,15 @@ class Aligned:
     Attributes:
         pairs: int32 [tiles * rows]: indices of pairs, P where a tile is padded; undefined from tile `used` on.
         experts: int32 [tiles]: the expert of each tile; undefined from tile `used` on.
+        places: int32 [tiles, 2]: how many tiles of its expert lie before a tile, and its expert's pairs from this tile on; undefined from
+            tile `used` on.
         used: int32 [1]: tiles that hold pairs.
         rows: of a tile.
     """
 
     pairs: torch.Tensor
     experts: torch.Tensor
+    places: torch.Tensor
     used: torch.Tensor
     rows: int
 
@@ -44,15 +47,16 @@ def align(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool =
     """Sort the pairs of `ids` [T, k] that belong to the experts `first` to `first + experts`; others are left out."""
     count, device = ids.numel(), ids.device
     tiles = min(count, triton.cdiv(count + experts * (rows - 1), rows))
-    pairs, owners, used = (torch.empty(size, dtype=torch.int32, device=device) for size in (tiles * rows, tiles, 1))
-    found = Aligned(pairs, owners, used, rows)
+    pairs, owners, places, used = (torch.empty(size, dtype=torch.int32, device=device) for size in (tiles * rows, tiles, (tiles, 2), 1))
+    found = Aligned(pairs, owners, places, used, rows)
     chunk = min(SHORT if count <= FEW_PAIRS else LONG, max(16, triton.next_power_of_2(count)))
     chunks, padded = triton.cdiv(count, chunk), triton.next_power_of_2(experts)
     counts = torch.empty((chunks, padded), dtype=torch.int32, device=device)
     common = dict(E_PAD=padded, PDL=pdl, num_warps=8, **launch_options(pdl))
     _count_kernel[(chunks,)](ids, counts, count, first, experts, CHUNK=chunk, **common)
     _place_kernel[(chunks + experts,)](
-        ids, counts, found.pairs, found.experts, found.used, count, first, experts, chunks, ROWS=rows, CHUNK=chunk,
+        ids, counts, found.pairs, found.experts, found.places, found.used, count, first, experts, chunks,
+        ROWS=rows, PADDING=triton.next_power_of_2(rows), CHUNK=chunk,
         LOAD=min(CHUNKS_PER_LOAD, triton.next_power_of_2(chunks)), **common,
     )  # fmt: skip
     return found
@@ -71,8 +75,8 @@ def _count_kernel(ids_ptr, counts_ptr, count, first, experts, CHUNK: tl.constexp
 
 @triton.jit(do_not_specialize=["count", "first", "chunks"])
 def _place_kernel(
-    ids_ptr, counts_ptr, pairs_ptr, experts_ptr, used_ptr, count, first, experts, chunks,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, LOAD: tl.constexpr, E_PAD: tl.constexpr, PDL: tl.constexpr,
+    ids_ptr, counts_ptr, pairs_ptr, experts_ptr, places_ptr, used_ptr, count, first, experts, chunks,
+    ROWS: tl.constexpr, PADDING: tl.constexpr, CHUNK: tl.constexpr, LOAD: tl.constexpr, E_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the places of one chunk of pairs; or, after the chunks, the padding of one expert and the experts of its tiles."""
     pdl_sync(PDL)
@@ -103,9 +107,11 @@ def _place_kernel(
         expert = program - chunks
         mine = e == expert
         here, size, used = tl.sum(tl.where(mine, begin, 0), 0), tl.sum(tl.where(mine, total, 0), 0), tl.sum(tl.where(mine, padded, 0), 0)
-        r = tl.arange(0, ROWS)
+        r = tl.arange(0, PADDING)
         tl.store(pairs_ptr + here + size + r, count, mask=size + r < used)
         for tile in range(here // ROWS, (here + used) // ROWS):
             tl.store(experts_ptr + tile, expert)
+            tl.store(places_ptr + 2 * tile, tile - here // ROWS)
+            tl.store(places_ptr + 2 * tile + 1, here + size - tile * ROWS)
         if expert == 0:
             tl.store(used_ptr, tl.max(ends, 0) // ROWS)

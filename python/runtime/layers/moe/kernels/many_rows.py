@@ -57,8 +57,18 @@ def experts_many_rows(
     if fp8_rows:
         h, h_scale = quantize_rows(h, pdl=pdl)
     _grouped(h, h_scale, down, y, routed.weights, aligned, act, config, top_k, gated=False, pdl=pdl)
+    return sum_pairs(y, routed, out, first, E, pdl=pdl)
+
+
+def sum_pairs(y: torch.Tensor, routed: Routing, out: torch.Tensor, first: int, experts: int, *, pdl: bool) -> torch.Tensor:
+    """`out[t] = sum(y[pair])` over the pairs of each token whose experts this process holds, in their order; returns `out`.
+
+    Args:
+        y: [T * k, hidden], each row times the weight of its pair.
+    """
+    (T, hidden), top_k = out.shape, routed.ids.shape[1]
     _sum_kernel[(T, triton.cdiv(hidden, SUM_COLUMNS))](
-        y, routed.ids, out, hidden, first, E, TOP_K=top_k, BLOCK=SUM_COLUMNS, PDL=pdl, num_warps=4, **launch_options(pdl)
+        y, routed.ids, out, hidden, first, experts, TOP_K=top_k, BLOCK=SUM_COLUMNS, PDL=pdl, num_warps=4, **launch_options(pdl)
     )  # fmt: skip
     return out
 

@@ -11,6 +11,8 @@ from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.few_rows import experts_in_triton
 from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments, supports
 from runtime.layers.moe.kernels.gate import GatedAct
+from runtime.layers.moe.kernels.grouped_gemm import experts_by_wgmma
+from runtime.layers.moe.kernels.grouped_gemm import supports as takes_wgmma
 from runtime.layers.moe.kernels.many_rows import experts_many_rows
 from runtime.layers.moe.router import Routing
 
@@ -42,6 +44,9 @@ def run_experts(
         return experts_few_rows(x, gate_up, down, routed, act, few, out, first=first, pdl=pdl)
     if len(x) <= tuning.most_streamed[gate_up.format] and supports(x, gate_up, down):
         return experts_by_fragments(x, gate_up, down, routed, act, out, first=first, pdl=pdl)
+    wgmma = tuning.wgmma_rows(gate_up.format, len(x))
+    if wgmma is not None and takes_wgmma(x, gate_up, down, wgmma):
+        return experts_by_wgmma(x, gate_up, down, routed, act, wgmma, out, first=first, pdl=pdl)
     return experts_many_rows(x, gate_up, down, routed, act, tuning.many_rows(gate_up.format, len(x)), out, first=first, pdl=pdl)
 
 

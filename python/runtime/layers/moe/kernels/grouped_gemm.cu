@@ -1,0 +1,359 @@
+// One of the two grouped GEMMs of experts for many tokens: tiles of ROWS pairs of one expert by TILE rows of its weights (WGMMA).
+//
+// GATED, the first: rows of x are gathered by the tokens of the pairs, and act(gate) * up is stored in the order of the sorted pairs, which
+// is the order of rows of x in the second. That stores rows times the weights of their pairs, each at the index of its pair.
+//
+// A warpgroup loads a ring of stages: weights by TMA, gathered rows by cp.async into the same swizzle, sorted rows by TMA. Two or three
+// warpgroups multiply 64 pairs each, and stage results in shared memory, from where the copy engine stores them during the next tile.
+//
+// With CLUSTER_M = 2, the two blocks of a cluster take neighbouring tiles of pairs of an expert and load half of the weights for both. Where
+// an expert has an odd number of tiles, they take the last one by neighbouring tiles of weights instead. Either takes as long: a tile in the
+// table stands for as many items of work as half of the tiles of weights. Items follow each other by expert, and clusters take every so
+// many of them, so that blocks that run at the same time share weights and rows of x in L2.
+//
+// With ELEMENT = 1, x and the weights are e4m3. Sums of 128 columns are multiplied by the scale of their block of weights, then added up.
+//
+// Defined before this text: ROWS (128 or 192), TILE, CLUSTER_M, STAGES, PASSES, ELEMENT (bytes), GATED, ACT, BFLOAT16, BIAS, EARLY, LOADERS,
+// LOAD_REGISTERS; multiply(); gemm/wgmma_parts.cu.
+
+constexpr int SILU = 0, CLAMPED_SWIGLU = 1, GELU_TANH = 2;
+constexpr int HALVES = GATED ? 2 : 1, OUTPUTS = TILE / HALVES;
+constexpr int DEPTH = ROW_BYTES / ELEMENT;  // columns of a stage
+constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = TILE * ROW_BYTES, STAGE_BYTES = X_BYTES + W_BYTES;
+constexpr int BOX_ROWS = TILE / 2;  // of weights; in the first GEMM one box holds gates, the other one ups
+constexpr int STORED = OUTPUTS / PASSES, PITCH = STORED * 2 + 16;  // columns that are staged together; bytes of a row, without bank conflicts
+constexpr int BARRIERS = STAGES * STAGE_BYTES + ROWS * PITCH;
+constexpr int SCALE_BLOCK = 128;  // rows and columns of weights with one scale
+
+// align.py: the sorted pairs.
+struct Tiles { const int *pairs, *experts, *places, *used; };
+// What depends on the format of the weights: their scales [E, scale_rows, scale_columns] and those of the rows of x.
+struct Scales { const float *weights, *rows; int scale_rows, scale_columns; };
+struct Gate { float alpha, limit; };
+
+// What the table says of a tile: its expert, the tiles of that before it, and the pairs of that from here on.
+struct Entry { int expert, before, left; };
+// A tile of pairs, of which `rows` are real, and a tile of weights, which may lie past the last one. `shared`: with the other block.
+struct Item { int expert, tile, column, rows; bool shared; };
+
+struct Work {
+    Tiles tiles;
+    int each, count, block;  // items of a tile of the table; all of them; of this block in its cluster
+
+    __device__ __forceinline__ Work(const Tiles& tiles, int n_tiles) : tiles(tiles), block(blockIdx.x % CLUSTER_M) {
+        each = (n_tiles + CLUSTER_M - 1) / CLUSTER_M;
+        count = *tiles.used * each;
+    }
+    __device__ __forceinline__ Entry entry(int i) const {
+        if (i >= count) return {0, 0, 0};
+        const int tile = i / each;
+        const int2 place = *(const int2*)(tiles.places + 2 * tile);
+        return {tiles.experts[tile], place.x, place.y};
+    }
+    __device__ __forceinline__ Item item(int i, const Entry& e) const {
+        const int tile = i / each, column = i % each;
+        if constexpr (CLUSTER_M == 1) return {e.expert, tile, column, min(e.left, ROWS), false};
+        const int second = e.before & 1;
+        if (!second && e.left <= ROWS) return {e.expert, tile, column * 2 + block, e.left, false};
+        return {e.expert, tile - second + block, second * each + column, min(e.left + (second - block) * ROWS, ROWS), true};
+    }
+};
+
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Copy 16 bytes, or fill them with zeros.
+__device__ __forceinline__ void copy16(u32 to, const void* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+
+// Arrive at the barrier once the copies of this thread so far have ended.
+__device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void store_row(void* to, u32 from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void warpgroup_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
+
+// Four 8 x 8 matrices as they lie in the sums: rows 0-7 and 8-15 of eight columns, then of the next eight. `to`: row `lane % 16`, the first
+// eight columns in lanes below 16, the others above.
+__device__ __forceinline__ void store_matrices(u32 to, const u32 (&words)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ float gated(float gate, float up, const Gate& act) {
+    float slope = gate;
+    if constexpr (ACT == GELU_TANH) slope = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+    if constexpr (ACT == CLAMPED_SWIGLU) {
+        gate = fminf(gate, act.limit);
+        up = fminf(fmaxf(up, -act.limit), act.limit) + 1.0f;
+        slope = act.alpha * gate;
+    }
+    return __fdividef(gate, 1.0f + __expf(-slope)) * up;
+}
+
+// The loading warpgroup's part in the weights of one item.
+struct Weights {
+    const TensorMap* map;
+    int rows, columns, block;  // of an expert; of the output
+
+    // Load columns `depth` and on of an item's tile into `to`. A shared tile comes half from here, to both blocks.
+    __device__ __forceinline__ void load(const Item& item, u32 to, u32 barrier, int depth) const {
+        const int first = item.expert * rows + item.column * OUTPUTS;
+#pragma unroll
+        for (int box = 0; box < 2; box++) {
+            const int row = first + box * (GATED ? columns : BOX_ROWS);
+            const u32 at = to + box * BOX_ROWS * ROW_BYTES;
+            if (!item.shared) load_box<false>(at, map, barrier, depth, row, EVICT_NORMAL, 0);
+            else if (box == block) load_box<true>(at, map, barrier, depth, row, EVICT_NORMAL, 3);
+        }
+    }
+};
+
+// Where the results of an item go, for one thread of a warpgroup.
+struct Output {
+    u16* out;
+    const u16* bias;
+    int rows, columns;  // of weights of an expert; of the output
+    Gate act;
+    u32 staging;        // of the warpgroup
+    int group, member;
+
+    __device__ __forceinline__ bool stores() const { return member < 64; }
+
+    // Sums of two columns in both rows of the thread, ready to be stored.
+    __device__ __forceinline__ void finish(float* v, const float* up, int column, int expert, const float (&scale)[2], const float (&weight)[2]) const {
+        float two[2][2] = {{v[0], v[1]}, {v[2], v[3]}}, others[2][2] = {};
+        if constexpr (GATED) others[0][0] = up[0], others[0][1] = up[1], others[1][0] = up[2], others[1][1] = up[3];
+        u32 biases[HALVES] = {};
+        if constexpr (BIAS) {
+            if (column < columns) {
+#pragma unroll
+                for (int half = 0; half < HALVES; half++) biases[half] = *(const u32*)(bias + (long)expert * rows + half * columns + column);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float& sum = two[i / 2][i % 2];
+            float& other = others[i / 2][i % 2];
+            if constexpr (ELEMENT == 1) sum *= scale[i / 2], other *= scale[i / 2];
+            if constexpr (BIAS) {
+                sum += widen(biases[0] >> i % 2 * 16);
+                if constexpr (GATED) other += widen(biases[HALVES - 1] >> i % 2 * 16);
+            }
+            v[i] = GATED ? gated(sum, other, act) : sum * weight[i / 2];
+        }
+    }
+    // Store an item's sums; the row of this thread goes to row `target` of the output, if `inside`.
+    __device__ __forceinline__ void store(float* sums, const Item& item, long target, bool inside, const float (&scale)[2], const float (&weight)[2]) const {
+        const int lane = member % 32;
+        const u32 to = staging + (member / 32 * 16 + lane % 16) * PITCH + lane / 16 * 16;
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            const int first = item.column * OUTPUTS + pass * STORED;
+            if (stores()) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+            warpgroup_sync(group);  // what was staged before has been read
+#pragma unroll
+            for (int i = 0; i < STORED / 8; i += 2) {
+                u32 words[4];
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    float* v = sums + (pass * STORED / 8 + i + j) * 4;
+                    finish(v, v + (GATED ? OUTPUTS / 2 : 0), first + (i + j) * 8 + lane % 4 * 2, item.expert, scale, weight);
+                    words[2 * j] = narrow(v[0], v[1]), words[2 * j + 1] = narrow(v[2], v[3]);
+                }
+                store_matrices(to + i * 16, words);
+            }
+            fence_async();
+            warpgroup_sync(group);
+            if (!stores()) continue;
+            const int bytes = min(STORED, columns - first) * 2;
+            if (inside && bytes > 0) store_row(out + target * columns + first, staging + member * PITCH, bytes);
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1)
+#if GATED
+grouped_gemm(const u16* x,
+#else
+grouped_gemm(const __grid_constant__ TensorMap x_map,
+#endif
+             const __grid_constant__ TensorMap w_map, const Tiles tiles, const Scales scales, u16* out, const u16* bias, const float* pair_weights,
+             int rows, int columns, int width, int top_k, const Gate act) {
+    extern __shared__ __align__(1024) char shared[];
+    const u32 data = shared_address(shared);
+    Ring ring(data, data + BARRIERS, STAGE_BYTES, STAGES);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int n_tiles = (columns + OUTPUTS - 1) / OUTPUTS, steps = (width + DEPTH - 1) / DEPTH;
+    const int first = blockIdx.x / CLUSTER_M, step = gridDim.x / CLUSTER_M;
+    if constexpr (EARLY) launch_next();
+    if (threadIdx.x == 0) {
+        if (data % 1024 != 0) asm volatile("trap;");  // the swizzle counts from there
+        for (int s = 0; s < STAGES; s++) {
+            // A thread expects the boxes, and all that gather arrive with their copies.
+            barrier_init(ring.full + s * 8, GATED ? LOADERS + 1 : 1);
+            barrier_init(ring.empty + s * 8, MULTIPLIERS / 32 * CLUSTER_M);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    if constexpr (CLUSTER_M > 1) cluster_sync<false>();
+    else __syncthreads();
+    wait_for_previous();  // for the table, on which the weights depend too
+    const Work work(tiles, n_tiles);
+
+    if (warp >= MULTIPLIERS / 32) {
+        leave_registers<LOAD_REGISTERS>();
+        const int member = threadIdx.x - MULTIPLIERS;
+        const Weights weights = {&w_map, rows, columns, work.block};
+#if GATED
+        constexpr int COPIES = ROWS * 8 / LOADERS, STRIDE = LOADERS / 8;  // of a thread: 16 bytes of so many rows, each so many further on
+        const int row = member / 8, piece = member % 8;
+        const u32 to = data + row * ROW_BYTES + (piece ^ row % 8) * 16;
+        const int limit = width * ELEMENT / 16;
+        for (int i = first; i < work.count; i += step) {
+            const Item item = work.item(i, work.entry(i));
+            u32 from[COPIES];
+#pragma unroll
+            for (int r = 0; r < COPIES; r++) {
+                const int at = row + r * STRIDE;
+                from[r] = (u32)(at < item.rows ? tiles.pairs[item.tile * ROWS + at] / top_k : 0) * limit + piece;
+            }
+            for (int s = 0; s < steps; s++, ring.next()) {
+                ring.wait_empty();
+                if (member == 0) {
+                    barrier_expect(ring.full_here(), W_BYTES);
+                    weights.load(item, ring.here() + X_BYTES, ring.full_here(), s * DEPTH);
+                }
+                const bool inside = s * 8 + piece < limit;
+#pragma unroll
+                for (int r = 0; r < COPIES; r++)
+                    copy16(to + ring.stage * STAGE_BYTES + r * STRIDE * ROW_BYTES, (const uint4*)x + (inside ? from[r] + s * 8 : 0), inside);
+                barrier_arrive_after_copies(ring.full_here());
+            }
+        }
+#else
+        if (member > 0) return;
+        for (int i = first; i < work.count; i += step) {
+            const Item item = work.item(i, work.entry(i));
+            for (int s = 0; s < steps; s++, ring.next()) {
+                ring.wait_empty();
+                barrier_expect(ring.full_here(), STAGE_BYTES);
+                load_box<false>(ring.here(), &x_map, ring.full_here(), s * DEPTH, item.tile * ROWS, EVICT_NORMAL, 0);
+                weights.load(item, ring.here() + X_BYTES, ring.full_here(), s * DEPTH);
+            }
+        }
+#endif
+        // A block must not end before the other has released its stages.
+        if constexpr (CLUSTER_M > 1) {
+            for (int s = 0; s < STAGES; s++, ring.next()) ring.wait_empty();
+        }
+        return;
+    }
+
+    take_registers<MULTIPLY_REGISTERS>();
+    const int group = warp / 4, member = threadIdx.x % 128, row_in_group = warp % 4 * 16 + lane / 4;
+    const Output output = {out, bias, rows, columns, act, data + STAGES * STAGE_BYTES + group * 64 * PITCH, group, member};
+    const u32 peer_empty = CLUSTER_M > 1 ? address_in(min(lane, CLUSTER_M - 1), ring.empty) : ring.empty;
+    auto release = [&](int stage) {
+        if constexpr (CLUSTER_M == 1) {
+            if (lane == 0) barrier_arrive(peer_empty + stage * 8);
+        } else {
+            if (lane < CLUSTER_M) barrier_arrive_in_cluster(peer_empty + stage * 8);
+        }
+    };
+    Entry next = work.entry(first);
+    for (int i = first; i < work.count; i += step) {
+        const Item item = work.item(i, next);
+        next = work.entry(i + step);  // on its way during this item, as the pairs are
+        const int valid = item.rows - group * 64, top = item.tile * ROWS + group * 64;
+        if (valid <= 0) {
+            for (int s = 0; s < steps; s++, ring.next()) {
+                ring.wait_full();
+                release(ring.stage);
+            }
+            continue;
+        }
+        int pairs[2] = {0, 0}, target = top + member;
+        if constexpr (!GATED || ELEMENT == 1) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = row_in_group + half * 8;
+                if (row < valid) pairs[half] = tiles.pairs[top + row];
+            }
+        }
+        if constexpr (!GATED) {
+            if (member < min(valid, 64)) target = tiles.pairs[top + member];
+        }
+        float sums[TILE / 2], scale[2] = {1.0f, 1.0f}, weight[2] = {1.0f, 1.0f};
+#pragma unroll
+        for (int j = 0; j < TILE / 2; j++) sums[j] = 0.0f;
+        // Rows past the last pair have no scale and no weight of their own.
+        auto load_factors = [&]() {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = row_in_group + half * 8;
+                if (row >= valid) continue;
+                if constexpr (!GATED) weight[half] = pair_weights[pairs[half]];
+                if constexpr (ELEMENT == 1) scale[half] = scales.rows[GATED ? pairs[half] / top_k : top + row];
+            }
+        };
+        auto wait_stage = [&]() {
+            ring.wait_full();
+            if constexpr (GATED) fence_async();  // wgmma reads what cp.async has written
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        };
+#if ELEMENT == 2
+        int before = 0;
+        for (int s = 0; s < steps; s++, ring.next()) {
+            wait_stage();
+            const u64 x_here = descriptor(ring.here() + group * 64 * ROW_BYTES), w_here = descriptor(ring.here() + X_BYTES);
+#pragma unroll
+            for (int k = 0; k < ROW_BYTES / 32; k++) multiply(sums, x_here + k * 2, w_here + k * 2);
+            asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+            if (s > 0) release(before);
+            before = ring.stage;
+        }
+        load_factors();  // while the tensor cores multiply by the last columns
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        release(before);
+        __syncwarp();  // or the assembler gates sums before the release
+#pragma unroll
+        for (int j = 0; j < TILE / 2; j++) asm volatile("" : "+f"(sums[j])::"memory");
+#else
+        const float* of_weights[HALVES];
+        float factors[HALVES];
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            const int block = min(half * columns + item.column * OUTPUTS, rows - 1) / SCALE_BLOCK;
+            of_weights[half] = scales.weights + ((long)item.expert * scales.scale_rows + block) * scales.scale_columns;
+            factors[half] = of_weights[half][0];
+        }
+        for (int s = 0; s < steps; s++, ring.next()) {
+            float part[TILE / 2], following[HALVES];
+#pragma unroll
+            for (int half = 0; half < HALVES; half++) following[half] = of_weights[half][min(s + 1, steps - 1)];
+            wait_stage();
+            const u64 x_here = descriptor(ring.here() + group * 64 * ROW_BYTES), w_here = descriptor(ring.here() + X_BYTES);
+#pragma unroll
+            for (int k = 0; k < ROW_BYTES / 32; k++) multiply(part, x_here + k * 2, w_here + k * 2, k > 0);
+            asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+            release(ring.stage);
+#pragma unroll
+            for (int j = 0; j < TILE / 2; j++) asm volatile("" : "+f"(part[j])::"memory");
+#pragma unroll
+            for (int j = 0; j < TILE / 2; j++) sums[j] += part[j] * factors[j / (OUTPUTS / 2)];
+#pragma unroll
+            for (int half = 0; half < HALVES; half++) factors[half] = following[half];
+        }
+        load_factors();
+#endif
+        output.store(sums, item, target, member < min(valid, 64), scale, weight);
+    }
+    if (output.stores()) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}

@@ -1,0 +1,219 @@
+"""Experts for many tokens on Hopper, in CUDA C++: two grouped GEMMs by WGMMA (`grouped_gemm.cu`), then each token's weighted sum."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.config.kernel_configs import WgmmaExpertsConfig
+from runtime.layers.gemm.quantized_rows import quantize_rows
+from runtime.layers.gemm.wgmma_gemm import ROW_BYTES, multiply_source
+from runtime.layers.kernels import cuda_driver
+from runtime.layers.moe.kernels.align import Aligned, align
+from runtime.layers.moe.kernels.expert_weights import ExpertWeights
+from runtime.layers.moe.kernels.gate import GatedAct
+from runtime.layers.moe.kernels.many_rows import sum_pairs
+from runtime.layers.moe.router import Routing
+
+SHARED_BYTES = 227 << 10
+"""All shared memory that a block may have: stages, then results on their way to memory, then barriers."""
+BARRIER_BYTES = 256
+MOST_STAGES = BARRIER_BYTES // 16
+LOADERS = 128
+"""Threads of the loading warpgroup."""
+LOAD_REGISTERS = 56
+"""Of each of them."""
+SCALE_BLOCK = 128
+"""Rows and columns of e4m3 weights that share a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What a program is compiled for."""
+
+    rows: int
+    tile: int
+    cluster: int
+    dtype: torch.dtype
+    fp8: bool
+    gated: bool
+    act: int
+    bias: bool
+    early: bool
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the output of a tile."""
+        return self.tile // 2 if self.gated else self.tile
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of the rows of x and of the weights that one step multiplies."""
+        return (self.rows + self.tile) * ROW_BYTES
+
+    def stages(self, passes: int) -> int:
+        """That fit beside results which are staged in so many passes."""
+        staged = self.rows * (self.outputs // passes * 2 + 16)
+        return min((SHARED_BYTES - BARRIER_BYTES - staged) // self.stage_bytes, MOST_STAGES)
+
+    @property
+    def passes(self) -> int:
+        """The fewest with which the ring is as long as with more of them."""
+        possible = [passes for passes in (1, 2, 3, 4) if self.outputs % (16 * passes) == 0]
+        return max(possible, key=lambda passes: (self.stages(passes), -passes))
+
+
+def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, config: WgmmaExpertsConfig) -> bool:
+    """Whether the kernels multiply these rows by these weights on their device; of e4m3 weights, with rows rounded to e4m3."""
+    return (
+        x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and _takes(gate_up, x.dtype, config.gate_up_tile, 2)
+        and _takes(down, x.dtype, config.down_tile, 1)
+        and cuda_driver.available()
+    )
+
+
+def _takes(weights: ExpertWeights, dtype: torch.dtype, tile: int, halves: int) -> bool:
+    """Whether a GEMM takes these weights, whose rows are so many matrices above each other."""
+    _, N, K = weights.shape
+    if not weights.weight.is_contiguous() or N % (8 * halves) or K % 8:
+        return False
+    if weights.format == "dense":
+        return weights.weight.dtype is dtype
+    return (
+        weights.format == "fp8"
+        and tile == SCALE_BLOCK
+        and N % (SCALE_BLOCK * halves) == K % SCALE_BLOCK == 0
+        and weights.scale_layout[2:] == (SCALE_BLOCK, SCALE_BLOCK)
+    )
+
+
+def experts_by_wgmma(
+    x: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    routed: Routing,
+    act: GatedAct,
+    config: WgmmaExpertsConfig,
+    out: torch.Tensor,
+    *,
+    first: int = 0,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """As `experts_many_rows`, for what the kernels support; with e4m3 weights, activations are rounded to e4m3, a scale for each row."""
+    (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
+    assert T > 0, "expected at least one row"
+    assert gate_up.shape == (E, 2 * inner, hidden), f"expected gate and up rows {(E, 2 * inner, hidden)}; got {gate_up.shape}"
+    assert down.shape[1] == hidden, f"expected a down projection of {hidden} rows; got {down.shape[1]}"
+    assert x.is_contiguous(), "expected a contiguous x"
+    assert out.is_contiguous(), "expected a contiguous out"
+    fp8, x_scale, h_scale = gate_up.format == "fp8", None, None
+    aligned = align(routed.ids, first, E, config.rows, pdl=pdl)
+    h = torch.empty((aligned.tiles * config.rows, inner), dtype=x.dtype, device=x.device)
+    y = torch.empty((T * top_k, hidden), dtype=x.dtype, device=x.device)
+    grouped = partial(_grouped, config=config, aligned=aligned, routed=routed, act=act, pdl=pdl)
+    if fp8:
+        x, x_scale = quantize_rows(x, pdl=pdl)
+    grouped(x, x_scale, gate_up, h, gated=True)
+    if fp8:
+        h, h_scale = quantize_rows(h, pdl=pdl)
+    grouped(h, h_scale, down, y, gated=False)
+    return sum_pairs(y, routed, out, first, E, pdl=pdl)
+
+
+def _grouped(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weights: ExpertWeights,
+    out: torch.Tensor,
+    *,
+    gated: bool,
+    config: WgmmaExpertsConfig,
+    aligned: Aligned,
+    routed: Routing,
+    act: GatedAct,
+    pdl: bool,
+) -> None:
+    """One grouped GEMM: with `gated`, x has a row for each token and `out` for each place of `aligned`; otherwise places and pairs."""
+    (E, N, K), columns = weights.shape, out.shape[1]
+    tile = config.gate_up_tile if gated else config.down_tile
+    fp8 = x_scale is not None
+    variant = _Variant(config.rows, tile, config.cluster, out.dtype, fp8, gated, act.kind if gated else 0, weights.bias is not None, pdl)
+    kernel, depth = _kernel(variant), ROW_BYTES // x.element_size()
+    items = aligned.tiles * -(-columns // (variant.outputs * config.cluster))
+    kernel(
+        min(items, kernel.clusters_at_once) * config.cluster,
+        (
+            cuda_driver.pointer(x) if gated else _map(x.data_ptr(), len(x), K, x.dtype, (depth, config.rows)),
+            _map(weights.weight.data_ptr(), E * N, K, weights.weight.dtype, (depth, tile // 2)),
+            _Tiles(*(tensor.data_ptr() for tensor in (aligned.pairs, aligned.experts, aligned.places, aligned.used))),
+            _Scales(*(cuda_driver.pointer(t) for t in (weights.scale, x_scale)), N // SCALE_BLOCK, K // SCALE_BLOCK),
+            *map(cuda_driver.pointer, (out, weights.bias, routed.weights)),
+            *map(cuda_driver.int32, (N, columns, K, routed.ids.shape[1])),
+            _Gate(act.alpha, act.limit),
+        ),
+        pdl,
+    )
+
+
+class _Tiles(ctypes.Structure):
+    """`Tiles` in `grouped_gemm.cu`."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("pairs", "experts", "places", "used"))
+
+
+class _Scales(ctypes.Structure):
+    """`Scales` in `grouped_gemm.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "rows")),
+        *((name, ctypes.c_int) for name in ("scale_rows", "scale_columns")),
+    )
+
+
+class _Gate(ctypes.Structure):
+    """`Gate` in `grouped_gemm.cu`."""
+
+    _fields_ = tuple((name, ctypes.c_float) for name in ("alpha", "limit"))
+
+
+@lru_cache(maxsize=1 << 12)
+def _map(address: int, rows: int, columns: int, dtype: torch.dtype, box: tuple[int, int]) -> Any:
+    return cuda_driver.tensor_map(address, (columns, rows), dtype, box)
+
+
+@cache
+def _kernel(variant: _Variant) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(
+        source(variant), "grouped_gemm", threads=2 * variant.rows + LOADERS, cluster=variant.cluster, shared_bytes=SHARED_BYTES
+    )
+
+
+def source(variant: _Variant) -> str:
+    """The CUDA program of one variant."""
+    v, passes = variant, variant.passes
+    assert v.rows in (128, 192), f"expected tiles of 128 or 192 pairs; got {v.rows}"
+    assert v.tile % 32 == 0, f"expected a multiple of 32 weight rows; got {v.tile}"
+    constants = dict(
+        ROWS=v.rows, TILE=v.tile, SPLIT=1, CLUSTER_M=v.cluster, CLUSTER_N=1, LOADERS=LOADERS, LOAD_REGISTERS=LOAD_REGISTERS,
+        STAGES=v.stages(passes), PASSES=passes, ELEMENT=1 if v.fp8 else 2, GATED=int(v.gated), ACT=v.act,
+        BFLOAT16=int(v.dtype is torch.bfloat16), BIAS=int(v.bias), EARLY=int(v.early),
+    )  # fmt: skip
+    here = Path(__file__)
+    parts = (here.parents[2] / "gemm" / "wgmma_parts.cu").read_text(encoding="utf-8")
+    multiply = multiply_source(v.tile, "e4m3" if v.fp8 else "bf16" if v.dtype is torch.bfloat16 else "f16")
+    return "\n".join(
+        [
+            *(f"#define {name} {value}" for name, value in constants.items()),
+            parts,
+            multiply,
+            here.with_suffix(".cu").read_text(encoding="utf-8"),
+        ]
+    )

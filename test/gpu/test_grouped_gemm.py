@@ -28,7 +28,7 @@ CUTS = (
     WgmmaExpertsConfig(192, 192, 192, 2),
     WgmmaExpertsConfig(192, 128, 192, 1),
 )
-NARROW = (WgmmaExpertsConfig(128, 128, 128, 2), WgmmaExpertsConfig(128, 128, 128, 1))
+NARROW = tuple(WgmmaExpertsConfig(rows, 128, 128, cluster) for rows, cluster in ((128, 2), (128, 1), (192, 2)))
 SIZES = ((512, 384), (1032, 200), (136, 72))
 """Hidden and inner: of whole tiles; of no whole tile and no whole stage; less than a tile, and few stages."""
 EXPERTS, TOP_K = 12, 4

@@ -58,6 +58,8 @@ def test_experts_can_keep_activations_in_16_bits() -> None:
     exact = H200.without_fp8_activations()
     assert any(config.fp8_rows for _, config in H200.experts.many["fp8"])
     assert not any(config.fp8_rows for table in exact.experts.many.values() for _, config in table)
+    assert exact.experts.wgmma_rows("fp8", 1 << 20) is None
+    assert exact.experts.wgmma_rows("dense", 1 << 20) == H200.experts.wgmma_rows("dense", 1 << 20)
     assert exact.experts.few == H200.experts.few
 
 
@@ -75,3 +77,13 @@ def test_split_kv_attention_runs_where_it_was_measured_to_be_faster() -> None:
     assert [batch for batch in range(1, 100) if H200.split_wins(batch, 1, 8)] == [*few, *range(48, 100)]
     assert not any(H200.split_wins(batch, 9, 8) for batch in range(1, 300))
     assert not H200.split_wins(64, 1, 4), "too few programs to read keys at the full rate"
+
+
+def test_a_warm_up_reaches_the_kernels_on_both_sides_of_each_bound() -> None:
+    experts = H200.experts
+    for kind, (least, config) in experts.wgmma.items():
+        assert experts.wgmma_rows(kind, least) == config
+        assert experts.wgmma_rows(kind, least - 1) is None
+        assert {least - 1, least} <= experts.kernel_rows(1 << 20)
+    assert experts.wgmma_rows("mxfp4", 1 << 20) is None
+    assert max(experts.kernel_rows(100)) == 100

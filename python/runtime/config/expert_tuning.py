@@ -59,7 +59,8 @@ class ExpertTuning:
 
     def kernel_rows(self, most: int) -> set[int]:
         """Numbers of tokens, up to `most`, that together need every kernel that passes of up to `most` tokens use."""
-        bounds = {bound for table in self.many.values() for bound, _ in table} | {least for least, _ in self.wgmma.values()}
+        bounds = {bound for table in self.many.values() for bound, _ in table}
+        bounds |= {bound for least, _ in self.wgmma.values() for bound in (least - 1, least)}
         return {min(bound, most) for bound in bounds | FEW_BLOCKS}
 
 

@@ -9,8 +9,9 @@
 // A norm around the GEMM takes no kernel (deferred_norm.py): with SCALE, rows of sums are divided by their root mean square; with DEFER,
 // the new stream is also stored times the gain of the next norm, with the sums of its squares.
 //
-// Defined before this text: ROWS (64, 128 or 192), TILE, SPLIT, CLUSTER_M, CLUSTER_N, LOADERS (threads), MOST_STAGES, BFLOAT16, BIAS, EARLY,
-// WRITE, ARGMAX, STORE, SCALE, DEFER; multiply(), the one instruction whose operands depend on TILE; wgmma_parts.cu and wgmma_output.cu.
+// Defined before this text: ROWS (64, 128 or 192), TILE, SPLIT, CLUSTER_M, CLUSTER_N, LOADERS (threads), LOAD_REGISTERS, MOST_STAGES,
+// BFLOAT16, BIAS, EARLY, WRITE, ARGMAX, STORE, SCALE, DEFER; multiply(), the one instruction whose operands depend on TILE; wgmma_parts.cu
+// and wgmma_output.cu.
 
 constexpr int W_BYTES = TILE * ROW_BYTES;
 // Blocks that share w load a slice of it each; where gates and ups are cut at the same places, a slice of both.

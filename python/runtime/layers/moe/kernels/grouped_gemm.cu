@@ -6,22 +6,23 @@
 // A warpgroup loads a ring of stages: weights by TMA, gathered rows by cp.async into the same swizzle, sorted rows by TMA. Two or three
 // warpgroups multiply 64 pairs each, and stage results in shared memory, from where the copy engine stores them during the next tile.
 //
-// With CLUSTER_M = 2, the two blocks of a cluster take neighbouring tiles of pairs of an expert and load half of the weights for both. Where
-// an expert has an odd number of tiles, they take the last one by neighbouring tiles of weights instead. Either takes as long: a tile in the
-// table stands for as many items of work as half of the tiles of weights. Items follow each other by expert, and clusters take every so
-// many of them, so that blocks that run at the same time share weights and rows of x in L2.
+// With CLUSTER_M = 2, the two blocks of a cluster take neighbouring tiles of pairs of an expert and load half of the weights for both. Of
+// an odd number of tiles, they take the last one by neighbouring tiles of weights instead. Either takes as long: a tile in the table
+// stands for as many items of work as half of the tiles of weights. Items follow each other by expert, and clusters take every so many
+// of them, so that blocks that run at the same time share weights and rows of x in L2.
 //
 // With ELEMENT = 1, x and the weights are e4m3. Sums of 128 columns are multiplied by the scale of their block of weights, then added up.
 //
-// Defined before this text: ROWS (128 or 192), TILE, CLUSTER_M, STAGES, PASSES, ELEMENT (bytes), GATED, ACT, BFLOAT16, BIAS, EARLY, LOADERS,
-// LOAD_REGISTERS; multiply(); gemm/wgmma_parts.cu.
+// Defined before this text: ROWS (128 or 192), TILE, CLUSTER_M, STAGES, PASSES, ELEMENT (bytes), GATED, ACT, BFLOAT16, BIAS, EARLY,
+// LOADERS, LOAD_REGISTERS; multiply(); gemm/wgmma_parts.cu.
 
 constexpr int SILU = 0, CLAMPED_SWIGLU = 1, GELU_TANH = 2;
 constexpr int HALVES = GATED ? 2 : 1, OUTPUTS = TILE / HALVES;
 constexpr int DEPTH = ROW_BYTES / ELEMENT;  // columns of a stage
 constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = TILE * ROW_BYTES, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int BOX_ROWS = TILE / 2;  // of weights; in the first GEMM one box holds gates, the other one ups
-constexpr int STORED = OUTPUTS / PASSES, PITCH = STORED * 2 + 16;  // columns that are staged together; bytes of a row, without bank conflicts
+constexpr int STORED = OUTPUTS / PASSES;  // columns that are staged together
+constexpr int PITCH = STORED * 2 + 16;    // bytes from row to row, without bank conflicts
 constexpr int BARRIERS = STAGES * STAGE_BYTES + ROWS * PITCH;
 constexpr int SCALE_BLOCK = 128;  // rows and columns of weights with one scale
 
@@ -80,8 +81,8 @@ __device__ __forceinline__ void warpgroup_sync(int group) { asm volatile("bar.sy
 // Four 8 x 8 matrices as they lie in the sums: rows 0-7 and 8-15 of eight columns, then of the next eight. `to`: row `lane % 16`, the first
 // eight columns in lanes below 16, the others above.
 __device__ __forceinline__ void store_matrices(u32 to, const u32 (&words)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                 "r"(words[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]),
+                 "r"(words[2]), "r"(words[3])
                  : "memory");
 }
 
@@ -126,14 +127,17 @@ struct Output {
     __device__ __forceinline__ bool stores() const { return member < 64; }
 
     // Sums of two columns in both rows of the thread, ready to be stored.
-    __device__ __forceinline__ void finish(float* v, const float* up, int column, int expert, const float (&scale)[2], const float (&weight)[2]) const {
+    __device__ __forceinline__ void finish(
+        float* v, const float* up, int column, int expert, const float (&scale)[2], const float (&weight)[2]
+    ) const {
         float two[2][2] = {{v[0], v[1]}, {v[2], v[3]}}, others[2][2] = {};
         if constexpr (GATED) others[0][0] = up[0], others[0][1] = up[1], others[1][0] = up[2], others[1][1] = up[3];
         u32 biases[HALVES] = {};
         if constexpr (BIAS) {
             if (column < columns) {
 #pragma unroll
-                for (int half = 0; half < HALVES; half++) biases[half] = *(const u32*)(bias + (long)expert * rows + half * columns + column);
+                for (int half = 0; half < HALVES; half++)
+                    biases[half] = *(const u32*)(bias + (long)expert * rows + half * columns + column);
             }
         }
 #pragma unroll
@@ -149,7 +153,9 @@ struct Output {
         }
     }
     // Store an item's sums; the row of this thread goes to row `target` of the output, if `inside`.
-    __device__ __forceinline__ void store(float* sums, const Item& item, long target, bool inside, const float (&scale)[2], const float (&weight)[2]) const {
+    __device__ __forceinline__ void store(
+        float* sums, const Item& item, long target, bool inside, const float (&scale)[2], const float (&weight)[2]
+    ) const {
         const int lane = member % 32;
         const u32 to = staging + (member / 32 * 16 + lane % 16) * PITCH + lane / 16 * 16;
 #pragma unroll
@@ -184,8 +190,8 @@ grouped_gemm(const u16* x,
 #else
 grouped_gemm(const __grid_constant__ TensorMap x_map,
 #endif
-             const __grid_constant__ TensorMap w_map, const Tiles tiles, const Scales scales, u16* out, const u16* bias, const float* pair_weights,
-             int rows, int columns, int width, int top_k, const Gate act) {
+             const __grid_constant__ TensorMap w_map, const Tiles tiles, const Scales scales, u16* out, const u16* bias,
+             const float* pair_weights, int rows, int columns, int width, int top_k, const Gate act) {
     extern __shared__ __align__(1024) char shared[];
     const u32 data = shared_address(shared);
     Ring ring(data, data + BARRIERS, STAGE_BYTES, STAGES);
@@ -232,8 +238,10 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
                 }
                 const bool inside = s * 8 + piece < limit;
 #pragma unroll
-                for (int r = 0; r < COPIES; r++)
-                    copy16(to + ring.stage * STAGE_BYTES + r * STRIDE * ROW_BYTES, (const uint4*)x + (inside ? from[r] + s * 8 : 0), inside);
+                for (int r = 0; r < COPIES; r++) {
+                    const u32 at = to + ring.stage * STAGE_BYTES + r * STRIDE * ROW_BYTES;
+                    copy16(at, (const uint4*)x + (inside ? from[r] + s * 8 : 0), inside);
+                }
                 barrier_arrive_after_copies(ring.full_here());
             }
         }
@@ -326,18 +334,16 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
 #pragma unroll
         for (int j = 0; j < TILE / 2; j++) asm volatile("" : "+f"(sums[j])::"memory");
 #else
-        const float* of_weights[HALVES];
-        float factors[HALVES];
+        int blocks[HALVES];  // of scales: of the first columns of the tile
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
             const int block = min(half * columns + item.column * OUTPUTS, rows - 1) / SCALE_BLOCK;
-            of_weights[half] = scales.weights + ((long)item.expert * scales.scale_rows + block) * scales.scale_columns;
-            factors[half] = of_weights[half][0];
+            blocks[half] = (item.expert * scales.scale_rows + block) * scales.scale_columns;
         }
         for (int s = 0; s < steps; s++, ring.next()) {
-            float part[TILE / 2], following[HALVES];
+            float part[TILE / 2], factors[HALVES];
 #pragma unroll
-            for (int half = 0; half < HALVES; half++) following[half] = of_weights[half][min(s + 1, steps - 1)];
+            for (int half = 0; half < HALVES; half++) factors[half] = scales.weights[blocks[half] + s];  // there when the sums are
             wait_stage();
             const u64 x_here = descriptor(ring.here() + group * 64 * ROW_BYTES), w_here = descriptor(ring.here() + X_BYTES);
 #pragma unroll
@@ -348,8 +354,6 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
             for (int j = 0; j < TILE / 2; j++) asm volatile("" : "+f"(part[j])::"memory");
 #pragma unroll
             for (int j = 0; j < TILE / 2; j++) sums[j] += part[j] * factors[j / (OUTPUTS / 2)];
-#pragma unroll
-            for (int half = 0; half < HALVES; half++) factors[half] = following[half];
         }
         load_factors();
 #endif

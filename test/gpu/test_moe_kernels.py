@@ -106,24 +106,50 @@ def test_units_of_work_take_all_tokens_of_an_expert(name: str, rows: int) -> Non
             assert out[rows].isnan().all()
 
 
+SUM_SHAPES = {
+    "dense": ((2048, 768), (2880, 72), (528, 1536)),
+    "fp8": ((2048, 768), (2880, 208), (528, 1536)),
+    "mxfp4": ((2048, 768), (2880, 288), (96, 2880)),
+}
+"""Hidden and inner sizes: whole stages of columns, and rows that end within a stage; one tile to a block, and three to two blocks."""
+
+
 @pytest.mark.skipif(INTERPRETED, reason="CUDA C++ needs a GPU")
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8])
-@pytest.mark.parametrize("name", ["dense", "dense-bias"])
-def test_sums_over_experts_in_one_block_match_the_definition(name: str, rows: int) -> None:
+@pytest.mark.parametrize("name", ["dense", "dense-bias", "fp8-block", "fp8-row", "mxfp4"])
+def test_sums_over_experts_in_one_kernel_match_the_definition(name: str, rows: int) -> None:
     from runtime.layers.moe.kernels.down_sums import supports
     from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments
 
-    for hidden, inner in ((2048, 768), (2880, 72), (528, 1536)):
+    for hidden, inner in SUM_SHAPES[KINDS[name].format]:
         layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=hidden, inner=inner)
         assert supports(layer.down, rows, TOP_K)
         for hot in (None, TOP_K + 1):
             routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
             want = layer.want(x, routing)
-            for dtype, pdl in ((DTYPE, False), (torch.float32, True)):
+            for dtype, pdl in ((DTYPE, False), (torch.float32, False), (torch.float32, True)):
                 out = torch.full((rows + 1, hidden), float("nan"), device=DEVICE, dtype=dtype)
                 experts_by_fragments(x, layer.gate_up, layer.down, routing, layer.act, out[:rows], pdl=pdl)
-                assert relative(out[:rows], want) < ROUNDING, (hidden, inner, hot, dtype)
+                assert relative(out[:rows], want) < ROUNDING, (hidden, inner, hot, dtype, pdl)
                 assert out[rows].isnan().all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="only a GPU starts kernels early")
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("name", ["dense", "fp8-block", "mxfp4"])
+def test_sums_over_experts_are_the_same_however_early_they_start(name: str, rows: int) -> None:
+    from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments
+
+    for hidden, inner in SUM_SHAPES[KINDS[name].format][:2]:
+        layer, routing = Layer(KINDS[name], act_of(KINDS[name]), hidden=hidden, inner=inner), routed(rows, EXPERTS, TOP_K)
+        inputs = [layer.x(rows) for _ in range(4)]
+        late, early = ([torch.full((rows, hidden), float("nan"), device=DEVICE) for _ in inputs] for _ in range(2))
+        for pdl, outs in ((False, late), (True, early), (True, early)):
+            for x, out in zip(inputs, outs, strict=True):
+                experts_by_fragments(x, layer.gate_up, layer.down, routing, layer.act, out, pdl=pdl)
+            torch.cuda.synchronize()
+            for out, expected in zip(outs, late, strict=True):
+                assert torch.equal(out, expected), (hidden, inner, pdl)
 
 
 @pytest.mark.parametrize("rows", MANY)
@@ -170,16 +196,17 @@ def test_shapes_that_no_tile_divides(name: str) -> None:
         assert relative(layer.many(x, routing, MANY_CONFIG), want) < ROUNDING
 
 
-@pytest.mark.parametrize("name", ["dense", "fp8-block"])
-def test_experts_of_other_ranks_are_left_out(name: str) -> None:
+@pytest.mark.parametrize("rows", [3, 9])
+@pytest.mark.parametrize("name", ["dense", "fp8-block", "mxfp4"])
+def test_experts_of_other_ranks_are_left_out(name: str, rows: int) -> None:
     from runtime.layers.moe.router import Routing
 
-    layer, rows, first = Layer(KINDS[name]), 9, 3
+    layer, first = Layer(KINDS[name]), 3
     ids = torch.rand((rows, EXPERTS + 2 * first), device=DEVICE).argsort(dim=1)[:, :TOP_K].to(torch.int32)
     ids[0] = torch.arange(TOP_K, device=DEVICE) if first >= TOP_K else ids[0]
     routing = Routing(ids, torch.rand((rows, TOP_K), device=DEVICE), masks(ids, EXPERTS + 2 * first))
     x = layer.x(rows)
-    want = reference(x, layer.wide_gate_up, layer.wide_down, (None, None), routing, layer.act, first)
+    want = reference(x, layer.wide_gate_up, layer.wide_down, (layer.gate_up.bias, layer.down.bias), routing, layer.act, first)
     assert relative(layer.few(x, routing, (FEW_CONFIG, FEW_CONFIG), first=first), want) < ROUNDING
     assert relative(layer.many(x, routing, MANY_CONFIG, first=first), want) < ROUNDING
     nothing = Routing(torch.zeros_like(ids), routing.weights, torch.ones_like(routing.masks))
@@ -188,7 +215,7 @@ def test_experts_of_other_ranks_are_left_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 9])
-@pytest.mark.parametrize("name", ["dense", "dense-bias"])
+@pytest.mark.parametrize("name", ["dense", "dense-bias", "fp8-block", "mxfp4"])
 @pytest.mark.parametrize("config", [FEW_CONFIG, StepConfig(16, 128, 1, 2, 4)], ids=["triton", "fragments"])
 def test_few_rows_add_and_prepare_the_deferred_norm(config: StepConfig, name: str, rows: int) -> None:
     from runtime.layers.gemm.deferred_norm import DeferredNorm

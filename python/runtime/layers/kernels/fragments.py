@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +39,9 @@ def readable(weight: torch.Tensor, kind: str, columns: int, scale_columns: int) 
     return weight.is_contiguous() and columns % lane == 0 and (kind != "fp8" or scale_columns % (4 * lane) == 0)
 
 
-def source(file: Path, constants: Mapping[str, int]) -> str:
-    """The program of a kernel's file behind `fragments.cu`."""
-    texts = (path.read_text(encoding="utf-8") for path in (Path(__file__).with_name("fragments.cu"), file))
+def source(file: Path, constants: Mapping[str, int], parts: Sequence[str] = ()) -> str:
+    """The program of a kernel's file behind `fragments.cu` and `parts`, files that lie beside either of them."""
+    own = Path(__file__).parent
+    shared = (next(folder / part for folder in (own, file.parent) if (folder / part).exists()) for part in parts)
+    texts = (path.read_text(encoding="utf-8") for path in (own / "fragments.cu", *shared, file))
     return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), *texts])

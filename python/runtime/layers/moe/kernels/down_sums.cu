@@ -1,126 +1,231 @@
 // The second GEMM of a sparse MLP for few tokens, with the sum over each token's experts:
 // out[token] (+)= sum over its experts of weights of the down projection x h[pair], for the pairs that this process computed.
 //
-// A block computes 16 columns of `out` for all tokens. The columns of all experts hit, one expert after the other, are cut into stages, and
-// the warps take neighbouring ones. A token that is not routed to a stage's expert is multiplied as zeros, which costs nothing. So each weight
-// is read once, and nothing is left to be summed by another kernel.
+// A cluster of BLOCKS blocks computes TILES times 16 columns of `out` for all tokens. A unit of work is an expert and up to PASS of its tokens; a
+// token that is not in a unit is multiplied as zeros, which costs nothing. The columns of all units, one unit after the other, are cut into
+// stages, and the warps of a tile take neighbouring ones. So each weight is read once, but those of an expert with more tokens, and nothing is
+// left to be summed by another kernel.
 //
-// Constants from the host besides those of `fragments.cu`: TOP_K, WARPS, DEPTH, ADD, DEFER, FLOAT_OUT, BIAS.
+// A stage has room for its weights and for the columns of its tokens. The first DEPTH stages of weights are under way before h is ready. A warp
+// scales the tokens of a stage to float16 by themselves: each token by the power of two that its largest entry in this stage fixes.
+//
+// Constants from the host besides those of `stages.cu`: TOP_K, WARPS, DEPTH, TILES, BLOCKS, REGISTERS (of a thread, at most), ADD,
+// DEFER, FLOAT_OUT, BIAS.
 
-constexpr int ROWS = 16, STAGE_COLUMNS = 64, STAGE_BYTES = ROWS * STAGE_COLUMNS * 2;
-constexpr int TOKENS = 8, STRIDE = ROWS + 4, THREADS = 32 * WARPS;
-constexpr int COUNT = TOKENS * ROWS;
-static_assert(COUNT <= THREADS && TOKENS * STRIDE * 4 <= DEPTH * STAGE_BYTES, "a thread finishes one entry; sums take the place of stages");
+constexpr int ROWS = 16, PASS = 4, THREADS = 32 * WARPS;
+constexpr int TILE_WARPS = WARPS / TILES;                                // of a block
+constexpr int PIECES = STAGE_COLUMNS / 8, AT_ONCE = 32 / PIECES;         // of 16 bytes, of a token in a stage; tokens that a warp copies at once
+constexpr int TOKEN_BYTES = 16 * PIECES + (FORMAT == 1 ? 16 : 64);       // neighbours are in different banks
+constexpr int TOKENS = 8, STRIDE = ROWS + 4, COUNT = TOKENS * TILES * ROWS;
+static_assert(COUNT <= THREADS && TOKENS * STRIDE * 4 <= STAGE_BYTES, "a thread finishes one entry; sums take the place of a stage");
+static_assert(WARPS % TILES == 0, "each tile has as many warps");
 
-__device__ __forceinline__ void copy16(u32 shared, const u16* global, bool in) {  // zeros if not `in`
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(in ? 16 : 0) : "memory");
+__device__ __forceinline__ u32 without_lowest(u32 bits, int count) {
+    #pragma unroll
+    for (int i = 0; i < PASS; i++)
+        if (i < count) bits &= bits - 1;
+    return bits;
 }
 
 // h: [T * TOP_K, inner] bfloat16, times the weights of the pairs. T * TOP_K <= 32.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) down_sums(
+extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     const u16* h, Weights w, Routing routing, void* out, const u16* gain, u16* scaled, float* squares, int T
 ) {
     extern __shared__ __align__(128) u8 shared[];  // [WARPS][DEPTH] stages; then the sums of each warp
+    __shared__ uint4 zeros[PIECES];                // of a token that is not in a unit
+    __shared__ float factors[WARPS][TOKENS];       // that undo the scaling to float16
+    __shared__ __align__(16) float sent[BLOCKS > 1 ? BLOCKS - 1 : 1][BLOCKS > 1 ? COUNT : 4];  // the sums of the other blocks
+    __shared__ u64 arrived;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int hidden = w.rows, inner = w.columns, first_row = blockIdx.x * ROWS, count = T * TOP_K;
+    const int hidden = w.rows, inner = w.columns, count = T * TOP_K;
+    const int rank = blockIdx.x % BLOCKS, first_row = blockIdx.x / BLOCKS * (TILES * ROWS), own_row = first_row + warp % TILES * ROWS;
     if (EARLY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (BLOCKS > 1) {
+        if (rank == 0 && threadIdx.x == 0) barrier_init(&arrived, (BLOCKS - 1) * T * TILES * ROWS * 4);
+        cluster_arrive();
+    }
     // As in the kernel before, every warp finds the experts by itself; that kernel lets this one start when the routing is known.
     const int id = lane < count ? routing.ids[lane] - routing.first : -1;
     const bool held = id >= 0 && id < routing.experts;
-    const u32 alike = __match_any_sync(~0u, held ? id : -1);
-    const u32 firsts = __ballot_sync(~0u, held && lane == __ffs(alike) - 1);  // the first pair of each expert
-    const int per_expert = (inner + STAGE_COLUMNS - 1) / STAGE_COLUMNS, stages = __popc(firsts) * per_expert;
-    const int share = (stages + WARPS - 1) / WARPS, begin = min(stages, warp * share), end = min(stages, begin + share);
-    u8* const own = shared + warp * DEPTH * STAGE_BYTES;
-    const u32 copied = (u32)__cvta_generic_to_shared(own) + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) * 4) * 16;
-    const u16* const from = (const u16*)w.weight + (long)(first_row + lane / 8) * inner + lane % 8 * 8;
+    const u32 alike = __match_any_sync(~0u, held ? id : -1), from_here = alike >> lane << lane;
+    const u32 own_unit = from_here ^ without_lowest(from_here, PASS);  // the pairs of the unit that begins with the pair of this lane
+    const u32 firsts = __ballot_sync(~0u, held && (__popc(alike) - __popc(from_here)) % PASS == 0);  // the first pair of each unit
+    const int per_unit = (inner + STAGE_COLUMNS - 1) / STAGE_COLUMNS, stages = __popc(firsts) * per_unit;
+    const int share = (stages + TILE_WARPS * BLOCKS - 1) / (TILE_WARPS * BLOCKS);
+    const int begin = min(stages, (rank * TILE_WARPS + warp / TILES) * share), end = min(stages, begin + share);
+    const int stage_bytes = STAGE_BYTES + min(T, PASS) * TOKEN_BYTES, ring_bytes = DEPTH * stage_bytes;
+    u8* const ring = shared + warp * ring_bytes;
+    const Targets copied = targets_in((u32)__cvta_generic_to_shared(ring));
+    const u32 tokens_copied = (u32)__cvta_generic_to_shared(ring) + STAGE_BYTES + lane / PIECES * TOKEN_BYTES + lane % PIECES * 16;
 
-    // A place in the stages of this warp: experts still to come, and the next column.
-    struct Place { u32 experts; int column; };
-    const auto start_at = [&](int stage) {
-        Place place = {firsts, stage % per_expert * STAGE_COLUMNS};
-        for (int i = stage / per_expert; i > 0; i--) place.experts &= place.experts - 1;
-        return place;
+    // A place in the stages of this warp: units still to come, the next stage of the first of them, and where that is in the ring.
+    struct Place {
+        u32 units;
+        int stage, at;
     };
     const auto go_on = [&](Place& place) {
-        place.column += STAGE_COLUMNS;
-        if (place.column >= inner) place.column = 0, place.experts &= place.experts - 1;
+        place.at = place.at + stage_bytes == ring_bytes ? 0 : place.at + stage_bytes;
+        const bool last = ++place.stage == per_unit;
+        if (last) place.stage = 0, place.units &= place.units - 1;
+        return last;
     };
-    Place ahead = start_at(begin), here = ahead;
-    int copies = begin, slot_ahead = 0;
-    const auto copy_stage = [&]() {
-        const int expert = __shfl_sync(~0u, id, (__ffs(ahead.experts) - 1) & 31);
-        if (copies < end) {
-            const u16* const at = from + (long)expert * hidden * inner + ahead.column;
-            const bool in = ahead.column + lane % 8 * 8 < inner;
-            #pragma unroll
-            for (int j = 0; j < 4; j++) copy16(copied + slot_ahead * STAGE_BYTES + j * 512, in ? at + (long)j * 4 * inner : from, in);
-            go_on(ahead);
-            copies++;
-        }
-        slot_ahead = slot_ahead + 1 == DEPTH ? 0 : slot_ahead + 1;
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    };
-    #pragma unroll
-    for (int i = 0; i < DEPTH - 1; i++) copy_stage();
-    if (EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
+    Place here = {firsts, begin, 0};
+    while (here.stage >= per_unit) here.stage -= per_unit, here.units &= here.units - 1;
+    const auto first_pair = [](const Place& place) { return __ffs(place.units) - 1 & 31; };
 
-    const int column_out = first_row + threadIdx.x % ROWS, token_out = threadIdx.x / ROWS;
-    const bool finishes = threadIdx.x < COUNT && token_out < T;
+    Sources from;
+    const auto find_rows = [&](const Place& place) { from = sources_of(w, __shfl_sync(~0u, id, first_pair(place)), own_row, 8); };
+    const auto copy_tokens = [&](const Place& place, u32 pairs) {
+        u32 rest = without_lowest(pairs, lane / PIECES);
+        const int column = place.stage * STAGE_COLUMNS + lane % PIECES * 8;
+        u32 to = tokens_copied + place.at;
+        #pragma unroll
+        for (int i = 0; i < PASS; i += AT_ONCE) {
+            if (rest != 0) copy16(to, h + (long)(__ffs(rest) - 1) * inner + column, EVEN || column < inner);
+            rest = without_lowest(rest, AT_ONCE);
+            to += AT_ONCE * TOKEN_BYTES;
+        }
+    };
+    const auto commit = []() { asm volatile("cp.async.commit_group;" ::: "memory"); };
+
+    Place ahead = here;
+    int copies = begin;
+    if (begin < end) find_rows(ahead);
+    #pragma unroll 1
+    for (int i = 0; i < DEPTH; i++) {
+        if (copies < end) {
+            copy_weights(w, from, 8, copied, ahead.at, ahead.stage);
+            copies++;
+            if (go_on(ahead)) find_rows(ahead);
+        }
+        commit();
+    }
+    if (lane < PIECES) zeros[lane] = make_uint4(0, 0, 0, 0);
+    if (lane < TOKENS) factors[warp][lane] = 0.0f;
+
+    const int column_out = first_row + threadIdx.x % (TILES * ROWS), token_out = threadIdx.x / (TILES * ROWS);
+    const bool finishes = rank == 0 && threadIdx.x < COUNT && token_out < T;
     const long at_out = (long)token_out * hidden + column_out;
     float before = 0.0f;
-    if (ADD && finishes) before = FLOAT_OUT ? ((const float*)out)[at_out] : of_bf16(((const u16*)out)[at_out]);
     if (BIAS && finishes) {
+        #pragma unroll
         for (int j = 0; j < TOP_K; j++) {
             const int expert = routing.ids[token_out * TOP_K + j] - routing.first;
             if (expert >= 0 && expert < routing.experts)
                 before += routing.weights[token_out * TOP_K + j] * of_bf16(w.bias[(long)expert * hidden + column_out]);
         }
     }
-    // This lane's columns of token g for the stage at `here`, zeros where the token is not routed there.
-    const auto load_tokens = [&](uint4 (&pieces)[2]) {
-        const int expert = __shfl_sync(~0u, id, (__ffs(here.experts) - 1) & 31);
-        const u32 routed = __ballot_sync(~0u, held && id == expert);
-        const u32 of_token = g * TOP_K < 32 ? routed >> g * TOP_K & (1u << TOP_K) - 1 : 0;
-        const u16* const row = of_token == 0 ? nullptr : h + (long)(g * TOP_K + __ffs(of_token) - 1) * inner;
-        #pragma unroll
-        for (int c = 0; c < 2; c++) {
-            const int column = here.column + 32 * c + 8 * t;
-            pieces[c] = piece_of(column < inner ? row : nullptr, column);
+    if (EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
+
+    u32 ahead_pairs = __shfl_sync(~0u, own_unit, first_pair(here)), pairs = ahead_pairs;
+    Place tokens_ahead = here;  // as far as the weights are
+    #pragma unroll 1
+    for (int i = 0; i < DEPTH; i++) {
+        if (begin + i < copies) {
+            copy_tokens(tokens_ahead, ahead_pairs);
+            if (go_on(tokens_ahead)) ahead_pairs = __shfl_sync(~0u, own_unit, first_pair(tokens_ahead));
         }
-        go_on(here);
-    };
-    const u8* const low = own + g * 128 + (t ^ (g & 1) * 4) * 16;
-    const int other_half = (g & 1) ? -64 : 64;  // from a row's first 32 columns to its second
-    float sums[4] = {};
-    int slot = 0;
-    uint4 tokens[2], next_tokens[2];
-    if (begin < end) load_tokens(next_tokens);
-    for (int stage = begin; stage < end; stage++) {
-        tokens[0] = next_tokens[0], tokens[1] = next_tokens[1];
-        if (stage + 1 < end) load_tokens(next_tokens);
-        asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 2) : "memory");
+        commit();
+    }
+    if (ADD && finishes) before += FLOAT_OUT ? ((const float*)out)[at_out] : of_bf16(((const u16*)out)[at_out]);
+
+    // The tokens of a stage to float16, in their places.
+    const auto scale_tokens = [&](u8* tokens) {
+        u32 rest = without_lowest(pairs, lane / PIECES);
+        u8* row = tokens + lane / PIECES * TOKEN_BYTES;
+        #pragma unroll 1
+        for (int left = __popc(pairs); left > 0; left -= AT_ONCE) {
+            const uint4 v = reordered(rest != 0 ? *(const uint4*)(row + lane % PIECES * 16) : make_uint4(0, 0, 0, 0));
+            u32 most = largest8(0, v);
+            most = max(most & 0xFFFF, most >> 16);
+            if (AT_ONCE == 1) {
+                most = largest_of_warp(most);
+            } else {
+                const u32 low = largest_of_warp(lane < PIECES ? most : 0), high = largest_of_warp(lane < PIECES ? 0 : most);
+                most = lane < PIECES ? low : high;
+            }
+            const int base = base_of(most);
+            __syncwarp();  // FORMAT 2 writes where other lanes have read
+            if (rest != 0) {
+                put_piece(row, lane % PIECES, narrow8(v, base));
+                if (lane % PIECES == 0) factors[warp][(__ffs(rest) - 1) / TOP_K] = widening(base);
+            }
+            rest = without_lowest(rest, AT_ONCE);
+            row += AT_ONCE * TOKEN_BYTES;
+        }
         __syncwarp();
-        copy_stage();  // over the stage before this one, which all lanes have read
-        #pragma unroll
-        for (int c = 0; c < 2; c++) {
-            const u8* const from_here = low + slot * STAGE_BYTES + c * other_half;
-            const uint4 a = *(const uint4*)from_here, b = *(const uint4*)(from_here + 1024);
-            mma(sums, a.x, b.x, a.y, b.y, tokens[c].x, tokens[c].y);
-            mma(sums, a.z, b.z, a.w, b.w, tokens[c].z, tokens[c].w);
+    };
+    // Bytes from the tokens of a stage to those of token g; -1 if it is not in the unit.
+    const auto place_of_token = [&]() {
+        const int first = min(g * TOP_K, 31);
+        const bool in = g * TOP_K < 32 && (pairs >> first & ~0u >> 32 - TOP_K) != 0;
+        return in ? __popc(pairs & (1u << first) - 1) * TOKEN_BYTES : -1;
+    };
+    Fragments own = fragments_in(ring);
+    skip_to_scales(own, w, 0, own_row + g, own_row + g + 8);  // for all experts alike: they have a multiple of eight scales
+    int own_token = place_of_token();
+    float sums[1][4] = {};
+    #pragma unroll 1
+    for (int stage = begin; stage < end; stage++) {
+        asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
+        __syncwarp();
+        u8* const tokens = ring + here.at + STAGE_BYTES;
+        if (FORMAT != 0) scale_tokens(tokens);
+        const u8* const token = (own_token < 0 ? (const u8*)zeros : tokens + own_token) + t * (FORMAT == 1 ? 32 : 16);
+        if (FORMAT == 0) {
+            multiply_stage<1>(sums, own, here.at, token, 0);
+        } else {
+            float part[1][4] = {};
+            multiply_stage<1>(part, own, here.at, token, 0);
+            const float2 factor = *(const float2*)&factors[warp][2 * t];
+            sums[0][0] += part[0][0] * factor.x, sums[0][1] += part[0][1] * factor.y;
+            sums[0][2] += part[0][2] * factor.x, sums[0][3] += part[0][3] * factor.y;
         }
-        slot = slot + 1 == DEPTH ? 0 : slot + 1;
+        if (go_on(here)) {
+            pairs = __shfl_sync(~0u, own_unit, first_pair(here));
+            own_token = place_of_token();
+        }
+        __syncwarp();  // all lanes have read the stage
+        if (copies < end) {
+            copy_weights(w, from, 8, copied, ahead.at, ahead.stage);
+            copy_tokens(ahead, ahead_pairs);
+            copies++;
+            if (go_on(ahead)) {
+                find_rows(ahead);
+                ahead_pairs = __shfl_sync(~0u, own_unit, first_pair(ahead));
+            }
+        }
+        commit();
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
-    float* const kept = (float*)own + 2 * t * STRIDE + g;
-    kept[0] = sums[0], kept[STRIDE] = sums[1];
-    kept[8] = sums[2], kept[STRIDE + 8] = sums[3];
+    float* const kept_sums = (float*)ring + 2 * t * STRIDE + g;
+    kept_sums[0] = sums[0][0], kept_sums[STRIDE] = sums[0][1];
+    kept_sums[8] = sums[0][2], kept_sums[STRIDE + 8] = sums[0][3];
     __syncthreads();
+    if (BLOCKS > 1) cluster_wait();  // all blocks have started
+    if (rank != 0) {
+        const int tile = threadIdx.x / 4 % TILES, token = threadIdx.x / (4 * TILES);
+        if (token >= T) return;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        #pragma unroll
+        for (int i = 0; i < TILE_WARPS; i++) {
+            const float4 v = *(const float4*)((const float*)(shared + (i * TILES + tile) * ring_bytes) + token * STRIDE + threadIdx.x % 4 * 4);
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        send(0, &sent[BLOCKS > 1 ? rank - 1 : 0][4 * threadIdx.x], &arrived, sum);
+        return;
+    }
     if (threadIdx.x >= COUNT) return;  // whole warps
     float sum = 0.0f;
     #pragma unroll
-    for (int other = 0; other < WARPS; other++) sum += ((const float*)(shared + other * DEPTH * STAGE_BYTES))[token_out * STRIDE + threadIdx.x % ROWS];
+    for (int i = 0; i < TILE_WARPS; i++)
+        sum += ((const float*)(shared + (i * TILES + threadIdx.x / ROWS % TILES) * ring_bytes))[token_out * STRIDE + threadIdx.x % ROWS];
+    if (BLOCKS > 1) {
+        barrier_wait(&arrived);
+        #pragma unroll
+        for (int other = 0; other < BLOCKS - 1; other++) sum += finishes ? sent[other][threadIdx.x] : 0.0f;
+    }
     sum += before;
     if (finishes && FLOAT_OUT) ((float*)out)[at_out] = sum;
     if (finishes && !FLOAT_OUT) ((u16*)out)[at_out] = to_bf16(sum);

@@ -8,37 +8,62 @@ from pathlib import Path
 
 import torch
 
+from runtime.config.expert_tuning import WeightFormat
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.kernels import cuda_driver, fragments
-from runtime.layers.moe.kernels.expert_weights import ExpertWeights
+from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument
+from runtime.layers.moe.kernels.stages import STAGE_BYTES, STAGE_COLUMNS
 
 MOST_PAIRS = 32
 """Pairs of token and expert that a warp holds in its registers."""
 MOST_TOKENS = 8
-WARPS, DEPTH = 16, 3
-"""Warps of a block, and stages that each of them copies weights into: they fit beside a block of the GEMM before."""
+DEPTH = 3
+"""Stages that each warp copies weights into. With one token, a block fits beside a block of the GEMM before."""
 ROWS = 16
-"""Columns of the output that a block computes."""
-SHARED_BYTES = WARPS * DEPTH * 2048
+"""Columns of the output in a tile."""
+PASS = 4
+"""Tokens of an expert that are multiplied together."""
+TOKEN_BYTES = {"dense": 128 + 64, "fp8": 256 + 16, "mxfp4": 512 + 64}
+"""Of a token in a stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How the output is cut: a cluster of `blocks` blocks with so many warps each computes so many tiles.
+
+    Attributes:
+        registers: of a thread, at most: as many as a block of the GEMM before leaves free.
+    """
+
+    warps: int
+    tiles: int
+    blocks: int
+    registers: int
+
+
+CUTS = (_Cut(16, 1, 1, 80), _Cut(12, 3, 2, 88))
+"""One tile to a block; and, for columns that need more blocks than a device runs at once, one and a half."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
     """What the kernel is compiled for."""
 
+    format: WeightFormat
+    even: bool
     top_k: int
     bias: bool
     add: bool
     deferred: bool
     float_out: bool
     early: bool
+    cut: _Cut
 
 
 def supports(down: ExpertWeights, tokens: int, top_k: int) -> bool:
-    """Whether the kernel takes these weights and so many tokens; the device is one that `experts_by_fragments` supports."""
-    _, hidden, inner = down.shape
-    return down.format == "dense" and hidden % ROWS == 0 and inner % 8 == 0 and tokens <= MOST_TOKENS and tokens * top_k <= MOST_PAIRS
+    """Whether the kernel takes so many tokens and these weights, which `experts_by_fragments` supports on their device."""
+    return down.shape[1] % ROWS == 0 and tokens <= MOST_TOKENS and tokens * top_k <= MOST_PAIRS
 
 
 def down_sums(
@@ -63,9 +88,11 @@ def down_sums(
         pdl: as in `triton_gemm`; the routing was read by the kernel before, after its wait.
     """
     (_, hidden, inner), tokens = down.shape, len(out)
-    variant = _Variant(top_k, down.bias is not None, add, deferred is not None, out.dtype is torch.float32, pdl)
+    cut = best_cut(hidden, torch.cuda.get_device_properties(out.device).multi_processor_count)
+    even, float_out = inner % STAGE_COLUMNS[down.format] == 0, out.dtype is torch.float32
+    variant = _Variant(down.format, even, top_k, down.bias is not None, add, deferred is not None, float_out, pdl, cut)
     gain, scaled, squares = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
-    weights = fragments.weights_argument(down.weight, None, down.bias, (hidden, inner), down.scale_layout)
+    weights = fragments.weights_argument(down.weight, down.scale, down.bias, (hidden, inner), down.scale_layout)
     arguments = (
         cuda_driver.pointer(h),
         weights,
@@ -73,19 +100,36 @@ def down_sums(
         *map(cuda_driver.pointer, (out, gain, scaled, squares)),
         cuda_driver.int32(tokens),
     )
-    _kernel(variant)(hidden // ROWS, arguments, pdl)
+    _kernel(variant, shared_bytes(variant, tokens))(hidden // (ROWS * cut.tiles) * cut.blocks, arguments, pdl)
+
+
+def best_cut(hidden: int, multiprocessors: int) -> _Cut:
+    """The cut by which the multiprocessor with most work has least."""
+
+    def most_tiles(cut: _Cut) -> float:
+        return -(-hidden // (ROWS * cut.tiles) * cut.blocks // multiprocessors) * cut.tiles / cut.blocks
+
+    return min((cut for cut in CUTS if hidden % (ROWS * cut.tiles) == 0), key=most_tiles)
+
+
+def shared_bytes(variant: _Variant, tokens: int) -> int:
+    """Of a block: the stages of its warps."""
+    stage = STAGE_BYTES[variant.format] + min(tokens, PASS) * TOKEN_BYTES[variant.format]
+    return variant.cut.warps * DEPTH * stage
 
 
 @cache
-def _kernel(variant: _Variant) -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(source(variant), "down_sums", threads=32 * WARPS, cluster=1, shared_bytes=SHARED_BYTES)
+def _kernel(variant: _Variant, size: int) -> cuda_driver.Kernel:
+    cut = variant.cut
+    return cuda_driver.compile_kernel(source(variant), "down_sums", threads=32 * cut.warps, cluster=cut.blocks, shared_bytes=size)
 
 
 def source(variant: _Variant) -> str:
     """The CUDA program of one variant."""
     v = variant
     constants = dict(
-        FORMAT=0, ACT=0, EARLY=int(v.early), TOP_K=v.top_k, WARPS=WARPS, DEPTH=DEPTH, ADD=int(v.add), DEFER=int(v.deferred),
+        FORMAT=FORMATS[v.format], ACT=0, EARLY=int(v.early), EVEN=int(v.even), TOP_K=v.top_k, WARPS=v.cut.warps, DEPTH=DEPTH,
+        TILES=v.cut.tiles, BLOCKS=v.cut.blocks, REGISTERS=v.cut.registers, ADD=int(v.add), DEFER=int(v.deferred),
         FLOAT_OUT=int(v.float_out), BIAS=int(v.bias),
     )  # fmt: skip
-    return fragments.source(Path(__file__).with_name("down_sums.cu"), constants)
+    return fragments.source(Path(__file__).with_name("down_sums.cu"), constants, ("clusters.cu", "stages.cu"))

@@ -10,62 +10,12 @@
 // at most PASS tokens), TILES (of eight tokens), WARPS (8 or 16), DEPTH.
 
 constexpr int PASS = 8 * TILES, THREADS = 32 * WARPS, SEGMENTS = 8;
-constexpr int STAGE_COLUMNS = 2 * CHUNK;                             // 128 bytes of each of 16 rows
-constexpr int SCALE_BYTES = FORMAT == 0 ? 0 : FORMAT == 1 ? 4 : 16;  // of a row in a stage
-constexpr int STAGE_BYTES = 16 * (128 + SCALE_BYTES);
 static_assert(PASS <= WARPS, "a warp converts one token at most");
 
 struct Segment {  // the units of a block that have the same tokens
     int expert, skipped, tokens;  // tokens of the expert that earlier units take; tokens of these
     int start, end;               // the unit of the expert's first rows; the first unit behind
 };
-
-// An address that stays in its register: the compiler would compute it in each stage anew.
-__device__ __forceinline__ u32 kept(u32 address) {
-    asm volatile("" : "+r"(address));
-    return address;
-}
-
-template <int N> struct Count {};  // a number as a type
-template <int N> __device__ constexpr int number_of(Count<N>) { return N; }
-// Where a piece of 16 bytes of a row's 128 lies. Pieces change places so that lanes read from different banks, whether eight lanes read four
-// neighbours of two rows, or the same piece of eight rows.
-__device__ __forceinline__ int place_of(int piece, int row) { return piece ^ ((row & 1) << 2 | (row & 7) >> 1); }
-
-// Eight columns of a token in shared memory. FORMAT 2 keeps each 32 columns in the order in which `matrices` gives their weights to lanes: four of
-// the first half and four of the second are the 16 bytes of a lane.
-__device__ __forceinline__ u8* halves_of(u8* token, int piece) { return token + piece / 4 * 64 + (piece & 1) * 32 + (piece >> 1 & 1) * 8; }
-__device__ __forceinline__ uint4 get_piece(u8* token, int piece) {
-    if (FORMAT != 2) return *(const uint4*)(token + 16 * piece);
-    const u8* const at = halves_of(token, piece);
-    const uint2 a = *(const uint2*)at, b = *(const uint2*)(at + 16);
-    return make_uint4(a.x, a.y, b.x, b.y);
-}
-__device__ __forceinline__ void put_piece(u8* token, int piece, uint4 v) {
-    if (FORMAT != 2) {
-        *(uint4*)(token + 16 * piece) = v;
-    } else {
-        u8* const at = halves_of(token, piece);
-        *(uint2*)at = make_uint2(v.x, v.y);
-        *(uint2*)(at + 16) = make_uint2(v.z, v.w);
-    }
-}
-
-// Four matrices of eight rows of 16 bytes, at the addresses of eight lanes each: lane (g, t) gets bytes 4t to 4t + 3 of row g of each.
-__device__ __forceinline__ uint4 matrices(u32 row) {
-    uint4 v;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void copy16(u32 shared, const void* global, bool in) {  // zeros if not `in`
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(in ? 16 : 0) : "memory");
-}
-
-template <int SIZE> __device__ __forceinline__ void copy(u32 shared, const void* global, bool in = true) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(shared), "l"(global), "n"(SIZE), "r"(in ? SIZE : 0) : "memory");
-}
 
 // The units of this block as segments of `tiles` units at most, by a count of the tokens of each expert. `range`: its first unit, and the one behind.
 __device__ __forceinline__ void plan_units(
@@ -185,43 +135,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
     const int groups = WARPS / split, member = warp % split;
     const int stages = (w.columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS, share = (stages + split - 1) / split;
     const int first = min(stages, member * share), stop = min(stages, first + share);
-    const u32 ring = (u32)__cvta_generic_to_shared(shared) + warp * DEPTH * STAGE_BYTES;
-    const u32 copied = kept(ring + lane / 8 * 128 + place_of(lane % 8, lane / 8) * 16);  // rows lie 128 bytes apart
-    const u32 copied_4 = kept(ring + (lane / 8 + 4) * 128 + place_of(lane % 8, lane / 8 + 4) * 16);
-    const u32 scales_copied = kept(ring + 2048 + lane * (FORMAT == 1 ? 4 : 8));
-    const long row_size = row_bytes(w.columns);
+    u8* const own_ring = shared + warp * DEPTH * STAGE_BYTES;
+    const Targets copied = targets_in((u32)__cvta_generic_to_shared(own_ring));
 
     // The stage that is copied next: of which unit, its rows, and its place in the ring. A lane copies from four rows, and scales from one.
     int unit_ahead = begin + warp / split, segment_ahead = 0, stage_ahead = first, place_ahead = 0;
-    const u8 *low, *low_4, *high, *high_4, *scales;
-    int scale_bytes;  // of FORMAT 2, from `scales` to the end of the row's
+    Sources from;
+    const int next = GATED ? inner : 8;  // from the low rows to the high ones
     const auto find_rows = [&]() {
         if (unit_ahead >= end) return;
         while (unit_ahead >= segments[segment_ahead].end) segment_ahead++;
-        const int row = (unit_ahead - segments[segment_ahead].start) * (GATED ? 8 : 16), expert = segments[segment_ahead].expert;
-        const int next = GATED ? inner : 8;  // from the low rows to the high ones
-        low = row_of(w, expert, row).at + lane / 8 * row_size + lane % 8 * 16;
-        low_4 = low + 4 * row_size;
-        high = low + next * row_size;
-        high_4 = high + 4 * row_size;
-        if (FORMAT == 1) scales = row_of(w, expert, row + lane % 8 + (lane < 8 ? 0 : next)).scale;
-        if (FORMAT == 2) {  // two words of eight bytes hold the eight scales of a row in a stage
-            const u8* const from = row_of(w, expert, row + lane / 2 % 8 + (lane < 16 ? 0 : next)).scale;
-            scales = (const u8*)((u64)from & ~7ull) + lane % 2 * 8;
-            scale_bytes = w.columns / 32 + (int)(from - scales);
-        }
+        from = sources_of(w, segments[segment_ahead].expert, (unit_ahead - segments[segment_ahead].start) * (GATED ? 8 : 16), next);
     };
     const auto copy_stage = [&]() {
         if (unit_ahead < end && first < stop) {
-            const u32 to = copied + place_ahead, to_4 = copied_4 + place_ahead;
-            const long at = 128L * stage_ahead;
-            const bool in = EVEN || 128 * stage_ahead + lane % 8 * 16 < (int)row_size;
-            copy16(to, low + at, in);
-            copy16(to_4, low_4 + at, in);
-            copy16(to + 1024, high + at, in);
-            copy16(to_4 + 1024, high_4 + at, in);
-            if (FORMAT == 1 && lane < 16) copy<4>(scales_copied + place_ahead, scales + 4 * scale_block(w, stage_ahead * STAGE_COLUMNS));
-            if (FORMAT == 2) copy<8>(scales_copied + place_ahead, scales + 8 * stage_ahead, 8 * stage_ahead < scale_bytes);
+            copy_weights(w, from, next, copied, place_ahead, stage_ahead);
             if (++stage_ahead == stop) {
                 stage_ahead = first;
                 unit_ahead += groups;
@@ -277,11 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
     take_tokens(0);
     // Lanes share a token if there are few.
     const u8* const own_tokens = tokens_at + (TILES == 1 ? min(g, T - 1) : g) * stride + t * (FORMAT == 1 ? 32 : 16);
-    const u8* const own_rows = shared + warp * DEPTH * STAGE_BYTES + g * 128 + place_of(t, g) * 16;
-    const int other_half = (g & 1) ? -64 : 64;  // from a row's first chunk to its second
-    u32 matrix_rows[4];  // of FORMAT 2, which reads the 16 bytes of a group from all rows, and those of the next group
-    #pragma unroll
-    for (int j = 0; j < 4; j++) matrix_rows[j] = kept(ring + (lane & 15) * 128 + place_of(2 * j + lane / 16, lane) * 16);
+    const Fragments own = fragments_in(own_ring);
     int unit = begin + warp / split;
     while (true) {
         int of = segment;
@@ -295,72 +219,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         const int tile = unit - here.start, row = GATED ? tile * 8 + g : tile * 16 + g, other = row + (GATED ? inner : 8);
         const float low_bias = BIAS ? of_bf16(w.bias[(long)here.expert * w.rows + row]) : 0.0f;
         const float high_bias = BIAS ? of_bf16(w.bias[(long)here.expert * w.rows + other]) : 0.0f;
-        const u8* low_scale = shared + warp * DEPTH * STAGE_BYTES + 2048 + g * SCALE_BYTES;
-        const u8* high_scale = low_scale + 8 * SCALE_BYTES;
-        if (FORMAT == 2) {  // a row's scales need not begin at a word
-            low_scale += ((int)(u64)row_of(w, here.expert, row).scale & 7);
-            high_scale += ((int)(u64)row_of(w, here.expert, other).scale & 7);
-        }
+        Fragments of_unit = own;
+        skip_to_scales(of_unit, w, here.expert, row, other);
         float sums[TILES][4] = {};
-        const auto multiply_stage = [&](int stage, auto number) {
-            constexpr int N = number_of(number);  // tiles of eight tokens
-            const u8* const from = own_tokens + stage * (2 * STAGE_COLUMNS);
-            if (FORMAT == 0) {
-                #pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    const u8* const at = own_rows + place + c * other_half;
-                    const uint4 a = *(const uint4*)at, b = *(const uint4*)(at + 1024);
-                    #pragma unroll
-                    for (int n = 0; n < N; n++) {
-                        const uint4 v = *(const uint4*)(from + 8 * n * stride + c * (2 * CHUNK));
-                        mma(sums[n], a.x, b.x, a.y, b.y, v.x, v.y);
-                        mma(sums[n], a.z, b.z, a.w, b.w, v.z, v.w);
-                    }
-                }
-            } else if (FORMAT == 1) {
-                float part[N][4] = {};
-                #pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    const u8* const at = own_rows + place + c * other_half;
-                    const uint4 a = *(const uint4*)at, b = *(const uint4*)(at + 1024);
-                    #pragma unroll
-                    for (int n = 0; n < N; n++) {
-                        const u8* const token = from + 8 * n * stride + c * (2 * CHUNK);
-                        const uint4 tokens[2] = {*(const uint4*)token, *(const uint4*)(token + 16)};
-                        multiply_e4m3(part[n], a, b, tokens);
-                    }
-                }
-                const float low = *(const float*)(low_scale + place), high = *(const float*)(high_scale + place);
-                #pragma unroll
-                for (int n = 0; n < N; n++) add_scaled(sums[n], part[n], low, high);
-            } else {
-                #pragma unroll
-                for (int group = 0; group < 8; group += 2) {
-                    const uint4 v = matrices(matrix_rows[group / 2] + place);
-                    const u32 words[4] = {v.x, v.y, v.z, v.w};
-                    #pragma unroll
-                    for (int k = 0; k < 2; k++) {
-                        const float low = group_factor(low_scale[place + group + k]), high = group_factor(high_scale[place + group + k]);
-                        const uint2 a = widen_low_e2m1(words[2 * k]), b = widen_low_e2m1(words[2 * k + 1]);
-                        const uint2 c = widen_high_e2m1(words[2 * k]), d = widen_high_e2m1(words[2 * k + 1]);
-                        #pragma unroll
-                        for (int n = 0; n < N; n++) {
-                            const uint4 x = *(const uint4*)(from + 8 * n * stride + 64 * (group + k));
-                            float part[4] = {};
-                            mma(part, a.x, b.x, a.y, b.y, x.x, x.y);
-                            mma(part, c.x, d.x, c.y, d.y, x.z, x.w);
-                            add_scaled(sums[n], part, low, high);
-                        }
-                    }
-                }
-            }
-        };
         for (int stage = first; stage < stop; stage++) {
             asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 2) : "memory");
             __syncwarp();
             copy_stage();  // over the stage before this one, which all lanes have read
-            if (TILES > 1 && here.tokens > 8) multiply_stage(stage, Count<TILES>());
-            else multiply_stage(stage, Count<1>());
+            const u8* const columns = own_tokens + stage * (2 * STAGE_COLUMNS);
+            if (TILES > 1 && here.tokens > 8) multiply_stage<TILES>(sums, of_unit, place, columns, stride);
+            else multiply_stage<1>(sums, of_unit, place, columns, stride);
             place = place + STAGE_BYTES == DEPTH * STAGE_BYTES ? 0 : place + STAGE_BYTES;
         }
         unit += groups;

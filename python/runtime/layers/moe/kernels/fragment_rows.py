@@ -11,12 +11,13 @@ import torch
 
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.kernels import cuda_driver, fragments
-from runtime.layers.kernels.fragments import COLUMNS, readable, weights_argument
+from runtime.layers.kernels.fragments import readable, weights_argument
 from runtime.layers.moe.kernels.down_sums import down_sums
 from runtime.layers.moe.kernels.down_sums import supports as sums_supported
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument, routing_argument
+from runtime.layers.moe.kernels.stages import STAGE_BYTES, STAGE_COLUMNS
 from runtime.layers.moe.router import Routing
 
 MOST_TOKENS = 256
@@ -24,11 +25,8 @@ SMALL_PAIRS = 32
 """Pairs of token and expert that a warp of the GEMMs holds in its registers."""
 SHARED_BYTES = 226 * 1024
 """Of the blocks of a multiprocessor."""
-STAGE_BYTES = {"dense": 2048, "fp8": 2048 + 64, "mxfp4": 2048 + 256}
-"""128 bytes of each of 16 weight rows, and their scales."""
 SCALE_COPY = 8
 """Bytes of MXFP4 scales that a lane copies at once; a tensor is a whole number of them."""
-STAGE_CHUNKS = 2
 MOST_TOP_K = 16
 SEGMENTS = 8
 """Sets of tokens that a block goes through, at most."""
@@ -161,12 +159,12 @@ def _gemm(
     assert cut is not None, f"{columns} columns are too many"
     blocks = cut.blocks * torch.cuda.get_device_properties(x.device).multi_processor_count
     assert min(E, pairs) + pairs // (TILE_TOKENS * cut.tiles) <= (SEGMENTS - 2) * blocks, f"{E} experts are too many"
-    small, even = pairs <= SMALL_PAIRS and TILE_TOKENS * cut.tiles >= T, columns % _per_stage(w) == 0
+    small, even = pairs <= SMALL_PAIRS and TILE_TOKENS * cut.tiles >= T, columns % STAGE_COLUMNS[w.format] == 0
     act_kind, bias = act.kind if gated else 0, w.bias is not None
     variant = _Gemm(FORMATS[w.format], act_kind, top_k, -(-E // 32) * 32, gated, bias, even, small, cut, pdl)
     kernel = _gemm_kernel(variant, _shared_bytes(w, cut, T))
     hit = E * (1 - (1 - top_k / max(E, top_k)) ** T)  # by tokens that choose at random
-    split = _split(-(-hit * rows // 16 // blocks), -(-columns // _per_stage(w)), cut.warps)
+    split = _split(-(-hit * rows // 16 // blocks), -(-columns // STAGE_COLUMNS[w.format]), cut.warps)
     arguments = weights_argument(w.weight, w.scale, w.bias, (rows, columns), w.scale_layout)
     kernel(
         blocks,
@@ -201,14 +199,9 @@ def _split(units: float, stages: int, warps: int) -> int:
     return min((n for n in (1, 2, 4, 8, 16) if n <= warps), key=lambda n: -(-units // (warps // n)) * -(-stages // n))
 
 
-def _per_stage(w: ExpertWeights) -> int:
-    """Columns of a stage."""
-    return STAGE_CHUNKS * 4 * COLUMNS[w.format]
-
-
 def _stride(w: ExpertWeights) -> int:
     """Bytes from a token in shared memory to the next."""
-    size = -(-w.shape[2] // _per_stage(w)) * 2 * _per_stage(w)  # filled up to whole stages
+    size = -(-w.shape[2] // STAGE_COLUMNS[w.format]) * 2 * STAGE_COLUMNS[w.format]  # filled up to whole stages
     return size + (ROW_OFFSETS[w.format] - size) % 128
 
 
@@ -235,7 +228,7 @@ def gemm_source(variant: _Gemm) -> str:
         FORMAT=v.format, ACT=v.act, EARLY=int(v.early), TOP_K=v.top_k, TOKENS=MOST_TOKENS, EXPERTS=v.experts, GATED=int(v.gated),
         BIAS=int(v.bias), EVEN=int(v.even), SMALL=int(v.small), TILES=v.cut.tiles, WARPS=v.cut.warps, DEPTH=v.cut.depth,
     )  # fmt: skip
-    return fragments.source(Path(__file__).with_name("few_rows.cu"), constants)
+    return fragments.source(Path(__file__).with_name("few_rows.cu"), constants, ("stages.cu",))
 
 
 def sum_source(variant: _Sums) -> str:

@@ -1,0 +1,183 @@
+// Stages of an expert's weights: 128 bytes of each of 16 rows in shared memory with their scales, as a warp copies and multiplies them, by
+// `fragments.cu`.
+//
+// Constants from the host besides those of `fragments.cu`: EVEN (whether columns fill whole stages).
+
+constexpr int STAGE_COLUMNS = 2 * CHUNK;
+constexpr int SCALE_BYTES = FORMAT == 0 ? 0 : FORMAT == 1 ? 4 : 16;  // of a row in a stage
+constexpr int STAGE_BYTES = 16 * (128 + SCALE_BYTES);                // the rows, then their scales
+
+// An address that stays in its register: the compiler would compute it in each stage anew.
+__device__ __forceinline__ u32 kept(u32 address) {
+    asm volatile("" : "+r"(address));
+    return address;
+}
+
+// Where a piece of 16 bytes of a row's 128 lies. Pieces change places so that lanes read from different banks, whether eight lanes read four
+// neighbours of two rows, or the same piece of eight rows.
+__device__ __forceinline__ int place_of(int piece, int row) { return piece ^ ((row & 1) << 2 | (row & 7) >> 1); }
+
+// Eight columns of a token in shared memory, in float16 but for FORMAT 0. FORMAT 2 keeps each 32 columns in the order in which `matrices` gives their weights to lanes: four of
+// the first half and four of the second are the 16 bytes of a lane.
+__device__ __forceinline__ u8* halves_of(u8* token, int piece) { return token + piece / 4 * 64 + (piece & 1) * 32 + (piece >> 1 & 1) * 8; }
+__device__ __forceinline__ uint4 get_piece(u8* token, int piece) {
+    if (FORMAT != 2) return *(const uint4*)(token + 16 * piece);
+    const u8* const at = halves_of(token, piece);
+    const uint2 a = *(const uint2*)at, b = *(const uint2*)(at + 16);
+    return make_uint4(a.x, a.y, b.x, b.y);
+}
+__device__ __forceinline__ void put_piece(u8* token, int piece, uint4 v) {
+    if (FORMAT != 2) {
+        *(uint4*)(token + 16 * piece) = v;
+    } else {
+        u8* const at = halves_of(token, piece);
+        *(uint2*)at = make_uint2(v.x, v.y);
+        *(uint2*)(at + 16) = make_uint2(v.z, v.w);
+    }
+}
+
+// Four matrices of eight rows of 16 bytes, at the addresses of eight lanes each: lane (g, t) gets bytes 4t to 4t + 3 of row g of each.
+__device__ __forceinline__ uint4 matrices(u32 row) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void copy16(u32 shared, const void* global, bool in) {  // zeros if not `in`
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(in ? 16 : 0) : "memory");
+}
+
+template <int SIZE> __device__ __forceinline__ void copy(u32 shared, const void* global, bool in = true) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(shared), "l"(global), "n"(SIZE), "r"(in ? SIZE : 0) : "memory");
+}
+
+// What a lane copies of 16 rows: pieces of four of them, `rows` in the first, and the scales of one.
+struct Sources {
+    const u8 *rows, *scales;
+    int scale_bytes;  // of FORMAT 2, from `scales` to the end of the row's
+};
+
+// Of rows `row` to row + 7 of an expert, and of those that lie `next` rows behind.
+__device__ __forceinline__ Sources sources_of(const Weights& w, int expert, int row, int next) {
+    const int lane = threadIdx.x % 32;
+    Sources from;
+    from.rows = row_of(w, expert, row).at + lane / 8 * row_bytes(w.columns) + lane % 8 * 16;
+    if (FORMAT == 1) from.scales = row_of(w, expert, row + lane % 8 + (lane < 8 ? 0 : next)).scale;
+    if (FORMAT == 2) {  // two words of eight bytes hold the eight scales of a row in a stage
+        const u8* const scale = row_of(w, expert, row + lane / 2 % 8 + (lane < 16 ? 0 : next)).scale;
+        from.scales = (const u8*)((u64)scale & ~7ull) + lane % 2 * 8;
+        from.scale_bytes = w.columns / 32 + (int)(scale - from.scales);
+    }
+    return from;
+}
+
+struct Targets {  // where a lane copies them to, in the first stage of a ring
+    u32 low, low_4, scales;
+};
+
+__device__ __forceinline__ Targets targets_in(u32 ring) {
+    const int lane = threadIdx.x % 32;
+    return {
+        kept(ring + lane / 8 * 128 + place_of(lane % 8, lane / 8) * 16),  // rows lie 128 bytes apart
+        kept(ring + (lane / 8 + 4) * 128 + place_of(lane % 8, lane / 8 + 4) * 16),
+        kept(ring + 2048 + lane * (FORMAT == 1 ? 4 : 8)),
+    };
+}
+
+// Stage `stage` of the rows, to the place in the ring that lies so many bytes behind the first. `next` is that of the sources.
+__device__ __forceinline__ void copy_weights(const Weights& w, const Sources& from, int next, const Targets& to, int place, int stage) {
+    const int lane = threadIdx.x % 32;
+    const u32 low = to.low + place, low_4 = to.low_4 + place;
+    const long size = row_bytes(w.columns);
+    const u8 *const at = from.rows + 128L * stage, *const high = at + next * size;
+    const bool in = EVEN || 128 * stage + lane % 8 * 16 < (int)row_bytes(w.columns);
+    copy16(low, at, in);
+    copy16(low_4, at + 4 * size, in);
+    copy16(low + 1024, high, in);
+    copy16(low_4 + 1024, high + 4 * size, in);
+    if (FORMAT == 1 && lane < 16) copy<4>(to.scales + place, from.scales + 4 * scale_block(w, stage * STAGE_COLUMNS));
+    if (FORMAT == 2) copy<8>(to.scales + place, from.scales + 8 * stage, 8 * stage < from.scale_bytes);
+}
+
+// Where lane (g, t) reads rows g and g + 8 in the first stage of a ring.
+struct Fragments {
+    const u8 *rows, *low_scale, *high_scale;
+    int other_half;      // from a row's first chunk to its second
+    u32 matrix_rows[4];  // of FORMAT 2, which reads the 16 bytes of a group from all rows, and those of the next group
+};
+
+__device__ __forceinline__ Fragments fragments_in(const u8* ring) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    Fragments at;
+    at.rows = ring + g * 128 + place_of(t, g) * 16;
+    at.other_half = (g & 1) ? -64 : 64;
+    at.low_scale = ring + 2048 + g * SCALE_BYTES;
+    at.high_scale = at.low_scale + 8 * SCALE_BYTES;
+    #pragma unroll
+    for (int j = 0; FORMAT == 2 && j < 4; j++)
+        at.matrix_rows[j] = kept((u32)__cvta_generic_to_shared(ring) + (lane & 15) * 128 + place_of(2 * j + lane / 16, lane) * 16);
+    return at;
+}
+
+// A row's scales of FORMAT 2 need not begin at a word. `row` and `other`: rows g and g + 8 of the expert.
+__device__ __forceinline__ void skip_to_scales(Fragments& at, const Weights& w, int expert, int row, int other) {
+    if (FORMAT != 2) return;
+    at.low_scale += (int)(u64)row_of(w, expert, row).scale & 7;
+    at.high_scale += (int)(u64)row_of(w, expert, other).scale & 7;
+}
+
+// `sums += the stage at `place` x tokens`, for N times eight tokens. `tokens`: the first columns of this lane's first token in the stage.
+template <int N, int MOST> __device__ __forceinline__ void multiply_stage(
+    float (&sums)[MOST][4], const Fragments& own, int place, const u8* tokens, int stride
+) {
+    if (FORMAT == 0) {
+        #pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const u8* const at = own.rows + place + c * own.other_half;
+            const uint4 a = *(const uint4*)at, b = *(const uint4*)(at + 1024);
+            #pragma unroll
+            for (int n = 0; n < N; n++) {
+                const uint4 v = *(const uint4*)(tokens + 8 * n * stride + c * (2 * CHUNK));
+                mma(sums[n], a.x, b.x, a.y, b.y, v.x, v.y);
+                mma(sums[n], a.z, b.z, a.w, b.w, v.z, v.w);
+            }
+        }
+    } else if (FORMAT == 1) {
+        float part[N][4] = {};
+        #pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const u8* const at = own.rows + place + c * own.other_half;
+            const uint4 a = *(const uint4*)at, b = *(const uint4*)(at + 1024);
+            #pragma unroll
+            for (int n = 0; n < N; n++) {
+                const u8* const token = tokens + 8 * n * stride + c * (2 * CHUNK);
+                const uint4 columns[2] = {*(const uint4*)token, *(const uint4*)(token + 16)};
+                multiply_e4m3(part[n], a, b, columns);
+            }
+        }
+        const float low = *(const float*)(own.low_scale + place), high = *(const float*)(own.high_scale + place);
+        #pragma unroll
+        for (int n = 0; n < N; n++) add_scaled(sums[n], part[n], low, high);
+    } else {
+        #pragma unroll
+        for (int group = 0; group < 8; group += 2) {
+            const uint4 v = matrices(own.matrix_rows[group / 2] + place);
+            const u32 words[4] = {v.x, v.y, v.z, v.w};
+            #pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const float low = group_factor(own.low_scale[place + group + k]), high = group_factor(own.high_scale[place + group + k]);
+                const uint2 a = widen_low_e2m1(words[2 * k]), b = widen_low_e2m1(words[2 * k + 1]);
+                const uint2 c = widen_high_e2m1(words[2 * k]), d = widen_high_e2m1(words[2 * k + 1]);
+                #pragma unroll
+                for (int n = 0; n < N; n++) {
+                    const uint4 x = *(const uint4*)(tokens + 8 * n * stride + 64 * (group + k));
+                    float part[4] = {};
+                    mma(part, a.x, b.x, a.y, b.y, x.x, x.y);
+                    mma(part, c.x, d.x, c.y, d.y, x.z, x.w);
+                    add_scaled(sums[n], part, low, high);
+                }
+            }
+        }
+    }
+}

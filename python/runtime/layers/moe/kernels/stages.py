@@ -1,0 +1,10 @@
+"""Stages of an expert's weights in shared memory, as CUDA kernels copy and multiply them (`stages.cu`)."""
+
+from __future__ import annotations
+
+from runtime.layers.kernels.fragments import COLUMNS
+
+STAGE_BYTES = {"dense": 2048, "fp8": 2048 + 64, "mxfp4": 2048 + 256}
+"""128 bytes of each of 16 weight rows, and their scales."""
+STAGE_COLUMNS = {kind: 8 * columns for kind, columns in COLUMNS.items()}
+"""Columns of a stage: two loads of a warp, four lanes to a row."""

@@ -117,10 +117,12 @@ SUM_SHAPES = {
 @pytest.mark.skipif(INTERPRETED, reason="CUDA C++ needs a GPU")
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("name", ["dense", "dense-bias", "fp8-block", "fp8-row", "mxfp4"])
-def test_sums_over_experts_in_one_kernel_match_the_definition(name: str, rows: int) -> None:
+def test_sums_over_experts_in_one_kernel_match_the_definition(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
+    from runtime.layers.moe.kernels import fragment_rows
     from runtime.layers.moe.kernels.down_sums import supports
     from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments
 
+    monkeypatch.setattr(fragment_rows, "sums_pay", lambda *_: True)
     for hidden, inner in SUM_SHAPES[KINDS[name].format]:
         layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=hidden, inner=inner)
         assert supports(layer.down, rows, TOP_K)
@@ -137,9 +139,11 @@ def test_sums_over_experts_in_one_kernel_match_the_definition(name: str, rows: i
 @pytest.mark.skipif(INTERPRETED, reason="only a GPU starts kernels early")
 @pytest.mark.parametrize("rows", [1, 4, 8])
 @pytest.mark.parametrize("name", ["dense", "fp8-block", "mxfp4"])
-def test_sums_over_experts_are_the_same_however_early_they_start(name: str, rows: int) -> None:
+def test_sums_over_experts_are_the_same_however_early_they_start(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
+    from runtime.layers.moe.kernels import fragment_rows
     from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments
 
+    monkeypatch.setattr(fragment_rows, "sums_pay", lambda *_: True)
     for hidden, inner in SUM_SHAPES[KINDS[name].format][:2]:
         layer, routing = Layer(KINDS[name], act_of(KINDS[name]), hidden=hidden, inner=inner), routed(rows, EXPERTS, TOP_K)
         inputs = [layer.x(rows) for _ in range(4)]

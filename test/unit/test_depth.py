@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from runtime.batch import ScheduleBatch, SpeculationChange
 from runtime.errors import RequestError
@@ -14,8 +15,10 @@ from runtime.layers.linear import Linear
 from runtime.managers.messages import GenerateReq
 from runtime.model_executor import build
 from runtime.model_executor.depth import DepthBatches, DepthControl, choose_depth, depths_to_drop, split_batch_sizes, split_by_depth
-from runtime.model_executor.depth_controller import DecodeRows
+from runtime.model_executor.depth_controller import DecodeRows, Observed
+from runtime.model_executor.device_queue import DeviceQueue
 from runtime.sampling_params import SamplingParams
+from runtime.speculative.scratch_prompts import scratch_prompts
 from unit.driver import GREEDY, Driver, EveryNth
 from unit.predicting import VOCAB, exact_product, plain, speculating
 from unit.storm import SIZES as STORM_SIZES
@@ -211,6 +214,29 @@ def test_the_controller_chooses_and_learns(tmp_path: Path) -> None:
     assert learnt.milliseconds != measured.milliseconds
     if any(result.stats.depth for result in driver.results):
         assert learnt.greedy.rates != measured.greedy.rates
+
+
+def test_an_iteration_takes_the_time_between_two_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the part of it in which the host counts what the iteration before accepted. Steps are launched before others are read."""
+    worker: Any = speculating(tmp_path, "EAGLE", **AUTO)
+    worker._queue.close()
+    worker._queue = DeviceQueue(worker._step, torch.device("cuda"))
+    clock, seconds = [100.0], list[float | None]()
+
+    class Recorder:
+        def observe(self, read: Observed) -> None:
+            seconds.append(read.seconds)
+            clock[0] += 1.0
+
+    rows, last = np.array([1], dtype=np.int32), np.array([-1], dtype=np.int32)
+    worker.submit(scratch_prompts(rows, np.full((1, 4), 7, dtype=np.int32), 40)).wait()
+    monkeypatch.setattr("runtime.model_executor.worker.time.perf_counter", lambda: clock[0])
+    worker.parts.depths.controller = Recorder()
+    with worker.parts.depths.forced(1):
+        pending = [worker.submit(ScheduleBatch(step, rows, np.array([2 + 2 * step], dtype=np.int32), last)) for step in (1, 2, 3, 4)]
+        for one in pending:
+            one.wait()
+    assert seconds[1:] == [1.0, 1.0, 1.0]
 
 
 def test_the_measurement_replays_graphs_and_leaves_nothing(tmp_path: Path) -> None:

@@ -205,6 +205,18 @@ def test_a_start_up_measurement_on_a_busy_machine_is_corrected() -> None:
     assert depths[1000:].count(0) < 100
 
 
+@pytest.mark.parametrize(("seconds", "learned"), [(9e-3, False), (3e-3, True)])
+def test_the_window_that_catches_up_is_not_taken_for_the_time_of_a_depth(seconds: float, learned: bool) -> None:
+    control = DepthController(DEPTHS, IterationCost([CostPoint(1, depth, 4e-3 + 1e-3 * depth) for depth in DEPTHS]))
+    rows, before = (np.array([7]), np.array([True])), control.cost.seconds(1, 1)
+    control.observe(Observed(0, 1, np.array([1]), *rows, 0, 4e-3))
+    control.observe(Observed(1, 1, np.array([1]), *rows, 0, seconds))
+    assert (control.cost.seconds(1, 1) < before) is learned
+    assert control.cost.seconds(1, 1) <= before
+    control.observe(Observed(1, 1, np.array([1]), *rows, 0, 9e-3))
+    assert control.cost.seconds(1, 1) > before - 1e-3 * learned
+
+
 # ---- a batch whose requests are accepted differently
 
 

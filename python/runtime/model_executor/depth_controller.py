@@ -134,7 +134,7 @@ class Observed:
         caps, greedy, kv_tokens: as in `DecodeRows`.
         seconds: time since the results of the iteration before; None where it is not known or not that of usual
             iterations. The draft follows an iteration after its results are read, so that this is an iteration's own time
-            only after one of the same depth, or of depth 0, where the draft catches up within the iteration.
+            only after one of the same depth. After one of depth 0 it includes the window in which the draft catches up.
         width: mean tokens of its windows where they differ, else 0.
         rows: as in `DecodeRows`.
     """
@@ -299,7 +299,7 @@ class DepthController:
     def observe(self, read: Observed) -> None:
         """Learn from an iteration."""
         before, self._observed = self._observed, -1 if read.seconds is None else read.depth
-        if read.seconds is not None and before in (read.depth, 0):
+        if read.seconds is not None and (before == read.depth or (before == 0 and read.seconds < self._expected_seconds(read))):
             self.cost.observe(read.size, read.depth, read.kv_tokens, read.seconds, read.width)
         if read.depth == 0:
             return
@@ -312,6 +312,10 @@ class DepthController:
                 averages.add(read.accept_lens[(read.greedy == greedy) & (drafted == depth)], depth)
         if self._current == 0 and not read.width:  # a probe that accepted drafts saved time
             self._returned += (float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens)
+
+    def _expected_seconds(self, read: Observed) -> float:
+        """Its time as predicted. A longer one after depth 0 may be that of the draft, and says nothing about the depth."""
+        return self.cost.seconds(read.size, read.depth, read.kv_tokens, read.width)
 
     def correct(self, spread: float) -> None:
         """Expect that iterations read so many experts."""

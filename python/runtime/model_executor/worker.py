@@ -320,7 +320,7 @@ class Worker:
 
     def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
         """An iteration of the decode rows, int64 [size], which go into the inputs that all runners share."""
-        parts, first, size = self.parts, batch.num_prompts, len(rows)
+        started, parts, first, size = time.perf_counter(), self.parts, batch.num_prompts, len(rows)
         host_rows = batch.rows[first:]
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = batch.len_bounds[first:]
@@ -336,7 +336,7 @@ class Worker:
             caps=self._caps(host_rows, depth, size, batch.widths),
             ragged=RaggedWindows.of(batch.widths, depth + 1, parts.target.staging.upload) if len(batch.widths) else None,
             greedy=None if parts.depths.controller is None else parts.target.rows.greedy(host_rows),
-            started=time.perf_counter(),
+            started=started,
             unfollowed=unfollowed,
         )
 
@@ -396,13 +396,14 @@ class Worker:
             if decodes.ranks_differ:
                 raise RanksDiffer(batch.step)
             self._token_checks += 1
-        decoded = None if decodes is None else decodes.wait()
+        decoded, prompted = None if decodes is None else decodes.wait(), None if prompts is None else prompts.wait()
+        now = time.perf_counter()  # before work on the host: an iteration takes the time between the results of two
         if decodes is not None and decoded is not None:
-            self._observe(decodes.iteration, decoded, with_prompts=prompts is not None)
+            self._observe(decodes.iteration, decoded, now, with_prompts=prompts is not None)
         if decodes is not None and decodes.experts is not None:
             self._count_experts(decodes.iteration.live * (decodes.stats.draft_tokens + 1), int(decodes.experts.wait()[0][0]))
-        result = join(None if prompts is None else prompts.wait(), decoded)
-        self._read_at, self._prompts_read = time.perf_counter(), prompts is not None
+        result = join(prompted, decoded)
+        self._read_at, self._prompts_read = now, prompts is not None
         self.parts.drafter.observe(batch.rows, result)
         for grammar, offset in zip(grammars, (0, batch.num_prompts), strict=True):
             if grammar is not None:
@@ -416,16 +417,20 @@ class Worker:
         if controller is not None and spread is not None:
             controller.correct(spread)
 
-    def _observe(self, iteration: Iteration, decoded: BatchResult, with_prompts: bool) -> None:
+    def _observe(self, iteration: Iteration, decoded: BatchResult, now: float, with_prompts: bool) -> None:
         """Count acceptance, and tell the depth controller what the iteration accepted and how long it took.
 
         Steps follow each other on the device, so an iteration took the time since the results of the step before, or since
         its own start where that was later.
+
+        Args:
+            now: when its results had arrived.
+            with_prompts: whether the step held prompt chunks.
         """
         caps, lens, controller = iteration.caps, decoded.accept_lens, self.parts.depths.controller
         counted = lens if caps is None else lens[caps.host >= iteration.depth]
         self.parts.monitor.add(iteration, counted, decoded.stats)
-        seconds = time.perf_counter() - max(self._read_at, iteration.started)
+        seconds = now - max(self._read_at, iteration.started)
         # The draft follows prompts after their results are read.
         usual = not (with_prompts or self._prompts_read or iteration.grammar)
         if usual:

@@ -2,7 +2,7 @@
 
 One server drafts, another does not. Acceptance is synthetic and set while the server runs; K is the fixed depth or auto. In the
 rows with an arrow acceptance changes twice during one burst, after each third of its tokens, and the fixed depths do not run.
-Fixed depths run at one acceptance; their throughput at another follows from the same iteration time (`estimate`).
+Fixed depths run at one acceptance; at another, unless they ran there too, prompts and each iteration take as long (`estimate`).
 """
 
 from __future__ import annotations
@@ -120,24 +120,28 @@ def estimate(row: Row, length: str) -> float:
     """Output tokens per second of a fixed depth at another acceptance: iterations take the same time and commit more or fewer tokens.
 
     A depth with graphs of few sizes runs less deep where more requests decode together, so that the steps count at the depth they had.
+    Prompts take the same time at any acceptance: as many as run together, until the last of the first ones has its first token.
     """
-    steps, more = {int(depth): count for depth, count in row["steps_by_depth"].items() if count}, row["output_len"] - 1
+    steps = {int(depth): count for depth, count in row["steps_by_depth"].items() if count}
     before, after = (sum(count * expected(depth, at) for depth, count in steps.items()) for at in (row["acceptance"], length))
-    tpot = row["mean_tpot_ms"] * before / after
-    return row["output_throughput"] * (row["mean_ttft_ms"] + more * row["mean_tpot_ms"]) / (row["mean_ttft_ms"] + more * tpot)
+    prompts = min(1e-3 * row["p99_ttft_ms"] * row["num_prompts"] / row["concurrency"], row["duration"])
+    return row["output_throughput"] * row["duration"] / (prompts + (row["duration"] - prompts) * before / after)
 
 
 def curves(rows: Sequence[Row], length: str) -> dict[str, list[tuple[int, float]]]:
     """Output tokens per second by concurrency, of each series, at one acceptance."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    found: dict[str, dict[int, float]] = {}
     wanted = {row["output_len"] for row in rows if row["acceptance"] == length}
     for row in rows:
         name, known = row["speculation"], row["acceptance"]
         fixed = name.startswith("K=") and ARROW not in length
         if row["output_len"] in wanted and (name == OFF or fixed or known == length):
-            value = estimate(row, length) if fixed and known != length else row["output_throughput"]
-            found.setdefault(name, []).append((row["concurrency"], value))
-    return {name: sorted(points) for name, points in found.items()}
+            points = found.setdefault(name, {})
+            if fixed and known != length:
+                points.setdefault(row["concurrency"], estimate(row, length))
+            else:
+                points[row["concurrency"]] = row["output_throughput"]
+    return {name: sorted(points.items()) for name, points in found.items()}
 
 
 def render(result: Result) -> str:

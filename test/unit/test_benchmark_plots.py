@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmark import crossover, draft_extend_graph, exactness, grammar, picture, plots, report, step_profile
+from benchmark import crossover, depth_curve, draft_extend_graph, exactness, grammar, picture, plots, report, step_profile
 from benchmark.client_agreement import FIGURES
 
 MACHINE = {"device": "NVIDIA H200", "gpus": ["NVIDIA H200"], "cpu": "x", "cores": 16, "python": "3.12", "packages": {"torch": "2.11.0"}}
@@ -59,6 +59,17 @@ def test_graph_plot_has_a_panel_per_series(drawn: dict[str, Any]) -> None:
     assert [list(panel.names) for panel in drawn["panels"]] == [["graph off", "graph on"]] * len(kinds)
 
 
+def test_a_fixed_depth_at_another_acceptance_takes_as_long_for_prompts() -> None:
+    """Two waves: 0.5 s of prompts each, and 1 s of iterations in all. Measured throughput replaces the estimate."""
+    row: dict[str, Any] = {"speculation": "K=1", "acceptance": "2.5", "concurrency": 8, "num_prompts": 16, "output_len": 100}
+    row |= {"duration": 2.0, "p99_ttft_ms": 500.0, "output_throughput": 800.0, "steps_by_depth": {"1": 90, "3": 0}}
+    slower = depth_curve.expected(1, "2.5") / depth_curve.expected(1, "1.2")
+    assert depth_curve.estimate(row, "1.2") == pytest.approx(1600 / (1.0 + slower))
+    assert depth_curve.estimate(row, "2.5") == pytest.approx(800.0)
+    rows = [row, {**row, "acceptance": "1.2", "output_throughput": 500.0}]
+    assert depth_curve.curves(rows, "1.2") == depth_curve.curves(rows[::-1], "1.2") == {"K=1": [(8, 500.0)]}
+
+
 def test_crossover_plot_has_a_line_per_accept_length(drawn: dict[str, Any]) -> None:
     ratios = {"2.5": {1: 1.5, 4: 1.25, 16: 0.75}, "3.5": {1: 2.0, 4: 1.5, 16: 1.1}}
     rows = [served(speculation="off", text="random", concurrency=c, output_throughput=100.0) for c in (1, 4, 16)]
@@ -104,6 +115,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "depth_curve": [
         served(speculation=s, acceptance=a, concurrency=c, output_len=128, steps_by_depth={"3": 100, "1": 4, "0": 0})
+        | {"num_prompts": 2 * c, "duration": 1.0, "p99_ttft_ms": 50.0}
         for s, a in (("off", None), ("auto", "1.2"), ("auto", "2.5"), ("K=3", "2.5")) for c in (1, 4)
     ],
     "workloads": [served(mode=m, workload=w) for m in ("plain", "auto") for w in ("1000 → 1000, c=1", "x")],

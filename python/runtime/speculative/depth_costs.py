@@ -17,7 +17,7 @@ from runtime.model_executor.worker import Worker
 from runtime.speculative.scratch_prompts import scratch_prompts
 
 log = logging.getLogger(__name__)
-SIZES = (1, 4, 16, 64, 128, 256)
+SIZES = (1, 4, 16, 32, 64, 128, 256)
 ORDER = (0, 3, 7, 1, 5, 2)
 """Depths, the most telling ones first."""
 BUDGET = 1.5

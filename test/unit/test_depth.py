@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import ScheduleBatch, SpeculationChange
+from runtime.batch import RowInit, ScheduleBatch, SpeculationChange, no_ints
 from runtime.errors import RequestError
 from runtime.layers.linear import Linear
 from runtime.managers.messages import GenerateReq
@@ -139,6 +139,29 @@ def test_a_depth_without_a_graph_is_not_chosen_beside_others() -> None:
     rows = np.array([1, 2], dtype=np.int32)
     assert control.choose_for(ScheduleBatch(1, rows, rows, rows)) == 3
     assert seen == [{0: 3, 3: 3}]
+
+
+def test_the_controller_sees_how_much_each_request_may_still_write() -> None:
+    class Captured:
+        def padded_size(self, depth: int, live: int) -> int:
+            return live
+
+        def has_graph(self, depth: int, size: int) -> bool:
+            return True
+
+    control = DepthControl(dict.fromkeys(DEPTHS, 8), 9, Captured())  # type: ignore[arg-type]
+    seen: list[list[int]] = []
+
+    class Recorder:
+        def choose(self, rows: DecodeRows, sizes: dict[int, int]) -> int:
+            seen.append(rows.left.tolist())
+            return 3
+
+    control.controller = Recorder()  # type: ignore[assignment]
+    new = [RowInit(row, 10 * row, SamplingParams(max_new_tokens=50), 0, no_ints()) for row in (1, 2)]
+    rows, kv_lens = np.array([1, 2], dtype=np.int32), np.array([20, 75], dtype=np.int32)
+    control.choose_for(ScheduleBatch(1, rows, kv_lens, rows, new_rows=new))
+    assert seen == [[40, 1]]
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])

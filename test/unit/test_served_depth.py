@@ -78,7 +78,7 @@ class Load:
                 waiting, tokens, after_prompts = waiting - new, tokens + new, True
                 continue
             live, sizes = len(left), sizes_of(len(left))
-            rows = DecodeRows(np.full(live, MAX_DRAFT_STEPS), np.ones(live, dtype=np.bool_), int(kv_lens.sum()))
+            rows = DecodeRows(np.full(live, MAX_DRAFT_STEPS), np.ones(live, dtype=np.bool_), int(kv_lens.sum()), left=left)
             depth = control.choose(rows, sizes) if control else max(k for k in sizes if k <= fixed)
             took, rate = seconds(sizes[depth], depth, rows.kv_tokens), first_rate(self.acceptance, tokens / (self.requests * LENGTH))
             lens = 1 + (rng.random((live, depth)) < rate).cumprod(axis=1).sum(axis=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -170,6 +170,7 @@ class DepthControl:
         self._ragged, self._capped, self._widths = set(ragged), False, no_ints()
         self._caps = np.full(rows, MAX_DRAFT_STEPS, dtype=np.int32)
         self._greedy = np.zeros(rows, dtype=np.bool_)
+        self._ends = np.zeros(rows, dtype=np.int64)  # the length at which each request ends at the latest
 
     @property
     def deepest(self) -> int:
@@ -226,13 +227,14 @@ class DepthControl:
             return max(serving)
         if self.controller is None or self._sizes is None or len(serving) == 1:
             return max(serving)
-        kv_tokens, padded = int(batch.len_bounds[batch.num_prompts :].sum()), self._padded(serving, live)
+        kv_lens, padded = batch.len_bounds[batch.num_prompts :], self._padded(serving, live)
+        decodes = DecodeRows(self._caps[rows], self._greedy[rows], int(kv_lens.sum()), left=np.maximum(self._ends[rows] - kv_lens, 1))
         passes = [] if batch.num_prompts else self._ragged_passes(live)
         if not passes or not self._ragged <= set(serving):
-            return self.controller.choose(DecodeRows(self._caps[rows], self._greedy[rows], kv_tokens), padded)
+            return self.controller.choose(decodes, padded)
         (depth,) = self._ragged
         passes = [(size, tokens) for size, tokens in passes if size < tokens and not tokens % size]
-        chosen = self.controller.decide(DecodeRows(self._caps[rows], self._greedy[rows], kv_tokens, rows), padded, passes, depth)
+        chosen = self.controller.decide(replace(decodes, rows=rows), padded, passes, depth)
         self._widths = no_ints() if chosen.widths is None else chosen.widths
         return chosen.depth
 
@@ -262,6 +264,7 @@ class DepthControl:
             return
         for init in new_rows:
             self._caps[init.row], self._greedy[init.row] = init.sampling.most_drafts, init.sampling.greedy
+            self._ends[init.row] = init.prompt_len + init.sampling.max_new_tokens
             self.rows.admit(init.row)
         self._capped = bool(self._caps.min() < self.deepest)
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.batch import Int32, no_ints
+from runtime.model_executor.end_spread import share_lost
 from runtime.model_executor.iteration_cost import IterationCost
 from runtime.model_executor.row_acceptance import RowAcceptance
 from runtime.model_executor.window_widths import allot
@@ -24,18 +25,20 @@ Floats = npt.NDArray[np.float64]
 HYSTERESIS = 0.012
 """Another depth is taken if it promises more tokens per second than the current one by this share."""
 SCATTER, MOST_SCATTER = 0.006, 0.02
-"""Share, for each request, by which drafts must be worth more than none, and the largest: with drafts requests end apart, which leaves
-smaller batches and more, shorter prompt steps."""
+"""Share, for each request, by which drafts must be worth more than none, and the largest: measured times have errors, and few requests
+gain by more than those. What `share_lost` expects comes on top."""
 PROBE_SHARE = 0.004
 """Share of the time that probes of other depths may lose."""
-PROBE_DISTANCE, BLIND_DISTANCE = 8, 32
-"""Least iterations between two probes; from depth 0, where probes make requests end apart, the second number."""
+PROBE_DISTANCE, BLIND_DISTANCE, PARTING_DISTANCE = 8, 32, 64
+"""Least iterations between two probes; from depth 0 the second number, and the third where a probe makes requests end apart that would end
+together. That costs up to an iteration: with 128 tokens each, a distance of 32 lost about 1 % in the simulated server, and with 96
+acceptance that came back was seen so late that throughput fell below 97 % of the best fixed depth."""
 STALE, PATIENCE = 64, 8
 """A depth whose time was not seen for so many iterations is probed: its time may have changed. If the current one promises r times the
 tokens per second, r ** `PATIENCE` times as many iterations pass: a hopeless depth is seldom tried, but never forgotten."""
-MOST_SAVED, SAVED_AT_START, FEW = 8, 4, 8
-"""Iterations whose time probes may lose in a row: after none for long, and at the start, whose measurement may be wrong. So many for few
-requests; with more of them a probe shows more windows, and less is put aside at the start, but an iteration's."""
+MOST_SAVED, FEW, LEAST_SAVED = 8, 8, 2
+"""Iterations whose time probes may lose in a row, after none for long, and half of that at the start, whose measurement may be wrong. So
+many for up to `FEW` requests. More of them show more windows in a probe: less is put aside, but at least the time of the last number."""
 FIRST_RATE = 0.6
 """Acceptance of the first draft, before any is seen."""
 PRIOR = 4.0
@@ -116,12 +119,14 @@ class DecodeRows:
         greedy: bool [n].
         kv_tokens: upper bound of their KV lengths together.
         rows: int32 [n], their request rows, where windows may differ in width; empty elsewhere.
+        left: int [n], the most tokens that each may still write; empty where that is not known.
     """
 
     caps: npt.NDArray[np.integer]
     greedy: npt.NDArray[np.bool_]
     kv_tokens: int
     rows: Int32 = field(default_factory=no_ints)
+    left: npt.NDArray[np.integer] = field(default_factory=no_ints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +240,7 @@ class DepthController:
         self._last = self._repeated = -1  # depth of the iteration before, and of a probe to go on with
         self._observed = -1  # the depth of the iteration read before, if its time is known
         self._saved = self._returned = self._returned_before = 0.0  # seconds that probes may lose; `observe` writes `_returned`
+        self._parts = False  # whether drafts make requests end apart that would end together
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
         """The depth of the next iteration; `sizes`: its requests, padding included, at each depth that it can run at."""
@@ -249,9 +255,10 @@ class DepthController:
         """
         mixed = passes and (self._ragged or rows.caps.min() < ragged_depth or self._steps % RAGGED_EVERY == 0)
         tokens = self._tokens(rows)
-        scatter = min(SCATTER * len(rows.caps), MOST_SCATTER)
+        lost = self._lost_at_ends(rows, sizes, tokens)
+        margin, self._parts = min(SCATTER * len(rows.caps), MOST_SCATTER) + lost, lost > HYSTERESIS
         options = [
-            Option(depth, tokens[depth], self.cost.seconds(size, depth, rows.kv_tokens), margin=scatter if depth else 0.0)
+            Option(depth, tokens[depth], self.cost.seconds(size, depth, rows.kv_tokens), margin=margin if depth else 0.0)
             for depth, size in sizes.items()
         ]
         best = best_option(options, self._current)
@@ -268,6 +275,17 @@ class DepthController:
         self.chosen[depth] += 1
         self.ragged += best.widths is not None
         return best
+
+    def _lost_at_ends(self, rows: DecodeRows, sizes: Mapping[int, int], tokens: Sequence[float]) -> float:
+        """The share by which drafts must be worth more than none because requests end further apart. The last request runs alone.
+
+        Deep windows are seldom in doubt, so that what the shallowest loses counts for all.
+        """
+        shallowest = min((depth for depth in sizes if depth), default=0)
+        if not shallowest or len(rows.left) < 2:
+            return 0.0
+        alone = self.cost.seconds(1, shallowest) / self.cost.seconds(sizes[shallowest], shallowest, rows.kv_tokens)
+        return share_lost(rows.left, tokens[1] / len(rows.left) - 1) * min(alone, 1.0)
 
     def _narrowed(
         self, best: Option, full: list[Option], rows: DecodeRows, passes: Sequence[tuple[int, int]], depth: int
@@ -310,7 +328,7 @@ class DepthController:
         for greedy, averages in self._averages.items():
             for depth in depths:
                 averages.add(read.accept_lens[(read.greedy == greedy) & (drafted == depth)], depth)
-        if self._current == 0 and not read.width:  # a probe that accepted drafts saved time
+        if self._current == 0 and not read.width and not self._parts:  # a probe that accepted drafts saved time
             self._returned += (float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens)
 
     def _expected_seconds(self, read: Observed) -> float:
@@ -351,12 +369,12 @@ class DepthController:
         return total.tolist()
 
     def _save(self, seconds: float, live: int) -> None:
-        """Put a share of the time of an iteration aside for probes, and what they gained."""
-        returned, share = self._returned, PROBE_SHARE
-        if self._steps == 1:
-            share += max(SAVED_AT_START * min(FEW / live, 1.0), 1.0)
-        self._saved += share * seconds + returned - self._returned_before
-        self._saved = min(self._saved, MOST_SAVED * seconds)
+        """Put a share of the time of an iteration aside for probes, and what they gained. Where requests end together they gain nothing:
+        the last one ends no earlier.
+        """
+        returned, most = self._returned, max(MOST_SAVED * min(FEW / live, 1.0), LEAST_SAVED)
+        share = PROBE_SHARE if self._steps > 1 else most / 2
+        self._saved = min(self._saved + share * seconds + returned - self._returned_before, most * seconds)
         self._returned_before = returned
 
     def _probe(self, options: Sequence[Option], best: Option) -> int:
@@ -368,7 +386,10 @@ class DepthController:
         repeated, self._repeated = self._repeated, -1
         if repeated in (option.depth for option in options):
             return repeated
-        if self._steps - self._probed_at < (PROBE_DISTANCE if best.depth else BLIND_DISTANCE):
+        distance = PROBE_DISTANCE  # also before the first probe: nothing was seen yet
+        if best.depth == 0 and self._probed_at:
+            distance = PARTING_DISTANCE if self._parts else BLIND_DISTANCE
+        if self._steps - self._probed_at < distance:
             return best.depth
         shallowest = min((option.depth for option in options if option.depth), default=0)
         length, candidates = 2 if best.depth else 1, []

@@ -19,6 +19,7 @@ from tiny import tiny_speculative
 
 from runtime.batch import SpeculationChange
 from runtime.entrypoints.http import connection, limits, server, sse
+from runtime.entrypoints.http.admin import AdminApi
 from runtime.entrypoints.http.auth import ADMIN_PATHS, OPEN_PATHS, PROBE_PATHS
 from runtime.entrypoints.http.page import ChatPage
 from runtime.entrypoints.http.server import create_app
@@ -608,6 +609,34 @@ def test_health_generate_accepts_tokens_of_other_requests(monkeypatch: pytest.Mo
             for each in waiting:
                 each.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
+
+    run(check())
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_health_check_ends_in_time_whatever_comes_just_then(steps: int) -> None:
+    """Its look at the statistics must not take the cancellation for an answer that came `steps` steps of the loop before."""
+
+    async def check() -> None:
+        async with front(ScriptedScheduler()) as f:
+            answer: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
+
+            async def fetch() -> SchedulerStats:
+                return await answer
+
+            f.manager.fetch_stats = fetch  # type: ignore[method-assign]
+            looking = asyncio.create_task(AdminApi(f.manager, None).fresh_stats())  # type: ignore[arg-type]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            answer.set_result(SchedulerStats())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            if looking.cancel():
+                with pytest.raises(asyncio.CancelledError):
+                    await looking
+            else:
+                assert steps > 1
+                assert looking.result() == SchedulerStats()
 
     run(check())
 

@@ -114,10 +114,14 @@ class AdminApi:
 
     async def fresh_stats(self) -> SchedulerStats | None:
         """The scheduler's statistics of this moment, or those of its last heartbeat if it is busy."""
-        try:
-            return await asyncio.wait_for(self.manager.fetch_stats(), STATS_SECONDS)
-        except (asyncio.TimeoutError, ServingError):
+        asking = asyncio.ensure_future(self.manager.fetch_stats())
+        try:  # not wait_for: before Python 3.12, one that is cancelled when its result has just come returns that and runs on
+            answered, _ = await asyncio.wait((asking,), timeout=STATS_SECONDS)
+            return asking.result() if answered else self.manager.stats
+        except ServingError:
             return self.manager.stats
+        finally:
+            asking.cancel()
 
     async def model_info(self) -> Response:
         """The model that is served."""

@@ -421,11 +421,7 @@ class Worker:
         """Count acceptance, and tell the depth controller what the iteration accepted and how long it took.
 
         Steps follow each other on the device, so an iteration took the time since the results of the step before, or since
-        its own start where that was later.
-
-        Args:
-            now: when its results had arrived.
-            with_prompts: whether the step held prompt chunks.
+        its own start where that was later, until `now`, when its results had arrived.
         """
         caps, lens, controller = iteration.caps, decoded.accept_lens, self.parts.depths.controller
         counted = lens if caps is None else lens[caps.host >= iteration.depth]

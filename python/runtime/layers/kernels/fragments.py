@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 COLUMNS = {"dense": 8, "fp8": 16, "mxfp4": 32}
 """Columns that a lane loads at once; a row is a whole number of them."""
+CLUSTERS = Path(__file__).with_name("clusters.cu")
+"""What kernels share whose blocks form clusters."""
 
 
 class Weights(ctypes.Structure):
@@ -39,9 +41,7 @@ def readable(weight: torch.Tensor, kind: str, columns: int, scale_columns: int) 
     return weight.is_contiguous() and columns % lane == 0 and (kind != "fp8" or scale_columns % (4 * lane) == 0)
 
 
-def source(file: Path, constants: Mapping[str, int], parts: Sequence[str] = ()) -> str:
-    """The program of a kernel's file behind `fragments.cu` and `parts`, files that lie beside either of them."""
-    own = Path(__file__).parent
-    shared = (next(folder / part for folder in (own, file.parent) if (folder / part).exists()) for part in parts)
-    texts = (path.read_text(encoding="utf-8") for path in (own / "fragments.cu", *shared, file))
+def source(file: Path, constants: Mapping[str, int], *shared: Path) -> str:
+    """The program of a kernel's file behind `fragments.cu` and other `shared` files."""
+    texts = (path.read_text(encoding="utf-8") for path in (Path(__file__).with_name("fragments.cu"), *shared, file))
     return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), *texts])

@@ -13,7 +13,7 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument
-from runtime.layers.moe.kernels.stages import STAGE_BYTES, STAGE_COLUMNS
+from runtime.layers.moe.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
 
 MOST_PAIRS = 32
 """Pairs of token and expert that a warp holds in its registers."""
@@ -137,4 +137,4 @@ def source(variant: _Variant) -> str:
         TILES=v.cut.tiles, BLOCKS=v.cut.blocks, REGISTERS=v.cut.registers, ADD=int(v.add), DEFER=int(v.deferred),
         FLOAT_OUT=int(v.float_out), BIAS=int(v.bias),
     )  # fmt: skip
-    return fragments.source(Path(__file__).with_name("down_sums.cu"), constants, ("clusters.cu", "stages.cu"))
+    return fragments.source(Path(__file__).with_name("down_sums.cu"), constants, fragments.CLUSTERS, STAGES)

@@ -18,7 +18,7 @@ from runtime.layers.moe.kernels.down_sums import supports as sums_supported
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument, routing_argument
-from runtime.layers.moe.kernels.stages import STAGE_BYTES, STAGE_COLUMNS
+from runtime.layers.moe.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
 from runtime.layers.moe.router import Routing
 
 MOST_TOKENS = 256
@@ -229,7 +229,7 @@ def gemm_source(variant: _Gemm) -> str:
         FORMAT=v.format, ACT=v.act, EARLY=int(v.early), TOP_K=v.top_k, TOKENS=MOST_TOKENS, EXPERTS=v.experts, GATED=int(v.gated),
         BIAS=int(v.bias), EVEN=int(v.even), SMALL=int(v.small), TILES=v.cut.tiles, WARPS=v.cut.warps, DEPTH=v.cut.depth,
     )  # fmt: skip
-    return fragments.source(Path(__file__).with_name("few_rows.cu"), constants, ("stages.cu",))
+    return fragments.source(Path(__file__).with_name("few_rows.cu"), constants, STAGES)
 
 
 def sum_source(variant: _Sums) -> str:

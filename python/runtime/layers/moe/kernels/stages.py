@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from runtime.layers.kernels.fragments import COLUMNS
 
+STAGES = Path(__file__).with_name("stages.cu")
 STAGE_BYTES = {"dense": 2048, "fp8": 2048 + 64, "mxfp4": 2048 + 256}
 """128 bytes of each of 16 weight rows, and their scales."""
 STAGE_COLUMNS = {kind: 8 * columns for kind, columns in COLUMNS.items()}

@@ -17,10 +17,10 @@ from triton.runtime.errors import OutOfResources
 from runtime.config.device_tuning import DeviceTuning
 from runtime.config.kernel_configs import ResidentConfig
 from runtime.layers.activation import Activation
+from runtime.layers.gemm.few_rows_output import MAX_ROWS as FEW_ROWS
 from runtime.layers.gemm.fragment_gemm import supports as fragments_support
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
 from runtime.layers.gemm.many_rows import GemmSize, many_rows_config
-from runtime.layers.gemm.resident_gemm import MAX_ROWS as RESIDENT_ROWS
 from runtime.layers.gemm.resident_gemm import resident_config
 from runtime.layers.gemm.resident_gemm import supports as takes_residents
 from runtime.layers.gemm.tilings import GemmChoice, describe, wgmma_configs
@@ -58,7 +58,7 @@ class GemmGroup:
     @property
     def behind_pause(self) -> bool:
         """Whether it is timed behind a kernel that leaves the memory idle, as in a pass: this decides whether resident weights pay."""
-        return self.after_attention and self.rows <= RESIDENT_ROWS and takes_residents(self.linears[0].weight)
+        return self.after_attention and self.rows <= FEW_ROWS and takes_residents(self.linears[0].weight)
 
     @property
     def key(self) -> GemmKey:

@@ -4,19 +4,10 @@
 // each row are under way while that one still runs; a small matrix is then in registers when x is ready. The power of two by which x
 // becomes float16 is one for the columns of a row that a warp loads at once.
 //
-// Constants from the host besides those of `fragments.cu`: TOKENS (8 or 16: most rows of x), WARPS, BATCH, TALL (1 or 2), BIAS, GATED (weight
-// rows are those of the gate, then as many to multiply by), SCALE, DEFER, WRITE (0: bfloat16, 1: float32, 2: add to float32).
+// Constants from the host besides those of `few_rows_output.cu`: BATCH.
 
-constexpr int ROWS = 16 * TALL;                   // weight rows of a block
-constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;  // columns of `out` of a block
-constexpr int STRIDE = ROWS + 4;                  // sums of a token in shared memory: the lanes of a warp store to different banks
-constexpr int THREADS = 32 * WARPS;
-constexpr int TILES = TOKENS / 8;
 constexpr int BLOCKS = TILES * TALL * BATCH > 4 ? 1 : WARPS < 8 ? 3 : 16 / WARPS;  // of a multiprocessor at least, by their registers
 constexpr int PIECES = LANE_COLUMNS / 8;
-constexpr int COUNT = TOKENS * OUTPUTS, EACH = (COUNT + THREADS - 1) / THREADS;  // outputs of a block, and of a thread
-constexpr int OWN = (TOKENS + WARPS - 1) / WARPS;                                // tokens whose squares a warp sums
-constexpr int SQUARES = SCALE ? 4 : 0;                                           // that a lane loads before it multiplies
 
 struct Fragment {
     uint4 low, high;  // of rows g and g + 8
@@ -37,7 +28,6 @@ __device__ __forceinline__ Fragment load_fragment(const Weights& w, Row low, Row
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fragment_gemm(const u16* x, Weights w, void* out, Norms norms, int M) {
     __shared__ float sums_of_warps[WARPS][TOKENS * STRIDE];
-    __shared__ float factor[TOKENS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int first = blockIdx.x * OUTPUTS, columns = GATED ? w.rows / 2 : w.rows;
     const int chunks = (w.columns + CHUNK - 1) / CHUNK, share = (chunks + WARPS - 1) / WARPS;
@@ -58,22 +48,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fragment_gemm(cons
     }
     wait_for_previous();
 
-    float squares[OWN][SQUARES + 1], before[EACH], sums[TALL][TILES][4] = {};
+    float sums[TALL][TILES][4] = {};
     const u16* tokens[TILES];
     #pragma unroll
     for (int n = 0; n < TILES; n++) tokens[n] = 8 * n + g < M ? x + (long)(8 * n + g) * w.columns : nullptr;
-    #pragma unroll
-    for (int j = 0; j < OWN; j++)
-        #pragma unroll
-        for (int q = 0; q < SQUARES; q++) {
-            const int token = warp + j * WARPS, part = q * 32 + lane;
-            squares[j][q] = token < M && part < norms.parts ? norms.squares[(long)token * norms.parts + part] : 0.0f;
-        }
-    #pragma unroll
-    for (int k = 0; k < EACH; k++) {
-        const int i = k * THREADS + threadIdx.x, token = i / OUTPUTS;
-        before[k] = WRITE == 2 && token < M ? ((const float*)out)[(long)token * columns + first + i % OUTPUTS] : 0.0f;
-    }
+    Output output;
+    output.load(norms, out, M, columns, first);
     for (int chunk = begin; chunk < end; chunk += BATCH) {
         uint4 pieces[BATCH][TILES][PIECES];
         #pragma unroll
@@ -130,53 +110,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fragment_gemm(cons
                 #pragma unroll
                 for (int k = 0; k < 4; k++) sums[i][n][k] += of_batch[i][n][k] * widenings[n][k & 1];
     }
-    #pragma unroll
-    for (int i = 0; i < TALL; i++)
-        #pragma unroll
-        for (int n = 0; n < TILES; n++) {
-            float* at = sums_of_warps[warp] + (8 * n + 2 * t) * STRIDE + 16 * i + g;
-            at[0] = sums[i][n][0]; at[STRIDE] = sums[i][n][1];
-            at[8] = sums[i][n][2]; at[STRIDE + 8] = sums[i][n][3];
-        }
-    #pragma unroll
-    for (int j = 0; j < OWN; j++) {
-        const int token = warp + j * WARPS;
-        if (!SCALE || token >= M) break;  // whole warps
-        float sum = 0.0f;
-        #pragma unroll
-        for (int q = 0; q < SQUARES; q++) sum += squares[j][q];
-        #pragma unroll 1
-        for (int part = 32 * SQUARES + lane; part < norms.parts; part += 32) sum += norms.squares[(long)token * norms.parts + part];
-        #pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-        if (lane == 0) factor[token] = 1.0f / sqrtf(sum / w.columns + norms.eps);
-    }
-    __syncthreads();
-    #pragma unroll
-    for (int k = 0; k < EACH; k++) {
-        const int i = k * THREADS + threadIdx.x, token = i / OUTPUTS, o = i % OUTPUTS, column = first + o;
-        if (i >= COUNT) break;  // whole warps
-        const int at = token * STRIDE + (GATED ? o / 8 * 16 + o % 8 : o);
-        float sum = 0.0f, up = 0.0f;
-        #pragma unroll
-        for (int other = 0; other < WARPS; other++) {
-            sum += sums_of_warps[other][at];
-            if (GATED) up += sums_of_warps[other][at + 8];
-        }
-        const bool in = token < M;
-        if (SCALE && in) sum *= factor[token], up *= factor[token];
-        if (BIAS) sum += of_bf16(w.bias[column]), up += GATED ? of_bf16(w.bias[columns + column]) : 0.0f;
-        if (GATED) sum = activate(sum, up, 0.0f, 0.0f);
-        sum += before[k];
-        const long place = (long)token * columns + column;
-        if (in && WRITE == 0) ((u16*)out)[place] = to_bf16(sum);
-        if (in && WRITE != 0) ((float*)out)[place] = sum;
-        if (DEFER) {
-            float square = sum * sum;
-            if (in) norms.scaled[place] = to_bf16(sum * of_bf16(norms.gain[column]));
-            #pragma unroll
-            for (int apart = OUTPUTS / 2; apart > 0; apart /= 2) square += __shfl_xor_sync(~0u, square, apart);
-            if (in && o == 0) norms.next_squares[(long)token * gridDim.x + blockIdx.x] = square;
-        }
-    }
+    Output::leave(sums_of_warps[warp], sums);
+    output.store(sums_of_warps[0], TOKENS * STRIDE, w.columns, norms, out, w.bias, M, columns, first);
 }

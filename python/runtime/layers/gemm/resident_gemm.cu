@@ -7,16 +7,10 @@
 // The warps of a block share the columns of 16 weight rows. Each copies its stages, 64 columns of the 16 rows, into DEPTH places of its own.
 // As in `fragments.cu`, an instruction multiplies whichever 16 columns its lanes hold: weights and rows of x agree on the order.
 //
-// Constants from the host besides those of `fragments.cu`: TOKENS (8 or 16: most rows of x), WARPS, DEPTH, BLOCKS (on a multiprocessor), BIAS,
-// SCALE, DEFER, WRITE (0: bfloat16, 1: float32, 2: add to float32).
+// Constants from the host besides those of `few_rows_output.cu`, of which TALL is 1: DEPTH, BLOCKS (on a multiprocessor).
 
-constexpr int ROWS = 16, STAGE_COLUMNS = 64, STAGE_BYTES = ROWS * STAGE_COLUMNS * 2;
-constexpr int STRIDE = ROWS + 4;  // sums of a token in shared memory: the lanes of a warp store to different banks
-constexpr int THREADS = 32 * WARPS, TILES = TOKENS / 8;
-constexpr int COUNT = TOKENS * ROWS, EACH = (COUNT + THREADS - 1) / THREADS;  // outputs of a block, and of a thread
-constexpr int OWN = (TOKENS + WARPS - 1) / WARPS;                             // tokens whose squares a warp sums
-constexpr int SQUARES = SCALE ? 4 : 0;                                        // that a lane loads before it multiplies
-constexpr int LOADED = 4;                                                     // stages whose tokens are loaded together
+constexpr int STAGE_COLUMNS = 64, STAGE_BYTES = ROWS * STAGE_COLUMNS * 2;
+constexpr int LOADED = 4;  // stages whose tokens are loaded together
 static_assert(TOKENS * STRIDE * 4 <= DEPTH * STAGE_BYTES, "a warp's sums take the place of its stages");
 
 __device__ __forceinline__ void copy16(u32 shared, const u16* global) {
@@ -25,7 +19,6 @@ __device__ __forceinline__ void copy16(u32 shared, const u16* global) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(const u16* x, const u16* w, const u16* bias, void* out, Norms norms, int M, int N, int K) {
     extern __shared__ __align__(128) u8 shared[];  // [WARPS][DEPTH] stages; then the sums of each warp
-    __shared__ float factor[TOKENS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int first_row = blockIdx.x * ROWS;
     const int stages = K / STAGE_COLUMNS, share = (stages + WARPS - 1) / WARPS, begin = min(stages, warp * share), end = min(stages, begin + share);
@@ -43,22 +36,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(cons
     asm volatile("cp.async.commit_group;" ::: "memory");
     if (EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
 
-    float squares[OWN][SQUARES + 1], before[EACH], sums[TILES][4] = {};
+    float sums[TALL][TILES][4] = {};
     const u16* tokens[TILES];
     #pragma unroll
     for (int n = 0; n < TILES; n++) tokens[n] = 8 * n + g < M ? x + (long)(8 * n + g) * K + 8 * t : nullptr;
-    #pragma unroll
-    for (int j = 0; j < OWN; j++)
-        #pragma unroll
-        for (int q = 0; q < SQUARES; q++) {
-            const int token = warp + j * WARPS, part = q * 32 + lane;
-            squares[j][q] = token < M && part < norms.parts ? norms.squares[(long)token * norms.parts + part] : 0.0f;
-        }
-    #pragma unroll
-    for (int k = 0; k < EACH; k++) {
-        const int i = k * THREADS + threadIdx.x, token = i / ROWS;
-        before[k] = WRITE == 2 && token < M ? ((const float*)out)[(long)token * N + first_row + i % ROWS] : 0.0f;
-    }
+    Output output;
+    output.load(norms, out, M, N, first_row);
     const u8* const low = own + g * 128 + (t ^ (g & 1) * 4) * 16;
     const int other_half = (g & 1) ? -64 : 64;  // from a row's first 32 columns to its second
     for (int base = begin; base < end; base += DEPTH) {
@@ -87,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(cons
                     #pragma unroll
                     for (int n = 0; n < TILES; n++) {
                         const uint4 v = pieces[j][c][n];
-                        mma(sums[n], a.x, b.x, a.y, b.y, v.x, v.y);
-                        mma(sums[n], a.z, b.z, a.w, b.w, v.z, v.w);
+                        mma(sums[0][n], a.x, b.x, a.y, b.y, v.x, v.y);
+                        mma(sums[0][n], a.z, b.z, a.w, b.w, v.z, v.w);
                     }
                 }
             }
@@ -99,46 +82,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(cons
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
-    #pragma unroll
-    for (int n = 0; n < TILES; n++) {
-        float* const at = (float*)own + (8 * n + 2 * t) * STRIDE + g;
-        at[0] = sums[n][0], at[STRIDE] = sums[n][1];
-        at[8] = sums[n][2], at[STRIDE + 8] = sums[n][3];
-    }
-    #pragma unroll
-    for (int j = 0; j < OWN; j++) {
-        const int token = warp + j * WARPS;
-        if (!SCALE || token >= M) break;  // the whole warp
-        float sum = 0.0f;
-        #pragma unroll
-        for (int q = 0; q < SQUARES; q++) sum += squares[j][q];
-        #pragma unroll 1
-        for (int part = 32 * SQUARES + lane; part < norms.parts; part += 32) sum += norms.squares[(long)token * norms.parts + part];
-        #pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-        if (lane == 0) factor[token] = 1.0f / sqrtf(sum / K + norms.eps);
-    }
-    __syncthreads();
-    #pragma unroll
-    for (int k = 0; k < EACH; k++) {
-        const int i = k * THREADS + threadIdx.x, token = i / ROWS, o = i % ROWS, column = first_row + o;
-        if (i >= COUNT) break;  // the whole warp
-        float sum = 0.0f;
-        #pragma unroll
-        for (int other = 0; other < WARPS; other++) sum += ((const float*)(shared + other * DEPTH * STAGE_BYTES))[token * STRIDE + o];
-        const bool in = token < M;
-        if (SCALE && in) sum *= factor[token];
-        if (BIAS) sum += of_bf16(bias[column]);
-        sum += before[k];
-        const long place = (long)token * N + column;
-        if (in && WRITE == 0) ((u16*)out)[place] = to_bf16(sum);
-        if (in && WRITE != 0) ((float*)out)[place] = sum;
-        if (DEFER) {
-            float square = sum * sum;
-            if (in) norms.scaled[place] = to_bf16(sum * of_bf16(norms.gain[column]));
-            #pragma unroll
-            for (int apart = ROWS / 2; apart > 0; apart /= 2) square += __shfl_xor_sync(~0u, square, apart);
-            if (in && o == 0) norms.next_squares[(long)token * gridDim.x + blockIdx.x] = square;
-        }
-    }
+    Output::leave((float*)own, sums);
+    output.store((const float*)shared, DEPTH * STAGE_BYTES / 4, K, norms, out, bias, M, N, first_row);
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -11,10 +10,9 @@ import torch
 from runtime.config.kernel_configs import ResidentConfig
 from runtime.layers.gemm.deferred_norm import norms_argument
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
-from runtime.layers.kernels import cuda_driver, fragments
+from runtime.layers.gemm.few_rows_output import OutputVariant
+from runtime.layers.kernels import cuda_driver
 
-MAX_ROWS = 16
-"""With more rows, each block would read more of x than of the weights."""
 ROWS, COLUMNS = 16, 64
 """Weight rows of a block; columns of a stage."""
 STAGE_BYTES = 2 * ROWS * COLUMNS
@@ -24,18 +22,6 @@ FIXED_BYTES = 1024 + 128
 """What a block takes of it besides its stages."""
 WARPS = {1: 16, 2: 8, 3: 4}
 """Warps of a block, by the blocks that share a multiprocessor."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """What a program is compiled for besides the cut: the most rows it computes, and its epilogue."""
-
-    rows: int
-    bias: bool
-    pdl: bool
-    scale: bool = False
-    deferred: bool = False
-    write: int = 0
 
 
 def resident_config(weight_rows: int, columns: int, num_sms: int) -> ResidentConfig | None:
@@ -80,25 +66,15 @@ def resident_gemm(
     Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
     """
     (M, K), N = x.shape, weight.shape[0]
-    assert 0 < M <= MAX_ROWS, f"expected 1 to {MAX_ROWS} rows; got {M}"
-    assert x.dtype is torch.bfloat16, f"expected bfloat16 rows; got {x.dtype}"
-    assert weight.shape[1] == K, f"expected x of {weight.shape[1]} columns; got {K}"
     assert N % ROWS == 0, f"expected a multiple of {ROWS} weight rows; got {N}"
     assert K % COLUMNS == 0, f"expected a multiple of {COLUMNS} columns; got {K}"
-    assert x.is_contiguous(), "expected a contiguous x"
-    assert epilogue.argmax is None, "expected no argmax"
     assert not epilogue.gated, "expected an epilogue without a gate"
-    epilogue.check(out, M, N, config.parts(N))
-    wide = out.dtype is torch.float32
-    assert wide or (out.dtype is torch.bfloat16 and not epilogue.add), f"expected a float32 out, or bfloat16 without add; got {out.dtype}"
-    scale, deferred = epilogue.scale, epilogue.deferred
-    rows, write = 8 if M <= 8 else MAX_ROWS, 2 if epilogue.add else int(wide)
-    variant = _Variant(rows, epilogue.bias is not None, pdl, scale is not None, deferred is not None, write)
+    variant = OutputVariant.of(x, weight, out, epilogue, config.parts(N), pdl)
     _kernel(config, variant)(
         N // ROWS,
         (
             *map(cuda_driver.pointer, (x, weight, epilogue.bias, out)),
-            norms_argument(scale, deferred),
+            norms_argument(epilogue.scale, epilogue.deferred),
             *map(cuda_driver.int32, (M, N, K)),
         ),
         pdl,
@@ -107,16 +83,12 @@ def resident_gemm(
 
 
 @cache
-def _kernel(config: ResidentConfig, variant: _Variant) -> cuda_driver.Kernel:
+def _kernel(config: ResidentConfig, variant: OutputVariant) -> cuda_driver.Kernel:
     size = config.warps * config.depth * STAGE_BYTES
     return cuda_driver.compile_kernel(source(config, variant), "resident_gemm", threads=32 * config.warps, cluster=1, shared_bytes=size)
 
 
-def source(config: ResidentConfig, variant: _Variant) -> str:
+def source(config: ResidentConfig, variant: OutputVariant) -> str:
     """The CUDA program of one cut and variant."""
-    v = variant
-    constants = dict(
-        FORMAT=0, ACT=0, TOKENS=v.rows, WARPS=config.warps, DEPTH=config.depth, BLOCKS=config.blocks, BIAS=int(v.bias), EARLY=int(v.pdl),
-        SCALE=int(v.scale), DEFER=int(v.deferred), WRITE=v.write,
-    )  # fmt: skip
-    return fragments.source(Path(__file__).with_name("resident_gemm.cu"), constants)
+    cut = {"FORMAT": 0, "WARPS": config.warps, "TALL": 1, "DEPTH": config.depth, "BLOCKS": config.blocks}
+    return variant.source(Path(__file__).with_name("resident_gemm.cu"), cut)

@@ -1,0 +1,59 @@
+"""What the GEMM kernels of few rows in CUDA C++ do with their sums (`few_rows_output.cu`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.kernels import fragments
+
+MAX_ROWS = 16
+"""With more rows, each block would read more of x than of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputVariant:
+    """What a program is compiled for besides the cut: the most rows it computes, and its epilogue.
+
+    Attributes:
+        pdl: whether it starts before the previous kernel has ended.
+        write: 0 for bfloat16, 1 for float32, 2 to add to float32.
+    """
+
+    rows: int
+    bias: bool
+    pdl: bool
+    silu: bool = False
+    gelu: bool = False
+    scale: bool = False
+    deferred: bool = False
+    write: int = 0
+
+    @classmethod
+    def of(cls, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, parts: int, pdl: bool) -> OutputVariant:
+        """The variant of `out = epilogue(x @ weight.T)`, checked. `parts`: sums of squares per row that a deferred norm gets."""
+        (M, K), N, wide = x.shape, weight.shape[0], out.dtype is torch.float32
+        assert 0 < M <= MAX_ROWS, f"expected 1 to {MAX_ROWS} rows; got {M}"
+        assert x.dtype is torch.bfloat16, f"expected bfloat16 rows; got {x.dtype}"
+        assert weight.shape[1] == K, f"expected x of {weight.shape[1]} columns; got {K}"
+        assert x.is_contiguous(), "expected a contiguous x"
+        assert epilogue.argmax is None, "expected no argmax"
+        epilogue.check(out, M, N, parts)
+        narrow = out.dtype is torch.bfloat16 and not epilogue.add
+        assert wide or narrow, f"expected a float32 out, or bfloat16 without add; got {out.dtype}"
+        return cls(
+            8 if M <= 8 else MAX_ROWS, epilogue.bias is not None, pdl, epilogue.silu, epilogue.gelu,
+            epilogue.scale is not None, epilogue.deferred is not None, 2 if epilogue.add else int(wide),
+        )  # fmt: skip
+
+    def source(self, file: Path, cut: Mapping[str, int]) -> str:
+        """The program of a kernel's file behind `fragments.cu` and `few_rows_output.cu`. `cut`: its other constants."""
+        constants = dict(
+            ACT=2 if self.gelu else 0, GATED=int(self.silu or self.gelu), TOKENS=self.rows, BIAS=int(self.bias), EARLY=int(self.pdl),
+            SCALE=int(self.scale), DEFER=int(self.deferred), WRITE=self.write,
+        )  # fmt: skip
+        return fragments.source(file, {**constants, **cut}, Path(__file__).with_name("few_rows_output.cu"))

@@ -127,11 +127,11 @@ class ModelParts:
         own = slice(query.of(q_rows).start // c.head_dim, query.of(q_rows).stop // c.head_dim)
         sinks = self.weights.tensor(prefix + "sinks", (c.num_q_heads,), rows=own) if c.sinks else None
         scale = c.attn_scale or c.head_dim**-0.5
-        spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], sinks=sinks, causal=causal, kv_scales=kv_scales)
         v_norm = RMSNorm(torch.ones(c.head_dim, dtype=self.context.dtype, device=self.context.device), c.rms_eps) if c.v_norm else None
         split = RotaryHeads(heads, kv_heads, c.head_dim, self.rope, q_norm, k_norm, v_norm, c.shared_kv, kv_scales)
+        spec = AttentionSpec(layer_id, heads, kv, scale, c.window[layer_id], sinks, causal, kv_scales, split)
         row_norms = self.row_norms(prefix, query, key) if c.qk_row_norm else None
-        return Attention(spec, split, qkv, o, self.context.ops, row_norms)
+        return Attention(spec, qkv, o, self.context.ops, row_norms)
 
     def row_norms(self, prefix: str, query: Shard, key: Shard) -> RowNorms:
         """The norms of q and k over all heads, of which this rank computes `query` and `key`."""

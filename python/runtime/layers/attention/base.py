@@ -12,6 +12,7 @@ from runtime.config.attention_caps import AttentionCaps
 from runtime.config.device_tuning import H200, DeviceTuning
 from runtime.layers.attention.kernel_choices import KernelChoices
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.rope import RotaryHeads
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.mem_cache.kv_spec import KVSpec
 
@@ -30,6 +31,7 @@ class AttentionSpec:
         sinks: [H] of any float dtype, one extra score per head that takes part in the softmax and has no value; None
             for none.
         kv_scales: float32 [2], by which stored keys and values are multiplied when they are read; where `kv.scaled`.
+        heads: how a row of the qkv projection becomes heads; None for latent attention.
     """
 
     layer_id: int
@@ -40,6 +42,7 @@ class AttentionSpec:
     sinks: torch.Tensor | None = None
     causal: bool = True
     kv_scales: torch.Tensor | None = None
+    heads: RotaryHeads | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +94,7 @@ class AttentionShape:
 
 
 class AttentionBackend(Protocol):
-    """Attention over the paged KV pool. The KV of the pass is already in the pool when `forward` is called.
+    """Attention over the paged KV pool. The KV of the pass is already in the pool when `forward` is called. Subclass it explicitly.
 
     Before each eager pass, each capture and each replay come `prepare`, then `plan_on_device` (`plan_pass` calls both).
     They write in place into buffers that the backend owns. `forward` may be captured: no host reads, no allocation that
@@ -120,6 +123,17 @@ class AttentionBackend(Protocol):
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, key_dim] -> [T, H * value_dim], the dtype of q."""
         ...
+
+    def forward_rows(self, qkv: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor | None:
+        """`rope_and_cache` and `forward` in one kernel, where there is one for the planned pass and `layer.heads`; may be captured.
+
+        Args:
+            qkv: [T, (H + 2 G) * head_dim], contiguous.
+
+        Returns:
+            [T, H * head_dim], or None, with nothing done, for all other passes.
+        """
+        return None
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """Functions that compile the kernels for passes of `width` queries at these batch sizes.

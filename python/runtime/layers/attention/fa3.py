@@ -11,8 +11,9 @@ from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadat
 
 from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.errors import ConfigError
-from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
+from runtime.layers.attention.kernels import cluster_decode
 from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention, warm_up
 from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work
 from runtime.layers.attention.kernels.split_shape import MAX_WIDTH, SplitShape, one_of_each_kernel, supports
@@ -63,7 +64,7 @@ class _ExtendPlan:
     metadata: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict[tuple[int, bool], torch.Tensor])
 
 
-class FlashAttention:
+class FlashAttention(AttentionBackend):
     """`AttentionBackend` of FA3.
 
     FA3 reads the page table in place, at the rows of the batch (`cache_batch_idx`), so planning copies only lengths and
@@ -107,7 +108,7 @@ class FlashAttention:
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """One run per kernel of split-KV attention; FA3 comes compiled."""
         shapes = [shape for size in sizes if (shape := self._split_shape(size, width)) is not None]
-        kinds = {(-1 if tree else layer.window, layer.causal, layer.sinks is not None) for layer in self._shape.layers}
+        layers = {(-1 if tree else layer.window, layer.causal, layer.sinks is not None): layer for layer in self._shape.layers}
         return [
             partial(
                 warm_up,
@@ -120,10 +121,11 @@ class FlashAttention:
                 window=window,
                 sinks=sinks,
                 scaled=self._scaled,
+                heads=layer.heads,
                 pdl=self._pdl,
             )
             for shape in one_of_each_kernel(shapes)
-            for window, causal, sinks in sorted(kinds)
+            for (window, causal, sinks), layer in layers.items()
         ]
 
     # ---- inside or outside the graph
@@ -156,6 +158,19 @@ class FlashAttention:
         assert (batch.batch_size, batch.tokens_per_req or batch.max_queries) == sizes, "forward of another batch than planned"
         attend = self._tree if plan.at.tail else self._causal
         return attend(q, layer, plan, batch).flatten(1)
+
+    def forward_rows(self, qkv: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor | None:
+        """Norm, rotate, store and attend in one kernel: causal or whole passes of few requests. [T, (H + 2 G) * D] -> [T, H * D]."""
+        plan, page_size, k_cache = self._plan, self._table.page_size, self._pool.k[layer.layer_id]
+        if not isinstance(plan, _FixedPlan) or plan.split is None or plan.at.tail or layer.heads is None:
+            return None
+        if not cluster_decode.takes_rows(layer.heads, plan.split, page_size, qkv, k_cache, layer.sinks):
+            return None
+        keys = SplitKeys(self._table.pages, plan.at.rows, plan.at.seq_lens[batch.step], page_size)
+        return cluster_decode.cluster_attention(
+            qkv, k_cache, self._pool.v[layer.layer_id], keys, plan.split, layer.scale, causal=layer.causal, window=layer.window,
+            sinks=layer.sinks, new=cluster_decode.NewTokens(layer.heads, batch.positions, batch.out_cache_loc), pdl=self._pdl,
+        ).flatten(1)  # fmt: skip
 
     # ---- planning
 

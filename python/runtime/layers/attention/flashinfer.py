@@ -10,7 +10,7 @@ import torch
 
 from runtime.batch import Int32
 from runtime.config.attention_caps import ATTENTION_CAPS
-from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
 from runtime.layers.attention.flashinfer_adapter import EagerPrefill, FixedPrefill, PrefillLayout, check_version
 from runtime.layers.attention.kernels.flashinfer_plan import PageLists, WorkItems, gather_pages, trim_plan
@@ -55,7 +55,7 @@ class _FixedPlan:
     passes: dict[tuple[int, int], _Pass] = field(default_factory=dict)
 
 
-class FlashInferAttention:
+class FlashInferAttention(AttentionBackend):
     """`AttentionBackend` of FlashInfer.
 
     The planner runs on the host, from `seq_len_bounds` rounded up, which exceed the true lengths. Before every

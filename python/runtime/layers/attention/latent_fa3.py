@@ -8,14 +8,14 @@ import torch
 from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
 from runtime.config.attention_caps import ATTENTION_CAPS
-from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.kernels.latent_decode import LatentKeys
 from runtime.layers.attention.latent_passes import CausalQueries, LatentPasses
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 
-class LatentFlashAttention:
+class LatentFlashAttention(AttentionBackend):
     """`AttentionBackend` "fa3" of models with latent attention.
 
     Fixed-width passes run by split-KV attention or FA3, whichever was faster at their size; ragged passes by FA3, which reads

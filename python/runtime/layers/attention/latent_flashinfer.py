@@ -10,7 +10,7 @@ from flashinfer.mla import BatchMLAPagedAttentionWrapper
 from torch.nn import functional as F
 
 from runtime.config.attention_caps import ATTENTION_CAPS
-from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.flashinfer_adapter import check_version
 from runtime.layers.attention.kernels.flashinfer_plan import PageLists, gather_pages
 from runtime.layers.attention.latent_passes import LatentPasses
@@ -23,7 +23,7 @@ TILE_ROWS = 64
 of keys lacks it in some of its heads: seen on an H200 with 20 and 24 heads, and not with 16 and 64."""
 
 
-class LatentFlashInfer:
+class LatentFlashInfer(AttentionBackend):
     """`AttentionBackend` "flashinfer" of models with latent attention.
 
     Fixed-width passes run by split-KV attention, which needs no plan on the host and can be captured. Ragged passes are planned

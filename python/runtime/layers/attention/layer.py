@@ -14,7 +14,6 @@ from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, Stream
 from runtime.layers.pass_context import PassContext
-from runtime.layers.rope import RotaryHeads
 
 
 class AttentionLayer(Protocol):
@@ -67,8 +66,8 @@ class Attention(AttentionLayer):
     """`AttentionLayer`: grouped-query attention of one layer, or this rank's heads of it. Owner of its weights.
 
     Attributes:
-        spec: what the backend reads: KV, scale, window, sinks.
-        heads: how a qkv row becomes heads.
+        spec: what the backend reads: KV, scale, window, sinks, heads.
+        heads: how a qkv row becomes heads, as in `spec`.
         qkv_proj: `in_proj`: the rows [T, (H + 2 G) * head_dim].
         kernel_launches: of an eager pass, about: norm, qkv, rotary and KV write, attention, output.
     """
@@ -78,14 +77,14 @@ class Attention(AttentionLayer):
     def __init__(
         self,
         spec: AttentionSpec,
-        heads: RotaryHeads,
         qkv_proj: Linear,
         o_proj: Linear,
         ops: BlockOps,
         row_norms: RowNorms | None = None,
     ) -> None:
+        assert spec.heads is not None, "attention per head needs heads"
         self._row_norms = row_norms
-        self.spec, self.heads, self.o_proj, self.ops = spec, heads, o_proj, ops
+        self.spec, self.heads, self.o_proj, self.ops = spec, spec.heads, o_proj, ops
         self.in_proj = self.qkv_proj = qkv_proj
 
     @property
@@ -99,9 +98,12 @@ class Attention(AttentionLayer):
         yield Gemm("linear" if next_norm is None else "linear_add", self.o_proj, next_norm, after_attention=True)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
-        """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`."""
+        """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`. The backend does both where it can."""
         if self._row_norms is not None:
             qkv = self._row_norms(qkv)
+        attended = context.backend.forward_rows(qkv, self.spec, context.batch)
+        if attended is not None:
+            return attended
         q = self.ops.rope_and_cache(qkv, self.heads, self.spec.layer_id, context)
         return context.backend.forward(q, self.spec, context.batch)
 

@@ -11,7 +11,7 @@ from runtime.layers.attention.base import AttentionBackend, AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
 
 
-class MixedHeadsAttention:
+class MixedHeadsAttention(AttentionBackend):
     """`AttentionBackend` that hands each layer to the backend of its kind. All of them plan every pass."""
 
     def __init__(self, backends: Sequence[AttentionBackend], by_layer: Sequence[int]) -> None:
@@ -32,6 +32,10 @@ class MixedHeadsAttention:
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, key_dim] -> [T, H * value_dim]."""
         return self._backends[self._by_layer[layer.layer_id]].forward(q, layer, batch)
+
+    def forward_rows(self, qkv: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor | None:
+        """Attend to rows of the qkv projection, if the layer's backend does. [T, (H + 2 G) * D] -> [T, H * D]."""
+        return self._backends[self._by_layer[layer.layer_id]].forward_rows(qkv, layer, batch)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """Those of all backends."""

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from runtime.config.attention_caps import ATTENTION_CAPS
-from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.stable_shapes import HeadKind, StableShapes, any_shapes, find_stable_shapes
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
@@ -41,7 +41,7 @@ class Segment:
     masks: dict[tuple[int, bool], tuple[torch.Tensor | None, torch.Tensor | None]]
 
 
-class TorchNativeAttention:
+class TorchNativeAttention(AttentionBackend):
     """`AttentionBackend` of gathered pages and `scaled_dot_product_attention`.
 
     Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass is one

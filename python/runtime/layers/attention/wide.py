@@ -10,7 +10,7 @@ import torch
 
 from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.errors import ConfigError
-from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
 from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention, warm_up
 from runtime.layers.attention.kernels.split_shape import MAX_WIDTH, SplitShape, one_of_each_kernel, supports
@@ -30,7 +30,7 @@ class _FixedPlan:
     split: SplitShape | None
 
 
-class WideAttention:
+class WideAttention(AttentionBackend):
     """`AttentionBackend` of layers with heads of 512. Causal, without trees and sinks."""
 
     caps = ATTENTION_CAPS["fa3"]

@@ -5,138 +5,10 @@
 // weights by its own columns of the values. Sums of the warps therefore need no merge; those of the blocks do: each block sends every other one
 // the columns which that one merges, through distributed shared memory.
 //
-// All but the last `width` keys of a request were stored before this pass. Their copies begin while the previous kernel still runs.
+// All but the last `width` keys of a request were stored before this pass. Their copies begin while the previous kernel still runs. The last
+// ones were stored by that kernel, or they are rotated and stored here.
 //
-// Sources: flash-decoding (Dao et al. 2023); PTX ISA, "mma.m16n8k16", "ldmatrix", "cp.async", "mapa", "barrier.cluster", "griddepcontrol".
-//
-// Constants from the host: D (64 or 128), ROW_TILES (1 or 2: 16 rows each, queries times heads of a group, that a cluster computes), WARPS (4 or
-// 8), STAGES (steps of which keys are copied ahead, at least 2), MOST_BLOCKS (of a cluster), EARLY (whether the kernel starts before the previous
-// one has ended).
-
-typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
-
-constexpr int THREADS = 32 * WARPS, ROWS = 16 * ROW_TILES;
-constexpr int TILE_KEYS = 16, ROW_BYTES = 2 * D, CHUNKS = D / 8;  // chunks of 16 bytes of a key or value
-constexpr int TILE_BYTES = TILE_KEYS * ROW_BYTES, STAGE_BYTES = WARPS * TILE_BYTES;
-constexpr int LINES = ROW_BYTES / 128;                  // of a key or value in L2
-constexpr int GROUPS = D / 8 / WARPS;                   // of eight columns of the values, of a warp
-constexpr int CHAINS = ROW_TILES == 1 ? 2 : 1;          // sums of a score that do not wait for each other
-constexpr int MERGED_AT_ONCE = 8;
-constexpr int STEPS_AHEAD = 2;                          // whose keys are prefetched into L2, beyond those that are copied
-#define NO_SCORE __int_as_float(0xFF800000)  // minus infinity, which NVRTC has no constant for
-
-struct Pass {
-    const u16 *q, *k, *v;  // [B * width, heads, D], caches by slot
-    u16* out;              // as q
-    const int *pages, *rows, *lens;
-    const void* sinks;     // one per head, float32 or bfloat16, or null
-    float scale;           // of scores, times the base-2 logarithm of e
-    int kv_heads, group, inverse, row_blocks;  // inverse: of `group`, times 65536; row_blocks: clusters of a request and KV head
-    int width, window, causal, page_shift, pages_stride, float_sinks;
-};
-
-enum Part { ALL, STORED, FRESH };  // which keys of a tile are copied: those of earlier passes, those of this one
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void copy16(u32 shared, const void* global, bool in) {  // zeros if not `in`
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(in ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
-
-__device__ __forceinline__ void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" :: "l"(line)); }
-
-template <int COUNT> __device__ __forceinline__ void load_transposed(u32 (&to)[2 * COUNT], u32 row) {  // of 16 keys x 8 COUNT columns
-    if constexpr (COUNT == 2)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(row) : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(row) : "memory");
-}
-
-__device__ __forceinline__ void mma(float (&sums)[4], u32 g_low, u32 h_low, u32 g_high, u32 h_high, u32 x_low, u32 x_high) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(g_low), "r"(h_low), "r"(g_high), "r"(h_high), "r"(x_low), "r"(x_high));
-}
-
-__device__ __forceinline__ float of_bf16(u16 bits) { return __uint_as_float((u32)bits << 16); }
-
-__device__ __forceinline__ float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ u32 narrow(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
-__device__ __forceinline__ u32 cluster_size() { u32 n; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n)); return n; }
-__device__ __forceinline__ u32 cluster_rank() { u32 n; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n)); return n; }
-
-// The address of another block's shared memory where `shared` lies in this one's.
-__device__ __forceinline__ u32 address_in(u32 shared, u32 rank) {
-    u32 mapped;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared), "r"(rank));
-    return mapped;
-}
-// Stores in the memory of another block, and counts the bytes at its barrier.
-__device__ __forceinline__ void send(u32 mapped, u32 mapped_barrier, float x, float y) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
-        :: "r"(mapped), "f"(x), "f"(y), "r"(mapped_barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_init(u32 barrier) {  // for one arrival; other blocks see it after the cluster's barrier
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier) {
-    asm volatile(
-        "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n@!done bra AGAIN;\n}"
-        :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void launch_next() { if (EARLY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_previous() { if (EARLY) asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// Scores are compared with the largest so far; where there is none, with 0.
-__device__ __forceinline__ float finite_top(float top) { return top == NO_SCORE ? 0.0f : top; }
-
-// The columns of odd keys have their halves of 128 bytes swapped: a quarter warp, four chunks of two keys, reads all banks.
-__device__ __forceinline__ int key_chunk(int key, int chunk) { return chunk ^ (key & 1) << 2; }
-// Eight values that ldmatrix reads together have the same columns in different banks.
-__device__ __forceinline__ int value_chunk(int key, int chunk) { return chunk ^ (key & 7); }
-
-// Copies the keys, or the values, of one tile, by the 32 lanes of a warp; zeros from key `stop` on. `row` of lanes 0 to 15: the key's row in
-// the cache, of D values. FRESH keys are those from `fresh` to `stop`.
-template <Part PART, bool VALUES>
-__device__ __forceinline__ void copy_tile(u32 to, const u16* cache, u32 row, int first_key, int fresh, int stop) {
-    constexpr int TOGETHER = 32 / CHUNKS;  // keys of an instruction
-    const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
-    #pragma unroll 4
-    for (int i = 0; i < TILE_KEYS / TOGETHER; i++) {
-        const int key = i * TOGETHER + lane / CHUNKS, at = first_key + key;
-        const u8* const from = (const u8*)cache + (u64)__shfl_sync(~0u, row, key) * ROW_BYTES + chunk * 16;
-        const bool is_fresh = at >= fresh && at < stop;
-        if (PART == ALL || is_fresh == (PART == FRESH))
-            copy16(to + key * ROW_BYTES + (VALUES ? value_chunk(key, chunk) : key_chunk(key, chunk)) * 16, from, at < stop);
-    }
-}
-
-// The query of a row, its query head, and where that lies in `q` and `out`; `head` is the KV head, whose group the rows go through for each query.
-__device__ __forceinline__ int query_of(const Pass& pass, int row) { return row * pass.inverse >> 16; }
-__device__ __forceinline__ int head_of(const Pass& pass, int head, int row) {
-    return head * pass.group + row - query_of(pass, row) * pass.group;
-}
-__device__ __forceinline__ long place_of(const Pass& pass, int b, int head, int row) {
-    return ((long)(b * pass.width + query_of(pass, row)) * (pass.kv_heads * pass.group) + head_of(pass, head, row)) * D;
-}
+// Source: flash-decoding (Dao et al. 2023). Constants from the host: see `cluster_parts.cu`.
 
 // Writes rows of `columns` columns from `first_column` on, of which `used` blocks have sent their parts, in the order of the blocks.
 __device__ __forceinline__ void merge(
@@ -180,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
     u8* const keys = shared;                                             // [STAGES][WARPS] tiles
     u8* const values = keys + STAGES * STAGE_BYTES;                      // likewise
     uint4* const weights = (uint4*)(values + STAGES * STAGE_BYTES);      // [2][WARPS][ROW_TILES][32], as the tensor cores take them
-    float* const tops = (float*)(weights + 2 * WARPS * ROW_TILES * 32);  // [2][ROWS][WARPS], largest scores of the warps so far
+    u8* const new_queries = (u8*)weights + STEP_WEIGHTS;                 // [ROWS], which step 1 overwrites
+    float* const tops = (float*)(new_queries + max(STEP_WEIGHTS, ROWS * ROW_BYTES));  // [2][ROWS][WARPS], largest scores of the warps so far
     float* const totals = tops + 2 * ROWS * WARPS;                       // [ROWS][WARPS], sums of weights
     float* const sinks = totals + ROWS * WARPS;                          // [ROWS], base 2
     float2* const peaks = (float2*)(sinks + ROWS);                       // [MOST_BLOCKS][ROWS], largest score and sum of weights of a block
@@ -197,6 +70,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
     const int first_row = (item - pair * pass.row_blocks) * ROWS, rows = min(pass.width * pass.group - first_row, ROWS);
     const int length = pass.lens[b];
     const int* const pages = pass.pages + (long)pass.rows[b] * pass.pages_stride;
+    NewHead heads[ROUNDS];
+    if constexpr (ROTATES) {
+        #pragma unroll
+        for (int round = 0; round < ROUNDS; round++) heads[round] = new_head(pass, b, head, first_row, rows, round);
+    }
 
     // The tiles of this block, of as many as `used` blocks share.
     const int low_tile = pass.window < 0 ? 0 : max(length - pass.width - pass.window, 0) / TILE_KEYS;
@@ -251,27 +129,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
         sinks[threadIdx.x] = pass.sinks == nullptr ? NO_SCORE : sink() * 1.4426950408889634f;
     }
     if (threadIdx.x == 0) barrier_expect(shared_address(&sent), used * rows * (8 + 4 * columns));
+    const Block block = {head, first_row, begin, fresh, stop};
     wait_for_previous();
 
     // Lane (g, t) holds 8 neighbouring columns of its rows in each 32: an instruction multiplies the same 16 columns of queries and keys, whichever
     // these are, so a score sums all columns.
     uint4 q[ROW_TILES][2][D / 32];
+    if constexpr (ROTATES) {
+        uint4 chunks[ROUNDS][2];
+        #pragma unroll
+        for (int round = 0; round < ROUNDS; round++) {
+            NewHead& h = heads[round];
+            if (!needs(block, h)) h.from = nullptr;
+            chunks[round][0] = h.from == nullptr ? make_uint4(0, 0, 0, 0) : *(const uint4*)(h.from + 8 * h.low);
+            chunks[round][1] = h.from == nullptr ? make_uint4(0, 0, 0, 0) : *(const uint4*)(h.from + 8 * h.high);
+        }
+        #pragma unroll
+        for (int round = 0; round < ROUNDS; round++)
+            leave(pass, block, heads[round], chunks[round][0], chunks[round][1], new_queries, keys, values);
+        __syncthreads();
+    }
     #pragma unroll
     for (int m = 0; m < ROW_TILES; m++)
         #pragma unroll
         for (int h = 0; h < 2; h++)
             #pragma unroll
-            for (int j = 0; j < D / 32; j++)
-                q[m][h][j] = steps > 0 && queries[m][h] != nullptr ? *(const uint4*)(queries[m][h] + 32 * j) : make_uint4(0, 0, 0, 0);
-    #pragma unroll 1
-    for (int s = 0; s < STAGES; s++) {
-        const int tile = begin + s * WARPS + warp;
-        if (tile >= end || (tile + 1) * TILE_KEYS <= fresh) continue;
-        const u32 of_fresh = row_in(s);
-        copy_tile<FRESH, false>(own_keys + s * STAGE_BYTES, pass.k, of_fresh, tile * TILE_KEYS, fresh, stop);
-        copy_tile<FRESH, true>(own_values + s * STAGE_BYTES, pass.v, of_fresh, tile * TILE_KEYS, fresh, stop);
-        commit_copies();  // a group more than the waits below count: while it makes them wait for too much, nothing is missing
-        wait_copies<0>();
+            for (int j = 0; j < D / 32; j++) {
+                if constexpr (ROTATES) q[m][h][j] = *(const uint4*)(new_queries + (16 * m + 8 * h + g) * ROW_BYTES + key_chunk(g, 4 * j + t) * 16);
+                else q[m][h][j] = steps > 0 && queries[m][h] != nullptr ? *(const uint4*)(queries[m][h] + 32 * j) : make_uint4(0, 0, 0, 0);
+            }
+    if constexpr (!ROTATES) {
+        #pragma unroll 1
+        for (int s = 0; s < STAGES; s++) {
+            const int tile = begin + s * WARPS + warp;
+            if (tile >= end || (tile + 1) * TILE_KEYS <= fresh) continue;
+            const u32 of_fresh = row_in(s);
+            copy_tile<FRESH, false>(own_keys + s * STAGE_BYTES, pass.k, of_fresh, tile * TILE_KEYS, fresh, stop);
+            copy_tile<FRESH, true>(own_values + s * STAGE_BYTES, pass.v, of_fresh, tile * TILE_KEYS, fresh, stop);
+            commit_copies();  // a group more than the waits below count: while it makes them wait for too much, nothing is missing
+            wait_copies<0>();
+        }
     }
 
     float top[ROW_TILES][2], total[ROW_TILES][2];  // of this warp's keys; totals of this lane's

@@ -1,4 +1,7 @@
-"""Split-KV attention of few requests in CUDA C++: one launch, in which the blocks of a cluster merge their shares (`cluster_decode.cu`)."""
+"""Split-KV attention of few requests in CUDA C++: one launch, in which the blocks of a cluster merge their shares (`cluster_decode.cu`).
+
+The same launch can norm, rotate and store the heads of the pass's own tokens (`new_heads.cu`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import torch
 
 from runtime.config.kernel_configs import ClusterConfig
 from runtime.layers.kernels import cuda_driver
+from runtime.layers.norm import RMSNorm
+from runtime.layers.rope import RotaryHeads
 
 if TYPE_CHECKING:  # both import Triton
     from runtime.layers.attention.kernels.split_decode import SplitKeys
@@ -26,7 +31,26 @@ TILE_KEYS = 16
 """Keys of a warp in one step."""
 MOST_BLOCKS = 16
 """The largest cluster of Hopper."""
+MOST_NEW = 8
+"""Most queries per request whose heads the kernel rotates."""
+CHUNK = 8
+"""Columns of a head that a lane holds together."""
 LOG2_E = 1.4426950408889634
+FILES = ("cluster_parts.cu", "new_heads.cu", "cluster_decode.cu")
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The tokens of a pass, whose heads are neither normed nor rotated nor stored yet.
+
+    Attributes:
+        heads: how their rows become heads.
+        positions, slots: int64 [B * W], where they stand and which slot of the caches each writes.
+    """
+
+    heads: RotaryHeads
+    positions: torch.Tensor
+    slots: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +62,7 @@ class _Variant:
     warps: int
     stages: int
     early: bool
+    rotates: bool
 
 
 class _Pass(ctypes.Structure):
@@ -45,16 +70,18 @@ class _Pass(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "pages", "rows", "lens", "sinks")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots", "cos_sin", "q_gain", "k_gain")),
+        *((name, ctypes.c_float) for name in ("scale", "q_eps", "k_eps")),
         *((name, ctypes.c_int) for name in ("kv_heads", "group", "inverse", "row_blocks")),
-        *((name, ctypes.c_int) for name in ("width", "window", "causal", "page_shift", "pages_stride", "float_sinks")),
+        *((name, ctypes.c_int) for name in ("width", "window", "causal", "page_shift", "pages_stride", "float_sinks", "turning")),
     )
 
 
 def supports(shape: SplitShape, page_size: int, q: torch.Tensor, cache: torch.Tensor, sinks: torch.Tensor | None) -> bool:
     """Whether the kernel takes passes of this shape, without a log-sum-exp, over this cache on its device."""
     return (
-        q.is_cuda
+        shape.config.cluster is not None
+        and q.is_cuda
         and q.dtype is torch.bfloat16
         and cache.dtype is torch.bfloat16
         and not shape.config.scheduled
@@ -67,37 +94,65 @@ def supports(shape: SplitShape, page_size: int, q: torch.Tensor, cache: torch.Te
     )
 
 
+def takes_rows(
+    heads: RotaryHeads, shape: SplitShape, page_size: int, qkv: torch.Tensor, cache: torch.Tensor, sinks: torch.Tensor | None
+) -> bool:
+    """Whether the kernel takes `NewTokens` with such heads in passes that it `supports`."""
+    return (
+        shape.width <= MOST_NEW
+        and heads.v_norm is None
+        and not heads.shared_kv
+        and heads.kv_scales is None
+        and not heads.rope.interleaved
+        and heads.rope.dim % (2 * CHUNK) == 0
+        and all(norm is None or norm.weight.dtype is torch.bfloat16 for norm in (heads.q_norm, heads.k_norm))
+        and supports(shape, page_size, qkv, cache, sinks)
+    )
+
+
 def cluster_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     keys: SplitKeys,
     shape: SplitShape,
-    config: ClusterConfig,
     scale: float,
     *,
     causal: bool = True,
     window: int = -1,
     sinks: torch.Tensor | None = None,
+    new: NewTokens | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """`split_attention` for passes that the kernel `supports`; bit for bit, a result depends on its own request and on `shape`.
 
-    With `pdl`, all keys but the last W of a request are read before the wait too: a kernel without early start must run
-    between the pass that wrote them and this one. The embedding of each pass is one.
+    With `new`, `q` holds the rows [B * W, (H + 2 G) * D] of the qkv projection, contiguous, and the kernel does first what
+    `rope_and_cache` does: keys and values of these tokens are written to the caches. Each block rotates its own queries and the keys
+    and values that it reads, so no block waits for another. The slots are those that `keys` has for the last W keys of each request; a
+    token that no wanted query sees may have another.
+
+    With `pdl`, positions, slots and all keys but the last W of a request are read before the wait too: a kernel without early start
+    must run between what wrote them and this kernel. The embedding of each pass is one.
     """
-    D, G = shape.head_dim, shape.num_kv_heads
-    group = shape.num_q_heads // G
-    variant, row_blocks = _variant(config, D, shape.width * group, pdl)
+    config, D, H, G = shape.config.cluster, shape.head_dim, shape.num_q_heads, shape.num_kv_heads
+    assert config is not None, "the shape has no cut for clusters"
+    assert q.is_contiguous(), "queries must be contiguous"
+    group = H // G
+    variant, row_blocks = _variant(config, D, shape.width * group, pdl, new is not None)
     clusters = shape.batch * G * row_blocks
     kernel, size = _kernel(_kernels(variant, config.largest), clusters)
-    out = torch.empty_like(q)
-    pointers = (q, k_cache, v_cache, out, keys.pages, keys.rows, keys.seq_lens, sinks)
+    out = torch.empty((shape.batch * shape.width, H, D), dtype=q.dtype, device=q.device)
+    positions, slots, heads = (None, None, None) if new is None else (new.positions, new.slots, new.heads)
+    rope, norms = (None, (None, None)) if heads is None else (heads.rope, (heads.q_norm, heads.k_norm))
+    pointers = (
+        q, k_cache, v_cache, out, keys.pages, keys.rows, keys.seq_lens, sinks,
+        positions, slots, rope and rope.cos_sin, *(norm and norm.weight for norm in norms),
+    )  # fmt: skip
     addresses = (None if tensor is None else tensor.data_ptr() for tensor in pointers)
     float_sinks = sinks is not None and sinks.dtype is torch.float32
     arguments = _Pass(
-        *addresses, scale * LOG2_E, G, group, inverse(group), row_blocks, shape.width, window, int(causal),
-        keys.page_size.bit_length() - 1, keys.pages.stride(0), int(float_sinks),
+        *addresses, scale * LOG2_E, *map(_eps, norms), G, group, inverse(group), row_blocks, shape.width, window, int(causal),
+        keys.page_size.bit_length() - 1, keys.pages.stride(0), int(float_sinks), 0 if rope is None else rope.dim // (2 * CHUNK),
     )  # fmt: skip
     kernel(clusters * size, (arguments,), pdl)
     return out
@@ -108,11 +163,15 @@ def inverse(group: int) -> int:
     return (1 << 16) // group + 1
 
 
-def _variant(config: ClusterConfig, head_dim: int, rows: int, early: bool) -> tuple[_Variant, int]:
+def _eps(norm: RMSNorm | None) -> float:
+    return 0.0 if norm is None else norm.eps
+
+
+def _variant(config: ClusterConfig, head_dim: int, rows: int, early: bool, rotates: bool = False) -> tuple[_Variant, int]:
     """The program for so many rows, and the clusters that share them."""
     tiles = -(-rows // TILE_ROWS)
     stages = config.stages * HEAD_DIMS[-1] // head_dim
-    return _Variant(head_dim, min(tiles, MAX_ROW_TILES), config.warps, stages, early), -(-tiles // MAX_ROW_TILES)
+    return _Variant(head_dim, min(tiles, MAX_ROW_TILES), config.warps, stages, early, rotates), -(-tiles // MAX_ROW_TILES)
 
 
 def _kernel(kernels: tuple[tuple[cuda_driver.Kernel, int], ...], clusters: int) -> tuple[cuda_driver.Kernel, int]:
@@ -135,15 +194,16 @@ def shared_bytes(variant: _Variant) -> int:
     """Shared memory of a block, in the order of the CUDA source."""
     v = variant
     rows, ring = TILE_ROWS * v.row_tiles, v.stages * v.warps * TILE_KEYS * 2 * v.head_dim
-    weights, numbers = 2 * v.warps * v.row_tiles * 512, 3 * v.warps + 1 + 2 * MOST_BLOCKS + v.head_dim
-    return 2 * ring + weights + 4 * rows * numbers
+    weights, queries, numbers = v.warps * v.row_tiles * 512, rows * 2 * v.head_dim, 3 * v.warps + 1 + 2 * MOST_BLOCKS + v.head_dim
+    return 2 * ring + weights + max(weights, queries) + 4 * rows * numbers
 
 
 def source(variant: _Variant) -> str:
     """The CUDA program of one variant."""
     v = variant
     constants = dict(
-        D=v.head_dim, ROW_TILES=v.row_tiles, WARPS=v.warps, STAGES=v.stages, MOST_BLOCKS=MOST_BLOCKS, EARLY=int(v.early),
+        D=v.head_dim, ROW_TILES=v.row_tiles, WARPS=v.warps, STAGES=v.stages, MOST_BLOCKS=MOST_BLOCKS, MOST_NEW=MOST_NEW, EARLY=int(v.early),
+        ROTATES=int(v.rotates),
     )  # fmt: skip
-    text = Path(__file__).with_name("cluster_decode.cu").read_text(encoding="utf-8")
-    return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), text])
+    texts = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in FILES)
+    return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), *texts])

@@ -20,6 +20,7 @@ from runtime.layers.attention.kernels import cluster_decode
 from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work, unpack
 from runtime.layers.attention.kernels.split_shape import SplitShape
 from runtime.layers.attention.kernels.tile_slots import tile_slots
+from runtime.layers.rope import RotaryHeads
 
 MERGED_AT_ONCE = 2
 """Shares that the last program of a scheduled request merges per step."""
@@ -114,10 +115,8 @@ def split_attention(
     assert causal or sinks is None, "sinks require a causal pass"
     assert causal or window < 0 or lse is None, "a window requires a causal pass"
     assert (keys.schedule is not None) == config.scheduled, "a scheduled config needs a schedule, another has none"
-    if config.cluster is not None and lse is None and cluster_decode.supports(shape, keys.page_size, q, k_cache, sinks):
-        return cluster_decode.cluster_attention(
-            q, k_cache, v_cache, keys, shape, config.cluster, scale, causal=causal, window=window, sinks=sinks, pdl=pdl
-        )
+    if lse is None and cluster_decode.supports(shape, keys.page_size, q, k_cache, sinks):
+        return cluster_decode.cluster_attention(q, k_cache, v_cache, keys, shape, scale, causal=causal, window=window, sinks=sinks, pdl=pdl)
     out, splits, rows, group = torch.empty_like(q), shape.splits, shape.rows, H // G
     launch = {"launch_pdl": True} if pdl else {}
     items = None if keys.schedule is None else keys.schedule.items
@@ -153,9 +152,15 @@ def warm_up(
     sinks: bool,
     causal: bool = True,
     scaled: bool = False,
+    heads: RotaryHeads | None = None,
     pdl: bool,
 ) -> None:
-    """Run a pass of `shape` over zeros, to compile its kernels; `scaled`: over a cache in e4m3."""
+    """Run a pass of `shape` over zeros, to compile its kernels.
+
+    Args:
+        scaled: over a cache in e4m3.
+        heads: of a layer that hands over rows of its qkv projection where a kernel takes them.
+    """
     q = torch.zeros((shape.batch * shape.width, shape.num_q_heads, shape.head_dim), dtype=dtype, device=device)
     stored = torch.float8_e4m3fn if scaled else dtype
     cache = torch.zeros((1, page_size, shape.num_kv_heads, shape.head_dim), dtype=stored, device=device)
@@ -166,9 +171,15 @@ def warm_up(
     if schedule is not None:
         schedule_work(lens, shape.splits, shape.config.tile, schedule)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if tree else None
+    keys, sink = SplitKeys(pages, rows, lens, page_size, schedule), q.new_zeros(shape.num_q_heads) if sinks and not tree else None
+    if heads is not None and not tree and cluster_decode.takes_rows(heads, shape, page_size, q, cache, sink):
+        qkv = q.new_zeros((len(q), (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim))
+        zeros = torch.zeros(len(q), dtype=torch.int64, device=device)
+        new = cluster_decode.NewTokens(heads, zeros, zeros)
+        cluster_decode.cluster_attention(qkv, cache, cache, keys, shape, 1.0, causal=causal, window=window, sinks=sink, new=new, pdl=pdl)
+        return
     split_attention(
-        q, cache, cache, SplitKeys(pages, rows, lens, page_size, schedule), shape, SplitWorkspace([shape], device), 1.0,
-        causal=causal and not tree, window=window, sinks=q.new_zeros(shape.num_q_heads) if sinks and not tree else None, lse=lse,
+        q, cache, cache, keys, shape, SplitWorkspace([shape], device), 1.0, causal=causal and not tree, window=window, sinks=sink, lse=lse,
         kv_scales=torch.ones(2, device=device) if scaled else None, pdl=pdl,
     )  # fmt: skip
 

@@ -1,0 +1,138 @@
+// The heads of a pass's own tokens, from rows of the qkv projection: normed, rotated, and left where attention reads them.
+//
+// Each block needs all of its queries, and leaves them in shared memory. A new key and its value lie in one tile, so one block of a cluster reads
+// them: it takes their places among its stored keys, and stores them in the cache. A key beyond the stages that are copied ahead is read back
+// from there, by the block that stored it; clusters that share a request and KV head then all store it, the same bits.
+//
+// HEAD_LANES lanes share a head. Each has two chunks of eight columns, which rotate together or not at all, as in `rope_and_cache.py`.
+
+constexpr int HEAD_LANES = D / 16, HEADS = 32 / HEAD_LANES;  // heads of a warp at once
+constexpr int ROUNDS = (ROWS + 2 * MOST_NEW + HEADS * WARPS - 1) / (HEADS * WARPS);
+static_assert(ROWS % HEADS == 0 && MOST_NEW % HEADS == 0, "the heads of a warp are of one kind");
+
+enum Kind { QUERY, KEY, VALUE };
+
+// What a block computes: rows from `first_row` on, over tiles from `begin` on and keys up to `stop`, of which those from `fresh` on are new.
+struct Block { int head, first_row, begin, fresh, stop; };
+
+// A lane's part of a head.
+struct NewHead {
+    Kind kind;
+    int index;        // row of a query, or token of a key or value
+    int low, high;    // the lane's chunks
+    const u16* from;  // null where the block does not need the head
+    long slot;        // of a key or value
+    float cos[8], sin[8];
+    uint4 gains[2];
+};
+
+// The lane's part of the head that its warp takes in a round, with what depends neither on the previous kernel nor on the request's length.
+__device__ __forceinline__ NewHead new_head(const Pass& pass, int b, int kv_head, int first_row, int rows, int round) {
+    const int lane = threadIdx.x % 32, first = (round * WARPS + threadIdx.x / 32) * HEADS, own = lane % HEAD_LANES;
+    const int q_heads = pass.kv_heads * pass.group;
+    const bool turns = own < pass.turning;
+    NewHead h;
+    h.kind = first < ROWS ? QUERY : first < ROWS + MOST_NEW ? KEY : VALUE;
+    h.index = first + lane / HEAD_LANES - (h.kind == QUERY ? 0 : h.kind == KEY ? ROWS : ROWS + MOST_NEW);
+    h.low = turns ? own : own + pass.turning;
+    h.high = h.low + (turns ? pass.turning : CHUNKS / 2 - pass.turning);
+    h.from = nullptr;
+    h.slot = 0;
+    h.gains[0] = h.gains[1] = make_uint4(0, 0, 0, 0);
+    #pragma unroll
+    for (int i = 0; i < 8; i++) h.cos[i] = 1.0f, h.sin[i] = 0.0f;
+    if (h.index >= (h.kind == QUERY ? rows : pass.width)) return h;
+    const int query = first_row + h.index, token = b * pass.width + (h.kind == QUERY ? query_of(pass, query) : h.index);
+    const int place = h.kind == QUERY ? head_of(pass, kv_head, query) : q_heads + kv_head + (h.kind == KEY ? 0 : pass.kv_heads);
+    h.from = pass.q + ((long)token * (q_heads + 2 * pass.kv_heads) + place) * D;
+    if (h.kind != QUERY) h.slot = pass.slots[token];
+    if (h.kind == VALUE) return h;
+    const long long position = pass.positions[token];
+    const u16* const gain = h.kind == QUERY ? pass.q_gain : pass.k_gain;
+    if (gain != nullptr) h.gains[0] = *(const uint4*)(gain + 8 * h.low), h.gains[1] = *(const uint4*)(gain + 8 * h.high);
+    if (turns) {
+        const float* const angles = pass.cos_sin + position * (16 * pass.turning) + 8 * own;  // cosines, then as many sines
+        #pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+            const float4 cos = *(const float4*)(angles + i), sin = *(const float4*)(angles + 8 * pass.turning + i);
+            h.cos[i] = cos.x, h.cos[i + 1] = cos.y, h.cos[i + 2] = cos.z, h.cos[i + 3] = cos.w;
+            h.sin[i] = sin.x, h.sin[i + 1] = sin.y, h.sin[i + 2] = sin.z, h.sin[i + 3] = sin.w;
+        }
+    }
+    return h;
+}
+
+// Whether a block needs the head: all queries, if it has keys, and its own keys and values.
+__device__ __forceinline__ bool needs(const Block& block, const NewHead& h) {
+    const int key = block.fresh + h.index, first_key = block.begin * TILE_KEYS;
+    return h.kind == QUERY ? first_key < block.stop : key >= first_key && key < block.stop;
+}
+
+__device__ __forceinline__ void widen8(float (&to)[8], uint4 from) {
+    const u32 words[4] = {from.x, from.y, from.z, from.w};
+    #pragma unroll
+    for (int i = 0; i < 4; i++) to[2 * i] = of_bf16(words[i] & 0xFFFF), to[2 * i + 1] = of_bf16(words[i] >> 16);
+}
+__device__ __forceinline__ uint4 narrow8(const float (&x)[8]) {
+    return make_uint4(narrow(x[0], x[1]), narrow(x[2], x[3]), narrow(x[4], x[5]), narrow(x[6], x[7]));
+}
+
+// Zeros for NaN and infinity, as caches hold them (`finite.py`).
+__device__ __forceinline__ u32 finite2(u32 two) {
+    if ((two & 0x7F80) == 0x7F80) two &= 0xFFFF0000;
+    if ((two & 0x7F800000) == 0x7F800000) two &= 0xFFFF;
+    return two;
+}
+__device__ __forceinline__ uint4 finite8(uint4 v) { return make_uint4(finite2(v.x), finite2(v.y), finite2(v.z), finite2(v.w)); }
+
+// Norms and rotates a query or a key, of which the lane has `low` and `high`.
+__device__ __forceinline__ void rotate(const Pass& pass, const NewHead& h, uint4& low, uint4& high) {
+    float x[8], y[8];
+    widen8(x, low);
+    widen8(y, high);
+    if (pass.q_gain != nullptr) {
+        float gain[8], high_gain[8], sum = 0.0f;
+        widen8(gain, h.gains[0]);
+        widen8(high_gain, h.gains[1]);
+        #pragma unroll
+        for (int i = 0; i < 8; i++) sum += x[i] * x[i] + y[i] * y[i];
+        #pragma unroll
+        for (int apart = HEAD_LANES / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+        const float factor = rsqrtf(sum / D + (h.kind == QUERY ? pass.q_eps : pass.k_eps));
+        #pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = x[i] * factor * gain[i], y[i] = y[i] * factor * high_gain[i];
+    }
+    #pragma unroll
+    for (int i = 0; i < 8; i++) {  // rounded as the kernel in Triton rounds
+        const float rotated = __fmaf_rn(x[i], h.cos[i], -__fmul_rn(y[i], h.sin[i]));
+        y[i] = __fmaf_rn(y[i], h.cos[i], __fmul_rn(x[i], h.sin[i]));
+        x[i] = rotated;
+    }
+    low = narrow8(x);
+    high = narrow8(y);
+}
+
+// Leaves a head's chunks, as loaded, in `queries`, or in the stages and the cache.
+__device__ __forceinline__ void leave(const Pass& pass, const Block& block, const NewHead& h, uint4 low, uint4 high, u8* queries, u8* keys, u8* values) {
+    if (h.kind != VALUE) rotate(pass, h, low, high);
+    if (h.kind == QUERY) {  // zeros beyond the last row
+        u8* const to = queries + h.index * ROW_BYTES;
+        *(uint4*)(to + key_chunk(h.index, h.low) * 16) = low;
+        *(uint4*)(to + key_chunk(h.index, h.high) * 16) = high;
+    } else if (h.from != nullptr) {
+        low = finite8(low);
+        high = finite8(high);
+        const int at = block.fresh + h.index, key = at % TILE_KEYS, tile = at / TILE_KEYS - block.begin;
+        const bool ahead = tile < STAGES * WARPS;
+        if (ahead) {
+            u8* const to = (h.kind == KEY ? keys : values) + tile * TILE_BYTES + key * ROW_BYTES;
+            *(uint4*)(to + (h.kind == KEY ? key_chunk(key, h.low) : value_chunk(key, h.low)) * 16) = low;
+            *(uint4*)(to + (h.kind == KEY ? key_chunk(key, h.high) : value_chunk(key, h.high)) * 16) = high;
+        }
+        if (block.first_row == 0 || !ahead) {
+            u16* const to = (h.kind == KEY ? pass.k : pass.v) + (h.slot * pass.kv_heads + block.head) * D;
+            *(uint4*)(to + 8 * h.low) = low;
+            *(uint4*)(to + 8 * h.high) = high;
+        }
+    }
+}

@@ -129,7 +129,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
         sinks[threadIdx.x] = pass.sinks == nullptr ? NO_SCORE : sink() * 1.4426950408889634f;
     }
     if (threadIdx.x == 0) barrier_expect(shared_address(&sent), used * rows * (8 + 4 * columns));
-    const Block block = {head, first_row, begin, fresh, stop};
+    if constexpr (ROTATES) {
+        const Block block = {head, first_row, begin, fresh, stop};
+        #pragma unroll
+        for (int round = 0; round < ROUNDS; round++)
+            place_head(pass, block, heads[round], shared_address(new_queries), shared_address(keys), shared_address(values));
+    }
     wait_for_previous();
 
     // Lane (g, t) holds 8 neighbouring columns of its rows in each 32: an instruction multiplies the same 16 columns of queries and keys, whichever
@@ -139,14 +144,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
         uint4 chunks[ROUNDS][2];
         #pragma unroll
         for (int round = 0; round < ROUNDS; round++) {
-            NewHead& h = heads[round];
-            if (!needs(block, h)) h.from = nullptr;
-            chunks[round][0] = h.from == nullptr ? make_uint4(0, 0, 0, 0) : *(const uint4*)(h.from + 8 * h.low);
-            chunks[round][1] = h.from == nullptr ? make_uint4(0, 0, 0, 0) : *(const uint4*)(h.from + 8 * h.high);
+            const NewHead& h = heads[round];
+            chunks[round][0] = chunks[round][1] = make_uint4(0, 0, 0, 0);
+            if (h.from != nullptr) chunks[round][0] = load_global(h.from), chunks[round][1] = load_global(h.from + h.apart);
         }
         #pragma unroll
-        for (int round = 0; round < ROUNDS; round++)
-            leave(pass, block, heads[round], chunks[round][0], chunks[round][1], new_queries, keys, values);
+        for (int round = 0; round < ROUNDS; round++) leave(pass, heads[round], chunks[round][0], chunks[round][1]);
         __syncthreads();
     }
     #pragma unroll

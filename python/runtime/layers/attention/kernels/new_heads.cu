@@ -20,8 +20,11 @@ struct NewHead {
     Kind kind;
     int index;        // row of a query, or token of a key or value
     int low, high;    // the lane's chunks
-    const u16* from;  // null where the block does not need the head
+    const u16* from;  // where the lower chunk comes from; null where the block does not need the head
     long slot;        // of a key or value
+    u32 kept[2];      // where the chunks go in shared memory; 0 where they do not
+    u16* stored;      // where the lower chunk goes in the cache; null where it does not
+    int apart;        // values from the lower chunk to the higher
     float cos[8], sin[8];
     uint4 gains[2];
 };
@@ -44,7 +47,7 @@ __device__ __forceinline__ NewHead new_head(const Pass& pass, int b, int kv_head
     if (h.index >= (h.kind == QUERY ? rows : pass.width)) return h;
     const int query = first_row + h.index, token = b * pass.width + (h.kind == QUERY ? query_of(pass, query) : h.index);
     const int place = h.kind == QUERY ? head_of(pass, kv_head, query) : q_heads + kv_head + (h.kind == KEY ? 0 : pass.kv_heads);
-    h.from = pass.q + ((long)token * (q_heads + 2 * pass.kv_heads) + place) * D;
+    h.from = pass.q + ((long)token * (q_heads + 2 * pass.kv_heads) + place) * D + 8 * h.low;
     if (h.kind != QUERY) h.slot = pass.slots[token];
     if (h.kind == VALUE) return h;
     const long long position = pass.positions[token];
@@ -62,12 +65,42 @@ __device__ __forceinline__ NewHead new_head(const Pass& pass, int b, int kv_head
     return h;
 }
 
-// Whether a block needs the head: all queries, if it has keys, and its own keys and values.
-__device__ __forceinline__ bool needs(const Block& block, const NewHead& h) {
-    const int key = block.fresh + h.index, first_key = block.begin * TILE_KEYS;
-    return h.kind == QUERY ? first_key < block.stop : key >= first_key && key < block.stop;
+// Finds where the head goes, all before the wait: the compiler would leave it until the values are there.
+__device__ __forceinline__ void place_head(const Pass& pass, const Block& block, NewHead& h, u32 queries, u32 keys, u32 values) {
+    const int first_key = block.begin * TILE_KEYS, at = block.fresh + h.index;
+    h.stored = nullptr;
+    h.apart = 8 * (h.high - h.low);
+    if (h.kind == QUERY) {  // zeros beyond the last row
+        if (first_key >= block.stop) h.from = nullptr;
+        #pragma unroll
+        for (int i = 0; i < 2; i++) h.kept[i] = queries + h.index * ROW_BYTES + key_chunk(h.index, i == 0 ? h.low : h.high) * 16;
+    } else {
+        if (at < first_key || at >= block.stop) h.from = nullptr;
+        const int place = at - first_key, key = place % TILE_KEYS;
+        const bool ahead = place < STAGES * WARPS * TILE_KEYS;
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int chunk = i == 0 ? h.low : h.high;
+            const u32 to = h.kind == KEY ? keys + key_chunk(key, chunk) * 16 : values + value_chunk(key, chunk) * 16;
+            h.kept[i] = h.from != nullptr && ahead ? to + place * ROW_BYTES : 0;
+        }
+        if (h.from != nullptr && (block.first_row == 0 || !ahead))
+            h.stored = (h.kind == KEY ? pass.k : pass.v) + (h.slot * pass.kv_heads + block.head) * D + 8 * h.low;
+    }
+    asm volatile("" : "+r"(h.kept[0]), "+r"(h.kept[1]), "+l"(h.from), "+l"(h.stored), "+r"(h.apart));
 }
 
+__device__ __forceinline__ uint4 load_global(const u16* from) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_shared(u32 to, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ void store_global(u16* to, uint4 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 __device__ __forceinline__ void widen8(float (&to)[8], uint4 from) {
     const u32 words[4] = {from.x, from.y, from.z, from.w};
     #pragma unroll
@@ -91,14 +124,15 @@ __device__ __forceinline__ void rotate(const Pass& pass, const NewHead& h, uint4
     widen8(x, low);
     widen8(y, high);
     if (pass.q_gain != nullptr) {
-        float gain[8], high_gain[8], sum = 0.0f;
+        float gain[8], high_gain[8], sums[4] = {}, factor;
         widen8(gain, h.gains[0]);
         widen8(high_gain, h.gains[1]);
         #pragma unroll
-        for (int i = 0; i < 8; i++) sum += x[i] * x[i] + y[i] * y[i];
+        for (int i = 0; i < 8; i++) sums[i % 2] = fmaf(x[i], x[i], sums[i % 2]), sums[2 + i % 2] = fmaf(y[i], y[i], sums[2 + i % 2]);
+        float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
         #pragma unroll
         for (int apart = HEAD_LANES / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
-        const float factor = rsqrtf(sum / D + (h.kind == QUERY ? pass.q_eps : pass.k_eps));
+        asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(factor) : "f"(sum / D + (h.kind == QUERY ? pass.q_eps : pass.k_eps)));
         #pragma unroll
         for (int i = 0; i < 8; i++) x[i] = x[i] * factor * gain[i], y[i] = y[i] * factor * high_gain[i];
     }
@@ -112,27 +146,16 @@ __device__ __forceinline__ void rotate(const Pass& pass, const NewHead& h, uint4
     high = narrow8(y);
 }
 
-// Leaves a head's chunks, as loaded, in `queries`, or in the stages and the cache.
-__device__ __forceinline__ void leave(const Pass& pass, const Block& block, const NewHead& h, uint4 low, uint4 high, u8* queries, u8* keys, u8* values) {
+// Leaves a head, of which the lane has loaded `low` and `high`, where `place_head` said.
+__device__ __forceinline__ void leave(const Pass& pass, const NewHead& h, uint4 low, uint4 high) {
     if (h.kind != VALUE) rotate(pass, h, low, high);
-    if (h.kind == QUERY) {  // zeros beyond the last row
-        u8* const to = queries + h.index * ROW_BYTES;
-        *(uint4*)(to + key_chunk(h.index, h.low) * 16) = low;
-        *(uint4*)(to + key_chunk(h.index, h.high) * 16) = high;
-    } else if (h.from != nullptr) {
-        low = finite8(low);
-        high = finite8(high);
-        const int at = block.fresh + h.index, key = at % TILE_KEYS, tile = at / TILE_KEYS - block.begin;
-        const bool ahead = tile < STAGES * WARPS;
-        if (ahead) {
-            u8* const to = (h.kind == KEY ? keys : values) + tile * TILE_BYTES + key * ROW_BYTES;
-            *(uint4*)(to + (h.kind == KEY ? key_chunk(key, h.low) : value_chunk(key, h.low)) * 16) = low;
-            *(uint4*)(to + (h.kind == KEY ? key_chunk(key, h.high) : value_chunk(key, h.high)) * 16) = high;
-        }
-        if (block.first_row == 0 || !ahead) {
-            u16* const to = (h.kind == KEY ? pass.k : pass.v) + (h.slot * pass.kv_heads + block.head) * D;
-            *(uint4*)(to + 8 * h.low) = low;
-            *(uint4*)(to + 8 * h.high) = high;
-        }
+    if (h.kind != QUERY) low = finite8(low), high = finite8(high);
+    if (h.kept[0] != 0) {
+        store_shared(h.kept[0], low);
+        store_shared(h.kept[1], high);
+    }
+    if (h.stored != nullptr) {
+        store_global(h.stored, low);
+        store_global(h.stored + h.apart, high);
     }
 }

@@ -108,7 +108,7 @@ def times(ops: CudaOps, layers: list[Layer], head: Linear, case: Case) -> dict[s
     batch = decode_batch(size, width, length)
     batch.out_cache_loc.copy_(table.slots(batch.req_pool_indices.repeat_interleave(width), batch.positions))
     heads = RotaryHeads(H, G, D, Rope(torch.randn((length + 64, D), device="cuda")))
-    context = PassContext(batch, pool, attention)
+    specs, context = [replace(layer, heads=heads) for layer in shape.layers], PassContext(batch, pool, attention)
     start = torch.randn((tokens, SHAPE.hidden), device="cuda")
     q_only = torch.randn((tokens, H, D), device="cuda").to(BF16)
     scores = torch.empty((tokens, SHAPE.vocab), device="cuda")
@@ -117,11 +117,11 @@ def times(ops: CudaOps, layers: list[Layer], head: Linear, case: Case) -> dict[s
     def run(with_rope: bool, with_attention: bool, with_head: bool) -> None:
         stream = Stream(start.clone())
         for i, layer in enumerate(layers):
-            q = q_only
             qkv = ops.norm_linear(stream, layer.norm, layer.qkv)
-            if with_rope:
-                q = ops.rope_and_cache(qkv, heads, i, context)
-            mixed = attention.forward(q, shape.layers[i], batch) if with_attention else q.flatten(1)
+            mixed = attention.forward_rows(qkv, specs[i], batch) if with_rope and with_attention else None
+            if mixed is None:
+                q = ops.rope_and_cache(qkv, heads, i, context) if with_rope else q_only
+                mixed = attention.forward(q, specs[i], batch) if with_attention else q.flatten(1)
             stream = ops.linear_add(mixed, layer.o, stream, layer.norm)
             next_norm = layer.norm if i + 1 < len(layers) else None
             stream = ops.linear_add(ops.norm_gate_up(stream, layer.norm, layer.gate_up), layer.down, stream, next_norm)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from runtime.batch import ForwardMode
 from runtime.config.attention_caps import AttentionCaps
-from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.attention.base import AttentionBackend, AttentionSpec
 from runtime.layers.backend_selection import select_ops
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool
@@ -26,7 +28,7 @@ class SharedLayerPool(KVPool):
         return super().flat(0)
 
 
-class WholeRows:
+class WholeRows(AttentionBackend):
     """Causal attention of B rows of one length, whose keys stand in slots 0..T-1 of the pool. An `AttentionBackend`."""
 
     caps = AttentionCaps(tree_mask=False, cuda_graph=False)
@@ -34,8 +36,15 @@ class WholeRows:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
-    def plan(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Do nothing: this backend has no plan."""
+
+    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Do nothing."""
+
+    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
+        """An empty list: nothing is compiled."""
+        return []
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """q [T, H, head_dim] -> [T, H * head_dim]."""

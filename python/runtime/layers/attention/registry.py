@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
-from typing import cast
 
 from runtime.config.attention_caps import ATTENTION_CAPS, AttentionCaps
 from runtime.errors import ConfigError
@@ -70,8 +69,7 @@ def build_backend(name: str, shape: AttentionShape, kv_pool: KVPool, page_table:
         return _class_for(name, shape)(shape, kv_pool, page_table)
     parts = [replace(shape, layers=tuple(layer for layer in shape.layers if _heads(layer) == kind)) for kind in kinds]
     backends = [_class_for(name, part)(part, kv_pool, page_table) for part in parts]
-    mixed = MixedHeadsAttention(backends, [kinds.index(_heads(layer)) for layer in shape.layers])
-    return cast(AttentionBackend, mixed)  # it is made of backends, not of a shape
+    return MixedHeadsAttention(backends, [kinds.index(_heads(layer)) for layer in shape.layers])
 
 
 def _class_for(name: str, shape: AttentionShape) -> type[AttentionBackend]:

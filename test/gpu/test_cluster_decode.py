@@ -21,7 +21,7 @@ from runtime.layers.rope import Rope, RotaryHeads
 
 pytestmark = [*MARKS, NEEDS_HOPPER]
 LENGTHS = (1, 2, 15, 16, 17, 63, 127, 128, 129, 255, 257, 511, 777, 1023, 1025, 1999, 2047, 2049, 3001, 3999, 4000)
-SIZES = (1, 2, 4, 8, 16)
+SIZES = (1, 2, 3, 4, 6, 7, 8, 13, 16)
 """Most blocks of a cluster; the last is beyond what every device runs."""
 
 

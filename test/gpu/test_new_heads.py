@@ -113,7 +113,7 @@ LENGTHS = (1, 2, 15, 16, 17, 18, 33, 129, 130, 131, 257, 260, 513, 514, 777, 102
 
 
 @pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("largest", [1, 2, 8])
+@pytest.mark.parametrize("largest", [1, 2, 5, 8, 14])
 @pytest.mark.parametrize(
     ("heads", "width"),
     [((4, 1, 128), 1), ((4, 1, 128), 4), ((8, 1, 128), 4), ((8, 1, 128), 8), ((8, 1, 64), 1), ((8, 1, 64), 6), ((5, 1, 64), 2),

@@ -64,7 +64,7 @@ def test_experts_can_keep_activations_in_16_bits() -> None:
 
 
 def test_split_kv_cuts_by_batch_and_head_dimension() -> None:
-    assert H200.split_config(128, 1) == SplitConfig(128, 4, 3, 1, alone=2, cluster=ClusterConfig(8, 2, 8))
+    assert H200.split_config(128, 1) == SplitConfig(128, 4, 3, 1, alone=2, cluster=ClusterConfig(8, 2, 16))
     assert H200.split_config(256, 1).tile == 64
     assert [H200.split_config(64, batch).programs_per_sm for batch in (4, 5, 8, 9, 16, 17, 33, 300)] == [1, 2, 2, 3, 3, 3, 1, 1]
     assert [H200.split_config(64, batch).scheduled for batch in (16, 17, 32, 33, 300)] == [False, True, True, False, False]

@@ -128,7 +128,7 @@ _SHALLOW = TritonConfig(128, 64, 8, 4, swap=True, prefetch=0)
 _WIDE = TritonConfig(128, 128, 4, 4, swap=True, prefetch=0)
 _HALF_UP = TritonConfig(64, 128, 4, 4, swap=True, prefetch=0)
 _HALF_LOGITS = TritonConfig(64, 128, 4, 5, swap=True, prefetch=0)
-_CLUSTER = ClusterConfig(warps=8, stages=2, largest=8)
+_CLUSTER = ClusterConfig(warps=8, stages=2, largest=16)
 
 H200 = DeviceTuning(
     # A step launched kernel by kernel takes 30 to 60 µs per kernel.

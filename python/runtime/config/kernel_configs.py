@@ -82,7 +82,7 @@ class ClusterConfig:
     Attributes:
         warps: warps of a block, 4 or 8; each takes 16 keys per step.
         stages: steps of which keys are in flight, at least 2, for a head dimension of 128; twice as many for 64.
-        largest: most blocks of a cluster, a power of two up to 16; above 8 the device may refuse.
+        largest: most blocks of a cluster, up to 16; above 8 a device may run none at once.
     """
 
     warps: int

@@ -65,8 +65,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
     if (threadIdx.x == 0) barrier_init(shared_address(&sent));
     __syncwarp();
     cluster_arrive();  // that this block has started; all wait for it before one sends
-    const int size = cluster_size(), rank = cluster_rank(), size_shift = __ffs(size) - 1, columns = D >> size_shift;
-    const int item = blockIdx.x >> size_shift, pair = item / pass.row_blocks, b = pair / pass.kv_heads, head = pair - b * pass.kv_heads;
+    // As many blocks as the largest power of two in the cluster merge, each `columns` columns; the others only send.
+    const int size = cluster_size(), rank = cluster_rank(), merge_shift = 31 - __clz(size), columns = D >> merge_shift;
+    const bool merges = rank < 1 << merge_shift;
+    const int item = cluster_id(), pair = item / pass.row_blocks, b = pair / pass.kv_heads, head = pair - b * pass.kv_heads;
     const int first_row = (item - pair * pass.row_blocks) * ROWS, rows = min(pass.width * pass.group - first_row, ROWS);
     const int length = pass.lens[b];
     const int* const pages = pass.pages + (long)pass.rows[b] * pass.pages_stride;
@@ -78,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
 
     // The tiles of this block, of as many as `used` blocks share.
     const int low_tile = pass.window < 0 ? 0 : max(length - pass.width - pass.window, 0) / TILE_KEYS;
-    const int end_tile = (length + TILE_KEYS - 1) / TILE_KEYS, count = max(end_tile - low_tile, 0), each = max(count + size - 1 >> size_shift, 1);
+    const int end_tile = (length + TILE_KEYS - 1) / TILE_KEYS, count = max(end_tile - low_tile, 0), each = max((count + size - 1) / size, 1);
     const int used = (count + each - 1) / each, begin = low_tile + rank * each, end = min(begin + each, end_tile);
     const int steps = (max(end - begin, 0) + WARPS - 1) / WARPS, stop = min(length, end * TILE_KEYS), fresh = length - pass.width;
 
@@ -128,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
         const auto sink = [&]() { return pass.float_sinks ? ((const float*)pass.sinks)[at] : of_bf16(((const u16*)pass.sinks)[at]); };
         sinks[threadIdx.x] = pass.sinks == nullptr ? NO_SCORE : sink() * 1.4426950408889634f;
     }
-    if (threadIdx.x == 0) barrier_expect(shared_address(&sent), used * rows * (8 + 4 * columns));
+    if (merges && threadIdx.x == 0) barrier_expect(shared_address(&sent), used * rows * (8 + 4 * columns));
     if constexpr (ROTATES) {
         const Block block = {head, first_row, begin, fresh, stop};
         #pragma unroll
@@ -308,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 
-    // Block r of the cluster merges columns r * columns to (r + 1) * columns.
+    // Block r merges columns r * columns to (r + 1) * columns.
     cluster_wait();
     if (steps > 0) {
         #pragma unroll
@@ -323,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
                     if (16 * m + 8 * h + g < rows) send(to + (16 * m + 8 * h) * columns * 4, barrier, out[m][n][2 * h], out[m][n][2 * h + 1]);
         }
         #pragma unroll 1
-        for (int other = warp; other < size; other += WARPS) {
+        for (int other = warp; other < 1 << merge_shift; other += WARPS) {
             const u32 to = address_in(shared_address(peaks + rank * ROWS + g), other), barrier = address_in(shared_address(&sent), other);
             #pragma unroll
             for (int m = 0; m < ROW_TILES; m++)
@@ -332,8 +334,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
                     if (t == 0 && 16 * m + 8 * h + g < rows) send(to + (16 * m + 8 * h) * 8, barrier, peak[m][h], whole[m][h]);
         }
     }
-    // A block ends after all have sent to it, so while one sends, the others are there.
-    if (used == 0) return;
+    // A block that merges ends after all have sent to it, so while one sends, these are there.
+    if (used == 0 || !merges) return;
     barrier_wait(shared_address(&sent));
     merge(pass, sinks, peaks, parts, b, head, first_row, rows, columns, rank * columns, used);
 }

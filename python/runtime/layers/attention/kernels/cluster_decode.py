@@ -182,19 +182,23 @@ def _kernel(kernels: tuple[tuple[cuda_driver.Kernel, int], ...], clusters: int) 
 @cache
 def _kernels(variant: _Variant, largest: int) -> tuple[tuple[cuda_driver.Kernel, int], ...]:
     """One program for clusters of any size, with their blocks, the largest first: no batch size meets one that was not loaded."""
-    sizes = [1 << power for power in reversed(range(largest.bit_length()))]
-    program, threads, shared = source(variant), 32 * variant.warps, shared_bytes(variant)
+    program, threads = source(variant), 32 * variant.warps
     return tuple(
-        (cuda_driver.compile_kernel(program, "cluster_attention", threads=threads, cluster=size, shared_bytes=shared), size)
-        for size in sizes
+        (
+            cuda_driver.compile_kernel(
+                program, "cluster_attention", threads=threads, cluster=size, shared_bytes=shared_bytes(variant, size)
+            ),
+            size,
+        )
+        for size in range(largest, 0, -1)
     )
 
 
-def shared_bytes(variant: _Variant) -> int:
-    """Shared memory of a block, in the order of the CUDA source."""
-    v = variant
+def shared_bytes(variant: _Variant, size: int) -> int:
+    """Shared memory of a block of a cluster of `size`, in the order of the CUDA source."""
+    v, columns = variant, variant.head_dim >> (size.bit_length() - 1)
     rows, ring = TILE_ROWS * v.row_tiles, v.stages * v.warps * TILE_KEYS * 2 * v.head_dim
-    weights, queries, numbers = v.warps * v.row_tiles * 512, rows * 2 * v.head_dim, 3 * v.warps + 1 + 2 * MOST_BLOCKS + v.head_dim
+    weights, queries, numbers = v.warps * v.row_tiles * 512, rows * 2 * v.head_dim, 3 * v.warps + 1 + 2 * MOST_BLOCKS + size * columns
     return 2 * ring + weights + max(weights, queries) + 4 * rows * numbers
 
 

@@ -136,6 +136,15 @@ def test_sums_over_experts_in_one_kernel_match_the_definition(monkeypatch: pytes
                 assert out[rows].isnan().all()
 
 
+def test_columns_are_cut_for_one_wave_of_blocks() -> None:
+    from runtime.layers.moe.kernels.down_sums import best_cut
+
+    found = {hidden: best_cut(hidden, 132) for hidden in (528, 2048, 2880, 3072, 4096)}
+    assert {hidden: (cut.tiles, cut.blocks) for hidden, cut in found.items()} == {
+        528: (1, 1), 2048: (1, 1), 2880: (3, 2), 3072: (3, 2), 4096: (1, 1)
+    }  # fmt: skip
+
+
 @pytest.mark.skipif(INTERPRETED, reason="only a GPU starts kernels early")
 @pytest.mark.parametrize("rows", [1, 4, 8])
 @pytest.mark.parametrize("name", ["dense", "fp8-block", "mxfp4"])

@@ -27,14 +27,20 @@ __device__ __forceinline__ u32 without_lowest(u32 bits, int count) {
     return bits;
 }
 
+struct Entry {  // of `out`, which a thread finishes
+    int token, column;
+};
+__device__ __forceinline__ Entry entry_of(int thread, int first_row) { return {thread / (TILES * ROWS), first_row + thread % (TILES * ROWS)}; }
+
 // h: [T * TOP_K, inner] bfloat16, times the weights of the pairs. T * TOP_K <= 32.
 extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     const u16* h, Weights w, Routing routing, void* out, const u16* gain, u16* scaled, float* squares, int T
 ) {
     extern __shared__ __align__(128) u8 shared[];  // [WARPS][DEPTH] stages; then the sums of each warp
     __shared__ uint4 zeros[PIECES];                // of a token that is not in a unit
-    __shared__ float factors[WARPS][TOKENS];       // that undo the scaling to float16
+    __shared__ __align__(8) float factors[WARPS][TOKENS];  // that undo the scaling to float16
     __shared__ __align__(16) float sent[BLOCKS > 1 ? BLOCKS - 1 : 1][BLOCKS > 1 ? COUNT : 4];  // the sums of the other blocks
+    __shared__ u16 gains[TILES * ROWS];
     __shared__ u64 arrived;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int hidden = w.rows, inner = w.columns, count = T * TOP_K;
@@ -79,8 +85,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
         u32 rest = without_lowest(pairs, lane / PIECES);
         const int column = place.stage * STAGE_COLUMNS + lane % PIECES * 8;
         u32 to = tokens_copied + place.at;
-        #pragma unroll
-        for (int i = 0; i < PASS; i += AT_ONCE) {
+        #pragma unroll 1
+        for (int left = __popc(pairs); left > 0; left -= AT_ONCE) {
             if (rest != 0) copy16(to, h + (long)(__ffs(rest) - 1) * inner + column, EVEN || column < inner);
             rest = without_lowest(rest, AT_ONCE);
             to += AT_ONCE * TOKEN_BYTES;
@@ -89,13 +95,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     const auto commit = []() { asm volatile("cp.async.commit_group;" ::: "memory"); };
 
     Place ahead = here;
-    int copies = begin;
-    if (begin < end) find_rows(ahead);
+    const int own_stages = end - begin;
+    if (own_stages > 0) find_rows(ahead);
     #pragma unroll 1
     for (int i = 0; i < DEPTH; i++) {
-        if (copies < end) {
+        if (i < own_stages) {
             copy_weights(w, from, 8, copied, ahead.at, ahead.stage);
-            copies++;
             if (go_on(ahead)) find_rows(ahead);
         }
         commit();
@@ -103,16 +108,16 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     if (lane < PIECES) zeros[lane] = make_uint4(0, 0, 0, 0);
     if (lane < TOKENS) factors[warp][lane] = 0.0f;
 
-    const int column_out = first_row + threadIdx.x % (TILES * ROWS), token_out = threadIdx.x / (TILES * ROWS);
-    const bool finishes = rank == 0 && threadIdx.x < COUNT && token_out < T;
-    const long at_out = (long)token_out * hidden + column_out;
+    const Entry entry = entry_of(threadIdx.x, first_row);
+    const bool finishes = rank == 0 && threadIdx.x < COUNT && entry.token < T;
     float before = 0.0f;
+    if (DEFER && threadIdx.x < TILES * ROWS) gains[threadIdx.x] = gain[entry.column];  // as biases, it may have to come from far
     if (BIAS && finishes) {
         #pragma unroll
         for (int j = 0; j < TOP_K; j++) {
-            const int expert = routing.ids[token_out * TOP_K + j] - routing.first;
+            const int expert = routing.ids[entry.token * TOP_K + j] - routing.first;
             if (expert >= 0 && expert < routing.experts)
-                before += routing.weights[token_out * TOP_K + j] * of_bf16(w.bias[(long)expert * hidden + column_out]);
+                before += routing.weights[entry.token * TOP_K + j] * of_bf16(w.bias[(long)expert * hidden + entry.column]);
         }
     }
     if (EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -121,13 +126,16 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     Place tokens_ahead = here;  // as far as the weights are
     #pragma unroll 1
     for (int i = 0; i < DEPTH; i++) {
-        if (begin + i < copies) {
+        if (i < own_stages) {
             copy_tokens(tokens_ahead, ahead_pairs);
             if (go_on(tokens_ahead)) ahead_pairs = __shfl_sync(~0u, own_unit, first_pair(tokens_ahead));
         }
         commit();
     }
-    if (ADD && finishes) before += FLOAT_OUT ? ((const float*)out)[at_out] : of_bf16(((const u16*)out)[at_out]);
+    if (ADD && finishes) {
+        const long at = (long)entry.token * hidden + entry.column;
+        before += FLOAT_OUT ? ((const float*)out)[at] : of_bf16(((const u16*)out)[at]);
+    }
 
     // The tokens of a stage to float16, in their places.
     const auto scale_tokens = [&](u8* tokens) {
@@ -166,7 +174,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     int own_token = place_of_token();
     float sums[1][4] = {};
     #pragma unroll 1
-    for (int stage = begin; stage < end; stage++) {
+    for (int remaining = own_stages; remaining > 0; remaining--) {
         asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
         __syncwarp();
         u8* const tokens = ring + here.at + STAGE_BYTES;
@@ -186,10 +194,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
             own_token = place_of_token();
         }
         __syncwarp();  // all lanes have read the stage
-        if (copies < end) {
+        if (remaining > DEPTH) {
             copy_weights(w, from, 8, copied, ahead.at, ahead.stage);
             copy_tokens(ahead, ahead_pairs);
-            copies++;
             if (go_on(ahead)) {
                 find_rows(ahead);
                 ahead_pairs = __shfl_sync(~0u, own_unit, first_pair(ahead));
@@ -217,25 +224,29 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
         return;
     }
     if (threadIdx.x >= COUNT) return;  // whole warps
+    const u32 thread = kept(threadIdx.x);  // what follows from it is computed anew, and takes no registers during the loop
+    const Entry last = entry_of(thread, first_row);
+    const bool in = last.token < T;
     float sum = 0.0f;
     #pragma unroll
     for (int i = 0; i < TILE_WARPS; i++)
-        sum += ((const float*)(shared + (i * TILES + threadIdx.x / ROWS % TILES) * ring_bytes))[token_out * STRIDE + threadIdx.x % ROWS];
+        sum += ((const float*)(shared + (i * TILES + thread / ROWS % TILES) * ring_bytes))[last.token * STRIDE + thread % ROWS];
     if (BLOCKS > 1) {
         barrier_wait(&arrived);
         #pragma unroll
-        for (int other = 0; other < BLOCKS - 1; other++) sum += finishes ? sent[other][threadIdx.x] : 0.0f;
+        for (int other = 0; other < BLOCKS - 1; other++) sum += in ? sent[other][thread] : 0.0f;
     }
     sum += before;
-    if (finishes && FLOAT_OUT) ((float*)out)[at_out] = sum;
-    if (finishes && !FLOAT_OUT) ((u16*)out)[at_out] = to_bf16(sum);
+    const long at_out = (long)last.token * hidden + last.column;
+    if (in && FLOAT_OUT) ((float*)out)[at_out] = sum;
+    if (in && !FLOAT_OUT) ((u16*)out)[at_out] = to_bf16(sum);
     if (DEFER) {
         float square = sum * sum;
         #pragma unroll
         for (int apart = ROWS / 2; apart > 0; apart /= 2) square += __shfl_xor_sync(~0u, square, apart);
-        if (finishes) {
-            scaled[at_out] = to_bf16(sum * of_bf16(gain[column_out]));
-            if (threadIdx.x % ROWS == 0) squares[at_out / ROWS] = square;
+        if (in) {
+            scaled[at_out] = to_bf16(sum * of_bf16(gains[thread % (TILES * ROWS)]));
+            if (thread % ROWS == 0) squares[at_out / ROWS] = square;
         }
     }
 }

@@ -26,23 +26,24 @@ PASS = 4
 """Tokens of an expert that are multiplied together."""
 TOKEN_BYTES = {"dense": 128 + 64, "fp8": 256 + 16, "mxfp4": 512 + 64}
 """Of a token in a stage."""
+REGISTERS = 1 << 16
+"""Of a multiprocessor."""
+GEMM_REGISTERS = {"dense": 256 * 88, "fp8": 256 * 88, "mxfp4": 256 * 120}
+"""Of a block of the GEMM before, for up to 8 tokens."""
+LEAST_REGISTERS = 80
+"""Of a thread of this kernel; with fewer it spills."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How the output is cut: a cluster of `blocks` blocks with so many warps each computes so many tiles.
-
-    Attributes:
-        registers: of a thread, at most: as many as a block of the GEMM before leaves free.
-    """
+    """How the output is cut: a cluster of `blocks` blocks with so many warps each computes so many tiles."""
 
     warps: int
     tiles: int
     blocks: int
-    registers: int
 
 
-CUTS = (_Cut(16, 1, 1, 80), _Cut(12, 3, 2, 88))
+CUTS = (_Cut(16, 1, 1), _Cut(12, 3, 2))
 """One tile to a block; and, for columns that need more blocks than a device runs at once, one and a half."""
 
 
@@ -129,12 +130,17 @@ def _kernel(variant: _Variant, size: int) -> cuda_driver.Kernel:
     return cuda_driver.compile_kernel(source(variant), "down_sums", threads=32 * cut.warps, cluster=cut.blocks, shared_bytes=size)
 
 
+def registers(weights: WeightFormat, warps: int) -> int:
+    """Of a thread, at most: those that a block of the GEMM before leaves free on its multiprocessor, where they are enough."""
+    return max(LEAST_REGISTERS, (REGISTERS - GEMM_REGISTERS[weights]) // (32 * warps) // 8 * 8)
+
+
 def source(variant: _Variant) -> str:
     """The CUDA program of one variant."""
     v = variant
     constants = dict(
         FORMAT=FORMATS[v.format], ACT=0, EARLY=int(v.early), EVEN=int(v.even), TOP_K=v.top_k, WARPS=v.cut.warps, DEPTH=DEPTH,
-        TILES=v.cut.tiles, BLOCKS=v.cut.blocks, REGISTERS=v.cut.registers, ADD=int(v.add), DEFER=int(v.deferred),
+        TILES=v.cut.tiles, BLOCKS=v.cut.blocks, REGISTERS=registers(v.format, v.cut.warps), ADD=int(v.add), DEFER=int(v.deferred),
         FLOAT_OUT=int(v.float_out), BIAS=int(v.bias),
     )  # fmt: skip
     return fragments.source(Path(__file__).with_name("down_sums.cu"), constants, fragments.CLUSTERS, STAGES)

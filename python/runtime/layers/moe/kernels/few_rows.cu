@@ -1,13 +1,13 @@
-// One of the two GEMMs of a sparse MLP for few tokens, which reads each weight of the experts hit once, by `fragments.cu`.
+// One of the two GEMMs of a sparse MLP for few tokens, which reads each weight of the experts hit once, by `stages.cu`.
 //
 // A unit of work is 16 weight rows of an expert times up to PASS of its tokens. Each block takes neighbouring units, most of them of one expert,
 // whose tokens it holds in shared memory. Groups of `split` warps take a unit each and share its columns. Each warp copies its weights into a
 // ring of its own, DEPTH - 1 stages ahead of its multiplications and from one unit into the next. (Loads into registers would not run ahead: the
 // compiler waits for all of them together.)
 //
-// Constants from the host besides those of `fragments.cu`: TOP_K, TOKENS (most tokens), EXPERTS (a multiple of 32, at least those of this
-// process), GATED (whether this is the first GEMM), BIAS, EVEN (whether columns fill whole stages), SMALL (whether there are at most 32 pairs, of
-// at most PASS tokens), TILES (of eight tokens), WARPS (8 or 16), DEPTH.
+// Constants from the host besides those of `stages.cu`: TOP_K, TOKENS (most tokens), EXPERTS (a multiple of 32, at least those of this
+// process), GATED (whether this is the first GEMM), BIAS, SMALL (whether there are at most 32 pairs, of at most PASS tokens), TILES (of eight
+// tokens), WARPS (8 or 16), DEPTH.
 
 constexpr int PASS = 8 * TILES, THREADS = 32 * WARPS, SEGMENTS = 8;
 static_assert(PASS <= WARPS, "a warp converts one token at most");

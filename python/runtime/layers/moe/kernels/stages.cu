@@ -17,7 +17,7 @@ __device__ __forceinline__ u32 kept(u32 address) {
 // neighbours of two rows, or the same piece of eight rows.
 __device__ __forceinline__ int place_of(int piece, int row) { return piece ^ ((row & 1) << 2 | (row & 7) >> 1); }
 
-// Eight columns of a token in shared memory, in float16 but for FORMAT 0. FORMAT 2 keeps each 32 columns in the order in which `matrices` gives their weights to lanes: four of
+// Eight columns of a token in shared memory. FORMAT 2 keeps each 32 columns in the order in which `matrices` gives their weights to lanes: four of
 // the first half and four of the second are the 16 bytes of a lane.
 __device__ __forceinline__ u8* halves_of(u8* token, int piece) { return token + piece / 4 * 64 + (piece & 1) * 32 + (piece >> 1 & 1) * 8; }
 __device__ __forceinline__ uint4 get_piece(u8* token, int piece) {

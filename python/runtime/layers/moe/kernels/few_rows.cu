@@ -92,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
     __shared__ float parts[WARPS][TILES][4][32];
     __shared__ u32 largest[WARPS];  // magnitude that a warp has found in its part of a token
     __shared__ float widenings[PASS];
+    __shared__ uint4 biases[BIAS ? WARPS : 1][DEPTH][2];  // of a unit, beside its last stage: of the low rows and of the high ones
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int inner = w.rows / 2, tiles = GATED ? inner / 8 : w.rows / 16, count = T * TOP_K;
 
@@ -151,6 +152,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         if (unit_ahead < end && first < stop) {
             copy_weights(w, from, next, copied, place_ahead, stage_ahead);
             if (++stage_ahead == stop) {
+                // A load into registers would be waited for before the first stage of the unit.
+                if (BIAS && member == 0 && lane < 2) {
+                    const Segment& of = segments[segment_ahead];
+                    const int row = (unit_ahead - of.start) * (GATED ? 8 : 16) + lane * next;
+                    uint4* const to = &biases[warp][place_ahead / STAGE_BYTES][lane];
+                    copy16((u32)__cvta_generic_to_shared(to), w.bias + (long)of.expert * w.rows + row, true);
+                }
                 stage_ahead = first;
                 unit_ahead += groups;
                 find_rows();
@@ -217,8 +225,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         if (unit >= end) break;
         const Segment here = segments[segment];
         const int tile = unit - here.start, row = GATED ? tile * 8 + g : tile * 16 + g, other = row + (GATED ? inner : 8);
-        const float low_bias = BIAS ? of_bf16(w.bias[(long)here.expert * w.rows + row]) : 0.0f;
-        const float high_bias = BIAS ? of_bf16(w.bias[(long)here.expert * w.rows + other]) : 0.0f;
         Fragments of_unit = own;
         skip_to_scales(of_unit, w, here.expert, row, other);
         float sums[TILES][4] = {};
@@ -247,6 +253,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
             asm volatile("bar.sync %0, %1;" :: "r"(1 + warp / split), "r"(32 * split) : "memory");
         }
         if (member != 0) continue;
+        const u16* const unit_biases = (const u16*)biases[BIAS ? warp : 0][(place == 0 ? DEPTH : place / STAGE_BYTES) - 1];  // of the last stage
+        const float low_bias = BIAS ? of_bf16(unit_biases[g]) : 0.0f, high_bias = BIAS ? of_bf16(unit_biases[8 + g]) : 0.0f;
         #pragma unroll
         for (int n = 0; n < TILES; n++)
             #pragma unroll

@@ -178,18 +178,19 @@ def _gemm(
 
 
 def _readable(w: ExpertWeights, T: int) -> bool:
-    """Whether lanes can copy these weights and scales, for so many tokens."""
+    """Whether lanes can copy these weights, scales and biases, for so many tokens."""
     columns = w.scale_layout[3]
     scales = w.format != "fp8" or columns % 128 == 0
     if w.format == "mxfp4":
         scales = w.scale is not None and w.scale.data_ptr() % SCALE_COPY == 0 and w.scale.is_contiguous()
-    return scales and readable(w.weight, w.format, w.shape[2], columns) and _cut(w, T, MOST_TOP_K) is not None
+    biases = w.bias is None or w.bias.data_ptr() % 16 == 0
+    return scales and biases and readable(w.weight, w.format, w.shape[2], columns) and _cut(w, T, MOST_TOP_K) is not None
 
 
 def _cut(w: ExpertWeights, T: int, top_k: int) -> _Cut | None:
     """The best cut whose blocks fit on a multiprocessor; None if none does."""
     for cut in CUTS[T > TILE_TOKENS]:
-        fixed = 512 * cut.warps * cut.tiles + 2 * MOST_TOKENS * top_k + 4 * w.shape[0] + 2048
+        fixed = (512 * cut.tiles + 32 * cut.depth) * cut.warps + 2 * MOST_TOKENS * top_k + 4 * w.shape[0] + 2048
         if _shared_bytes(w, cut, T) + fixed <= SHARED_BYTES // cut.blocks:
             return cut
     return None

@@ -403,12 +403,19 @@ def test_mxfp4_groups_have_scales_of_any_size(rows: int) -> None:
     assert relative(out, layer.want(x, routing)) < ROUNDING
 
 
-@pytest.mark.parametrize(("tokens", "rows", "first", "own"), [(5, 16, 0, 6), (70, 16, 2, 4), (300, 64, 0, 6), (300, 48, 1, 4)])
-def test_pairs_are_sorted_by_expert_in_whole_tiles(tokens: int, rows: int, first: int, own: int) -> None:
-    from runtime.layers.moe.kernels.align import align
+HOPPER = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+IN_CUDA = pytest.param(True, marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"))
+SORTED = [(5, 16, 0, 6), (70, 16, 2, 4), (300, 64, 0, 6), (300, 48, 1, 4)]
+MANY_SORTED = [] if INTERPRETED else [(8192, 128, 0, 128), (8192, 192, 40, 30), (2049, 16, 0, 512), (1, 128, 0, 128), (40000, 64, 0, 5)]
 
-    ids = routed(tokens, 6, 2).ids
-    found, flat = align(ids, first, own, rows), ids.flatten()
+
+@pytest.mark.parametrize("in_cuda", [False, IN_CUDA])
+@pytest.mark.parametrize(("tokens", "rows", "first", "own"), SORTED + MANY_SORTED)
+def test_pairs_are_sorted_by_expert_in_whole_tiles(tokens: int, rows: int, first: int, own: int, in_cuda: bool) -> None:
+    from runtime.layers.moe.kernels.align import align_in_cuda, align_in_triton
+
+    ids = routed(tokens, max(6, first + own), 2).ids
+    found, flat = (align_in_cuda if in_cuda else align_in_triton)(ids, first, own, rows), ids.flatten().cpu()
     pairs, experts, in_expert = [], [], []
     for expert in range(first, first + own):
         places = (flat == expert).nonzero().flatten().tolist()

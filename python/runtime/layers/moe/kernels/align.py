@@ -1,21 +1,27 @@
-"""Sort (token, expert) pairs by expert, in whole tiles, on the device: stable, without atomics."""
+"""Sort (token, expert) pairs by expert, in whole tiles, on the device: stable, in CUDA C++ on Hopper (`align.cu`), otherwise in Triton."""
 
 # pyright: reportIndexIssue=false
 # A kernel is launched as kernel[grid](...), which only Triton's own types explain.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 
+from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 
 FEW_PAIRS, SHORT, LONG = 4096, 128, 512
 """Up to so many pairs a program places a short chunk of them, otherwise a long one: every program reads the counts of all chunks."""
 CHUNKS_PER_LOAD = 16
+BLOCKS, WARPS = 8, 32
+"""Of the cluster of the CUDA kernel: what every device can run, and of each block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +50,63 @@ class Aligned:
 
 
 def align(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool = False) -> Aligned:
-    """Sort the pairs of `ids` [T, k] that belong to the experts `first` to `first + experts`; others are left out."""
-    count, device = ids.numel(), ids.device
+    """Sort the pairs of `ids`, int32 [T, k], that belong to the experts `first` to `first + experts`; others are left out."""
+    hopper = ids.is_cuda and torch.cuda.get_device_capability(ids.device)[0] == 9
+    in_cuda = hopper and experts <= 32 * WARPS and cuda_driver.available()
+    return (align_in_cuda if in_cuda else align_in_triton)(ids, first, experts, rows, pdl=pdl)
+
+
+def align_in_cuda(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool = False) -> Aligned:
+    """As `align`, by one launch."""
+    assert ids.dtype is torch.int32, f"expected int32 ids; got {ids.dtype}"
+    found = _empty(ids, experts, rows)
+    _kernel(experts, pdl)(
+        BLOCKS,
+        (
+            cuda_driver.pointer(ids),
+            _Sorted(*(tensor.data_ptr() for tensor in (found.pairs, found.experts, found.places, found.used))),
+            *map(cuda_driver.int32, (ids.numel(), first, rows)),
+        ),
+        pdl,
+    )
+    return found
+
+
+def _empty(ids: torch.Tensor, experts: int, rows: int) -> Aligned:
+    """Memory for the results."""
+    count = ids.numel()
     tiles = min(count, triton.cdiv(count + experts * (rows - 1), rows))
-    pairs, owners, places, used = (torch.empty(size, dtype=torch.int32, device=device) for size in (tiles * rows, tiles, (tiles, 2), 1))
-    found = Aligned(pairs, owners, places, used, rows)
+    sizes = (tiles * rows, tiles, (tiles, 2), 1)
+    pairs, owners, places, used = (torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes)
+    return Aligned(pairs, owners, places, used, rows)
+
+
+class _Sorted(ctypes.Structure):
+    """`Sorted` in `align.cu`."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("pairs", "experts", "places", "used"))
+
+
+@cache
+def _kernel(experts: int, early: bool) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(
+        source(experts, early), "align_pairs", threads=32 * WARPS, cluster=BLOCKS, shared_bytes=4 * WARPS * experts
+    )
+
+
+def source(experts: int, early: bool) -> str:
+    """The CUDA program for so many experts."""
+    constants = dict(EXPERTS=experts, BLOCKS=BLOCKS, WARPS=WARPS, EARLY=int(early))
+    defines = [f"#define {name} {value}" for name, value in constants.items()]
+    return "\n".join([*defines, Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")])
+
+
+def align_in_triton(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool = False) -> Aligned:
+    """As `align`, by two launches."""
+    count, found = ids.numel(), _empty(ids, experts, rows)
     chunk = min(SHORT if count <= FEW_PAIRS else LONG, max(16, triton.next_power_of_2(count)))
     chunks, padded = triton.cdiv(count, chunk), triton.next_power_of_2(experts)
-    counts = torch.empty((chunks, padded), dtype=torch.int32, device=device)
+    counts = torch.empty((chunks, padded), dtype=torch.int32, device=ids.device)
     common = dict(E_PAD=padded, PDL=pdl, num_warps=8, **launch_options(pdl))
     _count_kernel[(chunks,)](ids, counts, count, first, experts, CHUNK=chunk, **common)
     _place_kernel[(chunks + experts,)](

@@ -4,7 +4,8 @@
 // is the order of rows of x in the second. That stores rows times the weights of their pairs, each at the index of its pair.
 //
 // A warpgroup loads a ring of stages: weights by TMA, gathered rows by cp.async into the same swizzle, sorted rows by TMA. Two or three
-// warpgroups multiply 64 pairs each, and stage results in shared memory, from where the copy engine stores them during the next tile.
+// warpgroups multiply 64 pairs each. Each warp transposes its results in shared memory and stores them in pieces of whole sectors: bulk
+// copies would go one by one, because each row has an address of its own.
 //
 // With CLUSTER_M = 2, the two blocks of a cluster take neighbouring tiles of pairs of an expert and load half of the weights for both. Of
 // an odd number of tiles, they take the last one by neighbouring tiles of weights instead. Either takes as long: a tile in the table
@@ -13,7 +14,7 @@
 //
 // With ELEMENT = 1, x and the weights are e4m3. Sums of 128 columns are multiplied by the scale of their block of weights, then added up.
 //
-// Defined before this text: ROWS (128 or 192), TILE, CLUSTER_M, STAGES, PASSES, ELEMENT (bytes), GATED, ACT, BFLOAT16, BIAS, EARLY,
+// Defined before this text: ROWS (128 or 192), TILE, CLUSTER_M, STAGES, STORED, ELEMENT (bytes), GATED, ACT, BFLOAT16, BIAS, EARLY,
 // LOADERS, LOAD_REGISTERS; multiply(); gemm/wgmma_parts.cu.
 
 constexpr int SILU = 0, CLAMPED_SWIGLU = 1, GELU_TANH = 2;
@@ -21,8 +22,7 @@ constexpr int HALVES = GATED ? 2 : 1, OUTPUTS = TILE / HALVES;
 constexpr int DEPTH = ROW_BYTES / ELEMENT;  // columns of a stage
 constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = TILE * ROW_BYTES, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int BOX_ROWS = TILE / 2;  // of weights; in the first GEMM one box holds gates, the other one ups
-constexpr int STORED = OUTPUTS / PASSES;  // columns that are staged together
-constexpr int PITCH = STORED * 2 + 16;    // bytes from row to row, without bank conflicts
+constexpr int PITCH = STORED * 2 + 16;  // bytes from row to row of the columns that are staged together, without bank conflicts
 constexpr int BARRIERS = STAGES * STAGE_BYTES + ROWS * PITCH;
 constexpr int SCALE_BLOCK = 128;  // rows and columns of weights with one scale
 
@@ -72,18 +72,18 @@ __device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void store_row(void* to, u32 from, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void warpgroup_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
-
 // Four 8 x 8 matrices as they lie in the sums: rows 0-7 and 8-15 of eight columns, then of the next eight. `to`: row `lane % 16`, the first
 // eight columns in lanes below 16, the others above.
 __device__ __forceinline__ void store_matrices(u32 to, const u32 (&words)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]),
                  "r"(words[2]), "r"(words[3])
                  : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(u32 from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+    return v;
 }
 
 __device__ __forceinline__ float gated(float gate, float up, const Gate& act) {
@@ -115,16 +115,14 @@ struct Weights {
     }
 };
 
-// Where the results of an item go, for one thread of a warpgroup.
+// Where the results of an item go, for one thread.
 struct Output {
     u16* out;
     const u16* bias;
     int rows, columns;  // of weights of an expert; of the output
     Gate act;
-    u32 staging;        // of the warpgroup
-    int group, member;
-
-    __device__ __forceinline__ bool stores() const { return member < 64; }
+    u32 staging;        // of the warp: 16 rows
+    int lane;
 
     // Sums of two columns in both rows of the thread, ready to be stored.
     __device__ __forceinline__ void finish(
@@ -152,17 +150,24 @@ struct Output {
             v[i] = GATED ? gated(sum, other, act) : sum * weight[i / 2];
         }
     }
-    // Store an item's sums; the row of this thread goes to row `target` of the output, if `inside`.
+    // Store an item's sums; both rows of this thread go to rows `targets` of the output, and the first `valid` rows of the warp are stored.
     __device__ __forceinline__ void store(
-        float* sums, const Item& item, long target, bool inside, const float (&scale)[2], const float (&weight)[2]
+        float* sums, const Item& item, const int (&targets)[2], int valid, const float (&scale)[2], const float (&weight)[2]
     ) const {
-        const int lane = member % 32;
-        const u32 to = staging + (member / 32 * 16 + lane % 16) * PITCH + lane / 16 * 16;
+        constexpr int PIECES = STORED / 8, AT_ONCE = 32 / PIECES;  // of 16 bytes, of a row; rows that the warp stores at once
+        const u32 to = staging + lane % 16 * PITCH + lane / 16 * 16;
+        const int piece = lane % PIECES;
+        int rows_to[16 / AT_ONCE];
 #pragma unroll
-        for (int pass = 0; pass < PASSES; pass++) {
+        for (int i = 0; i < 16 / AT_ONCE; i++) {
+            const int row = i * AT_ONCE + lane / PIECES;
+            const int low = __shfl_sync(~0u, targets[0], row % 8 * 4), high = __shfl_sync(~0u, targets[1], row % 8 * 4);
+            rows_to[i] = row >= valid ? -1 : row < 8 ? low : high;
+        }
+#pragma unroll
+        for (int pass = 0; pass < OUTPUTS / STORED; pass++) {
             const int first = item.column * OUTPUTS + pass * STORED;
-            if (stores()) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-            warpgroup_sync(group);  // what was staged before has been read
+            __syncwarp();  // what was staged before has been read
 #pragma unroll
             for (int i = 0; i < STORED / 8; i += 2) {
                 u32 words[4];
@@ -174,12 +179,13 @@ struct Output {
                 }
                 store_matrices(to + i * 16, words);
             }
-            fence_async();
-            warpgroup_sync(group);
-            if (!stores()) continue;
-            const int bytes = min(STORED, columns - first) * 2;
-            if (inside && bytes > 0) store_row(out + target * columns + first, staging + member * PITCH, bytes);
-            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+            __syncwarp();
+            const int column = first + piece * 8;
+#pragma unroll
+            for (int i = 0; i < 16 / AT_ONCE; i++) {
+                const uint4 words = load_shared(staging + (i * AT_ONCE + lane / PIECES) * PITCH + piece * 16);
+                if (rows_to[i] >= 0 && column < columns) *(uint4*)(out + (long)rows_to[i] * columns + column) = words;
+            }
         }
     }
 };
@@ -265,8 +271,8 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
     }
 
     take_registers<MULTIPLY_REGISTERS>();
-    const int group = warp / 4, member = threadIdx.x % 128, row_in_group = warp % 4 * 16 + lane / 4;
-    const Output output = {out, bias, rows, columns, act, data + STAGES * STAGE_BYTES + group * 64 * PITCH, group, member};
+    const int group = warp / 4, warp_row = warp % 4 * 16;
+    const Output output = {out, bias, rows, columns, act, data + STAGES * STAGE_BYTES + warp * 16 * PITCH, lane};
     const u32 peer_empty = CLUSTER_M > 1 ? address_in(min(lane, CLUSTER_M - 1), ring.empty) : ring.empty;
     auto release = [&](int stage) {
         if constexpr (CLUSTER_M == 1) {
@@ -287,16 +293,13 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
             }
             continue;
         }
-        int pairs[2] = {0, 0}, target = top + member;
+        int pairs[2] = {0, 0};
         if constexpr (!GATED || ELEMENT == 1) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const int row = row_in_group + half * 8;
+                const int row = warp_row + lane / 4 + half * 8;
                 if (row < valid) pairs[half] = tiles.pairs[top + row];
             }
-        }
-        if constexpr (!GATED) {
-            if (member < min(valid, 64)) target = tiles.pairs[top + member];
         }
         float sums[TILE / 2], scale[2] = {1.0f, 1.0f}, weight[2] = {1.0f, 1.0f};
 #pragma unroll
@@ -305,7 +308,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
         auto load_factors = [&]() {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const int row = row_in_group + half * 8;
+                const int row = warp_row + lane / 4 + half * 8;
                 if (row >= valid) continue;
                 if constexpr (!GATED) weight[half] = pair_weights[pairs[half]];
                 if constexpr (ELEMENT == 1) scale[half] = scales.rows[GATED ? pairs[half] / top_k : top + row];
@@ -357,7 +360,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
         }
         load_factors();
 #endif
-        output.store(sums, item, target, member < min(valid, 64), scale, weight);
+        const int sorted = top + warp_row + lane / 4, targets[2] = {GATED ? sorted : pairs[0], GATED ? sorted + 8 : pairs[1]};
+        output.store(sums, item, targets, valid - warp_row, scale, weight);
     }
-    if (output.stores()) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

@@ -56,16 +56,16 @@ class _Variant:
         """Of the rows of x and of the weights that one step multiplies."""
         return (self.rows + self.tile) * ROW_BYTES
 
-    def stages(self, passes: int) -> int:
-        """That fit beside results which are staged in so many passes."""
-        staged = self.rows * (self.outputs // passes * 2 + 16)
-        return min((SHARED_BYTES - BARRIER_BYTES - staged) // self.stage_bytes, MOST_STAGES)
+    @property
+    def stored(self) -> int:
+        """Columns of the output that are staged together."""
+        return next(columns for columns in (64, 32, 16) if self.outputs % columns == 0)
 
     @property
-    def passes(self) -> int:
-        """The fewest with which the ring is as long as with more of them."""
-        possible = [passes for passes in (1, 2, 3, 4) if self.outputs % (16 * passes) == 0]
-        return max(possible, key=lambda passes: (self.stages(passes), -passes))
+    def stages(self) -> int:
+        """Of the ring: what fits beside the results on their way to memory."""
+        staged = self.rows * (self.stored * 2 + 16)
+        return min((SHARED_BYTES - BARRIER_BYTES - staged) // self.stage_bytes, MOST_STAGES)
 
 
 def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, config: WgmmaExpertsConfig) -> bool:
@@ -198,12 +198,12 @@ def _kernel(variant: _Variant) -> cuda_driver.Kernel:
 
 def source(variant: _Variant) -> str:
     """The CUDA program of one variant."""
-    v, passes = variant, variant.passes
+    v = variant
     assert v.rows in (128, 192), f"expected tiles of 128 or 192 pairs; got {v.rows}"
     assert v.tile % 32 == 0, f"expected a multiple of 32 weight rows; got {v.tile}"
     constants = dict(
         ROWS=v.rows, TILE=v.tile, SPLIT=1, CLUSTER_M=v.cluster, CLUSTER_N=1, LOADERS=LOADERS, LOAD_REGISTERS=LOAD_REGISTERS,
-        STAGES=v.stages(passes), PASSES=passes, ELEMENT=1 if v.fp8 else 2, GATED=int(v.gated), ACT=v.act,
+        STAGES=v.stages, STORED=v.stored, ELEMENT=1 if v.fp8 else 2, GATED=int(v.gated), ACT=v.act,
         BFLOAT16=int(v.dtype is torch.bfloat16), BIAS=int(v.bias), EARLY=int(v.early),
     )  # fmt: skip
     here = Path(__file__)

@@ -12,9 +12,11 @@ pytest.importorskip("triton")
 
 from gpu.moe_layers import KINDS, masks, reference, relative, routed, weights
 from runtime.config.kernel_configs import WgmmaExpertsConfig
+from runtime.layers.gemm.quantized_rows import quantize_rows
+from runtime.layers.moe.kernels.align import align
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
-from runtime.layers.moe.kernels.grouped_gemm import _kernel, _Variant, experts_by_wgmma, supports
+from runtime.layers.moe.kernels.grouped_gemm import GROUP, _grouped, _kernel, _Variant, experts_by_wgmma, supports
 from runtime.layers.moe.router import Routing
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -160,6 +162,33 @@ def test_e4m3_rows_match_the_definition(size: tuple[int, int], rows: int) -> Non
             out = layer.run(x, routing, config, pdl=True)
             assert relative(out, want) < FP8_ROUNDING, (config, hot)
             assert worst(out, want) < 2 * FP8_ROUNDING, (config, hot)
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_rows_between_the_gemms_have_a_scale_for_each_group(rows: int) -> None:
+    inner, layer = 384, Layer("fp8-block", 512, 384)
+    routing = routed(rows, EXPERTS, TOP_K)
+    values, scales = quantize_rows(layer.x(rows))
+    wide = values.double() * scales.double()
+    for config in NARROW:
+        aligned = align(routing.ids, 0, EXPERTS, config.rows)
+        places = aligned.tiles * config.rows
+        h = torch.empty((places, inner), dtype=torch.float8_e4m3fn, device="cuda")
+        h_scale = torch.full((inner // GROUP, places), float("nan"), device="cuda")
+        common = dict(dtype=BF16, config=config, aligned=aligned, routed=routing, act=layer.act, pdl=False)
+        _grouped(values, scales, layer.gate_up, h, h_scale, gated=True, **common)  # type: ignore[arg-type]
+        place = (aligned.pairs[: int(aligned.used) * config.rows] < rows * TOP_K).nonzero().flatten()
+        pair = aligned.pairs[place].long()
+        expert, sums = routing.ids.flatten()[pair], torch.empty((len(pair), 2 * inner), dtype=torch.float64, device="cuda")
+        for e in range(EXPERTS):
+            sums[expert == e] = wide[pair[expert == e] // TOP_K] @ layer.wide_gate_up[e].double().T
+        gate, up = sums.chunk(2, dim=1)
+        want = (torch.nn.functional.silu(gate) * up).view(len(pair), -1, GROUP)
+        scale = h_scale.t()[place].double()[:, :, None]
+        largest = want.abs().amax(2, keepdim=True)
+        assert ((scale * 448 - largest).abs() <= 0.01 * largest).all(), config
+        off = (h[place].double().view_as(want) * scale - want).abs()  # half a step of e4m3 is at most 1/16 of a value
+        assert (off <= want.abs() / 15 + largest / 200).all(), config
 
 
 def test_a_layer_of_half_precision_matches_the_definition() -> None:

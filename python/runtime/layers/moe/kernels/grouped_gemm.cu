@@ -12,7 +12,9 @@
 // stands for as many items of work as half of the tiles of weights. Items follow each other by expert, and clusters take every so many
 // of them, so that blocks that run at the same time share weights and rows of x in L2.
 //
-// With ELEMENT = 1, x and the weights are e4m3. Sums of 128 columns are multiplied by the scale of their block of weights, then added up.
+// With ELEMENT = 1, x and the weights are e4m3. Sums of some columns are multiplied by the scale of their block of weights, then added up.
+// The first GEMM adds up sums of 128 columns, and stores e4m3 with a scale for each row and tile, which is GROUP columns of the output. The
+// second adds up sums of GROUP columns, because they have their own scales in each row.
 //
 // Defined before this text: ROWS (128 or 192), TILE, CLUSTER_M, STAGES, STORED, ELEMENT (bytes), GATED, ACT, BFLOAT16, BIAS, EARLY,
 // LOADERS, LOAD_REGISTERS; multiply(); gemm/wgmma_parts.cu.
@@ -25,11 +27,15 @@ constexpr int BOX_ROWS = TILE / 2;  // of weights; in the first GEMM one box hol
 constexpr int PITCH = STORED * 2 + 16;  // bytes from row to row of the columns that are staged together, without bank conflicts
 constexpr int BARRIERS = STAGES * STAGE_BYTES + ROWS * PITCH;
 constexpr int SCALE_BLOCK = 128;  // rows and columns of weights with one scale
+constexpr int GROUP = 64;         // columns of a row between the GEMMs with one scale
+constexpr bool QUANTIZES = ELEMENT == 1 && GATED;
+static_assert(!QUANTIZES || (OUTPUTS == GROUP && STORED == GROUP));
 
 // align.py: the sorted pairs.
 struct Tiles { const int *pairs, *experts, *places, *used; };
-// What depends on the format of the weights: their scales [E, scale_rows, scale_columns] and those of the rows of x.
-struct Scales { const float *weights, *rows; int scale_rows, scale_columns; };
+// Scales of e4m3 weights [E, scale_rows, scale_columns], of rows of x, and those that are stored. Rows of x have one scale in the first
+// GEMM; those between the GEMMs have [width / GROUP, places].
+struct Scales { const float *weights, *rows; float* out; int scale_rows, scale_columns, places; };
 struct Gate { float alpha, limit; };
 
 // What the table says of a tile: its expert, the tiles of that before it, and the pairs of that from here on.
@@ -84,6 +90,13 @@ __device__ __forceinline__ uint4 load_shared(u32 from) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
     return v;
+}
+
+// Two values as e4m3, the second in the upper byte.
+__device__ __forceinline__ u16 quantize(float low, float high) {
+    u16 both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+    return both;
 }
 
 __device__ __forceinline__ float gated(float gate, float up, const Gate& act) {
@@ -142,12 +155,53 @@ struct Output {
         for (int i = 0; i < 4; i++) {
             float& sum = two[i / 2][i % 2];
             float& other = others[i / 2][i % 2];
-            if constexpr (ELEMENT == 1) sum *= scale[i / 2], other *= scale[i / 2];
+            if constexpr (QUANTIZES) sum *= scale[i / 2], other *= scale[i / 2];
             if constexpr (BIAS) {
                 sum += widen(biases[0] >> i % 2 * 16);
                 if constexpr (GATED) other += widen(biases[HALVES - 1] >> i % 2 * 16);
             }
             v[i] = GATED ? gated(sum, other, act) : sum * weight[i / 2];
+        }
+    }
+    // Store an item's sums as e4m3, in rows from `top` on, of which the first `valid` of the warp are stored.
+    __device__ __forceinline__ void store_quantized(
+        float* sums, const Item& item, int top, int valid, const Scales& scales, const float (&scale)[2]
+    ) const {
+        if (item.column * OUTPUTS >= columns) return;  // `columns` is a multiple of GROUP
+        float largest[2] = {1e-12f, 1e-12f};
+#pragma unroll
+        for (int i = 0; i < OUTPUTS / 8; i++) {
+            float* v = sums + i * 4;
+            finish(v, v + OUTPUTS / 2, item.column * OUTPUTS + i * 8 + lane % 4 * 2, item.expert, scale, {});
+#pragma unroll
+            for (int j = 0; j < 4; j++) largest[j / 2] = fmaxf(largest[j / 2], fabsf(v[j]));
+        }
+        float factors[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 1));
+            largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 2));
+            factors[half] = 448.0f / largest[half];
+            const int row = lane / 4 + half * 8;
+            if (lane % 4 == 0 && row < valid) scales.out[item.column * scales.places + top + row] = largest[half] / 448.0f;
+        }
+        __syncwarp();  // what was staged before has been read
+#pragma unroll
+        for (int i = 0; i < OUTPUTS / 8; i++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float* v = sums + i * 4 + half * 2;
+                const u32 to = staging + (lane / 4 + half * 8) * PITCH + i * 8 + lane % 4 * 2;
+                const u16 both = quantize(v[0] * factors[half], v[1] * factors[half]);
+                asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(both) : "memory");
+            }
+        }
+        __syncwarp();
+        constexpr int PIECES = OUTPUTS / 16, AT_ONCE = 32 / PIECES;  // of 16 bytes, of a row; rows that the warp stores at once
+#pragma unroll
+        for (int row = lane / PIECES; row < 16; row += AT_ONCE) {
+            const uint4 words = load_shared(staging + row * PITCH + lane % PIECES * 16);
+            if (row < valid) *(uint4*)((char*)out + (long)(top + row) * columns + item.column * OUTPUTS + lane % PIECES * 16) = words;
         }
     }
     // Store an item's sums; both rows of this thread go to rows `targets` of the output, and the first `valid` rows of the warp are stored.
@@ -294,7 +348,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
             continue;
         }
         int pairs[2] = {0, 0};
-        if constexpr (!GATED || ELEMENT == 1) {
+        if constexpr (!GATED || QUANTIZES) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int row = warp_row + lane / 4 + half * 8;
@@ -311,7 +365,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
                 const int row = warp_row + lane / 4 + half * 8;
                 if (row >= valid) continue;
                 if constexpr (!GATED) weight[half] = pair_weights[pairs[half]];
-                if constexpr (ELEMENT == 1) scale[half] = scales.rows[GATED ? pairs[half] / top_k : top + row];
+                if constexpr (QUANTIZES) scale[half] = scales.rows[pairs[half] / top_k];
             }
         };
         auto wait_stage = [&]() {
@@ -343,24 +397,44 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
             const int block = min(half * columns + item.column * OUTPUTS, rows - 1) / SCALE_BLOCK;
             blocks[half] = (item.expert * scales.scale_rows + block) * scales.scale_columns;
         }
+        constexpr int TOGETHER = GATED ? 4 : GROUP / 32;  // multiplications whose sums have the same scales
+        // Four lanes hold the same two rows: each loads the scale of one half of the columns of a step in one of them, a step before it.
+        int scale_at = lane % 4 / 2 * scales.places + top + warp_row + lane / 4 + lane % 2 * 8;
+        float next_scale = GATED ? 1.0f : scales.rows[scale_at];
         for (int s = 0; s < steps; s++, ring.next()) {
             float part[TILE / 2], factors[HALVES];
+            const float row_scale = next_scale;
+            if (!GATED && s + 1 < steps) next_scale = scales.rows[scale_at += 2 * scales.places];
 #pragma unroll
             for (int half = 0; half < HALVES; half++) factors[half] = scales.weights[blocks[half] + s];  // there when the sums are
             wait_stage();
             const u64 x_here = descriptor(ring.here() + group * 64 * ROW_BYTES), w_here = descriptor(ring.here() + X_BYTES);
 #pragma unroll
-            for (int k = 0; k < ROW_BYTES / 32; k++) multiply(part, x_here + k * 2, w_here + k * 2, k > 0);
-            asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
-            release(ring.stage);
+            for (int begin = 0; begin < 4; begin += TOGETHER) {
+                if (begin > 0) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-            for (int j = 0; j < TILE / 2; j++) asm volatile("" : "+f"(part[j])::"memory");
+                for (int k = begin; k < begin + TOGETHER; k++) multiply(part, x_here + k * 2, w_here + k * 2, k > begin);
+                asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+                if (begin + TOGETHER == 4) release(ring.stage);
 #pragma unroll
-            for (int j = 0; j < TILE / 2; j++) sums[j] += part[j] * factors[j / (OUTPUTS / 2)];
+                for (int j = 0; j < TILE / 2; j++) asm volatile("" : "+f"(part[j])::"memory");
+                float both[2] = {1.0f, 1.0f};
+                if constexpr (!GATED) {
+#pragma unroll
+                    for (int half = 0; half < 2; half++) both[half] = __shfl_sync(~0u, row_scale, begin / TOGETHER * 2 + half, 4);
+                }
+#pragma unroll
+                for (int j = 0; j < TILE / 2; j++) sums[j] += part[j] * (factors[j / (OUTPUTS / 2)] * both[j / 2 % 2]);
+            }
         }
         load_factors();
+        __syncwarp();
 #endif
-        const int sorted = top + warp_row + lane / 4, targets[2] = {GATED ? sorted : pairs[0], GATED ? sorted + 8 : pairs[1]};
-        output.store(sums, item, targets, valid - warp_row, scale, weight);
+        if constexpr (QUANTIZES) {
+            output.store_quantized(sums, item, top + warp_row, valid - warp_row, scales, scale);
+        } else {
+            const int sorted = top + warp_row + lane / 4, targets[2] = {GATED ? sorted : pairs[0], GATED ? sorted + 8 : pairs[1]};
+            output.store(sums, item, targets, valid - warp_row, scale, weight);
+        }
     }
 }

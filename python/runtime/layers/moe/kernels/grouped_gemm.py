@@ -26,10 +26,12 @@ BARRIER_BYTES = 256
 MOST_STAGES = BARRIER_BYTES // 16
 LOADERS = 128
 """Threads of the loading warpgroup."""
-LOAD_REGISTERS = 56
-"""Of each of them."""
+GATHER_REGISTERS, LOAD_REGISTERS = 56, 32
+"""Of each of them, where all copy rows of x, and where one loads boxes."""
 SCALE_BLOCK = 128
 """Rows and columns of e4m3 weights that share a scale."""
+GROUP = SCALE_BLOCK // 2
+"""Columns of a row between the GEMMs that share a scale: those of a tile of gate and up rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,9 @@ def experts_by_wgmma(
     first: int = 0,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """As `experts_many_rows`, for what the kernels support; with e4m3 weights, activations are rounded to e4m3, a scale for each row."""
+    """As `experts_many_rows`, for what the kernels support; with e4m3 weights, rows of x are rounded to e4m3 with a scale each, and
+    those between the GEMMs with one for each `GROUP` columns.
+    """
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
     assert T > 0, "expected at least one row"
     assert gate_up.shape == (E, 2 * inner, hidden), f"expected gate and up rows {(E, 2 * inner, hidden)}; got {gate_up.shape}"
@@ -116,15 +120,15 @@ def experts_by_wgmma(
     assert out.is_contiguous(), "expected a contiguous out"
     fp8, x_scale, h_scale = gate_up.format == "fp8", None, None
     aligned = align(routed.ids, first, E, config.rows, pdl=pdl)
-    h = torch.empty((aligned.tiles * config.rows, inner), dtype=x.dtype, device=x.device)
+    places = aligned.tiles * config.rows
+    h = torch.empty((places, inner), dtype=torch.float8_e4m3fn if fp8 else x.dtype, device=x.device)
     y = torch.empty((T * top_k, hidden), dtype=x.dtype, device=x.device)
-    grouped = partial(_grouped, config=config, aligned=aligned, routed=routed, act=act, pdl=pdl)
+    grouped = partial(_grouped, dtype=x.dtype, config=config, aligned=aligned, routed=routed, act=act, pdl=pdl)
     if fp8:
         x, x_scale = quantize_rows(x, pdl=pdl)
-    grouped(x, x_scale, gate_up, h, gated=True)
-    if fp8:
-        h, h_scale = quantize_rows(h, pdl=pdl)
-    grouped(h, h_scale, down, y, gated=False)
+        h_scale = torch.empty((inner // GROUP, places), dtype=torch.float32, device=x.device)
+    grouped(x, x_scale, gate_up, h, h_scale, gated=True)
+    grouped(h, h_scale, down, y, None, gated=False)
     return sum_pairs(y, routed, out, first, E, pdl=pdl)
 
 
@@ -133,19 +137,24 @@ def _grouped(
     x_scale: torch.Tensor | None,
     weights: ExpertWeights,
     out: torch.Tensor,
+    out_scale: torch.Tensor | None,
     *,
     gated: bool,
+    dtype: torch.dtype,
     config: WgmmaExpertsConfig,
     aligned: Aligned,
     routed: Routing,
     act: GatedAct,
     pdl: bool,
 ) -> None:
-    """One grouped GEMM: with `gated`, x has a row for each token and `out` for each place of `aligned`; otherwise places and pairs."""
+    """One grouped GEMM: with `gated`, x has a row for each token and `out` for each place of `aligned`; otherwise places and pairs.
+
+    `dtype` is that of activations that are not e4m3.
+    """
     (E, N, K), columns = weights.shape, out.shape[1]
     tile = config.gate_up_tile if gated else config.down_tile
     fp8 = x_scale is not None
-    variant = _Variant(config.rows, tile, config.cluster, out.dtype, fp8, gated, act.kind if gated else 0, weights.bias is not None, pdl)
+    variant = _Variant(config.rows, tile, config.cluster, dtype, fp8, gated, act.kind if gated else 0, weights.bias is not None, pdl)
     kernel, depth = _kernel(variant), ROW_BYTES // x.element_size()
     items = aligned.tiles * -(-columns // (variant.outputs * config.cluster))
     kernel(
@@ -154,7 +163,10 @@ def _grouped(
             cuda_driver.pointer(x) if gated else _map(x.data_ptr(), len(x), K, x.dtype, (depth, config.rows)),
             _map(weights.weight.data_ptr(), E * N, K, weights.weight.dtype, (depth, tile // 2)),
             _Tiles(*(tensor.data_ptr() for tensor in (aligned.pairs, aligned.experts, aligned.places, aligned.used))),
-            _Scales(*(cuda_driver.pointer(t) for t in (weights.scale, x_scale)), N // SCALE_BLOCK, K // SCALE_BLOCK),
+            _Scales(
+                *(None if t is None else t.data_ptr() for t in (weights.scale, x_scale, out_scale)),
+                *(N // SCALE_BLOCK, K // SCALE_BLOCK, aligned.tiles * config.rows),
+            ),
             *map(cuda_driver.pointer, (out, weights.bias, routed.weights)),
             *map(cuda_driver.int32, (N, columns, K, routed.ids.shape[1])),
             _Gate(act.alpha, act.limit),
@@ -173,8 +185,8 @@ class _Scales(ctypes.Structure):
     """`Scales` in `grouped_gemm.cu`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "rows")),
-        *((name, ctypes.c_int) for name in ("scale_rows", "scale_columns")),
+        *((name, ctypes.c_void_p) for name in ("weights", "rows", "out")),
+        *((name, ctypes.c_int) for name in ("scale_rows", "scale_columns", "places")),
     )
 
 
@@ -202,7 +214,8 @@ def source(variant: _Variant) -> str:
     assert v.rows in (128, 192), f"expected tiles of 128 or 192 pairs; got {v.rows}"
     assert v.tile % 32 == 0, f"expected a multiple of 32 weight rows; got {v.tile}"
     constants = dict(
-        ROWS=v.rows, TILE=v.tile, SPLIT=1, CLUSTER_M=v.cluster, CLUSTER_N=1, LOADERS=LOADERS, LOAD_REGISTERS=LOAD_REGISTERS,
+        ROWS=v.rows, TILE=v.tile, SPLIT=1, CLUSTER_M=v.cluster, CLUSTER_N=1, LOADERS=LOADERS,
+        LOAD_REGISTERS=GATHER_REGISTERS if v.gated else LOAD_REGISTERS,
         STAGES=v.stages, STORED=v.stored, ELEMENT=1 if v.fp8 else 2, GATED=int(v.gated), ACT=v.act,
         BFLOAT16=int(v.dtype is torch.bfloat16), BIAS=int(v.bias), EARLY=int(v.early),
     )  # fmt: skip

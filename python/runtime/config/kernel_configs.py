@@ -189,7 +189,7 @@ class WgmmaExpertsConfig:
 
     Attributes:
         gate_up_tile, down_tile: weight rows of a tile of either GEMM, multiples of 32 up to 256 beside 128 pairs and up to 192 beside 192;
-            128 with weights in e4m3.
+            256 beside 128 with weights in e4m3.
         cluster: 2 where pairs of blocks share the weights of neighbouring tiles of pairs, else 1.
     """
 

@@ -12,9 +12,9 @@
 // stands for as many items of work as half of the tiles of weights. Items follow each other by expert, and clusters take every so many
 // of them, so that blocks that run at the same time share weights and rows of x in L2.
 //
-// With ELEMENT = 1, x and the weights are e4m3. Sums of some columns are multiplied by the scale of their block of weights, then added up.
-// The first GEMM adds up sums of 128 columns, and stores e4m3 with a scale for each row and tile, which is GROUP columns of the output. The
-// second adds up sums of GROUP columns, because they have their own scales in each row.
+// With ELEMENT = 1, x and the weights are e4m3. Sums of 128 columns by 128 rows of weights are multiplied by their scales, then added up:
+// both halves of a tile one after the other, because a thread has the registers for one half beside its sums. The first GEMM stores e4m3
+// with a scale for each row and tile, which is 128 columns of the second.
 //
 // Defined before this text: ROWS (128 or 192), TILE, CLUSTER_M, STAGES, STORED, ELEMENT (bytes), GATED, ACT, BFLOAT16, BIAS, EARLY,
 // LOADERS, LOAD_REGISTERS; multiply(); gemm/wgmma_parts.cu.
@@ -26,15 +26,14 @@ constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = TILE * ROW_BYTES, STAGE_BYTE
 constexpr int BOX_ROWS = TILE / 2;  // of weights; in the first GEMM one box holds gates, the other one ups
 constexpr int PITCH = STORED * 2 + 16;  // bytes from row to row of the columns that are staged together, without bank conflicts
 constexpr int BARRIERS = STAGES * STAGE_BYTES + ROWS * PITCH;
-constexpr int SCALE_BLOCK = 128;  // rows and columns of weights with one scale
-constexpr int GROUP = 64;         // columns of a row between the GEMMs with one scale
+constexpr int SCALE_BLOCK = 128;        // rows and columns of weights with one scale, and columns of a row between the GEMMs
 constexpr bool QUANTIZES = ELEMENT == 1 && GATED;
-static_assert(!QUANTIZES || (OUTPUTS == GROUP && STORED == GROUP));
+static_assert(ELEMENT == 2 || (TILE == 2 * SCALE_BLOCK && STORED * 2 == SCALE_BLOCK));
 
 // align.py: the sorted pairs.
 struct Tiles { const int *pairs, *experts, *places, *used; };
 // Scales of e4m3 weights [E, scale_rows, scale_columns], of rows of x, and those that are stored. Rows of x have one scale in the first
-// GEMM; those between the GEMMs have [width / GROUP, places].
+// GEMM; those between the GEMMs have [width / SCALE_BLOCK, places].
 struct Scales { const float *weights, *rows; float* out; int scale_rows, scale_columns, places; };
 struct Gate { float alpha, limit; };
 
@@ -167,7 +166,7 @@ struct Output {
     __device__ __forceinline__ void store_quantized(
         float* sums, const Item& item, int top, int valid, const Scales& scales, const float (&scale)[2]
     ) const {
-        if (item.column * OUTPUTS >= columns) return;  // `columns` is a multiple of GROUP
+        if (item.column * OUTPUTS >= columns) return;  // `columns` is a multiple of SCALE_BLOCK
         float largest[2] = {1e-12f, 1e-12f};
 #pragma unroll
         for (int i = 0; i < OUTPUTS / 8; i++) {
@@ -391,40 +390,38 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
 #pragma unroll
         for (int j = 0; j < TILE / 2; j++) asm volatile("" : "+f"(sums[j])::"memory");
 #else
-        int blocks[HALVES];  // of scales: of the first columns of the tile
+        int blocks[2];  // of scales: of the first columns of either half of the tile
 #pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-            const int block = min(half * columns + item.column * OUTPUTS, rows - 1) / SCALE_BLOCK;
-            blocks[half] = (item.expert * scales.scale_rows + block) * scales.scale_columns;
+        for (int half = 0; half < 2; half++) {
+            const int row = GATED ? half * columns + item.column * OUTPUTS : item.column * TILE + half * SCALE_BLOCK;
+            blocks[half] = (item.expert * scales.scale_rows + min(row, rows - 1) / SCALE_BLOCK) * scales.scale_columns;
         }
-        constexpr int TOGETHER = GATED ? 4 : GROUP / 32;  // multiplications whose sums have the same scales
-        // Four lanes hold the same two rows: each loads the scale of one half of the columns of a step in one of them, a step before it.
-        int scale_at = lane % 4 / 2 * scales.places + top + warp_row + lane / 4 + lane % 2 * 8;
+        // In the second GEMM, a step is what has a scale in each row. Two lanes load those of the two rows that they hold, a step before it.
+        int scale_at = top + warp_row + lane / 4 + lane % 2 * 8;
         float next_scale = GATED ? 1.0f : scales.rows[scale_at];
         for (int s = 0; s < steps; s++, ring.next()) {
-            float part[TILE / 2], factors[HALVES];
+            float factors[2];
             const float row_scale = next_scale;
-            if (!GATED && s + 1 < steps) next_scale = scales.rows[scale_at += 2 * scales.places];
 #pragma unroll
-            for (int half = 0; half < HALVES; half++) factors[half] = scales.weights[blocks[half] + s];  // there when the sums are
+            for (int half = 0; half < 2; half++) factors[half] = scales.weights[blocks[half] + s];  // there when the sums are
+            if (!GATED && s + 1 < steps) next_scale = scales.rows[scale_at += scales.places];
             wait_stage();
             const u64 x_here = descriptor(ring.here() + group * 64 * ROW_BYTES), w_here = descriptor(ring.here() + X_BYTES);
 #pragma unroll
-            for (int begin = 0; begin < 4; begin += TOGETHER) {
-                if (begin > 0) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            for (int half = 0; half < 2; half++) {
+                float part[TILE / 4], both[2] = {1.0f, 1.0f};
+                if (half > 0) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-                for (int k = begin; k < begin + TOGETHER; k++) multiply(part, x_here + k * 2, w_here + k * 2, k > begin);
+                for (int k = 0; k < ROW_BYTES / 32; k++)
+                    multiply(part, x_here + k * 2, w_here + half * (BOX_ROWS * ROW_BYTES / 16) + k * 2, k > 0);
                 asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
-                if (begin + TOGETHER == 4) release(ring.stage);
+                if (half > 0) release(ring.stage);
 #pragma unroll
-                for (int j = 0; j < TILE / 2; j++) asm volatile("" : "+f"(part[j])::"memory");
-                float both[2] = {1.0f, 1.0f};
-                if constexpr (!GATED) {
+                for (int j = 0; j < TILE / 4; j++) asm volatile("" : "+f"(part[j])::"memory");
 #pragma unroll
-                    for (int half = 0; half < 2; half++) both[half] = __shfl_sync(~0u, row_scale, begin / TOGETHER * 2 + half, 4);
-                }
+                for (int row = 0; row < 2; row++) both[row] = factors[half] * (GATED ? 1.0f : __shfl_sync(~0u, row_scale, row, 2));
 #pragma unroll
-                for (int j = 0; j < TILE / 2; j++) sums[j] += part[j] * (factors[j / (OUTPUTS / 2)] * both[j / 2 % 2]);
+                for (int j = 0; j < TILE / 4; j++) sums[half * TILE / 4 + j] += part[j] * both[j / 2 % 2];
             }
         }
         load_factors();

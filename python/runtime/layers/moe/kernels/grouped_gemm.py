@@ -26,12 +26,12 @@ BARRIER_BYTES = 256
 MOST_STAGES = BARRIER_BYTES // 16
 LOADERS = 128
 """Threads of the loading warpgroup."""
-GATHER_REGISTERS, LOAD_REGISTERS = 56, 32
+GATHER_REGISTERS, LOAD_REGISTERS = 40, 32
 """Of each of them, where all copy rows of x, and where one loads boxes."""
 SCALE_BLOCK = 128
-"""Rows and columns of e4m3 weights that share a scale."""
-GROUP = SCALE_BLOCK // 2
-"""Columns of a row between the GEMMs that share a scale: those of a tile of gate and up rows."""
+"""Rows and columns of e4m3 weights that share a scale, and columns of a row between the GEMMs."""
+FP8_TILE = (128, 2 * SCALE_BLOCK)
+"""Pairs and weight rows of a tile of e4m3: a thread has its sums and those of one block of scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,13 @@ def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, confi
         x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(x.device)[0] == 9
-        and _takes(gate_up, x.dtype, config.gate_up_tile, 2)
-        and _takes(down, x.dtype, config.down_tile, 1)
+        and _takes(gate_up, x.dtype, config.rows, config.gate_up_tile, 2)
+        and _takes(down, x.dtype, config.rows, config.down_tile, 1)
         and cuda_driver.available()
     )
 
 
-def _takes(weights: ExpertWeights, dtype: torch.dtype, tile: int, halves: int) -> bool:
+def _takes(weights: ExpertWeights, dtype: torch.dtype, rows: int, tile: int, halves: int) -> bool:
     """Whether a GEMM takes these weights, whose rows are so many matrices above each other."""
     _, N, K = weights.shape
     if not weights.weight.is_contiguous() or N % (8 * halves) or K % 8:
@@ -91,7 +91,7 @@ def _takes(weights: ExpertWeights, dtype: torch.dtype, tile: int, halves: int) -
         return weights.weight.dtype is dtype
     return (
         weights.format == "fp8"
-        and tile == SCALE_BLOCK
+        and (rows, tile) == FP8_TILE
         and N % (SCALE_BLOCK * halves) == K % SCALE_BLOCK == 0
         and weights.scale_layout[2:] == (SCALE_BLOCK, SCALE_BLOCK)
     )
@@ -110,7 +110,7 @@ def experts_by_wgmma(
     pdl: bool = False,
 ) -> torch.Tensor:
     """As `experts_many_rows`, for what the kernels support; with e4m3 weights, rows of x are rounded to e4m3 with a scale each, and
-    those between the GEMMs with one for each `GROUP` columns.
+    those between the GEMMs with one for each `SCALE_BLOCK` columns.
     """
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
     assert T > 0, "expected at least one row"
@@ -126,7 +126,7 @@ def experts_by_wgmma(
     grouped = partial(_grouped, dtype=x.dtype, config=config, aligned=aligned, routed=routed, act=act, pdl=pdl)
     if fp8:
         x, x_scale = quantize_rows(x, pdl=pdl)
-        h_scale = torch.empty((inner // GROUP, places), dtype=torch.float32, device=x.device)
+        h_scale = torch.empty((inner // SCALE_BLOCK, places), dtype=torch.float32, device=x.device)
     grouped(x, x_scale, gate_up, h, h_scale, gated=True)
     grouped(h, h_scale, down, y, None, gated=False)
     return sum_pairs(y, routed, out, first, E, pdl=pdl)
@@ -213,6 +213,7 @@ def source(variant: _Variant) -> str:
     v = variant
     assert v.rows in (128, 192), f"expected tiles of 128 or 192 pairs; got {v.rows}"
     assert v.tile % 32 == 0, f"expected a multiple of 32 weight rows; got {v.tile}"
+    assert not v.fp8 or (v.rows, v.tile) == FP8_TILE, f"expected a tile of {FP8_TILE} with e4m3; got {v.rows, v.tile}"
     constants = dict(
         ROWS=v.rows, TILE=v.tile, SPLIT=1, CLUSTER_M=v.cluster, CLUSTER_N=1, LOADERS=LOADERS,
         LOAD_REGISTERS=GATHER_REGISTERS if v.gated else LOAD_REGISTERS,
@@ -221,7 +222,7 @@ def source(variant: _Variant) -> str:
     )  # fmt: skip
     here = Path(__file__)
     parts = (here.parents[2] / "gemm" / "wgmma_parts.cu").read_text(encoding="utf-8")
-    multiply = multiply_source(v.tile, "e4m3" if v.fp8 else "bf16" if v.dtype is torch.bfloat16 else "f16")
+    multiply = multiply_source(v.tile // 2, "e4m3") if v.fp8 else multiply_source(v.tile, "bf16" if v.dtype is torch.bfloat16 else "f16")
     return "\n".join(
         [
             *(f"#define {name} {value}" for name, value in constants.items()),

@@ -251,20 +251,24 @@ def source(config: WgmmaConfig, variant: _Variant) -> str:
     return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), parts, multiply, output, gemm])
 
 
-def multiply_source(tile: int, dtype: Literal["bf16", "f16", "e4m3"]) -> str:
-    """The wgmma instruction for a tile: a thread holds one sum per two rows of the tile. That of e4m3 overwrites them unless `add`."""
+def multiply_source(tile: int, dtype: Literal["bf16", "f16", "e4m3"], *, overwrites: bool = False) -> str:
+    """The wgmma instruction for a tile: a thread holds one sum per two rows of the tile.
+
+    With `overwrites`, the function has a parameter `add`: where it is 0, what the sums were before does not matter.
+    """
     count, narrow = tile // 2, dtype == "e4m3"
     sums = ", ".join(f"%{i}" for i in range(count))
     instruction = f"wgmma.mma_async.sync.aligned.m64n{tile}k{32 if narrow else 16}.f32.{dtype}.{dtype}"
     operands = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    predicate, options = (f"setp.ne.s32 add, %{count + 2}, 0;", "1, 1") if narrow else ("setp.eq.u32 add, 0, 0;", "1, 1, 0, 0")
+    predicate = f"setp.ne.s32 add, %{count + 2}, 0;" if overwrites else "setp.eq.u32 add, 0, 0;"
+    options = "1, 1" if narrow else "1, 1, 0, 0"
     return "\n".join(
         [
-            f"__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 x, u64 w{', int add' if narrow else ''}) {{",
+            f"__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 x, u64 w{', int add' if overwrites else ''}) {{",
             f'    asm volatile("{{\\n.reg .pred add;\\n{predicate}\\n"',
             f'        "{instruction} {{{sums}}}, %{count}, %{count + 1}, add, {options};\\n}}"',
             f"        : {operands}",
-            f'        : "l"(x), "l"(w){", " + chr(34) + "r" + chr(34) + "(add)" if narrow else ""});',
+            f'        : "l"(x), "l"(w){", " + chr(34) + "r" + chr(34) + "(add)" if overwrites else ""});',
             "}",
         ]
     )

@@ -355,8 +355,6 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
             }
         }
         float sums[TILE / 2], scale[2] = {1.0f, 1.0f}, weight[2] = {1.0f, 1.0f};
-#pragma unroll
-        for (int j = 0; j < TILE / 2; j++) sums[j] = 0.0f;
         // Rows past the last pair have no scale and no weight of their own.
         auto load_factors = [&]() {
 #pragma unroll
@@ -378,7 +376,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
             wait_stage();
             const u64 x_here = descriptor(ring.here() + group * 64 * ROW_BYTES), w_here = descriptor(ring.here() + X_BYTES);
 #pragma unroll
-            for (int k = 0; k < ROW_BYTES / 32; k++) multiply(sums, x_here + k * 2, w_here + k * 2);
+            for (int k = 0; k < ROW_BYTES / 32; k++) multiply(sums, x_here + k * 2, w_here + k * 2, s > 0 || k > 0);
             asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
             if (s > 0) release(before);
             before = ring.stage;
@@ -390,13 +388,15 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
 #pragma unroll
         for (int j = 0; j < TILE / 2; j++) asm volatile("" : "+f"(sums[j])::"memory");
 #else
+#pragma unroll
+        for (int j = 0; j < TILE / 2; j++) sums[j] = 0.0f;
         int blocks[2];  // of scales: of the first columns of either half of the tile
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = GATED ? half * columns + item.column * OUTPUTS : item.column * TILE + half * SCALE_BLOCK;
             blocks[half] = (item.expert * scales.scale_rows + min(row, rows - 1) / SCALE_BLOCK) * scales.scale_columns;
         }
-        // In the second GEMM, a step is what has a scale in each row. Two lanes load those of the two rows that they hold, a step before it.
+        // In the second GEMM, a step is what has a scale in each row. Two lanes load those of the two rows that they hold, one step early.
         int scale_at = top + warp_row + lane / 4 + lane % 2 * 8;
         float next_scale = GATED ? 1.0f : scales.rows[scale_at];
         for (int s = 0; s < steps; s++, ring.next()) {

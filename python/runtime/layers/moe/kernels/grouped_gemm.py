@@ -222,7 +222,8 @@ def source(variant: _Variant) -> str:
     )  # fmt: skip
     here = Path(__file__)
     parts = (here.parents[2] / "gemm" / "wgmma_parts.cu").read_text(encoding="utf-8")
-    multiply = multiply_source(v.tile // 2, "e4m3") if v.fp8 else multiply_source(v.tile, "bf16" if v.dtype is torch.bfloat16 else "f16")
+    dtype = "e4m3" if v.fp8 else "bf16" if v.dtype is torch.bfloat16 else "f16"
+    multiply = multiply_source(v.tile // 2 if v.fp8 else v.tile, dtype, overwrites=True)
     return "\n".join(
         [
             *(f"#define {name} {value}" for name, value in constants.items()),

@@ -98,15 +98,28 @@ __device__ __forceinline__ u16 quantize(float low, float high) {
     return both;
 }
 
-__device__ __forceinline__ float gated(float gate, float up, const Gate& act) {
-    float slope = gate;
-    if constexpr (ACT == GELU_TANH) slope = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
-    if constexpr (ACT == CLAMPED_SWIGLU) {
-        gate = fminf(gate, act.limit);
-        up = fminf(fmaxf(up, -act.limit), act.limit) + 1.0f;
-        slope = act.alpha * gate;
+// act(gate) * up of two neighbouring columns. They share a reciprocal, because the unit of special functions limits the end of a tile: that
+// of the product of their divisors, which are at most 2^60 so that it is finite. There act(gate) is 1e-18 of the gate.
+__device__ __forceinline__ void multiply_gates(float (&gates)[2], const float (&ups)[2], const Gate& act) {
+    float divisors[2], factors[2], inverse;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float& gate = gates[i];
+        float slope = gate;
+        factors[i] = ups[i];
+        if constexpr (ACT == GELU_TANH) slope = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+        if constexpr (ACT == CLAMPED_SWIGLU) {
+            gate = fminf(gate, act.limit);
+            factors[i] = fminf(fmaxf(ups[i], -act.limit), act.limit) + 1.0f;
+            slope = act.alpha * gate;
+        }
+        float power;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fminf(slope * -1.4426950408889634f, 60.0f)));
+        divisors[i] = 1.0f + power;
     }
-    return __fdividef(gate, 1.0f + __expf(-slope)) * up;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(divisors[0] * divisors[1]));
+#pragma unroll
+    for (int i = 0; i < 2; i++) gates[i] *= divisors[1 - i] * inverse * factors[i];
 }
 
 // The loading warpgroup's part in the weights of one item.
@@ -159,8 +172,11 @@ struct Output {
                 sum += widen(biases[0] >> i % 2 * 16);
                 if constexpr (GATED) other += widen(biases[HALVES - 1] >> i % 2 * 16);
             }
-            v[i] = GATED ? gated(sum, other, act) : sum * weight[i / 2];
+            if constexpr (!GATED) sum *= weight[i / 2];
         }
+        if constexpr (GATED) multiply_gates(two[0], others[0], act), multiply_gates(two[1], others[1], act);
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = two[i / 2][i % 2];
     }
     // Store an item's sums as e4m3, in rows from `top` on, of which the first `valid` of the warp are stored.
     __device__ __forceinline__ void store_quantized(

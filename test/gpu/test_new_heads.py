@@ -239,7 +239,8 @@ def test_a_request_has_the_same_bits_beside_any_others() -> None:
 
 
 def test_one_warm_up_loads_the_kernels_of_all_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = [SplitShape(size, 4, 32, 8, 128, 132, H200.split_config(128, size)) for size in range(1, 9)]
+    configs = {size: H200.split_config(128, size) for size in range(1, 9)}
+    shapes = [SplitShape(size, 4, 32, 8, 128, 132, config) for size, config in configs.items() if config.cluster is not None]
     heads = rotary((32, 8, 128))
 
     def run(shape: SplitShape) -> None:

@@ -122,12 +122,16 @@ def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[Ge
 
 
 def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[ResidentConfig, ...]:
-    """The cut of the GEMM whose weights wait in shared memory, where the time behind attention may fill it."""
-    if not group.behind_pause:
-        return ()
+    """The cut of the GEMM whose weights wait in shared memory, where the time behind attention may fill it.
+
+    Elsewhere too where a multiprocessor has at most one block: its warps share the columns, which other kernels of so few blocks walk one
+    after the other.
+    """
     linear = group.linears[0]
+    if group.op not in ("linear", "linear_add") or group.rows > FEW_ROWS or not takes_residents(linear.weight):
+        return ()
     config = resident_config(linear.out_features, linear.in_features, num_sms)
-    return () if config is None else (config,)
+    return () if config is None or (config.blocks > 1 and not group.behind_pause) else (config,)
 
 
 def _takes_fragments(group: GemmGroup) -> bool:

@@ -115,17 +115,29 @@ def _rotate_kernel(
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, HALF)
-    half_in = d < R // 2
-    inside = (head < H)[:, None] & half_in[None, :]
+    half_in = (d < R // 2)[None, :]
+    source = x_ptr + t * x_token + head[:, None] * x_head
+    target = out_ptr + t * out_token + head[:, None] * out_head
+    angle = cos_sin_ptr + tl.load(position_ptr + t) * R + d[None, :]
+    rotate_pairs(source, target, angle, (head < H)[:, None] & half_in, half_in, R, HALF, INTERLEAVED)
+
+
+@triton.jit
+def rotate_pairs(
+    source, target, angle, inside, angle_inside, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rotate `R` columns from `source` to `target`, pointers [N, 1] to first columns.
+
+    `angle`: pointers [N or 1, HALF] to cosines, with the sines R // 2 behind; `inside`, `angle_inside`: the pairs that exist.
+    """
+    d = tl.arange(0, HALF)
     low_at, high_at = d, d + R // 2
     if INTERLEAVED:
         low_at, high_at = 2 * d, 2 * d + 1
-    source = x_ptr + t * x_token + head[:, None] * x_head
+    cos = tl.load(angle, mask=angle_inside, other=1.0)
+    sin = tl.load(angle + R // 2, mask=angle_inside, other=0.0)
     low = tl.load(source + low_at[None, :], mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + high_at[None, :], mask=inside, other=0.0).to(tl.float32)
-    angle = cos_sin_ptr + tl.load(position_ptr + t) * R + d
-    cos = tl.load(angle, mask=half_in, other=1.0)[None, :]
-    sin = tl.load(angle + R // 2, mask=half_in, other=0.0)[None, :]
-    target = out_ptr + t * out_token + head[:, None] * out_head
-    tl.store(target + low_at[None, :], (low * cos - high * sin).to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(target + high_at[None, :], (high * cos + low * sin).to(out_ptr.dtype.element_ty), mask=inside)
+    dtype: tl.constexpr = target.dtype.element_ty
+    tl.store(target + low_at[None, :], (low * cos - high * sin).to(dtype), mask=inside)
+    tl.store(target + high_at[None, :], (high * cos + low * sin).to(dtype), mask=inside)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from runtime.layers.kernels.finite import finite
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
@@ -39,7 +40,7 @@ def write_latent(
     q = rows[:, : heads.q_columns]
     if q_norm is not None:
         q = torch.empty((T, heads.q_columns), dtype=rows.dtype, device=rows.device)
-    _write_kernel[(T,)](
+    _write_kernel[(T, 1 if q_norm is None else 2)](
         rows, q, kv, cache, positions, out_cache_loc, rope.cos_sin, heads.kv_norm.weight, q_norm.weight if q_norm else None,
         heads.kv_norm.eps, q_norm.eps if q_norm else 0.0,
         Q=heads.q_columns, RANK=rank, R=rope.dim, BLOCK_Q=triton.next_power_of_2(heads.q_columns) if q_norm else 1,
@@ -66,43 +67,66 @@ def _write_kernel(
     Q: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_RANK: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM_Q: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one token."""
-    pdl_sync(PDL)
+    """One program: the KV row of one token, or its queries. Only weights are read before the wait."""
+    if PDL:
+        gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     row = rows_ptr + t * (Q + RANK + R)
-    slot = tl.load(slot_ptr + t)
+    if tl.program_id(1) == 0:
+        kv, latent = kv_ptr + t * (RANK + R), row + Q
+        _write_row(
+            latent, kv, cache_ptr, position_ptr + t, slot_ptr + t, cos_sin_ptr, kv_norm_ptr, kv_eps, RANK, R, BLOCK_RANK, HALF,
+            INTERLEAVED, PDL,
+        )  # fmt: skip
+    else:
+        if NORM_Q:  # known when compiling: without a norm there are no such programs, and no weight to point to
+            _norm_queries(row, q_ptr + t * Q, q_norm_ptr, q_eps, Q, BLOCK_Q, PDL)
+
+
+@triton.jit
+def _norm_queries(row, out, norm_ptr, eps, Q: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr):
+    column = tl.arange(0, BLOCK_Q)
+    inside = column < Q
+    gain = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    x = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    normed = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / Q + eps)) * gain
+    tl.store(out + column, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_row(
+    row, kv, cache_ptr, position_ptr, slot_ptr, cos_sin_ptr, norm_ptr, eps, RANK: tl.constexpr, R: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Norm the latent, rotate the key behind it, store both in `kv` and in the token's slot. All is loaded before any is stored."""
     column = tl.arange(0, BLOCK_RANK)
     inside = column < RANK
-    x = tl.load(row + Q + column, mask=inside, other=0.0).to(tl.float32)
-    gain = tl.load(kv_norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    normed = (x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + kv_eps)) * gain).to(kv_ptr.dtype.element_ty)
-    tl.store(kv_ptr + t * (RANK + R) + column, normed, mask=inside)
-    tl.store(cache_ptr + slot * (RANK + R) + column, finite(normed.to(cache_ptr.dtype.element_ty)), mask=inside)
+    gain = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
     d = tl.arange(0, HALF)
     half_in = d < R // 2
     low_at, high_at = d, d + R // 2
     if INTERLEAVED:
         low_at, high_at = 2 * d, 2 * d + 1
-    low = tl.load(row + Q + RANK + low_at, mask=half_in, other=0.0).to(tl.float32)
-    high = tl.load(row + Q + RANK + high_at, mask=half_in, other=0.0).to(tl.float32)
-    angle = cos_sin_ptr + tl.load(position_ptr + t) * R + d
+    angle = cos_sin_ptr + tl.load(position_ptr) * R + d
+    stored = cache_ptr + tl.load(slot_ptr) * (RANK + R)
+    x = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    low = tl.load(row + RANK + low_at, mask=half_in, other=0.0).to(tl.float32)
+    high = tl.load(row + RANK + high_at, mask=half_in, other=0.0).to(tl.float32)
     cos = tl.load(angle, mask=half_in, other=1.0)
     sin = tl.load(angle + R // 2, mask=half_in, other=0.0)
-    first = (low * cos - high * sin).to(kv_ptr.dtype.element_ty)
-    second = (high * cos + low * sin).to(kv_ptr.dtype.element_ty)
-    key = kv_ptr + t * (RANK + R) + RANK
-    tl.store(key + low_at, first, mask=half_in)
-    tl.store(key + high_at, second, mask=half_in)
-    stored = cache_ptr + slot * (RANK + R) + RANK
-    tl.store(stored + low_at, finite(first.to(cache_ptr.dtype.element_ty)), mask=half_in)
-    tl.store(stored + high_at, finite(second.to(cache_ptr.dtype.element_ty)), mask=half_in)
-    if NORM_Q:
-        column_q = tl.arange(0, BLOCK_Q)
-        in_q = column_q < Q
-        y = tl.load(row + column_q, mask=in_q, other=0.0).to(tl.float32)
-        gain_q = tl.load(q_norm_ptr + column_q, mask=in_q, other=0.0).to(tl.float32)
-        y = y * (1.0 / tl.sqrt(tl.sum(y * y, 0) / Q + q_eps)) * gain_q
-        tl.store(q_ptr + t * Q + column_q, y.to(q_ptr.dtype.element_ty), mask=in_q)
+    dtype: tl.constexpr = kv.dtype.element_ty
+    normed = (x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + eps)) * gain).to(dtype)
+    first, second = (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
+    tl.store(kv + column, normed, mask=inside)
+    tl.store(kv + RANK + low_at, first, mask=half_in)
+    tl.store(kv + RANK + high_at, second, mask=half_in)
+    tl.store(stored + column, finite(normed.to(cache_ptr.dtype.element_ty)), mask=inside)
+    tl.store(stored + RANK + low_at, finite(first.to(cache_ptr.dtype.element_ty)), mask=half_in)
+    tl.store(stored + RANK + high_at, finite(second.to(cache_ptr.dtype.element_ty)), mask=half_in)
 
 
 @triton.jit

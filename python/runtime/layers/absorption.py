@@ -10,7 +10,7 @@ MAX_ROWS = 64
 """Above this many rows, or in float32, `torch.bmm` runs on a GPU too.
 
 Each tile of 32 rows reads all weights, the first from memory and the others from L2, and as many bytes of its rows: for GLM-4.7-Flash's
-values about 10 MB a tile, two microseconds. cuBLAS takes four to six for few rows and hardly more for a hundred.
+values 10 MB a tile. cuBLAS reads both less often, in larger tiles.
 """
 ROW_TILES = (16, 32)
 """Rows of one program: a pass uses the smallest that holds all its rows, or several of the last. One kernel is compiled for each."""

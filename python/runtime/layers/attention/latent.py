@@ -81,9 +81,10 @@ class LatentAttention(AttentionLayer):
     def _warm_up(self, rows: int) -> None:
         """Laid out as in `attend`: another alignment would be another kernel."""
         heads, key, value = self.heads, *self._kv_weights()
+        positions = torch.zeros(rows, dtype=torch.int64, device=key.device)
         made = torch.zeros((rows, (self.q_proj or self.down_proj).out_features), dtype=key.dtype, device=key.device)
         q = made[:, : heads.num_heads * heads.query_dim].view(rows, heads.num_heads, -1)
-        query = self.ops.absorb(q, heads, key, torch.zeros(rows, dtype=torch.int64, device=key.device))
+        query = self.ops.absorb(q, heads, key, positions)
         self.ops.project_values(query[..., : heads.kv_rank].contiguous(), value)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:

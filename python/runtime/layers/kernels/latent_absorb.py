@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from runtime.layers.absorption import MAX_ROWS, ROW_TILES, absorb_by_bmm, project_by_bmm
-from runtime.layers.kernels.latent_rows import rotate_heads, rotate_pairs
+from runtime.layers.kernels.latent_rows import load_angles, rotate_heads, rotate_pairs
 from runtime.layers.kernels.pdl import launch_options
 from runtime.layers.latent_heads import LatentHeads
 
@@ -46,7 +46,7 @@ def absorb_queries(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, posit
         heads: widths and rotary table.
         key: [H, nope_dim, kv_rank], the dtype of q; heads may be strided.
         positions: int64 [T].
-        pdl: as in `triton_gemm`; `key` alone is read before the wait.
+        pdl: as in `triton_gemm`. `key` and `positions` are read before the wait: as in `write_latent`.
 
     Returns:
         [T, H, row_dim] contiguous, the dtype of q. Sums are in float32, in an order that the widths fix.
@@ -123,12 +123,11 @@ def _absorb_kernel(
         keys = key_ptr + head.to(tl.int64) * key_head
         _multiply(query, keys, out, m < T, first, NOPE, RANK, RANK, 1, BLOCK_N, PARTS, BLOCK_K, PDL)
     else:
+        position = tl.load(position_ptr + m, mask=m < T, other=0)
+        cos, sin = load_angles(cos_sin_ptr + position[:, None] * R, R, HALF)
         if PDL:
             gdc_wait()
-        d = tl.arange(0, HALF)[None, :]
-        inside = (m < T)[:, None] & (d < R // 2)
-        angle = cos_sin_ptr + tl.load(position_ptr + m, mask=m < T, other=0)[:, None] * R + d
-        rotate_pairs(query[:, None] + NOPE, out[:, None] + RANK, angle, inside, inside, R, HALF, INTERLEAVED)
+        rotate_pairs(query[:, None] + NOPE, out[:, None] + RANK, cos, sin, (m < T)[:, None], R, HALF, INTERLEAVED)
 
 
 @triton.jit(do_not_specialize=["T"])

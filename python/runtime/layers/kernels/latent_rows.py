@@ -29,7 +29,8 @@ def write_latent(
         heads: widths, norms and rotary table.
         positions, out_cache_loc: int64 [T].
         cache: [num_slots, 1, row_dim] contiguous; written.
-        pdl: as in `triton_gemm`.
+        pdl: as in `triton_gemm`. Weights, positions and slots are read before the wait: a kernel without early start must run between
+            the kernels that write them and this one, as the embedding does.
 
     Returns:
         The queries' columns [T, q_columns], normed where they are a latent and a view of `rows` otherwise, and the KV rows
@@ -67,7 +68,7 @@ def _write_kernel(
     Q: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_RANK: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM_Q: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the KV row of one token, or its queries. Only weights are read before the wait."""
+    """One program: the KV row of one token, or its queries."""
     if PDL:
         gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
@@ -104,8 +105,6 @@ def _write_row(
     column = tl.arange(0, BLOCK_RANK)
     inside = column < RANK
     gain = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
     d = tl.arange(0, HALF)
     half_in = d < R // 2
     low_at, high_at = d, d + R // 2
@@ -113,11 +112,13 @@ def _write_row(
         low_at, high_at = 2 * d, 2 * d + 1
     angle = cos_sin_ptr + tl.load(position_ptr) * R + d
     stored = cache_ptr + tl.load(slot_ptr) * (RANK + R)
+    cos = tl.load(angle, mask=half_in, other=1.0)
+    sin = tl.load(angle + R // 2, mask=half_in, other=0.0)
+    if PDL:
+        gdc_wait()
     x = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
     low = tl.load(row + RANK + low_at, mask=half_in, other=0.0).to(tl.float32)
     high = tl.load(row + RANK + high_at, mask=half_in, other=0.0).to(tl.float32)
-    cos = tl.load(angle, mask=half_in, other=1.0)
-    sin = tl.load(angle + R // 2, mask=half_in, other=0.0)
     dtype: tl.constexpr = kv.dtype.element_ty
     normed = (x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + eps)) * gain).to(dtype)
     first, second = (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
@@ -138,30 +139,33 @@ def _rotate_kernel(
     pdl_sync(PDL)
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    d = tl.arange(0, HALF)
-    half_in = (d < R // 2)[None, :]
     source = x_ptr + t * x_token + head[:, None] * x_head
     target = out_ptr + t * out_token + head[:, None] * out_head
-    angle = cos_sin_ptr + tl.load(position_ptr + t) * R + d[None, :]
-    rotate_pairs(source, target, angle, (head < H)[:, None] & half_in, half_in, R, HALF, INTERLEAVED)
+    cos, sin = load_angles(cos_sin_ptr + tl.load(position_ptr + t) * R, R, HALF)
+    rotate_pairs(source, target, cos, sin, (head < H)[:, None], R, HALF, INTERLEAVED)
 
 
 @triton.jit
-def rotate_pairs(
-    source, target, angle, inside, angle_inside, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Rotate `R` columns from `source` to `target`, pointers [N, 1] to first columns.
+def load_angles(rows, R: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines [N, HALF] of rows of the rotary table: a pointer to one row, or pointers [N, 1]."""
+    d = tl.arange(0, HALF)[None, :]
+    return tl.load(rows + d, mask=d < R // 2, other=1.0), tl.load(rows + d + R // 2, mask=d < R // 2, other=0.0)
 
-    `angle`: pointers [N or 1, HALF] to cosines, with the sines R // 2 behind; `inside`, `angle_inside`: the pairs that exist.
-    """
-    d = tl.arange(0, HALF)
-    low_at, high_at = d, d + R // 2
-    if INTERLEAVED:
-        low_at, high_at = 2 * d, 2 * d + 1
-    cos = tl.load(angle, mask=angle_inside, other=1.0)
-    sin = tl.load(angle + R // 2, mask=angle_inside, other=0.0)
-    low = tl.load(source + low_at[None, :], mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(source + high_at[None, :], mask=inside, other=0.0).to(tl.float32)
+
+@triton.jit
+def rotate_pairs(source, target, cos, sin, inside, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rotate `R` columns from `source` to `target`, pointers [N, 1] to first columns; `inside` [N, 1]: the rows that exist."""
     dtype: tl.constexpr = target.dtype.element_ty
-    tl.store(target + low_at[None, :], (low * cos - high * sin).to(dtype), mask=inside)
-    tl.store(target + high_at[None, :], (high * cos + low * sin).to(dtype), mask=inside)
+    if INTERLEAVED:
+        d = tl.arange(0, 2 * HALF)[None, :]
+        x = tl.load(source + d, mask=inside & (d < R), other=0.0).to(tl.float32)
+        low, high = tl.split(tl.reshape(x, (x.shape[0], HALF, 2)))
+        rotated = tl.join(low * cos - high * sin, high * cos + low * sin)
+        tl.store(target + d, tl.reshape(rotated, (x.shape[0], 2 * HALF)).to(dtype), mask=inside & (d < R))
+    else:
+        d = tl.arange(0, HALF)[None, :]
+        pairs_in = inside & (d < R // 2)
+        low = tl.load(source + d, mask=pairs_in, other=0.0).to(tl.float32)
+        high = tl.load(source + d + R // 2, mask=pairs_in, other=0.0).to(tl.float32)
+        tl.store(target + d, (low * cos - high * sin).to(dtype), mask=pairs_in)
+        tl.store(target + d + R // 2, (high * cos + low * sin).to(dtype), mask=pairs_in)

@@ -39,7 +39,7 @@ SGLANG_FLAGS = re.findall(
     speculative-draft-model-path speculative-num-steps speculative-eagle-topk speculative-num-draft-tokens speculative-token-map
     speculative-accept-threshold-single speculative-accept-threshold-acc disable-cuda-graph disable-cuda-graph-padding cuda-graph-max-bs
     cuda-graph-bs watchdog-timeout stream-interval skip-server-warmup chat-template tool-call-parser reasoning-parser random-seed log-level
-    log-requests enable-metrics sampling-defaults preferred-sampling-params
+    log-requests enable-metrics sampling-defaults preferred-sampling-params disable-shared-experts-fusion
     """,
 )
 OUR_FLAGS = re.findall(
@@ -516,6 +516,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     ),
     "cuda_graph_max_bs": ({"cuda_graph_max_bs": 24}, lambda c: c.graphs.cuda_graph_bs[-1], 24),
     "disable_fp8_activations": ({"disable_fp8_activations": True}, lambda c: c.device.tuning.fp8_activations, False),
+    "disable_shared_experts_fusion": ({"disable_shared_experts_fusion": True}, lambda c: c.model.fuse_shared_experts, False),
     "disable_cuda_graph": ({"disable_cuda_graph": True}, lambda c: c.graphs.cuda_graph_bs, ()),
     "disable_cuda_graph_padding": ({"disable_cuda_graph_padding": True}, lambda c: c.graphs.cuda_graph_padding, False),
     "enable_iteration_graph": ({"enable_iteration_graph": True}, lambda c: c.graphs.iteration_graph, True),

@@ -54,6 +54,7 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: Literal["model", "openai"] = "model"
     default_sampling_params: SamplingDefaults = NO_DEFAULTS
     preferred_sampling_params: SamplingDefaults = NO_DEFAULTS
+    fuse_shared_experts: bool = True
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):

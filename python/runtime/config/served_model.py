@@ -52,6 +52,7 @@ def resolve_model(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Se
         aliases=_aliases(args, model),
         default_sampling_params=sampling,
         preferred_sampling_params=preferred,
+        fuse_shared_experts=not args.disable_shared_experts_fusion,
     )
 
 

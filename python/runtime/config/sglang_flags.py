@@ -18,8 +18,8 @@ _TAKEN_BY_REASON = {
         "bf16-gemm-backend fp4-gemm-backend fp4-gemm-runner-backend fp8-gemm-backend fp8-gemm-runner-backend moe-runner-backend "
         "speculative-moe-runner-backend disable-flashinfer-autotune flashinfer-autotune-skip-ops flashinfer-mla-disable-ragged "
         "enable-flashinfer-cutlass-moe enable-flashinfer-trtllm-moe flashinfer-mxfp4-moe-precision enable-fused-qk-norm-rope "
-        "enable-lean-attention enable-nvidia-megakernel enable-amd-monokernel monokernel-backend disable-shared-experts-fusion "
-        "enforce-shared-experts-fusion disable-flashinfer-cutlass-moe-fp4-allgather triton-attention-num-kv-splits "
+        "enable-lean-attention enable-nvidia-megakernel enable-amd-monokernel monokernel-backend enforce-shared-experts-fusion "
+        "disable-flashinfer-cutlass-moe-fp4-allgather triton-attention-num-kv-splits "
         "triton-attention-reduce-in-fp32 triton-attention-split-tile-size disable-chunked-prefix-cache prefill-kv-cache-dequant-dtype "
         "enable-single-batch-overlap enable-two-batch-overlap tbo-token-distribution-threshold enable-fused-moe-sum-all-reduce"
     ),

@@ -109,7 +109,8 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
         shared = context.attention_group, context.config.parallel.ep_size, context.kv_dtype, context.exchange
-        model = build_model(config, ops, context.dtype, context.device, quantization, *shared)
+        fuse = context.config.model.fuse_shared_experts
+        model = build_model(config, ops, context.dtype, context.device, quantization, *shared, fuse_shared=fuse)
         if context.exchange is not None and not model.sparse_mlps:
             raise ConfigError(f"--enable-dp-attention: {config.architecture} has no experts for the groups to share. Leave it out.")
         check_equal_shards(context, model)

@@ -18,7 +18,7 @@ RECENT = 64
 
 
 class ExpertCounter:
-    """Distinct experts per layer and pass, padding left out. Empty for a dense model; the same on every rank."""
+    """Distinct routed experts per layer and pass, padding left out. Empty for a dense model; the same on every rank."""
 
     def __init__(self, mlps: Sequence[SparseMlp]) -> None:
         self._routers = [mlp.router for mlp in mlps]
@@ -34,12 +34,13 @@ class ExpertCounter:
         if (self._passes - 1) % EVERY:
             return None
         kept = [router.kept_masks(tokens) for router in self._routers]
-        masks = [mask for mask in kept if mask is not None]
+        experts = self._routers[0].num_experts if self._routers else 0
+        masks = [mask[:, : -(-experts // WORD)] for mask in kept if mask is not None]
         if not masks:
             return None
         places = torch.arange(WORD, dtype=torch.int32, device=masks[0].device)
         hit = (torch.stack(masks)[..., None] >> places) & 1
-        return hit.amax(dim=1).sum().reshape(1)
+        return hit.amax(dim=1).flatten(1)[:, :experts].sum().reshape(1)  # a shared expert has the bit behind them
 
     def add(self, tokens: int, experts: int) -> None:
         """Take note of one sample that was read."""

@@ -122,19 +122,33 @@ class StackedWeights:
 
 
 def stacked_weights(
-    table: WeightTable, names: ExpertNames, placement: ExpertPlacement, hidden: int, inner: int, bias: bool = False
+    table: WeightTable,
+    names: ExpertNames,
+    placement: ExpertPlacement,
+    hidden: int,
+    inner: int,
+    bias: bool = False,
+    shared: str | None = None,
 ) -> StackedWeights:
-    """Allocate this rank's part of a layer's experts and register the tensors that fill it."""
-    cut = placement.shard.of(inner)
-    width, count = cut.stop - cut.start, len(placement.held)
-    of_expert = [_parts_of(names, expert, hidden, inner, cut) for expert in range(placement.total)]
+    """Allocate this rank's part of a layer's experts and register the tensors that fill it.
+
+    Args:
+        shared: prefix of a shared expert's tensors; it becomes the last of the stack.
+    """
+    cut, held = placement.shard.of(inner), placement.held
+    prefixes = [f"{names.prefix}{expert}." for expert in range(placement.total)]
+    if shared is not None:
+        assert len(held) == placement.total, "the shared expert follows all of the routed ones"
+        prefixes, held = [*prefixes, shared], range(placement.total + 1)
+    width, count = cut.stop - cut.start, len(held)
+    of_expert = [_parts_of(names, prefix, hidden, inner, cut) for prefix in prefixes]
     scheme = table.scheme_of([part.prefix for parts in of_expert for part in parts])
     gate_up = scheme.allocate(NewWeight(2 * width, hidden, table.dtype, table.device, count, of_expert[0][:2]))
     down = scheme.allocate(NewWeight(hidden, width, table.dtype, table.device, count, of_expert[0][2:]))
     gate_up_bias = torch.empty((count, 2 * width), dtype=table.dtype, device=table.device) if bias else None
     down_bias = torch.empty((count, hidden), dtype=table.dtype, device=table.device) if bias and placement.shard.index == 0 else None
     for expert, parts in enumerate(of_expert):
-        own = expert - placement.held.start if expert in placement.held else None
+        own = expert - held.start if expert in held else None
         for part, storage, biases in zip(parts, (gate_up, gate_up, down), (gate_up_bias, gate_up_bias, down_bias), strict=True):
             for name, slot in scheme.places(part, storage.at(own or 0)).items():
                 table.add(name, slot if own is not None else _unread(slot))
@@ -148,9 +162,9 @@ def stacked_weights(
     return StackedWeights(gate_up, down, gate_up_bias, down_bias, scheme)
 
 
-def _parts_of(names: ExpertNames, expert: int, hidden: int, inner: int, cut: slice) -> tuple[LinearPart, LinearPart, LinearPart]:
-    """Gate, up and down of one expert, of which the rank holds `cut` of the intermediate size."""
-    prefix, whole, width = f"{names.prefix}{expert}.", slice(0, hidden), cut.stop - cut.start
+def _parts_of(names: ExpertNames, prefix: str, hidden: int, inner: int, cut: slice) -> tuple[LinearPart, LinearPart, LinearPart]:
+    """Gate, up and down of the expert of tensors `prefix`*, of which the rank holds `cut` of the intermediate size."""
+    whole, width = slice(0, hidden), cut.stop - cut.start
     return (
         LinearPart(prefix + names.gate, (inner, hidden), (cut, whole), 0),
         LinearPart(prefix + names.up, (inner, hidden), (cut, whole), width),

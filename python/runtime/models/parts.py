@@ -44,6 +44,7 @@ class ModelContext:
         kv_dtype: of a KV cache with scales; None for one in `dtype`.
         exchange: between attention groups, which share the experts; None where there is one group.
         head_group: the ranks that share the LM head where each holds the blocks whole; None where `group` does.
+        fuse_shared: whether a shared expert joins the stack of the routed ones where it can.
     """
 
     ops: BlockOps
@@ -56,6 +57,7 @@ class ModelContext:
     kv_dtype: torch.dtype | None = None
     exchange: TokenExchange | None = None
     head_group: ParallelGroup | None = None
+    fuse_shared: bool = True
 
     def with_blocks_of(self, group: ParallelGroup | None) -> ModelContext:
         """The context of a model whose blocks the ranks of `group` share; as they are for None. The LM head stays shared as it is."""
@@ -183,7 +185,8 @@ class ModelParts:
         """The sparse MLP of these tensors."""
         c, context = self.config, self.context
         assert c.moe is not None, "the model is dense"
-        mlp = SparseParts(self.weights, context.ops, c.hidden_size, c.moe, context.ep_size, context.exchange).mlp(names, activation)
+        ranks = context.ep_size, context.exchange
+        mlp = SparseParts(self.weights, context.ops, c.hidden_size, c.moe, *ranks, context.fuse_shared).mlp(names, activation)
         self.sparse_mlps.append(mlp)
         return mlp
 

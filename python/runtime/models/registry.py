@@ -125,6 +125,7 @@ def build_model(
     kv_dtype: torch.dtype | None = None,
     exchange: TokenExchange | None = None,
     head_group: ParallelGroup | None = None,
+    fuse_shared: bool = True,
 ) -> DecoderModel:
     """A model with weights allocated and not yet loaded.
 
@@ -136,6 +137,7 @@ def build_model(
         kv_dtype: of a KV cache with scales; None for one in `dtype`.
         exchange: between attention groups, which share the experts of a sparse model; None where there is one group.
         head_group: the ranks that share the LM head; `group` by default.
+        fuse_shared: whether the shared expert of a sparse model joins the stack of the routed ones where it can.
 
     Raises:
         ConfigError: the architecture or the quantisation is not supported, or the experts cannot be placed.
@@ -151,5 +153,5 @@ def build_model(
     family = family_of(config.architecture, "the model")
     quant = with_flag(config.quant, quantization)
     scheme = quant_scheme(quantization, quant, device)
-    context = ModelContext(ops, dtype, device, scheme, group or ALONE, quant, ep_size, kv_dtype, exchange, head_group)
+    context = ModelContext(ops, dtype, device, scheme, group or ALONE, quant, ep_size, kv_dtype, exchange, head_group, fuse_shared)
     return DecoderModel(config, context, family.block)

@@ -18,6 +18,9 @@ from runtime.models.config import MoeConfig
 from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_weights
 from runtime.models.weights import WeightTable
 
+SHARED_PARTS = ("gate_proj", "up_proj", "down_proj")
+"""Projections of a shared expert, as all families name them."""
+
 
 @dataclass(frozen=True, slots=True)
 class SparseNames:
@@ -56,6 +59,7 @@ class SparseParts:
     Attributes:
         ep_size: groups of ranks that the experts are placed on.
         exchange: between attention groups, which share the experts; None where there is one group.
+        fuse_shared: whether a shared expert joins the stack of the routed ones where it can.
     """
 
     weights: WeightTable
@@ -64,39 +68,53 @@ class SparseParts:
     moe: MoeConfig
     ep_size: int = 1
     exchange: TokenExchange | None = None
+    fuse_shared: bool = True
 
     def mlp(self, names: SparseNames, activation: Activation = Activation.SILU) -> SparseMlp:
         """The sparse MLP of these tensors."""
-        shared = self.shared(names) if self.moe.shared_intermediate_size else None
-        return SparseMlp(self.router(names), self.experts(names.experts, activation), self.ops, shared)
+        fused = self.fuses(names)
+        router, experts = self.router(names, fused), self.experts(names, activation, fused)
+        shared = self.shared(names) if self.moe.shared_intermediate_size and not fused else None
+        return SparseMlp(router, experts, self.ops, shared)
 
-    def router(self, names: SparseNames) -> Router:
+    def fuses(self, names: SparseNames) -> bool:
+        """Whether the shared expert joins the stack: its shape and scheme are those of the routed ones, and each rank has a part of all."""
+        m, scheme_of = self.moe, self.weights.scheme_of
+        if not self.fuse_shared or self.ep_size > 1 or self.exchange is not None:
+            return False
+        if m.shared_intermediate_size != m.intermediate_size or m.bias or names.shared_gate is not None:
+            return False
+        routed = scheme_of([f"{names.experts.prefix}0.{names.experts.gate}"])
+        return all(scheme_of([names.shared + part]) is routed for part in SHARED_PARTS)
+
+    def router(self, names: SparseNames, fused: bool) -> Router:
         """The router, whole on every rank."""
         m, tensor = self.moe, self.weights.tensor
-        rule = RoutingRule(m.top_k, m.scoring, m.renormalize, m.scaling, m.num_groups, m.top_groups)
+        rule = RoutingRule(m.top_k, m.scoring, m.renormalize, m.scaling, m.num_groups, m.top_groups, int(fused))
         weight = tensor(names.router + ".weight", (m.num_experts, self.hidden))
         bias = tensor(names.router + ".bias", (m.num_experts,)) if m.bias else None
         correction = tensor(names.correction_bias, (m.num_experts,), torch.float32) if m.scoring == "sigmoid" else None
-        kept = torch.zeros((KEPT_ROWS, -(-m.num_experts // WORD)), dtype=torch.int32, device=weight.device)
+        kept = torch.zeros((KEPT_ROWS, -(-(m.num_experts + fused) // WORD)), dtype=torch.int32, device=weight.device)
         return Router(weight, rule, bias, correction, kept)
 
-    def experts(self, names: ExpertNames, activation: Activation) -> Experts:
-        """This rank's part of the routed experts."""
+    def experts(self, names: SparseNames, activation: Activation, fused: bool) -> Experts:
+        """This rank's part of the routed experts, and of the shared one behind them where it is fused."""
         m, group = self.moe, self.weights.group
         rank, ranks = group.rank, group.size
         if self.exchange is not None:
             rank, ranks = self.exchange.group.rank * ranks + rank, self.exchange.group.size * ranks
         placement = ExpertPlacement.of(m.num_experts, rank, ranks, self.ep_size)
-        stacked = stacked_weights(self.weights, names, placement, self.hidden, m.intermediate_size, m.bias)
+        shared = names.shared if fused else None
+        stacked = stacked_weights(self.weights, names.experts, placement, self.hidden, m.intermediate_size, m.bias, shared)
         inner = placement.shard.of(m.intermediate_size)
         return Experts(
             gate_up=stacked.gate_up,
             down=stacked.down,
             gate_up_bias=stacked.gate_up_bias,
             down_bias=stacked.down_bias,
-            count=len(placement.held),
+            count=len(placement.held) + fused,
             first=placement.held.start,
-            total=m.num_experts,
+            total=m.num_experts + fused,
             size=(self.hidden, inner.stop - inner.start),
             activation=activation,
             scheme=stacked.scheme,
@@ -106,9 +124,10 @@ class SparseParts:
 
     def shared(self, names: SparseNames) -> SharedExpert:
         """The expert of all tokens, shared by the ranks as a dense MLP is."""
-        rows = {names.shared + part: self.moe.shared_intermediate_size for part in ("gate_proj", "up_proj")}
+        *gate_up_parts, down_part = SHARED_PARTS
+        rows = {names.shared + part: self.moe.shared_intermediate_size for part in gate_up_parts}
         gate_up = self.weights.linear(rows, self.hidden, partition=Partition.COLUMN)
         whole = self.moe.shared_intermediate_size
-        down = self.weights.linear({names.shared + "down_proj": self.hidden}, whole, partition=Partition.ROW)
+        down = self.weights.linear({names.shared + down_part: self.hidden}, whole, partition=Partition.ROW)
         gate = None if names.shared_gate is None else self.weights.tensor(names.shared_gate + ".weight", (1, self.hidden))
         return SharedExpert(gate_up, down, gate)

@@ -130,7 +130,8 @@ def load_draft(context: WorkerContext, config: SpeculativeConfig, target: Decode
     if config.algorithm == "STANDALONE":
         quantization = "int8" if draft_config.model.quant is None and context.config.model.quantization == "int8" else None
         shared = {"group": group, "head_group": target.context.group, "kv_dtype": context.kv_dtype, "exchange": context.exchange}
-        model = build_model(draft_config.model, target.context.ops, context.dtype, context.device, quantization, **shared)
+        fuse = target.context.fuse_shared
+        model = build_model(draft_config.model, target.context.ops, context.dtype, context.device, quantization, **shared, fuse_shared=fuse)
         draft = StandaloneDraft(model)
     elif config.algorithm == "EAGLE3":
         draft = LlamaForCausalLMEagle3(draft_config, target, group)

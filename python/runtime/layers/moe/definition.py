@@ -17,7 +17,8 @@ WORD = 32
 
 
 def route(x: torch.Tensor, router: Router) -> Routing:
-    """Choose the `top_k` experts of each row of `x` [T, hidden], the best first; of equal ones the smaller id. Never reads the device.
+    """Choose the `top_k` experts of each row of `x` [T, hidden], the best first; of equal ones the smaller id. The shared expert follows
+    where it is in their stack. Never reads the device.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538; grouped choice with correction bias: DeepSeek-V3, arXiv:2412.19437.
     """
@@ -33,8 +34,9 @@ def route(x: torch.Tensor, router: Router) -> Routing:
         weights = weights.softmax(dim=1)
     elif rule.renormalize:
         weights = weights / (weights.sum(dim=1, keepdim=True) + TINY)
-    masks, kept = masks_of(ids, router.num_experts), router.kept_masks(len(x))
-    return Routing(ids.to(torch.int32), weights * rule.scaling, masks if kept is None else kept.copy_(masks))
+    ids, weights = F.pad(ids, (0, rule.shared), value=router.num_experts), F.pad(weights * rule.scaling, (0, rule.shared), value=1.0)
+    masks, kept = masks_of(ids, router.num_experts + rule.shared), router.kept_masks(len(x))
+    return Routing(ids.to(torch.int32), weights, masks if kept is None else kept.copy_(masks))
 
 
 def masks_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:

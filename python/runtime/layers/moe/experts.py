@@ -1,4 +1,4 @@
-"""The routed experts of a layer: their stacked weights, or this rank's part of them."""
+"""The stacked weights of a layer's experts, or this rank's part of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from runtime.layers.quantization.scheme import QuantScheme, Storage
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """The stacked weights of `count` experts. Outputs are partial sums where the group has more than one rank.
+
+    All of them are routed experts, or the last is the shared one (`RoutingRule.shared`).
 
     Attributes:
         gate_up: [count, 2 * I, hidden]: the gate's I rows, then the up projection's, however the checkpoint orders them.
@@ -53,7 +55,7 @@ class Experts:
         """Of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def active_parameters(self, top_k: int) -> int:
-        """Weights of this rank that one token is multiplied by, on average."""
+    def active_parameters(self, chosen: int) -> int:
+        """Weights of this rank that a token of so many experts is multiplied by, on average."""
         hidden, inner = self.size
-        return 3 * hidden * inner * top_k * self.count // self.total
+        return 3 * hidden * inner * chosen * self.count // self.total

@@ -41,8 +41,8 @@ class SparseMlp:
 
     Attributes:
         router: chooses the experts.
-        experts: the routed experts, or this rank's part of them.
-        shared: the expert of all tokens, or None.
+        experts: the routed experts, perhaps with the shared one as their last, or this rank's part of them.
+        shared: the expert of all tokens where it has weights of its own; None where there is none, or where it is one of `experts`.
     """
 
     def __init__(self, router: Router, experts: Experts, ops: BlockOps, shared: SharedExpert | None = None) -> None:
@@ -52,12 +52,12 @@ class SparseMlp:
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied by: those of `top_k` experts, the shared one and the router."""
+        """Weights that one token is multiplied by: those of its experts, the shared one and the router."""
         shared = 0 if self.shared is None else self.shared.num_parameters
-        return self.experts.active_parameters(self.router.rule.top_k) + shared + self.router.weight.numel()
+        return self.experts.active_parameters(self.router.rule.chosen) + shared + self.router.weight.numel()
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
-        """Those of the shared expert; the routed experts have kernels of their own."""
+        """Those of a shared expert with weights of its own; stacked experts have other kernels."""
         if self.shared is not None:
             yield Gemm("gate_up", self.shared.gate_up_proj, norm)
             yield Gemm("linear", self.shared.down_proj, None)

@@ -13,7 +13,11 @@ KEPT_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How a token's logits become experts and weights; `MoeConfig` describes the fields."""
+    """How a token's logits become experts and weights; `MoeConfig` describes the fields but the last.
+
+    Attributes:
+        shared: 1 where the shared expert is in the stack of the experts, behind the routed ones: each token has it too, by weight 1.
+    """
 
     top_k: int
     scoring: Literal["softmax", "sigmoid", "topk_softmax"]
@@ -21,6 +25,12 @@ class RoutingRule:
     scaling: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    shared: int = 0
+
+    @property
+    def chosen(self) -> int:
+        """Experts of a token: the routed ones, and the shared one where it is in their stack."""
+        return self.top_k + self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +41,7 @@ class Router:
         weight: [E, hidden] in the model's dtype.
         bias: [E] in the model's dtype, or None.
         correction_bias: float32 [E], added to sigmoid scores for the choice only, or None.
-        kept: int32 [rows, ⌈E / 32⌉]: `Routing.masks` of the last pass of at most so many tokens lie here, or None.
+        kept: int32 [rows, words]: `Routing.masks` of the last pass of at most so many tokens lie here, or None.
     """
 
     weight: torch.Tensor
@@ -46,18 +56,18 @@ class Router:
 
     @property
     def num_experts(self) -> int:
-        """Experts of all ranks."""
+        """Routed experts of all ranks."""
         return self.weight.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which experts T tokens are routed to.
+    """Which experts T tokens run through: k routed ones, then the shared one where it is in their stack.
 
     Attributes:
-        ids: int32 [T, k], the best first; ids of the whole layer, on every rank.
-        weights: float32 [T, k].
-        masks: int32 [T, ⌈E / 32⌉]: bit `id % 32` of word `id // 32` is set for each of a token's experts.
+        ids: int32 [T, k] or [T, k + 1], the best first; ids of the whole layer, on every rank. The shared expert's is the last of all, E.
+        weights: float32, as many; 1 for the shared expert.
+        masks: int32 [T, words]: bit `id % 32` of word `id // 32` is set for each of a token's experts; as many words as all ids take.
     """
 
     ids: torch.Tensor

@@ -51,7 +51,7 @@ def route(
         tickets: from `new_tickets`: in Triton, the program that ends last for a block of tokens makes the choice.
         bias: [E], added to the logits.
         correction_bias: float32 [E], added to the scores for the choice only.
-        masks: int32 [T, ⌈E / 32⌉] for `Routing.masks`; allocated where it is None.
+        masks: int32 [T, ⌈(E + shared) / 32⌉] for `Routing.masks`; allocated where it is None.
         norm: x has still to be multiplied by this, for at most `FEW_ROWS` tokens; `normed` [T, K] receives the product.
         pdl: as in `triton_gemm`.
     """
@@ -67,11 +67,11 @@ def route(
     blocks = triton.cdiv(T, rows)
     assert blocks <= MAX_BLOCKS, f"expected at most {MAX_BLOCKS * rows} tokens; got {T}"
     assert norm is None or few, f"expected at most {FEW_ROWS} rows of a deferred norm; got {T}"
-    device, top_k = x.device, scoring.top_k
-    words = triton.cdiv(E, 32)
+    device, chosen = x.device, scoring.chosen
+    words = triton.cdiv(E + scoring.shared, 32)
     routed = Routing(
-        torch.empty((T, top_k), dtype=torch.int32, device=device),
-        torch.empty((T, top_k), dtype=torch.float32, device=device),
+        torch.empty((T, chosen), dtype=torch.int32, device=device),
+        torch.empty((T, chosen), dtype=torch.float32, device=device),
         torch.empty((T, words), dtype=torch.int32, device=device) if masks is None else masks,
     )
     if T == 0:
@@ -83,8 +83,8 @@ def route(
         x, weight, bias, correction_bias, logits, tickets, routed.ids, routed.weights, routed.masks,
         None if norm is None else norm.squares, normed, 0 if norm is None else norm.squares.shape[1], 0.0 if norm is None else norm.eps,
         T, K, E, triton.cdiv(triton.cdiv(K, splits), COLUMNS) * COLUMNS, words, scoring.scaling,
-        TOP_K=top_k, TOP_PAD=triton.next_power_of_2(top_k), WORDS=triton.next_power_of_2(words), BLOCK_M=rows, BLOCK_E=experts,
-        BLOCK_K=COLUMNS if few else COLUMNS // 2, E_PAD=padded, SPLITS=splits,
+        TOP_K=scoring.top_k, SHARED=scoring.shared, TOP_PAD=triton.next_power_of_2(chosen), WORDS=triton.next_power_of_2(words),
+        BLOCK_M=rows, BLOCK_E=experts, BLOCK_K=COLUMNS if few else COLUMNS // 2, E_PAD=padded, SPLITS=splits,
         SCORING=_SCORINGS[scoring.scoring], RENORMALIZE=scoring.renormalize,
         GROUPS=groups, TOP_GROUPS=scoring.top_groups, BIAS=bias is not None, CORRECTION=correction_bias is not None,
         NORM=norm is not None, PDL=pdl, num_warps=4 if few or experts <= 128 else 8, num_stages=4, **launch_options(pdl),
@@ -96,7 +96,7 @@ def route(
 def _route_kernel(
     x_ptr, w_ptr, bias_ptr, correction_ptr, logits_ptr, tickets_ptr, ids_ptr, weights_ptr, masks_ptr,
     squares_ptr, normed_ptr, parts, eps, T, K, E, columns, words, scaling,
-    TOP_K: tl.constexpr, TOP_PAD: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, TOP_PAD: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr, E_PAD: tl.constexpr, SPLITS: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIAS: tl.constexpr, CORRECTION: tl.constexpr, NORM: tl.constexpr,
     PDL: tl.constexpr,
@@ -135,15 +135,15 @@ def _route_kernel(
         if programs > 1:
             tl.store(tickets_ptr + block, 0)
         _choose(
-            bias_ptr, correction_ptr, logits_ptr, ids_ptr, weights_ptr, masks_ptr, m, T, E, words, scaling, TOP_K, TOP_PAD, WORDS,
-            E_PAD, SPLITS, SCORING, RENORMALIZE, GROUPS, TOP_GROUPS, BIAS, CORRECTION,
+            bias_ptr, correction_ptr, logits_ptr, ids_ptr, weights_ptr, masks_ptr, m, T, E, words, scaling, TOP_K, SHARED, TOP_PAD,
+            WORDS, E_PAD, SPLITS, SCORING, RENORMALIZE, GROUPS, TOP_GROUPS, BIAS, CORRECTION,
         )  # fmt: skip
 
 
 @triton.jit
 def _choose(
     bias_ptr, correction_ptr, logits_ptr, ids_ptr, weights_ptr, masks_ptr, m, T, E, words, scaling,
-    TOP_K: tl.constexpr, TOP_PAD: tl.constexpr, WORDS: tl.constexpr, E_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, TOP_PAD: tl.constexpr, WORDS: tl.constexpr, E_PAD: tl.constexpr, SPLITS: tl.constexpr,
     SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIAS: tl.constexpr,
     CORRECTION: tl.constexpr,
 ):  # fmt: skip
@@ -190,10 +190,15 @@ def _choose(
         weights /= tl.sum(weights, 1)[:, None]
     elif RENORMALIZE:
         weights /= tl.sum(weights, 1)[:, None] + 1e-20
-    at = m.to(tl.int64)[:, None] * TOP_K + j[None, :]
-    out_mask = (m < T)[:, None] & (j < TOP_K)[None, :]
+    weights *= scaling
+    if SHARED:
+        ids = tl.where((j == TOP_K)[None, :], E, ids)
+        weights = tl.where((j == TOP_K)[None, :], 1.0, weights)
+        masks |= tl.where((word == E // 32)[None, :], 1 << (E % 32), 0)
+    at = m.to(tl.int64)[:, None] * (TOP_K + SHARED) + j[None, :]
+    out_mask = (m < T)[:, None] & (j < TOP_K + SHARED)[None, :]
     tl.store(ids_ptr + at, ids, mask=out_mask)
-    tl.store(weights_ptr + at, weights * scaling, mask=out_mask)
+    tl.store(weights_ptr + at, weights, mask=out_mask)
     tl.store(masks_ptr + m[:, None] * words + word[None, :], masks, mask=(m < T)[:, None] & (word < words)[None, :])
 
 

@@ -7,8 +7,8 @@
 // and travel from there to the block that chooses for a token. Its mbarrier counts the bytes, so the cluster needs no barrier at the end: a
 // block that awaits nothing ends when it has sent. A warp chooses.
 //
-// Constants from the host besides those of `fragments.cu`: EXPERTS, COLUMNS, TOP_K, SCORING (0: softmax, 1: sigmoid, 2: softmax of the
-// chosen), RENORMALIZE, BIAS, CORRECTION, NORM, WARPS, CLUSTER, PARTS, OWN, SHARE (chunks of a warp), HELD, RING (whether they are held in
+// Constants from the host besides those of `fragments.cu`: EXPERTS, COLUMNS, TOP_K, SHARED (1: expert EXPERTS follows those chosen, by weight
+// 1), SCORING (0: softmax, 1: sigmoid, 2: softmax of the chosen), RENORMALIZE, BIAS, CORRECTION, NORM, WARPS, CLUSTER, PARTS, OWN, SHARE (chunks of a warp), HELD, RING (whether they are held in
 // shared memory), ROUND (chunks of a token that are there at once), TOKEN_BYTES (of a warp's shared memory, for each token).
 
 constexpr int PASS = 8, THREADS = 32 * WARPS;
@@ -23,11 +23,13 @@ constexpr int SUMS = ROWS + 4;                                              // s
 constexpr int QUADS = ROWS / 4;
 constexpr int CHAINS = RING ? 2 : OWN < 4 ? 4 / OWN : 1;                              // sums of a lane that do not wait for each other
 constexpr int UNROLL = RING ? 2 : ROUND;
-constexpr int EACH = (EXPERTS + 31) / 32;                                   // neighbouring experts of a lane that chooses; words of a mask
+constexpr int EACH = (EXPERTS + 31) / 32;                                   // neighbouring experts of a lane that chooses
+constexpr int ALL = TOP_K + SHARED, WORDS = (EXPERTS + SHARED + 31) / 32;   // experts of a token; words of its mask
 constexpr int WIDTH = SETS * ROWS > 32 * EACH ? SETS * ROWS : 32 * EACH;
 constexpr int SLOTS = (PASS + CLUSTER - 1) / CLUSTER;                       // tokens that a block chooses for, at most
 constexpr int SQUARES = 8;                                                  // that a lane loads at once
 constexpr float LEAST = -3e38f;                                             // the score to choose by where it is NaN or less
+static_assert(ALL <= 32 && WORDS <= 32, "a lane stores each");
 static_assert(WARPS == PASS, "each warp sums the squares of a token");
 static_assert(TOKEN_BYTES >= STRIDE && TOKEN_BYTES >= 4 * SUMS && TOKEN_BYTES % 16 == 0, "a warp's tokens give way to its sums");
 static_assert(RING || (HELD == SHARE && ROUND == SHARE), "registers hold all weights");
@@ -183,7 +185,9 @@ __device__ __forceinline__ void choose(
         ids[lane] = choice.expert;
         weights[lane] = weight * scaling;
     }
-    if (lane < EACH) masks[lane] = word;
+    if (SHARED && lane == TOP_K) ids[TOP_K] = EXPERTS, weights[TOP_K] = 1.0f;
+    if (SHARED && lane == EXPERTS / 32) word |= 1u << EXPERTS % 32;
+    if (lane < WORDS) masks[lane] = word;
 }
 
 // normed = x times the scale of `norms`, written where NORM; the routing of those T tokens. `bias` and `correction`: [EXPERTS].
@@ -345,5 +349,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) route_few(
     if (warp >= SLOTS || chosen_token >= tokens) return;
     barrier_wait(&arrived[warp]);
     const long row = first_token + chosen_token;
-    choose(logits[warp], corrections, chosen[warp], ids + row * TOP_K, weights + row * TOP_K, masks + row * EACH, scaling);
+    choose(logits[warp], corrections, chosen[warp], ids + row * ALL, weights + row * ALL, masks + row * WORDS, scaling);
 }

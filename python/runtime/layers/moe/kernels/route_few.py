@@ -17,7 +17,8 @@ MOST_TOKENS = 64
 PASS = 8
 """Tokens of a cluster, at most; shared memory is that of 1, 2, 4 or 8 tokens."""
 MOST_EXPERTS = 512
-MOST_TOP_K = 32
+MOST_CHOSEN = 32
+"""Experts of a token: one for each lane of the warp that chooses."""
 WARPS = 8
 """Of a block."""
 MOST_BLOCKS = 8
@@ -59,6 +60,7 @@ class _Variant:
     experts: int
     columns: int
     top_k: int
+    shared: int
     scoring: int
     renormalize: bool
     bias: bool
@@ -81,7 +83,8 @@ def supports(
         and weight.is_contiguous()
         and x.shape[1] % 16 == 0
         and rule.num_groups == 1
-        and rule.top_k <= min(MOST_TOP_K, weight.shape[0])
+        and rule.top_k <= weight.shape[0]
+        and rule.chosen <= MOST_CHOSEN
         and weight.shape[0] <= MOST_EXPERTS
         and torch.cuda.get_device_capability(x.device)[0] == 9
         and cuda_driver.available()
@@ -106,7 +109,7 @@ def route_few(
     """
     T, (E, K) = len(x), weight.shape
     scoring, biased, corrected = SCORINGS.index(rule.scoring), bias is not None, correction_bias is not None
-    variant = _Variant(E, K, rule.top_k, scoring, rule.renormalize, biased, corrected, norm is not None, pdl)
+    variant = _Variant(E, K, rule.top_k, rule.shared, scoring, rule.renormalize, biased, corrected, norm is not None, pdl)
     cluster, kernels = _kernels(variant)
     kernels[(min(T, PASS) - 1).bit_length()](
         -(-T // PASS) * cluster,

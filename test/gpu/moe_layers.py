@@ -66,12 +66,14 @@ def _mxfp4(experts: int, rows: int, columns: int, bias: torch.Tensor | None):
     return ExpertWeights(packed, scale, bias), values
 
 
-def routed(tokens: int, experts: int, top_k: int, hot: int | None = None):
-    """Random routing, to the first `hot` experts alone where it is given."""
+def routed(tokens: int, experts: int, top_k: int, hot: int | None = None, shared: int = 0):
+    """Random routing, to the first `hot` experts alone where it is given; with `shared` 1 the last one is the shared expert."""
     from runtime.layers.moe.router import Routing
 
-    ids = torch.rand((tokens, experts if hot is None else hot), device=DEVICE).argsort(dim=1)[:, :top_k].to(torch.int32)
-    return Routing(ids, torch.rand((tokens, top_k), device=DEVICE), masks(ids, experts))
+    ids = torch.rand((tokens, experts - shared if hot is None else hot), device=DEVICE).argsort(dim=1)[:, :top_k].to(torch.int32)
+    ids = torch.nn.functional.pad(ids, (0, shared), value=experts - 1)
+    weights = torch.nn.functional.pad(torch.rand((tokens, top_k), device=DEVICE), (0, shared), value=1.0)
+    return Routing(ids, weights, masks(ids, experts))
 
 
 def masks(ids: torch.Tensor, experts: int) -> torch.Tensor:

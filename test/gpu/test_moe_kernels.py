@@ -227,6 +227,19 @@ def test_experts_of_other_ranks_are_left_out(name: str, rows: int) -> None:
         assert (out == 0).all()
 
 
+@pytest.mark.parametrize("rows", [1, 5] if INTERPRETED else [1, 3, 6, 7, 16, 33, 64])
+@pytest.mark.parametrize("name", ["dense", "fp8-block"])
+def test_a_shared_expert_is_one_of_each_token(name: str, rows: int) -> None:
+    experts = 6 if INTERPRETED else 33
+    layer = Layer(KINDS[name], experts=experts)
+    routing, x = routed(rows, experts, TOP_K, shared=1), layer.x(rows)
+    want = layer.want(x, routing)
+    for configs in few_configs(KINDS[name].format, rows):
+        for triton in (False, True):
+            assert relative(layer.few(x, routing, configs, triton), want) < ROUNDING, (configs, triton)
+    assert relative(layer.many(x, routing, MANY_CONFIG), want) < ROUNDING
+
+
 @pytest.mark.parametrize("rows", [1, 5, 8, 9])
 @pytest.mark.parametrize("name", ["dense", "dense-bias", "fp8-block", "mxfp4"])
 @pytest.mark.parametrize("config", [FEW_CONFIG, StepConfig(16, 128, 1, 2, 4)], ids=["triton", "fragments"])
@@ -251,6 +264,9 @@ RULES = {
     "topk-softmax": (32, ("topk_softmax", False, 1.0, 1, 1), True, False),
     "sigmoid": (64, ("sigmoid", True, 1.8, 1, 1), False, True),
     "grouped": (256, ("sigmoid", True, 2.5, 8, 4), False, True),
+    "shared": (64, ("sigmoid", True, 1.8, 1, 1, 1), False, True),
+    "shared-raw": (60, ("softmax", False, 1.5, 1, 1, 1), False, False),
+    "shared-grouped": (256, ("sigmoid", True, 2.5, 8, 4, 1), False, True),
 }
 
 
@@ -269,16 +285,19 @@ def test_routing_matches_the_definition(name: str, rows: int) -> None:
     found = route(x, weight, scoring, tickets, bias, correction)
     scores, choice = _scores(x, weight, scoring, bias, correction)
     # The choice is right up to rounding: nothing left out is clearly better than what was taken, best first.
-    taken = choice.gather(1, found.ids.long())
+    ids, weights = (tensor[:, : scoring.top_k] for tensor in (found.ids, found.weights))
+    taken = choice.gather(1, ids.long())
     kth = choice.sort(dim=1, descending=True).values[:, : scoring.top_k]
     torch.testing.assert_close(taken, kth, rtol=1e-4, atol=1e-5)
-    want = scores.gather(1, found.ids.long())
+    want = scores.gather(1, ids.long())
     if scoring.scoring == "topk_softmax":
         want = want.softmax(dim=1)
     elif scoring.renormalize:
         want = want / want.sum(dim=1, keepdim=True)
-    torch.testing.assert_close(found.weights, want * scoring.scaling, rtol=1e-3, atol=1e-5)
-    assert torch.equal(found.masks, masks(found.ids, experts))
+    torch.testing.assert_close(weights, want * scoring.scaling, rtol=1e-3, atol=1e-5)
+    assert found.ids[:, scoring.top_k :].tolist() == [[experts] * scoring.shared] * rows
+    assert found.weights[:, scoring.top_k :].tolist() == [[1.0] * scoring.shared] * rows
+    assert torch.equal(found.masks, masks(found.ids, experts + scoring.shared))
     assert not tickets.any()
     again = route(x, weight, scoring, tickets, bias, correction)
     assert torch.equal(again.ids, found.ids)
@@ -343,12 +362,12 @@ def test_tokens_without_finite_scores_have_different_experts(name: str, rows: in
     correction = torch.rand(experts, device=DEVICE) if corrected else None
     found = route(x, weight, scoring, new_tickets(DEVICE), bias, correction)
     want = definition.route(x, Router(weight, scoring, bias, correction))
-    assert found.ids[1].tolist() == want.ids[1].tolist() == list(range(scoring.top_k))
+    assert found.ids[1].tolist() == want.ids[1].tolist() == [*range(scoring.top_k), *[experts] * scoring.shared]
     assert found.ids.min() >= 0
-    assert found.ids.max() < experts
-    assert all(len(set(ids)) == scoring.top_k for ids in found.ids.tolist())
-    assert torch.equal(found.masks, masks(found.ids, experts))
-    assert found.weights[1].isnan().all()
+    assert found.ids[:, : scoring.top_k].max() < experts
+    assert all(len(set(ids)) == scoring.chosen for ids in found.ids.tolist())
+    assert torch.equal(found.masks, masks(found.ids, experts + scoring.shared))
+    assert found.weights[1, : scoring.top_k].isnan().all()
     assert found.weights[[0, 2, 4]].isfinite().all()
 
 

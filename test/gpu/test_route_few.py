@@ -39,9 +39,10 @@ class Rule:
     scaling: float = 1.0
     bias: bool = False
     correction: bool = False
+    shared: int = 0
 
     def of(self, top_k: int) -> RoutingRule:
-        return RoutingRule(top_k, self.scoring, self.renormalize, self.scaling)
+        return RoutingRule(top_k, self.scoring, self.renormalize, self.scaling, shared=self.shared)
 
 
 RULES = {
@@ -51,10 +52,13 @@ RULES = {
     "topk-softmax": Rule("topk_softmax", False, bias=True),
     "sigmoid": Rule("sigmoid", True, 1.8, correction=True),
     "sigmoid-raw": Rule("sigmoid", False, bias=True, correction=True),
+    "sigmoid-shared": Rule("sigmoid", True, 1.8, correction=True, shared=1),
+    "softmax-shared": Rule("softmax", False, 1.5, shared=1),
 }
 CASES = [*itertools.product(EXPERTS, COLUMNS), *ODD_SHAPES]
 GRID = [(*shape, [*RULES][i % len(RULES)], bool(i // len(RULES) % 2)) for i, shape in enumerate(CASES)]
-GRID = list(dict.fromkeys(GRID + [(128, 2048, name, norm) for name in RULES for norm in (False, True)]))
+SHARED = [(64, 2048, "sigmoid-shared", True), (60, 528, "sigmoid-shared", False), (512, 4096, "softmax-shared", True)]
+GRID = list(dict.fromkeys(GRID + SHARED + [(128, 2048, name, norm) for name in RULES for norm in (False, True)]))
 
 
 class Case:
@@ -81,16 +85,19 @@ class Case:
         choice = scores if self.correction is None else scores + self.correction.double()
         best = choice.sort(dim=1, descending=True, stable=True)
         clear = best.values[:, : self.top_k + 1].diff(dim=1).abs().amin(1, keepdim=True) > 1e-5 if len(self.weight) > 1 else True
-        wrong = (found.ids != best.indices[:, : self.top_k]) & clear
-        assert not wrong.any(), f"{found.ids} instead of {best.indices[:, : self.top_k]}"
-        torch.testing.assert_close(choice.gather(1, found.ids.long()), best.values[:, : self.top_k], rtol=1e-4, atol=1e-5)
-        want = scores.gather(1, found.ids.long())
+        ids, weights, experts = found.ids[:, : self.top_k], found.weights[:, : self.top_k], len(self.weight)
+        wrong = (ids != best.indices[:, : self.top_k]) & clear
+        assert not wrong.any(), f"{ids} instead of {best.indices[:, : self.top_k]}"
+        torch.testing.assert_close(choice.gather(1, ids.long()), best.values[:, : self.top_k], rtol=1e-4, atol=1e-5)
+        want = scores.gather(1, ids.long())
         if self.rule.scoring == "topk_softmax":
             want = want.softmax(dim=1)
         elif self.rule.renormalize:
             want = want / want.sum(dim=1, keepdim=True)
-        torch.testing.assert_close(found.weights.double(), want * self.rule.scaling, rtol=1e-4, atol=1e-7)
-        assert torch.equal(found.masks, masks(found.ids, len(self.weight)))
+        torch.testing.assert_close(weights.double(), want * self.rule.scaling, rtol=1e-4, atol=1e-7)
+        assert found.ids[:, self.top_k :].tolist() == [[experts] * self.rule.shared] * len(x)
+        assert found.weights[:, self.top_k :].tolist() == [[1.0] * self.rule.shared] * len(x)
+        assert torch.equal(found.masks, masks(found.ids, experts + self.rule.shared))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,7 +125,7 @@ def normed_options(x: torch.Tensor, squares: torch.Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("experts", "columns", "name", "norm"), GRID)
 def test_routing_matches_float64(experts: int, columns: int, name: str, norm: bool) -> None:
-    case, words = Case(experts, columns, name), -(-experts // 32)
+    case, words = Case(experts, columns, name), -(-(experts + RULES[name].shared) // 32)
     for rows in (*range(1, 18), 31, 33, MOST_TOKENS):
         x, squares = rows_of(rows, columns, PARTS[rows % len(PARTS)])
         kept = torch.full((rows + 1, words), NO_ID, dtype=torch.int32, device="cuda")
@@ -138,7 +145,7 @@ def test_routing_matches_float64(experts: int, columns: int, name: str, norm: bo
         assert found.masks.data_ptr() == kept.data_ptr() or not options
 
 
-SHAPES = [(128, 2048, "softmax"), (64, 2048, "sigmoid"), (32, 2880, "topk-softmax"), (256, 7168, "softmax")]
+SHAPES = [(128, 2048, "softmax"), (64, 2048, "sigmoid"), (64, 2048, "sigmoid-shared"), (32, 2880, "topk-softmax"), (256, 7168, "softmax")]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -176,16 +183,16 @@ def test_scores_of_nan_count_as_least(name: str) -> None:
     case, (x, _) = Case(128, 2048, name), rows_of(9, 2048)
     x[1], x[4, 7], x[8, 0] = torch.nan, torch.nan, torch.inf
     found = case.route(x)
-    assert found.ids[[1, 4]].tolist() == [list(range(case.top_k))] * 2
-    assert found.weights[[1, 4]].isnan().all()
-    assert all(len(set(ids)) == case.top_k for ids in found.ids.tolist())
-    assert torch.equal(found.masks, masks(found.ids, 128))
+    assert found.ids[[1, 4]].tolist() == [[*range(case.top_k), *[128] * case.rule.shared]] * 2
+    assert found.weights[[1, 4], : case.top_k].isnan().all()
+    assert all(len(set(ids)) == case.top_k + case.rule.shared for ids in found.ids.tolist())
+    assert torch.equal(found.masks, masks(found.ids, 128 + case.rule.shared))
     rest = [0, 2, 3, 5, 6, 7]
     case.check(x[rest], Routing(found.ids[rest], found.weights[rest], found.masks[rest]))
     if case.correction is not None:
         case.correction[3:120] = torch.nan
         case.correction[2] = -torch.inf
-        assert set(case.route(x[rest]).ids.flatten().tolist()) <= {0, 1, *range(120, 128)}
+        assert set(case.route(x[rest]).ids[:, : case.top_k].flatten().tolist()) <= {0, 1, *range(120, 128)}
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])

@@ -254,8 +254,8 @@ class Runner:
         return torch.cat(out)
 
 
-def loaded(folder: Path, quantization: str | None = None) -> DecoderModel:
-    model = build_model(load_hf_config(folder), TorchOps(), torch.float32, CPU, quantization)
+def loaded(folder: Path, quantization: str | None = None, **options: Any) -> DecoderModel:
+    model = build_model(load_hf_config(folder), TorchOps(), torch.float32, CPU, quantization, **options)
     model.load(safetensors_weights(folder, CPU, progress=False))
     return model
 
@@ -330,6 +330,20 @@ def test_hidden_states_are_those_entering_the_layers(checkpoint: Checkpoint) -> 
     assert aux is not None
     torch.testing.assert_close(aux, torch.cat((checkpoint.hidden[0][0], checkpoint.hidden[2][0]), dim=1), rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(hidden, checkpoint.hidden[3][0], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["deepseek-experts", "glm4-flash", "qwen2-moe"])
+def test_a_shared_expert_computes_the_same_in_the_stack_and_beside_it(tmp_path: Path, family: str) -> None:
+    reference = Checkpoint(family, tmp_path)
+    stacked, beside = loaded(tmp_path), loaded(tmp_path, fuse_shared=False)
+    assert all(mlp.shared is not None and mlp.experts.count == 8 for mlp in beside.sparse_mlps)
+    fused = family != "qwen2-moe"  # whose shared expert has a gate and a width of its own
+    assert all((mlp.shared is None, mlp.experts.count) == (fused, 8 + fused) for mlp in stacked.sparse_mlps)
+    assert stacked.expected_weights() == beside.expected_weights()
+    assert stacked.weight_bytes == beside.weight_bytes
+    assert [mlp.active_parameters for mlp in stacked.sparse_mlps] == [mlp.active_parameters for mlp in beside.sparse_mlps]
+    found, expected = (Runner(model, 16).in_pieces(reference.ids, PIECES["verify"]) for model in (stacked, beside))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
 def outside_the_chain(model: DecoderModel) -> Iterator[Linear]:

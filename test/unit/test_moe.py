@@ -51,7 +51,7 @@ def slow_route(x: torch.Tensor, router: Router) -> tuple[list[int], list[float]]
     ids = sorted(allowed, key=lambda e: (-choice[e], e))[: rule.top_k]
     weights = [exps[e] if rule.scoring == "topk_softmax" else scores[e] for e in ids]
     total = sum(weights) if rule.renormalize or rule.scoring == "topk_softmax" else 1.0
-    return ids, [w / total * rule.scaling for w in weights]
+    return ids + [E] * rule.shared, [w / total * rule.scaling for w in weights] + [1.0] * rule.shared
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,7 @@ def slow_route(x: torch.Tensor, router: Router) -> tuple[list[int], list[float]]
         make_router("sigmoid", correction=True, num_groups=4, top_groups=2, renormalize=False),
         make_router("topk_softmax", bias=True, top_k=4),
         make_router("softmax", top_k=1),
+        make_router("sigmoid", correction=True, scaling=2.5, shared=1),
         make_router("softmax", top_k=E),
     ],
 )
@@ -80,6 +81,14 @@ def test_routing_follows_its_definition(router: Router) -> None:
 def test_of_equal_experts_the_smaller_id_is_chosen() -> None:
     router = Router(torch.zeros(E, HIDDEN), RoutingRule(3, "softmax", True))
     assert route(rand(2, HIDDEN), router).ids.tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_a_shared_expert_follows_the_chosen_ones() -> None:
+    kept = torch.zeros((2, 3), dtype=torch.int32)
+    routing = route(rand(2, HIDDEN), Router(torch.zeros(64, HIDDEN), RoutingRule(3, "softmax", True, 1.5, shared=1), kept=kept))
+    assert routing.ids.tolist() == [[0, 1, 2, 64]] * 2
+    torch.testing.assert_close(routing.weights, torch.tensor([[0.5, 0.5, 0.5, 1.0]] * 2))
+    assert routing.masks.tolist() == kept.tolist() == [[7, 0, 1]] * 2
 
 
 def test_masks_use_all_32_bits_of_a_word() -> None:
@@ -182,9 +191,9 @@ def fused(tensors: Tensors, interleaved: bool, transposed: bool) -> Tensors:
     return out
 
 
-def filled(tensors: Tensors, names: ExpertNames, placement: ExpertPlacement, bias: bool) -> StackedWeights:
+def filled(tensors: Tensors, names: ExpertNames, placement: ExpertPlacement, bias: bool, shared: str | None = None) -> StackedWeights:
     table = WeightTable(torch.float32, CPU, DENSE, ALONE)
-    stacked = stacked_weights(table, names, placement, HIDDEN, INNER, bias)
+    stacked = stacked_weights(table, names, placement, HIDDEN, INNER, bias, shared)
     table.load(tensors.items())
     return stacked
 
@@ -217,6 +226,19 @@ def test_stacks_are_filled_from_every_layout_and_by_slice(placement: ExpertPlace
         assert (stacked.down_bias is None) == (placement.shard.index > 0), "the ranks that share an expert add its bias once"
         if stacked.down_bias is not None:
             assert torch.equal(stacked.down_bias, torch.stack([tensors[f"m.{e}.down_proj.bias"] for e in placement.held]))
+
+
+@pytest.mark.parametrize("layout", ["one by one", "fused"])
+@pytest.mark.parametrize("name", ["whole", "second half of each"])
+def test_a_shared_expert_is_the_last_of_the_stack(name: str, layout: str) -> None:
+    tensors, placement = one_by_one(False), PLACEMENTS[name]
+    gate, up, down = rand(INNER, HIDDEN, seed=300), rand(INNER, HIDDEN, seed=301), rand(HIDDEN, INNER, seed=302)
+    own = {"s.gate_proj.weight": gate, "s.up_proj.weight": up, "s.down_proj.weight": down}
+    checkpoint = tensors if layout == "one by one" else fused(tensors, False, False)
+    stacked = filled(checkpoint | own, ExpertNames("m."), placement, False, "s.")
+    routed, cut = filled(tensors, ExpertNames("m."), placement, False), placement.shard.of(INNER)
+    assert torch.equal(stacked.gate_up.weight, torch.cat((routed.gate_up.weight, torch.cat((gate[cut], up[cut]))[None])))
+    assert torch.equal(stacked.down.weight, torch.cat((routed.down.weight, down[None, :, cut])))
 
 
 class Recorded:

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -40,6 +42,7 @@ from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.registry import build_model, load_hf_config
 from runtime.models.weights import WeightTable
+from unit.latent import DEEPSEEK_EXPERTS, LATENT
 from unit.test_linear import Rank
 from unit.test_models import COMMON, PIECES, VOCAB, Runner
 from unit.tiny import tiny_model, write_head
@@ -114,6 +117,14 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         )
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**{**COMMON, "hidden_size": 256}, head_dim=32)),
+    "deepseek": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **{**COMMON, **LATENT, **DEEPSEEK_EXPERTS, "hidden_size": 192, "moe_intermediate_size": 160},
+            first_k_dense_replace=1,
+            n_group=2,
+            topk_group=1,
+        )
+    ),
 }
 
 
@@ -128,7 +139,8 @@ def write_quantized(folder: Path, model: PreTrainedModel, form: str) -> PreTrain
     assert quant is not None
     tensors = load_file(folder / "model.safetensors")
     wide = dict(tensors)
-    for name in [name for name in tensors if name.endswith("proj.weight") and not quant.keeps(name.removesuffix(".weight"))]:
+    projections = [name for name in tensors if name.endswith(("proj.weight", "proj_with_mqa.weight"))]
+    for name in [name for name in projections if not quant.keeps(name.removesuffix(".weight"))]:
         tensors[name], scales, wide[name] = quantized(tensors[name], kind)
         tensors[name.replace("weight", quant.scale_name)] = scales.clone()
         if config.get("activation_scheme") == "static":
@@ -403,6 +415,17 @@ def test_dummy_weights_of_a_quantized_model_are_finite(tmp_path: Path, quant: Qu
         < float(model.layers[0].attention.o_proj.scheme.dequantize(model.layers[0].attention.o_proj.storage, torch.float32).std())
         < 0.03
     )
+
+
+def test_a_shared_expert_of_another_format_stays_beside_the_stack(tmp_path: Path) -> None:
+    MODELS["deepseek"]().save_pretrained(tmp_path)
+    for kept, names, fused in (((), ["fp8"], True), (("shared_experts",), ["none"], False), (("gate_up_proj",), ["fp8"], True)):
+        quant = replace(BLOCK, kept=kept)
+        model = build_model(replace(load_hf_config(tmp_path), quant=quant), TorchOps(), torch.float32, CPU)
+        for mlp in model.sparse_mlps:
+            assert mlp.experts.scheme.name == "fp8"
+            assert (mlp.shared is None) == fused
+            assert [mlp.shared.down_proj.scheme.name if mlp.shared is not None else "fp8"] == names
 
 
 def test_kept_layers_of_a_model_are_dense(tmp_path: Path) -> None:

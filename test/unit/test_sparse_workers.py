@@ -16,8 +16,10 @@ from runtime.model_executor import expert_counter
 from runtime.model_executor.expert_counter import ExpertCounter
 from runtime.models.config import ModelConfig, MoeConfig
 from unit.driver import Driver
+from unit.latent import latent_model
 from unit.predicting import model_config, plain, speculating
 from unit.ranks import Meeting, ThreadGroup, ranks
+from unit.test_mtp import MOE
 from unit.test_tensor_parallel import CHAIN, PROMPTS, TREE, builder, texts
 
 
@@ -96,6 +98,19 @@ def test_distinct_experts_of_decode_passes_are_counted_without_padding(
         assert found == 2, "top_k, whatever padding chooses"
 
 
+def test_a_shared_expert_in_the_stack_is_none_of_the_distinct_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_counter, "EVERY", 1)
+    moe = dataclasses.replace(MOE, num_experts=32, num_groups=1)  # the shared one is alone in the last word of a mask
+    found = list[dict[int, list[int]]]()
+    for fused in (True, False):
+        worker = plain(model=latent_model(moe=moe), fuse_shared_experts=fused)
+        found.append(Driver(worker).generate({1: PROMPTS[1]}, 12))
+        mlp = worker.parts.target.runner.model.sparse_mlps[0]
+        assert (mlp.shared is None, mlp.router.rule.shared, mlp.experts.count) == (fused, fused, 32 + fused)
+        assert worker.info().distinct_experts == moe.top_k
+    assert found[0] == found[1]
+
+
 def test_spread_says_how_independently_tokens_choose() -> None:
     counter = ExpertCounter(plain(model=sparse_config()).parts.target.runner.model.sparse_mlps)
     counter.add(1, 4)
@@ -116,6 +131,16 @@ def test_int8_experts_are_shared_too(tmp_path: Path) -> None:
     build = builder(tmp_path, None, sparse_config(hidden_size=64), quantization="int8")
     expected, _ = texts(build())
     with ranks(2, build) as worker:
+        assert texts(worker)[0] == expected
+
+
+@pytest.mark.parametrize(("size", "ep_size", "held", "inner"), [(2, 1, 9, 16), (2, 2, 4, 32), (4, 2, 4, 16)])
+def test_ranks_with_a_shared_expert_generate_the_text_of_one(tmp_path: Path, size: int, ep_size: int, held: int, inner: int) -> None:
+    model = latent_model(moe=MOE)
+    expected, _ = texts(builder(tmp_path, None, model)())
+    with ranks(size, builder(tmp_path, None, model, ep_size=ep_size)) as worker:
+        mlp = worker.parts.target.runner.model.sparse_mlps[0]
+        assert (mlp.experts.count, mlp.experts.size, mlp.shared is None) == (held, (64, inner), ep_size == 1)
         assert texts(worker)[0] == expected
 
 

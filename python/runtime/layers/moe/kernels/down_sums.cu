@@ -165,8 +165,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     };
     // Bytes from the tokens of a stage to those of token g; -1 if it is not in the unit.
     const auto place_of_token = [&]() {
-        const int first = min(g * TOP_K, 31);
-        const bool in = g * TOP_K < 32 && (pairs >> first & ~0u >> 32 - TOP_K) != 0;
+        const int pair = (int)kept(g) * TOP_K, first = min(pair, 31);  // computed anew: it takes no register during the loop
+        const bool in = pair < 32 && (pairs >> first & ~0u >> 32 - TOP_K) != 0;
         return in ? __popc(pairs & (1u << first) - 1) * TOKEN_BYTES : -1;
     };
     Fragments own = fragments_in(ring);

@@ -72,7 +72,7 @@ class LatentAttention(AttentionLayer):
         yield Gemm("linear", self.down_proj, norm)
         if self.q_proj is not None:
             yield Gemm("linear", self.q_proj, None)
-        yield Gemm("linear_add", self.o_proj, next_norm)
+        yield Gemm("linear_add", self.o_proj, next_norm, after_attention=True)
 
     def warmup_runs(self) -> list[Callable[[], object]]:
         """Absorption for each number of rows that has a kernel: chunks behind a cached prefix have any number."""

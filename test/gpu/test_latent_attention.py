@@ -18,7 +18,6 @@ from runtime.layers.attention.base import AttentionShape, AttentionSpec, plan_pa
 from runtime.layers.attention.kernels.latent_decode import LatentKeys, LatentShape, LatentWorkspace, latent_attention
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.kernels.latent_absorb import absorb_queries, project_values
 from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
 from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.norm import RMSNorm
@@ -118,99 +117,6 @@ def test_rows_are_normed_rotated_and_stored(interleaved: bool, latent_queries: b
     torch.testing.assert_close(out[..., rank:], turned)
     rotate_heads(x[..., nope:], rope, positions, x[..., nope:], pdl=False)
     torch.testing.assert_close(x[..., nope:], turned)
-
-
-GLM, DEEPSEEK, SMALL = (192, 256, RANK, ROPE), (128, 128, RANK, ROPE), (24, 20, 48, 16)
-"""Columns of a head's unrotated query, of its value, of the latent, and of the rotated key."""
-
-
-def absorbed_case(
-    rows: int, num_heads: int, widths: tuple[int, int, int, int], dtype: torch.dtype, interleaved: bool = True
-) -> tuple[torch.Tensor, LatentHeads, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries as a view of wider rows, heads, both halves of `kv_b_proj` as views of one weight, and positions."""
-    nope, width, rank, rope_dim = widths
-    random = torch.Generator().manual_seed(rows + num_heads + nope)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=random)
-
-    heads = LatentHeads(num_heads, nope, width, RMSNorm(torch.ones(rank), 1e-6), Rope(normal(64, rope_dim).to(DEVICE), interleaved))
-    q = normal(rows, num_heads * heads.query_dim + 32).to(DEVICE, dtype)[:, : num_heads * heads.query_dim]
-    weight = (normal(num_heads, nope + width, rank) * rank**-0.5).to(DEVICE, dtype)
-    positions = torch.randint(0, 64, (rows,), generator=random).to(DEVICE)
-    return q.view(rows, num_heads, -1), heads, weight[:, :nope], weight[:, nope:], positions
-
-
-def check_absorbed(
-    rows: int, num_heads: int, widths: tuple[int, int, int, int], dtype: torch.dtype, interleaved: bool = True, pdl: bool = False
-) -> None:
-    q, heads, key, value, positions = absorbed_case(rows, num_heads, widths, dtype, interleaved)
-    nope, rank, tolerance = heads.nope_dim, heads.kv_rank, 2 * torch.finfo(dtype).eps
-    query = absorb_queries(q, heads, key, positions, pdl)
-    want = torch.einsum("thd,hdr->thr", q[..., :nope].float(), key.float())
-    torch.testing.assert_close(query[..., :rank].float(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
-    turned = rotate(q[..., nope:], heads.rope, positions)
-    torch.testing.assert_close(query[..., rank:].float(), turned, rtol=tolerance, atol=tolerance)
-    attended = query[..., :rank].contiguous()
-    want = torch.einsum("thr,hvr->thv", attended.float(), value.float())
-    got = project_values(attended, value, pdl)
-    torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(
-    ("rows", "num_heads", "widths"), [(1, 1, SMALL), (3, 4, SMALL), (17, 3, SMALL), (40, 2, SMALL), (3, 2, GLM), (33, 1, DEEPSEEK)]
-)
-def test_absorption_of_few_rows_follows_the_definition(
-    rows: int, num_heads: int, widths: tuple[int, int, int, int], interleaved: bool
-) -> None:
-    check_absorbed(rows, num_heads, widths, DTYPE, interleaved)
-
-
-@on_a_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("widths", [GLM, DEEPSEEK])
-@pytest.mark.parametrize("num_heads", [1, 16, 20, 128])
-@pytest.mark.parametrize("rows", [1, 3, 4, 16, 17, 64])
-def test_absorption_of_published_sizes(rows: int, num_heads: int, widths: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    check_absorbed(rows, num_heads, widths, dtype)
-
-
-@on_a_gpu
-@pytest.mark.parametrize("rows", [1, 4, 64])
-def test_absorption_with_early_start_is_bit_equal(rows: int) -> None:
-    if torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("needs a Hopper GPU")
-    q, heads, key, _, positions = absorbed_case(rows, 20, (192, 256, RANK - ROPE, ROPE), torch.bfloat16)
-    back = (torch.randn(20, heads.query_dim, heads.row_dim, device=DEVICE) * heads.row_dim**-0.5).bfloat16()
-
-    def chain(pdl: bool) -> torch.Tensor:
-        """Each kernel reads what the one before it has just written."""
-        x = q
-        for _ in range(20):
-            x = project_values(absorb_queries(x, heads, key, positions, pdl), back, pdl)
-        return x
-
-    want = chain(pdl=False)
-    assert want.isfinite().all()
-    chain(pdl=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = chain(pdl=True)
-    for _ in range(5):
-        got.zero_()
-        graph.replay()
-        assert torch.equal(got, want)
-
-
-@on_a_gpu
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    q, heads, key, value, positions = absorbed_case(16, 20, GLM, torch.bfloat16)
-    whole = absorb_queries(q, heads, key, positions, pdl=False)
-    alone = absorb_queries(q[5:6], heads, key, positions[5:6], pdl=False)
-    assert torch.equal(whole[5:6], alone)
-    attended = whole[..., :RANK].contiguous()
-    assert torch.equal(project_values(attended, value, pdl=False)[5:6], project_values(attended[5:6], value, pdl=False))
 
 
 class Both:

@@ -239,8 +239,8 @@ def test_a_request_has_the_same_bits_beside_any_others() -> None:
 
 
 def test_one_warm_up_loads_the_kernels_of_all_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = {size: H200.split_config(128, size) for size in range(1, 9)}
-    shapes = [SplitShape(size, 4, 32, 8, 128, 132, config) for size, config in configs.items() if config.cluster is not None]
+    shapes = [SplitShape(size, 2, 32, 8, 128, 132, H200.split_config(128, size)) for size in range(1, 9)]
+    assert all(shape.rotates for shape in shapes)
     heads = rotary((32, 8, 128))
 
     def run(shape: SplitShape) -> None:
@@ -248,10 +248,13 @@ def test_one_warm_up_loads_the_kernels_of_all_batch_sizes(monkeypatch: pytest.Mo
 
     for shape in one_of_each_kernel(shapes):
         run(shape)
+    cases = [Fresh.of(make_case([70] * shape.batch, 2, 64, (32, 8, 128), sms=132, config=shape.config), heads) for shape in shapes]
+    for case in cases:  # the reference is another program
+        case.apart()
     monkeypatch.setattr(cuda_driver, "compile_kernel", lambda *_, **__: pytest.fail("a CUDA kernel is compiled"))
-    for shape in shapes:
+    for shape, case in zip(shapes, cases, strict=True):
         run(shape)
-        check(Fresh.of(make_case([70] * shape.batch, 4, 64, (32, 8, 128), sms=132, config=shape.config), heads))
+        check(case)
 
 
 # ---- the backend
@@ -343,3 +346,9 @@ def test_shapes_that_the_kernel_does_not_take() -> None:
         rotary((4, 1, 128), rotated=24),
     ):
         assert not takes(kind)
+
+
+def test_many_new_keys_are_rotated_by_a_kernel_before_attention() -> None:
+    shapes = [SplitShape(size, 3, 32, 8, 128, 132, H200.split_config(128, size)) for size in (5, 6)]
+    assert [shape.rotates for shape in shapes] == [True, False]
+    assert len(one_of_each_kernel(shapes)) == 2, "each has a program of its own"

@@ -68,8 +68,8 @@ def test_split_kv_cuts_by_batch_and_head_dimension() -> None:
     assert H200.split_config(256, 1).tile == 64
     assert [H200.split_config(64, batch).programs_per_sm for batch in (4, 5, 8, 9, 16, 17, 33, 300)] == [1, 2, 2, 3, 3, 3, 1, 1]
     assert [H200.split_config(64, batch).scheduled for batch in (16, 17, 32, 33, 300)] == [False, True, True, False, False]
-    no_cluster = [H200.split_config(64, batch).cluster is None for batch in (1, 3, 4, 5, 8, 9, 300)]
-    assert no_cluster == [False, False, True, False, False, True, True]
+    no_cluster = [H200.split_config(64, batch).cluster is None for batch in (1, 4, 5, 8, 9, 300)]
+    assert no_cluster == [False, False, False, False, True, True]
 
 
 def test_split_kv_attention_runs_where_it_was_measured_to_be_faster() -> None:

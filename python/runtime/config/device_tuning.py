@@ -148,10 +148,9 @@ H200 = DeviceTuning(
     # A tile of 64 keys and values is 32 KiB at most, so two or three programs share a multiprocessor's memory. Few
     # requests have less to merge with one program, whose tiles may be twice as long. A schedule balances what 17 to 32 requests
     # give to programs; more requests have a program for each KV head. Of few requests one launch less is a part of the time: up to
-    # eight, the blocks of a cluster merge. With four and eight KV heads, clusters of four blocks would not all run at once.
+    # eight, the blocks of a cluster merge, of the largest clusters that all run at once.
     split_kv=(
-        (3, SplitConfig(128, num_warps=4, stages=3, programs_per_sm=1, alone=2, cluster=_CLUSTER)),
-        (4, SplitConfig(128, num_warps=4, stages=3, programs_per_sm=1, alone=2)),
+        (4, SplitConfig(128, num_warps=4, stages=3, programs_per_sm=1, alone=2, cluster=_CLUSTER)),
         (8, SplitConfig(64, num_warps=4, stages=4, programs_per_sm=2, cluster=_CLUSTER)),
         (16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3)),
         (32, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3, scheduled=True)),

@@ -162,7 +162,7 @@ class FlashAttention(AttentionBackend):
     def forward_rows(self, qkv: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor | None:
         """Norm, rotate, store and attend in one kernel: causal or whole passes of few requests. [T, (H + 2 G) * D] -> [T, H * D]."""
         plan, page_size, k_cache = self._plan, self._table.page_size, self._pool.k[layer.layer_id]
-        if not isinstance(plan, _FixedPlan) or plan.split is None or plan.at.tail or layer.heads is None:
+        if not isinstance(plan, _FixedPlan) or plan.split is None or not plan.split.rotates or plan.at.tail or layer.heads is None:
             return None
         if not cluster_decode.takes_rows(layer.heads, plan.split, page_size, qkv, k_cache, layer.sinks):
             return None

@@ -7,12 +7,10 @@ result. Prompts without a cached prefix use the plain form, with keys and values
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 
-from runtime.layers.absorption import ROW_TILES
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.layer import AttentionLayer
 from runtime.layers.forward_batch import ForwardBatch
@@ -72,20 +70,7 @@ class LatentAttention(AttentionLayer):
         yield Gemm("linear", self.down_proj, norm)
         if self.q_proj is not None:
             yield Gemm("linear", self.q_proj, None)
-        yield Gemm("linear_add", self.o_proj, next_norm, after_attention=True)
-
-    def warmup_runs(self) -> list[Callable[[], object]]:
-        """Absorption for each number of rows that has a kernel: chunks behind a cached prefix have any number."""
-        return [partial(self._warm_up, rows) for rows in ROW_TILES]
-
-    def _warm_up(self, rows: int) -> None:
-        """Laid out as in `attend`: another alignment would be another kernel."""
-        heads, key, value = self.heads, *self._kv_weights()
-        positions = torch.zeros(rows, dtype=torch.int64, device=key.device)
-        made = torch.zeros((rows, (self.q_proj or self.down_proj).out_features), dtype=key.dtype, device=key.device)
-        q = made[:, : heads.num_heads * heads.query_dim].view(rows, heads.num_heads, -1)
-        query = self.ops.absorb(q, heads, key, positions)
-        self.ops.project_values(query[..., : heads.kv_rank].contiguous(), value)
+        yield Gemm("linear_add", self.o_proj, next_norm)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Write the latent rows to the pool and attend: [T, H * value_dim], the dtype of `qkv`, the rows of `project`."""
@@ -100,9 +85,13 @@ class LatentAttention(AttentionLayer):
     def _absorbed(self, q: torch.Tensor, latent: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Over the latent rows in the pool: [T, H, value_dim]."""
         heads, key, value = self.heads, *self._kv_weights()
-        query = self.ops.absorb(q, heads, key, context.batch.positions)
+        query = torch.empty((*q.shape[:2], heads.row_dim), dtype=q.dtype, device=q.device)
+        torch.bmm(q[..., : heads.nope_dim].transpose(0, 1), key, out=query[..., : heads.kv_rank].transpose(0, 1))
+        self.ops.rotate(q[..., heads.nope_dim :], heads.rope, context.batch.positions, query[..., heads.kv_rank :])
         attended = context.backend.forward(query, self.spec, context.batch).view(-1, heads.num_heads, heads.kv_rank)
-        return self.ops.project_values(attended, value)
+        out = torch.empty((*q.shape[:2], heads.value_dim), dtype=q.dtype, device=q.device)
+        torch.bmm(attended.transpose(0, 1), value.transpose(1, 2), out=out.transpose(0, 1))
+        return out
 
     def _plain(self, q: torch.Tensor, latent: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Over keys and values of the pass itself: [T, H, value_dim]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -43,10 +43,6 @@ class AttentionLayer(Protocol):
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
         """Its GEMMs that are to be autotuned, in order, between these norms."""
         ...
-
-    def warmup_runs(self) -> list[Callable[[], object]]:
-        """Runs of its kernels that depend on the number of rows beyond those of `gemms`, for compiling them."""
-        return []
 
     def project(self, stream: Stream, norm: RMSNorm | None) -> torch.Tensor:
         """The first projection of the normed stream, [T, out] in the model's dtype."""

@@ -24,6 +24,8 @@ from runtime.layers.attention.kernels.tile_slots import tile_slots
 MAX_SPLITS = 64
 """Most parts of one request."""
 FEW_SPLITS = 16
+MERGED_COLUMNS = 128
+"""Columns of one program that merges more than `FEW_SPLITS` parts: the rows are few then, and the parts of a row long to read."""
 MAX_PARTIAL_ROWS = 2048
 """Most rows of partial results of one request: splits times queries times heads."""
 
@@ -153,10 +155,12 @@ def latent_attention(
         BLOCK_M=shape.block_m, TREE=tree_mask is not None, **shared, num_warps=config.num_warps, num_stages=config.stages, **launch,
     )  # fmt: skip
     if splits > 1:
-        padded = FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS  # two kernels to compile, not one for each power
-        _merge_kernel[(shape.rows, shape.batch)](
+        few = splits <= FEW_SPLITS
+        padded = FEW_SPLITS if few else MAX_SPLITS  # two kernels to compile, not one for each power
+        columns = shape.rank if few else min(shape.rank, MERGED_COLUMNS)
+        _merge_kernel[(shape.rows, shape.batch, shape.rank // columns)](
             keys.seq_lens, out, workspace.out, workspace.top, workspace.total, splits, shape.rows, **shared, SPLITS=padded,
-            num_warps=min(max(padded * shape.rank // 2048, 2), 8), **launch,
+            COLUMNS=columns, num_warps=min(max(padded * columns // 2048, 2), 8), **launch,
         )  # fmt: skip
     return out
 
@@ -262,9 +266,9 @@ def _latent_kernel(
 @triton.jit(do_not_specialize=["splits", "rows"], do_not_specialize_on_alignment=["lens_ptr"])
 def _merge_kernel(
     lens_ptr, out_ptr, part_ptr, top_ptr, total_ptr, splits, rows,
-    RANK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr,
+    RANK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: merges the parts of one row, in an order that depends on the number of splits only."""
+    """One program: merges the parts of some columns of one row, in an order that depends on the number of splits only."""
     m = tl.program_id(0)
     b = tl.program_id(1)
     if PDL:
@@ -273,7 +277,7 @@ def _merge_kernel(
     if PDL:
         gdc_wait()
     if used > 1:
-        d = tl.arange(0, RANK)
+        d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         split = tl.arange(0, SPLITS)
         inside = split < used
         part = (b * splits + split) * rows + m

@@ -172,7 +172,7 @@ def warm_up(
         schedule_work(lens, shape.splits, shape.config.tile, schedule)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if tree else None
     keys, sink = SplitKeys(pages, rows, lens, page_size, schedule), q.new_zeros(shape.num_q_heads) if sinks and not tree else None
-    if heads is not None and not tree and cluster_decode.takes_rows(heads, shape, page_size, q, cache, sink):
+    if heads is not None and not tree and shape.rotates and cluster_decode.takes_rows(heads, shape, page_size, q, cache, sink):
         qkv = q.new_zeros((len(q), (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim))
         zeros = torch.zeros(len(q), dtype=torch.int64, device=device)
         new = cluster_decode.NewTokens(heads, zeros, zeros)

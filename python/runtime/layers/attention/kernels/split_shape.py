@@ -18,6 +18,8 @@ MAX_ROWS = 128
 BLOCK_ROWS, WIDE_BLOCK_ROWS = 64, 32
 """Most of these rows that one program computes, for head dimensions up to 256 and above."""
 MAX_SPLITS = MAX_SHARES
+MAX_ROTATED = 1 << 14
+"""Entries of a pass's new keys up to which attention that rotates them is as fast as behind a kernel that does."""
 
 
 def supports(width: int, num_q_heads: int, num_kv_heads: int) -> bool:
@@ -76,6 +78,11 @@ class SplitShape:
         shares = self.splits + 1 if self.config.scheduled else self.splits
         return self.batch * self.num_kv_heads * shares * self.rows if shares > 1 else 0
 
+    @property
+    def rotates(self) -> bool:
+        """Whether a kernel that can rotate the pass's new heads should."""
+        return self.batch * self.width * self.num_kv_heads * self.head_dim <= MAX_ROTATED
+
     def empty_schedule(self, device: torch.device) -> WorkSchedule | None:
         """Buffers for `schedule_work`; None if every request has `splits` programs of its own."""
         return WorkSchedule.empty(self.batch, self.parts, self.splits, device) if self.config.scheduled else None
@@ -83,4 +90,4 @@ class SplitShape:
 
 def one_of_each_kernel(shapes: Iterable[SplitShape]) -> list[SplitShape]:
     """One of `shapes` for each kernel that has to be compiled."""
-    return list({(shape.config, shape.width, triton.next_power_of_2(shape.splits)): shape for shape in shapes}.values())
+    return list({(shape.config, shape.width, triton.next_power_of_2(shape.splits), shape.rotates): shape for shape in shapes}.values())

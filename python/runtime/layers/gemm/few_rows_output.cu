@@ -60,8 +60,7 @@ struct Output {
             for (int q = 0; q < SQUARES; q++) sum += squares[j][q];
             #pragma unroll 1
             for (int part = 32 * SQUARES + lane; part < norms.parts; part += 32) sum += norms.squares[(long)token * norms.parts + part];
-            #pragma unroll
-            for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+            sum = sum_of_lanes<32>(sum);
             if (lane == 0) factor[token] = 1.0f / sqrtf(sum / width + norms.eps);
         }
         __syncthreads();
@@ -87,8 +86,7 @@ struct Output {
             if (DEFER) {
                 float square = sum * sum;
                 if (in) norms.scaled[place] = to_bf16(sum * of_bf16(norms.gain[column]));
-                #pragma unroll
-                for (int step = OUTPUTS / 2; step > 0; step /= 2) square += __shfl_xor_sync(~0u, square, step);
+                square = sum_of_lanes<OUTPUTS>(square);
                 if (in && o == 0) norms.next_squares[(long)token * gridDim.x + blockIdx.x] = square;
             }
         }

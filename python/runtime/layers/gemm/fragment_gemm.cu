@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fragment_gemm(cons
         #pragma unroll
         for (int i = 0; i < TALL; i++) weights[j][i] = load_fragment(w, low[i], high[i], column, begin + j < end && column < w.columns);
     }
-    wait_for_previous();
+    if (EARLY) launch_next(), wait_for_previous();
 
     float sums[TALL][TILES][4] = {};
     const u16* tokens[TILES];

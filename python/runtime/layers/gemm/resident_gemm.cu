@@ -13,10 +13,6 @@ constexpr int STAGE_COLUMNS = 64, STAGE_BYTES = ROWS * STAGE_COLUMNS * 2;
 constexpr int LOADED = 4;  // stages whose tokens are loaded together
 static_assert(TOKENS * STRIDE * 4 <= DEPTH * STAGE_BYTES, "a warp's sums take the place of its stages");
 
-__device__ __forceinline__ void copy16(u32 shared, const u16* global) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" :: "r"(shared), "l"(global) : "memory");
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(const u16* x, const u16* w, const u16* bias, void* out, Norms norms, int M, int N, int K) {
     extern __shared__ __align__(128) u8 shared[];  // [WARPS][DEPTH] stages; then the sums of each warp
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -24,17 +20,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(cons
     const int stages = K / STAGE_COLUMNS, share = (stages + WARPS - 1) / WARPS, begin = min(stages, warp * share), end = min(stages, begin + share);
     u8* const own = shared + warp * DEPTH * STAGE_BYTES;
     // A lane copies 16 bytes of each of four rows. Rows lie 128 bytes apart; odd ones have their halves swapped, so that reads meet all banks.
-    const u32 copied = (u32)__cvta_generic_to_shared(own) + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) * 4) * 16;
+    const u32 copied = shared_address(own) + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) * 4) * 16;
     const u16* const from = w + (long)(first_row + lane / 8) * K + lane % 8 * 8;
     const auto copy_stage = [&](int stage, int place) {
         #pragma unroll
-        for (int j = 0; j < 4; j++) copy16(copied + place * STAGE_BYTES + j * 512, from + (long)j * 4 * K + stage * STAGE_COLUMNS);
+        for (int j = 0; j < 4; j++) copy16<256>(copied + place * STAGE_BYTES + j * 512, from + (long)j * 4 * K + stage * STAGE_COLUMNS);
     };
-    if (EARLY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (EARLY) launch_next();
     #pragma unroll 1
     for (int place = 0; place < min(DEPTH, end - begin); place++) copy_stage(begin + place, place);
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    if (EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
+    commit_copies();
+    if (EARLY) wait_for_previous();
 
     float sums[TALL][TILES][4] = {};
     const u16* tokens[TILES];
@@ -57,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(cons
                     for (int n = 0; n < TILES; n++)
                         pieces[j][c][n] = piece_of(at + j < here ? tokens[n] : nullptr, (base + at + j) * STAGE_COLUMNS + 32 * c);
             if (at == 0) {
-                asm volatile("cp.async.wait_all;" ::: "memory");
+                wait_copies();
                 __syncwarp();
             }
             #pragma unroll
@@ -80,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(cons
         #pragma unroll 1
         for (int place = 0; place < min(DEPTH, end - base - DEPTH); place++) copy_stage(base + DEPTH + place, place);
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_copies();
     __syncwarp();
     Output::leave((float*)own, sums);
     output.store((const float*)shared, DEPTH * STAGE_BYTES / 4, K, norms, out, bias, M, N, first_row);

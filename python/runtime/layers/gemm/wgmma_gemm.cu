@@ -23,7 +23,7 @@ __device__ __forceinline__ void exchange(float* sums, const Place& place, u32 da
     cluster_sync<false>();  // all blocks have finished multiplying: the ring is free
 #pragma unroll
     for (int to = 0; to < SPLIT; to++) {
-        const u32 there = address_in(place.rank(place.m, place.n, to), data);
+        const u32 there = address_in(data, place.rank(place.m, place.n, to));
 #pragma unroll
         for (int i = 0; i < OWN_GROUPS; i++) {
             const float* v = sums + (to * OWN_GROUPS + i) * 4;
@@ -68,7 +68,7 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     if constexpr (EARLY) launch_next();
     if (threadIdx.x == 0) {
         ring.init();
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        publish_barriers();
     }
     if constexpr (PEERS > 1) cluster_sync<false>();
     else __syncthreads();
@@ -118,7 +118,7 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 
     take_registers<MULTIPLY_REGISTERS>();
     const int group = warp / 4, row_in_tile = group * 64 + warp % 4 * 16 + lane / 4;
-    const u32 peer_empty = PEERS > 1 ? address_in(place.peer(min(lane, PEERS - 1)), ring.empty) : ring.empty;
+    const u32 peer_empty = PEERS > 1 ? address_in(ring.empty, place.peer(min(lane, PEERS - 1))) : ring.empty;
     auto release = [&](int stage) {
         if constexpr (PEERS == 1) {
             if (lane == 0) barrier_arrive(peer_empty + stage * 8);

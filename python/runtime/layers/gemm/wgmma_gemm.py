@@ -15,7 +15,10 @@ import torch
 from runtime.layers.gemm.deferred_norm import norms_argument
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.kernels import cuda_driver
+from runtime.layers.kernels.cuda_program import program
 
+PARTS = Path(__file__).with_name("wgmma_parts.cu")
+"""What GEMMs by WGMMA share."""
 FEW_ROWS = 128
 """Rows of x of a block, unless its tiling has more."""
 COLUMNS = 64
@@ -246,9 +249,8 @@ def source(config: WgmmaConfig, variant: _Variant) -> str:
         WRITE=v.write, BIAS=int(v.bias), EARLY=int(v.pdl), SCALE=int(v.scale), DEFER=int(v.deferred), ARGMAX=int(v.argmax),
         STORE=int(v.store),
     )  # fmt: skip
-    parts, output, gemm = (Path(__file__).with_name(f"wgmma_{name}.cu").read_text(encoding="utf-8") for name in ("parts", "output", "gemm"))
     multiply = multiply_source(config.tile, "bf16" if v.dtype is torch.bfloat16 else "f16")
-    return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), parts, multiply, output, gemm])
+    return program(constants, PARTS, multiply, *(Path(__file__).with_name(f"wgmma_{name}.cu") for name in ("output", "gemm")))
 
 
 def multiply_source(tile: int, dtype: Literal["bf16", "f16", "e4m3"], *, overwrites: bool = False) -> str:

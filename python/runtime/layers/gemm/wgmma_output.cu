@@ -90,9 +90,7 @@ struct Output {
                     for (int i = lane; i < norms.parts; i += 4) sum += at[i];
                 }
             }
-            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
-            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
-            scale[half] = rsqrtf(sum / width + norms.eps);
+            scale[half] = rsqrtf(sum_of_four(sum) / width + norms.eps);
         }
     }
     // Scale the sums of a batch, add the bias, and multiply by the gates.
@@ -176,9 +174,7 @@ struct Output {
     __device__ __forceinline__ void store_squares(int part, int parts) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float sum = squares[half];
-            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
-            sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+            const float sum = sum_of_four(squares[half]);
             if (threadIdx.x % 4 == 0 && row + half * 8 < rows) norms.next_squares[(long)(row + half * 8) * parts + part] = sum;
             squares[half] = 0.0f;
         }

@@ -1,12 +1,10 @@
-// Parts of the WGMMA GEMM: clusters of blocks, barriers in shared memory, loads by the copy engine, and the ring of stages.
+// Parts of the WGMMA GEMM besides `primitives.cu`: clusters of blocks, loads by the copy engine, and the ring of stages.
 //
 // A cluster computes CLUSTER_M x CLUSTER_N neighbouring tiles, of as many tiles of rows of x by as many of rows of w. Blocks with the same
 // rows of w load a slice of them each and send it to all of them (multicast), and so do blocks with the same rows of x: a multiprocessor
 // reads less from L2. SPLIT such sets of blocks share the columns.
 //
-// Sources: PTX ISA, "wgmma", "cp.async.bulk.tensor", "mbarrier", "mapa", "griddepcontrol", "barrier.cluster".
-
-typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
+// Sources: PTX ISA, "wgmma", "cp.async.bulk.tensor", "mbarrier", "setmaxnreg".
 
 constexpr int COLUMNS = 64;                   // of a box: rows of 128 bytes, as the swizzle wants them
 constexpr int ROW_BYTES = COLUMNS * 2;
@@ -20,23 +18,6 @@ constexpr int PEERS = CLUSTER_M + CLUSTER_N - 1;  // blocks that a block shares 
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
 
 struct alignas(64) TensorMap { char bytes[128]; };
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// The same address in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ u32 address_in(int rank, u32 address) {
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -56,8 +37,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 // A barrier of all threads of the cluster; with `memory`, writes before it are visible to all after it.
 template <bool memory>
 __device__ __forceinline__ void cluster_sync() {
-    if constexpr (memory) asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-    else asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    cluster_arrive<memory>();
+    cluster_wait();
 }
 
 template <int count>
@@ -68,9 +49,6 @@ template <int count>
 __device__ __forceinline__ void leave_registers() {
     if constexpr (LOADERS == 128) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
-
-__device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Load a box to `to`, and report its bytes to `barrier`: in this block, or in all blocks of `mask`.
 template <bool multicast>
@@ -161,15 +139,15 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
 }
 
 __device__ __forceinline__ float widen(u16 x) {
-    if constexpr (BFLOAT16) return __uint_as_float((u32)x << 16);
+    if constexpr (BFLOAT16) return of_bf16(x);
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
     return y;
 }
 
 __device__ __forceinline__ u32 narrow(float low, float high) {
+    if constexpr (BFLOAT16) return to_bf16x2(low, high);
     u32 both;
-    if constexpr (BFLOAT16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }

@@ -10,8 +10,6 @@
 // Constants from the host: FORMAT (0: bfloat16, 1: e4m3 with float32 scales, 2: e2m1 with a scale for 32 columns), EARLY (whether the
 // kernel starts before the previous one has ended), ACT (0: SiLU, 1: clamped SwiGLU, 2: GELU).
 
-typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
-
 constexpr int LANE_COLUMNS = FORMAT == 0 ? 8 : FORMAT == 1 ? 16 : 32;  // in 16 bytes
 constexpr int CHUNK = 4 * LANE_COLUMNS;                               // columns of one load of a warp
 
@@ -21,26 +19,13 @@ __device__ __forceinline__ uint4 stream16(const u8* at) {
     return v;
 }
 
-__device__ __forceinline__ float of_bf16(u16 bits) { return __uint_as_float((u32)bits << 16); }
-
-__device__ __forceinline__ u16 to_bf16(float x) {
-    u16 bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-    return bits;
-}
-
 // `sums += rows g and g + 8 of 16 columns x a token`, in bfloat16 for FORMAT 0 and in float16 otherwise.
 __device__ __forceinline__ void mma(float (&sums)[4], u32 g_low, u32 h_low, u32 g_high, u32 h_high, u32 x_low, u32 x_high) {
-    if (FORMAT == 0)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-            : "=f"(sums[0]), "=f"(sums[1]), "=f"(sums[2]), "=f"(sums[3])
-            : "r"(g_low), "r"(h_low), "r"(g_high), "r"(h_high), "r"(x_low), "r"(x_high),
-              "f"(sums[0]), "f"(sums[1]), "f"(sums[2]), "f"(sums[3]));
+    if (FORMAT == 0) mma_bf16(sums, g_low, h_low, g_high, h_high, x_low, x_high);
     else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-            : "=f"(sums[0]), "=f"(sums[1]), "=f"(sums[2]), "=f"(sums[3])
-            : "r"(g_low), "r"(h_low), "r"(g_high), "r"(h_high), "r"(x_low), "r"(x_high),
-              "f"(sums[0]), "f"(sums[1]), "f"(sums[2]), "f"(sums[3]));
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(g_low), "r"(h_low), "r"(g_high), "r"(h_high), "r"(x_low), "r"(x_high));
 }
 
 // Four e4m3 numbers as float16, in order: one instruction for two.
@@ -158,10 +143,6 @@ __device__ __forceinline__ void multiply_e4m3(float (&sums)[4], uint4 g_row, uin
 __device__ __forceinline__ void add_scaled(float (&sums)[4], const float (&part)[4], float low, float high) {
     sums[0] += part[0] * low; sums[1] += part[1] * low;
     sums[2] += part[2] * high; sums[3] += part[3] * high;
-}
-
-__device__ __forceinline__ void wait_for_previous() {
-    if (EARLY) asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ float activate(float gate, float up, float alpha, float limit) {

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from runtime.layers.kernels.cuda_program import program
+
 COLUMNS = {"dense": 8, "fp8": 16, "mxfp4": 32}
 """Columns that a lane loads at once; a row is a whole number of them."""
-CLUSTERS = Path(__file__).with_name("clusters.cu")
-"""What kernels share whose blocks form clusters."""
 
 
 class Weights(ctypes.Structure):
@@ -43,5 +43,4 @@ def readable(weight: torch.Tensor, kind: str, columns: int, scale_columns: int) 
 
 def source(file: Path, constants: Mapping[str, int], *shared: Path) -> str:
     """The program of a kernel's file behind `fragments.cu` and other `shared` files."""
-    texts = (path.read_text(encoding="utf-8") for path in (Path(__file__).with_name("fragments.cu"), *shared, file))
-    return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), *texts])
+    return program(constants, Path(__file__).with_name("fragments.cu"), *shared, file)

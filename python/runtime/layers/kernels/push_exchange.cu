@@ -9,10 +9,6 @@
 //
 // Needs: SIZE ranks, RANK, THREADS per block, EARLY (programmatic dependent launch), BFLOAT16, DEFER.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 struct Ranks {
     u64 inbox[SIZE];  // where each rank receives, as addresses of this process
     u64 slot;         // bytes of a slot
@@ -23,10 +19,7 @@ const u64 TIMEOUT = 10000000000ull;  // ns until a rank that waits gives up; the
 const u32 LAST = 0xfffffffeu;        // the exchange after which counting starts anew, at an odd number; flag 0 never occurs
 
 __device__ __forceinline__ void begin() {
-#if EARLY
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    if (EARLY) launch_next(), wait_for_previous();
 }
 
 __device__ __forceinline__ u32 exchange_number(const u32* state) {
@@ -92,12 +85,6 @@ __device__ __forceinline__ void add(float (&sums)[8], u32 a, u32 b, u32 c, u32 d
     }
 }
 
-__device__ __forceinline__ u32 narrow_bfloat16(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
 // h += the sum of x over all ranks, in the order of ranks, which gives all of them the same bits. A block has 8 * THREADS columns of
 // one row. With DEFER it also stores what the next norm needs: scaled = h * gain, and the block's sum of squares.
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
@@ -141,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
         for (int i = 0; i < 4; i++) {
             float low, high;
             widen(gains[i], low, high);
-            out[i] = narrow_bfloat16(values[2 * i] * low, values[2 * i + 1] * high);
+            out[i] = to_bf16x2(values[2 * i] * low, values[2 * i + 1] * high);
             square += values[2 * i] * values[2 * i] + values[2 * i + 1] * values[2 * i + 1];
         }
         scaled[at] = make_uint4(out[0], out[1], out[2], out[3]);
@@ -149,8 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
     }
 #if DEFER
     __shared__ float of_warp[THREADS / 32];
-#pragma unroll
-    for (int lane = 16; lane > 0; lane /= 2) square += __shfl_xor_sync(0xffffffffu, square, lane);
+    square = sum_of_lanes<32>(square);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = square;
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -13,6 +13,7 @@ import torch
 
 from runtime.distributed.parallel_group import ParallelGroup
 from runtime.layers.kernels import cuda_driver
+from runtime.layers.kernels.cuda_program import program
 
 log = logging.getLogger(__name__)
 THREADS = 128
@@ -160,5 +161,4 @@ def source(variant: _Variant) -> str:
         SIZE=variant.size, RANK=variant.rank, THREADS=THREADS, EARLY=int(variant.early), BFLOAT16=int(variant.bfloat16),
         DEFER=int(variant.defer),
     )  # fmt: skip
-    defines = [f"#define {name} {value}" for name, value in constants.items()]
-    return "\n".join([*defines, (Path(__file__).parent / "push_exchange.cu").read_text(encoding="utf-8")])
+    return program(constants, Path(__file__).with_suffix(".cu"))

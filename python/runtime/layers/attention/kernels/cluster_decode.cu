@@ -42,7 +42,7 @@ __device__ __forceinline__ void merge(
             top = higher;
         }
         const float scale = 1.0f / (total == 0.0f ? 1.0f : total);
-        *(u32*)(pass.out + place_of(pass, b, head, first_row + row) + first_column + column) = narrow(x * scale, y * scale);
+        *(u32*)(pass.out + place_of(pass, b, head, first_row + row) + first_column + column) = to_bf16x2(x * scale, y * scale);
     }
 }
 
@@ -61,8 +61,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
     __shared__ u64 sent;                                                 // the barrier at which peaks and parts are counted
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
-    launch_next();
-    if (threadIdx.x == 0) barrier_init(shared_address(&sent));
+    if (EARLY) launch_next();
+    if (threadIdx.x == 0) barrier_init(shared_address(&sent), 1), publish_barriers();
     __syncwarp();
     cluster_arrive();  // that this block has started; all wait for it before one sends
     // As many blocks as the largest power of two in the cluster merge, each `columns` columns; the others only send.
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
         for (int round = 0; round < ROUNDS; round++)
             place_head(pass, block, heads[round], shared_address(new_queries), shared_address(keys), shared_address(values));
     }
-    wait_for_previous();
+    if (EARLY) wait_for_previous();
 
     // Lane (g, t) holds 8 neighbouring columns of its rows in each 32: an instruction multiplies the same 16 columns of queries and keys, whichever
     // these are, so a score sums all columns.
@@ -199,8 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
                     #pragma unroll
                     for (int m = 0; m < ROW_TILES; m++) {
                         const uint4 a = q[m][0][j], c = q[m][1][j];
-                        mma(scores[m][0][n], a.x, c.x, a.y, c.y, k.x, k.y);
-                        mma(scores[m][CHAINS - 1][n], a.z, c.z, a.w, c.w, k.z, k.w);
+                        mma_bf16(scores[m][0][n], a.x, c.x, a.y, c.y, k.x, k.y);
+                        mma_bf16(scores[m][CHAINS - 1][n], a.z, c.z, a.w, c.w, k.z, k.w);
                     }
                 }
         }
@@ -229,14 +229,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
                 for (int i = 0; i < 4; i++) x[i] = exp2_of(x[i] - safe);
                 total[m][h] = total[m][h] * exp2_of(top[m][h] - safe) + ((x[0] + x[1]) + (x[2] + x[3]));
                 top[m][h] = higher;
-                packed[h][0] = narrow(x[0], x[1]);
-                packed[h][1] = narrow(x[2], x[3]);
+                packed[h][0] = to_bf16x2(x[0], x[1]);
+                packed[h][1] = to_bf16x2(x[2], x[3]);
                 const int row = 16 * m + 8 * h + g;
                 if (t == 0) tops[(parity * ROWS + row) * WARPS + warp] = higher;
                 if (last) {
-                    float sum = total[m][h];
-                    sum += __shfl_xor_sync(~0u, sum, 1);
-                    sum += __shfl_xor_sync(~0u, sum, 2);
+                    const float sum = sum_of_four(total[m][h]);
                     if (t == 0) totals[row * WARPS + warp] = sum;
                 }
             }
@@ -300,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
                 #pragma unroll
                 for (int n = 0; n < GROUPS; n++) {
                     float sums[4] = {};
-                    mma(sums, a.x, a.y, a.z, a.w, v[w][2 * n], v[w][2 * n + 1]);
+                    mma_bf16(sums, a.x, a.y, a.z, a.w, v[w][2 * n], v[w][2 * n + 1]);
                     #pragma unroll
                     for (int i = 0; i < 4; i++) out[m][n][i] += sums[i] * factor[i / 2][w];
                 }
@@ -336,6 +334,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
     }
     // A block that merges ends after all have sent to it, so while one sends, these are there.
     if (used == 0 || !merges) return;
-    barrier_wait(shared_address(&sent));
+    barrier_wait_first(shared_address(&sent));
     merge(pass, sinks, peaks, parts, b, head, first_row, rows, columns, rank * columns, used);
 }

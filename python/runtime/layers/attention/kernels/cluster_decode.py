@@ -15,6 +15,7 @@ import torch
 
 from runtime.config.kernel_configs import ClusterConfig
 from runtime.layers.kernels import cuda_driver
+from runtime.layers.kernels.cuda_program import program
 from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import RotaryHeads
 
@@ -209,5 +210,4 @@ def source(variant: _Variant) -> str:
         D=v.head_dim, ROW_TILES=v.row_tiles, WARPS=v.warps, STAGES=v.stages, MOST_BLOCKS=MOST_BLOCKS, MOST_NEW=MOST_NEW, EARLY=int(v.early),
         ROTATES=int(v.rotates),
     )  # fmt: skip
-    texts = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in FILES)
-    return "\n".join([*(f"#define {name} {value}" for name, value in constants.items()), *texts])
+    return program(constants, *map(Path(__file__).with_name, FILES))

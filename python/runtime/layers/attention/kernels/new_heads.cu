@@ -98,16 +98,13 @@ __device__ __forceinline__ uint4 load_global(const u16* from) {
 __device__ __forceinline__ void store_shared(u32 to, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-__device__ __forceinline__ void store_global(u16* to, uint4 v) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
 __device__ __forceinline__ void widen8(float (&to)[8], uint4 from) {
     const u32 words[4] = {from.x, from.y, from.z, from.w};
     #pragma unroll
     for (int i = 0; i < 4; i++) to[2 * i] = of_bf16(words[i] & 0xFFFF), to[2 * i + 1] = of_bf16(words[i] >> 16);
 }
 __device__ __forceinline__ uint4 narrow8(const float (&x)[8]) {
-    return make_uint4(narrow(x[0], x[1]), narrow(x[2], x[3]), narrow(x[4], x[5]), narrow(x[6], x[7]));
+    return make_uint4(to_bf16x2(x[0], x[1]), to_bf16x2(x[2], x[3]), to_bf16x2(x[4], x[5]), to_bf16x2(x[6], x[7]));
 }
 
 // Zeros for NaN and infinity, as caches hold them (`finite.py`).
@@ -129,9 +126,7 @@ __device__ __forceinline__ void rotate(const Pass& pass, const NewHead& h, uint4
         widen8(high_gain, h.gains[1]);
         #pragma unroll
         for (int i = 0; i < 8; i++) sums[i % 2] = fmaf(x[i], x[i], sums[i % 2]), sums[2 + i % 2] = fmaf(y[i], y[i], sums[2 + i % 2]);
-        float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-        #pragma unroll
-        for (int apart = HEAD_LANES / 2; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+        const float sum = sum_of_lanes<HEAD_LANES>((sums[0] + sums[1]) + (sums[2] + sums[3]));
         asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(factor) : "f"(sum / D + (h.kind == QUERY ? pass.q_eps : pass.k_eps)));
         #pragma unroll
         for (int i = 0; i < 8; i++) x[i] = x[i] * factor * gain[i], y[i] = y[i] * factor * high_gain[i];
@@ -155,7 +150,7 @@ __device__ __forceinline__ void leave(const Pass& pass, const NewHead& h, uint4 
         store_shared(h.kept[1], high);
     }
     if (h.stored != nullptr) {
-        store_global(h.stored, low);
-        store_global(h.stored + h.apart, high);
+        store16(h.stored, low);
+        store16(h.stored + h.apart, high);
     }
 }

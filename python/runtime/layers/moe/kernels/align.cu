@@ -5,25 +5,16 @@
 //
 // Defined before this text: EXPERTS (at most THREADS), BLOCKS (of the cluster), WARPS (of a block, at most 32), EARLY.
 
-typedef unsigned int u32;
-
 constexpr int THREADS = WARPS * 32;
 constexpr int BATCH = 8;  // times 32 ids of a warp that are on their way at once
 
 // align.py: the results.
 struct Sorted { int *pairs, *experts, *places, *used; };
 
-__device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
 // What block `rank` of the cluster has at the same place of its shared memory.
 __device__ __forceinline__ int load_from(int rank, const int* here) {
-    u32 there;
     int value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"((u32)__cvta_generic_to_shared(here)), "r"(rank));
-    asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(there) : "memory");
+    asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address_in(shared_address(here), rank)) : "memory");
     return value;
 }
 
@@ -67,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) align_pairs(const int* ids
         }
         in_block[thread] = sum;
     }
-    cluster_arrive(), cluster_wait();
+    cluster_arrive<true>(), cluster_wait();
     int all = 0, before = 0;
     if (thread < EXPERTS) {
 #pragma unroll
@@ -77,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) align_pairs(const int* ids
             before += b < block ? there : 0;
         }
     }
-    cluster_arrive();  // the other blocks need not wait with their end for this one
+    cluster_arrive<true>();  // the other blocks need not wait with their end for this one
 
     const int tiles = (all + rows - 1) / rows;
     int tiles_end = tiles;

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from runtime.layers.kernels import cuda_driver
+from runtime.layers.kernels.cuda_program import program
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 
 FEW_PAIRS, SHORT, LONG = 4096, 128, 512
@@ -97,8 +98,7 @@ def _kernel(experts: int, early: bool) -> cuda_driver.Kernel:
 def source(experts: int, early: bool) -> str:
     """The CUDA program for so many experts."""
     constants = dict(EXPERTS=experts, BLOCKS=BLOCKS, WARPS=WARPS, EARLY=int(early))
-    defines = [f"#define {name} {value}" for name, value in constants.items()]
-    return "\n".join([*defines, Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")])
+    return program(constants, Path(__file__).with_suffix(".cu"))
 
 
 def align_in_triton(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool = False) -> Aligned:

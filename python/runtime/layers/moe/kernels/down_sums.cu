@@ -42,12 +42,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     __shared__ __align__(16) float sent[BLOCKS > 1 ? BLOCKS - 1 : 1][BLOCKS > 1 ? COUNT : 4];  // the sums of the other blocks
     __shared__ u16 gains[TILES * ROWS];
     __shared__ u64 arrived;
+    const u32 arrived_at = shared_address(&arrived);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int hidden = w.rows, inner = w.columns, count = T * TOP_K;
     const int rank = blockIdx.x % BLOCKS, first_row = blockIdx.x / BLOCKS * (TILES * ROWS), own_row = first_row + warp % TILES * ROWS;
-    if (EARLY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (EARLY) launch_next();
     if (BLOCKS > 1) {
-        if (rank == 0 && threadIdx.x == 0) barrier_init(&arrived, (BLOCKS - 1) * T * TILES * ROWS * 4);
+        if (rank == 0 && threadIdx.x == 0)
+            barrier_init(arrived_at, 1), publish_barriers(), barrier_expect(arrived_at, (BLOCKS - 1) * T * TILES * ROWS * 4);
         cluster_arrive();
     }
     // As in the kernel before, every warp finds the experts by itself; that kernel lets this one start when the routing is known.
@@ -61,8 +63,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     const int begin = min(stages, (rank * TILE_WARPS + warp / TILES) * share), end = min(stages, begin + share);
     const int stage_bytes = STAGE_BYTES + min(T, PASS) * TOKEN_BYTES, ring_bytes = DEPTH * stage_bytes;
     u8* const ring = shared + warp * ring_bytes;
-    const Targets copied = targets_in((u32)__cvta_generic_to_shared(ring));
-    const u32 tokens_copied = (u32)__cvta_generic_to_shared(ring) + STAGE_BYTES + lane / PIECES * TOKEN_BYTES + lane % PIECES * 16;
+    const Targets copied = targets_in(shared_address(ring));
+    const u32 tokens_copied = shared_address(ring) + STAGE_BYTES + lane / PIECES * TOKEN_BYTES + lane % PIECES * 16;
 
     // A place in the stages of this warp: units still to come, the next stage of the first of them, and where that is in the ring.
     struct Place {
@@ -87,12 +89,11 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
         u32 to = tokens_copied + place.at;
         #pragma unroll 1
         for (int left = __popc(pairs); left > 0; left -= AT_ONCE) {
-            if (rest != 0) copy16(to, h + (long)(__ffs(rest) - 1) * inner + column, EVEN || column < inner);
+            if (rest != 0) copy16<256>(to, h + (long)(__ffs(rest) - 1) * inner + column, EVEN || column < inner);
             rest = without_lowest(rest, AT_ONCE);
             to += AT_ONCE * TOKEN_BYTES;
         }
     };
-    const auto commit = []() { asm volatile("cp.async.commit_group;" ::: "memory"); };
 
     Place ahead = here;
     const int own_stages = end - begin;
@@ -103,7 +104,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
             copy_weights(w, from, 8, copied, ahead.at, ahead.stage);
             if (go_on(ahead)) find_rows(ahead);
         }
-        commit();
+        commit_copies();
     }
     if (lane < PIECES) zeros[lane] = make_uint4(0, 0, 0, 0);
     if (lane < TOKENS) factors[warp][lane] = 0.0f;
@@ -120,7 +121,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
                 before += routing.weights[entry.token * TOP_K + j] * of_bf16(w.bias[(long)expert * hidden + entry.column]);
         }
     }
-    if (EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (EARLY) wait_for_previous();
 
     u32 ahead_pairs = __shfl_sync(~0u, own_unit, first_pair(here)), pairs = ahead_pairs;
     Place tokens_ahead = here;  // as far as the weights are
@@ -130,7 +131,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
             copy_tokens(tokens_ahead, ahead_pairs);
             if (go_on(tokens_ahead)) ahead_pairs = __shfl_sync(~0u, own_unit, first_pair(tokens_ahead));
         }
-        commit();
+        commit_copies();
     }
     if (ADD && finishes) {
         const long at = (long)entry.token * hidden + entry.column;
@@ -175,7 +176,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     float sums[1][4] = {};
     #pragma unroll 1
     for (int remaining = own_stages; remaining > 0; remaining--) {
-        asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
+        wait_copies<DEPTH - 1>();
         __syncwarp();
         u8* const tokens = ring + here.at + STAGE_BYTES;
         if (FORMAT != 0) scale_tokens(tokens);
@@ -202,9 +203,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
                 ahead_pairs = __shfl_sync(~0u, own_unit, first_pair(ahead));
             }
         }
-        commit();
+        commit_copies();
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_copies();
     __syncwarp();
     float* const kept_sums = (float*)ring + 2 * t * STRIDE + g;
     kept_sums[0] = sums[0][0], kept_sums[STRIDE] = sums[0][1];
@@ -220,7 +221,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
             const float4 v = *(const float4*)((const float*)(shared + (i * TILES + tile) * ring_bytes) + token * STRIDE + threadIdx.x % 4 * 4);
             sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
-        send(0, &sent[BLOCKS > 1 ? rank - 1 : 0][4 * threadIdx.x], &arrived, sum);
+        send(0, shared_address(&sent[BLOCKS > 1 ? rank - 1 : 0][4 * threadIdx.x]), arrived_at, sum);
         return;
     }
     if (threadIdx.x >= COUNT) return;  // whole warps
@@ -232,7 +233,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     for (int i = 0; i < TILE_WARPS; i++)
         sum += ((const float*)(shared + (i * TILES + thread / ROWS % TILES) * ring_bytes))[last.token * STRIDE + thread % ROWS];
     if (BLOCKS > 1) {
-        barrier_wait(&arrived);
+        barrier_wait_first(arrived_at);
         #pragma unroll
         for (int other = 0; other < BLOCKS - 1; other++) sum += in ? sent[other][thread] : 0.0f;
     }
@@ -241,9 +242,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     if (in && FLOAT_OUT) ((float*)out)[at_out] = sum;
     if (in && !FLOAT_OUT) ((u16*)out)[at_out] = to_bf16(sum);
     if (DEFER) {
-        float square = sum * sum;
-        #pragma unroll
-        for (int apart = ROWS / 2; apart > 0; apart /= 2) square += __shfl_xor_sync(~0u, square, apart);
+        const float square = sum_of_lanes<ROWS>(sum * sum);
         if (in) {
             scaled[at_out] = to_bf16(sum * of_bf16(gains[thread % (TILES * ROWS)]));
             if (thread % ROWS == 0) squares[at_out / ROWS] = square;

@@ -143,4 +143,4 @@ def source(variant: _Variant) -> str:
         TILES=v.cut.tiles, BLOCKS=v.cut.blocks, REGISTERS=registers(v.format, v.cut.warps), ADD=int(v.add), DEFER=int(v.deferred),
         FLOAT_OUT=int(v.float_out), BIAS=int(v.bias),
     )  # fmt: skip
-    return fragments.source(Path(__file__).with_name("down_sums.cu"), constants, fragments.CLUSTERS, STAGES)
+    return fragments.source(Path(__file__).with_name("down_sums.cu"), constants, STAGES)

@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
     const u32 whole = tiles * blockIdx.x / blocks, rest = tiles * blockIdx.x % blocks;
     const u32 next_whole = tiles * (blockIdx.x + 1) / blocks, next_rest = tiles * (blockIdx.x + 1) % blocks;
     // The second GEMM may read the routing before it waits: the first one lets it start when its own wait is over.
-    if (EARLY && GATED) asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-    if (EARLY && !GATED) asm volatile("griddepcontrol.launch_dependents;");
+    if (EARLY && GATED) wait_for_previous(), launch_next();
+    if (EARLY && !GATED) launch_next();
     int begin, end, last = 0;  // units, and the last segment
     if (SMALL) {  // no expert has more than PASS tokens, and a warp holds all pairs: each plans by itself, and writes what the others write
         const int id = lane < count ? routing.ids[lane] - routing.first : -1;
@@ -130,14 +130,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         last = (end - 1) / tiles - begin / tiles;
     }
     if (begin == end) {
-        if (EARLY && !GATED) asm volatile("griddepcontrol.wait;" ::: "memory");
+        if (EARLY && !GATED) wait_for_previous();
         return;
     }
     const int groups = WARPS / split, member = warp % split;
     const int stages = (w.columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS, share = (stages + split - 1) / split;
     const int first = min(stages, member * share), stop = min(stages, first + share);
     u8* const own_ring = shared + warp * DEPTH * STAGE_BYTES;
-    const Targets copied = targets_in((u32)__cvta_generic_to_shared(own_ring));
+    const Targets copied = targets_in(shared_address(own_ring));
 
     // The stage that is copied next: of which unit, its rows, and its place in the ring. A lane copies from four rows, and scales from one.
     int unit_ahead = begin + warp / split, segment_ahead = 0, stage_ahead = first, place_ahead = 0;
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
                     const Segment& of = segments[segment_ahead];
                     const int row = (unit_ahead - of.start) * (GATED ? 8 : 16) + lane * next;
                     uint4* const to = &biases[warp][place_ahead / STAGE_BYTES][lane];
-                    copy16((u32)__cvta_generic_to_shared(to), w.bias + (long)of.expert * w.rows + row, true);
+                    copy16<256>(shared_address(to), w.bias + (long)of.expert * w.rows + row);
                 }
                 stage_ahead = first;
                 unit_ahead += groups;
@@ -165,14 +165,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
             }
         }
         place_ahead = place_ahead + STAGE_BYTES == DEPTH * STAGE_BYTES ? 0 : place_ahead + STAGE_BYTES;
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
     };
     find_rows();
     #pragma unroll
     for (int i = 0; i < DEPTH - 1; i++) copy_stage();
 
     if (!SMALL) list_pairs(routing, count, last, experts_of_pairs, segments, pairs, pair_weights);
-    if (EARLY && !GATED) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (EARLY && !GATED) wait_for_previous();
     __syncthreads();
 
     u8* const tokens_at = shared + WARPS * DEPTH * STAGE_BYTES;
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         skip_to_scales(of_unit, w, here.expert, row, other);
         float sums[TILES][4] = {};
         for (int stage = first; stage < stop; stage++) {
-            asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 2) : "memory");
+            wait_copies<DEPTH - 2>();
             __syncwarp();
             copy_stage();  // over the stage before this one, which all lanes have read
             const u8* const columns = own_tokens + stage * (2 * STAGE_COLUMNS);
@@ -272,5 +272,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
                 }
             }
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_copies();
 }

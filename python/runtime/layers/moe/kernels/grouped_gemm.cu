@@ -67,11 +67,6 @@ struct Work {
 
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Copy 16 bytes, or fill them with zeros.
-__device__ __forceinline__ void copy16(u32 to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
-}
-
 // Arrive at the barrier once the copies of this thread so far have ended.
 __device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -113,9 +108,7 @@ __device__ __forceinline__ void multiply_gates(float (&gates)[2], const float (&
             factors[i] = fminf(fmaxf(ups[i], -act.limit), act.limit) + 1.0f;
             slope = act.alpha * gate;
         }
-        float power;
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fminf(slope * -1.4426950408889634f, 60.0f)));
-        divisors[i] = 1.0f + power;
+        divisors[i] = 1.0f + exp2_of(fminf(slope * -1.4426950408889634f, 60.0f));
     }
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(divisors[0] * divisors[1]));
 #pragma unroll
@@ -281,7 +274,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
             barrier_init(ring.full + s * 8, GATED ? LOADERS + 1 : 1);
             barrier_init(ring.empty + s * 8, MULTIPLIERS / 32 * CLUSTER_M);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        publish_barriers();
     }
     if constexpr (CLUSTER_M > 1) cluster_sync<false>();
     else __syncthreads();
@@ -315,7 +308,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
 #pragma unroll
                 for (int r = 0; r < COPIES; r++) {
                     const u32 at = to + ring.stage * STAGE_BYTES + r * STRIDE * ROW_BYTES;
-                    copy16(at, (const uint4*)x + (inside ? from[r] + s * 8 : 0), inside);
+                    copy16<128>(at, (const uint4*)x + (inside ? from[r] + s * 8 : 0), inside);
                 }
                 barrier_arrive_after_copies(ring.full_here());
             }
@@ -342,7 +335,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
     take_registers<MULTIPLY_REGISTERS>();
     const int group = warp / 4, warp_row = warp % 4 * 16;
     const Output output = {out, bias, rows, columns, act, data + STAGES * STAGE_BYTES + warp * 16 * PITCH, lane};
-    const u32 peer_empty = CLUSTER_M > 1 ? address_in(min(lane, CLUSTER_M - 1), ring.empty) : ring.empty;
+    const u32 peer_empty = CLUSTER_M > 1 ? address_in(ring.empty, min(lane, CLUSTER_M - 1)) : ring.empty;
     auto release = [&](int stage) {
         if constexpr (CLUSTER_M == 1) {
             if (lane == 0) barrier_arrive(peer_empty + stage * 8);

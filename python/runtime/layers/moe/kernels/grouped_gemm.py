@@ -12,8 +12,9 @@ import torch
 
 from runtime.config.kernel_configs import WgmmaExpertsConfig
 from runtime.layers.gemm.quantized_rows import quantize_rows
-from runtime.layers.gemm.wgmma_gemm import ROW_BYTES, multiply_source
+from runtime.layers.gemm.wgmma_gemm import PARTS, ROW_BYTES, multiply_source
 from runtime.layers.kernels import cuda_driver
+from runtime.layers.kernels.cuda_program import program
 from runtime.layers.moe.kernels.align import Aligned, align
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct
@@ -220,15 +221,6 @@ def source(variant: _Variant) -> str:
         STAGES=v.stages, STORED=v.stored, ELEMENT=1 if v.fp8 else 2, GATED=int(v.gated), ACT=v.act,
         BFLOAT16=int(v.dtype is torch.bfloat16), BIAS=int(v.bias), EARLY=int(v.early),
     )  # fmt: skip
-    here = Path(__file__)
-    parts = (here.parents[2] / "gemm" / "wgmma_parts.cu").read_text(encoding="utf-8")
     dtype = "e4m3" if v.fp8 else "bf16" if v.dtype is torch.bfloat16 else "f16"
     multiply = multiply_source(v.tile // 2 if v.fp8 else v.tile, dtype, overwrites=True)
-    return "\n".join(
-        [
-            *(f"#define {name} {value}" for name, value in constants.items()),
-            parts,
-            multiply,
-            here.with_suffix(".cu").read_text(encoding="utf-8"),
-        ]
-    )
+    return program(constants, PARTS, multiply, Path(__file__).with_suffix(".cu"))

@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pair_sums(
     const bool in = column < columns;
     const long at = (long)token * columns + column;
     bool held[TOP_K];
-    wait_for_previous();
+    if (EARLY) launch_next(), wait_for_previous();
     #pragma unroll
     for (int j = 0; j < TOP_K; j++) {
         const int id = routing.ids[token * TOP_K + j] - routing.first;
@@ -31,9 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pair_sums(
     if (in && FLOAT_OUT) *(float4*)((float*)out + at) = sum;
     if (in && !FLOAT_OUT) *(ushort4*)((u16*)out + at) = make_ushort4(to_bf16(sum.x), to_bf16(sum.y), to_bf16(sum.z), to_bf16(sum.w));
     if (DEFER) {
-        float square = sum.x * sum.x + sum.y * sum.y + sum.z * sum.z + sum.w * sum.w;
-        square += __shfl_xor_sync(~0u, square, 1);
-        square += __shfl_xor_sync(~0u, square, 2);
+        const float square = sum_of_four(sum.x * sum.x + sum.y * sum.y + sum.z * sum.z + sum.w * sum.w);
         if (in) {
             const ushort4 scale = *(const ushort4*)(gain + column);
             *(ushort4*)(scaled + at) = make_ushort4(

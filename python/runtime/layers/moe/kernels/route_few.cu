@@ -43,22 +43,8 @@ struct Choice {
     float score;
 };
 
-__device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void copy_float(float* shared, const float* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(shared_address(shared)), "l"(global) : "memory");
-}
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 __device__ __forceinline__ void prefetch(const u16* at, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(at), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ u32 to_bf16x2(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
 }
 
 __device__ __forceinline__ u32 scaled2(u32 v, float scale) {
@@ -79,19 +65,6 @@ __device__ __forceinline__ uint4 load16(const u16* at, bool in) {
         asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
             : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
     return v;
-}
-
-__device__ __forceinline__ void copy16(u8* shared, const u16* at, bool in) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
-        :: "r"(shared_address(shared)), "l"(at), "r"(in ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int YOUNGEST> __device__ __forceinline__ void wait_for_copies_but() {
-    asm volatile("cp.async.wait_group %0;" :: "n"(YOUNGEST) : "memory");
-}
-
-__device__ __forceinline__ void store16(u16* at, uint4 v) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // The experts and weights of one token, by one warp: each lane has EACH neighbours. Where scores are equal, the smaller expert comes first.
@@ -207,7 +180,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) route_few(
 
     if (EARLY) launch_next();
     if (threadIdx.x == 0)
-        for (int slot = 0; slot < SLOTS; slot++) barrier_init(&arrived[slot], PARTS * SETS * ROWS * sizeof(float));
+        for (int slot = 0; slot < SLOTS; slot++) {
+            const u32 barrier = shared_address(&arrived[slot]);
+            barrier_init(barrier, 1), publish_barriers(), barrier_expect(barrier, PARTS * SETS * ROWS * sizeof(float));
+        }
     cluster_arrive();
     u8* const ring = shared + (RING ? warp * HELD * OWN * 1024 + lane * 16 : 0);  // of this lane: two pieces of each tile and chunk
     u8* const all_tokens = shared + (RING ? WARPS * HELD * OWN * 1024 : 0);
@@ -221,13 +197,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) route_few(
         #pragma unroll
         for (int o = 0; o < OWN; o++) {
             const u16* const at = own_weights + 16 * o * COLUMNS + chunk * CHUNK;
-            copy16(to + 1024 * o, at, in && (FULL || expert + 16 * o < EXPERTS));
-            copy16(to + 1024 * o + 512, at + 8 * COLUMNS, in && (FULL || expert + 16 * o + 8 < EXPERTS));
+            copy16<256>(shared_address(to + 1024 * o), at, in && (FULL || expert + 16 * o < EXPERTS));
+            copy16<256>(shared_address(to + 1024 * o + 512), at + 8 * COLUMNS, in && (FULL || expert + 16 * o + 8 < EXPERTS));
         }
         commit_copies();
     };
     if (CORRECTION && warp == 0)
-        for (int i = lane; i < EXPERTS; i += 32) copy_float(corrections + i, correction + i);
+        for (int i = lane; i < EXPERTS; i += 32) copy<4>(shared_address(corrections + i), correction + i);
     Fragment held[RING ? 1 : HELD][OWN];
     #pragma unroll
     for (int i = 0; i < HELD; i++) {
@@ -250,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) route_few(
         #pragma unroll
         for (int j = 0; j < 4; j++)
             if (FULL || set * ROWS + 4 * quad + j < EXPERTS) biases[j] = bias[set * ROWS + 4 * quad + j];
-    if (EARLY) wait_for_kernel_before();
+    if (EARLY) wait_for_previous();
 
     // A lane takes piece `lane` of the tokens' pieces, then each 32nd.
     const int count = tokens * PIECES;
@@ -278,8 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) route_few(
             #pragma unroll
             for (int q = 0; q < SQUARES; q++) sum += v[q];
         }
-        #pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+        sum = sum_of_lanes<32>(sum);
         if (lane == 0) scales[warp] = rsqrtf(sum * (1.0f / COLUMNS) + norms.eps);
     }
     cluster_wait();  // all blocks have started
@@ -309,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) route_few(
         #pragma unroll UNROLL
         for (int c = 0; c < ROUND; c++) {
             const uint4 token = *(const uint4*)(from + 64 * c);
-            if (RING) wait_for_copies_but<HELD - 1>();
+            if (RING) wait_copies<HELD - 1>();
             #pragma unroll
             for (int o = 0; o < OWN; o++) {
                 const u8* const slot = ring + (first + c) % HELD * (OWN * 1024) + 1024 * o;
@@ -332,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) route_few(
             if (token < tokens) ((float*)own)[token * SUMS + 16 * o + g + i / 2 * 8] = sums[o][0][i];
         }
     }
-    if (RING || (CORRECTION && warp == 0)) wait_for_copies();
+    if (RING || (CORRECTION && warp == 0)) wait_copies();
     __syncthreads();
     const int token = threadIdx.x / QUADS;
     if (token < tokens) {
@@ -343,11 +318,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) route_few(
             sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
         const int slot = token / CLUSTER;
-        send(token % CLUSTER, &logits[slot][part][set * ROWS + 4 * quad], &arrived[slot], sum);
+        send(token % CLUSTER, shared_address(&logits[slot][part][set * ROWS + 4 * quad]), shared_address(&arrived[slot]), sum);
     }
     const int chosen_token = block + warp * CLUSTER;
     if (warp >= SLOTS || chosen_token >= tokens) return;
-    barrier_wait(&arrived[warp]);
+    barrier_wait_first(shared_address(&arrived[warp]));
     const long row = first_token + chosen_token;
     choose(logits[warp], corrections, chosen[warp], ids + row * ALL, weights + row * ALL, masks + row * WORDS, scaling);
 }

@@ -44,14 +44,6 @@ __device__ __forceinline__ uint4 matrices(u32 row) {
     return v;
 }
 
-__device__ __forceinline__ void copy16(u32 shared, const void* global, bool in) {  // zeros if not `in`
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(in ? 16 : 0) : "memory");
-}
-
-template <int SIZE> __device__ __forceinline__ void copy(u32 shared, const void* global, bool in = true) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(shared), "l"(global), "n"(SIZE), "r"(in ? SIZE : 0) : "memory");
-}
-
 // What a lane copies of 16 rows: pieces of four of them, `rows` in the first, and the scales of one.
 struct Sources {
     const u8 *rows, *scales;
@@ -92,10 +84,10 @@ __device__ __forceinline__ void copy_weights(const Weights& w, const Sources& fr
     const long size = row_bytes(w.columns);
     const u8 *const at = from.rows + 128L * stage, *const high = at + next * size;
     const bool in = EVEN || 128 * stage + lane % 8 * 16 < (int)row_bytes(w.columns);
-    copy16(low, at, in);
-    copy16(low_4, at + 4 * size, in);
-    copy16(low + 1024, high, in);
-    copy16(low_4 + 1024, high + 4 * size, in);
+    copy16<256>(low, at, in);
+    copy16<256>(low_4, at + 4 * size, in);
+    copy16<256>(low + 1024, high, in);
+    copy16<256>(low_4 + 1024, high + 4 * size, in);
     if (FORMAT == 1 && lane < 16) copy<4>(to.scales + place, from.scales + 4 * scale_block(w, stage * STAGE_COLUMNS));
     if (FORMAT == 2) copy<8>(to.scales + place, from.scales + 8 * stage, 8 * stage < from.scale_bytes);
 }
@@ -116,7 +108,7 @@ __device__ __forceinline__ Fragments fragments_in(const u8* ring) {
     at.high_scale = at.low_scale + 8 * SCALE_BYTES;
     #pragma unroll
     for (int j = 0; FORMAT == 2 && j < 4; j++)
-        at.matrix_rows[j] = kept((u32)__cvta_generic_to_shared(ring) + (lane & 15) * 128 + place_of(2 * j + lane / 16, lane) * 16);
+        at.matrix_rows[j] = kept(shared_address(ring) + (lane & 15) * 128 + place_of(2 * j + lane / 16, lane) * 16);
     return at;
 }
 

@@ -1,0 +1,116 @@
+// What programs in CUDA C++ share: short names of types, and functions that stand for instructions of PTX.
+//
+// The constants of a program come after this text, so they cannot change it. Addresses of type u32 are those of shared memory.
+//
+// Source: PTX ISA, by the names that begin the comments.
+
+typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
+
+// cvta.to.shared.
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// griddepcontrol: lets the next kernel start; waits until the previous one has ended and its writes are visible.
+__device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// barrier.cluster, of all threads. With RELEASE, writes before the arrival are visible to all blocks after the wait.
+template <bool RELEASE = false> __device__ __forceinline__ void cluster_arrive() {
+    if constexpr (RELEASE) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    else asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// mapa: the same address in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// st.async: stores to a block of the cluster, and counts the bytes at a barrier there. The addresses are mapped by `address_in`, or with `block`
+// they are those of the same places in this block.
+__device__ __forceinline__ void send(u32 there, u32 barrier, float x, float y) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+        :: "r"(there), "f"(x), "f"(y), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void send(int block, u32 here, u32 barrier, float4 v) {
+    asm volatile(
+        "{\n.reg .u32 there, counter;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 counter, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [counter];\n}"
+        :: "r"(here), "r"(barrier), "r"(block), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+// mbarrier.init, and fence.mbarrier_init, which makes barriers known to the cluster: other blocks use them after a barrier of all its threads.
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// mbarrier.arrive.expect_tx: an arrival, after which the barrier also waits for so many bytes.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+// mbarrier.try_wait, until the first phase is over; what blocks of the cluster had written when they arrived is visible.
+__device__ __forceinline__ void barrier_wait_first(u32 barrier) {
+    asm volatile(
+        "{\n.reg .pred open;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 open, [%0], 0;\n@!open bra AGAIN;\n}"
+        :: "r"(barrier) : "memory");
+}
+
+// cp.async.cg: copies 16 bytes past L1, or zeros if not `in`. L2 fetches LINE bytes with them.
+template <int LINE> __device__ __forceinline__ void copy16(u32 to, const void* from, bool in = true) {
+    static_assert(LINE == 128 || LINE == 256);
+    if constexpr (LINE == 128)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(in ? 16 : 0) : "memory");
+    else asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(in ? 16 : 0) : "memory");
+}
+// cp.async.ca: copies 4 or 8 bytes likewise, through L1.
+template <int SIZE> __device__ __forceinline__ void copy(u32 to, const void* from, bool in = true) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(to), "l"(from), "n"(SIZE), "r"(in ? SIZE : 0) : "memory");
+}
+// cp.async.commit_group; .wait_group, for all but the youngest PENDING groups of the thread; .wait_all.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// st.global.v4.
+__device__ __forceinline__ void store16(u16* to, uint4 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// mma.m16n8k16 in bfloat16: `sums += rows g and g + 8 of 16 columns x row g of the other operand`, in lane (g, t) of a warp.
+__device__ __forceinline__ void mma_bf16(float (&sums)[4], u32 g_low, u32 h_low, u32 g_high, u32 h_high, u32 x_low, u32 x_high) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(g_low), "r"(h_low), "r"(g_high), "r"(h_high), "r"(x_low), "r"(x_high));
+}
+
+// cvt, from and to bfloat16; the first number of a pair is its lower half.
+__device__ __forceinline__ float of_bf16(u16 bits) { return __uint_as_float((u32)bits << 16); }
+__device__ __forceinline__ u16 to_bf16(float x) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+__device__ __forceinline__ u32 to_bf16x2(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// ex2.approx.ftz.
+__device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// shfl.sync.bfly: the sum over LANES lanes in each of them. Halves are added first; of four lanes, neighbours.
+template <int LANES> __device__ __forceinline__ float sum_of_lanes(float x) {
+    #pragma unroll
+    for (int apart = LANES / 2; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
+    return x;
+}
+__device__ __forceinline__ float sum_of_four(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}

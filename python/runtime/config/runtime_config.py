@@ -36,7 +36,8 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Requests may call the model by its served name or by one of `aliases`. `random_seed` seeds dummy weights and the
     requests that bring no seed of their own. OpenAI's endpoints sample with `default_sampling_params` what a request
-    leaves out, SGLang's native ones with `preferred_sampling_params`.
+    leaves out, SGLang's native ones with `preferred_sampling_params`. `fuse_shared_experts`: whether the shared expert of a sparse
+    model joins the stack of the routed ones where it can.
     """
 
     model_path: str

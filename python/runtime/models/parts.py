@@ -185,8 +185,8 @@ class ModelParts:
         """The sparse MLP of these tensors."""
         c, context = self.config, self.context
         assert c.moe is not None, "the model is dense"
-        ranks = context.ep_size, context.exchange
-        mlp = SparseParts(self.weights, context.ops, c.hidden_size, c.moe, *ranks, context.fuse_shared).mlp(names, activation)
+        parts = SparseParts(self.weights, context.ops, c.hidden_size, c.moe, context.ep_size, context.exchange, context.fuse_shared)
+        mlp = parts.mlp(names, activation)
         self.sparse_mlps.append(mlp)
         return mlp
 

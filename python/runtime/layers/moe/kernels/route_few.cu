@@ -7,9 +7,10 @@
 // and travel from there to the block that chooses for a token. Its mbarrier counts the bytes, so the cluster needs no barrier at the end: a
 // block that awaits nothing ends when it has sent. A warp chooses.
 //
-// Constants from the host besides those of `fragments.cu`: EXPERTS, COLUMNS, TOP_K, SHARED (1: expert EXPERTS follows those chosen, by weight
-// 1), SCORING (0: softmax, 1: sigmoid, 2: softmax of the chosen), RENORMALIZE, BIAS, CORRECTION, NORM, WARPS, CLUSTER, PARTS, OWN, SHARE (chunks of a warp), HELD, RING (whether they are held in
-// shared memory), ROUND (chunks of a token that are there at once), TOKEN_BYTES (of a warp's shared memory, for each token).
+// Constants from the host besides those of `fragments.cu`: EXPERTS, COLUMNS, TOP_K, SHARED (1: expert EXPERTS follows the chosen ones, by weight
+// 1; otherwise 0), SCORING (0: softmax, 1: sigmoid, 2: softmax of the chosen), RENORMALIZE, BIAS, CORRECTION, NORM, WARPS, CLUSTER, PARTS, OWN,
+// SHARE (chunks of a warp), HELD, RING (whether they are held in shared memory), ROUND (chunks of a token that are there at once), TOKEN_BYTES
+// (of a warp's shared memory, for each token).
 
 constexpr int PASS = 8, THREADS = 32 * WARPS;
 constexpr int SETS = CLUSTER / PARTS, ROWS = 16 * OWN;                      // blocks of a set have the same experts, ROWS of them

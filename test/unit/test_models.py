@@ -338,7 +338,10 @@ def test_a_shared_expert_computes_the_same_in_the_stack_and_beside_it(tmp_path: 
     stacked, beside = loaded(tmp_path), loaded(tmp_path, fuse_shared=False)
     assert all(mlp.shared is not None and mlp.experts.count == 8 for mlp in beside.sparse_mlps)
     fused = family != "qwen2-moe"  # whose shared expert has a gate and a width of its own
-    assert all((mlp.shared is None, mlp.experts.count) == (fused, 8 + fused) for mlp in stacked.sparse_mlps)
+    assert all((mlp.router.rule.shared, mlp.experts.count) == (fused, 8 + fused) for mlp in stacked.sparse_mlps)
+    for mlp in stacked.sparse_mlps if fused else ():
+        assert mlp.shared is not None
+        assert mlp.shared.down_proj.weight.data_ptr() == mlp.experts.down.weight[8].data_ptr(), "no copy"
     assert stacked.expected_weights() == beside.expected_weights()
     assert stacked.weight_bytes == beside.weight_bytes
     assert [mlp.active_parameters for mlp in stacked.sparse_mlps] == [mlp.active_parameters for mlp in beside.sparse_mlps]

@@ -424,8 +424,9 @@ def test_a_shared_expert_of_another_format_stays_beside_the_stack(tmp_path: Path
         model = build_model(replace(load_hf_config(tmp_path), quant=quant), TorchOps(), torch.float32, CPU)
         for mlp in model.sparse_mlps:
             assert mlp.experts.scheme.name == "fp8"
-            assert (mlp.shared is None) == fused
-            assert [mlp.shared.down_proj.scheme.name if mlp.shared is not None else "fp8"] == names
+            assert mlp.router.rule.shared == fused
+            assert mlp.shared is not None
+            assert [mlp.shared.down_proj.scheme.name] == names
 
 
 def test_kept_layers_of_a_model_are_dense(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_shared_expert_in_the_stack_is_none_of_the_distinct_experts(monkeypatc
         worker = plain(model=latent_model(moe=moe), fuse_shared_experts=fused)
         found.append(Driver(worker).generate({1: PROMPTS[1]}, 12))
         mlp = worker.parts.target.runner.model.sparse_mlps[0]
-        assert (mlp.shared is None, mlp.router.rule.shared, mlp.experts.count) == (fused, fused, 32 + fused)
+        assert (mlp.router.rule.shared, mlp.experts.count) == (fused, 32 + fused)
         assert worker.info().distinct_experts == moe.top_k
     assert found[0] == found[1]
 
@@ -140,7 +140,7 @@ def test_ranks_with_a_shared_expert_generate_the_text_of_one(tmp_path: Path, siz
     expected, _ = texts(builder(tmp_path, None, model)())
     with ranks(size, builder(tmp_path, None, model, ep_size=ep_size)) as worker:
         mlp = worker.parts.target.runner.model.sparse_mlps[0]
-        assert (mlp.experts.count, mlp.experts.size, mlp.shared is None) == (held, (64, inner), ep_size == 1)
+        assert (mlp.experts.count, mlp.experts.size, mlp.router.rule.shared) == (held, (64, inner), ep_size == 1)
         assert texts(worker)[0] == expected
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.layers.activation import Activation
-from runtime.layers.linear import Partition
+from runtime.layers.linear import Linear, Partition
 from runtime.layers.moe.definition import WORD
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.mlp import SharedExpert, SparseMlp
@@ -74,8 +74,14 @@ class SparseParts:
         """The sparse MLP of these tensors."""
         fused = self.fuses(names)
         router, experts = self.router(names, fused), self.experts(names, activation, fused)
-        shared = self.shared(names) if self.moe.shared_intermediate_size and not fused else None
+        shared = self.last_of(experts) if fused else self.shared(names) if self.moe.shared_intermediate_size else None
         return SparseMlp(router, experts, self.ops, shared)
+
+    def last_of(self, experts: Experts) -> SharedExpert:
+        """The shared expert of a stack."""
+        group, inner, scheme = self.weights.group, self.moe.shared_intermediate_size, experts.scheme
+        gate_up = Linear(experts.gate_up.at(-1), None, scheme, Partition.COLUMN, group, 2 * inner)
+        return SharedExpert(gate_up, Linear(experts.down.at(-1), None, scheme, Partition.ROW, group))
 
     def fuses(self, names: SparseNames) -> bool:
         """Whether the shared expert joins the stack: its shape and scheme are those of the routed ones, and each rank has a part of all."""

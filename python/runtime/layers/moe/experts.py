@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,6 +54,13 @@ class Experts:
     def num_bytes(self) -> int:
         """Of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def without_last(self) -> Experts:
+        """Views of all but the last, which is the shared one."""
+        gate_up, down = (Storage(*(tensor[:-1] for tensor in storage.tensors)) for storage in (self.gate_up, self.down))
+        assert self.gate_up_bias is None, "experts beside a shared one have no bias"
+        assert self.down_bias is None, "experts beside a shared one have no bias"
+        return replace(self, gate_up=gate_up, down=down, count=self.count - 1, total=self.total - 1)
 
     def active_parameters(self, chosen: int) -> int:
         """Weights of this rank that a token of so many experts is multiplied by, on average."""

@@ -16,6 +16,12 @@ from runtime.layers.moe.router import Router
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, Stream
 
+FUSED_TOKENS = 8
+"""Tokens up to which a shared expert in the stack runs with the others: a tile of the kernels for few tokens.
+
+Of more tokens it would have several tiles where most experts have one, and the blocks that compute it would end last.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
@@ -42,22 +48,24 @@ class SparseMlp:
     Attributes:
         router: chooses the experts.
         experts: the routed experts, perhaps with the shared one as their last, or this rank's part of them.
-        shared: the expert of all tokens where it has weights of its own; None where there is none, or where it is one of `experts`.
+        shared: the expert of all tokens; None where there is none. Where `router.rule.shared`, its weights are views of the last of
+            `experts`, and passes of at most `FUSED_TOKENS` tokens do not use them.
     """
 
     def __init__(self, router: Router, experts: Experts, ops: BlockOps, shared: SharedExpert | None = None) -> None:
         self.router, self.experts, self.shared = router, experts, shared
         self.kernel_launches = 5 if shared is None else 8
+        self._routed = experts.without_last() if router.rule.shared else experts
         self._ops = ops
 
     @property
     def active_parameters(self) -> int:
         """Weights that one token is multiplied by: those of its experts, the shared one and the router."""
         shared = 0 if self.shared is None else self.shared.num_parameters
-        return self.experts.active_parameters(self.router.rule.chosen) + shared + self.router.weight.numel()
+        return self._routed.active_parameters(self.router.rule.top_k) + shared + self.router.weight.numel()
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
-        """Those of a shared expert with weights of its own; stacked experts have other kernels."""
+        """Those of the shared expert; stacked experts have other kernels."""
         if self.shared is not None:
             yield Gemm("gate_up", self.shared.gate_up_proj, norm)
             yield Gemm("linear", self.shared.down_proj, None)
@@ -72,8 +80,15 @@ class SparseMlp:
             total = self.experts.group.all_reduce(part if self.shared is None else part.add_(self._shared(x, self.shared, stream, norm)))
             return Stream(stream.h.add_(total), in_prompt=stream.in_prompt)
         x, routing = self._ops.norm_route(stream, norm, self.router)
-        beside = None if self.shared is None else self._shared(x, self.shared, stream, norm)
-        return self._ops.experts_add(x, self.experts, routing, stream, next_norm, beside)
+        experts, shared = self._parts(len(x))
+        beside = None if shared is None else self._shared(x, shared, stream, norm)
+        return self._ops.experts_add(x, experts, routing, stream, next_norm, beside)
+
+    def _parts(self, tokens: int) -> tuple[Experts, SharedExpert | None]:
+        """The stacked experts of a pass, which leave out ids behind their last, and the expert beside them."""
+        if self.router.rule.shared and tokens <= FUSED_TOKENS:
+            return self.experts, None
+        return self._routed, self.shared
 
     def warmup_runs(self, norm: RMSNorm, rows: Iterable[int]) -> list[Callable[[], object]]:
         """Runs over so many rows each, for compiling kernels; without the other ranks, which compile in another order."""
@@ -86,11 +101,12 @@ class SparseMlp:
         scaled = DeferredNorm(norm.weight, h.to(norm.weight.dtype), torch.ones((rows, 1), device=h.device))
         for stream in (Stream(h, norm, scaled), Stream(h)):
             x, routing = self._ops.norm_route(stream, norm, self.router)
-        if self.experts.group.size > 1 or self.experts.exchange is not None:
-            self._ops.experts(x, self.experts, routing)
+        experts, _ = self._parts(rows)
+        if experts.group.size > 1 or experts.exchange is not None:
+            self._ops.experts(x, experts, routing)
             return
         for next_norm in (norm, None):
-            self._ops.experts_add(x, self.experts, routing, Stream(h), next_norm)
+            self._ops.experts_add(x, experts, routing, Stream(h), next_norm)
 
     def _shared(self, x: torch.Tensor, shared: SharedExpert, stream: Stream, norm: RMSNorm) -> torch.Tensor:
         inner = self._ops.norm_gate_up(stream, norm, shared.gate_up_proj, self.experts.activation)

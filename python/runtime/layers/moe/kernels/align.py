@@ -49,6 +49,17 @@ class Aligned:
         """The most tiles that any routing of so many pairs takes."""
         return self.experts.shape[0]
 
+    @property
+    def argument(self) -> AlignedArgument:
+        """As a parameter of the CUDA kernels."""
+        return AlignedArgument(*(tensor.data_ptr() for tensor in (self.pairs, self.experts, self.places, self.used)))
+
+
+class AlignedArgument(ctypes.Structure):
+    """`Sorted` in `align.cu`, `Tiles` in `grouped_gemm.cu`."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("pairs", "experts", "places", "used"))
+
 
 def align(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool = False) -> Aligned:
     """Sort the pairs of `ids`, int32 [T, k], that belong to the experts `first` to `first + experts`; others are left out."""
@@ -65,7 +76,7 @@ def align_in_cuda(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl
         BLOCKS,
         (
             cuda_driver.pointer(ids),
-            _Sorted(*(tensor.data_ptr() for tensor in (found.pairs, found.experts, found.places, found.used))),
+            found.argument,
             *map(cuda_driver.int32, (ids.numel(), first, rows)),
         ),
         pdl,
@@ -80,12 +91,6 @@ def _empty(ids: torch.Tensor, experts: int, rows: int) -> Aligned:
     sizes = (tiles * rows, tiles, (tiles, 2), 1)
     pairs, owners, places, used = (torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes)
     return Aligned(pairs, owners, places, used, rows)
-
-
-class _Sorted(ctypes.Structure):
-    """`Sorted` in `align.cu`."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("pairs", "experts", "places", "used"))
 
 
 @cache

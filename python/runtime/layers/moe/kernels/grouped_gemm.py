@@ -163,7 +163,7 @@ def _grouped(
         (
             cuda_driver.pointer(x) if gated else _map(x.data_ptr(), len(x), K, x.dtype, (depth, config.rows)),
             _map(weights.weight.data_ptr(), E * N, K, weights.weight.dtype, (depth, tile // 2)),
-            _Tiles(*(tensor.data_ptr() for tensor in (aligned.pairs, aligned.experts, aligned.places, aligned.used))),
+            aligned.argument,
             _Scales(
                 *(None if t is None else t.data_ptr() for t in (weights.scale, x_scale, out_scale)),
                 *(N // SCALE_BLOCK, K // SCALE_BLOCK, aligned.tiles * config.rows),
@@ -174,12 +174,6 @@ def _grouped(
         ),
         pdl,
     )
-
-
-class _Tiles(ctypes.Structure):
-    """`Tiles` in `grouped_gemm.cu`."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("pairs", "experts", "places", "used"))
 
 
 class _Scales(ctypes.Structure):

@@ -22,7 +22,7 @@ from runtime.layers.gemm.fragment_gemm import supports as fragments_support
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
 from runtime.layers.gemm.many_rows import GemmSize, many_rows_config
 from runtime.layers.gemm.resident_gemm import resident_config
-from runtime.layers.gemm.resident_gemm import supports as takes_residents
+from runtime.layers.gemm.resident_gemm import supports as can_be_resident
 from runtime.layers.gemm.tilings import GemmChoice, describe, wgmma_configs
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS
@@ -56,9 +56,14 @@ class GemmGroup:
         return f"{self.op} {self.linears[0].out_features}x{self.linears[0].in_features} rows {self.rows}{behind}"
 
     @property
+    def takes_residents(self) -> bool:
+        """Whether the GEMM whose weights wait in shared memory computes it."""
+        return self.op in ("linear", "linear_add") and self.rows <= FEW_ROWS and can_be_resident(self.linears[0].weight)
+
+    @property
     def behind_pause(self) -> bool:
         """Whether it is timed behind a kernel that leaves the memory idle, as in a pass: this decides whether resident weights pay."""
-        return self.after_attention and self.rows <= FEW_ROWS and takes_residents(self.linears[0].weight)
+        return self.after_attention and self.takes_residents
 
     @property
     def key(self) -> GemmKey:
@@ -127,11 +132,11 @@ def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[ResidentConfig, .
     Elsewhere too where a multiprocessor has at most one block: its warps share the columns, which other kernels of so few blocks walk one
     after the other.
     """
-    linear = group.linears[0]
-    if group.op not in ("linear", "linear_add") or group.rows > FEW_ROWS or not takes_residents(linear.weight):
+    if not group.takes_residents:
         return ()
+    linear = group.linears[0]
     config = resident_config(linear.out_features, linear.in_features, num_sms)
-    return () if config is None or (config.blocks > 1 and not group.behind_pause) else (config,)
+    return () if config is None or (config.blocks > 1 and not group.after_attention) else (config,)
 
 
 def _takes_fragments(group: GemmGroup) -> bool:

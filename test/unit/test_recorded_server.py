@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 
 from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed
-from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.sampling_params import MAX_DRAFT_STEPS
 from runtime.speculative.catch_up import WIDTH
-from runtime.speculative.depth_costs import SIZES
-from unit.test_served_depth import CHANGING, DEPTHS, LENGTH, first_rate, sizes_of
+from unit.test_served_depth import CHANGING, DEPTHS, LENGTH, first_rate, measured, shares, sizes_of
 
 WARM_UP = 32
 """Tokens of the request that a benchmark sends first."""
@@ -132,32 +130,20 @@ def serve(concurrency: int, acceptance: str, seed: int, control: DepthController
 
 def warmed_up(rng: np.random.Generator, acceptance: str) -> DepthController:
     """A controller after the measurement at start-up and a short request."""
-    points = [
-        CostPoint(sizes_of(size)[k], k, (without_context(size, k) - HOST * (k > 0)) * (1 + 0.02 * rng.standard_normal()))
-        for size in SIZES
-        for k in sizes_of(size)
-    ]
-    server = Server(np.random.default_rng(0), control := DepthController(DEPTHS, IterationCost(points)))
+    control = measured(rng, lambda size, depth: without_context(size, depth) - HOST * (depth > 0))
+    server = Server(np.random.default_rng(0), control)
     server.prefill(1, WARM_UP)
     while not server.end():
         server.decode(first_rate(acceptance, 0.0))
     return control
 
 
-def shares(concurrency: int, acceptance: str) -> tuple[float, float]:
-    """Throughput of the controller over that of the best fixed depth, and over that without drafts; means of a few runs."""
-    seeds = range(6 if concurrency < 4 else 12 if concurrency < 16 else 6 if concurrency < 128 else 2)
-    fixed = {depth: np.mean([serve(concurrency, acceptance, seed, fixed=depth) for seed in seeds]) for depth in DEPTHS}
-    rng = np.random.default_rng(concurrency)
-    chosen = np.mean([serve(concurrency, acceptance, seed, warmed_up(rng, acceptance)) for seed in seeds])
-    return float(chosen / max(fixed.values())), float(chosen / fixed[0])
-
-
 @pytest.mark.parametrize("acceptance", ["1.2", "1.6", "2.5", "3.5", CHANGING])
 @pytest.mark.parametrize("concurrency", [1, 2, 4, 8, 16, 32, 64, 128, 256])
 def test_requests_that_end_together_are_near_their_best_depth(concurrency: int, acceptance: str) -> None:
     """At 16 and 64 requests one draft is worth what it loses at the ends, and each probe parts a wave: up to 1.5 % is lost there."""
-    of_best, of_plain = shares(concurrency, acceptance)
+    runs, rng = 6 if concurrency < 4 else 12 if concurrency < 16 else 6 if concurrency < 128 else 2, np.random.default_rng(concurrency)
+    of_best, of_plain = shares(functools.partial(serve, concurrency, acceptance), lambda: warmed_up(rng, acceptance), runs)
     assert of_best >= 0.97
     assert of_plain >= (0.98 if concurrency in (16, 64) else 0.985)
 

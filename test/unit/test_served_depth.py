@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -91,8 +93,8 @@ class Load:
         return self.requests * LENGTH / clock
 
 
-def measured(rng: np.random.Generator) -> DepthController:
-    """A controller as after the measurement at start-up."""
+def measured(rng: np.random.Generator, seconds: Callable[[int, int], float] = seconds) -> DepthController:
+    """A controller as after the measurement at start-up. `seconds`: of an iteration, by requests and depth."""
     points = [
         CostPoint(sizes_of(size)[depth], depth, seconds(size, depth) * (1 + 0.02 * rng.standard_normal()))
         for size in SIZES
@@ -101,13 +103,16 @@ def measured(rng: np.random.Generator) -> DepthController:
     return DepthController(DEPTHS, IterationCost(points))
 
 
-def shares(concurrency: int, acceptance: str) -> tuple[float, float]:
-    """Throughput of the controller over that of the best fixed depth, and over that without drafts; means of a few runs."""
-    seeds = range(3 if concurrency < 64 else 1)
-    load = Load(concurrency, max(3 * concurrency, 24), acceptance)
-    fixed = {depth: np.mean([load.serve(seed, fixed=depth) for seed in seeds]) for depth in DEPTHS}
-    rng = np.random.default_rng(concurrency)
-    chosen = np.mean([load.serve(seed, measured(rng)) for seed in seeds])
+class Serve(Protocol):
+    """Tokens per second of a run, with a controller or at a fixed depth."""
+
+    def __call__(self, seed: int, control: DepthController | None = None, fixed: int = 0) -> float: ...
+
+
+def shares(serve: Serve, make: Callable[[], DepthController], runs: int) -> tuple[float, float]:
+    """Throughput of new controllers over that of the best fixed depth, and over that without drafts; means of so many runs."""
+    fixed = {depth: np.mean([serve(seed, fixed=depth) for seed in range(runs)]) for depth in DEPTHS}
+    chosen = np.mean([serve(seed, make()) for seed in range(runs)])
     return float(chosen / max(fixed.values())), float(chosen / fixed[0])
 
 
@@ -115,6 +120,7 @@ def shares(concurrency: int, acceptance: str) -> tuple[float, float]:
 @pytest.mark.parametrize("concurrency", [1, 2, 4, 8, 16, 32, 64, 128, 256])
 def test_a_whole_server_is_near_its_best_depth_from_the_start(concurrency: int, acceptance: str) -> None:
     """Runs are short, so that what the controller learns at first counts; single runs of few requests vary by about a percent."""
-    of_best, of_plain = shares(concurrency, acceptance)
+    load, rng = Load(concurrency, max(3 * concurrency, 24), acceptance), np.random.default_rng(concurrency)
+    of_best, of_plain = shares(load.serve, lambda: measured(rng), 3 if concurrency < 64 else 1)
     assert of_best >= 0.97
     assert of_plain >= 0.99

@@ -54,8 +54,8 @@ class ServerArgs:
     disable_fp8_activations: bool = _flag(MODEL, False)
     """Keep activations in 16 bits for weights in FP8; by default prompts, and experts of many tokens, round them to 8 bits on a GPU."""
     disable_shared_experts_fusion: bool = _flag(MODEL, False)
-    """Run the shared expert of a sparse model by GEMMs of its own; by default a pass of few tokens runs it as one more of the stacked
-    experts where it has their shape and format."""
+    """Run the shared expert of a sparse model with GEMMs of its own; by default, passes with few tokens run it as one of the stacked
+    experts if it has the same shape and format."""
     context_length: int | None = _flag(MODEL, None, "TOKENS")
     """Maximum tokens of prompt and output together; default: the model's."""
     chat_template: str | None = _flag(MODEL, None, "TEMPLATE")

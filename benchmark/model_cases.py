@@ -53,7 +53,8 @@ class Case:
         accept_lengths: those that are forced.
         steps: drafts of an iteration that the roof is for; servers run at their default depth.
         tp_size: GPUs that share it.
-        in_file: whether it is loaded from a checkpoint file; others are larger than the disk, and made on the device.
+        in_file: whether it is loaded from a checkpoint file; the weights of others are made on the device, as the disk is too small for them, or
+            their time does not depend on the weights (dense models).
         flags: more flags of every server.
     """
 
@@ -92,7 +93,7 @@ CASES = {
     "mimo-7b": Case("MiMo-7B, bf16, drafts from 32,000 hot tokens", "mimo-7b", algorithm="MTP", hot_tokens=32000),
     "gemma-4-31b": Case(
         "Gemma 4 31B, bf16, blocks of 16", "gemma-4-31b", "gemma-4-31b-dflash", "DFLASH",
-        accept_lengths=("3", "5", "7"), steps=15, flags=BLOCKS,
+        accept_lengths=("3", "5", "7"), steps=15, in_file=False, flags=BLOCKS,
     ),
     "minimax-m2.5": Case("MiniMax-M2.5, FP8, TP 2", "minimax-m2.5", "minimax-m2.5-eagle3", tp_size=2, in_file=False),
     **{

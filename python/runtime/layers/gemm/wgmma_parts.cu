@@ -19,19 +19,9 @@ constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x100000000000
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // Without `.release.cluster`, which waits for all memory accesses of the thread: what is released was read by wgmma, and that has ended.
 __device__ __forceinline__ void barrier_arrive_in_cluster(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::"r"(barrier), "r"(parity)
-        : "memory");
 }
 
 // A barrier of all threads of the cluster; with `memory`, writes before it are visible to all after it.

@@ -49,6 +49,15 @@ __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrie
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
+// mbarrier.arrive, and mbarrier.try_wait until the phase of a parity is over: what was written before the arrivals is visible then.
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}"
+        :: "r"(barrier), "r"(parity) : "memory");
+}
 // mbarrier.try_wait, until the first phase is over; what blocks of the cluster had written when they arrived is visible.
 __device__ __forceinline__ void barrier_wait_first(u32 barrier) {
     asm volatile(

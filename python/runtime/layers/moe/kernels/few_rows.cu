@@ -84,12 +84,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
     const u16* x, Weights w, Routing routing, void* out, int T, int split, int stride, float alpha, float limit
 ) {
     extern __shared__ __align__(128) u8 shared[];  // [WARPS][DEPTH] stages: 16 rows of weights, then of scales; tokens
-    __shared__ short experts_of_pairs[TOKENS * TOP_K];
     __shared__ int hits[EXPERTS], range[2];
     __shared__ Segment segments[SEGMENTS];
     __shared__ int pairs[SEGMENTS][PASS];
     __shared__ float pair_weights[SEGMENTS][PASS];
-    __shared__ float parts[WARPS][TILES][4][32];
+    __shared__ float parts[WARPS][TILES][4][32];  // sums of the warps that share a unit with another, which adds them up
+    __shared__ __align__(8) u64 left[WARPS / 2], taken[WARPS / 2];  // of a unit: its parts lie there; they have been read
+    static_assert(TOKENS * TOP_K * sizeof(short) <= sizeof parts);
+    short* const experts_of_pairs = (short*)parts;  // only before the first unit
     __shared__ u32 largest[WARPS];  // magnitude that a warp has found in its part of a token
     __shared__ float widenings[PASS];
     __shared__ uint4 biases[BIAS ? WARPS : 1][DEPTH][2];  // of a unit, beside its last stage: of the low rows and of the high ones
@@ -134,6 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         return;
     }
     const int groups = WARPS / split, member = warp % split;
+    const u32 left_at = shared_address(left) + warp / split * 8, taken_at = shared_address(taken) + warp / split * 8;
+    if (split > 1 && member == 0 && lane == 0) barrier_init(left_at, split - 1), barrier_init(taken_at, 1);
     const int stages = (w.columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS, share = (stages + split - 1) / split;
     const int first = min(stages, member * share), stop = min(stages, first + share);
     u8* const own_ring = shared + warp * DEPTH * STAGE_BYTES;
@@ -215,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
     const u8* const own_tokens = tokens_at + (TILES == 1 ? min(g, T - 1) : g) * stride + t * (FORMAT == 1 ? 32 : 16);
     const Fragments own = fragments_in(own_ring);
     int unit = begin + warp / split;
+    u32 round = 0;
     while (true) {
         int of = segment;
         while (of < last && unit >= segments[of].end) of++;
@@ -238,19 +243,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
             place = place + STAGE_BYTES == DEPTH * STAGE_BYTES ? 0 : place + STAGE_BYTES;
         }
         unit += groups;
-        if (split > 1) {
-            #pragma unroll
-            for (int n = 0; n < TILES; n++)
+        if (split > 1) {  // no warp waits for one that is behind but the first of its group, and each for its own parts to be read
+            if (member != 0) {
+                if (round > 0) barrier_wait(taken_at, (round - 1) & 1);
                 #pragma unroll
-                for (int i = 0; i < 4; i++) parts[warp][n][i][lane] = sums[n][i];
-            asm volatile("bar.sync %0, %1;" :: "r"(1 + warp / split), "r"(32 * split) : "memory");
-            if (member == 0)
+                for (int n = 0; n < TILES; n++)
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) parts[warp][n][i][lane] = sums[n][i];
+                __syncwarp();
+                if (lane == 0) barrier_arrive(left_at);
+            } else {
+                barrier_wait(left_at, round & 1);
                 for (int k = 1; k < split; k++)
                     #pragma unroll
                     for (int n = 0; n < TILES; n++)
                         #pragma unroll
                         for (int i = 0; i < 4; i++) sums[n][i] += parts[warp + k][n][i][lane];
-            asm volatile("bar.sync %0, %1;" :: "r"(1 + warp / split), "r"(32 * split) : "memory");
+                __syncwarp();
+                if (lane == 0) barrier_arrive(taken_at);
+            }
+            round++;
         }
         if (member != 0) continue;
         const u16* const unit_biases = (const u16*)biases[BIAS ? warp : 0][(place == 0 ? DEPTH : place / STAGE_BYTES) - 1];  // of the last stage

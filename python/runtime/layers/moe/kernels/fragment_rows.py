@@ -29,6 +29,7 @@ SHARED_BYTES = 226 * 1024
 SCALE_COPY = 8
 """Bytes of MXFP4 scales that a lane copies at once; a tensor is a whole number of them."""
 MOST_TOP_K = 16
+"""Experts of a token, at most: the list of pairs lies in shared memory that sums take later."""
 SEGMENTS = 8
 """Sets of tokens that a block goes through, at most."""
 SUM_THREADS = 64
@@ -76,6 +77,11 @@ class _Gemm:
     small: bool
     cut: _Cut
     early: bool
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens: cuts of few warps are for few of them."""
+        return TILE_TOKENS if self.cut.warps < 16 else MOST_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +162,9 @@ def _gemm(
 ) -> None:
     """One of the GEMMs. The second one starts before the first has ended, and reads the routing at once."""
     E, rows, columns = w.shape
-    cut, pairs = _cut(w, T, top_k), T * top_k
+    cut, pairs = _cut(w, T), T * top_k
     assert cut is not None, f"{columns} columns are too many"
+    assert top_k <= MOST_TOP_K, f"expected at most {MOST_TOP_K} experts of a token; got {top_k}"
     blocks = cut.blocks * torch.cuda.get_device_properties(x.device).multi_processor_count
     assert min(E, pairs) + pairs // (TILE_TOKENS * cut.tiles) <= (SEGMENTS - 2) * blocks, f"{E} experts are too many"
     small, even = pairs <= SMALL_PAIRS and TILE_TOKENS * cut.tiles >= T, columns % STAGE_COLUMNS[w.format] == 0
@@ -184,13 +191,13 @@ def _readable(w: ExpertWeights, T: int) -> bool:
     if w.format == "mxfp4":
         scales = w.scale is not None and w.scale.data_ptr() % SCALE_COPY == 0 and w.scale.is_contiguous()
     biases = w.bias is None or w.bias.data_ptr() % 16 == 0
-    return scales and biases and readable(w.weight, w.format, w.shape[2], columns) and _cut(w, T, MOST_TOP_K) is not None
+    return scales and biases and readable(w.weight, w.format, w.shape[2], columns) and _cut(w, T) is not None
 
 
-def _cut(w: ExpertWeights, T: int, top_k: int) -> _Cut | None:
+def _cut(w: ExpertWeights, T: int) -> _Cut | None:
     """The best cut whose blocks fit on a multiprocessor; None if none does."""
     for cut in CUTS[T > TILE_TOKENS]:
-        fixed = (512 * cut.tiles + 32 * cut.depth) * cut.warps + 2 * MOST_TOKENS * top_k + 4 * w.shape[0] + 2048
+        fixed = (512 * cut.tiles + 32 * cut.depth) * cut.warps + 4 * w.shape[0] + 2048
         if _shared_bytes(w, cut, T) + fixed <= SHARED_BYTES // cut.blocks:
             return cut
     return None
@@ -227,7 +234,7 @@ def gemm_source(variant: _Gemm) -> str:
     """The CUDA program of a GEMM."""
     v = variant
     constants = dict(
-        FORMAT=v.format, ACT=v.act, EARLY=int(v.early), TOP_K=v.top_k, TOKENS=MOST_TOKENS, EXPERTS=v.experts, GATED=int(v.gated),
+        FORMAT=v.format, ACT=v.act, EARLY=int(v.early), TOP_K=v.top_k, TOKENS=v.tokens, EXPERTS=v.experts, GATED=int(v.gated),
         BIAS=int(v.bias), EVEN=int(v.even), SMALL=int(v.small), TILES=v.cut.tiles, WARPS=v.cut.warps, DEPTH=v.cut.depth,
     )  # fmt: skip
     return fragments.source(Path(__file__).with_name("few_rows.cu"), constants, STAGES)

@@ -9,7 +9,8 @@
 // process), GATED (whether this is the first GEMM), BIAS, SMALL (whether there are at most 32 pairs, of at most PASS tokens), TILES (of eight
 // tokens), WARPS (8 or 16), DEPTH.
 
-constexpr int PASS = 8 * TILES, THREADS = 32 * WARPS, SEGMENTS = 8;
+constexpr int PASS = 8 * TILES, THREADS = 32 * WARPS, SEGMENTS = 12;
+constexpr int AHEAD = SMALL ? 1 : 3;  // pieces of its tokens that a lane loads before other warps have read the tokens before
 static_assert(PASS <= WARPS, "a warp converts one token at most");
 
 struct Segment {  // the units of a block that have the same tokens
@@ -18,9 +19,13 @@ struct Segment {  // the units of a block that have the same tokens
 };
 
 // The units of this block as segments of `tiles` units at most, by a count of the tokens of each expert. `range`: its first unit, and the one behind.
+//
+// Blocks get shares of about the same cost, in quarters of a unit of eight tokens: where the tokens change, the warps wait for each other, and
+// MXFP4 is bound by instructions, of which units of more tokens need more.
 __device__ __forceinline__ void plan_units(
     const Routing& routing, int count, int tiles, short* experts_of_pairs, int* hits, Segment* segments, int* range
 ) {
+    constexpr int FEW = 4, MANY = FORMAT == 2 ? 5 : 4, CHANGE = 16;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < EXPERTS; i += THREADS) hits[i] = 0;
     __syncthreads();
@@ -33,18 +38,34 @@ __device__ __forceinline__ void plan_units(
     __syncthreads();
     if (warp == 0) {
         constexpr int OWN = EXPERTS / 32;
-        int passes = 0;
-        #pragma unroll
-        for (int j = 0; j < OWN; j++) passes += (hits[lane * OWN + j] + PASS - 1) / PASS;
-        int pass = passes;  // then the sum over the lanes before this one
+        const auto cost_of = [&](int tokens) { return tokens > 8 ? MANY : FEW; };  // of a unit
+        int passes = 0, costs = 0;
+        #pragma unroll 1
+        for (int j = 0; j < OWN; j++)
+            for (int tokens = hits[lane * OWN + j]; tokens > 0; tokens -= PASS) passes++, costs += CHANGE + tiles * cost_of(tokens);
+        int pass = passes, cost = costs;  // then the sums over the lanes before this one
         #pragma unroll
         for (int apart = 1; apart < 32; apart *= 2) {
-            const int before = __shfl_up_sync(~0u, pass, apart);
-            if (lane >= apart) pass += before;
+            const int passes_before = __shfl_up_sync(~0u, pass, apart), costs_before = __shfl_up_sync(~0u, cost, apart);
+            if (lane >= apart) pass += passes_before, cost += costs_before;
         }
-        const int units = __shfl_sync(~0u, pass, 31) * tiles;
-        const int begin = (long)units * blockIdx.x / gridDim.x, end = (long)units * (blockIdx.x + 1) / gridDim.x, first = begin / tiles;
-        pass -= passes;
+        const int whole = __shfl_sync(~0u, cost, 31);
+        const int low = (long)whole * blockIdx.x / gridDim.x, high = (long)whole * (blockIdx.x + 1) / gridDim.x;
+        const int own_pass = pass - passes;
+        pass = own_pass, cost -= costs;
+        int begin = 0x7FFFFFFF, end = 0;
+        #pragma unroll 1
+        for (int j = 0; j < OWN; j++)
+            for (int tokens = hits[lane * OWN + j]; tokens > 0; tokens -= PASS, pass++) {
+                const int each = cost_of(tokens), start = cost + CHANGE;  // of the first unit
+                const int from = min(max(low - start + each - 1, 0) / each, tiles), to = min(max(high - start + each - 1, 0) / each, tiles);
+                if (from < to) begin = min(begin, pass * tiles + from), end = pass * tiles + to;
+                cost = start + tiles * each;
+            }
+        begin = __reduce_min_sync(~0u, begin), end = __reduce_max_sync(~0u, end);
+        begin = min(begin, end);
+        const int first = begin / tiles;
+        pass = own_pass;
         #pragma unroll 1
         for (int j = 0; j < OWN; j++)
             for (int skipped = 0; skipped < hits[lane * OWN + j]; skipped += PASS, pass++)
@@ -189,16 +210,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         while ((2 << log) * tokens <= WARPS) log++;
         const int i = warp >> log, part = warp & (1 << log) - 1;
         u8* const to = tokens_at + i * stride;
+        const int begin = 32 * part + lane, step = 32 << log, pieces = i < tokens ? w.columns / 8 : 0;
+        const u16* const from = i < tokens ? x + (long)(GATED ? pairs[s][i] / TOP_K : pairs[s][i]) * w.columns : x;
         u32 most = 0;
-        if (i < tokens) {
-            const u16* const from = x + (long)(GATED ? pairs[s][i] / TOP_K : pairs[s][i]) * w.columns;
-            #pragma unroll 4
-            for (int piece = 32 * part + lane; piece < w.columns / 8; piece += 32 << log) {
-                const uint4 v = reordered(*(const uint4*)(from + 8 * piece));
-                put_piece(to, piece, v);
-                most = largest8(most, v);
-            }
-        }
+        const auto take = [&](int piece, uint4 v) {
+            v = reordered(v);
+            put_piece(to, piece, v);
+            most = largest8(most, v);
+        };
+        uint4 ahead[AHEAD];
+        #pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+            if (begin + j * step < pieces) ahead[j] = *(const uint4*)(from + 8 * (begin + j * step));
+        if (s > 0) __syncthreads();
+        #pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+            if (begin + j * step < pieces) take(begin + j * step, ahead[j]);
+        #pragma unroll 4
+        for (int piece = begin + AHEAD * step; piece < pieces; piece += step) take(piece, *(const uint4*)(from + 8 * piece));
         if (FORMAT != 0) {
             most = largest_of_warp(max(most & 0xFFFF, most >> 16));
             if (lane == 0) largest[warp] = most;
@@ -207,8 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
                 const int base = base_of(largest_of_warp(largest[(i << log) + (lane & (1 << log) - 1)]));
                 if (part == 0 && lane == 0) widenings[i] = widening(base);
                 #pragma unroll 4
-                for (int piece = 32 * part + lane; piece < w.columns / 8; piece += 32 << log)
-                    put_piece(to, piece, narrow8(get_piece(to, piece), base));
+                for (int piece = begin; piece < pieces; piece += step) put_piece(to, piece, narrow8(get_piece(to, piece), base));
             }
         }
         __syncthreads();
@@ -223,10 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
     while (true) {
         int of = segment;
         while (of < last && unit >= segments[of].end) of++;
-        while (segment < of) {
-            __syncthreads();
-            take_tokens(++segment);
-        }
+        while (segment < of) take_tokens(++segment);
         if (unit >= end) break;
         const Segment here = segments[segment];
         const int tile = unit - here.start, row = GATED ? tile * 8 + g : tile * 16 + g, other = row + (GATED ? inner : 8);

@@ -30,7 +30,7 @@ SCALE_COPY = 8
 """Bytes of MXFP4 scales that a lane copies at once; a tensor is a whole number of them."""
 MOST_TOP_K = 16
 """Experts of a token, at most: the list of pairs lies in shared memory that sums take later."""
-SEGMENTS = 8
+SEGMENTS = 12
 """Sets of tokens that a block goes through, at most."""
 SUM_THREADS = 64
 SUM_COLUMNS = 4 * SUM_THREADS
@@ -166,7 +166,7 @@ def _gemm(
     assert cut is not None, f"{columns} columns are too many"
     assert top_k <= MOST_TOP_K, f"expected at most {MOST_TOP_K} experts of a token; got {top_k}"
     blocks = cut.blocks * torch.cuda.get_device_properties(x.device).multi_processor_count
-    assert min(E, pairs) + pairs // (TILE_TOKENS * cut.tiles) <= (SEGMENTS - 2) * blocks, f"{E} experts are too many"
+    assert min(E, pairs) + pairs // (TILE_TOKENS * cut.tiles) <= (SEGMENTS - 4) * blocks, f"{E} experts are too many"
     small, even = pairs <= SMALL_PAIRS and TILE_TOKENS * cut.tiles >= T, columns % STAGE_COLUMNS[w.format] == 0
     act_kind, bias = act.kind if gated else 0, w.bias is not None
     variant = _Gemm(FORMATS[w.format], act_kind, top_k, -(-E // 32) * 32, gated, bias, even, small, cut, pdl)
@@ -197,15 +197,15 @@ def _readable(w: ExpertWeights, T: int) -> bool:
 def _cut(w: ExpertWeights, T: int) -> _Cut | None:
     """The best cut whose blocks fit on a multiprocessor; None if none does."""
     for cut in CUTS[T > TILE_TOKENS]:
-        fixed = (512 * cut.tiles + 32 * cut.depth) * cut.warps + 4 * w.shape[0] + 2048
+        fixed = (512 * cut.tiles + 32 * cut.depth) * cut.warps + 4 * w.shape[0] + 2560
         if _shared_bytes(w, cut, T) + fixed <= SHARED_BYTES // cut.blocks:
             return cut
     return None
 
 
 def _split(units: float, stages: int, warps: int) -> int:
-    """Warps that share a unit of work, where a block has so many units of so many stages of columns."""
-    return min((n for n in (1, 2, 4, 8, 16) if n <= warps), key=lambda n: -(-units // (warps // n)) * -(-stages // n))
+    """Warps that share a unit of work, where a block has so many units of so many stages of columns; to share costs about one stage."""
+    return min((n for n in (1, 2, 4, 8, 16) if n <= warps), key=lambda n: -(-units // (warps // n)) * (-(-stages // n) + (n > 1)))
 
 
 def _stride(w: ExpertWeights) -> int:

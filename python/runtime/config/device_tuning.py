@@ -64,7 +64,7 @@ class DeviceTuning:
         scaled_candidates: the same for weights in e4m3, for every operation.
         fragment_candidates: (largest number of input rows, cuts) of the GEMM by fragments, ascending.
         triton_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS; and
-            the WGMMA GEMM is timed for `linear` alone.
+            the WGMMA GEMM is not timed for `logits`.
         wgmma_only_rows: above this many rows, Triton's candidates are not timed where the WGMMA GEMM takes the weights.
         experts: the tilings of sparse MLPs.
         fp8_activations: whether prompts round activations to e4m3 for weights in e4m3.

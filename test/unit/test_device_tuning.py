@@ -76,7 +76,8 @@ def test_split_kv_attention_runs_where_it_was_measured_to_be_faster() -> None:
     few = [*range(1, 17), *range(25, 33)]
     assert [batch for batch in range(1, 100) if H200.split_wins(batch, 4, 8)] == few
     assert [batch for batch in range(1, 100) if H200.split_wins(batch, 1, 8)] == [*few, *range(48, 100)]
-    assert not any(H200.split_wins(batch, 9, 8) for batch in range(1, 300))
+    assert [batch for batch in range(1, 300) if H200.split_wins(batch, 16, 8)] == [1, 2, 3, 4]
+    assert [batch for batch in range(1, 300) if H200.split_wins(batch, 5, 8)] == [*range(1, 13)]
     assert not H200.split_wins(64, 1, 4), "too few programs to read keys at the full rate"
 
 

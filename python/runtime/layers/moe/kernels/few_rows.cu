@@ -7,7 +7,7 @@
 //
 // Constants from the host besides those of `stages.cu`: TOP_K, TOKENS (most tokens), EXPERTS (a multiple of 32, at least those of this
 // process), GATED (whether this is the first GEMM), BIAS, SMALL (whether there are at most 32 pairs, of at most PASS tokens), TILES (of eight
-// tokens), WARPS (8 or 16), DEPTH.
+// tokens), WARPS (8 or 16), DEPTH, WEIGHT_ROWS, WEIGHT_COLUMNS (of an expert: addresses are then cheap).
 
 constexpr int PASS = 8 * TILES, THREADS = 32 * WARPS, SEGMENTS = 12;
 constexpr int AHEAD = SMALL ? 1 : 3;  // pieces of its tokens that a lane loads before other warps have read the tokens before
@@ -20,12 +20,12 @@ struct Segment {  // the units of a block that have the same tokens
 
 // The units of this block as segments of `tiles` units at most, by a count of the tokens of each expert. `range`: its first unit, and the one behind.
 //
-// Blocks get shares of about the same cost, in quarters of a unit of eight tokens: where the tokens change, the warps wait for each other, and
-// MXFP4 is bound by instructions, of which units of more tokens need more.
+// Blocks get shares of about the same cost, in quarters of a unit of eight tokens. Weights that are converted are bound by instructions, not by
+// memory alone: units of more tokens need more of them, and where the tokens change, the warps wait for each other.
 __device__ __forceinline__ void plan_units(
     const Routing& routing, int count, int tiles, short* experts_of_pairs, int* hits, Segment* segments, int* range
 ) {
-    constexpr int FEW = 4, MANY = FORMAT == 2 ? 5 : 4, CHANGE = 16;
+    constexpr int FEW = 4, MANY = FORMAT == 2 ? 5 : 4, CHANGE = 8 * FORMAT;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < EXPERTS; i += THREADS) hits[i] = 0;
     __syncthreads();
@@ -117,6 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
     __shared__ float widenings[PASS];
     __shared__ uint4 biases[BIAS ? WARPS : 1][DEPTH][2];  // of a unit, beside its last stage: of the low rows and of the high ones
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    w.rows = WEIGHT_ROWS, w.columns = WEIGHT_COLUMNS;
     const int inner = w.rows / 2, tiles = GATED ? inner / 8 : w.rows / 16, count = T * TOP_K;
 
     // Experts have `tiles` units each. If `hit` of them, at most 32, have tokens, this block begins at unit hit * tiles * blockIdx.x / blocks. What

@@ -67,6 +67,8 @@ _FEW, _MANY = (_Cut(8, 2, 1, 4), *_ONE_TILE), (_Cut(16, 1, 2, 4), _Cut(16, 1, 2,
 class _Gemm:
     """What one of the GEMMs is compiled for."""
 
+    rows: int
+    columns: int
     format: int
     act: int
     top_k: int
@@ -169,7 +171,7 @@ def _gemm(
     assert min(E, pairs) + pairs // (TILE_TOKENS * cut.tiles) <= (SEGMENTS - 4) * blocks, f"{E} experts are too many"
     small, even = pairs <= SMALL_PAIRS and TILE_TOKENS * cut.tiles >= T, columns % STAGE_COLUMNS[w.format] == 0
     act_kind, bias = act.kind if gated else 0, w.bias is not None
-    variant = _Gemm(FORMATS[w.format], act_kind, top_k, -(-E // 32) * 32, gated, bias, even, small, cut, pdl)
+    variant = _Gemm(rows, columns, FORMATS[w.format], act_kind, top_k, -(-E // 32) * 32, gated, bias, even, small, cut, pdl)
     kernel = _gemm_kernel(variant, _shared_bytes(w, cut, T))
     hit = E * (1 - (1 - top_k / max(E, top_k)) ** T)  # by tokens that choose at random
     split = _split(-(-hit * rows // 16 // blocks), -(-columns // STAGE_COLUMNS[w.format]), cut.warps)
@@ -236,6 +238,7 @@ def gemm_source(variant: _Gemm) -> str:
     constants = dict(
         FORMAT=v.format, ACT=v.act, EARLY=int(v.early), TOP_K=v.top_k, TOKENS=v.tokens, EXPERTS=v.experts, GATED=int(v.gated),
         BIAS=int(v.bias), EVEN=int(v.even), SMALL=int(v.small), TILES=v.cut.tiles, WARPS=v.cut.warps, DEPTH=v.cut.depth,
+        WEIGHT_ROWS=v.rows, WEIGHT_COLUMNS=v.columns,
     )  # fmt: skip
     return fragments.source(Path(__file__).with_name("few_rows.cu"), constants, STAGES)
 

@@ -14,6 +14,7 @@ from runtime.config.kernel_configs import FragmentConfig, ResidentConfig
 from runtime.distributed.parallel_group import FusedExchange, ParallelGroup
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.attention.kernels import absorbed_gemms
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile_all, group_gemms
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
@@ -28,7 +29,7 @@ from runtime.layers.gemm.tilings import GemmChoice, default_choice, m_bucket
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
-from runtime.layers.gemm.widen import widen
+from runtime.layers.gemm.widen import linear_by_cublas
 from runtime.layers.kernels.add_normed import add_normed_rows
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
 from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
@@ -162,6 +163,14 @@ class CudaOps:
     def rotate(self, x: torch.Tensor, rope: Rope, positions: torch.Tensor, out: torch.Tensor) -> None:
         """Rotate `x` [T, H, rope.dim] into `out`."""
         rotate_heads(x, rope, positions, out, self.pdl)
+
+    def absorb(self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Queries over latent rows, [T, H, row_dim]."""
+        return absorbed_gemms.absorb(q, heads, key, positions, self.pdl)
+
+    def project_values(self, attended: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Values of each head, [T, H, value_dim]."""
+        return absorbed_gemms.project(attended, value, self.pdl)
 
     def prompt_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
@@ -352,7 +361,7 @@ class CudaOps:
         scale = linear.storage.scale
         faster, _ = self._quantized.get(kind_of(linear), (False, ""))
         if not (faster and in_prompt and len(x) > MAX_ROWS and x.dtype is torch.bfloat16) or scale is None:
-            return _by_cublas(x, linear)
+            return linear_by_cublas(x, linear)
         out = quantized_gemm(x.contiguous(), linear.weight, scale, pdl=self.pdl)
         return out if linear.bias is None else out.add_(linear.bias)
 
@@ -425,15 +434,9 @@ class CudaOps:
             self._fused(x, head, out, choice, Epilogue(bias=head.bias))
             return out
         if not self._float32_gemms or not head.is_dense:
-            return out.copy_(_by_cublas(x, head))
+            return out.copy_(linear_by_cublas(x, head))
         torch.ops.aten.mm.dtype_out(x, head.weight.t(), torch.float32, out=out)
         return out if head.bias is None else out.add_(head.bias)
-
-
-def _by_cublas(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """`linear(x)`; a weight in e4m3 is widened first."""
-    scale = linear.storage.scale
-    return linear(x) if not linear.is_scaled or scale is None else F.linear(x, widen(linear.weight, scale, x.dtype), linear.bias)
 
 
 def _input_dtype(linear: Linear, norm: RMSNorm | None = None) -> torch.dtype:

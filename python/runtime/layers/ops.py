@@ -156,6 +156,31 @@ class BlockOps(Protocol):
         """Rotate `x` [T, H, rope.dim] by `positions` int64 [T] into `out`, which may be `x`; both may be views."""
         ...
 
+    def absorb(self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Queries over latent rows: the first columns of each head times its keys, and the others rotated.
+
+        Args:
+            q: [T, H, query_dim]; may be a view.
+            key: [H, nope_dim, kv_rank], the key half of `kv_b_proj`; heads may be strided.
+            positions: int64 [T].
+
+        Returns:
+            [T, H, row_dim], contiguous.
+        """
+        ...
+
+    def project_values(self, attended: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Values of each head from its weighted sum of latents.
+
+        Args:
+            attended: [T, H, kv_rank].
+            value: [H, value_dim, kv_rank], the value half of `kv_b_proj`; heads may be strided.
+
+        Returns:
+            [T, H, value_dim], contiguous.
+        """
+        ...
+
     def prompt_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
     ) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.nn import functional as F
 
+from runtime.layers.absorption import absorb_by_bmm, project_by_bmm
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
@@ -114,6 +115,16 @@ class TorchOps:
     def rotate(self, x: torch.Tensor, rope: Rope, positions: torch.Tensor, out: torch.Tensor) -> None:
         """Rotate `x` [T, H, rope.dim] into `out`."""
         out.copy_(rotate(x, rope, positions))
+
+    def absorb(self, q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Queries over latent rows, [T, H, row_dim]."""
+        query = absorb_by_bmm(q, heads, key)
+        self.rotate(q[..., heads.nope_dim :], heads.rope, positions, query[..., heads.kv_rank :])
+        return query
+
+    def project_values(self, attended: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Values of each head, [T, H, value_dim]."""
+        return project_by_bmm(attended, value)
 
     def prompt_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch

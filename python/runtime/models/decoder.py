@@ -76,8 +76,9 @@ class DecoderModel:
         return self._parts.sparse_mlps
 
     def warmup_runs(self, rows: Iterable[int]) -> list[Callable[[], object]]:
-        """Runs of the kernels that depend on the number of rows beyond those of `gemms`: the sparse MLPs', which are alike."""
-        return [run for mlp in self.sparse_mlps[:1] for run in mlp.warmup_runs(self.final_norm, rows)]
+        """Runs of the kernels beyond those of `gemms` and of the backend: of one attention layer and one sparse MLP, as all are alike."""
+        attention = self.layers[0].attention.warmup_runs()
+        return attention + [run for mlp in self.sparse_mlps[:1] for run in mlp.warmup_runs(self.final_norm, rows)]
 
     @property
     def active_parameters(self) -> int:

@@ -7,10 +7,12 @@ result. Prompts without a cached prefix use the plain form, with keys and values
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
+from runtime.layers.absorption import TOKEN_TILES
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.layer import AttentionLayer
 from runtime.layers.forward_batch import ForwardBatch
@@ -70,7 +72,19 @@ class LatentAttention(AttentionLayer):
         yield Gemm("linear", self.down_proj, norm)
         if self.q_proj is not None:
             yield Gemm("linear", self.q_proj, None)
-        yield Gemm("linear_add", self.o_proj, next_norm)
+        yield Gemm("linear_add", self.o_proj, next_norm, after_attention=True)
+
+    def warmup_runs(self) -> list[Callable[[], object]]:
+        """Absorption by each kernel: of tokens that fill a tile, and of more than have one, as chunks behind a cached prefix are."""
+        return [partial(self._warm_up, tokens) for tokens in (*TOKEN_TILES, TOKEN_TILES[-1] + 1)]
+
+    def _warm_up(self, tokens: int) -> None:
+        """Laid out as in `attend`: kernels depend on the alignment of what they read."""
+        heads, key, value = self.heads, *self._kv_weights()
+        rows = torch.zeros((tokens, (self.q_proj or self.down_proj).out_features), dtype=key.dtype, device=key.device)
+        q = rows[:, : heads.num_heads * heads.query_dim].view(tokens, heads.num_heads, -1)
+        query = self.ops.absorb(q, heads, key, torch.zeros(tokens, dtype=torch.int64, device=key.device))
+        self.ops.project_values(query[..., : heads.kv_rank].contiguous(), value)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Write the latent rows to the pool and attend: [T, H * value_dim], the dtype of `qkv`, the rows of `project`."""
@@ -85,13 +99,9 @@ class LatentAttention(AttentionLayer):
     def _absorbed(self, q: torch.Tensor, latent: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Over the latent rows in the pool: [T, H, value_dim]."""
         heads, key, value = self.heads, *self._kv_weights()
-        query = torch.empty((*q.shape[:2], heads.row_dim), dtype=q.dtype, device=q.device)
-        torch.bmm(q[..., : heads.nope_dim].transpose(0, 1), key, out=query[..., : heads.kv_rank].transpose(0, 1))
-        self.ops.rotate(q[..., heads.nope_dim :], heads.rope, context.batch.positions, query[..., heads.kv_rank :])
+        query = self.ops.absorb(q, heads, key, context.batch.positions)
         attended = context.backend.forward(query, self.spec, context.batch).view(-1, heads.num_heads, heads.kv_rank)
-        out = torch.empty((*q.shape[:2], heads.value_dim), dtype=q.dtype, device=q.device)
-        torch.bmm(attended.transpose(0, 1), value.transpose(1, 2), out=out.transpose(0, 1))
-        return out
+        return self.ops.project_values(attended, value)
 
     def _plain(self, q: torch.Tensor, latent: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Over keys and values of the pass itself: [T, H, value_dim]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -43,6 +43,10 @@ class AttentionLayer(Protocol):
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
         """Its GEMMs that are to be autotuned, in order, between these norms."""
         ...
+
+    def warmup_runs(self) -> list[Callable[[], object]]:
+        """Runs that compile its kernels beyond those of `gemms` and of the backend, for every number of tokens."""
+        return []
 
     def project(self, stream: Stream, norm: RMSNorm | None) -> torch.Tensor:
         """The first projection of the normed stream, [T, out] in the model's dtype."""

@@ -1,0 +1,33 @@
+"""Absorbed latent attention's two GEMMs per head, by `torch.bmm`: the definition, and what passes of many tokens run."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.layers.latent_heads import LatentHeads
+
+TOKEN_TILES = (8, 16)
+"""Tokens of a pass for which there is a kernel each, which reads the weights once; more are multiplied by cuBLAS."""
+
+
+def absorb_by_bmm(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor) -> torch.Tensor:
+    """Queries over latent rows, whose rotated columns are still to be written.
+
+    Args:
+        q: [T, H, query_dim].
+        heads: widths.
+        key: [H, nope_dim, kv_rank].
+
+    Returns:
+        [T, H, row_dim] contiguous.
+    """
+    query = torch.empty((*q.shape[:2], heads.row_dim), dtype=q.dtype, device=q.device)
+    torch.bmm(q[..., : heads.nope_dim].transpose(0, 1), key, out=query[..., : heads.kv_rank].transpose(0, 1))
+    return query
+
+
+def project_by_bmm(attended: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Values of heads: `attended` [T, H, kv_rank] and `value` [H, value_dim, kv_rank] -> [T, H, value_dim] contiguous."""
+    out = torch.empty((*attended.shape[:2], value.shape[1]), dtype=attended.dtype, device=attended.device)
+    torch.bmm(attended.transpose(0, 1), value.transpose(1, 2), out=out.transpose(0, 1))
+    return out

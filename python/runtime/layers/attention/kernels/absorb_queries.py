@@ -1,0 +1,84 @@
+"""Queries of absorbed latent attention in CUDA C++: blocks hold their keys before the tokens are ready (`absorb_queries.cu`)."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from runtime.layers.absorption import TOKEN_TILES
+from runtime.layers.kernels import cuda_driver
+from runtime.layers.kernels.cuda_program import program
+from runtime.layers.latent_heads import LatentHeads
+
+WARPS = 4
+COLUMNS = 16 * WARPS
+"""Latent columns of a block."""
+MOST_NOPE = 256
+"""Unrotated columns of a head: those of 64 latent columns take 32 KiB of a block."""
+ALIGNED = 8
+"""Numbers in 16 bytes, which are copied at once."""
+
+
+def supports(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor) -> bool:
+    """Whether the kernel can absorb these queries on their device: few tokens in bfloat16, of whole tiles."""
+    nope, rank, rope = heads.nope_dim, heads.kv_rank, heads.rope.dim
+    return (
+        q.is_cuda
+        and q.dtype is key.dtype is torch.bfloat16
+        and 0 < len(q) <= TOKEN_TILES[-1]
+        and nope % 32 == 0
+        and nope <= MOST_NOPE
+        and rank % COLUMNS == 0
+        and rope % ALIGNED == 0
+        and -(-rope // (ALIGNED * (rank // COLUMNS))) * TOKEN_TILES[-1] <= 32 * WARPS
+        and all(x.data_ptr() % 16 == 0 and x.stride(0) % ALIGNED == x.stride(1) % ALIGNED == 0 and x.stride(2) == 1 for x in (q, key))
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and cuda_driver.available()
+    )
+
+
+def absorb_queries(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """Multiply the queries' first columns by the key half of `kv_b_proj` and rotate the others: queries over latent rows.
+
+    Args:
+        q: [T, H, query_dim] that the kernel `supports`; tokens and heads may be strided.
+        heads: widths and rotary table.
+        key: [H, nope_dim, kv_rank]; heads may be strided.
+        positions: int64 [T] contiguous.
+        pdl: start before the previous kernel has ended (programmatic dependent launch). Keys, positions and rotary table are read before
+            the wait: a kernel without early start must run between the one that writes the positions and this one, as the embedding does.
+
+    Returns:
+        [T, H, row_dim] contiguous, each token from its own query only, summed in an order that the widths fix.
+    """
+    T, H, nope, rank, rope = len(q), heads.num_heads, heads.nope_dim, heads.kv_rank, heads.rope
+    assert q.shape[1:] == (H, heads.query_dim), f"expected queries [T, {H}, {heads.query_dim}]; got {tuple(q.shape)}"
+    assert key.shape == (H, nope, rank), f"expected keys [{H}, {nope}, {rank}]; got {tuple(key.shape)}"
+    assert key.stride(1) == rank, "the rows of a head's keys are adjacent"
+    assert positions.shape == (T,), f"expected {T} positions; got {tuple(positions.shape)}"
+    out = torch.empty((T, H, heads.row_dim), dtype=q.dtype, device=q.device)
+    tokens = next(tile for tile in TOKEN_TILES if tile >= T)
+    _kernel(nope, rank, rope.dim, rope.interleaved, tokens, pdl)(
+        H * (rank // COLUMNS),
+        (
+            *map(cuda_driver.pointer, (q, key, positions, rope.cos_sin, out)),
+            *map(cuda_driver.int32, (T, q.stride(0), q.stride(1), key.stride(0))),
+        ),
+        pdl,
+    )
+    return out
+
+
+@cache
+def _kernel(nope: int, rank: int, rope: int, interleaved: bool, tokens: int, pdl: bool) -> cuda_driver.Kernel:
+    size = nope * 2 * COLUMNS + tokens * 64 * (nope // 32 | 1)
+    text = source(nope, rank, rope, interleaved, tokens, pdl)
+    return cuda_driver.compile_kernel(text, "absorb_queries", threads=32 * WARPS, cluster=1, shared_bytes=size)
+
+
+def source(nope: int, rank: int, rope: int, interleaved: bool, tokens: int, pdl: bool) -> str:
+    """The CUDA program for these widths and up to so many tokens."""
+    constants = {"NOPE": nope, "RANK": rank, "ROPE": rope, "INTERLEAVED": int(interleaved), "TOKENS": tokens, "EARLY": int(pdl)}
+    return program(constants, Path(__file__).with_name("absorb_queries.cu"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.layers.quantization.mxfp4 import E2M1
+from runtime.layers.quantization.mxfp4 import E2M1, packed, unpacked
 
 NUMBERS = torch.tensor([*E2M1, *(-value for value in E2M1)])
 BFLOAT16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
@@ -18,9 +18,12 @@ def halves(words: torch.Tensor) -> torch.Tensor:
     return torch.stack((words & 0xFFFF, words >> 16 & 0xFFFF), dim=-1).to(torch.int32).to(torch.uint16).view(torch.float16)
 
 
-def widen_e2m1(magnitudes: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    found = (magnitudes & 0x0E0E0E0E) | (signs & ~0x0E0E0E0E & 0xFFFFFFFF)
-    return halves(found << 8 & 0x8E008E00), halves(found & 0x8E008E00)
+def widen_second(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return halves(words << 8 & 0x8E008E00), halves(words & 0x8E008E00)
+
+
+def widen_first(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return widen_second((words >> 3 & 0x0E0E0E0E) | (words << 7 & 0xFFFFFFFF & ~0x0E0E0E0E))
 
 
 def base_of(largest: torch.Tensor) -> torch.Tensor:
@@ -33,15 +36,24 @@ def narrow(bits: torch.Tensor, base: int) -> torch.Tensor:
     return found.to(torch.uint16).view(torch.float16)
 
 
-@pytest.mark.parametrize("filler", [0x00, 0xFF, 0xA5])
+@pytest.mark.parametrize("filler", [0, 15, 5, 10])
 def test_e2m1_codes_become_float16(filler: int) -> None:
     codes = torch.arange(16, dtype=torch.int64)
     for place in range(8):
-        beside = sum(filler << 8 * byte for byte in range(4)) & ~(15 << 4 * place)
-        words = codes << 4 * place | beside
-        low, high = widen_e2m1(words << 1 & 0xFFFFFFFF, words << 4 & 0xFFFFFFFF), widen_e2m1(words >> 3, words)
-        byte, kind = place // 2, (low, high)[place % 2]
-        assert torch.equal(kind[byte % 2][:, byte // 2].float(), NUMBERS * 2.0**-14), place
+        beside = torch.full((16, 8), filler)
+        beside[:, place] = codes
+        words = sum(packed(beside[:, 2 * byte], beside[:, 2 * byte + 1]) << 8 * byte for byte in range(4))
+        assert isinstance(words, torch.Tensor)
+        byte, found = place // 2, (widen_first, widen_second)[place % 2](words)
+        assert torch.equal(found[byte % 2][:, byte // 2].float(), NUMBERS * 2.0**-14), place
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_a_byte_gives_back_its_codes(dtype: torch.dtype) -> None:
+    first, second = torch.arange(16, dtype=dtype).repeat(16), torch.arange(16, dtype=dtype).repeat_interleave(16)
+    byte = packed(first, second)
+    assert len(byte.unique()) == 256
+    assert torch.equal(torch.stack(unpacked(byte)), torch.stack((first, second)))
 
 
 def test_e4m3_codes_are_float16_numbers() -> None:

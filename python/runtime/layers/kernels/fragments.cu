@@ -36,20 +36,19 @@ __device__ __forceinline__ uint2 widen_e4m3(u32 four) {
     return out;
 }
 
-// The e2m1 numbers in the high, or in the low four bits of four bytes, times 2^-14: of bytes 0 and 2, and of bytes 1 and 3. Sign, exponent and
-// mantissa move to their places in a byte, which is the upper one of a float16; a subnormal number stays subnormal.
-__device__ __forceinline__ uint2 widen_e2m1(u32 magnitudes, u32 signs) {
-    u32 bytes;  // the bits of the mask from the first; the compiler would take two instructions
-    asm("lop3.b32 %0, %1, %2, 0x0E0E0E0E, 0xE4;" : "=r"(bytes) : "r"(magnitudes), "r"(signs));
-    return make_uint2(bytes << 8 & 0x8E008E00, bytes & 0x8E008E00);
+// The second, or the first e2m1 numbers in four bytes of MXFP4 (quantization/mxfp4.py), times 2^-14: of bytes 0 and 2, and of bytes 1 and 3. Sign,
+// exponent and mantissa lie in a byte, or move, to where the upper byte of a float16 has them; a subnormal number stays subnormal.
+__device__ __forceinline__ uint2 widen_second_e2m1(u32 bytes) { return make_uint2(bytes << 8 & 0x8E008E00, bytes & 0x8E008E00); }
+__device__ __forceinline__ uint2 widen_first_e2m1(u32 bytes) {
+    u32 moved;  // the bits of the mask from the first; the compiler would take two instructions
+    asm("lop3.b32 %0, %1, %2, 0x0E0E0E0E, 0xE4;" : "=r"(moved) : "r"(bytes >> 3), "r"(bytes << 7));
+    return widen_second_e2m1(moved);
 }
-__device__ __forceinline__ uint2 widen_high_e2m1(u32 w) { return widen_e2m1(w >> 3, w); }
-__device__ __forceinline__ uint2 widen_low_e2m1(u32 w) { return widen_e2m1(w << 1, w << 4); }
 
 // The float32 2^(s - 127) for the scale of an e2m1 group, 0 for s = 0.
 __device__ __forceinline__ float group_factor(u8 s) { return __uint_as_float((u32)s << 23); }
 
-// Eight columns of a token in the order in which `widen_e2m1` takes weights from a word: 0 2 1 3 4 6 5 7.
+// Eight columns of a token in the order in which `widen_second_e2m1` takes weights from a word: 0 2 1 3 4 6 5 7.
 __device__ __forceinline__ uint4 reordered(uint4 v) {
     if (FORMAT != 2) return v;
     return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
@@ -81,7 +80,7 @@ __device__ __forceinline__ uint4 narrow8(uint4 v, int base) {
     return make_uint4(narrow2(v.x, base), narrow2(v.y, base), narrow2(v.z, base), narrow2(v.w, base));
 }
 
-// What undoes that, and the 2^-14 of `widen_e2m1`: 2^(base - 112), or 2^(base - 98).
+// What undoes that, and the 2^-14 of `widen_second_e2m1`: 2^(base - 112), or 2^(base - 98).
 __device__ __forceinline__ float widening(int base) { return __uint_as_float((u32)(base + (FORMAT == 2 ? 29 : 15)) << 23); }
 
 struct Norms {

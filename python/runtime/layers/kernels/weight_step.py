@@ -83,10 +83,10 @@ def widen_fp8(w, dtype: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def unpack_mxfp4(packed, scale, dtype: tl.constexpr, PTX: tl.constexpr):
-    """The low and the high nibbles of bytes [N, B], times the scale of each 16 bytes: two 16-bit tensors [N, B], exact in bfloat16.
+    """The first and the second code of bytes [N, B], times the scale of each 16 bytes: two 16-bit tensors [N, B], exact in bfloat16.
 
     Args:
-        packed: uint8: e2m1 numbers.
+        packed: uint8: pairs of e2m1 numbers, as `quantization.mxfp4.packed` puts them in a byte.
         scale: uint8 [N, B / 16], which stand for 2^(scale - 127); more than 128 counts as 128 with `PTX`.
 
     Sign, exponent and mantissa move to their places in bfloat16, which is the number times 2^-126, of the subnormal 0.5 too; the scale's
@@ -98,22 +98,22 @@ def unpack_mxfp4(packed, scale, dtype: tl.constexpr, PTX: tl.constexpr):
             """{
             .reg .b32 t, e, s;
             prmt.b32 t, $4, 0, 0x1404;
-            shr.b32 e, t, 6;
+            shr.b32 e, t, 3;
             and.b32 s, t, 0x80008000;
             lop3.b32 e, e, 0x01C001C0, s, 0xEA;
             mul.rn.bf16x2 $2, e, $5;
-            shl.b32 s, t, 4;
-            shr.b32 e, t, 2;
+            shl.b32 s, t, 7;
+            shr.b32 e, t, 6;
             and.b32 s, s, 0x80008000;
             lop3.b32 e, e, 0x01C001C0, s, 0xEA;
             mul.rn.bf16x2 $0, e, $5;
             prmt.b32 t, $4, 0, 0x3424;
-            shr.b32 e, t, 6;
+            shr.b32 e, t, 3;
             and.b32 s, t, 0x80008000;
             lop3.b32 e, e, 0x01C001C0, s, 0xEA;
             mul.rn.bf16x2 $3, e, $6;
-            shl.b32 s, t, 4;
-            shr.b32 e, t, 2;
+            shl.b32 s, t, 7;
+            shr.b32 e, t, 6;
             and.b32 s, s, 0x80008000;
             lop3.b32 e, e, 0x01C001C0, s, 0xEA;
             mul.rn.bf16x2 $1, e, $6;
@@ -121,7 +121,8 @@ def unpack_mxfp4(packed, scale, dtype: tl.constexpr, PTX: tl.constexpr):
             "=r,=r,=r,=r,r,r,r", [packed, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
     factor = spread(tl.exp2(scale.to(tl.float32) - 127.0), packed.shape[1])
-    return (e2m1(packed & 15) * factor).to(dtype), (e2m1(packed >> 4) * factor).to(dtype)
+    first, second = packed >> 4 & 7 | (packed & 1) << 3, packed >> 1 & 7 | packed >> 4 & 8
+    return (e2m1(first) * factor).to(dtype), (e2m1(second) * factor).to(dtype)
 
 
 @triton.jit
@@ -133,7 +134,7 @@ def spread(scale, columns: tl.constexpr):
 
 @triton.jit
 def e2m1(nibble):
-    """Nibbles as the float32 numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    """Codes as the float32 numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
     exponent = ((nibble >> 1) & 3).to(tl.float32)
     mantissa = (nibble & 1).to(tl.float32)
     size = tl.where(exponent == 0, mantissa * 0.5, tl.exp2(exponent - 1.0) * (1.0 + mantissa * 0.5))

@@ -22,9 +22,9 @@ LARGEST = 128
 class Mxfp4(QuantScheme):
     """`QuantScheme` "mxfp4": `weight` uint8 [out, in / 2], two codes in a byte, and `scale` uint8 [out, in / 32].
 
-    The 16 bytes that share a scale hold its first 16 columns in their low halves and the other 16 in their high ones, so
-    that kernels read columns of both in order. Source: OCP Microscaling Formats specification 1.0. Activations stay in
-    their 16 bits.
+    Each of the 16 bytes that share a scale holds one of its first 16 columns and the column 16 further on (`packed`), so that
+    kernels read columns of both in order. Source: OCP Microscaling Formats specification 1.0. Activations stay in their 16
+    bits.
     """
 
     name = "mxfp4"
@@ -66,12 +66,25 @@ class Mxfp4(QuantScheme):
         """Each number times its scale: exact in bfloat16 and float32."""
         assert storage.scale is not None
         table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=storage.weight.device)
-        halves = storage.weight.unflatten(-1, (-1, GROUP // 2))
-        values = table[torch.cat((halves & 15, halves >> 4), dim=-1).to(torch.int32)]
+        values = table[torch.cat(unpacked(storage.weight.unflatten(-1, (-1, GROUP // 2))), dim=-1).to(torch.int32)]
         return torch.ldexp(values, storage.scale.to(torch.int32)[..., None] - BIAS).to(dtype).flatten(-2)
+
+
+def packed(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Two codes per byte.
+
+    The second one's bits lie where a byte of float16 has them, sign, two of the exponent and one of the mantissa in bits 7, 3, 2 and 1:
+    a kernel only masks them. The first one's sign is bit 0, and its other bits are 6, 5 and 4.
+    """
+    return (second & 8) << 4 | (first & 7) << 4 | (second & 7) << 1 | first >> 3
+
+
+def unpacked(byte: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the second code of each byte."""
+    return byte >> 4 & 7 | (byte & 1) << 3, byte >> 1 & 7 | byte >> 4 & 8
 
 
 def _regroup(codes: torch.Tensor) -> torch.Tensor:
     """Bytes [..., 16] of a checkpoint, whose halves are neighbouring columns, in the order of the storage."""
     columns = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-    return columns[..., : GROUP // 2] | columns[..., GROUP // 2 :] << 4
+    return packed(columns[..., : GROUP // 2], columns[..., GROUP // 2 :])

@@ -19,8 +19,8 @@ class ExpertWeights:
     """E matrices [N, K] in one of four formats, and what kernels need to know of them.
 
     Attributes:
-        weight: [E, N, K] in the activations' dtype, or e4m3; or uint8 [E, N, K / 2] of MXFP4, where each 16 bytes hold 32
-            columns: the first 16 in the low nibbles, the others in the high ones.
+        weight: [E, N, K] in the activations' dtype, or e4m3; or uint8 [E, N, K / 2] of MXFP4, as `quantization.mxfp4`
+            stores it.
         scale: None; float32 [E, N], one for each row; float32 [E, blocks of rows, blocks of columns]; or uint8
             [E, N, K / 32] of MXFP4. Sizes of blocks are powers of two.
         bias: [E, N], or None.

@@ -159,8 +159,8 @@ template <int N, int MOST> __device__ __forceinline__ void multiply_stage(
             #pragma unroll
             for (int k = 0; k < 2; k++) {
                 const float low = group_factor(own.low_scale[place + group + k]), high = group_factor(own.high_scale[place + group + k]);
-                const uint2 a = widen_low_e2m1(words[2 * k]), b = widen_low_e2m1(words[2 * k + 1]);
-                const uint2 c = widen_high_e2m1(words[2 * k]), d = widen_high_e2m1(words[2 * k + 1]);
+                const uint2 a = widen_first_e2m1(words[2 * k]), b = widen_first_e2m1(words[2 * k + 1]);
+                const uint2 c = widen_second_e2m1(words[2 * k]), d = widen_second_e2m1(words[2 * k + 1]);
                 #pragma unroll
                 for (int n = 0; n < N; n++) {
                     const uint4 x = *(const uint4*)(tokens + 8 * n * stride + 64 * (group + k));

@@ -31,6 +31,7 @@ from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
 from runtime.layers.gemm.widen import widen
 from runtime.layers.kernels.add_normed import add_normed_rows
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
+from runtime.layers.kernels.embed_rows import embed_rows
 from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
 from runtime.layers.kernels.pause import pause
 from runtime.layers.kernels.rms_norm import rms_norm_rows
@@ -70,6 +71,13 @@ class CudaOps:
         self._num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self._float32_gemms = has_float32_gemms()
         self._tickets = new_tickets(torch.device("cuda", torch.cuda.current_device()))
+
+    def embed(
+        self, ids: torch.Tensor, table: torch.Tensor, next_norm: RMSNorm | None = None, scale: float = 1.0, in_prompt: bool = False
+    ) -> Stream:
+        """`table[ids] * scale` in float32, and `next_norm` of it."""
+        h, normed = embed_rows(ids, table, scale, next_norm, self.pdl)
+        return Stream(h, next_norm, normed=normed, in_prompt=in_prompt)
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""

@@ -27,6 +27,13 @@ from runtime.layers.rope import Rope, RotaryHeads
 class TorchOps:
     """`BlockOps` without fusion. Stateless; computes in float32 wherever the model's dtype is narrower."""
 
+    def embed(
+        self, ids: torch.Tensor, table: torch.Tensor, next_norm: RMSNorm | None = None, scale: float = 1.0, in_prompt: bool = False
+    ) -> Stream:
+        """`table[ids] * scale` in float32."""
+        h = F.embedding(ids, table).float()
+        return Stream(h if scale == 1.0 else h.mul_(scale), in_prompt=in_prompt)
+
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""
         return rms_norm(h, norm).to(dtype)

@@ -15,7 +15,6 @@ from runtime.layers.sampler import sample, top_logprobs
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.layers.token_mask import TokenMask
 from runtime.mem_cache.kv_pool import KVPool, PageTable, front_slots
-from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.pooled import pool_chunks
@@ -117,10 +116,6 @@ class TargetModel:
     def prompt_runners(self) -> list[GraphRunner]:
         """The graph runners of short prompts, if there are any."""
         return [] if self.short_prompts is None else self.short_prompts.runners
-
-    def last_tokens(self, rows: torch.Tensor) -> DraftWindow:
-        """Windows without drafts for request rows int64 [size]."""
-        return DraftWindow(self.rows.last_tokens[rows][:, None])
 
     def copy_pages(self, batch: ScheduleBatch, pools: Iterable[KVPool]) -> None:
         """Copy the fronts of pages in the KV of all models."""

@@ -81,7 +81,7 @@ class DFlashWorker(ModelDrafter):
     def propose(self, iteration: Iteration) -> DraftWindow:
         """Fill the blocks."""
         if iteration.depth == 0:
-            return self._target.last_tokens(iteration.rows)
+            return iteration.no_drafts
         runner, grammar = self.graphs[iteration.depth].decode, restricting(iteration)
         assert runner is not None, "every depth has blocks"
         outputs = self._decode(iteration, runner, None if grammar is None else partial(self._fill_block, grammar=grammar))

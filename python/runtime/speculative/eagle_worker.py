@@ -113,7 +113,7 @@ class EagleWorker(ModelDrafter):
     def propose(self, iteration: Iteration) -> DraftWindow:
         """Run draft-decode."""
         if iteration.depth == 0:
-            return self._target.last_tokens(iteration.rows)
+            return iteration.no_drafts
         runner, passes, grammar = self.graphs[iteration.depth].decode, self._passes[iteration.depth], restricting(iteration)
         if runner is None:
             return self._first_window(iteration, passes, grammar)
@@ -124,8 +124,7 @@ class EagleWorker(ModelDrafter):
 
     def _first_window(self, iteration: Iteration, passes: DraftPasses, grammar: GrammarStep | None) -> DraftWindow:
         """The last token and the guesses of draft-extend, which are all drafts where K = 1."""
-        state, rows = self.state, iteration.rows
-        last = self._target.rows.last_tokens[rows]
+        state, rows, last = self.state, iteration.rows, iteration.last_tokens
         if self.spec.shape.topk > 1:
             return select(begin(*passes.first_guesses(rows, grammar)), last, self.spec.shape)
         token, probs = state.tokens[rows, 0], state.probs[rows]

@@ -11,7 +11,9 @@ import torch
 pytest.importorskip("triton")
 
 from runtime.batch import ForwardMode
+from runtime.layers.draft_input import DraftInput, StreamStart
 from runtime.layers.kernels.embed_rows import embed_rows
+from runtime.layers.kernels.join_rows import join_rows
 from runtime.layers.norm import RMSNorm
 from runtime.layers.torch_ops import TorchOps, rms_norm
 from runtime.mem_cache.kv_pool import PageTable
@@ -109,3 +111,28 @@ def test_windows_are_filled_by_one_kernel(width: int) -> None:
         results.append([t.cpu() for t in (batch.input_ids, batch.positions, batch.out_cache_loc, batch.seq_lens)])
     for plain, own in zip(*results, strict=True):
         np.testing.assert_array_equal(own.numpy(), plain.numpy())
+
+
+@pytest.mark.parametrize("states_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("state_first", [False, True])
+@pytest.mark.parametrize("stream", list(StreamStart))
+@pytest.mark.parametrize(("hidden", "normed", "blank"), [(96, True, True), (2880, True, False), (4096, False, False)])
+def test_draft_rows_are_joined_by_one_kernel(
+    hidden: int, normed: bool, blank: bool, stream: StreamStart, state_first: bool, states_dtype: torch.dtype
+) -> None:
+    dtype = torch.float16
+    table, norms = random(VOCAB, hidden, dtype=dtype), tuple(RMSNorm(random(hidden, dtype=dtype, seed=i), 10.0 ** -(5 + i)) for i in (1, 2))
+    layout = DraftInput((norms[0], norms[1]) if normed else None, state_first, blank, stream)
+    for count in (1, 3) if INTERPRETED else (1, 2, 3, 4, 16, 33, 64):
+        ids, states, positions = tokens(count), random(count, hidden, dtype=states_dtype, seed=3), torch.arange(count, device=DEVICE)
+        rows, begin = join_rows(ids, table, states, positions, layout, PDL)
+        want, want_begin = TorchOps().join(ids, table, states, positions, layout)
+        assert rows.dtype is dtype
+        torch.testing.assert_close(rows, want, rtol=0 if not normed else 2**-10, atol=0 if not normed else 1e-6)
+        if want_begin is None:
+            assert begin is None
+        elif stream is StreamStart.STATE or not normed:
+            assert torch.equal(begin, want_begin)
+        else:
+            first = 0 if state_first else hidden
+            assert torch.equal(begin, rows[:, first : first + hidden].float())

@@ -14,6 +14,7 @@ from runtime.config.kernel_configs import FragmentConfig, ResidentConfig
 from runtime.distributed.parallel_group import FusedExchange, ParallelGroup
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile_all, group_gemms
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
@@ -32,6 +33,7 @@ from runtime.layers.gemm.widen import widen
 from runtime.layers.kernels.add_normed import add_normed_rows
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
 from runtime.layers.kernels.embed_rows import embed_rows
+from runtime.layers.kernels.join_rows import join_rows
 from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
 from runtime.layers.kernels.pause import pause
 from runtime.layers.kernels.rms_norm import rms_norm_rows
@@ -78,6 +80,12 @@ class CudaOps:
         """`table[ids] * scale` in float32, and `next_norm` of it."""
         h, normed = embed_rows(ids, table, scale, next_norm, self.pdl)
         return Stream(h, next_norm, normed=normed, in_prompt=in_prompt)
+
+    def join(
+        self, ids: torch.Tensor, table: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, layout: DraftInput
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Embeddings beside hidden states [T, 2 * hidden], and the start of the stream float32 [T, hidden] or None."""
+        return join_rows(ids, table, states, positions, layout, self.pdl)
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""

@@ -24,6 +24,7 @@ import torch
 
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.gemm.gemm import Gemm
@@ -68,6 +69,21 @@ class BlockOps(Protocol):
             table: [V, hidden] in the model's dtype.
             next_norm: the norm that reads the stream first, which the operation may compute on the way.
             in_prompt: as in `Stream`.
+        """
+        ...
+
+    def join(
+        self, ids: torch.Tensor, table: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, layout: DraftInput
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What a draft head reads: embeddings beside hidden states, as `layout` says.
+
+        Args:
+            ids, positions: int64 [T], the tokens and where they stand.
+            table: [V, hidden] in the model's dtype.
+            states: [T, hidden], any float dtype.
+
+        Returns:
+            [T, 2 * hidden] in the model's dtype, and the start of the stream float32 [T, hidden], a copy, where `layout.stream` names one.
         """
         ...
 

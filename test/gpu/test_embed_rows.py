@@ -22,6 +22,8 @@ from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.window import fill_window
 from runtime.model_executor.window_kernel import fill_window_cuda, load_rows_cuda
+from runtime.speculative.chain_start_kernel import start_chain_cuda
+from runtime.speculative.draft_state import DraftState
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -96,8 +98,9 @@ def test_rows_are_loaded_by_one_kernel(size: int) -> None:
         assert torch.equal(own.cpu(), plain.tensors[name]), name
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 5])
 @pytest.mark.parametrize("width", [1, 3, 4, 8])
-def test_windows_are_filled_by_one_kernel(width: int) -> None:
+def test_windows_are_filled_by_one_kernel(width: int, ahead: int) -> None:
     size, page = 5, 16
     results = []
     for device, fill in ((CPU, fill_window), (DEVICE, fill_window_cuda)):
@@ -107,10 +110,23 @@ def test_windows_are_filled_by_one_kernel(width: int) -> None:
         load_rows(inputs, torch.tensor([3, 0, 8, 1, 0], device=device), request_rows(9, device))
         batch = inputs.view(ForwardMode.TARGET_VERIFY, size, size * width)
         window = torch.arange(size * (width + 2), device=device).view(size, -1)[:, :width]
-        fill(batch, table, inputs.kv_lens(size), window, None)
+        fill(batch, table, inputs.kv_lens(size), window, None, ahead)
         results.append([t.cpu() for t in (batch.input_ids, batch.positions, batch.out_cache_loc, batch.seq_lens)])
     for plain, own in zip(*results, strict=True):
         np.testing.assert_array_equal(own.numpy(), plain.numpy())
+
+
+@pytest.mark.parametrize("hidden", [64, 2880])
+@pytest.mark.parametrize("size", [1, 5])
+def test_chains_start_by_one_kernel(size: int, hidden: int) -> None:
+    rows = torch.tensor([3, 0, 8, 1, 0], device=DEVICE)[:size]
+    last, state = torch.arange(9, device=DEVICE) + 50, DraftState(9, 1, hidden, 4, torch.float32, DEVICE)
+    state.hidden.copy_(random(9, hidden, dtype=torch.float32))
+    state.tokens.copy_(torch.arange(9)[:, None] + 70)
+    window = torch.full((size, 4), -7, device=DEVICE)
+    hidden_states = start_chain_cuda(rows, last, state.tokens, state.hidden, window)
+    assert torch.equal(hidden_states, state.hidden[rows])
+    assert window.tolist() == [[50 + row, 70 + row, -7, -7] for row in rows.tolist()]
 
 
 @pytest.mark.parametrize("states_dtype", [torch.float32, torch.float16])
@@ -129,8 +145,8 @@ def test_draft_rows_are_joined_by_one_kernel(
         want, want_begin = TorchOps().join(ids, table, states, positions, layout)
         assert rows.dtype is dtype
         torch.testing.assert_close(rows, want, rtol=0 if not normed else 2**-10, atol=0 if not normed else 1e-6)
-        if want_begin is None:
-            assert begin is None
+        if want_begin is None or begin is None:
+            assert begin is want_begin
         elif stream is StreamStart.STATE or not normed:
             assert torch.equal(begin, want_begin)
         else:

@@ -21,7 +21,7 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.float32_gemms import has_float32_gemms
 from runtime.layers.gemm.fragment_gemm import fragment_gemm
-from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
+from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, input_dtype
 from runtime.layers.gemm.quantized_rows import quantized_gemm
 from runtime.layers.gemm.quantized_trial import WeightKind, choose_quantized, kind_of
 from runtime.layers.gemm.resident_gemm import resident_gemm
@@ -29,7 +29,7 @@ from runtime.layers.gemm.tilings import GemmChoice, default_choice, m_bucket
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
-from runtime.layers.gemm.widen import widen
+from runtime.layers.gemm.widen import widened_linear
 from runtime.layers.kernels.add_normed import add_normed_rows
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
 from runtime.layers.kernels.embed_rows import embed_rows
@@ -244,7 +244,7 @@ class CudaOps:
     def _trial_alone(self, group: GemmGroup) -> Callable[[GemmChoice], Run]:
         linear, rows, norm = group.linears[0], group.rows, group.norm
         device = linear.weight.device
-        x = torch.randn((rows, linear.in_features), device=device).to(_input_dtype(linear, norm))
+        x = torch.randn((rows, linear.in_features), device=device).to(input_dtype(linear, norm))
         if norm is None:
             return lambda choice: lambda call: self._linear(x, None, group.linears[call % len(group.linears)], choice)
         dtype = norm.weight.dtype
@@ -271,7 +271,7 @@ class CudaOps:
     def _warmup_runs(self, gemms: Sequence[Gemm], groups: Sequence[GemmGroup]) -> Iterator[Run]:
         """What a model runs with the choices made: its chain of GEMMs with and without deferred norms, the head with and without logits."""
         for rows, head in ((group.rows, head) for group in groups if group.op == "logits" for head in group.linears):
-            x = torch.zeros((rows, head.in_features), dtype=_input_dtype(head), device=head.weight.device)
+            x = torch.zeros((rows, head.in_features), dtype=input_dtype(head), device=head.weight.device)
             yield lambda _, x=x, head=head: self.logits(x, head)
             yield lambda _, x=x, head=head: self.greedy(x, head)
         for rows in sorted({group.rows for group in groups}):
@@ -291,7 +291,7 @@ class CudaOps:
                 if gemm.op != "linear_add" and gemm.norm is not None and stream.norm is not None and stream.norm is not gemm.norm:
                     stream = self._after_experts(stream.h, gemm.norm, deferred)
                 norm = gemm.norm or norm
-                x = torch.zeros((rows, linear.in_features), dtype=_input_dtype(linear, gemm.norm), device=linear.weight.device)
+                x = torch.zeros((rows, linear.in_features), dtype=input_dtype(linear, gemm.norm), device=linear.weight.device)
                 if gemm.norm is None:
                     self.linear(x, linear)
                 elif gemm.op == "linear":
@@ -368,7 +368,7 @@ class CudaOps:
         scale = linear.storage.scale
         faster, _ = self._quantized.get(kind_of(linear), (False, ""))
         if not (faster and in_prompt and len(x) > MAX_ROWS and x.dtype is torch.bfloat16) or scale is None:
-            return _by_cublas(x, linear)
+            return widened_linear(x, linear)
         out = quantized_gemm(x.contiguous(), linear.weight, scale, pdl=self.pdl)
         return out if linear.bias is None else out.add_(linear.bias)
 
@@ -441,19 +441,6 @@ class CudaOps:
             self._fused(x, head, out, choice, Epilogue(bias=head.bias))
             return out
         if not self._float32_gemms or not head.is_dense:
-            return out.copy_(_by_cublas(x, head))
+            return out.copy_(widened_linear(x, head))
         torch.ops.aten.mm.dtype_out(x, head.weight.t(), torch.float32, out=out)
         return out if head.bias is None else out.add_(head.bias)
-
-
-def _by_cublas(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """`linear(x)`; a weight in e4m3 is widened first."""
-    scale = linear.storage.scale
-    return linear(x) if not linear.is_scaled or scale is None else F.linear(x, widen(linear.weight, scale, x.dtype), linear.bias)
-
-
-def _input_dtype(linear: Linear, norm: RMSNorm | None = None) -> torch.dtype:
-    """Of a layer's inputs: the weight's in 16 bits, otherwise that of the norm beside it."""
-    if linear.is_dense:
-        return linear.weight.dtype
-    return torch.bfloat16 if norm is None else norm.weight.dtype

@@ -31,15 +31,15 @@ def _load(
     tl.store(last_tokens + request, tl.load(row_tokens + row, mask=inside, other=0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["tokens"])
 def _fill(
     rows, kv_lens, tokens, token_stride, depths, depth_stride, pages, page_stride, page_size,
-    input_ids, positions, out_cache_loc, seq_lens, width, HAS_DEPTHS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    input_ids, positions, out_cache_loc, seq_lens, ahead, width, HAS_DEPTHS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait_first(PDL)
     request = tl.program_id(0)
     row = tl.load(rows + request)
-    length = tl.load(kv_lens + request)
+    length = tl.load(kv_lens + request) + ahead
     j = tl.arange(0, BLOCK)
     inside = j < width
     at = length + j
@@ -71,7 +71,7 @@ def load_rows_cuda(
 
 
 def fill_window_cuda(
-    batch: ForwardBatch, page_table: PageTable, kv_lens: torch.Tensor, tokens: torch.Tensor, depths: torch.Tensor | None
+    batch: ForwardBatch, page_table: PageTable, kv_lens: torch.Tensor, tokens: torch.Tensor, depths: torch.Tensor | None, ahead: int
 ) -> None:
     """See `fill_window`. `tokens` and `depths` may be strided between requests.
 
@@ -83,6 +83,6 @@ def fill_window_cuda(
     _fill[(batch.batch_size,)](
         batch.req_pool_indices, kv_lens, tokens, tokens.stride(0), depths if depths is not None else tokens,
         depths.stride(0) if depths is not None else 0, page_table.pages, page_table.pages.stride(0), page_table.page_size,
-        batch.input_ids, batch.positions, batch.out_cache_loc, batch.seq_lens, width,
+        batch.input_ids, batch.positions, batch.out_cache_loc, batch.seq_lens, ahead, width,
         HAS_DEPTHS=depths is not None, BLOCK=triton.next_power_of_2(width), PDL=pdl, num_warps=1, **launch_options(pdl),
     )  # fmt: skip

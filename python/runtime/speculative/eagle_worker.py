@@ -84,8 +84,8 @@ class EagleWorker(ModelDrafter):
             return catch_up_spec((*variants(full), KV_ONLY), model.kernel_launches)
         return extend_spec(full, full.at_depth(depth), model.input_width, self.runner.dtype, model.kernel_launches)
 
-    def _extend_forward(self, states: States) -> Forward:
-        return extend_forward(self.model, self._target.rows, self.state, self._inputs, states)
+    def _extend_forward(self, states: States, width: int) -> Forward:
+        return extend_forward(self.model, self._target.rows, self.state, self._inputs, states, width)
 
     def warmup_runs(self) -> list[Callable[[], object]]:
         """Attention of the draft's passes at every depth."""

@@ -8,10 +8,18 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional as F
 
 from runtime.layers.kernels.scale_layout import scale_layout
+from runtime.layers.linear import Linear
 
 ROWS, COLUMNS = 16, 256
+
+
+def widened_linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """`linear(x)` by cuBLAS; a weight in e4m3 is widened first."""
+    scale = linear.storage.scale
+    return linear(x) if not linear.is_scaled or scale is None else F.linear(x, widen(linear.weight, scale, x.dtype), linear.bias)
 
 
 def widen(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -153,9 +153,9 @@ class TargetModel:
         positions = np.arange(ends[-1]) + np.repeat(batch.prefix_lens - indptr[:-1], lens)
         entries = np.repeat(batch.rows[: batch.num_prompts].astype(np.int64) * table.max_pages, lens) + positions // table.page_size
         seq_lens = (batch.prefix_lens + lens).astype(np.int32)
-        ids_d, position, entries_d, offsets_d, indptr_d, lens_d, last_d, next_d = self.staging.upload(
+        ids_d, position, entries_d, offsets_d, indptr_d, lens_d, page_rows, last_d, next_d = self.staging.upload(
             *(batch.token_ids.astype(np.int64), positions, entries, positions % table.page_size),
-            *(indptr, seq_lens, ends - 1, batch.next_tokens.astype(np.int64)),
+            *(indptr, seq_lens, batch.rows[: batch.num_prompts].astype(np.int32), ends - 1, batch.next_tokens.astype(np.int64)),
         )
         forward = ForwardBatch(
             mode=batch.mode,
@@ -169,6 +169,7 @@ class TargetModel:
             qo_indptr=indptr_d.clone(),
             seq_len_bounds=seq_lens,
             extend_lens=lens,
+            page_rows=page_rows,
         )
         return Chunks(forward, rows, last_d, next_d)
 

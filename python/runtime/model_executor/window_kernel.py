@@ -31,7 +31,7 @@ def _load(
     tl.store(last_tokens + request, tl.load(row_tokens + row, mask=inside, other=0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["tokens"])
+@triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["tokens", "depths"])
 def _fill(
     rows, kv_lens, tokens, token_stride, depths, depth_stride, pages, page_stride, page_size,
     input_ids, positions, out_cache_loc, seq_lens, ahead, width, HAS_DEPTHS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

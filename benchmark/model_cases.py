@@ -53,8 +53,8 @@ class Case:
         accept_lengths: those that are forced.
         steps: drafts of an iteration that the roof is for; servers run at their default depth.
         tp_size: GPUs that share it.
-        in_file: whether it is loaded from a checkpoint file; the weights of others are made on the device, as the disk is too small for them, or
-            their time does not depend on the weights (dense models).
+        in_file: whether it is loaded from a checkpoint file. The weights of others are made on the device: the disk is too small for
+            them, or it is a dense model, whose time does not depend on them.
         flags: more flags of every server.
     """
 

@@ -141,7 +141,7 @@ def load(world: World, batch: ForwardBatch, lens: list[int]) -> None:
     full = np.array([max(length, least) for length in lens] + [least] * (size - count), dtype=np.int32)
     rows = np.zeros(size, dtype=np.int64)
     rows[:count] = world.rng.permutation(size)[:count] + 1
-    batch.req_pool_indices.copy_(torch.from_numpy(rows))
+    batch.set_rows(torch.from_numpy(rows))
     batch.seq_lens.copy_(torch.from_numpy(full))
     slack = world.rng.integers(0, 9, size).astype(np.int32)
     slack[0] = 8

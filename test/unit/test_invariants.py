@@ -74,7 +74,7 @@ def in_graphs(worker: Any) -> dict[str, torch.Tensor]:
     for which, pool in enumerate(pools(worker)):
         named |= {f"pool {which} {i}": t for i, t in enumerate((*pool.k, *pool.v))}
     for key, batch in inputs._batches.items():
-        for name in ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens", "qo_indptr", "tree_mask"):
+        for name in ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "page_rows", "seq_lens", "qo_indptr", "tree_mask"):
             tensor = getattr(batch, name)
             if tensor is not None:
                 named[f"{key} {name}"] = tensor

@@ -30,7 +30,7 @@ class RepeatDrafter(Drafter):
         self._target = setup.target
 
     def propose(self, iteration: Iteration) -> DraftWindow:
-        return DraftWindow(self._target.last_tokens(iteration.rows).tokens.repeat(1, iteration.depth + 1))
+        return DraftWindow(iteration.no_drafts.tokens.repeat(1, iteration.depth + 1))
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
         pass

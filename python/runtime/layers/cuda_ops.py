@@ -15,13 +15,14 @@ from runtime.distributed.parallel_group import FusedExchange, ParallelGroup
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.kernels import absorbed_gemms
+from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile_all, group_gemms
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.float32_gemms import has_float32_gemms
 from runtime.layers.gemm.fragment_gemm import fragment_gemm
-from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
+from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, input_dtype
 from runtime.layers.gemm.quantized_rows import quantized_gemm
 from runtime.layers.gemm.quantized_trial import WeightKind, choose_quantized, kind_of
 from runtime.layers.gemm.resident_gemm import resident_gemm
@@ -29,9 +30,11 @@ from runtime.layers.gemm.tilings import GemmChoice, default_choice, m_bucket
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
-from runtime.layers.gemm.widen import linear_by_cublas
+from runtime.layers.gemm.widen import widened_linear
 from runtime.layers.kernels.add_normed import add_normed_rows
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
+from runtime.layers.kernels.embed_rows import embed_rows
+from runtime.layers.kernels.join_rows import join_rows
 from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
 from runtime.layers.kernels.pause import pause
 from runtime.layers.kernels.rms_norm import rms_norm_rows
@@ -71,6 +74,19 @@ class CudaOps:
         self._num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self._float32_gemms = has_float32_gemms()
         self._tickets = new_tickets(torch.device("cuda", torch.cuda.current_device()))
+
+    def embed(
+        self, ids: torch.Tensor, table: torch.Tensor, next_norm: RMSNorm | None = None, scale: float = 1.0, in_prompt: bool = False
+    ) -> Stream:
+        """`table[ids] * scale` in float32, and `next_norm` of it."""
+        h, normed = embed_rows(ids, table, scale, next_norm, self.pdl)
+        return Stream(h, next_norm, normed=normed, in_prompt=in_prompt)
+
+    def join(
+        self, ids: torch.Tensor, table: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, layout: DraftInput
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Embeddings beside hidden states [T, 2 * hidden], and the start of the stream float32 [T, hidden] or None."""
+        return join_rows(ids, table, states, positions, layout, self.pdl)
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""
@@ -237,7 +253,7 @@ class CudaOps:
     def _trial_alone(self, group: GemmGroup) -> Callable[[GemmChoice], Run]:
         linear, rows, norm = group.linears[0], group.rows, group.norm
         device = linear.weight.device
-        x = torch.randn((rows, linear.in_features), device=device).to(_input_dtype(linear, norm))
+        x = torch.randn((rows, linear.in_features), device=device).to(input_dtype(linear, norm))
         if norm is None:
             return lambda choice: lambda call: self._linear(x, None, group.linears[call % len(group.linears)], choice)
         dtype = norm.weight.dtype
@@ -264,7 +280,7 @@ class CudaOps:
     def _warmup_runs(self, gemms: Sequence[Gemm], groups: Sequence[GemmGroup]) -> Iterator[Run]:
         """What a model runs with the choices made: its chain of GEMMs with and without deferred norms, the head with and without logits."""
         for rows, head in ((group.rows, head) for group in groups if group.op == "logits" for head in group.linears):
-            x = torch.zeros((rows, head.in_features), dtype=_input_dtype(head), device=head.weight.device)
+            x = torch.zeros((rows, head.in_features), dtype=input_dtype(head), device=head.weight.device)
             yield lambda _, x=x, head=head: self.logits(x, head)
             yield lambda _, x=x, head=head: self.greedy(x, head)
         for rows in sorted({group.rows for group in groups}):
@@ -284,7 +300,7 @@ class CudaOps:
                 if gemm.op != "linear_add" and gemm.norm is not None and stream.norm is not None and stream.norm is not gemm.norm:
                     stream = self._after_experts(stream.h, gemm.norm, deferred)
                 norm = gemm.norm or norm
-                x = torch.zeros((rows, linear.in_features), dtype=_input_dtype(linear, gemm.norm), device=linear.weight.device)
+                x = torch.zeros((rows, linear.in_features), dtype=input_dtype(linear, gemm.norm), device=linear.weight.device)
                 if gemm.norm is None:
                     self.linear(x, linear)
                 elif gemm.op == "linear":
@@ -361,7 +377,7 @@ class CudaOps:
         scale = linear.storage.scale
         faster, _ = self._quantized.get(kind_of(linear), (False, ""))
         if not (faster and in_prompt and len(x) > MAX_ROWS and x.dtype is torch.bfloat16) or scale is None:
-            return linear_by_cublas(x, linear)
+            return widened_linear(x, linear)
         out = quantized_gemm(x.contiguous(), linear.weight, scale, pdl=self.pdl)
         return out if linear.bias is None else out.add_(linear.bias)
 
@@ -434,13 +450,6 @@ class CudaOps:
             self._fused(x, head, out, choice, Epilogue(bias=head.bias))
             return out
         if not self._float32_gemms or not head.is_dense:
-            return out.copy_(linear_by_cublas(x, head))
+            return out.copy_(widened_linear(x, head))
         torch.ops.aten.mm.dtype_out(x, head.weight.t(), torch.float32, out=out)
         return out if head.bias is None else out.add_(head.bias)
-
-
-def _input_dtype(linear: Linear, norm: RMSNorm | None = None) -> torch.dtype:
-    """Of a layer's inputs: the weight's in 16 bits, otherwise that of the norm beside it."""
-    if linear.is_dense:
-        return linear.weight.dtype
-    return torch.bfloat16 if norm is None else norm.weight.dtype

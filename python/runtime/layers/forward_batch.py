@@ -37,6 +37,7 @@ class ForwardBatch:
             `tree_tail` keys of its request. Every query sees all earlier keys.
         tree_tail: number of keys at the end of each request that `tree_mask` covers, at most 64.
         hidden_states: [T, H_in], draft passes only: a hidden state of the target, or of the draft itself, per token.
+        page_rows: int32 [B], `req_pool_indices` as attention kernels read it; made of it where it is not given.
     """
 
     mode: ForwardMode
@@ -55,8 +56,20 @@ class ForwardBatch:
     tree_mask: torch.Tensor | None = None
     tree_tail: int = 0
     hidden_states: torch.Tensor | None = None
+    page_rows: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
+
+    def __post_init__(self) -> None:
+        if self.page_rows is None:  # pyright: ignore[reportUnnecessaryComparison]
+            self.page_rows = self.req_pool_indices.to(torch.int32)
 
     @property
     def num_tokens(self) -> int:
         """T."""
         return self.input_ids.shape[0]
+
+    def set_rows(self, rows: torch.Tensor) -> None:
+        """Set the rows of the first requests in place, integers [n] with n <= B; the others become padding."""
+        for own in (self.req_pool_indices, self.page_rows):
+            own[: len(rows)].copy_(rows)
+            if len(rows) < self.batch_size:
+                own[len(rows) :].zero_()

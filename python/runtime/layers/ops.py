@@ -1,6 +1,7 @@
 """The block operations that models are written in.
 
-A transformer block is six operations, so that a device may fuse what it can:
+A model starts the stream with `s = embed(ids, table, attn_norm)`. A transformer block is six operations, so that a device may
+fuse what it can:
 
     qkv = norm_linear(s, attn_norm, qkv_proj)
     q   = rope_and_cache(qkv, ...)              # writes K and V into the pool
@@ -23,6 +24,7 @@ import torch
 
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.gemm.gemm import Gemm
@@ -56,6 +58,34 @@ class Stream:
 
 class BlockOps(Protocol):
     """What a model calls. T tokens; activations in the model's dtype."""
+
+    def embed(
+        self, ids: torch.Tensor, table: torch.Tensor, next_norm: RMSNorm | None = None, scale: float = 1.0, in_prompt: bool = False
+    ) -> Stream:
+        """Start the stream: `table[ids] * scale` in float32.
+
+        Args:
+            ids: int64 [T].
+            table: [V, hidden] in the model's dtype.
+            next_norm: the norm that reads the stream first, which the operation may compute on the way.
+            in_prompt: as in `Stream`.
+        """
+        ...
+
+    def join(
+        self, ids: torch.Tensor, table: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, layout: DraftInput
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What a draft head reads: embeddings beside hidden states, as `layout` says.
+
+        Args:
+            ids, positions: int64 [T], the tokens and where they stand.
+            table: [V, hidden] in the model's dtype.
+            states: [T, hidden], any float dtype.
+
+        Returns:
+            [T, 2 * hidden] in the model's dtype, and the start of the stream float32 [T, hidden], a copy, where `layout.stream` names one.
+        """
+        ...
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from runtime.layers.absorption import absorb_by_bmm, project_by_bmm
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.draft_input import DraftInput, StreamStart
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.kernels.argmax import argmax
@@ -27,6 +28,28 @@ from runtime.layers.rope import Rope, RotaryHeads
 
 class TorchOps:
     """`BlockOps` without fusion. Stateless; computes in float32 wherever the model's dtype is narrower."""
+
+    def embed(
+        self, ids: torch.Tensor, table: torch.Tensor, next_norm: RMSNorm | None = None, scale: float = 1.0, in_prompt: bool = False
+    ) -> Stream:
+        """`table[ids] * scale` in float32."""
+        h = F.embedding(ids, table).float()
+        return Stream(h if scale == 1.0 else h.mul_(scale), in_prompt=in_prompt)
+
+    def join(
+        self, ids: torch.Tensor, table: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, layout: DraftInput
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Embeddings beside hidden states [T, 2 * hidden], and the start of the stream float32 [T, hidden] or None."""
+        token, state = F.embedding(ids, table), states
+        if layout.blank_start:
+            token = token.masked_fill(positions[:, None] == 0, 0.0)
+        if layout.norms is not None:
+            token, state = (rms_norm(x, norm) for x, norm in zip((token, state), layout.norms, strict=True))
+        token, state = token.to(table.dtype), state.to(table.dtype)
+        rows = torch.cat((state, token) if layout.state_first else (token, state), dim=1)
+        if layout.stream is StreamStart.PROJECTION:
+            return rows, None
+        return rows, (states if layout.stream is StreamStart.STATE else state).to(torch.float32, copy=True)
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
         """RMS norm of float32 `h` [T, hidden], in `dtype`."""

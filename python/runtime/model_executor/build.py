@@ -198,7 +198,7 @@ def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) 
     positions = context.config.model.context_length + PAGE_LOOKAHEAD_STEPS * reach + spec.catch_up
     page_table = PageTable(context.running + 1, positions, context.config.cache.page_size, context.device)
     rows = RequestRows(context.running + 1, runner.config.vocab_size, context.device, ops)
-    # A prompt step uploads four numbers of 8 bytes per token and six numbers per request; a page takes three: one page per token, or
+    # A prompt step uploads four numbers of 8 bytes per token and seven numbers per request; a page takes three: one page per token, or
     # the reach of a step. Windows of different widths have two numbers of 8 bytes for each position within reach.
     pages = 2 * reach // page_table.page_size + 2
     capacity = 13 * context.extend_tokens + (64 + 5 * pages + 4 * reach) * context.requests + 5 * page_table.max_pages

@@ -166,15 +166,13 @@ class NoDrafter(Drafter):
 
     def __init__(self) -> None:
         self.spec = DrafterSpec(NO_DRAFTS, capturable=True)
-        self._target: TargetModel
 
     def attach(self, setup: DraftSetup) -> None:
-        """Keep the target."""
-        self._target = setup.target
+        """There is no model."""
 
     def propose(self, iteration: Iteration) -> DraftWindow:
         """The last token alone."""
-        return self._target.last_tokens(iteration.rows)
+        return iteration.no_drafts
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
         """There is no draft state."""

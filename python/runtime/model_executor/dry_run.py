@@ -11,6 +11,7 @@ from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.model_executor.context import WorkerContext
 from runtime.model_executor.iteration import Iteration
 from runtime.model_executor.request_rows import GREEDY
+from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target_model import ExtendPass, PromptsPending, TargetModel
 from runtime.model_executor.worker import WorkerParts, send_to_host
@@ -79,15 +80,15 @@ def padding_prompt(context: WorkerContext, prefix: int = 0) -> ScheduleBatch:
 def accept_padding(parts: WorkerParts, depth: int, count: int) -> None:
     """Draft for `count` padding rows and accept with everything that requests can ask for. Commits nothing."""
     zeros, rows = np.zeros(count, dtype=np.int32), torch.zeros(count, dtype=torch.int64, device=parts.target.device)
-    parts.inputs.rows(count).zero_()
-    kv_lens = parts.inputs.kv_lens(count).zero_()
-    iteration = Iteration(depth, zeros, rows, kv_lens, zeros, SamplingNeeds.every(count), MAX_TOP_LOGPROBS)
+    load_rows(parts.inputs, rows, parts.target.rows)
+    lens, last = parts.inputs.kv_lens(count).zero_(), parts.inputs.last_tokens(count)
+    iteration = Iteration(depth, zeros, rows, lens, last, zeros, SamplingNeeds.every(count), MAX_TOP_LOGPROBS)
     draft, verified = parts.drafter.propose(iteration), parts.verifier.latest(iteration)
     result = parts.accepter.decide(iteration, draft, verified)
     pending = send_to_host(parts.target, iteration, result.emitted(), verified)
     if parts.target.reads_results:
         pending.wait()
-    greedy = Iteration(depth, zeros[:0], rows, kv_lens, zeros, SamplingNeeds(True, True, False, [], [], []))
+    greedy = Iteration(depth, zeros[:0], rows, lens, last, zeros, SamplingNeeds(True, True, False, [], [], []))
     if parts.accepter.fusable(greedy, draft):  # compile its kernel now, not at the first batch
         parts.accepter.accept_fused(greedy, draft, verified)
 

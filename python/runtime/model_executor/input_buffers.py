@@ -46,7 +46,9 @@ class BufferSpec:
 
 INPUTS = (
     BufferSpec("req_pool_indices", "req", torch.int64, 0),
+    BufferSpec("page_rows", "req", torch.int32, 0),
     BufferSpec("kv_lens", "req", torch.int32, 0),
+    BufferSpec("last_tokens", "req", torch.int64, 0),
     BufferSpec("seq_lens", "req", torch.int32, ROW_WIDTH),
     BufferSpec("input_ids", "token", torch.int64, 0),
     BufferSpec("positions", "token", torch.int64, 0),
@@ -104,6 +106,10 @@ class InputBuffers:
         """int32 [size]: KV lengths before the pass."""
         return self.named("kv_lens", size)
 
+    def last_tokens(self, size: int) -> torch.Tensor:
+        """int64 [size]: the last committed token of each request."""
+        return self.named("last_tokens", size)
+
     def reset(self, row_width: int) -> None:
         """Make every row a padding row of `row_width` tokens."""
         for name, tensor in self.tensors.items():
@@ -127,4 +133,5 @@ class InputBuffers:
             max_queries=max_queries,
             tree_mask=self.named("tree_mask", tokens) if tree_tail else None,
             tree_tail=tree_tail,
+            page_rows=self.named("page_rows", requests),
         )

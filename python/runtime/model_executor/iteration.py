@@ -12,6 +12,7 @@ from runtime.batch import NO_SAMPLE, EagerSample
 from runtime.layers.linear import Linear
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.layers.token_mask import TokenMask
+from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.grammar_rows import GrammarStep
 from runtime.model_executor.ragged_windows import RaggedWindows
 
@@ -38,6 +39,7 @@ class Iteration:
         host_rows: int32 [live], on the host: request rows.
         rows: int64 [size], request rows; padding: row 0.
         kv_lens: int32 [size], KV lengths before the iteration; padding: 0.
+        last_tokens: int64 [size], the last committed token of each request.
         bounds: int32 [size], on the host: upper bounds of `kv_lens`.
         needs: what the sampler has to do.
         top_logprobs: number of most likely tokens to report for each token; -1 for no log-probabilities.
@@ -55,6 +57,7 @@ class Iteration:
     host_rows: npt.NDArray[np.int32]
     rows: torch.Tensor
     kv_lens: torch.Tensor
+    last_tokens: torch.Tensor
     bounds: npt.NDArray[np.int32]
     needs: SamplingNeeds
     top_logprobs: int = -1
@@ -77,6 +80,11 @@ class Iteration:
         """Requests with the padding."""
         return len(self.bounds)
 
+    @property
+    def no_drafts(self) -> DraftWindow:
+        """Windows of the last committed token alone."""
+        return DraftWindow(self.last_tokens[:, None])
+
     def part(self, start: int, stop: int) -> Iteration:
         """Requests `start` to `stop`."""
         one = slice(start, stop)
@@ -85,6 +93,7 @@ class Iteration:
             host_rows=self.host_rows[one],
             rows=self.rows[one],
             kv_lens=self.kv_lens[one],
+            last_tokens=self.last_tokens[one],
             bounds=self.bounds[one],
             needs=self.needs.part(start, stop),
             mask=None if self.mask is None else self.mask.part(start, stop),

@@ -107,7 +107,7 @@ class IterationGraphs:
         return replays and not iteration.sample.eager and iteration.grammar is None and iteration.caps is None
 
     def run(self, iteration: Iteration) -> tuple[torch.Tensor, VerifyResult]:
-        """Run an iteration whose rows are in the inputs.
+        """Run an iteration whose rows are in the inputs, with their lengths and last tokens.
 
         Returns:
             `AcceptResult.emitted`, and the target's outputs. Valid until the next iteration.
@@ -139,18 +139,16 @@ class IterationGraphs:
 
     def _forward(self, depth: int, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         stages, size = self._stages, batch.batch_size
-        rows, kv_lens = stages.inputs.rows(size), stages.inputs.kv_lens(size)
-        lens_by_row = stages.target.rows.kv_lens
-        torch.index_select(lens_by_row, 0, rows, out=kv_lens)
-        bounds = batch.seq_len_bounds - batch.tokens_per_req
-        iteration = Iteration(depth, np.full(size, PAD_ROW, dtype=np.int32), rows, kv_lens, bounds, VARIANTS[variant])
+        inputs, bounds = stages.inputs, batch.seq_len_bounds - batch.tokens_per_req
+        state = inputs.rows(size), inputs.kv_lens(size), inputs.last_tokens(size)
+        iteration = Iteration(depth, np.full(size, PAD_ROW, dtype=np.int32), *state, bounds, VARIANTS[variant])
         with _recorded(stages.runners(depth)):
             draft = stages.drafter.propose(iteration)
             window = stages.verifier.fill(iteration, draft)
             verified = stages.verifier.run(iteration, window)
             result = stages.accepter.accept(iteration, draft, verified, window)
             stages.drafter.follow(iteration, Accepted(result, draft.tokens, verified.features))
-        lens_by_row[PAD_ROW].zero_()  # all rows were committed, padding too
+        stages.target.rows.kv_lens[PAD_ROW].zero_()  # all rows were committed, padding too
         result.emitted(outputs["emitted"])
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from runtime.batch import PAD_ROW, ForwardMode
+from runtime.batch import ForwardMode
 from runtime.config.device_tuning import DeviceTuning
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
@@ -166,8 +166,7 @@ class ShortPrompts:
         padded, B, T = runner.batch(size), len(lens), batch.num_tokens
         assert padded.extend_lens is not None
         _copy_tokens(batch, padded, slice(0, T))
-        padded.req_pool_indices[:B].copy_(batch.req_pool_indices)
-        padded.req_pool_indices[B:].fill_(PAD_ROW)
+        padded.set_rows(batch.req_pool_indices)
         padded.seq_lens[:B].copy_(batch.seq_lens)
         padded.seq_lens[B:].fill_(max(size - T, 1))
         padded.qo_indptr[: B + 1].copy_(batch.qo_indptr)
@@ -199,7 +198,7 @@ class ShortPrompts:
         """Run request `i`, whose `length` tokens begin at `start`, at `size`; views of the runner's outputs."""
         padded = self.runner.batch(size)
         _copy_tokens(batch, padded, slice(start, start + length))
-        padded.req_pool_indices.copy_(batch.req_pool_indices[i : i + 1])
+        padded.set_rows(batch.req_pool_indices[i : i + 1])
         torch.add(batch.seq_lens[i : i + 1], size - length, out=padded.seq_lens)
         padded.seq_len_bounds[:] = batch.seq_len_bounds[i] + size - length
         outputs, _ = self.runner.run(padded)

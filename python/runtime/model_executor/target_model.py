@@ -15,7 +15,6 @@ from runtime.layers.sampler import sample, top_logprobs
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.layers.token_mask import TokenMask
 from runtime.mem_cache.kv_pool import KVPool, PageTable, front_slots
-from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.pooled import pool_chunks
@@ -118,10 +117,6 @@ class TargetModel:
         """The graph runners of short prompts, if there are any."""
         return [] if self.short_prompts is None else self.short_prompts.runners
 
-    def last_tokens(self, rows: torch.Tensor) -> DraftWindow:
-        """Windows without drafts for request rows int64 [size]."""
-        return DraftWindow(self.rows.last_tokens[rows][:, None])
-
     def copy_pages(self, batch: ScheduleBatch, pools: Iterable[KVPool]) -> None:
         """Copy the fronts of pages in the KV of all models."""
         columns = (batch.copy_sources, batch.copy_targets, batch.copy_counts)
@@ -158,9 +153,9 @@ class TargetModel:
         positions = np.arange(ends[-1]) + np.repeat(batch.prefix_lens - indptr[:-1], lens)
         entries = np.repeat(batch.rows[: batch.num_prompts].astype(np.int64) * table.max_pages, lens) + positions // table.page_size
         seq_lens = (batch.prefix_lens + lens).astype(np.int32)
-        ids_d, position, entries_d, offsets_d, indptr_d, lens_d, last_d, next_d = self.staging.upload(
+        ids_d, position, entries_d, offsets_d, indptr_d, lens_d, page_rows, last_d, next_d = self.staging.upload(
             *(batch.token_ids.astype(np.int64), positions, entries, positions % table.page_size),
-            *(indptr, seq_lens, ends - 1, batch.next_tokens.astype(np.int64)),
+            *(indptr, seq_lens, batch.rows[: batch.num_prompts].astype(np.int32), ends - 1, batch.next_tokens.astype(np.int64)),
         )
         forward = ForwardBatch(
             mode=batch.mode,
@@ -174,6 +169,7 @@ class TargetModel:
             qo_indptr=indptr_d.clone(),
             seq_len_bounds=seq_lens,
             extend_lens=lens,
+            page_rows=page_rows,
         )
         return Chunks(forward, rows, last_d, next_d)
 

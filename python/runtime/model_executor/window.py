@@ -11,7 +11,12 @@ from runtime.mem_cache.kv_pool import PageTable
 
 
 def fill_window(
-    batch: ForwardBatch, page_table: PageTable, kv_lens: torch.Tensor, tokens: torch.Tensor, depths: torch.Tensor | None = None
+    batch: ForwardBatch,
+    page_table: PageTable,
+    kv_lens: torch.Tensor,
+    tokens: torch.Tensor,
+    depths: torch.Tensor | None = None,
+    ahead: int = 0,
 ) -> None:
     """Fill a batch in place with `W = batch.tokens_per_req` tokens after each request's KV. Outside or inside a graph.
 
@@ -21,19 +26,20 @@ def fill_window(
         kv_lens: int32 [B]. KV length before the pass; 0 for padding.
         tokens: int64 [B, W].
         depths: int64 [B, W], the distance of each token from the first in the sequence (trees); None: 0, 1, 2, …
+        ahead: KV positions that passes before this one wrote behind `kv_lens`.
     """
     if kv_lens.is_cuda:
         from runtime.model_executor.window_kernel import fill_window_cuda
 
-        fill_window_cuda(batch, page_table, kv_lens, tokens, depths)
+        fill_window_cuda(batch, page_table, kv_lens, tokens, depths, ahead)
         return
     width = batch.tokens_per_req
-    steps = torch.arange(width, dtype=torch.int64, device=kv_lens.device)
-    slots_at = kv_lens[:, None] + steps
+    first = kv_lens[:, None] + ahead
+    slots_at = first + torch.arange(width, dtype=torch.int64, device=kv_lens.device)
     batch.input_ids.copy_(tokens.flatten())
-    batch.positions.copy_((slots_at if depths is None else kv_lens[:, None] + depths).flatten())
+    batch.positions.copy_((slots_at if depths is None else first + depths).flatten())
     batch.out_cache_loc.copy_(page_table.slots(batch.req_pool_indices[:, None], slots_at).flatten())
-    torch.add(kv_lens, width, out=batch.seq_lens)
+    torch.add(kv_lens, ahead + width, out=batch.seq_lens)
 
 
 def prompts_and_windows(prompts: ForwardBatch, windows: ForwardBatch, count: int) -> ForwardBatch:

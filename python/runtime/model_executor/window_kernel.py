@@ -1,4 +1,4 @@
-"""`fill_window` as one kernel: ten small launches take longer than a phase of a small model."""
+"""The inputs of fixed-width passes as two kernels, of `load_rows` and of `fill_window`: each small launch takes 2.5 microseconds."""
 
 # Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false
@@ -10,17 +10,36 @@ import triton
 import triton.language as tl
 
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.kernels.pdl import launch_options, pdl_wait_first, starts_early
 from runtime.mem_cache.kv_pool import PageTable
 
+ROWS = 128
+"""Requests of one program of `_load`."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["size"])
+def _load(
+    rows, row_lens, row_tokens, indices, page_rows, kv_lens, last_tokens, size, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    pdl_wait_first(PDL)
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = request < size
+    row = tl.load(rows + request, mask=inside, other=0)
+    tl.store(indices + request, row, mask=inside)
+    tl.store(page_rows + request, row.to(tl.int32), mask=inside)
+    tl.store(kv_lens + request, tl.load(row_lens + row, mask=inside, other=0), mask=inside)
+    tl.store(last_tokens + request, tl.load(row_tokens + row, mask=inside, other=0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["tokens", "depths"])
 def _fill(
     rows, kv_lens, tokens, token_stride, depths, depth_stride, pages, page_stride, page_size,
-    input_ids, positions, out_cache_loc, seq_lens, width, HAS_DEPTHS: tl.constexpr, BLOCK: tl.constexpr,
+    input_ids, positions, out_cache_loc, seq_lens, ahead, width, HAS_DEPTHS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl_wait_first(PDL)
     request = tl.program_id(0)
     row = tl.load(rows + request)
-    length = tl.load(kv_lens + request)
+    length = tl.load(kv_lens + request) + ahead
     j = tl.arange(0, BLOCK)
     inside = j < width
     at = length + j
@@ -35,15 +54,35 @@ def _fill(
     tl.store(seq_lens + request, length + width)
 
 
-def fill_window_cuda(
-    batch: ForwardBatch, page_table: PageTable, kv_lens: torch.Tensor, tokens: torch.Tensor, depths: torch.Tensor | None
+def load_rows_cuda(
+    rows: torch.Tensor,
+    row_lens: torch.Tensor,
+    row_tokens: torch.Tensor,
+    indices: torch.Tensor,
+    page_rows: torch.Tensor,
+    kv_lens: torch.Tensor,
+    last_tokens: torch.Tensor,
 ) -> None:
-    """See `fill_window`. `tokens` and `depths` may be strided between requests."""
-    width = batch.tokens_per_req
+    """See `load_rows`: `rows` int64 [B] and the tables int32 and int64 [R] are read; int64, int32, int32 and int64 [B] are written."""
+    size, pdl = len(rows), starts_early(rows.device)
+    _load[(triton.cdiv(size, ROWS),)](
+        rows, row_lens, row_tokens, indices, page_rows, kv_lens, last_tokens, size, BLOCK=ROWS, PDL=pdl, **launch_options(pdl)
+    )
+
+
+def fill_window_cuda(
+    batch: ForwardBatch, page_table: PageTable, kv_lens: torch.Tensor, tokens: torch.Tensor, depths: torch.Tensor | None, ahead: int
+) -> None:
+    """See `fill_window`. `tokens` and `depths` may be strided between requests.
+
+    The next kernel must wait before it lets another one start, as the embedding does, or not start early: later ones read positions,
+    slots and lengths before their own wait.
+    """
+    width, pdl = batch.tokens_per_req, starts_early(kv_lens.device)
     assert tokens.stride(-1) == 1 or width == 1
     _fill[(batch.batch_size,)](
         batch.req_pool_indices, kv_lens, tokens, tokens.stride(0), depths if depths is not None else tokens,
         depths.stride(0) if depths is not None else 0, page_table.pages, page_table.pages.stride(0), page_table.page_size,
-        batch.input_ids, batch.positions, batch.out_cache_loc, batch.seq_lens, width,
-        HAS_DEPTHS=depths is not None, BLOCK=triton.next_power_of_2(width),
+        batch.input_ids, batch.positions, batch.out_cache_loc, batch.seq_lens, ahead, width,
+        HAS_DEPTHS=depths is not None, BLOCK=triton.next_power_of_2(width), PDL=pdl, num_warps=1, **launch_options(pdl),
     )  # fmt: skip

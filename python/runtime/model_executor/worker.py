@@ -33,6 +33,7 @@ from runtime.model_executor.iteration_graph import IterationGraphs
 from runtime.model_executor.profiler import Profiler, span
 from runtime.model_executor.ragged_windows import RaggedWindows
 from runtime.model_executor.results import LogprobCopy, copy_logprobs, join
+from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target_model import Chunks, ExtendPass, PromptsPending, States, TargetModel
 from runtime.model_executor.verification import Verifier
@@ -319,7 +320,7 @@ class Worker:
         return extend, prompts
 
     def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
-        """An iteration of the decode rows, int64 [size], which go into the inputs that all runners share."""
+        """An iteration of the decode rows, int64 [size], which go with their state into the inputs that all runners share."""
         started, parts, first, size = time.perf_counter(), self.parts, batch.num_prompts, len(rows)
         host_rows = batch.rows[first:]
         bounds = np.zeros(size, dtype=np.int32)
@@ -330,9 +331,10 @@ class Worker:
         # for neither side.
         taken = batch.sample.taken and first == 0 and grammar is None and parts.verifier.has_graph(depth, size)
         unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs, taken)
-        parts.inputs.rows(size).copy_(rows)
+        load_rows(parts.inputs, rows, parts.target.rows)
+        lens, last = parts.inputs.kv_lens(size), parts.inputs.last_tokens(size)
         return Iteration(
-            *(depth, host_rows, rows, parts.inputs.kv_lens(size), bounds, needs, k, replace(batch.sample, taken=taken), grammar),
+            *(depth, host_rows, rows, lens, last, bounds, needs, k, replace(batch.sample, taken=taken), grammar),
             caps=self._caps(host_rows, depth, size, batch.widths),
             ragged=RaggedWindows.of(batch.widths, depth + 1, parts.target.staging.upload) if len(batch.widths) else None,
             greedy=None if parts.depths.controller is None else parts.target.rows.greedy(host_rows),
@@ -358,7 +360,6 @@ class Worker:
         """Propose, verify, accept, commit, follow. Prompt chunks run in the pass that verifies."""
         target, drafter, verifier = self.parts.target, self.parts.drafter, self.parts.verifier
         extend, prompts = None, None
-        torch.index_select(target.rows.kv_lens, 0, iteration.rows, out=iteration.kv_lens)
         with span("draft_decode"):
             draft = drafter.propose(iteration)
         if iteration.grammar is not None:

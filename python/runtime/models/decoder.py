@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch.nn import functional as F
 
 from runtime.batch import ForwardMode
 from runtime.distributed.agreement import Agreement
@@ -14,7 +13,6 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.moe.mlp import SparseMlp
-from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.block import DecoderBlock
@@ -131,10 +129,8 @@ class DecoderModel:
         """
         assert self._bound is not None, "bind comes before forward"
         context = PassContext(batch, *self._bound)
-        embeds = F.embedding(batch.input_ids, self.embed).float()
-        if self._embed_scale != 1.0:
-            embeds = embeds.mul_(self._embed_scale)
-        stream = Stream(embeds, in_prompt=batch.mode is ForwardMode.EXTEND)
+        in_prompt = batch.mode is ForwardMode.EXTEND
+        stream = self.context.ops.embed(batch.input_ids, self.embed, self.layers[0].attn_norm, self._embed_scale, in_prompt)
         aux = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:

@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch.nn import functional as F
 
 from runtime.distributed.parallel_group import ParallelGroup
 from runtime.layers.attention.layer import Attention
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear
-from runtime.layers.ops import Stream
 from runtime.models.block import Block
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import DraftConfig
@@ -93,8 +91,8 @@ class DFlashDraftModel(DraftHead):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Fill blocks: [T, hidden] in the model's dtype, after the norm before the head. The backend's `plan` has been called."""
-        embeds = F.embedding(batch.input_ids, self.embed).float()
-        stream, context = Stream(embeds.mul_(self.block.embed_scale)), self.context(batch)
+        stream = self.ops.embed(batch.input_ids, self.embed, self.layers[0].attn_norm, self.block.embed_scale)
+        context = self.context(batch)
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             stream = layer.forward(stream, context, None if following is None else following.attn_norm)
         return self.ops.norm(stream.h, self._norm, self.dtype)

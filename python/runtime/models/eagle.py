@@ -7,9 +7,9 @@ checkpoints.
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
 from runtime.distributed.parallel_group import ParallelGroup
+from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.ops import Stream
 from runtime.models.decoder import DecoderModel
@@ -46,6 +46,7 @@ class LlamaForCausalLMEagle(DraftHead, DraftModel):
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
         self.input_width = self.hidden_width = hidden
         self.hidden_dtype = target.dtype
+        self._input = DraftInput()
         self.fc = self.parts.weights.linear({"fc": hidden}, 2 * hidden)
         self.layers = [self.parts.dense_block(f"layers.{i}.", i, input_norm=i > 0) for i in range(self.config.num_layers)]
         self.attention_specs = tuple(layer.attention.spec for layer in self.layers)
@@ -76,7 +77,8 @@ class LlamaForCausalLMEagle(DraftHead, DraftModel):
         """[T, hidden] or [N, hidden] in the model's dtype, as `DraftModel.forward` says."""
         assert batch.hidden_states is not None, "a draft head needs hidden states"
         context, dtype = self.context(batch), self.hidden_dtype
-        x = self.ops.linear(torch.cat([F.embedding(batch.input_ids, self.embed), batch.hidden_states.to(dtype)], dim=1), self.fc)
+        rows, _ = self.ops.join(batch.input_ids, self.embed, batch.hidden_states, batch.positions, self._input)
+        x = self.ops.linear(rows, self.fc)
         last = [*[None] * (len(self.layers) - 1), wanted]  # attention of a later layer reads every token
         stream = Stream(x.to(torch.float32, copy=True))
         for i, layer in enumerate(self.layers):

@@ -7,10 +7,10 @@ Source: EAGLE-3, Li et al. 2025, arXiv:2503.01840; tensor names follow the publi
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
 from runtime.distributed.parallel_group import ParallelGroup
 from runtime.errors import ConfigError
+from runtime.layers.draft_input import DraftInput, StreamStart
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.layers.ops import Stream
@@ -57,8 +57,9 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         self.layer = parts.dense_block("midlayer.", 0, in_features=2 * c.hidden_size, input_norm=False)
         self.layers = [self.layer]
         self.attention_specs = (self.layer.attention.spec,)
-        self._embed_norm = parts.norm("midlayer.input_layernorm.weight")
-        self._hidden_norm = parts.norm("midlayer.hidden_norm.weight")
+        norms = parts.norm("midlayer.input_layernorm.weight"), parts.norm("midlayer.hidden_norm.weight")
+        stream = StreamStart.NORMED_STATE if config.layout.norm_before_residual else StreamStart.STATE
+        self._input = DraftInput(norms, stream=stream)
         self._norm = parts.norm("norm.weight")
         self.head_norm = None if config.layout.norm_output else self._norm
         self._input_norm = parts.norm("input_norm.weight", self.input_width) if config.layout.norm_before_fc else None
@@ -120,7 +121,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         self.to_target = to_target
 
     def project(self, aux_hidden: torch.Tensor) -> torch.Tensor:
-        """The target's three states side by side [T, input_width] -> the head's [T, hidden] float32."""
+        """The target's three states side by side [T, input_width] -> the head's [T, hidden]."""
         ops, dtype = self.ops, self.dtype
         x = aux_hidden.to(dtype)
         if self._input_norm is not None:
@@ -128,7 +129,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         if self._state_norms:
             states = zip(x.float().chunk(NUM_AUX, dim=1), self._state_norms, strict=True)
             x = torch.cat([ops.norm(state.contiguous(), norm, dtype) for state, norm in states], dim=1)
-        return ops.linear(x, self.fc).float()
+        return ops.linear(x, self.fc)
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """The residual stream float32 [T, hidden] or [N, hidden], as `DraftModel.forward` says, final-normed where the
@@ -136,12 +137,10 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         """
         hidden = batch.hidden_states
         assert hidden is not None, "a draft head needs hidden states"
-        # A copy: the operations write the stream in place, and the caller owns the rows.
-        h = self.project(hidden) if hidden.shape[1] == self.input_width else hidden.to(torch.float32, copy=True)
-        embeds = self.ops.norm(F.embedding(batch.input_ids, self.embed).float(), self._embed_norm, self.dtype)
-        normed = self.ops.norm(h, self._hidden_norm, self.dtype)
-        stream = Stream(normed.to(torch.float32, copy=True) if self._layout.norm_before_residual else h)
-        h = self.layer.forward(stream, self.context(batch), rows=torch.cat([embeds, normed], dim=1), wanted=wanted).h
+        states = self.project(hidden) if hidden.shape[1] == self.input_width else hidden
+        rows, stream = self.ops.join(batch.input_ids, self.embed, states, batch.positions, self._input)
+        assert stream is not None, "the stream begins with the states"
+        h = self.layer.forward(Stream(stream), self.context(batch), rows=rows, wanted=wanted).h
         return self.ops.norm(h, self._norm, torch.float32) if self._layout.norm_output else h
 
 

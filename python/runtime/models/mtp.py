@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from torch.nn import functional as F
 
 from runtime.distributed.parallel_group import ParallelGroup
 from runtime.errors import ConfigError
+from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.ops import Stream
 from runtime.models.config import ModelConfig
@@ -54,9 +54,10 @@ class MtpDraft(DraftHead, DraftModel):
         self.input_width = self.hidden_width = hidden
         self.hidden_dtype = target.dtype if names.feeds_normed else torch.float32
         parts, prefix = self.parts, names.prefix
-        self._token_norm, self._hidden_norm, self._final_norm = (
+        token_norm, hidden_norm, self._final_norm = (
             parts.norm(f"{prefix}{name}.weight") for name in (names.token_norm, names.hidden_norm, names.final_norm)
         )
+        self._input = DraftInput((token_norm, hidden_norm), names.hidden_first, names.blank_start)
         self.proj = parts.weights.linear({prefix + names.proj: hidden}, 2 * hidden)
         self.layer = MTP_FAMILIES[self.config.architecture].mtp_block(parts, prefix)
         self.layers = [self.layer]
@@ -85,15 +86,10 @@ class MtpDraft(DraftHead, DraftModel):
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """[T, hidden] or [N, hidden] in `hidden_dtype`, as `DraftModel.forward` says."""
         assert batch.hidden_states is not None, "a draft layer needs hidden states"
-        ops, dtype, names = self.ops, self.dtype, self._names
-        embeds = F.embedding(batch.input_ids, self.embed).float()
-        if names.blank_start:
-            embeds = embeds.masked_fill(batch.positions[:, None] == 0, 0.0)
-        token = ops.norm(embeds, self._token_norm, dtype)
-        hidden = ops.norm(batch.hidden_states.float(), self._hidden_norm, dtype)
-        x = ops.linear(torch.cat((hidden, token) if names.hidden_first else (token, hidden), dim=1), self.proj)
+        rows, _ = self.ops.join(batch.input_ids, self.embed, batch.hidden_states, batch.positions, self._input)
+        x = self.ops.linear(rows, self.proj)
         h = self.layer.forward(Stream(x.to(torch.float32, copy=True)), self.context(batch), wanted=wanted).h
-        return ops.norm(h, self._final_norm, dtype) if names.feeds_normed else h
+        return self.ops.norm(h, self._final_norm, self.dtype) if self._names.feeds_normed else h
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:

@@ -17,6 +17,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.graph_runner import GraphRunner, RunnerSpec
 from runtime.model_executor.input_buffers import INPUTS, BufferSpec, InputBuffers
 from runtime.model_executor.iteration import Iteration
+from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.window import fill_window
 
@@ -125,14 +126,13 @@ class CatchUp:
     def _run(self, rows: Int32, bounds: Int32, behind: Int32, variant: str, eager: bool, size: int) -> None:
         """One window per row that is behind; the others take part as padding."""
         runner, inputs, live = self.runner, self._inputs, len(rows)
-        batch, padded, lens = runner.batch(size), np.full(size, PAD_ROW, dtype=np.int32), np.ones(size, dtype=np.int32)
+        batch, padded, lens = runner.batch(size), np.full(size, PAD_ROW, dtype=np.int64), np.ones(size, dtype=np.int32)
         padded[:live], lens[:live] = np.where(behind > 0, rows, PAD_ROW), np.maximum(behind, 1)
         batch.seq_len_bounds[:] = WIDTH
         batch.seq_len_bounds[:live] += np.where(behind > 0, bounds - behind, 0)
         padded_d, lens_d = self._target.staging.upload(padded, lens)
         starts = inputs.kv_lens(size)
-        inputs.rows(size).copy_(padded_d)
-        torch.index_select(self._target.rows.kv_lens, 0, inputs.rows(size), out=starts)
+        load_rows(inputs, padded_d, self._target.rows)
         starts.sub_(lens_d).clamp_(min=0)  # padding has no KV
         fill_window(batch, self._target.page_table, starts, self.held.tokens(inputs.rows(size)))
         unused = torch.arange(WIDTH, device=lens_d.device) >= lens_d[:, None]

@@ -64,7 +64,7 @@ class DFlashWorker(ModelDrafter):
         spec = extend_spec(full, full.at_depth(depth), self.model.input_width, self.runner.dtype, launches)
         return replace(spec, inputs=spec.inputs[:1], num_steps=0, variants=("",))  # nothing attends: it writes KV only
 
-    def _extend_forward(self, states: States) -> Forward:
+    def _extend_forward(self, states: States, width: int) -> Forward:
         return partial(self._write_context, states=states)
 
     def warmup_runs(self) -> list[Callable[[], object]]:
@@ -81,7 +81,7 @@ class DFlashWorker(ModelDrafter):
     def propose(self, iteration: Iteration) -> DraftWindow:
         """Fill the blocks."""
         if iteration.depth == 0:
-            return self._target.last_tokens(iteration.rows)
+            return iteration.no_drafts
         runner, grammar = self.graphs[iteration.depth].decode, restricting(iteration)
         assert runner is not None, "every depth has blocks"
         outputs = self._decode(iteration, runner, None if grammar is None else partial(self._fill_block, grammar=grammar))

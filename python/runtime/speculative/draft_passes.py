@@ -29,6 +29,7 @@ from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
+from runtime.speculative.chain_start import start_chain
 from runtime.speculative.draft_mask import DraftMask
 from runtime.speculative.draft_state import DraftState, first_guesses, guess
 from runtime.speculative.draft_tree import begin, expand, select, top_log_probs
@@ -101,8 +102,8 @@ class DraftPasses:
         index, K = batch.req_pool_indices, self.shape.num_steps
         tokens, sampled, known = outputs["tokens"], variant == SAMPLED, self.draft.lookahead
         kv_lens = self.inputs.kv_lens(batch.batch_size)
-        token, hidden = self.rows.last_tokens[index], self.state.hidden[index]
-        tokens[:, 0].copy_(token)
+        hidden = start_chain(index, self.rows.last_tokens, self.state, tokens)
+        token = tokens[:, known]
 
         def write_guess(at: int) -> torch.Tensor:
             """The guess at window position `at`, from `hidden`."""
@@ -113,13 +114,10 @@ class DraftPasses:
                 outputs["probs"][:, at - 1].copy_(probs)
             return token
 
-        if known and grammar is None:
-            token = self.state.tokens[index, 0]
-            tokens[:, 1].copy_(token)
-            if sampled:
-                outputs["probs"][:, 0].copy_(self.state.probs[index])
-        elif known:
+        if known and grammar is not None:
             token = write_guess(1)
+        elif known and sampled:
+            outputs["probs"][:, 0].copy_(self.state.probs[index])
         for step in range(K - known):
             hidden = self._forward(batch, step, token[:, None], hidden)
             token = write_guess(step + known + 1)
@@ -189,9 +187,8 @@ class DraftPasses:
         Branch j writes slot `kv_len + step * topk + j`; all branches stand at sequence position `kv_len + step`.
         """
         topk = self.shape.topk
-        kv_lens = self.inputs.kv_lens(batch.batch_size)
         depths = None if topk == 1 else self._back[step].expand(batch.batch_size, -1)
-        fill_window(batch, self.page_table, kv_lens + step * topk if step else kv_lens, tokens, depths)
+        fill_window(batch, self.page_table, self.inputs.kv_lens(batch.batch_size), tokens, depths, ahead=step * topk)
         if mask is not None:
             assert batch.tree_mask is not None
             batch.tree_mask.copy_(mask.flatten())
@@ -216,17 +213,22 @@ def extend_spec(full: TreeShape, shape: TreeShape, feature: int, dtype: torch.dt
 
 
 def extend_forward(
-    draft: DraftModel, rows: RequestRows, state: DraftState, inputs: InputBuffers, states: Callable[[ForwardBatch], torch.Tensor]
+    draft: DraftModel,
+    rows: RequestRows,
+    state: DraftState,
+    inputs: InputBuffers,
+    states: Callable[[ForwardBatch], torch.Tensor],
+    width: int,
 ) -> Forward:
-    """The function that the graph records; `states` gives the target's hidden states of a batch."""
+    """The function that the graph records over windows of `width`; `states` gives the target's hidden states of a batch."""
+    before = torch.arange(inputs.max_requests, device=inputs.device) * width - 1
 
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
-        index, D = batch.req_pool_indices, batch.tokens_per_req
-        accepted = inputs.named("accept_lens", batch.batch_size).to(torch.int64)
-        last = torch.arange(batch.batch_size, device=accepted.device) * D + accepted - 1
+        index, accepted = batch.req_pool_indices, inputs.named("accept_lens", batch.batch_size)
+        last = before[: batch.batch_size] + accepted
         hidden = draft.forward(replace(batch, hidden_states=states(batch)), last)
         if draft.lookahead and variant != KV_ONLY:
-            positions = inputs.kv_lens(batch.batch_size).to(torch.int64) + accepted + 1 if variant == SAMPLED else None
+            positions = (inputs.kv_lens(batch.batch_size) + accepted).to(torch.int64) + 1 if variant == SAMPLED else None
             state.hidden[index] = hidden
             first_guesses(state, draft, hidden, rows.tables, index, positions)
 

@@ -30,6 +30,7 @@ from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target_model import ExtendPass
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
+from runtime.speculative.chain_start import start_chain
 from runtime.speculative.draft_passes import GREEDY, KV_ONLY, SAMPLED, DraftPasses, decode_spec, extend_forward, extend_spec, variants
 from runtime.speculative.draft_state import DraftState, first_guesses
 from runtime.speculative.draft_tree import begin, select
@@ -84,8 +85,8 @@ class EagleWorker(ModelDrafter):
             return catch_up_spec((*variants(full), KV_ONLY), model.kernel_launches)
         return extend_spec(full, full.at_depth(depth), model.input_width, self.runner.dtype, model.kernel_launches)
 
-    def _extend_forward(self, states: States) -> Forward:
-        return extend_forward(self.model, self._target.rows, self.state, self._inputs, states)
+    def _extend_forward(self, states: States, width: int) -> Forward:
+        return extend_forward(self.model, self._target.rows, self.state, self._inputs, states, width)
 
     def warmup_runs(self) -> list[Callable[[], object]]:
         """Attention of the draft's passes at every depth."""
@@ -113,7 +114,7 @@ class EagleWorker(ModelDrafter):
     def propose(self, iteration: Iteration) -> DraftWindow:
         """Run draft-decode."""
         if iteration.depth == 0:
-            return self._target.last_tokens(iteration.rows)
+            return iteration.no_drafts
         runner, passes, grammar = self.graphs[iteration.depth].decode, self._passes[iteration.depth], restricting(iteration)
         if runner is None:
             return self._first_window(iteration, passes, grammar)
@@ -124,16 +125,18 @@ class EagleWorker(ModelDrafter):
 
     def _first_window(self, iteration: Iteration, passes: DraftPasses, grammar: GrammarStep | None) -> DraftWindow:
         """The last token and the guesses of draft-extend, which are all drafts where K = 1."""
-        state, rows = self.state, iteration.rows
-        last = self._target.rows.last_tokens[rows]
+        state, rows, sampled = self.state, iteration.rows, self._variant(iteration.needs) == SAMPLED
         if self.spec.shape.topk > 1:
-            return select(begin(*passes.first_guesses(rows, grammar)), last, self.spec.shape)
-        token, probs = state.tokens[rows, 0], state.probs[rows]
+            return select(begin(*passes.first_guesses(rows, grammar)), iteration.last_tokens, self.spec.shape)
+        tokens = torch.empty((iteration.size, 2), dtype=torch.int64, device=rows.device)
+        hidden = start_chain(rows, self._target.rows.last_tokens, state, tokens)
+        probs = state.probs[rows] if sampled else None
         if grammar is not None:
-            positions = None if self._variant(iteration.needs) == GREEDY else iteration.kv_lens.to(torch.int64) + 1
-            token, guessed = passes.guess(state.hidden[rows], rows, positions, last[:, None][:, :0], grammar)
+            positions = iteration.kv_lens.to(torch.int64) + 1 if sampled else None
+            token, guessed = passes.guess(hidden, rows, positions, tokens[:, 1:1], grammar)
+            tokens[:, 1].copy_(token)
             probs = probs if guessed is None else guessed
-        return DraftWindow(torch.stack([last, token], dim=1), probs=probs[:, None])
+        return DraftWindow(tokens, probs=None if probs is None else probs[:, None])
 
     def _followed(self, accepted: Accepted) -> torch.Tensor:
         """With lookahead each position carries the token after it."""

@@ -65,8 +65,8 @@ class ModelDrafter(Drafter):
         """The runner of draft-extend; at depth 0 that of `CatchUp`."""
         raise NotImplementedError
 
-    def _extend_forward(self, states: States) -> Forward:
-        """The function of draft-extend."""
+    def _extend_forward(self, states: States, width: int) -> Forward:
+        """The function of draft-extend over windows of `width`."""
         raise NotImplementedError
 
     def _followed(self, accepted: Accepted) -> torch.Tensor:
@@ -94,8 +94,8 @@ class ModelDrafter(Drafter):
             self.catch_up = CatchUp(target, inputs, held, self._extend_runner(setup, 0, held.states))
 
     def _extend_runner(self, setup: DraftSetup, depth: int, states: States) -> GraphRunner:
-        spec, forward, wanted = self._extend_spec(depth), self._extend_forward(states), self._config.draft_extend_graph
-        return setup.make_runner(spec, forward, self.runner, setup.depths[depth], wanted)
+        spec, wanted = self._extend_spec(depth), self._config.draft_extend_graph
+        return setup.make_runner(spec, self._extend_forward(states, spec.width), self.runner, setup.depths[depth], wanted)
 
     @property
     def _width(self) -> int:

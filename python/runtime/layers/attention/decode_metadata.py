@@ -1,4 +1,4 @@
-"""Row numbers and lengths of fixed-width passes, in tensors whose addresses captured graphs hold."""
+"""KV lengths of fixed-width passes, in tensors whose addresses captured graphs hold."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from runtime.layers.forward_batch import ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class FixedLengths:
-    """Rows and lengths of the passes of one size that one plan prepares. Captured graphs read these tensors.
+    """Lengths of the passes of one size that one plan prepares. A single causal pass reads those of its batch, and nothing is copied.
 
     Attributes:
         size, width: requests, and queries per request.
         tail: tree tail of the first pass; 0 for causal passes.
-        rows: int32 [B], rows of the page table.
-        seq_lens: int32 [steps, B], KV lengths of each pass.
-        key_lens: int32 [steps, B], keys of the causal attention, or for trees the keys before the tail.
         steps: int32 [steps, 1], keys that each pass adds to `seq_lens` of the batch.
+        lens: int32 [steps, B], KV lengths of each pass; None for a single causal pass.
+        prefix: int32 [B], the keys before the tail, which all passes of a tree share; None for causal passes.
     """
 
     size: int
     width: int
     tail: int
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    key_lens: torch.Tensor
     steps: torch.Tensor
+    lens: torch.Tensor | None
+    prefix: torch.Tensor | None
 
     @classmethod
     def empty(cls, size: int, width: int, num_steps: int, tail: int, device: torch.device) -> FixedLengths:
@@ -39,17 +37,24 @@ class FixedLengths:
         def ints(*dims: int) -> torch.Tensor:
             return torch.zeros(dims, dtype=torch.int32, device=device)
 
-        seq_lens = ints(num_steps, size)
         steps = (torch.arange(num_steps, dtype=torch.int32, device=device) * width)[:, None].contiguous()
-        return cls(size, width, tail, ints(size), seq_lens, ints(num_steps, size) if tail else seq_lens, steps)
+        lens = ints(num_steps, size) if tail or num_steps > 1 else None
+        return cls(size, width, tail, steps, lens, ints(size) if tail else None)
 
     def fill(self, batch: ForwardBatch) -> None:
-        """Copy rows and lengths of a batch, in place and on the device. May be captured."""
-        self.rows.copy_(batch.req_pool_indices)
-        torch.add(batch.seq_lens, self.steps, out=self.seq_lens)
-        if self.tail:
-            # All passes of a tree share the keys before its tail.
-            torch.sub(batch.seq_lens.expand_as(self.key_lens), self.tail, out=self.key_lens).clamp_(min=0)
+        """Compute lengths from those of a batch, in place and on the device. May be captured."""
+        if self.lens is not None:
+            torch.add(batch.seq_lens, self.steps, out=self.lens)
+        if self.prefix is not None:
+            torch.sub(batch.seq_lens, self.tail, out=self.prefix).clamp_(min=0)
+
+    def seq_lens(self, batch: ForwardBatch, step: int) -> torch.Tensor:
+        """int32 [B]: KV lengths of one pass."""
+        return batch.seq_lens if self.lens is None else self.lens[step]
+
+    def key_lens(self, batch: ForwardBatch, step: int) -> torch.Tensor:
+        """int32 [B]: keys of one pass's causal attention, or for trees the keys before the tail."""
+        return self.seq_lens(batch, step) if self.prefix is None else self.prefix
 
 
 def first_tail(batch: ForwardBatch, windows: Sequence[int], backend: str) -> int:

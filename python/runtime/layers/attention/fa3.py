@@ -27,7 +27,7 @@ class _FixedPlan:
     """Persistent metadata of fixed-width passes of one size; a captured graph reads these tensors.
 
     Attributes:
-        at: rows and lengths of the passes.
+        at: lengths of the passes.
         cu_seqlens_q: int32 [B + 1]; of ragged windows filled before each pass.
         split: the kind of pass for split-KV attention; None if FA3 runs it.
         schedule: the split-KV schedule of the first pass, which all passes share; None if the split is static.
@@ -67,8 +67,8 @@ class _ExtendPlan:
 class FlashAttention(AttentionBackend):
     """`AttentionBackend` of FA3.
 
-    FA3 reads the page table in place, at the rows of the batch (`cache_batch_idx`), so planning copies only lengths and
-    row numbers, and computes the tile schedule once for all layers. The fixed-width passes that `DeviceTuning.split_wins`
+    FA3 reads the page table in place, at the rows of the batch (`cache_batch_idx`), so planning only computes the tile schedule, once
+    for all layers. The fixed-width passes that `DeviceTuning.split_wins`
     names run by split-KV attention. A tree pass is full attention to the keys before the tail,
     then the tail under the mask.
 
@@ -131,7 +131,7 @@ class FlashAttention(AttentionBackend):
     # ---- inside or outside the graph
 
     def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Copy rows and lengths, and compute the tile or split-KV schedules, in place."""
+        """Compute lengths and the tile or split-KV schedules, in place."""
         plan = self._plan
         if isinstance(plan, _ExtendPlan):
             if not self._scaled:
@@ -144,9 +144,9 @@ class FlashAttention(AttentionBackend):
         if plan.split is None:
             for step in range(1 if plan.at.tail else num_steps):
                 for window, causal in self._kinds:
-                    self._schedule(plan, step, window, causal and not plan.at.tail)
+                    self._schedule(plan, batch, step, window, causal and not plan.at.tail)
         elif plan.schedule is not None:
-            schedule_work(plan.at.key_lens[0], plan.split.splits, plan.split.config.tile, plan.schedule)
+            schedule_work(plan.at.key_lens(batch, 0), plan.split.splits, plan.split.config.tile, plan.schedule)
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, head_dim] -> [T, H * head_dim]."""
@@ -166,7 +166,7 @@ class FlashAttention(AttentionBackend):
             return None
         if not cluster_decode.takes_rows(layer.heads, plan.split, page_size, qkv, k_cache, layer.sinks):
             return None
-        keys = SplitKeys(self._table.pages, plan.at.rows, plan.at.seq_lens[batch.step], page_size)
+        keys = SplitKeys(self._table.pages, batch.page_rows, plan.at.seq_lens(batch, batch.step), page_size)
         return cluster_decode.cluster_attention(
             qkv, k_cache, self._pool.v[layer.layer_id], keys, plan.split, layer.scale, causal=layer.causal, window=layer.window,
             sinks=layer.sinks, new=cluster_decode.NewTokens(layer.heads, batch.positions, batch.out_cache_loc), pdl=self._pdl,
@@ -178,7 +178,7 @@ class FlashAttention(AttentionBackend):
         assert batch.extend_lens is not None
         cols = -(-int(batch.seq_len_bounds.max()) // self._table.page_size)
         return _ExtendPlan(
-            rows=batch.req_pool_indices.to(torch.int32),
+            rows=batch.page_rows,
             seq_lens=batch.seq_lens,
             cu_seqlens_q=batch.qo_indptr,
             max_queries=int(batch.extend_lens.max()),
@@ -218,12 +218,12 @@ class FlashAttention(AttentionBackend):
         supported = [shape for shape in shapes if shape is not None]
         return SplitWorkspace(supported, self._device) if supported else None
 
-    def _schedule(self, plan: _FixedPlan, step: int, window: int, causal: bool) -> None:
+    def _schedule(self, plan: _FixedPlan, batch: ForwardBatch, step: int, window: int, causal: bool) -> None:
         """Compute one tile schedule into its static buffer. Arguments must match those of `flash_attn_with_kvcache`."""
         shape, at = self._shape, plan.at
         fresh = get_scheduler_metadata(
             at.size, at.width, self._table.max_pages * self._table.page_size, shape.num_q_heads, shape.num_kv_heads,
-            shape.head_dim, at.key_lens[step], qkv_dtype=self._dtype, cu_seqlens_q=plan.cu_seqlens_q,
+            shape.head_dim, at.key_lens(batch, step), qkv_dtype=self._dtype, cu_seqlens_q=plan.cu_seqlens_q,
             page_size=self._table.page_size, causal=causal, window_size=_window_size(window, causal), num_splits=0,
         )  # fmt: skip
         static = plan.metadata.get((step, window, causal))
@@ -246,10 +246,10 @@ class FlashAttention(AttentionBackend):
     def _causal(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
         at = plan.at
         if plan.split is not None:
-            return self._split(q, layer, plan, plan.split, at.seq_lens[batch.step])
+            return self._split(q, layer, plan, plan.split, batch.page_rows, at.seq_lens(batch, batch.step))
         return flash_attn_with_kvcache(
-            q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=at.seq_lens[batch.step],
-            page_table=self._table.pages, cache_batch_idx=at.rows, cu_seqlens_q=plan.cu_seqlens_q,
+            q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=at.seq_lens(batch, batch.step),
+            page_table=self._table.pages, cache_batch_idx=batch.page_rows, cu_seqlens_q=plan.cu_seqlens_q,
             max_seqlen_q=at.width, softmax_scale=layer.scale, causal=layer.causal, window_size=_window_size(layer.window, layer.causal),
             scheduler_metadata=plan.metadata[batch.step, layer.window, layer.causal], num_splits=0, sinks=self._sinks[layer.layer_id],
         )  # fmt: skip
@@ -262,16 +262,16 @@ class FlashAttention(AttentionBackend):
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
         if plan.split is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            out = self._split(q, layer, plan, plan.split, at.key_lens[0], lse)
+            out = self._split(q, layer, plan, plan.split, batch.page_rows, at.key_lens(batch, 0), lse)
         else:
             out, lse, *_ = flash_attn_with_kvcache(
-                q, k_cache, v_cache, cache_seqlens=at.key_lens[0], page_table=self._table.pages,
-                cache_batch_idx=at.rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=at.width,
+                q, k_cache, v_cache, cache_seqlens=at.key_lens(batch, 0), page_table=self._table.pages,
+                cache_batch_idx=batch.page_rows, cu_seqlens_q=plan.cu_seqlens_q, max_seqlen_q=at.width,
                 softmax_scale=layer.scale, causal=False, scheduler_metadata=plan.metadata[0, -1, False], num_splits=0,
                 return_softmax_lse=True,
             )  # fmt: skip
             lse = lse.transpose(0, 1)
-        keys = TailKeys(self._table.pages, at.rows, at.seq_lens[batch.step], self._table.page_size, tail)
+        keys = TailKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size, tail)
         in_bits = plan.split is not None
         return merge_tree_tail(
             q, k_cache, v_cache, keys, batch.tree_mask, layer.scale, out, lse, lse_in_bits=in_bits, sinks=layer.sinks,
@@ -284,12 +284,13 @@ class FlashAttention(AttentionBackend):
         layer: AttentionSpec,
         plan: _FixedPlan,
         shape: SplitShape,
+        rows: torch.Tensor,
         lens: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Split-KV attention as the layer sees its keys, or with `lse` over all keys."""
         assert self._workspace is not None, "the pass is larger than the shape that the backend was built for"
-        keys = SplitKeys(self._table.pages, plan.at.rows, lens, self._table.page_size, plan.schedule)
+        keys = SplitKeys(self._table.pages, rows, lens, self._table.page_size, plan.schedule)
         return split_attention(
             q.contiguous(), self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], keys, shape, self._workspace,
             layer.scale, causal=layer.causal and lse is None, window=layer.window if lse is None else -1,

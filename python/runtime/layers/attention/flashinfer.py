@@ -122,7 +122,7 @@ class FlashInferAttention(AttentionBackend):
         assert batch.tree_mask is not None, "forward of another batch than planned"
         assert batch.tree_tail == tail, "forward of another batch than planned"
         lse = plan.passes[0, layer.window].prefill.run_with_lse(q, kv, out)
-        keys = TailKeys(self._table.pages, at.rows, at.seq_lens[batch.step], self._table.page_size, tail)
+        keys = TailKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size, tail)
         return merge_tree_tail(q, *kv, keys, batch.tree_mask, layer.scale, out, lse, lse_in_bits=True).flatten(1)
 
     # ---- planning
@@ -134,9 +134,8 @@ class FlashInferAttention(AttentionBackend):
         total = int(kv_indptr[-1])
         indices = torch.empty(max(total, 1), dtype=torch.int32, device=self._device)
         scratch = torch.empty((2, batch.batch_size + 1), dtype=torch.int32, device=self._device)
-        rows = batch.req_pool_indices.to(torch.int32)
         lists = PageLists(scratch[0], indices, scratch[1])
-        gather_pages(rows, batch.seq_lens, self._table.pages, page_size, self._most_pages(lens), lists)
+        gather_pages(batch.page_rows, batch.seq_lens, self._table.pages, page_size, self._most_pages(lens), lists)
         assert batch.extend_lens is not None
         qo_indptr = torch.from_numpy(np.concatenate(([0], np.cumsum(batch.extend_lens))).astype(np.int32))
         last_page_len = torch.from_numpy(((lens - 1) % page_size + 1).astype(np.int32))
@@ -152,16 +151,16 @@ class FlashInferAttention(AttentionBackend):
         plan.at.fill(batch)
         for (step, _), one in plan.passes.items():
             bounds = np.maximum(batch.seq_len_bounds - tail, 0) if tail else batch.seq_len_bounds + step * plan.at.width
-            self._plan_pass(plan.at, step, one, bounds)
+            self._plan_pass(plan.at, batch, step, one, bounds)
         return plan
 
-    def _plan_pass(self, at: FixedLengths, step: int, one: _Pass, bounds: Int32) -> None:
+    def _plan_pass(self, at: FixedLengths, batch: ForwardBatch, step: int, one: _Pass, bounds: Int32) -> None:
         wanted = -(-bounds // PLANNED_KEYS) * PLANNED_KEYS
         if one.planned is None or not np.array_equal(one.planned[0], wanted):
             one.planned = wanted, one.prefill.plan(self._page_offsets(wanted), self._pinned)
         trim_plan(
-            at.rows, at.key_lens[step], self._table.pages, self._table.page_size, self._most_pages(bounds), one.prefill.lists,
-            one.planned[1], at.width, one.prefill.window,
+            batch.page_rows, at.key_lens(batch, step), self._table.pages, self._table.page_size, self._most_pages(bounds),
+            one.prefill.lists, one.planned[1], at.width, one.prefill.window,
         )  # fmt: skip
 
     def _empty_plan(self, size: int, width: int, num_steps: int, tail: int) -> _FixedPlan:

@@ -36,7 +36,7 @@ class LatentFlashAttention(AttentionBackend):
             self._passes.prepare(batch, num_steps)
 
     def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Copy rows and lengths, in place. May be captured."""
+        """Compute lengths, in place. May be captured."""
         if self._extend is None:
             self._passes.plan_on_device(batch)
 
@@ -53,8 +53,7 @@ class LatentFlashAttention(AttentionBackend):
     def _extend_plan(self, batch: ForwardBatch) -> tuple[LatentKeys, CausalQueries]:
         assert batch.extend_lens is not None, "a ragged pass"
         columns = min(max(-(-int(batch.seq_len_bounds.max()) // self._table.page_size), 1), self._table.max_pages)
-        pages, rows = self._table.pages[:, :columns], batch.req_pool_indices.to(torch.int32)
-        keys = LatentKeys(pages, rows, batch.seq_lens, self._table.page_size)
+        keys = LatentKeys(self._table.pages[:, :columns], batch.page_rows, batch.seq_lens, self._table.page_size)
         return keys, CausalQueries(batch.qo_indptr, int(batch.extend_lens.max()))
 
 

@@ -50,7 +50,7 @@ class LatentFlashInfer(AttentionBackend):
             self._passes.prepare(batch, num_steps)
 
     def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Copy rows and lengths of fixed-width passes, in place."""
+        """Compute lengths of fixed-width passes, in place."""
         if not self._ragged:
             self._passes.plan_on_device(batch)
 
@@ -77,8 +77,7 @@ class LatentFlashInfer(AttentionBackend):
             indices,
             torch.empty(batch.batch_size, dtype=torch.int32, device=device),
         )
-        rows = batch.req_pool_indices.to(torch.int32)
-        gather_pages(rows, batch.seq_lens, self._table.pages, page_size, int(counts.max()), lists)
+        gather_pages(batch.page_rows, batch.seq_lens, self._table.pages, page_size, int(counts.max()), lists)
         kv, layer, lengths = self._layer.kv, self._layer, torch.from_numpy(lens.astype(np.int32))
         self._wrapper.plan(
             _offsets(batch.extend_lens), _offsets(counts), indices, lengths, self._heads, kv.value_dim, kv.key_dim - kv.value_dim,

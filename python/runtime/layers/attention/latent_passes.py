@@ -50,7 +50,7 @@ class _Plan:
     """Persistent metadata of passes of one size; a captured graph reads these tensors.
 
     Attributes:
-        at: rows and lengths of the passes.
+        at: lengths of the passes.
         queries: of each pass.
         shape: the cut for split-KV attention; None where the other kernel runs.
     """
@@ -99,7 +99,7 @@ class LatentPasses:
     # ---- inside or outside the graph
 
     def plan_on_device(self, batch: ForwardBatch) -> None:
-        """Copy rows and lengths, in place."""
+        """Compute lengths, in place."""
         assert self._plan is not None, "prepare comes before plan_on_device"
         self._plan.at.fill(batch)
 
@@ -109,7 +109,7 @@ class LatentPasses:
         assert plan is not None, "prepare comes before forward"
         at, cache = plan.at, self._pool.k[layer.layer_id]
         assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "forward of another batch than planned"
-        keys = LatentKeys(self._table.pages, at.rows, at.seq_lens[batch.step], self._table.page_size)
+        keys = LatentKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size)
         if plan.shape is None:
             assert self._other is not None, "chosen because it is there"
             return self._other(q, cache, keys, plan.queries, layer.scale)

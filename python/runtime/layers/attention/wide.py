@@ -67,7 +67,7 @@ class WideAttention(AttentionBackend):
     # ---- inside or outside the graph
 
     def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Copy rows and lengths in place."""
+        """Compute lengths in place."""
         if isinstance(self._plan, _FixedPlan):
             self._plan.at.fill(batch)
 
@@ -78,11 +78,11 @@ class WideAttention(AttentionBackend):
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
         if isinstance(plan, PromptKeys):
             return wide_prefill(q, k_cache, v_cache, plan, layer.scale, layer.window).flatten(1)
-        at, lens = plan.at, plan.at.seq_lens[batch.step]
+        at, rows, lens = plan.at, batch.page_rows, plan.at.seq_lens(batch, batch.step)
         if plan.split is None:
-            keys = PromptKeys(self._table.pages, at.rows, lens, plan.qo_indptr, at.width, self._table.page_size)
+            keys = PromptKeys(self._table.pages, rows, lens, plan.qo_indptr, at.width, self._table.page_size)
             return wide_prefill(q, k_cache, v_cache, keys, layer.scale, layer.window).flatten(1)
-        keys = SplitKeys(self._table.pages, at.rows, lens, self._table.page_size)
+        keys = SplitKeys(self._table.pages, rows, lens, self._table.page_size)
         return split_attention(
             q, k_cache, v_cache, keys, plan.split, self._workspace, layer.scale, window=layer.window, pdl=self._pdl
         ).flatten(1)
@@ -91,8 +91,8 @@ class WideAttention(AttentionBackend):
 
     def _extend_plan(self, batch: ForwardBatch) -> PromptKeys:
         assert batch.extend_lens is not None
-        rows, most = batch.req_pool_indices.to(torch.int32), int(batch.extend_lens.max())
-        return PromptKeys(self._table.pages, rows, batch.seq_lens, batch.qo_indptr, most, self._table.page_size)
+        most = int(batch.extend_lens.max())
+        return PromptKeys(self._table.pages, batch.page_rows, batch.seq_lens, batch.qo_indptr, most, self._table.page_size)
 
     def _fixed_plan(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
         assert not first_tail(batch, (0,), "fa3"), "trees are refused"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from runtime.layers.activation import Activation
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
@@ -38,3 +40,10 @@ class Gemm:
     def key(self, m_bucket: int) -> GemmKey:
         """What its kernel is chosen by."""
         return self.op, self.linear.scheme.name, self.linear.out_features, self.linear.in_features, m_bucket
+
+
+def input_dtype(linear: Linear, norm: RMSNorm | None = None) -> torch.dtype:
+    """Of a layer's inputs: the weight's in 16 bits, otherwise that of the norm beside it."""
+    if linear.is_dense:
+        return linear.weight.dtype
+    return torch.bfloat16 if norm is None else norm.weight.dtype

@@ -16,8 +16,8 @@ from runtime.layers.linear import Linear
 ROWS, COLUMNS = 16, 256
 
 
-def linear_by_cublas(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """`linear(x)`; a weight in e4m3 is widened first."""
+def widened_linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """`linear(x)` by cuBLAS; a weight in e4m3 is widened first."""
     scale = linear.storage.scale
     return linear(x) if not linear.is_scaled or scale is None else F.linear(x, widen(linear.weight, scale, x.dtype), linear.bias)
 

@@ -29,8 +29,8 @@ def write_latent(
         heads: widths, norms and rotary table.
         positions, out_cache_loc: int64 [T].
         cache: [num_slots, 1, row_dim] contiguous; written.
-        pdl: as in `triton_gemm`. Weights, positions and slots are read before the wait: a kernel without early start must run between
-            the kernels that write them and this one, as the embedding does.
+        pdl: as in `triton_gemm`. Weights, positions and slots are read before the wait: a kernel that waits before it lets the next one
+            start, as the embedding does, must run between the kernels that write them and this one.
 
     Returns:
         The queries' columns [T, q_columns], normed where they are a latent and a view of `rows` otherwise, and the KV rows

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -18,6 +21,23 @@ def pdl_sync(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def pdl_wait_first(PDL: tl.constexpr):
+    """Wait for the previous kernel, and only then let the next one start.
+
+    What was written before this kernel is there when any later kernel starts, which may therefore read it before its own wait.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels on this device may start before the previous one has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:

@@ -48,7 +48,8 @@ def absorb_queries(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, posit
         key: [H, nope_dim, kv_rank]; heads may be strided.
         positions: int64 [T] contiguous.
         pdl: start before the previous kernel has ended (programmatic dependent launch). Keys, positions and rotary table are read before
-            the wait: a kernel without early start must run between the one that writes the positions and this one, as the embedding does.
+            the wait: a kernel that waits before it lets the next one start must run between the one that writes the positions and this one,
+            as the embedding does.
 
     Returns:
         [T, H, row_dim] contiguous, each token from its own query only, summed in an order that the widths fix.

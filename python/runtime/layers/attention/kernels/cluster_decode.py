@@ -132,8 +132,8 @@ def cluster_attention(
     and values that it reads, so no block waits for another. The slots are those that `keys` has for the last W keys of each request; a
     token that no wanted query sees may have another.
 
-    With `pdl`, positions, slots and all keys but the last W of a request are read before the wait too: a kernel without early start
-    must run between what wrote them and this kernel. The embedding of each pass is one.
+    With `pdl`, positions, slots and all keys but the last W of a request are read before the wait too: a kernel that waits before it
+    lets the next one start must run between what wrote them and this kernel. The embedding of each pass is one.
     """
     config, D, H, G = shape.config.cluster, shape.head_dim, shape.num_q_heads, shape.num_kv_heads
     assert config is not None, "the shape has no cut for clusters"

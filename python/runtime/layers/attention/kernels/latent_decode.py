@@ -135,8 +135,8 @@ def latent_attention(
             sees all but the last W - 1 - i rows.
         tail: 1..64 with a mask.
         pdl: start before the previous kernel has ended (programmatic dependent launch, Hopper). Row numbers, lengths and the
-            page table are read before the wait: a kernel without early start must run between the kernels that write them
-            and this one.
+            page table are read before the wait: a kernel that waits before it lets the next one start, as the embedding
+            does, must run between the kernels that write them and this one.
 
     Returns:
         [B * W, H, rank], the dtype of q.

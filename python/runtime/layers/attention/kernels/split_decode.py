@@ -102,8 +102,8 @@ def split_attention(
         lse: float32 [B * W, H] contiguous; receives the base-2 log-sum-exp.
         kv_scales: float32 [2], factors of stored keys and values: caches in e4m3, which are converted in registers.
         pdl: start before the previous kernel has ended and prefetch keys (programmatic dependent launch, Hopper). Row
-            numbers, lengths, the page table and keys of earlier passes are read before the wait: a kernel without early start
-            must run between the kernels that write them and this one.
+            numbers, lengths, the page table and keys of earlier passes are read before the wait: a kernel that waits before it
+            lets the next one start, as the embedding does, must run between the kernels that write them and this one.
 
     Returns:
         [B * W, H, D], the dtype of q.
@@ -338,8 +338,8 @@ def _split_kernel(
     if PDL:
         gdc_launch_dependents()
     # Lengths, schedule and tables are read before the wait, while earlier kernels that also started early may still
-    # run. All of those were launched after the last kernel without early start (the embedding, or the head of the
-    # graph), which began after plan and page table were written. Keys may be missing; a prefetch is only a hint.
+    # run. All of those were launched by the last kernel that waited first (the embedding), or after the head of the graph:
+    # plan and page table were written by then. Keys may be missing; a prefetch is only a hint.
     for r in range(0, rounds):
         split, b = tl.program_id(1), tl.program_id(2)
         item = b * splits + split

@@ -1,0 +1,24 @@
+"""What a step reads of its request rows: their numbers, KV lengths and last tokens, copied into the persistent inputs."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.request_rows import RequestRows
+
+
+def load_rows(inputs: InputBuffers, rows: torch.Tensor, state: RequestRows) -> None:
+    """Fill `rows`, `page_rows`, `kv_lens` and `last_tokens` of the inputs for request rows int64 [B]; padding: row 0. Outside any graph."""
+    size = len(rows)
+    indices, page_rows = inputs.rows(size), inputs.named("page_rows", size)
+    kv_lens, last_tokens = inputs.kv_lens(size), inputs.last_tokens(size)
+    if rows.is_cuda:
+        from runtime.model_executor.window_kernel import load_rows_cuda
+
+        load_rows_cuda(rows, state.kv_lens, state.last_tokens, indices, page_rows, kv_lens, last_tokens)
+        return
+    indices.copy_(rows)
+    page_rows.copy_(rows)
+    torch.index_select(state.kv_lens, 0, rows, out=kv_lens)
+    torch.index_select(state.last_tokens, 0, rows, out=last_tokens)

@@ -65,7 +65,7 @@ class Traffic:
             body = {"prompt": [self._rng.randrange(2, 1000) for _ in range(self._rng.randint(1, 60))], "ignore_eos": True}
             body |= {"max_tokens": self._rng.randint(1, 60), "stream": self._rng.random() < 0.5, "temperature": self._rng.choice([0, 1])}
             try:
-                httpx.post(f"{self._url}/v1/completions", json=body, timeout=PATIENCE)
+                httpx.post(f"{self._url}/v1/completions", json=body, timeout=PATIENCE, verify=False)
             except httpx.TimeoutException:
                 self.silent += 1
             except httpx.HTTPError:  # the server is gone: an answer too
@@ -76,10 +76,10 @@ class Traffic:
 def abort(server: Server, rng: random.Random) -> str:
     """Leave a stream after a part of it, or abort all requests."""
     if rng.random() < 0.3:
-        done = httpx.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=PATIENCE)
+        done = httpx.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=PATIENCE, verify=False)
         return "" if done.status_code == 200 else f"abort: {done.text}"
     body = {"prompt": [5, 6, 7], "max_tokens": 200, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as response:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE, verify=False) as response:
         for count, _ in enumerate(response.iter_lines()):
             if count > rng.randint(0, 20):
                 break
@@ -88,7 +88,7 @@ def abort(server: Server, rng: random.Random) -> str:
 
 def ask_badly(server: Server, rng: random.Random) -> str:
     """A request that must be refused by its status."""
-    done = httpx.post(f"{server.url}/v1/completions", json=rng.choice(BAD), timeout=PATIENCE)
+    done = httpx.post(f"{server.url}/v1/completions", json=rng.choice(BAD), timeout=PATIENCE, verify=False)
     return "" if 400 <= done.status_code < 500 else f"bad request: {done.status_code} {done.text}"
 
 

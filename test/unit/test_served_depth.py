@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import pytest
@@ -50,6 +49,19 @@ def sizes_of(live: int) -> dict[int, int]:
 
 
 @functools.cache
+def deepest(live: int, most: int) -> int:
+    """The largest depth up to `most` that so many requests may have."""
+    return max(k for k in sizes_of(live) if k <= most)
+
+
+def window_lens(rng: np.random.Generator, live: int, depth: int, rate: float) -> np.ndarray:
+    """Tokens that each request emits, each draft accepted with probability `rate`."""
+    if depth == 0:
+        return np.ones(live, dtype=np.int64)
+    return 1 + (rng.random((live, depth)) < rate).cumprod(axis=1).sum(axis=1)
+
+
+@functools.cache
 def first_rates(acceptance: str) -> list[float]:
     """Acceptance of each draft, in parts of a run that write as many tokens as each other."""
     return [synthetic_acceptance(length, 3)[0] for length in acceptance.split(", ")]
@@ -79,17 +91,22 @@ class Load:
                 left, kv_lens = np.append(left, np.full(new, LENGTH - 1)), np.append(kv_lens, np.full(new, LENGTH + 1))
                 waiting, tokens, after_prompts = waiting - new, tokens + new, True
                 continue
-            live, sizes = len(left), sizes_of(len(left))
-            rows = DecodeRows(np.full(live, MAX_DRAFT_STEPS), np.ones(live, dtype=np.bool_), int(kv_lens.sum()), left=left)
-            depth = control.choose(rows, sizes) if control else max(k for k in sizes if k <= fixed)
-            took, rate = seconds(sizes[depth], depth, rows.kv_tokens), first_rate(self.acceptance, tokens / (self.requests * LENGTH))
-            lens = 1 + (rng.random((live, depth)) < rate).cumprod(axis=1).sum(axis=1)
+            live, sizes, kv_tokens = len(left), sizes_of(len(left)), int(kv_lens.sum())
+            if control:
+                rows = DecodeRows(np.full(live, MAX_DRAFT_STEPS), np.ones(live, dtype=np.bool_), kv_tokens, left=left)
+                depth = control.choose(rows, sizes)
+            else:
+                depth = deepest(live, fixed)
+            took, rate = seconds(sizes[depth], depth, kv_tokens), first_rate(self.acceptance, tokens / (self.requests * LENGTH))
+            lens = window_lens(rng, live, depth, rate)
             if control:
                 seen = None if after_prompts else took * (1 + 0.02 * rng.standard_normal())
-                control.observe(Observed(depth, sizes[depth], lens, rows.caps, rows.greedy, rows.kv_tokens, seen))
+                control.observe(Observed(depth, sizes[depth], lens, rows.caps, rows.greedy, kv_tokens, seen))
             emitted, after_prompts, clock = np.minimum(lens, left), False, clock + took
             tokens, left, kv_lens = tokens + int(emitted.sum()), left - emitted, kv_lens + emitted
-            left, kv_lens = left[left > 0], kv_lens[left > 0]
+            running = left > 0
+            if np.count_nonzero(running) < live:
+                left, kv_lens = left[running], kv_lens[running]
         return self.requests * LENGTH / clock
 
 
@@ -103,17 +120,22 @@ def measured(rng: np.random.Generator, seconds: Callable[[int, int], float] = se
     return DepthController(DEPTHS, IterationCost(points))
 
 
-class Serve(Protocol):
-    """Tokens per second of a run, with a controller or at a fixed depth."""
+@functools.cache
+def serve_without_drafts(concurrency: int, requests: int, seed: int) -> float:
+    """Tokens per second without drafts, whatever the acceptance."""
+    return Load(concurrency, requests, CHANGING).serve(seed)
 
-    def __call__(self, seed: int, control: DepthController | None = None, fixed: int = 0) -> float: ...
 
+def shares(at_depth: Callable[[int, int], float], chosen: Callable[[int], float], runs: int) -> tuple[float, float]:
+    """Throughput of new controllers over that of the best fixed depth, and over that without drafts; means of so many runs.
 
-def shares(serve: Serve, make: Callable[[], DepthController], runs: int) -> tuple[float, float]:
-    """Throughput of new controllers over that of the best fixed depth, and over that without drafts; means of so many runs."""
-    fixed = {depth: np.mean([serve(seed, fixed=depth) for seed in range(runs)]) for depth in DEPTHS}
-    chosen = np.mean([serve(seed, make()) for seed in range(runs)])
-    return float(chosen / max(fixed.values())), float(chosen / fixed[0])
+    Args:
+        at_depth: tokens per second by seed and fixed depth.
+        chosen: tokens per second of a new controller by seed.
+    """
+    fixed = {depth: np.mean([at_depth(seed, depth) for seed in range(runs)]) for depth in DEPTHS}
+    mean = np.mean([chosen(seed) for seed in range(runs)])
+    return float(mean / max(fixed.values())), float(mean / fixed[0])
 
 
 @pytest.mark.parametrize("acceptance", ["1.2", "1.6", "2.5", "3.5", CHANGING])
@@ -121,6 +143,10 @@ def shares(serve: Serve, make: Callable[[], DepthController], runs: int) -> tupl
 def test_a_whole_server_is_near_its_best_depth_from_the_start(concurrency: int, acceptance: str) -> None:
     """Runs are short, so that what the controller learns at first counts; single runs of few requests vary by about a percent."""
     load, rng = Load(concurrency, max(3 * concurrency, 24), acceptance), np.random.default_rng(concurrency)
-    of_best, of_plain = shares(load.serve, lambda: measured(rng), 3 if concurrency < 64 else 1)
+    of_best, of_plain = shares(
+        lambda seed, depth: load.serve(seed, fixed=depth) if depth else serve_without_drafts(concurrency, load.requests, seed),
+        lambda seed: load.serve(seed, measured(rng)),
+        3 if concurrency < 64 else 1,
+    )
     assert of_best >= 0.97
     assert of_plain >= 0.99

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from runtime.errors import ConfigError, RequestError
@@ -18,7 +19,7 @@ from runtime.text.chat_template import ChatTemplate, Message, Rendered
 from runtime.text.control_tokens import ControlTokens
 from runtime.text.decode_stream import ByteStream, StreamDecoder, WindowStream
 from runtime.text.request_template import render_apart
-from runtime.text.tokenizer_files import TokenizerFiles, flatten_component
+from runtime.text.tokenizer_files import Components, TokenizerFiles, flatten_component, without_tokens
 
 _BRACKETED = re.compile(r"[<\[{].*[>\]}]", re.DOTALL)
 _WHITE = re.compile(r"\s*")
@@ -127,37 +128,36 @@ class Tokenizer:
     @cached_property
     def _splits_words(self) -> bool:
         """Whether no token crosses the border between two words of letters."""
-        definition = json.loads(self._files.definition)
-        parts = flatten_component(definition.get("pre_tokenizer"))
+        parts = flatten_component(self._components.pre_tokenizer)
         by_regex = any(part["type"] == "Split" or (part["type"] == "ByteLevel" and part.get("use_regex", True)) for part in parts)
-        plain_normalizer = all(part["type"] == "NFC" for part in flatten_component(definition.get("normalizer")))
+        plain_normalizer = all(part["type"] == "NFC" for part in flatten_component(self._components.normalizer))
         added = self._hf.get_added_tokens_decoder().values()
         return self._is_byte_level and by_regex and plain_normalizer and not any(" " in token.content for token in added)
 
     @cached_property
     def _forbidden_ids(self) -> frozenset[int]:
-        unknown = json.loads(self._files.definition)["model"].get("unk_token")
+        unknown = self._components.model.unk_token
         return frozenset(i for i in self.special_ids if self._control[i].content != unknown)
+
+    @cached_property
+    def _components(self) -> Components:
+        return msgspec.json.decode(self._files.definition, type=Components)
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         """The same tokenizer without its control tokens."""
-        return tokenizers.Tokenizer.from_str(json.dumps(self._definition_without_control()))
+        return tokenizers.Tokenizer.from_str(without_tokens(self._files.definition, self._control))
 
     @cached_property
     def _plain_inside(self) -> tokenizers.Tokenizer:
         """`_plain` for text that does not begin the prompt: some tokenizers put a space before the first word only."""
-        definition = self._definition_without_control()
-        changed = [part for part in flatten_component(definition.get("pre_tokenizer")) if part.get("prepend_scheme") == "first"]
+        steps = copy.deepcopy(self._components.pre_tokenizer)
+        changed = [part for part in flatten_component(steps) if part.get("prepend_scheme") == "first"]
         for part in changed:
             part["prepend_scheme"] = "never"
-        return tokenizers.Tokenizer.from_str(json.dumps(definition)) if changed else self._plain
-
-    def _definition_without_control(self) -> dict[str, Any]:
-        definition = json.loads(self._files.definition)
-        definition["added_tokens"] = [token for token in definition.get("added_tokens", []) if token["id"] not in self._control]
-        definition["truncation"] = definition["padding"] = None
-        return definition
+        if not changed:
+            return self._plain
+        return tokenizers.Tokenizer.from_str(without_tokens(self._files.definition, self._control, pre_tokenizer=steps))
 
     # ---- chats
 
@@ -293,8 +293,7 @@ class Tokenizer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        decoder = json.loads(self._files.definition).get("decoder")
-        return [part["type"] for part in flatten_component(decoder)] == ["ByteLevel"]
+        return [part["type"] for part in flatten_component(self._components.decoder)] == ["ByteLevel"]
 
 
 def _skip_white(text: str, start: int) -> int:

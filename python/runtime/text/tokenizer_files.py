@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,27 @@ class TokenizerFiles:
             definition = _rebuild_llama(folder / "tokenizer.json", definition, settings)
         template = _own_template(folder, settings) if chat_template is None else _given_template(chat_template)
         return cls(definition, _named_tokens(settings), tuple(_config_eos_ids(folder)), template)
+
+
+class _Unknown(msgspec.Struct):
+    unk_token: Any = None
+
+
+class Components(msgspec.Struct):
+    """What a tokenizer.json says of its steps; its vocabulary, which may have megabytes, is skipped."""
+
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+    decoder: Any = None
+    model: _Unknown = msgspec.field(default_factory=_Unknown)
+
+
+def without_tokens(definition: str, dropped: Container[int], **changes: Any) -> str:
+    """A tokenizer.json without truncation, padding and the added tokens of the ids `dropped`, with `changes` of its members."""
+    members: dict[str, Any] = msgspec.json.decode(definition, type=dict[str, msgspec.Raw])
+    added = msgspec.json.decode(members.get("added_tokens", b"[]"))
+    members |= {"added_tokens": [token for token in added if token["id"] not in dropped], "truncation": None, "padding": None}
+    return msgspec.json.encode(members | changes).decode()
 
 
 class _AddedToken(msgspec.Struct):

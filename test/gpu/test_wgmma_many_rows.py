@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
-from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, _kernel, _Variant, wgmma_gemm
+from runtime.layers.gemm.wgmma_gemm import BLOCK_ROWS, WgmmaConfig, _kernel, _Variant, wgmma_gemm
 from runtime.layers.kernels.argmax_kernel import argmax_chunks
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -22,25 +22,8 @@ ROWS = (129, 150, 192, 200, 256, 257, 300, 384, 500, 512, 1000, 2047, 2048)
 SIZES = ((1072, 2088), (6160, 328), (144, 72))
 """(N, K): the first two are multiples of no tile and no box; the second has more tiles than the GPU blocks, the third fewer columns than
 stages."""
-WHOLE = [
-    WgmmaConfig(128),
-    WgmmaConfig(256, 1, 128, 2, 1),
-    WgmmaConfig(256, 1, 128, 2, 2),
-    WgmmaConfig(224, 1, 128, 2, 1),
-    WgmmaConfig(240, 1, 128, 3, 1),
-    WgmmaConfig(96, 1, 128, 1, 4),
-    WgmmaConfig(64, 1, 128, 4, 2),
-    WgmmaConfig(192, 1, 192, 2, 1),
-    WgmmaConfig(112, 1, 192, 1, 2),
-]
-IN_PARTS = [
-    WgmmaConfig(64, 2),
-    WgmmaConfig(256, 4, 128, 2, 1),
-    WgmmaConfig(128, 2, 128, 2, 2),
-    WgmmaConfig(120, 3, 128, 1, 2),
-    WgmmaConfig(128, 4, 192, 1, 2),
-    WgmmaConfig(192, 2, 192, 2, 1),
-]
+WHOLE = [WgmmaConfig(128), *(WgmmaConfig(tile, cluster_m=blocks) for tile, blocks in ((256, 2), (224, 2), (240, 3), (96, 2), (64, 4)))]
+IN_PARTS = [WgmmaConfig(64, 2), WgmmaConfig(256, 4, 2), WgmmaConfig(128, 2, 2), WgmmaConfig(120, 3), WgmmaConfig(128, 4)]
 BF16 = torch.bfloat16
 SCALED_BY = (16, 6)
 """Sums of squares per row: read by four, and one by one."""
@@ -51,7 +34,7 @@ def compiled() -> None:
     """The kernels that the tests need, side by side."""
     keys = []
     for config in [*WHOLE, *IN_PARTS]:
-        plain = _Variant(config.rows, "NARROW", BF16, True, True)
+        plain = _Variant(BLOCK_ROWS, "NARROW", BF16, True, True)
         keys += [(config, plain), (config, replace(plain, scale=True)), (config, replace(plain, write="ADD"))]
         keys += [(config, replace(plain, write="ADD", bias=False)), (config, replace(plain, write="ADD", bias=False, deferred=True))]
         if config in WHOLE:

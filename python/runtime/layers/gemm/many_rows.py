@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.layers.gemm.wgmma_gemm import COLUMNS, MAX_TILE, ROW_BYTES, WgmmaConfig
+from runtime.layers.gemm.wgmma_gemm import BLOCK_ROWS, COLUMNS, MAX_TILE, ROW_BYTES, WgmmaConfig
 
 SHARED_RATE = 128
 """Bytes that a multiprocessor's shared memory takes or gives per cycle."""
@@ -35,14 +35,14 @@ def many_rows_config(size: GemmSize, num_sms: int) -> WgmmaConfig:
 
 def cycles(config: WgmmaConfig, size: GemmSize, num_sms: int) -> float:
     """Estimated clock cycles of a GEMM."""
-    warpgroups, outputs = config.rows // 64, config.tile // 2 if size.gated else config.tile
+    warpgroups, outputs = BLOCK_ROWS // 64, config.tile // 2 if size.gated else config.tile
     columns = size.weight_rows // 2 if size.gated else size.weight_rows
-    groups = _ceil(size.rows, config.rows * config.cluster_m) * _ceil(columns, outputs)
+    groups = _ceil(size.rows, BLOCK_ROWS * config.cluster_m) * _ceil(columns, outputs)
     # wgmma multiplies 64 x tile x 16 in tile / 2 cycles, and reads both operands from shared memory.
     multiplied = warpgroups * config.tile * COLUMNS // 32
-    touched = ((config.rows + config.tile) + warpgroups * (64 + config.tile)) * ROW_BYTES / SHARED_RATE
-    loaded = (config.rows + config.tile / config.cluster_m) * ROW_BYTES / L2_RATE
-    tile = _ceil(size.columns, COLUMNS) * max(multiplied, touched, loaded) + TILE_CYCLES + config.rows * config.tile * 4 / STORE_RATE
+    touched = ((BLOCK_ROWS + config.tile) + warpgroups * (64 + config.tile)) * ROW_BYTES / SHARED_RATE
+    loaded = (BLOCK_ROWS + config.tile / config.cluster_m) * ROW_BYTES / L2_RATE
+    tile = _ceil(size.columns, COLUMNS) * max(multiplied, touched, loaded) + TILE_CYCLES + BLOCK_ROWS * config.tile * 4 / STORE_RATE
     return _ceil(groups, max(num_sms // config.cluster, 1)) * tile
 
 

@@ -1,6 +1,6 @@
 // out = epilogue(x @ w.T) (epilogue.py). A block computes tiles of ROWS rows of x by TILE rows of w, one after the other.
 //
-// One thread issues TMA loads of boxes of 64 columns of x and of w into a ring of stages; one to three warpgroups multiply what has arrived
+// One thread issues TMA loads of boxes of 64 columns of x and of w into a ring of stages; one or two warpgroups multiply what has arrived
 // (wgmma: x is the left operand, w the right one) and run the epilogue. Weights depend on nothing, so the ring is filled with them
 // while the previous kernel still runs (programmatic dependent launch); loads of x wait for that kernel to end.
 //
@@ -9,7 +9,7 @@
 // A norm around the GEMM takes no kernel (deferred_norm.py): with SCALE, rows of sums are divided by their root mean square; with DEFER,
 // the new stream is also stored times the gain of the next norm, with the sums of its squares.
 //
-// Defined before this text: ROWS (64, 128 or 192), TILE, SPLIT, CLUSTER_M, CLUSTER_N, LOADERS (threads), LOAD_REGISTERS, MOST_STAGES,
+// Defined before this text: ROWS (64 or 128), TILE, SPLIT, CLUSTER_M, LOADERS (threads), LOAD_REGISTERS, MOST_STAGES,
 // BFLOAT16, BIAS, EARLY, WRITE, ARGMAX, STORE, SCALE, DEFER; multiply(), the one instruction whose operands depend on TILE; wgmma_parts.cu
 // and wgmma_output.cu.
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ void exchange(float* sums, const Place& place, u32 da
     cluster_sync<false>();  // all blocks have finished multiplying: the ring is free
 #pragma unroll
     for (int to = 0; to < SPLIT; to++) {
-        const u32 there = address_in(data, place.rank(place.m, place.n, to));
+        const u32 there = address_in(data, place.rank(place.m, to));
 #pragma unroll
         for (int i = 0; i < OWN_GROUPS; i++) {
             const float* v = sums + (to * OWN_GROUPS + i) * 4;
@@ -70,7 +70,7 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         ring.init();
         publish_barriers();
     }
-    if constexpr (PEERS > 1) cluster_sync<false>();
+    if constexpr (CLUSTER_M > 1) cluster_sync<false>();
     else __syncthreads();
 
     if (warp >= MULTIPLIERS / 32) {
@@ -79,11 +79,9 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             // Weights leave L2 first, unless other clusters read them too, or float32 results come in their place as fast as they go.
             const bool once = walk.m_groups == 1;
             const u64 w_policy = once && WRITE != FLOAT ? EVICT_FIRST : EVICT_NORMAL, x_policy = once ? EVICT_LAST : EVICT_NORMAL;
-            const u16 w_mask = place.w_mask(), x_mask = place.x_mask();
-            const int x_slice = x_rows / CLUSTER_N * place.n;
+            const u16 w_mask = place.w_mask();
             auto load_x = [&](int s) {
-                load_box<(CLUSTER_N > 1)>(ring.here() + x_slice * ROW_BYTES, &x_map, ring.full_here(), (k_first + s) * COLUMNS,
-                                          walk.m_tile(place) * ROWS + x_slice, x_policy, x_mask);
+                load_box<false>(ring.here(), &x_map, ring.full_here(), (k_first + s) * COLUMNS, walk.m_tile(place) * ROWS, x_policy, 0);
             };
             auto load_w = [&](int s) {
                 barrier_expect(ring.full_here(), x_bytes + W_BYTES);
@@ -91,7 +89,7 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 for (int box = 0; box < W_BOXES; box++) {
                     const int row = box * OUTPUTS + place.m * W_SLICE;  // of the tile: gates, then ups
                     load_box<(CLUSTER_M > 1)>(ring.here() + x_bytes + row * ROW_BYTES, &w_map, ring.full_here(), (k_first + s) * COLUMNS,
-                                              row / OUTPUTS * columns + walk.n_tile(place) * OUTPUTS + row % OUTPUTS, w_policy, w_mask);
+                                              row / OUTPUTS * columns + walk.n_tile() * OUTPUTS + row % OUTPUTS, w_policy, w_mask);
                 }
             };
             int ahead = min(steps, stages);
@@ -108,7 +106,7 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 }
             }
             // A block must not end before the others have released its stages.
-            if constexpr (PEERS > 1) {
+            if constexpr (CLUSTER_M > 1) {
                 for (int s = 0; s < stages; s++, ring.next()) ring.wait_empty();
             }
         }
@@ -118,19 +116,19 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 
     take_registers<MULTIPLY_REGISTERS>();
     const int group = warp / 4, row_in_tile = group * 64 + warp % 4 * 16 + lane / 4;
-    const u32 peer_empty = PEERS > 1 ? address_in(ring.empty, place.peer(min(lane, PEERS - 1))) : ring.empty;
+    const u32 peer_empty = CLUSTER_M > 1 ? address_in(ring.empty, place.rank(min(lane, CLUSTER_M - 1), place.part)) : ring.empty;
     auto release = [&](int stage) {
-        if constexpr (PEERS == 1) {
+        if constexpr (CLUSTER_M == 1) {
             if (lane == 0) barrier_arrive(peer_empty + stage * 8);
         } else {
-            if (lane < PEERS) barrier_arrive_in_cluster(peer_empty + stage * 8);
+            if (lane < CLUSTER_M) barrier_arrive_in_cluster(peer_empty + stage * 8);
         }
     };
     Output output = {out, bias, norms, rows, columns, walk.m_tile(place) * ROWS + row_in_tile};
     wait_for_previous();
     if constexpr (SCALE) output.find_scale(width);
     for (; walk.inside(); walk.next()) {
-        const int row = walk.m_tile(place) * ROWS + row_in_tile, n_tile = walk.n_tile(place);
+        const int row = walk.m_tile(place) * ROWS + row_in_tile, n_tile = walk.n_tile();
         const bool other_rows = row != output.row;
         output.row = row;
         output.column = n_tile * OUTPUTS + place.part * OWN_GROUPS * 8 + lane % 4 * 2;

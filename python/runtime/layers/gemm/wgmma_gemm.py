@@ -19,14 +19,12 @@ from runtime.layers.kernels.cuda_program import program
 
 PARTS = Path(__file__).with_name("wgmma_parts.cu")
 """What GEMMs by WGMMA share."""
-FEW_ROWS = 128
-"""Rows of x of a block, unless its tiling has more."""
+BLOCK_ROWS = 128
+"""Rows of x of a block; 64 if there are no more."""
 COLUMNS = 64
 """Columns of x and of the weight in a box: rows of 128 bytes."""
 MAX_TILE = 256
 """The widest right operand of wgmma."""
-WIDEST = {FEW_ROWS: MAX_TILE, 192: 192}
-"""The widest tile for so many rows of x of a block: a thread has the registers for its sums."""
 SHARED_BYTES = 225 << 10
 """Shared memory of the rings, out of the 227 KiB that a block may have on Hopper."""
 MOST_STAGES = 12
@@ -49,21 +47,17 @@ class WgmmaConfig:
     Attributes:
         tile: weight rows of a block, at most 256; a multiple of 8 * split, and of 16 for gate and up rows.
         split: blocks of a cluster that share the columns of one tile (split-K).
-        rows: of x of a block, 128 or 192; with at most 64 rows of x, 64.
         cluster_m: blocks of a cluster that compute neighbouring rows of x by the same weight rows; each loads a part of these.
-        cluster_n: blocks of a cluster that compute the same rows of x by neighbouring weight rows; each loads a part of the rows of x.
     """
 
     tile: int
     split: int = 1
-    rows: int = FEW_ROWS
     cluster_m: int = 1
-    cluster_n: int = 1
 
     @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
-        return self.cluster_m * self.cluster_n * self.split
+        return self.cluster_m * self.split
 
     def parts(self, weight_rows: int) -> int:
         """Columns of `DeferredNorm.squares` that a GEMM with this many weight rows writes."""
@@ -73,8 +67,7 @@ class WgmmaConfig:
         """Whether the kernel has this tiling; `gated`: for gate and up rows."""
         boxes = 2 if gated and self.cluster_m % 2 else 1  # of the weight, that a block loads
         return (
-            self.tile > 0
-            and self.tile <= WIDEST.get(self.rows, 0)
+            0 < self.tile <= MAX_TILE
             and self.cluster <= MOST_BLOCKS
             and self.tile % (8 * self.split) == 0
             and self.tile % (8 * self.cluster_m * boxes) == 0
@@ -83,9 +76,8 @@ class WgmmaConfig:
         )
 
     def __str__(self) -> str:
-        shared = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
-        rows = f"{self.rows}x" if self.rows != FEW_ROWS or shared else ""
-        return f"WGMMA {rows}{self.tile}{shared}{f' split {self.split}' if self.split > 1 else ''}"
+        shared = f" cluster {self.cluster_m}" if self.cluster_m > 1 else ""
+        return f"WGMMA {self.tile}{shared}{f' split {self.split}' if self.split > 1 else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +139,17 @@ def wgmma_gemm(
     epilogue.check(out, M, N, config.parts(N))
     assert out is None or out.dtype is torch.float32 or out.data_ptr() % 16 == 0, "expected an out that is aligned to 16 bytes"
     bias, scale, deferred = epilogue.bias, epilogue.scale, epilogue.deferred
-    columns, rows = epilogue.columns(N), 64 if M <= 64 else config.rows
+    columns, rows = epilogue.columns(N), 64 if M <= 64 else BLOCK_ROWS
     variant = _Variant(
         rows, _store(epilogue, out, weight.dtype), weight.dtype, bias is not None, pdl, scale is not None, deferred is not None,
         epilogue.argmax is not None, out is not None,
     )  # fmt: skip
-    loaded = rows if config.cluster_n > 1 else min(rows, max(8, 1 << (M - 1).bit_length()))
+    loaded = min(rows, max(8, 1 << (M - 1).bit_length()))
     kernel, boxes = _kernel(config, variant), _boxes(config, rows, loaded, epilogue.gated)
     kernel(
         _blocks(config, -(-M // rows), -(-columns // boxes.outputs), kernel.clusters_at_once),
         (
-            _map(x.data_ptr(), M, K, x.dtype, loaded // config.cluster_n),
+            _map(x.data_ptr(), M, K, x.dtype, loaded),
             _map(weight.data_ptr(), N, K, weight.dtype, boxes.w_rows),
             cuda_driver.pointer(out),
             cuda_driver.pointer(epilogue.argmax),
@@ -213,7 +205,7 @@ def _boxes(config: WgmmaConfig, rows: int, loaded: int, gated: bool) -> _Boxes:
 
 def _blocks(config: WgmmaConfig, m_tiles: int, n_tiles: int, clusters_at_once: int) -> int:
     """Blocks of a launch: a cluster that exchanges sums computes one group of tiles, others walk over several."""
-    groups = -(-m_tiles // config.cluster_m) * -(-n_tiles // config.cluster_n)
+    groups = -(-m_tiles // config.cluster_m) * n_tiles
     return (groups if config.split > 1 else min(groups, clusters_at_once)) * config.cluster
 
 
@@ -244,7 +236,7 @@ def source(config: WgmmaConfig, variant: _Variant) -> str:
     assert config.split == 1 or (v.write in ("NARROW", "ADD") and not v.argmax), "split-K supports NARROW and ADD only"
     assert v.write == "ADD" or not v.deferred, "a deferred norm requires ADD"
     constants = dict(
-        ROWS=v.rows, TILE=config.tile, SPLIT=config.split, CLUSTER_M=config.cluster_m, CLUSTER_N=config.cluster_n,
+        ROWS=v.rows, TILE=config.tile, SPLIT=config.split, CLUSTER_M=config.cluster_m,
         LOADERS=_loaders(config, v), LOAD_REGISTERS=LOAD_REGISTERS, MOST_STAGES=MOST_STAGES, BFLOAT16=int(v.dtype is torch.bfloat16),
         WRITE=v.write, BIAS=int(v.bias), EARLY=int(v.pdl), SCALE=int(v.scale), DEFER=int(v.deferred), ARGMAX=int(v.argmax),
         STORE=int(v.store),

@@ -215,7 +215,6 @@ struct Output {
             if constexpr (ARGMAX) find_largest(sums, first);
             asm volatile("" ::: "memory");  // or the compiler begins with the loads of all batches, and spills
         }
-        if (CLUSTER_N > 1 && tile >= tiles) return;
         if constexpr (DEFER) store_squares(tile * SPLIT + part, tiles * SPLIT);
         if constexpr (ARGMAX) store_argmax(partial, tile, tiles);
     }

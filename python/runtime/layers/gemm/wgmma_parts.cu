@@ -1,8 +1,7 @@
 // Parts of the WGMMA GEMM besides `primitives.cu`: clusters of blocks, loads by the copy engine, and the ring of stages.
 //
-// A cluster computes CLUSTER_M x CLUSTER_N neighbouring tiles, of as many tiles of rows of x by as many of rows of w. Blocks with the same
-// rows of w load a slice of them each and send it to all of them (multicast), and so do blocks with the same rows of x: a multiprocessor
-// reads less from L2. SPLIT such sets of blocks share the columns.
+// The blocks of a cluster compute CLUSTER_M neighbouring tiles of rows of x by the same rows of w. Each loads a slice of these and sends it to all
+// of them (multicast), so that a multiprocessor reads less from L2. SPLIT such sets of blocks share the columns.
 //
 // Sources: PTX ISA, "wgmma", "cp.async.bulk.tensor", "mbarrier", "setmaxnreg".
 
@@ -12,8 +11,7 @@ constexpr int MULTIPLIERS = ROWS / 64 * 128;  // threads
 // Registers of a thread: with one loading warp the compiler's limit, with a loading warpgroup what its LOAD_REGISTERS leave.
 constexpr int WARPGROUPS = ROWS / 64 + 1, ENTRY_REGISTERS = 512 / WARPGROUPS / 8 * 8;
 constexpr int MULTIPLY_REGISTERS = (ENTRY_REGISTERS * WARPGROUPS - LOAD_REGISTERS) / (WARPGROUPS - 1) / 8 * 8;
-constexpr int CLUSTER = CLUSTER_M * CLUSTER_N * SPLIT;
-constexpr int PEERS = CLUSTER_M + CLUSTER_N - 1;  // blocks that a block shares x or w with, itself included
+constexpr int CLUSTER = CLUSTER_M * SPLIT;
 // L2 policies.
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
 
@@ -59,27 +57,15 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 barri
 
 // A block's place in its cluster.
 struct Place {
-    int m, n, part;
+    int m, part;
 
     __device__ __forceinline__ Place() {
         const int rank = blockIdx.x % CLUSTER;
-        m = rank % CLUSTER_M, n = rank / CLUSTER_M % CLUSTER_N, part = rank / (CLUSTER_M * CLUSTER_N);
+        m = rank % CLUSTER_M, part = rank / CLUSTER_M;
     }
-    __device__ __forceinline__ int rank(int m, int n, int part) const { return (part * CLUSTER_N + n) * CLUSTER_M + m; }
-    // The blocks with the same rows of w, and those with the same rows of x.
-    __device__ __forceinline__ u16 w_mask() const { return ((1 << CLUSTER_M) - 1) << rank(0, n, part); }
-    __device__ __forceinline__ u16 x_mask() const {
-        u32 mask = 0;
-#pragma unroll
-        for (int i = 0; i < CLUSTER_N; i++) mask |= 1 << rank(m, i, part);
-        return mask;
-    }
-    // Rank of the i-th of the PEERS, each once.
-    __device__ __forceinline__ int peer(int i) const {
-        if (i < CLUSTER_M) return rank(i, n, part);
-        const int other = i - CLUSTER_M;
-        return rank(m, other + (other >= n), part);
-    }
+    __device__ __forceinline__ int rank(int m, int part) const { return part * CLUSTER_M + m; }
+    // The blocks with the same rows of w.
+    __device__ __forceinline__ u16 w_mask() const { return ((1 << CLUSTER_M) - 1) << rank(0, part); }
 };
 
 // The tiles of a block: its cluster takes every so many groups of neighbouring tiles, those with the same rows of w one after the other, so
@@ -89,14 +75,14 @@ struct Walk {
 
     __device__ __forceinline__ Walk(int m_tiles, int n_tiles) {
         m_groups = (m_tiles + CLUSTER_M - 1) / CLUSTER_M;
-        groups = m_groups * ((n_tiles + CLUSTER_N - 1) / CLUSTER_N);
+        groups = m_groups * n_tiles;
         group = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
     }
     __device__ __forceinline__ bool inside() const { return group < groups; }
     __device__ __forceinline__ void next() { group += step; }
-    // Either may lie past the last one: such a tile is computed from zeros, because its block loads slices for others.
+    // It may lie past the last one: such a tile is computed from zeros, because its block loads slices for others.
     __device__ __forceinline__ int m_tile(const Place& place) const { return group % m_groups * CLUSTER_M + place.m; }
-    __device__ __forceinline__ int n_tile(const Place& place) const { return group / m_groups * CLUSTER_N + place.n; }
+    __device__ __forceinline__ int n_tile() const { return group / m_groups; }
 };
 
 // Stages in shared memory, used round robin. A stage is full when its bytes have arrived, whichever block has loaded them. It is empty when
@@ -109,7 +95,7 @@ struct Ring {
     __device__ __forceinline__ Ring(u32 data, u32 barriers, u32 stage_bytes, int stages)
         : data(data), full(barriers), empty(barriers + stages * 8), stage_bytes(stage_bytes), stages(stages) {}
     __device__ __forceinline__ void init() const {
-        for (int s = 0; s < stages; s++) barrier_init(full + s * 8, 1), barrier_init(empty + s * 8, MULTIPLIERS / 32 * PEERS);
+        for (int s = 0; s < stages; s++) barrier_init(full + s * 8, 1), barrier_init(empty + s * 8, MULTIPLIERS / 32 * CLUSTER_M);
     }
     __device__ __forceinline__ u32 here() const { return data + stage * stage_bytes; }
     __device__ __forceinline__ u32 full_here() const { return full + stage * 8; }

@@ -10,7 +10,6 @@ import torch
 from sgl_kernel import silu_and_mul
 from torch.nn import functional as F
 
-from runtime.config.kernel_configs import FragmentConfig, ResidentConfig
 from runtime.distributed.parallel_group import FusedExchange, ParallelGroup
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
@@ -21,15 +20,13 @@ from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.float32_gemms import has_float32_gemms
-from runtime.layers.gemm.fragment_gemm import fragment_gemm
+from runtime.layers.gemm.fused_gemm import fused_gemm
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, input_dtype
 from runtime.layers.gemm.quantized_rows import quantized_gemm
 from runtime.layers.gemm.quantized_trial import WeightKind, choose_quantized, kind_of
-from runtime.layers.gemm.resident_gemm import resident_gemm
 from runtime.layers.gemm.tilings import GemmChoice, default_choice, m_bucket
 from runtime.layers.gemm.timings import GemmTimings
-from runtime.layers.gemm.triton_gemm import MAX_ROWS, TritonConfig, triton_gemm
-from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
+from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.widen import widened_linear
 from runtime.layers.kernels.add_normed import add_normed_rows
 from runtime.layers.kernels.argmax_kernel import argmax_chunks, argmax_rows
@@ -338,7 +335,7 @@ class CudaOps:
         if choice is None:
             return self._many_rows(x, linear, in_prompt)
         out = torch.empty((x.shape[0], linear.out_features), dtype=x.dtype, device=x.device)
-        self._fused(x, linear, out, choice, Epilogue(bias=linear.bias, scale=scale))
+        fused_gemm(x, linear, out, choice, Epilogue(bias=linear.bias, scale=scale), self.pdl)
         return out
 
     def _gate_up(
@@ -355,7 +352,7 @@ class CudaOps:
             rows = self._linear(x, scale, gate_up, choice, in_prompt)
             return silu_and_mul(rows) if silu else gated(activation, rows)
         out = torch.empty((x.shape[0], gate_up.out_features // 2), dtype=x.dtype, device=x.device)
-        self._fused(x, gate_up, out, choice, Epilogue(bias=gate_up.bias, silu=silu, gelu=gelu, scale=scale))
+        fused_gemm(x, gate_up, out, choice, Epilogue(bias=gate_up.bias, silu=silu, gelu=gelu, scale=scale), self.pdl)
         return out
 
     def _linear_add(
@@ -365,7 +362,7 @@ class CudaOps:
             return self._add_of_ranks(self._linear(x, None, linear, choice, in_prompt), linear.group, h, next_norm, in_prompt)
         if choice is not None:
             deferred = self._deferred(h, next_norm, choice.parts(linear.out_features))
-            self._fused(x, linear, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred))
+            fused_gemm(x, linear, h, choice, Epilogue(bias=linear.bias, add=True, deferred=deferred), self.pdl)
             return Stream(h, next_norm, deferred, in_prompt=in_prompt)
         if not self._float32_gemms or not linear.is_dense:
             return Stream(h.add_(self._many_rows(x, linear, in_prompt)), in_prompt=in_prompt)
@@ -419,35 +416,14 @@ class CudaOps:
         if choice is None or (logits is not None and not logits.is_contiguous()):
             return argmax_rows(self._logits(x, head, logits, choice), tokens, self.pdl)
         partial = torch.empty((2, x.shape[0], choice.parts(head.out_features)), dtype=torch.int32, device=x.device)
-        self._fused(x, head, logits, choice, Epilogue(bias=head.bias, argmax=partial))
+        fused_gemm(x, head, logits, choice, Epilogue(bias=head.bias, argmax=partial), self.pdl)
         return argmax_chunks(partial, tokens, self.pdl)
-
-    def _fused(
-        self,
-        x: torch.Tensor,
-        linear: Linear,
-        out: torch.Tensor | None,
-        choice: TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig,
-        epilogue: Epilogue,
-    ) -> None:
-        x, scale = x.contiguous(), linear.storage.scale
-        if isinstance(choice, TritonConfig):
-            triton_gemm(x, linear.weight, out, choice, epilogue, weight_scale=scale, pdl=self.pdl)
-        elif isinstance(choice, WgmmaConfig):
-            wgmma_gemm(x, linear.weight, out, choice, epilogue, pdl=self.pdl)
-        elif isinstance(choice, ResidentConfig):
-            assert out is not None, "the GEMM with resident weights has no argmax"
-            resident_gemm(x, linear.weight, out, choice, epilogue, pdl=self.pdl)
-        else:
-            assert out is not None, "the GEMM by fragments has no argmax"
-            assert scale is not None, "the GEMM by fragments takes weights in e4m3"
-            fragment_gemm(x, linear.weight, out, choice, epilogue, weight_scale=scale, pdl=self.pdl)
 
     def _logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None, choice: GemmChoice) -> torch.Tensor:
         if out is None:
             out = torch.empty((x.shape[0], head.out_features), dtype=torch.float32, device=x.device)
         if choice is not None and out.is_contiguous():
-            self._fused(x, head, out, choice, Epilogue(bias=head.bias))
+            fused_gemm(x, head, out, choice, Epilogue(bias=head.bias), self.pdl)
             return out
         if not self._float32_gemms or not head.is_dense:
             return out.copy_(widened_linear(x, head))

@@ -1,0 +1,36 @@
+"""A GEMM with its epilogue, by the kernel that was chosen for it."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.config.kernel_configs import FragmentConfig, ResidentConfig, TritonConfig
+from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.gemm.fragment_gemm import fragment_gemm
+from runtime.layers.gemm.resident_gemm import resident_gemm
+from runtime.layers.gemm.triton_gemm import triton_gemm
+from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
+from runtime.layers.linear import Linear
+
+
+def fused_gemm(
+    x: torch.Tensor,
+    linear: Linear,
+    out: torch.Tensor | None,
+    choice: TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig,
+    epilogue: Epilogue,
+    pdl: bool,
+) -> None:
+    """`out = epilogue(x @ weight.T)`; arguments are as in the kernels, but that `x` may be a view."""
+    x, weight, scale = x.contiguous(), linear.weight, linear.storage.scale
+    if isinstance(choice, TritonConfig):
+        triton_gemm(x, weight, out, choice, epilogue, weight_scale=scale, pdl=pdl)
+    elif isinstance(choice, WgmmaConfig):
+        wgmma_gemm(x, weight, out, choice, epilogue, pdl=pdl)
+    elif isinstance(choice, ResidentConfig):
+        assert out is not None, "the GEMM with resident weights has no argmax"
+        resident_gemm(x, weight, out, choice, epilogue, pdl=pdl)
+    else:
+        assert out is not None, "the GEMM by fragments has no argmax"
+        assert scale is not None, "the GEMM by fragments takes weights in e4m3"
+        fragment_gemm(x, weight, out, choice, epilogue, weight_scale=scale, pdl=pdl)

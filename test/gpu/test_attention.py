@@ -464,6 +464,18 @@ def test_a_wider_pass_allocates_no_workspace(name: str) -> None:
     check(world, batch, q, [world.fast.forward(q, world.layers[0], batch)])
 
 
+@pytest.mark.parametrize("name", ["fa3 split"])
+def test_a_short_prompt_may_be_wider_than_every_window(name: str) -> None:
+    """Graphs of short prompts are fixed-width passes of one request; workspaces have room for windows."""
+    kind = plain(128, 16, 16)
+    world = make_world(name, replace(kind, width=1))
+    one = replace(kind, batch=1)
+    batch = fixed_batch(one)
+    plan_pass(world.fast, batch)
+    q = queries(one, batch.num_tokens)
+    check(world, batch, q, [world.fast.forward(q, layer, batch) for layer in world.layers])
+
+
 @pytest.mark.parametrize("name", ["fa3", "fa3 split", "flashinfer"])
 def test_planning_a_known_size_never_waits_for_the_device(name: str) -> None:
     world = make_world(name, plain(128, 16, 1))

@@ -87,6 +87,14 @@ def test_few_rows_match_the_definition(name: str, rows: int) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="CUDA C++ needs a GPU")
+def test_more_experts_for_a_token_are_left_to_other_kernels() -> None:
+    from runtime.layers.moe.kernels.fragment_rows import MOST_TOP_K, supports
+
+    layer = Layer(KINDS["dense"], act_of(KINDS["dense"]), hidden=512, inner=384)
+    assert [supports(layer.x(4), layer.gate_up, layer.down, top_k) for top_k in (TOP_K, MOST_TOP_K, MOST_TOP_K + 1)] == [True, True, False]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="CUDA C++ needs a GPU")
 @pytest.mark.parametrize("rows", [4, 65, 256])
 @pytest.mark.parametrize("name", KINDS)
 def test_units_of_work_take_all_tokens_of_an_expert(name: str, rows: int) -> None:
@@ -95,7 +103,7 @@ def test_units_of_work_take_all_tokens_of_an_expert(name: str, rows: int) -> Non
     for hidden, inner in ((512, 384), (2880, 96)):
         layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=hidden, inner=inner)
         if name == "fp8-half-block":
-            assert not supports(layer.x(rows), layer.gate_up, layer.down)
+            assert not supports(layer.x(rows), layer.gate_up, layer.down, TOP_K)
             continue
         for hot in (None, TOP_K + 1):
             routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)

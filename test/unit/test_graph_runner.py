@@ -89,7 +89,7 @@ def load(runner: GraphRunner, inputs: InputBuffers, table: PageTable, rows: list
     size = runner.size_for(len(rows))
     batch = runner.batch(size)
     padded = torch.tensor(rows + [0] * (size - len(rows)))
-    batch.req_pool_indices.copy_(padded)
+    batch.set_rows(padded)
     lens = inputs.kv_lens(size)
     lens.copy_(torch.where(padded > 0, 4 * padded, 0).to(torch.int32))
     window = torch.zeros(size, WIDTH, dtype=torch.int64)
@@ -345,7 +345,7 @@ def test_a_window_stands_after_each_requests_kv(page: int) -> None:
     table = PageTable(4, 64, page, CPU)
     table.pages[1:] = torch.randperm(3 * table.max_pages, generator=torch.Generator().manual_seed(0)).view(3, -1) + 1
     batch = InputBuffers(3, max_tokens=12, device=CPU).view(ForwardMode.TARGET_VERIFY, 3, 12)
-    batch.req_pool_indices.copy_(torch.tensor([2, 0, 3]))
+    batch.set_rows(torch.tensor([2, 0, 3]))
     lens, tokens = torch.tensor([13, 0, 30], dtype=torch.int32), torch.arange(12).view(3, 4)
     depths = torch.tensor([[0, 1, 1, 2]] * 3)
     for given in (None, depths):

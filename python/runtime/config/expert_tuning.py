@@ -12,7 +12,7 @@ from runtime.config.kernel_configs import GroupedConfig, StepConfig, WgmmaExpert
 WeightFormat = Literal["dense", "fp8", "mxfp4"]
 """Weights in the activations' dtype; e4m3 with float32 scales of blocks or rows; e2m1 with a scale for each 32 columns."""
 
-FEW_BLOCKS = frozenset({4, 8, 16, 32, 64})
+FEW_BLOCKS = frozenset({1, 4, 8, 16, 32, 64})
 """Tokens that together need every kernel for few tokens."""
 
 

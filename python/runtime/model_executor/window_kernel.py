@@ -21,6 +21,7 @@ ROWS = 128
 def _load(
     rows, row_lens, row_tokens, indices, page_rows, kv_lens, last_tokens, size, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    """One program: `BLOCK` requests."""
     pdl_wait_first(PDL)
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = request < size
@@ -36,6 +37,7 @@ def _fill(
     rows, kv_lens, tokens, token_stride, depths, depth_stride, pages, page_stride, page_size,
     input_ids, positions, out_cache_loc, seq_lens, ahead, width, HAS_DEPTHS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """One program: the window of one request."""
     pdl_wait_first(PDL)
     request = tl.program_id(0)
     row = tl.load(rows + request)
@@ -75,8 +77,8 @@ def fill_window_cuda(
 ) -> None:
     """See `fill_window`. `tokens` and `depths` may be strided between requests.
 
-    The next kernel must wait before it lets another one start, as the embedding does, or not start early: later ones read positions,
-    slots and lengths before their own wait.
+    Attention reads positions, slots and lengths before its own wait: between this kernel and that one, a kernel must wait before it lets
+    the next one start, as the embedding does.
     """
     width, pdl = batch.tokens_per_req, starts_early(kv_lens.device)
     assert tokens.stride(-1) == 1 or width == 1

@@ -68,9 +68,8 @@ class FlashAttention(AttentionBackend):
     """`AttentionBackend` of FA3.
 
     FA3 reads the page table in place, at the rows of the batch (`cache_batch_idx`), so planning only computes the tile schedule, once
-    for all layers. The fixed-width passes that `DeviceTuning.split_wins`
-    names run by split-KV attention. A tree pass is full attention to the keys before the tail,
-    then the tail under the mask.
+    for all layers. The fixed-width passes that `DeviceTuning.split_wins` names run by split-KV attention. A tree pass is full
+    attention to the keys before the tail, then the tail under the mask.
 
     FA3 reads no 8-bit cache with 16-bit queries. With one, all fixed-width passes run by split-KV attention, and a ragged pass
     converts the keys and values of one request after the other.
@@ -204,9 +203,9 @@ class FlashAttention(AttentionBackend):
         )
 
     def _split_shape(self, size: int, width: int) -> SplitShape | None:
-        """The kind of pass for split-KV attention; None if FA3 runs it."""
+        """The kind of pass for split-KV attention; None if FA3 runs it, as it does a short prompt wider than any window."""
         shape = self._shape
-        wins = self._scaled or shape.tuning.split_wins(size, width, shape.num_kv_heads)
+        wins = self._scaled or (width <= shape.max_tokens_per_req and shape.tuning.split_wins(size, width, shape.num_kv_heads))
         if not wins or not supports(width, shape.num_q_heads, shape.num_kv_heads):
             return None
         config = shape.tuning.split_config(shape.head_dim, size)

@@ -81,9 +81,10 @@ class LatentAttention(AttentionLayer):
     def _warm_up(self, tokens: int) -> None:
         """Laid out as in `attend`: kernels depend on the alignment of what they read."""
         heads, key, value = self.heads, *self._kv_weights()
+        positions = torch.zeros(tokens, dtype=torch.int64, device=key.device)  # there when `rows` are: it may be read early
         rows = torch.zeros((tokens, (self.q_proj or self.down_proj).out_features), dtype=key.dtype, device=key.device)
         q = rows[:, : heads.num_heads * heads.query_dim].view(tokens, heads.num_heads, -1)
-        query = self.ops.absorb(q, heads, key, torch.zeros(tokens, dtype=torch.int64, device=key.device))
+        query = self.ops.absorb(q, heads, key, positions)
         self.ops.project_values(query[..., : heads.kv_rank].contiguous(), value)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:

@@ -105,9 +105,9 @@ class WideAttention(AttentionBackend):
         return plan
 
     def _split_shape(self, size: int, width: int) -> SplitShape | None:
-        """The kind of pass for split-KV attention; None for those of more queries."""
+        """The kind of pass for split-KV attention; None for those of more queries, as a short prompt may have."""
         shape = self._shape
-        if not supports(width, shape.num_q_heads, shape.num_kv_heads):
+        if width > shape.max_tokens_per_req or not supports(width, shape.num_q_heads, shape.num_kv_heads):
             return None
         config = shape.tuning.split_config(shape.head_dim, size)
         return SplitShape(size, width, shape.num_q_heads, shape.num_kv_heads, shape.head_dim, self._num_sms, config)

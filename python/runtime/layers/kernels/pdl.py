@@ -15,8 +15,8 @@ def pdl_sync(PDL: tl.constexpr):
     """Let the next kernel start as soon as there is room, and wait for the previous one: after this, its results may be
     read.
 
-    This is safe along a stream because every kernel waits before it reads or writes anything but weights: when one has
-    ended, all before it have ended.
+    This is safe along a stream because every kernel waits before it writes anything, and before it reads anything but weights and what was
+    written before a kernel that waited first (`pdl_wait_first`): when one has ended, all before it have ended.
     """
     if PDL:
         gdc_launch_dependents()

@@ -133,9 +133,9 @@ def spread(scale, columns: tl.constexpr):
 
 
 @triton.jit
-def e2m1(nibble):
+def e2m1(code):
     """Codes as the float32 numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
-    exponent = ((nibble >> 1) & 3).to(tl.float32)
-    mantissa = (nibble & 1).to(tl.float32)
+    exponent = ((code >> 1) & 3).to(tl.float32)
+    mantissa = (code & 1).to(tl.float32)
     size = tl.where(exponent == 0, mantissa * 0.5, tl.exp2(exponent - 1.0) * (1.0 + mantissa * 0.5))
-    return tl.where(nibble >= 8, -size, size)
+    return tl.where(code >= 8, -size, size)

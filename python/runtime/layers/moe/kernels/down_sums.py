@@ -19,7 +19,7 @@ MOST_PAIRS = 32
 """Pairs of token and expert that a warp holds in its registers."""
 MOST_TOKENS = 8
 DEPTH = 3
-"""Stages that each warp copies weights into. With one token, a block fits beside a block of the GEMM before."""
+"""Stages that each warp copies weights into. With one token, a block fits beside a block of the GEMM before, but of MXFP4."""
 ROWS = 16
 """Columns of the output in a tile."""
 PASS = 4
@@ -29,7 +29,7 @@ TOKEN_BYTES = {"dense": 128 + 64, "fp8": 256 + 16, "mxfp4": 512 + 64}
 REGISTERS = 1 << 16
 """Of a multiprocessor."""
 GEMM_REGISTERS = {"dense": 256 * 88, "fp8": 256 * 88, "mxfp4": 256 * 120}
-"""Of a block of the GEMM before, for up to 8 tokens."""
+"""Of a block of the GEMM before, for up to 8 tokens; for one token in MXFP4 that block fills its multiprocessor."""
 LEAST_REGISTERS = 80
 """Of a thread of this kernel; with fewer it spills."""
 

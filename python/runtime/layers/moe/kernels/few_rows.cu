@@ -10,7 +10,7 @@
 // tokens), WARPS (8 or 16), DEPTH, WEIGHT_ROWS, WEIGHT_COLUMNS (of an expert: addresses are then cheap).
 
 constexpr int PASS = 8 * TILES, THREADS = 32 * WARPS, SEGMENTS = 12;
-constexpr int AHEAD = SMALL ? 1 : 3;  // pieces of its tokens that a lane loads before other warps have read the tokens before
+constexpr int AHEAD = SMALL ? 1 : 4 - TILES;  // pieces of its tokens that a lane loads before other warps have read the tokens before
 static_assert(PASS <= WARPS, "a warp converts one token at most");
 
 struct Segment {  // the units of a block that have the same tokens
@@ -38,7 +38,7 @@ __device__ __forceinline__ void plan_units(
     __syncthreads();
     if (warp == 0) {
         constexpr int OWN = EXPERTS / 32;
-        const auto cost_of = [&](int tokens) { return tokens > 8 ? MANY : FEW; };  // of a unit
+        const auto cost_of = [&](int left) { return min(left, PASS) > 8 ? MANY : FEW; };  // of a unit, of so many tokens
         int passes = 0, costs = 0;
         #pragma unroll 1
         for (int j = 0; j < OWN; j++)
@@ -158,8 +158,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         return;
     }
     const int groups = WARPS / split, member = warp % split;
-    const u32 left_at = shared_address(left) + warp / split * 8, taken_at = shared_address(taken) + warp / split * 8;
-    if (split > 1 && member == 0 && lane == 0) barrier_init(left_at, split - 1), barrier_init(taken_at, 1);
+    const auto left_at = [&]() { return shared_address(left) + warp / split * 8; };
+    const auto taken_at = [&]() { return shared_address(taken) + warp / split * 8; };
+    if (split > 1 && member == 0 && lane == 0) barrier_init(left_at(), split - 1), barrier_init(taken_at(), 1);
     const int stages = (w.columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS, share = (stages + split - 1) / split;
     const int first = min(stages, member * share), stop = min(stages, first + share);
     u8* const own_ring = shared + warp * DEPTH * STAGE_BYTES;
@@ -271,22 +272,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         unit += groups;
         if (split > 1) {  // no warp waits for one that is behind but the first of its group, and each for its own parts to be read
             if (member != 0) {
-                if (round > 0) barrier_wait(taken_at, (round - 1) & 1);
+                if (round > 0) barrier_wait(taken_at(), (round - 1) & 1);
                 #pragma unroll
                 for (int n = 0; n < TILES; n++)
                     #pragma unroll
                     for (int i = 0; i < 4; i++) parts[warp][n][i][lane] = sums[n][i];
                 __syncwarp();
-                if (lane == 0) barrier_arrive(left_at);
+                if (lane == 0) barrier_arrive(left_at());
             } else {
-                barrier_wait(left_at, round & 1);
+                barrier_wait(left_at(), round & 1);
                 for (int k = 1; k < split; k++)
                     #pragma unroll
                     for (int n = 0; n < TILES; n++)
                         #pragma unroll
                         for (int i = 0; i < 4; i++) sums[n][i] += parts[warp + k][n][i][lane];
                 __syncwarp();
-                if (lane == 0) barrier_arrive(taken_at);
+                if (lane == 0) barrier_arrive(taken_at());
             }
             round++;
         }

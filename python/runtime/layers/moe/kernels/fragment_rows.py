@@ -31,7 +31,7 @@ SCALE_COPY = 8
 MOST_TOP_K = 16
 """Experts of a token, at most: the list of pairs lies in shared memory that sums take later."""
 SEGMENTS = 12
-"""Sets of tokens that a block goes through, at most."""
+"""Sets of tokens that a block goes through, at most: its cost is up to 5 / 4 of that of `SEGMENTS - 4` passes, and it may cut two more."""
 SUM_THREADS = 64
 SUM_COLUMNS = 4 * SUM_THREADS
 SQUARE_COLUMNS = 16
@@ -97,14 +97,15 @@ class _Sums:
     early: bool
 
 
-def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, deferred: DeferredNorm | None = None) -> bool:
-    """Whether the kernels can multiply these rows by these weights on their device, and fill these buffers."""
+def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, top_k: int, deferred: DeferredNorm | None = None) -> bool:
+    """Whether the kernels can multiply these rows by `top_k` experts each on their device, and fill these buffers."""
     (E, rows, hidden), (_, _, inner) = gate_up.shape, down.shape
     return (
         x.is_cuda
         and (deferred is None or deferred.squares.shape[1] == hidden // SQUARE_COLUMNS)
         and x.dtype is torch.bfloat16
         and 0 < len(x) <= MOST_TOKENS
+        and top_k <= MOST_TOP_K
         and hidden % 16 == 0
         and inner % 8 == 0
         and rows == 2 * inner

@@ -42,7 +42,7 @@ def run_experts(
     few = tuning.few_rows(gate_up.format, len(x))
     if few is not None:
         return experts_few_rows(x, gate_up, down, routed, act, few, out, first=first, pdl=pdl)
-    if len(x) <= tuning.most_streamed[gate_up.format] and supports(x, gate_up, down):
+    if len(x) <= tuning.most_streamed[gate_up.format] and supports(x, gate_up, down, routed.ids.shape[1]):
         return experts_by_fragments(x, gate_up, down, routed, act, out, first=first, pdl=pdl)
     wgmma = tuning.wgmma_rows(gate_up.format, len(x))
     if wgmma is not None and takes_wgmma(x, gate_up, down, wgmma):
@@ -65,6 +65,6 @@ def experts_few_rows(
     pdl: bool = False,
 ) -> torch.Tensor:
     """`experts_in_triton`, by tensor core fragments where those kernels can; they do not read `configs`."""
-    if supports(x, gate_up, down, deferred):
+    if supports(x, gate_up, down, routed.ids.shape[1], deferred):
         return experts_by_fragments(x, gate_up, down, routed, act, out, first=first, add=add, deferred=deferred, pdl=pdl)
     return experts_in_triton(x, gate_up, down, routed, act, configs, out, first=first, add=add, deferred=deferred, pdl=pdl)

@@ -10,6 +10,11 @@ TOKEN_TILES = (8, 16)
 """Tokens of a pass for which there is a kernel each, which reads the weights once; more are multiplied by cuBLAS."""
 
 
+def token_tile(tokens: int) -> int:
+    """The smallest of these for so many tokens."""
+    return next(tile for tile in TOKEN_TILES if tile >= tokens)
+
+
 def absorb_by_bmm(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor) -> torch.Tensor:
     """Queries over latent rows, whose rotated columns are still to be written.
 

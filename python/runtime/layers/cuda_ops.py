@@ -34,6 +34,7 @@ from runtime.layers.kernels.embed_rows import embed_rows
 from runtime.layers.kernels.join_rows import join_rows
 from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
 from runtime.layers.kernels.pause import pause
+from runtime.layers.kernels.pdl import starts_early
 from runtime.layers.kernels.rms_norm import rms_norm_rows
 from runtime.layers.kernels.rope_and_cache import rope_and_cache
 from runtime.layers.latent_heads import LatentHeads
@@ -63,7 +64,7 @@ class CudaOps:
     """
 
     def __init__(self, timings: GemmTimings, pdl: bool | None = None) -> None:
-        self.pdl = torch.cuda.get_device_capability()[0] >= 9 if pdl is None else pdl
+        self.pdl = starts_early(torch.device("cuda", torch.cuda.current_device())) if pdl is None else pdl
         self.choices: dict[GemmKey, GemmChoice] = {}
         self._quantized: dict[WeightKind, tuple[bool, str]] = {}
         self._timings = timings

@@ -19,6 +19,7 @@ from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedu
 from runtime.layers.attention.kernels.split_shape import MAX_WIDTH, SplitShape, one_of_each_kernel, supports
 from runtime.layers.attention.kernels.tree_tail import TailKeys, merge_tree_tail
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.kernels.pdl import starts_early
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 
@@ -90,7 +91,7 @@ class FlashAttention(AttentionBackend):
         self._fixed: dict[tuple[int, int, int, int, bool], _FixedPlan] = {}
         self._plan: _FixedPlan | _ExtendPlan | None = None
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._pdl = torch.cuda.get_device_capability(self._device)[0] >= 9
+        self._pdl = starts_early(self._device)
         self._workspace = self._split_workspace()
         pages = page_table.max_pages if self._scaled else 0
         self._wide = torch.empty((2, pages, *kv_pool.k[0].shape[1:]), dtype=self._dtype, device=self._device)

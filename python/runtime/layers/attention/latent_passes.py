@@ -21,6 +21,7 @@ from runtime.layers.attention.kernels.latent_decode import (
 )
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import compile_all
+from runtime.layers.kernels.pdl import starts_early
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 TRIAL_LENGTH = 2048
@@ -72,7 +73,7 @@ class LatentPasses:
         self._shape, self._pool, self._table, self._other, self._name = shape, kv_pool, page_table, other, name
         self._dtype, self._device = kv_pool.k[0].dtype, kv_pool.k[0].device
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._pdl = torch.cuda.get_device_capability(self._device)[0] >= 9
+        self._pdl = starts_early(self._device)
         self._plans: dict[tuple[int, int, int, int], _Plan] = {}
         self._plan: _Plan | None = None
         self._choose()

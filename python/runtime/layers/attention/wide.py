@@ -16,6 +16,7 @@ from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorksp
 from runtime.layers.attention.kernels.split_shape import MAX_WIDTH, SplitShape, one_of_each_kernel, supports
 from runtime.layers.attention.kernels.wide_prefill import PromptKeys, wide_prefill
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.kernels.pdl import starts_early
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 
@@ -41,7 +42,7 @@ class WideAttention(AttentionBackend):
         self._shape, self._pool, self._table = shape, kv_pool, page_table
         self._dtype, self._device = kv_pool.k[0].dtype, kv_pool.k[0].device
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._pdl = torch.cuda.get_device_capability(self._device)[0] >= 9
+        self._pdl = starts_early(self._device)
         self._fixed: dict[tuple[int, int, int], _FixedPlan] = {}
         self._plan: _FixedPlan | PromptKeys | None = None
         widths = range(1, min(shape.max_tokens_per_req, MAX_WIDTH) + 1)

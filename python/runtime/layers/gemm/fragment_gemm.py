@@ -25,8 +25,7 @@ def supports(weight: torch.Tensor, scale: torch.Tensor, gated: bool = False) -> 
         and weight.dtype is torch.float8_e4m3fn
         and rows % (16 * MOST_TALL * (1 + gated)) == 0
         and fragments.readable(weight, "fp8", columns, scale_layout(rows, columns, scale)[2])
-        and torch.cuda.get_device_capability(weight.device)[0] == 9
-        and cuda_driver.available()
+        and cuda_driver.on_hopper(weight)
     )
 
 

@@ -36,13 +36,7 @@ def resident_config(weight_rows: int, columns: int, num_sms: int) -> ResidentCon
 
 def supports(weight: torch.Tensor) -> bool:
     """Whether the kernel can multiply bfloat16 rows by this weight on its device."""
-    return (
-        weight.is_cuda
-        and weight.dtype is torch.bfloat16
-        and weight.is_contiguous()
-        and torch.cuda.get_device_capability(weight.device)[0] == 9
-        and cuda_driver.available()
-    )
+    return weight.is_cuda and weight.dtype is torch.bfloat16 and weight.is_contiguous() and cuda_driver.on_hopper(weight)
 
 
 def resident_gemm(

@@ -104,8 +104,7 @@ def supports(weight: torch.Tensor, silu: bool = False) -> bool:
         and weight.is_contiguous()
         and columns % 8 == 0
         and weight.shape[1] % 8 == 0
-        and torch.cuda.get_device_capability(weight.device)[0] == 9
-        and cuda_driver.available()
+        and cuda_driver.on_hopper(weight)
     )
 
 

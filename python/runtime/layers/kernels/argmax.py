@@ -15,7 +15,8 @@ def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
     if not logits.is_cuda:
         return torch.argmax(logits, dim=-1) if out is None else torch.argmax(logits, dim=-1, out=out)
     from runtime.layers.kernels.argmax_kernel import argmax_rows
+    from runtime.layers.kernels.pdl import starts_early
 
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    return argmax_rows(logits, out, pdl=torch.cuda.get_device_capability(logits.device)[0] >= 9)
+    return argmax_rows(logits, out, pdl=starts_early(logits.device))

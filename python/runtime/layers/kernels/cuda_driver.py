@@ -35,6 +35,11 @@ def available() -> bool:
     return True
 
 
+def on_hopper(x: torch.Tensor) -> bool:
+    """Whether kernels in CUDA C++ run where this tensor lies: on a GPU with Hopper's instructions."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9 and available()
+
+
 class Kernel:
     """A compiled kernel, ready to be launched on torch's current stream.
 

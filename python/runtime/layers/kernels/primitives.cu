@@ -86,6 +86,16 @@ __device__ __forceinline__ void store16(u16* to, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// ldmatrix.trans: 2 COUNT matrices of 8x8 numbers of two bytes; lane (g, t) gets column g of rows 2 t and 2 t + 1 of each. `row`: in lanes 8 i
+// to 8 i + 7 the rows of matrix i.
+template <int COUNT> __device__ __forceinline__ void load_transposed(u32 (&to)[2 * COUNT], u32 row) {
+    static_assert(COUNT == 1 || COUNT == 2);
+    if constexpr (COUNT == 2)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(row) : "memory");
+    else asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(row) : "memory");
+}
+
 // mma.m16n8k16 in bfloat16: `sums += rows g and g + 8 of 16 columns x row g of the other operand`, in lane (g, t) of a warp.
 __device__ __forceinline__ void mma_bf16(float (&sums)[4], u32 g_low, u32 h_low, u32 g_high, u32 h_high, u32 x_low, u32 x_high) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

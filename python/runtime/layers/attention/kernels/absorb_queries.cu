@@ -11,7 +11,7 @@
 // neighbours rotate together; otherwise columns half of ROPE apart), TOKENS (8 or 16: most tokens), EARLY (whether the kernel starts before the
 // previous one has ended).
 //
-// Source: PTX ISA, "ldmatrix" and "movmatrix".
+// Source: PTX ISA, "movmatrix".
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS, COLUMNS = 16 * WARPS, TILES = TOKENS / 8;
 constexpr int PARTS = RANK / COLUMNS;                          // blocks of a head
@@ -26,12 +26,6 @@ static_assert((TURNS + PARTS - 1) / PARTS * TOKENS <= THREADS, "a thread rotates
 
 // Eight keys that ldmatrix reads together, in pairs eight apart, have the same columns in different banks: the place of a piece among those of a key.
 __device__ __forceinline__ int place_of(int key, int piece) { return piece ^ (key / 8 % 4 * 2 + key % 2); }
-
-// Four 8x8 matrices: lane (g, t) gets column g of rows 2 t and 2 t + 1 of each. Lanes 8 i to 8 i + 7 have the addresses of the rows of matrix i.
-__device__ __forceinline__ void load_transposed(u32 (&to)[4], u32 row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(row) : "memory");
-}
 
 // From columns 2 t and 2 t + 1 of row g to rows 2 t and 2 t + 1 of column g.
 __device__ __forceinline__ u32 transposed(u32 v) {
@@ -115,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) absorb_queries(
     #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         u32 first[4], second[4];
-        load_transposed(first, fragment + 32 * c * KEY_BYTES);
-        load_transposed(second, fragment + (32 * c + 4) * KEY_BYTES);
+        load_transposed<2>(first, fragment + 32 * c * KEY_BYTES);
+        load_transposed<2>(second, fragment + (32 * c + 4) * KEY_BYTES);
         #pragma unroll
         for (int n = 0; n < TILES; n++) {
             const uint4 v = *(const uint4*)(own[n] + 64 * c);

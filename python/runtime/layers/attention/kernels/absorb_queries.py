@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.layers.absorption import TOKEN_TILES
+from runtime.layers.absorption import TOKEN_TILES, token_tile
 from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.cuda_program import program
 from runtime.layers.latent_heads import LatentHeads
@@ -34,8 +34,7 @@ def supports(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor) -> bool:
         and rope % ALIGNED == 0
         and -(-rope // (ALIGNED * (rank // COLUMNS))) * TOKEN_TILES[-1] <= 32 * WARPS
         and all(x.data_ptr() % 16 == 0 and x.stride(0) % ALIGNED == x.stride(1) % ALIGNED == 0 and x.stride(2) == 1 for x in (q, key))
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-        and cuda_driver.available()
+        and cuda_driver.on_hopper(q)
     )
 
 
@@ -60,8 +59,7 @@ def absorb_queries(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, posit
     assert key.stride(1) == rank, "the rows of a head's keys are adjacent"
     assert positions.shape == (T,), f"expected {T} positions; got {tuple(positions.shape)}"
     out = torch.empty((T, H, heads.row_dim), dtype=q.dtype, device=q.device)
-    tokens = next(tile for tile in TOKEN_TILES if tile >= T)
-    _kernel(nope, rank, rope.dim, rope.interleaved, tokens, pdl)(
+    _kernel(nope, rank, rope.dim, rope.interleaved, token_tile(T), pdl)(
         H * (rank // COLUMNS),
         (
             *map(cuda_driver.pointer, (q, key, positions, rope.cos_sin, out)),

@@ -90,8 +90,7 @@ def supports(shape: SplitShape, page_size: int, q: torch.Tensor, cache: torch.Te
         and shape.width * (shape.num_q_heads // shape.num_kv_heads) <= MAX_ROWS
         and page_size & (page_size - 1) == 0
         and (sinks is None or sinks.dtype in (torch.bfloat16, torch.float32))
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-        and cuda_driver.available()
+        and cuda_driver.on_hopper(q)
     )
 
 

@@ -1,7 +1,5 @@
 // What the kernel of attention in clusters is made of besides `primitives.cu`: its argument, copies of keys and values, and places of rows.
 //
-// Source: PTX ISA, "ldmatrix".
-//
 // Constants from the host: D (64 or 128), ROW_TILES (1 or 2: 16 rows each, queries times heads of a group, that a cluster computes), WARPS (4 or
 // 8), STAGES (steps of which keys are copied ahead, at least 2), MOST_BLOCKS (of a cluster), EARLY (whether the kernel starts before the previous
 // one has ended), ROTATES (whether `q` holds rows of the qkv projection, see `new_heads.cu`), MOST_NEW (tokens of a request in such a pass).
@@ -36,14 +34,6 @@ struct Pass {
 enum Part { ALL, STORED, FRESH };  // which keys of a tile are copied: those of earlier passes, those of this one
 
 __device__ __forceinline__ void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" :: "l"(line)); }
-
-template <int COUNT> __device__ __forceinline__ void load_transposed(u32 (&to)[2 * COUNT], u32 row) {  // of 16 keys x 8 COUNT columns
-    if constexpr (COUNT == 2)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(row) : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(row) : "memory");
-}
 
 __device__ __forceinline__ u32 cluster_size() { u32 n; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n)); return n; }
 __device__ __forceinline__ u32 cluster_id() { u32 n; asm("mov.u32 %0, %%clusterid.x;" : "=r"(n)); return n; }

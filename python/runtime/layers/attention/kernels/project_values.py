@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.layers.absorption import TOKEN_TILES
+from runtime.layers.absorption import TOKEN_TILES, token_tile
 from runtime.layers.gemm.few_rows_output import OutputVariant
 from runtime.layers.kernels import cuda_driver
 
@@ -32,8 +32,7 @@ def supports(attended: torch.Tensor, value: torch.Tensor) -> bool:
         and value.stride(2) == 1
         and value.stride(0) % 8 == 0
         and all(x.data_ptr() % 16 == 0 for x in (attended, value))
-        and torch.cuda.get_device_capability(attended.device)[0] == 9
-        and cuda_driver.available()
+        and cuda_driver.on_hopper(attended)
     )
 
 
@@ -52,7 +51,7 @@ def project_values(attended: torch.Tensor, value: torch.Tensor, *, pdl: bool = F
     assert value.shape == (H, width, rank), f"expected values [{H}, value_dim, {rank}]; got {tuple(value.shape)}"
     assert value.stride(1) == rank, "the rows of a head's values are adjacent"
     out = torch.empty((T, H, width), dtype=attended.dtype, device=attended.device)
-    _kernel(rank, width, next(tile for tile in TOKEN_TILES if tile >= T), pdl)(
+    _kernel(rank, width, token_tile(T), pdl)(
         H * (width // ROWS),
         (*map(cuda_driver.pointer, (attended, value, out)), *map(cuda_driver.int32, (T, value.stride(0)))),
         pdl,

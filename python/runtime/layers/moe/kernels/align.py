@@ -63,8 +63,7 @@ class AlignedArgument(ctypes.Structure):
 
 def align(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool = False) -> Aligned:
     """Sort the pairs of `ids`, int32 [T, k], that belong to the experts `first` to `first + experts`; others are left out."""
-    hopper = ids.is_cuda and torch.cuda.get_device_capability(ids.device)[0] == 9
-    in_cuda = hopper and experts <= 32 * WARPS and cuda_driver.available()
+    in_cuda = experts <= 32 * WARPS and cuda_driver.on_hopper(ids)
     return (align_in_cuda if in_cuda else align_in_triton)(ids, first, experts, rows, pdl=pdl)
 
 

@@ -7,9 +7,10 @@
 //
 // Constants from the host besides those of `stages.cu`: TOP_K, TOKENS (most tokens), EXPERTS (a multiple of 32, at least those of this
 // process), GATED (whether this is the first GEMM), BIAS, SMALL (whether there are at most 32 pairs, of at most PASS tokens), TILES (of eight
-// tokens), WARPS (8 or 16), DEPTH, WEIGHT_ROWS, WEIGHT_COLUMNS (of an expert: addresses are then cheap).
+// tokens), WARPS (8 or 16), DEPTH, SEGMENTS (of a block, at most), WEIGHT_ROWS, WEIGHT_COLUMNS
+// (of an expert: addresses are then cheap).
 
-constexpr int PASS = 8 * TILES, THREADS = 32 * WARPS, SEGMENTS = 12;
+constexpr int PASS = 8 * TILES, THREADS = 32 * WARPS;
 constexpr int AHEAD = SMALL ? 1 : 4 - TILES;  // pieces of its tokens that a lane loads before other warps have read the tokens before
 static_assert(PASS <= WARPS, "a warp converts one token at most");
 

@@ -111,8 +111,7 @@ def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, top_k
         and rows == 2 * inner
         and E <= 512
         and all(_readable(w, len(x)) for w in (gate_up, down))
-        and torch.cuda.get_device_capability(x.device)[0] == 9
-        and cuda_driver.available()
+        and cuda_driver.on_hopper(x)
     )
 
 
@@ -239,7 +238,7 @@ def gemm_source(variant: _Gemm) -> str:
     constants = dict(
         FORMAT=v.format, ACT=v.act, EARLY=int(v.early), TOP_K=v.top_k, TOKENS=v.tokens, EXPERTS=v.experts, GATED=int(v.gated),
         BIAS=int(v.bias), EVEN=int(v.even), SMALL=int(v.small), TILES=v.cut.tiles, WARPS=v.cut.warps, DEPTH=v.cut.depth,
-        WEIGHT_ROWS=v.rows, WEIGHT_COLUMNS=v.columns,
+        SEGMENTS=SEGMENTS, WEIGHT_ROWS=v.rows, WEIGHT_COLUMNS=v.columns,
     )  # fmt: skip
     return fragments.source(Path(__file__).with_name("few_rows.cu"), constants, STAGES)
 

@@ -76,10 +76,9 @@ def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, confi
     return (
         x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(x.device)[0] == 9
         and _takes(gate_up, x.dtype, config.rows, config.gate_up_tile, 2)
         and _takes(down, x.dtype, config.rows, config.down_tile, 1)
-        and cuda_driver.available()
+        and cuda_driver.on_hopper(x)
     )
 
 

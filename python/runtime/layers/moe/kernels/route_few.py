@@ -86,8 +86,7 @@ def supports(
         and rule.top_k <= weight.shape[0]
         and rule.chosen <= MOST_CHOSEN
         and weight.shape[0] <= MOST_EXPERTS
-        and torch.cuda.get_device_capability(x.device)[0] == 9
-        and cuda_driver.available()
+        and cuda_driver.on_hopper(x)
     )
 
 

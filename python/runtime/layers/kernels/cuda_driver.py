@@ -130,13 +130,13 @@ def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
 
 
 def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]) -> Any:
-    """A TMA descriptor of a contiguous tensor: elements outside read as zero, rows of a box are swizzled by 128 bytes.
+    """A TMA descriptor of a contiguous tensor: elements outside read as zero, rows of a box are swizzled by their 64 or 128 bytes.
 
     Args:
         address: address of the first element.
         sizes: of the tensor, innermost dimension first.
-        dtype: bfloat16, float16 or e4m3.
-        box: sizes of a box in the same order; the first is 64, or 128 of e4m3, so that a row is 128 bytes.
+        dtype: bfloat16, float16, e4m3 or uint8.
+        box: sizes of a box in the same order; its rows are 64 or 128 bytes.
     """
     strides, bytes_ = [], dtype.itemsize
     for size in sizes[:-1]:
@@ -147,7 +147,10 @@ def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tu
         torch.bfloat16: kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float16: kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         torch.float8_e4m3fn: kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        torch.uint8: kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }
+    swizzle = driver.CUtensorMapSwizzle
+    swizzles = {64: swizzle.CU_TENSOR_MAP_SWIZZLE_64B, 128: swizzle.CU_TENSOR_MAP_SWIZZLE_128B}
     return check(
         driver.cuTensorMapEncodeTiled(
             kinds[dtype],
@@ -158,7 +161,7 @@ def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tu
             [driver.cuuint32_t(size) for size in box],
             [driver.cuuint32_t(1) for _ in sizes],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzles[box[0] * dtype.itemsize],
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

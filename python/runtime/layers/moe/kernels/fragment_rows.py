@@ -17,6 +17,7 @@ from runtime.layers.moe.kernels.down_sums import pays as sums_pay
 from runtime.layers.moe.kernels.down_sums import supports as sums_supported
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct
+from runtime.layers.moe.kernels.pair_sums import SQUARE_COLUMNS, pair_sums
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument, routing_argument
 from runtime.layers.moe.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
 from runtime.layers.moe.router import Routing
@@ -32,10 +33,6 @@ MOST_TOP_K = 16
 """Experts of a token, at most: the list of pairs lies in shared memory that sums take later."""
 SEGMENTS = 12
 """Sets of tokens that a block goes through, at most: its cost is up to 5 / 4 of that of `SEGMENTS - 4` passes, and it may cut two more."""
-SUM_THREADS = 64
-SUM_COLUMNS = 4 * SUM_THREADS
-SQUARE_COLUMNS = 16
-"""Columns of a sum of squares for a deferred norm."""
 ROW_OFFSETS = {"dense": 64, "fp8": 16, "mxfp4": 64}
 """Bytes by which the next token in shared memory lies further on the 128 bytes of its banks."""
 
@@ -86,17 +83,6 @@ class _Gemm:
         return TILE_TOKENS if self.cut.warps < 16 else MOST_TOKENS
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """What the kernel that sums the pairs of a token is compiled for."""
-
-    top_k: int
-    add: bool
-    defer: bool
-    float_out: bool
-    early: bool
-
-
 def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, top_k: int, deferred: DeferredNorm | None = None) -> bool:
     """Whether the kernels can multiply these rows by `top_k` experts each on their device, and fill these buffers."""
     (E, rows, hidden), (_, _, inner) = gate_up.shape, down.shape
@@ -141,13 +127,7 @@ def experts_by_fragments(
         return out
     y = torch.empty((T * top_k, hidden), dtype=torch.float32, device=x.device)
     _gemm(h, down, y, routed, T, top_k, act, gated=False, pdl=pdl)
-    gain, scaled, squares = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
-    _sum_kernel(_Sums(top_k, add, deferred is not None, out.dtype is torch.float32, pdl))(
-        T * -(-hidden // SUM_COLUMNS),
-        (cuda_driver.pointer(y), routed, *map(cuda_driver.pointer, (out, gain, scaled, squares)), cuda_driver.int32(hidden)),
-        pdl,
-    )
-    return out
+    return pair_sums(y, routed, top_k, out, add=add, deferred=deferred, pdl=pdl)
 
 
 def _gemm(
@@ -227,11 +207,6 @@ def _gemm_kernel(variant: _Gemm, shared_bytes: int) -> cuda_driver.Kernel:
     return cuda_driver.compile_kernel(gemm_source(variant), "experts_few_rows", threads=threads, cluster=1, shared_bytes=shared_bytes)
 
 
-@cache
-def _sum_kernel(variant: _Sums) -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(sum_source(variant), "pair_sums", threads=SUM_THREADS, cluster=1, shared_bytes=0)
-
-
 def gemm_source(variant: _Gemm) -> str:
     """The CUDA program of a GEMM."""
     v = variant
@@ -241,13 +216,3 @@ def gemm_source(variant: _Gemm) -> str:
         SEGMENTS=SEGMENTS, WEIGHT_ROWS=v.rows, WEIGHT_COLUMNS=v.columns,
     )  # fmt: skip
     return fragments.source(Path(__file__).with_name("few_rows.cu"), constants, STAGES)
-
-
-def sum_source(variant: _Sums) -> str:
-    """The CUDA program that sums the pairs of a token."""
-    v = variant
-    constants = dict(
-        FORMAT=0, ACT=0, EARLY=int(v.early), TOP_K=v.top_k, ADD=int(v.add), DEFER=int(v.defer), FLOAT_OUT=int(v.float_out),
-        THREADS=SUM_THREADS,
-    )  # fmt: skip
-    return fragments.source(Path(__file__).with_name("pair_sums.cu"), constants)

@@ -1,0 +1,246 @@
+"""Experts in MXFP4 on Hopper, in CUDA C++: two grouped GEMMs by WGMMA that widen weights in registers (`mxfp4_gemm.cu`), then sums."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.layers.gemm.deferred_norm import DeferredNorm
+from runtime.layers.gemm.wgmma_gemm import PARTS
+from runtime.layers.kernels import cuda_driver, fragments
+from runtime.layers.moe.kernels.align import Aligned, align
+from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
+from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GatedAct
+from runtime.layers.moe.kernels.many_rows import sum_pairs
+from runtime.layers.moe.kernels.pair_sums import SQUARE_COLUMNS, pair_sums
+from runtime.layers.moe.kernels.routing_argument import routing_argument
+from runtime.layers.moe.router import Routing
+
+GROUP = 32
+"""Columns of a row that share a scale."""
+MATRIX, MATRICES = 64, 4
+"""Weight rows of a matrix that is loaded at once, and matrices of a tile."""
+DEPTH = 128
+"""Columns of a stage."""
+SHARED_BYTES = 227 << 10
+"""All shared memory that a block may have: stages, scales, results on their way to memory, barriers."""
+MOST_STAGES, SLOTS = 8, 2
+"""Of the ring of weights and rows; and tiles whose scales are there."""
+WARPS, STAGING_BYTES = 8, 32 * 48
+"""Of those that multiply, and of the results of one."""
+LOADERS, LOAD_REGISTERS = 128, 40
+"""Threads of the loading warpgroup, and registers of each."""
+ROW_THREADS = 128
+"""Of a block that prepares a row."""
+MOST_GATED = 200.0
+"""Largest limit of a clamped activation whose products float16 holds."""
+
+
+TILES = {32: 16, 64: 32, 128: 32}
+"""Tiles of pairs; a tile that has no more than the value has instructions for so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What a program is compiled for."""
+
+    pairs: int
+    columns: int
+    gated: bool
+    act: int
+    bias: bool
+    float_out: bool
+    early: bool
+
+    @property
+    def stages(self) -> int:
+        """Of the ring: what fits beside everything else."""
+        scales, staging = SLOTS * MATRICES * MATRIX * (self.columns // GROUP), 0 if self.float_out else WARPS * STAGING_BYTES
+        barriers = 16 * (MOST_STAGES + SLOTS) + 8
+        return min((SHARED_BYTES - scales - staging - barriers) // _stage_bytes(self.pairs), MOST_STAGES)
+
+
+def _stage_bytes(pairs: int) -> int:
+    return MATRICES * MATRIX * DEPTH // 2 + pairs * DEPTH * 2
+
+
+def supports(
+    x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, act: GatedAct, pairs: int, deferred: DeferredNorm | None = None
+) -> bool:
+    """Whether the kernels multiply these rows by these weights on their device, and fill these buffers."""
+    hidden = gate_up.shape[2]
+    return (
+        x.is_cuda
+        and x.dtype is torch.bfloat16
+        and act.kind == CLAMPED_SWIGLU.value  # its products are small: rows between the GEMMs are float16
+        and act.limit <= MOST_GATED
+        and (deferred is None or deferred.squares.shape[1] == hidden // SQUARE_COLUMNS)
+        and _takes(gate_up, pairs, 2)
+        and _takes(down, pairs, 1)
+        and cuda_driver.on_hopper(x)
+    )
+
+
+def _takes(weights: ExpertWeights, pairs: int, halves: int) -> bool:
+    """Whether a GEMM takes these weights, whose rows are so many matrices above each other."""
+    if weights.format != "mxfp4" or weights.scale is None or not weights.weight.is_contiguous() or not weights.scale.is_contiguous():
+        return False
+    _, N, K = weights.shape
+    scales_of_part = N // halves * (K // GROUP)  # copies of scales begin and end at multiples of 16 bytes
+    return (
+        K % (2 * GROUP) == 0
+        and N % (8 * halves) == 0
+        and scales_of_part % 16 == 0
+        and weights.scale.data_ptr() % 16 == 0
+        and _Variant(pairs, K, False, 0, False, False, False).stages >= 2
+    )
+
+
+def experts_in_mxfp4(
+    x: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    routed: Routing,
+    act: GatedAct,
+    pairs: int,
+    out: torch.Tensor,
+    *,
+    first: int = 0,
+    add: bool = False,
+    deferred: DeferredNorm | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """As `experts_by_fragments`, for what the kernels support and any number of tokens.
+
+    Outputs of experts are rounded to bfloat16 before they are summed, or with `add` to float32.
+
+    Args:
+        pairs: of a tile, one of `TILES`: about as many as an expert has.
+    """
+    (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
+    assert T > 0, "expected at least one row"
+    assert gate_up.shape == (E, 2 * inner, hidden), f"expected gate and up rows {(E, 2 * inner, hidden)}; got {gate_up.shape}"
+    assert down.shape[1] == hidden, f"expected a down projection of {hidden} rows; got {down.shape[1]}"
+    assert x.is_contiguous(), "expected a contiguous x"
+    assert out.is_contiguous(), "expected a contiguous out"
+    assert add or deferred is None, "a deferred norm requires add"
+    rows, factors = prepare_rows(x, pdl=pdl)
+    aligned = align(routed.ids, first, E, pairs, pdl=pdl)
+    h = torch.empty((aligned.tiles * pairs, inner), dtype=torch.float16, device=x.device)
+    y = torch.empty((T * top_k, hidden), dtype=torch.float32 if add else x.dtype, device=x.device)
+    grouped = partial(_grouped, aligned=aligned, routed=routed, act=act, pdl=pdl)
+    grouped(rows, factors, gate_up, h, gated=True)
+    grouped(h, None, down, y, gated=False)
+    if add:
+        return pair_sums(y, routing_argument(routed, first, E), top_k, out, add=True, deferred=deferred, pdl=pdl)
+    return sum_pairs(y, routed, out, first, E, pdl=pdl)
+
+
+def prepare_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """bfloat16 x [T, K] as float16 with the columns in the order of the kernels, and float32 [T]: what each row is multiplied by."""
+    rows, factors = torch.empty_like(x, dtype=torch.float16), torch.empty(len(x), dtype=torch.float32, device=x.device)
+    _rows_kernel(pdl)(len(x), (*map(cuda_driver.pointer, (x, rows, factors)), cuda_driver.int32(x.shape[1])), pdl)
+    return rows, factors
+
+
+def _grouped(
+    x: torch.Tensor,
+    factors: torch.Tensor | None,
+    weights: ExpertWeights,
+    out: torch.Tensor,
+    *,
+    gated: bool,
+    aligned: Aligned,
+    routed: Routing,
+    act: GatedAct,
+    pdl: bool,
+) -> None:
+    """One grouped GEMM: with `gated`, x has a row for each token and `out` for each place of `aligned`; otherwise places and pairs."""
+    (E, N, K), columns = weights.shape, out.shape[1]
+    assert weights.scale is not None
+    variant = _Variant(aligned.rows, K, gated, act.kind if gated else 0, weights.bias is not None, out.dtype is torch.float32, pdl)
+    items = aligned.tiles * -(-columns // (MATRIX * MATRICES // (2 if gated else 1)))
+    _kernel(variant)(
+        min(items, torch.cuda.get_device_properties(x.device).multi_processor_count),
+        (
+            cuda_driver.pointer(x),
+            _map(weights.weight.data_ptr(), E * N, K // 2),
+            cuda_driver.pointer(weights.scale),
+            aligned.argument,
+            *map(cuda_driver.pointer, (out, weights.bias, routed.weights, factors)),
+            *map(cuda_driver.int32, (N, columns, K, routed.ids.shape[1], E * N)),
+            _Gate(act.alpha, act.limit),
+        ),
+        pdl,
+    )
+
+
+class _Gate(ctypes.Structure):
+    """`Gate` in `mxfp4_gemm.cu`."""
+
+    _fields_ = tuple((name, ctypes.c_float) for name in ("alpha", "limit"))
+
+
+@lru_cache(maxsize=1 << 12)
+def _map(address: int, rows: int, row_bytes: int) -> Any:
+    return cuda_driver.tensor_map(address, (row_bytes, rows), torch.uint8, (DEPTH // 2, MATRIX))
+
+
+@cache
+def _kernel(variant: _Variant) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(source(variant), "mxfp4_gemm", threads=32 * WARPS + LOADERS, cluster=1, shared_bytes=SHARED_BYTES)
+
+
+@cache
+def _rows_kernel(early: bool) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(rows_source(early), "mxfp4_rows", threads=ROW_THREADS, cluster=1, shared_bytes=0)
+
+
+def rows_source(early: bool) -> str:
+    """The CUDA program that prepares rows."""
+    constants = dict(FORMAT=FORMATS["dense"], ACT=0, EARLY=int(early), THREADS=ROW_THREADS)
+    return fragments.source(Path(__file__).with_name("mxfp4_rows.cu"), constants)
+
+
+def source(variant: _Variant) -> str:
+    """The CUDA program of one variant."""
+    v = variant
+    assert v.pairs in TILES, f"expected tiles of {tuple(TILES)} pairs; got {v.pairs}"
+    constants = dict(
+        FORMAT=FORMATS["mxfp4"], ACT=v.act, EARLY=int(v.early), ROWS=2 * MATRIX, CLUSTER_M=1, SPLIT=1, LOADERS=LOADERS,
+        LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=1, PAIRS=v.pairs, FEWER=TILES[v.pairs], STAGES=v.stages, GROUPS=v.columns // GROUP,
+        GATED=int(v.gated), FLOAT_OUT=int(v.float_out), BIAS=int(v.bias),
+    )  # fmt: skip
+    multiply = "\n".join(multiply_source(pairs) for pairs in sorted({TILES[v.pairs], v.pairs}))
+    return fragments.source(Path(__file__).with_suffix(".cu"), constants, PARTS, multiply)
+
+
+def multiply_source(pairs: int) -> str:
+    """The wgmma instructions of two matrices of weights in registers; where `add` is 0, what the sums were before does not matter."""
+    count = pairs // 2
+    left, x = 2 * count, 2 * count + 8
+
+    def instruction(q: int) -> str:
+        sums = ", ".join(f"%{q * count + i}" for i in range(count))
+        words = ", ".join(f"%{left + 4 * q + i}" for i in range(4))
+        return f'        "wgmma.mma_async.sync.aligned.m64n{pairs}k16.f32.f16.f16 {{{sums}}}, {{{words}}}, %{x}, add, 1, 1, 0;\\n"'
+
+    operands = ", ".join(f'"+f"({name}[{i}])' for name in ("sums", "others") for i in range(count))
+    words = ", ".join(f'"r"({name}[{i}])' for name in ("w", "v") for i in range(4))
+    return "\n".join(
+        [
+            f"__device__ __forceinline__ void multiply(float (&sums)[{count}], float (&others)[{count}],",
+            "    const u32 (&w)[4], const u32 (&v)[4], u64 x, int add) {",
+            f'    asm volatile("{{\\n.reg .pred add;\\nsetp.ne.s32 add, %{x + 1}, 0;\\n"',
+            instruction(0),
+            instruction(1),
+            f'        "}}" : {operands}',
+            f'        : {words}, "l"(x), "r"(add));',
+            "}",
+        ]
+    )

@@ -1,0 +1,48 @@
+// Rows for `mxfp4_gemm.cu`: bfloat16 as float16 times a power of two that the largest entry of a row fixes, and of each 16 columns the even ones
+// before the odd ones. One block per row.
+//
+// Defined before this text: THREADS, and the rest of `fragments.cu`.
+
+// x, rows: [T, width], width a multiple of 16. factors[row]: what undoes that power.
+extern "C" __global__ void __launch_bounds__(THREADS) mxfp4_rows(const uint4* x, uint4* rows, float* factors, int width) {
+    constexpr int HELD = 2;  // pieces of 16 columns that a thread keeps in registers; it reads others twice
+    __shared__ u32 largest[THREADS / 32];
+    if (EARLY) launch_next(), wait_for_previous();
+    const int pieces = width / 16;
+    const uint4* const from = x + (long)blockIdx.x * pieces * 2;
+    uint4 held[HELD][2];
+    u32 most = 0;
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        const int piece = i * THREADS + threadIdx.x;
+        held[i][0] = piece < pieces ? from[2 * piece] : make_uint4(0, 0, 0, 0);
+        held[i][1] = piece < pieces ? from[2 * piece + 1] : make_uint4(0, 0, 0, 0);
+        most = largest8(largest8(most, held[i][0]), held[i][1]);
+    }
+    for (int piece = HELD * THREADS + threadIdx.x; piece < pieces; piece += THREADS)
+        most = largest8(largest8(most, from[2 * piece]), from[2 * piece + 1]);
+    most = largest_of_warp(max(most & 0xFFFF, most >> 16));
+    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = most;
+    __syncthreads();
+    most = 0;
+#pragma unroll
+    for (int warp = 0; warp < THREADS / 32; warp++) most = max(most, largest[warp]);
+    const int base = base_of(most);
+    uint4* const to = rows + (long)blockIdx.x * pieces * 2;
+    const auto put = [&](int piece, uint4 first, uint4 second) {
+        const uint4 a = narrow8(first, base), b = narrow8(second, base);
+        to[2 * piece] = make_uint4(
+            __byte_perm(a.x, a.y, 0x5410), __byte_perm(a.z, a.w, 0x5410), __byte_perm(b.x, b.y, 0x5410), __byte_perm(b.z, b.w, 0x5410)
+        );
+        to[2 * piece + 1] = make_uint4(
+            __byte_perm(a.x, a.y, 0x7632), __byte_perm(a.z, a.w, 0x7632), __byte_perm(b.x, b.y, 0x7632), __byte_perm(b.z, b.w, 0x7632)
+        );
+    };
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        const int piece = i * THREADS + threadIdx.x;
+        if (piece < pieces) put(piece, held[i][0], held[i][1]);
+    }
+    for (int piece = HELD * THREADS + threadIdx.x; piece < pieces; piece += THREADS) put(piece, from[2 * piece], from[2 * piece + 1]);
+    if (threadIdx.x == 0) factors[blockIdx.x] = __uint_as_float((u32)(base + 15) << 23);
+}

@@ -1,0 +1,64 @@
+"""The sum of a token's pairs of token and expert, in CUDA C++ on Hopper (`pair_sums.cu`), perhaps added to what is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from runtime.layers.gemm.deferred_norm import DeferredNorm
+from runtime.layers.kernels import cuda_driver, fragments
+from runtime.layers.moe.kernels.routing_argument import RoutingArgument
+
+THREADS = 64
+COLUMNS = 4 * THREADS
+"""Of a block."""
+SQUARE_COLUMNS = 16
+"""Columns of a sum of squares for a deferred norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What a program is compiled for."""
+
+    top_k: int
+    add: bool
+    defer: bool
+    float_out: bool
+    early: bool
+
+
+def pair_sums(
+    y: torch.Tensor, routed: RoutingArgument, top_k: int, out: torch.Tensor, *, add: bool, deferred: DeferredNorm | None, pdl: bool
+) -> torch.Tensor:
+    """`out[t] = sum(y[pair])` over the pairs of each token whose experts this process holds, in their order; returns `out`.
+
+    Args:
+        y: float32 [T * top_k, hidden], each row times the weight of its pair; hidden is a multiple of 16.
+        add: `out[t] += ...`.
+        deferred: gets hidden / 16 sums of squares of each row of `out`.
+    """
+    T, hidden = out.shape
+    gain, scaled, squares = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
+    _kernel(_Variant(top_k, add, deferred is not None, out.dtype is torch.float32, pdl))(
+        T * -(-hidden // COLUMNS),
+        (cuda_driver.pointer(y), routed, *map(cuda_driver.pointer, (out, gain, scaled, squares)), cuda_driver.int32(hidden)),
+        pdl,
+    )
+    return out
+
+
+@cache
+def _kernel(variant: _Variant) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(source(variant), "pair_sums", threads=THREADS, cluster=1, shared_bytes=0)
+
+
+def source(variant: _Variant) -> str:
+    """The CUDA program of one variant."""
+    v = variant
+    constants = dict(
+        FORMAT=0, ACT=0, EARLY=int(v.early), TOP_K=v.top_k, ADD=int(v.add), DEFER=int(v.defer), FLOAT_OUT=int(v.float_out), THREADS=THREADS
+    )
+    return fragments.source(Path(__file__).with_suffix(".cu"), constants)

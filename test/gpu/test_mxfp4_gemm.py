@@ -1,0 +1,112 @@
+"""Experts in MXFP4 by WGMMA with weights that are widened in registers, against their definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu.moe_layers import KINDS, masks, reference, relative, routed, weights
+from gpu.test_grouped_gemm import with_counts, worst
+from runtime.layers.gemm.deferred_norm import DeferredNorm
+from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GatedAct
+from runtime.layers.moe.router import Routing
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+EXPERTS, TOP_K, ROUNDING = 12, 4, 1e-2
+SIZES = [(512, 384), (2880, 192), (64, 2880), (448, 704)]
+"""Hidden and inner sizes: whole stages and tiles of weights; halves of stages; fewer columns than a stage; parts of tiles."""
+PAIRS = [32, 64, 128]
+
+
+class Layer:
+    """A random sparse layer in MXFP4, and the float32 weights that it stands for."""
+
+    def __init__(self, hidden: int, inner: int, experts: int = EXPERTS) -> None:
+        torch.manual_seed(hidden + inner)
+        self.gate_up, self.wide_gate_up = weights(KINDS["mxfp4"], experts, 2 * inner, hidden)
+        self.down, self.wide_down = weights(KINDS["mxfp4"], experts, hidden, inner)
+        self.act, self.hidden = GatedAct(CLAMPED_SWIGLU.value), hidden
+
+    def x(self, rows: int) -> torch.Tensor:
+        """Rows of a tensor in which the next ones are not numbers."""
+        around = torch.full((rows + 4, self.hidden), float("nan"), device="cuda", dtype=torch.bfloat16)
+        return around[:rows].copy_(torch.randn((rows, self.hidden), device="cuda"))
+
+    def want(self, x: torch.Tensor, routing: Routing, first: int = 0) -> torch.Tensor:
+        return reference(x, self.wide_gate_up, self.wide_down, (self.gate_up.bias, self.down.bias), routing, self.act, first)
+
+    def run(self, x: torch.Tensor, routing: Routing, pairs: int, **options: object) -> torch.Tensor:
+        from runtime.layers.moe.kernels.mxfp4_gemm import experts_in_mxfp4, supports
+
+        assert supports(x, self.gate_up, self.down, self.act, pairs)
+        out = torch.full((len(x) + 1, self.hidden), float("nan"), device="cuda")
+        experts_in_mxfp4(x, self.gate_up, self.down, routing, self.act, pairs, out[: len(x)], **options)  # type: ignore[arg-type]
+        assert out[len(x)].isnan().all(), f"tiles of {pairs} pairs write past their rows"
+        return out[: len(x)]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 63, 300, 1100])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_tile_matches_the_definition(size: tuple[int, int], rows: int) -> None:
+    layer = Layer(*size)
+    for hot in (None, TOP_K, TOP_K + 1):  # all experts hit by some tokens, few of them by all or most
+        routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
+        want = layer.want(x, routing)
+        for pairs in PAIRS:
+            for pdl in (False, True):
+                assert worst(layer.run(x, routing, pairs, pdl=pdl), want) < ROUNDING, (pairs, hot, pdl)
+
+
+COUNTS = (
+    [32] * 6,
+    [0, 1, 0, 16, 17, 0],
+    [31, 33, 63, 64, 65, 0],
+    [95, 96, 97, 191, 192, 193],
+    [0, 0, 0, 1500, 0, 0],
+    [0, 0, 0, 0, 0, 0],
+    [0, 0, 0, 0, 0, 1],
+)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_any_counts_of_pairs_match_the_definition(counts: list[int]) -> None:
+    layer, tokens = Layer(512, 384, experts=len(counts)), sum(counts) + 5
+    routing, x = with_counts(counts, tokens), layer.x(tokens)
+    want = layer.want(x, routing)
+    for pairs in PAIRS:
+        out = layer.run(x, routing, pairs)
+        assert (out[routing.ids[:, 0] == len(counts)] == 0).all(), pairs
+        if sum(counts):
+            assert worst(out, want) < ROUNDING, pairs
+
+
+def test_experts_of_other_ranks_are_left_out() -> None:
+    layer, rows, first = Layer(512, 384), 200, 5
+    ids = torch.rand((rows, EXPERTS + 2 * first), device="cuda").argsort(dim=1)[:, :TOP_K].to(torch.int32)
+    routing = Routing(ids, torch.rand((rows, TOP_K), device="cuda"), masks(ids, EXPERTS + 2 * first))
+    x = layer.x(rows)
+    for pairs in PAIRS:
+        assert worst(layer.run(x, routing, pairs, first=first), layer.want(x, routing, first)) < ROUNDING, pairs
+
+
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_the_sum_is_added_and_leaves_a_norm(pairs: int) -> None:
+    layer, rows = Layer(512, 384), 40
+    routing, x = routed(rows, EXPERTS, TOP_K), layer.x(rows)
+    before, gain = torch.randn((rows, 512), device="cuda"), torch.randn(512, device="cuda").to(torch.bfloat16)
+    from runtime.layers.moe.kernels.mxfp4_gemm import experts_in_mxfp4
+
+    deferred = DeferredNorm(gain, torch.empty((rows, 512), dtype=torch.bfloat16, device="cuda"), torch.empty((rows, 32), device="cuda"))
+    out = before.clone()
+    experts_in_mxfp4(x, layer.gate_up, layer.down, routing, layer.act, pairs, out, add=True, deferred=deferred)
+    assert relative(out - before, layer.want(x, routing)) < ROUNDING
+    assert torch.allclose(deferred.squares.sum(1), out.square().sum(1), rtol=1e-4)
+    assert relative(deferred.scaled, (out * gain).double()) < ROUNDING
+
+
+def test_results_repeat() -> None:
+    layer = Layer(2880, 192)
+    routing, x = routed(500, EXPERTS, TOP_K), layer.x(500)
+    for pairs in PAIRS:
+        first = layer.run(x, routing, pairs)
+        assert all(torch.equal(layer.run(x, routing, pairs, pdl=True), first) for _ in range(20)), pairs

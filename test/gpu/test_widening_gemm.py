@@ -10,10 +10,18 @@ import torch
 
 pytest.importorskip("triton")
 
+from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import WideningConfig
 from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
+from runtime.layers.gemm.gemm import Gemm
+from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.widening_gemm import TOKENS, WideningVariant, _kernel, ring_stages, supports, widening_configs, widening_gemm
+from runtime.layers.linear import Linear
+from runtime.layers.norm import RMSNorm
+from runtime.layers.ops import Stream
+from runtime.layers.quantization.fp8 import BlockFp8, quantize_blocks
+from runtime.layers.quantization.scheme import Storage
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("widening_gemm"), pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -190,3 +198,55 @@ def test_early_launches_change_no_bit_of_a_chain(N: int, K: int, rows: int) -> N
             results.append(y)
         assert results[0].isfinite().all()
         assert torch.equal(*results), (there, home)
+
+
+def scaled_linear(out: int, width: int) -> Linear:
+    weights = torch.randn((out, width), device="cuda") * width**-0.5
+    return Linear(Storage(*quantize_blocks(weights)), None, BlockFp8("weight_scale_inv", stored=True))
+
+
+def test_decode_passes_of_many_rows_have_a_choice_and_prompts_keep_theirs() -> None:
+    from runtime.layers.cuda_ops import CudaOps
+    from runtime.layers.gemm.autotune import candidates, group_gemms
+
+    norm = RMSNorm(torch.ones(2048, device="cuda", dtype=BF16), 1e-6)
+    head, qkv, o_proj = scaled_linear(4096, 2048), scaled_linear(5120, 2048), scaled_linear(2048, 4096)
+    gemms = Gemm("linear", qkv, norm), Gemm("linear_add", o_proj, norm), Gemm("logits", head, norm)
+    groups = group_gemms(gemms, (16, 32, 64, 128, 256, 512, 2048))
+    offered = {(group.op, group.rows): [type(choice) for choice in candidates(group, 132, H200)] for group in groups}
+    widening = {key for key, choices in offered.items() if WideningConfig in choices}
+    assert widening == {(op, rows) for op in ("linear", "linear_add") for rows in (32, 64, 128, 256, 512)}
+    assert not any(rows > 128 for op, rows in offered if op == "logits")
+    assert not any(rows == 2048 for _, rows in offered)
+    ops = CudaOps(GemmTimings())
+    report = ops.autotune(gemms, rows=(64, 256))
+    if report["prompts fp8 5120x2048"].startswith("e4m3 rows"):
+        assert ops.choice("linear", qkv, 200, in_prompt=True) is None
+    assert ops.choice("linear", qkv, 60, in_prompt=True) == ops.choice("linear", qkv, 60), "prompts of few rows use what decode passes have"
+
+
+@pytest.mark.parametrize("rows", [17, 64, 100, 200])
+def test_a_deferred_norm_between_two_of_them_is_the_norm(rows: int) -> None:
+    from runtime.layers.cuda_ops import CudaOps
+    from runtime.layers.gemm.tilings import m_bucket
+
+    norm = RMSNorm(torch.rand(2048, device="cuda").add(0.5).to(BF16), 1e-6)
+    qkv, o_proj = scaled_linear(5120, 2048), scaled_linear(2048, 4096)
+    x, h = torch.randn((rows, 4096), device="cuda").to(BF16), torch.randn((rows, 2048), device="cuda") * 30
+    ops = CudaOps(GemmTimings())
+    ops.choices = {
+        Gemm("linear_add", o_proj, norm).key(m_bucket(rows)): WideningConfig(8),
+        Gemm("linear", qkv, norm).key(m_bucket(rows)): WideningConfig(3),
+    }
+    stream = ops.linear_add(x, o_proj, Stream(h.clone()), norm)
+    assert stream.deferred is not None
+
+    def wide(linear: Linear) -> torch.Tensor:
+        scale = linear.storage.scale
+        assert scale is not None
+        return linear.weight.double() * scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+    added = h.double() + x.double() @ wide(o_proj).T
+    assert off(stream.h, added) < 1e-5
+    normed = added * (added.square().mean(1, keepdim=True) + norm.eps).rsqrt() * norm.weight.double()
+    assert off(ops.norm_linear(stream, norm, qkv), normed @ wide(qkv).T) < 1e-2

@@ -22,8 +22,8 @@ ROWS, DEPTH = 128, 128
 """Weight rows of a block; columns of a stage."""
 TOKENS = (32, 64, 128)
 """Rows of x that a block may be compiled for; more take several blocks."""
-MOST_ROWS = 512
-"""With more rows, the tensor cores multiply e4m3 by e4m3, or bfloat16 by weights that were widened once, in less time."""
+FEWEST_ROWS, MOST_ROWS = 17, 512
+"""Rows of x for which it is timed. Fewer need no shared memory; for more, weights are better widened once, or rows rounded to e4m3."""
 X_COLUMNS = 64
 """Of a box of x."""
 SHARED_BYTES, ALIGNMENT = 225 << 10, 1024
@@ -93,7 +93,7 @@ def supports(weight: torch.Tensor, scale: torch.Tensor, gated: bool = False) -> 
 
 def widening_configs(rows: int, weight_rows: int, columns: int, num_sms: int) -> tuple[WideningConfig, ...]:
     """The tilings worth timing for `rows` rows of x, by an estimate of their time; none where there are too few rows or too many."""
-    if not TOKENS[0] // 2 < rows <= MOST_ROWS:
+    if not FEWEST_ROWS <= rows <= MOST_ROWS:
         return ()
     stages = -(-columns // DEPTH)
     configs = [WideningConfig(split) for split in SPLITS if split <= stages]

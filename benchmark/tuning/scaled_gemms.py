@@ -2,8 +2,8 @@
 
     PYTHONPATH=python python -m benchmark.tuning.scaled_gemms --rows 1,4,16,32,64,128,8192
 
-Weights are those of the attention of Qwen3-30B-A3B and of an 8B model's MLP. Up to 128 rows the tilings of
-config/device_tuning.py are timed with activations in bfloat16, above them GEMMs of e4m3 by e4m3.
+Weights are those of the attention of Qwen3-30B-A3B and of an 8B model's MLP. Up to 512 rows kernels with activations in bfloat16 are
+timed, above 128 rows GEMMs of e4m3 by e4m3.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmark.expert_layers import ENOUGH_BYTES, READ_BYTES_PER_SECOND, microse
 from benchmark.record import Record
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
 from runtime.config.device_tuning import H200
-from runtime.config.kernel_configs import FragmentConfig, TritonConfig
+from runtime.config.kernel_configs import FragmentConfig, TritonConfig, WideningConfig
 
 NAME = "tuning/scaled_gemms"
 KEYS = ("weight", "rows")
@@ -32,19 +32,26 @@ def few_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tens
     """The kernels for few rows, by tiling."""
     from runtime.layers.gemm.fragment_gemm import fragment_gemm
     from runtime.layers.gemm.triton_gemm import triton_gemm
+    from runtime.layers.gemm.widening_gemm import widening_configs, widening_gemm
 
     out = torch.empty((len(x), len(weights[0])), dtype=x.dtype, device=x.device)
 
-    def run(config: TritonConfig | FragmentConfig, call: int) -> object:
+    def run(config: TritonConfig | FragmentConfig | WideningConfig, call: int) -> object:
         weight = weights[call % len(weights)]
         if isinstance(config, FragmentConfig):
             assert scale is not None
             return fragment_gemm(x, weight, out, config, weight_scale=scale, pdl=True)
+        if isinstance(config, WideningConfig):
+            assert scale is not None
+            return widening_gemm(x, weight, out, config, weight_scale=scale, pdl=True)
         return triton_gemm(x, weight, out, config, weight_scale=scale, pdl=True)
 
     if scale is None:
         return {f"bfloat16 {config}": partial(run, config) for config in H200.gemm_configs("linear", len(x))}
-    return {f"e4m3 {config}": partial(run, config) for config in (*H200.scaled_configs(len(x)), *H200.fragment_configs(len(x)))}
+    triton = H200.scaled_configs(len(x)) if len(x) <= MAX_ROWS else ()
+    (N, K), num_sms = weights[0].shape, torch.cuda.get_device_properties(x.device).multi_processor_count
+    found = *triton, *H200.fragment_configs(len(x)), *widening_configs(len(x), N, K, num_sms)
+    return {f"e4m3 {config}": partial(run, config) for config in found}
 
 
 def many_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tensor) -> dict[str, Call]:
@@ -96,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if rows <= MAX_ROWS:
                     calls |= few_rows(x, wide, None) | few_rows(x, narrow, scale)
                 else:
-                    calls |= many_rows(x, narrow, scale)
+                    calls |= few_rows(x, narrow, scale) | many_rows(x, narrow, scale)
                 count = 16 if rows <= MAX_ROWS else 4
                 figures = {"bytes, e4m3": round(out * width / READ_BYTES_PER_SECOND * 1e6, 1), **timed(calls, count)}
                 record.add({"weight": f"{out}x{width}", "rows": rows, "us": figures})

@@ -76,6 +76,24 @@ class ResidentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class WideningConfig:
+    """How the GEMM that widens e4m3 weights for WGMMA is cut: blocks of 128 weight rows.
+
+    Attributes:
+        split: blocks of a cluster that share the columns of one tile (split-K).
+    """
+
+    split: int = 1
+
+    def parts(self, weight_rows: int) -> int:
+        """How many partial sums of squares a GEMM with `weight_rows` rows of weights writes per row of output."""
+        return -(-weight_rows // 128) * 4
+
+    def __str__(self) -> str:
+        return f"widening WGMMA split {self.split}"
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """How the kernel of split-KV attention that merges within clusters cuts its work.
 

@@ -92,16 +92,17 @@ class CudaOps:
 
     def linear(self, x: torch.Tensor, linear: Linear, in_prompt: bool = False) -> torch.Tensor:
         """`linear(x)`, [T, out]."""
-        return self._linear(x, None, linear, self.choice("linear", linear, x.shape[0]), in_prompt)
+        return self._linear(x, None, linear, self.choice("linear", linear, x.shape[0], in_prompt), in_prompt)
 
     def norm_linear(self, stream: Stream, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(h))`, [T, out] in the model's dtype."""
-        choice = self.choice("linear", linear, stream.h.shape[0])
+        choice = self.choice("linear", linear, stream.h.shape[0], stream.in_prompt)
         return self._linear(*self._normed(stream, norm, choice), linear, choice, stream.in_prompt)
 
     def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
         """`h + linear.reduce(linear(x))` in float32, in the storage of `h`."""
-        return self._linear_add(x, linear, stream.h, next_norm, self.choice("linear_add", linear, x.shape[0]), stream.in_prompt)
+        choice = self.choice("linear_add", linear, x.shape[0], stream.in_prompt)
+        return self._linear_add(x, linear, stream.h, next_norm, choice, stream.in_prompt)
 
     def add_normed(
         self, x: torch.Tensor, norm: RMSNorm, stream: Stream, next_norm: RMSNorm | None = None, factor: torch.Tensor | None = None
@@ -112,7 +113,7 @@ class CudaOps:
 
     def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear, activation: Activation = Activation.SILU) -> torch.Tensor:
         """`activation(gate) * up` of the normed stream, [T, intermediate]."""
-        choice = self.choice("gate_up", gate_up, stream.h.shape[0])
+        choice = self.choice("gate_up", gate_up, stream.h.shape[0], stream.in_prompt)
         return self._gate_up(*self._normed(stream, norm, choice), gate_up, choice, activation, stream.in_prompt)
 
     def route(self, x: torch.Tensor, router: Router) -> Routing:
@@ -234,9 +235,9 @@ class CudaOps:
         log.info("autotuned %d GEMMs; %.1f s with compilation", len(report), time.perf_counter() - start)
         return report
 
-    def choice(self, op: GemmOp, linear: Linear, rows: int) -> GemmChoice:
+    def choice(self, op: GemmOp, linear: Linear, rows: int, in_prompt: bool = False) -> GemmChoice:
         """How a GEMM of `rows` rows is computed."""
-        if linear.in_features % 16 or not (linear.is_dense or linear.is_scaled):
+        if linear.in_features % 16 or not (linear.is_dense or linear.is_scaled) or (in_prompt and self._quantizes(linear, rows)):
             return None
         key = (op, linear.scheme.name, linear.out_features, linear.in_features, m_bucket(rows))
         if key in self.choices:
@@ -374,11 +375,14 @@ class CudaOps:
     def _many_rows(self, x: torch.Tensor, linear: Linear, in_prompt: bool) -> torch.Tensor:
         """`linear(x)` by cuBLAS; prompts quantize their rows where that was found faster."""
         scale = linear.storage.scale
-        faster, _ = self._quantized.get(kind_of(linear), (False, ""))
-        if not (faster and in_prompt and len(x) > MAX_ROWS and x.dtype is torch.bfloat16) or scale is None:
+        if not (in_prompt and self._quantizes(linear, len(x)) and x.dtype is torch.bfloat16) or scale is None:
             return widened_linear(x, linear)
         out = quantized_gemm(x.contiguous(), linear.weight, scale, pdl=self.pdl)
         return out if linear.bias is None else out.add_(linear.bias)
+
+    def _quantizes(self, linear: Linear, rows: int) -> bool:
+        """Whether prompts of `rows` rows are quantized for this weight, which was found faster."""
+        return rows > MAX_ROWS and self._quantized.get(kind_of(linear), (False, ""))[0]
 
     def _add_of_ranks(
         self, part: torch.Tensor, group: ParallelGroup, h: torch.Tensor, next_norm: RMSNorm | None, in_prompt: bool = False

@@ -27,6 +27,9 @@ from runtime.layers.gemm.tilings import GemmChoice, describe, wgmma_configs
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import supports
+from runtime.layers.gemm.widening_gemm import MOST_ROWS as MOST_WIDENED_ROWS
+from runtime.layers.gemm.widening_gemm import supports as widening_supports
+from runtime.layers.gemm.widening_gemm import widening_configs
 from runtime.layers.kernels.graph_timer import replay_times
 from runtime.layers.kernels.triton_launchers import one_at_a_time
 from runtime.layers.linear import Linear
@@ -101,24 +104,26 @@ def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int], prompts: Collecti
         GemmGroup(kind[0].op, [gemm.linear for gemm in kind], kind[0].norm, rows, kind[0].activation, kind[0].after_attention)
         for kind in kinds.values()
         for rows in buckets
-        if rows <= MAX_ROWS or (_takes_many_rows(kind[0]) and not (kind[0].op == "logits" and rows in prompts))
+        if rows <= MAX_ROWS or (_takes_many_rows(kind[0], rows) and not (kind[0].op == "logits" and rows in prompts))
     ]
 
 
-def _takes_many_rows(gemm: Gemm) -> bool:
-    """Whether more than `MAX_ROWS` rows may run by another kernel than cuBLAS."""
+def _takes_many_rows(gemm: Gemm, rows: int) -> bool:
+    """Whether `rows`, more than `MAX_ROWS`, may run by another kernel than cuBLAS."""
     weight = gemm.linear.weight
+    if gemm.linear.is_scaled:
+        return rows <= MOST_WIDENED_ROWS and _takes_bfloat16(gemm.op, gemm.linear, gemm.norm, widening_supports)
     return weight.dtype is torch.bfloat16 and supports(weight, silu=gemm.op == "gate_up")
 
 
 def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
     """The choices worth timing, cuBLAS first."""
     linear, rows = group.linears[0], group.rows
+    if linear.is_scaled:
+        return None, *_scaled_candidates(group, num_sms, tuning)
     if rows > MAX_ROWS:
         size = GemmSize(rows, linear.out_features, linear.in_features, gated=group.op == "gate_up")
         return None, many_rows_config(size, num_sms)
-    if linear.is_scaled:
-        return None, *tuning.scaled_configs(rows), *(tuning.fragment_configs(rows) if _takes_fragments(group) else ())
     found: tuple[GemmChoice, ...] = tuning.gemm_configs(group.op, rows)
     if supports(linear.weight, silu=group.op == "gate_up"):
         wgmma = wgmma_configs(group.op, rows, linear.out_features, num_sms, tuning)
@@ -139,12 +144,21 @@ def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[ResidentConfig, .
     return () if config is None or (config.blocks > 1 and not group.after_attention) else (config,)
 
 
-def _takes_fragments(group: GemmGroup) -> bool:
-    """Whether the GEMM by fragments may be tried: its rows are in bfloat16, and it has no argmax."""
-    linear, gated = group.linears[0], group.op == "gate_up"
-    narrow = linear.weight.dtype if group.norm is None else group.norm.weight.dtype
-    scale = linear.storage.scale
-    return group.op != "logits" and narrow is torch.bfloat16 and scale is not None and fragments_support(linear.weight, scale, gated)
+def _scaled_candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
+    """Those of weights in e4m3."""
+    linear, rows = group.linears[0], group.rows
+    found: tuple[GemmChoice, ...] = tuning.scaled_configs(rows) if rows <= MAX_ROWS else ()
+    if _takes_bfloat16(group.op, linear, group.norm, fragments_support):
+        found += tuning.fragment_configs(rows)
+    if _takes_bfloat16(group.op, linear, group.norm, widening_supports):
+        found += widening_configs(rows, linear.out_features, linear.in_features, num_sms)
+    return found
+
+
+def _takes_bfloat16(op: GemmOp, linear: Linear, norm: RMSNorm | None, supports: Callable[[torch.Tensor, torch.Tensor, bool], bool]) -> bool:
+    """Whether a GEMM in CUDA C++ that `supports` weights in e4m3 may be tried: its rows are in bfloat16, and it has no argmax."""
+    narrow, scale = linear.weight.dtype if norm is None else norm.weight.dtype, linear.storage.scale
+    return op != "logits" and narrow is torch.bfloat16 and scale is not None and supports(linear.weight, scale, op == "gate_up")
 
 
 def autotune_gemms(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from runtime.config.kernel_configs import FragmentConfig, ResidentConfig, TritonConfig
+from runtime.config.kernel_configs import FragmentConfig, ResidentConfig, TritonConfig, WideningConfig
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.fragment_gemm import fragment_gemm
 from runtime.layers.gemm.resident_gemm import resident_gemm
 from runtime.layers.gemm.triton_gemm import triton_gemm
 from runtime.layers.gemm.wgmma_gemm import WgmmaConfig, wgmma_gemm
+from runtime.layers.gemm.widening_gemm import widening_gemm
 from runtime.layers.linear import Linear
 
 
@@ -17,7 +18,7 @@ def fused_gemm(
     x: torch.Tensor,
     linear: Linear,
     out: torch.Tensor | None,
-    choice: TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig,
+    choice: TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | WideningConfig,
     epilogue: Epilogue,
     pdl: bool,
 ) -> None:
@@ -31,6 +32,9 @@ def fused_gemm(
         assert out is not None, "the GEMM with resident weights has no argmax"
         resident_gemm(x, weight, out, choice, epilogue, pdl=pdl)
     else:
-        assert out is not None, "the GEMM by fragments has no argmax"
-        assert scale is not None, "the GEMM by fragments takes weights in e4m3"
-        fragment_gemm(x, weight, out, choice, epilogue, weight_scale=scale, pdl=pdl)
+        assert out is not None, "GEMMs by fragments have no argmax"
+        assert scale is not None, "GEMMs by fragments take weights in e4m3"
+        if isinstance(choice, FragmentConfig):
+            fragment_gemm(x, weight, out, choice, epilogue, weight_scale=scale, pdl=pdl)
+        else:
+            widening_gemm(x, weight, out, choice, epilogue, weight_scale=scale, pdl=pdl)

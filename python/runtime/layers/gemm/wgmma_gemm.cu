@@ -9,7 +9,7 @@
 // A norm around the GEMM takes no kernel (deferred_norm.py): with SCALE, rows of sums are divided by their root mean square; with DEFER,
 // the new stream is also stored times the gain of the next norm, with the sums of its squares.
 //
-// Defined before this text: ROWS (64 or 128), TILE, SPLIT, CLUSTER_M, LOADERS (threads), LOAD_REGISTERS, MOST_STAGES,
+// Defined before this text: ROWS (64 or 128), TILE, SPLIT, SHARERS = SPLIT, CLUSTER_M, LOADERS (threads), LOAD_REGISTERS, MOST_STAGES,
 // BFLOAT16, BIAS, EARLY, WRITE, ARGMAX, STORE, SCALE, DEFER; multiply(), the one instruction whose operands depend on TILE; wgmma_parts.cu
 // and wgmma_output.cu.
 
@@ -18,45 +18,15 @@ constexpr int W_BYTES = TILE * ROW_BYTES;
 constexpr int W_BOXES = CLUSTER_M % HALVES == 0 ? 1 : HALVES;
 constexpr int W_SLICE = TILE / CLUSTER_M / W_BOXES;
 
-// Give each of the SPLIT blocks with the same tile the sums of its own groups, which are added in order, to the front of `sums`.
-__device__ __forceinline__ void exchange(float* sums, const Place& place, u32 data) {
-    cluster_sync<false>();  // all blocks have finished multiplying: the ring is free
-#pragma unroll
-    for (int to = 0; to < SPLIT; to++) {
-        const u32 there = address_in(data, place.rank(place.m, to));
-#pragma unroll
-        for (int i = 0; i < OWN_GROUPS; i++) {
-            const float* v = sums + (to * OWN_GROUPS + i) * 4;
-            const u32 at = there + ((place.part * OWN_GROUPS + i) * MULTIPLIERS + threadIdx.x) * 16;
-            asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-        }
-    }
-    cluster_sync<true>();
-#pragma unroll
-    for (int i = 0; i < OWN_GROUPS; i++) {
-        float* v = sums + i * 4;
-#pragma unroll
-        for (int from = 0; from < SPLIT; from++) {
-            float a, b, c, d;
-            asm volatile("ld.shared::cta.v4.f32 {%0, %1, %2, %3}, [%4];"
-                         : "=f"(a), "=f"(b), "=f"(c), "=f"(d)
-                         : "r"(data + ((from * OWN_GROUPS + i) * MULTIPLIERS + threadIdx.x) * 16)
-                         : "memory");
-            if (from == 0) v[0] = a, v[1] = b, v[2] = c, v[3] = d;
-            else v[0] += a, v[1] += b, v[2] += c, v[3] += d;
-        }
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1)
 wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, void* out, int* partial, const u16* bias,
            Norms norms, int rows, int columns, int width, int x_rows, int stages) {
     extern __shared__ char unaligned[];
-    __shared__ u64 barriers[2 * MOST_STAGES];
+    __shared__ u64 barriers[2 * MOST_STAGES + (SPLIT > 1)];
     const u32 data = (shared_address(unaligned) + 1023) & ~1023u;
     // A stage is a box of x, then one of w. Fewer rows of x may be loaded than are computed: the others hold arbitrary data, and their
     // results are not stored.
-    const u32 x_bytes = x_rows * ROW_BYTES;
+    const u32 x_bytes = x_rows * ROW_BYTES, arrived = shared_address(barriers + 2 * MOST_STAGES);
     Ring ring(data, shared_address(barriers), x_bytes + W_BYTES, stages);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Place place;
@@ -68,7 +38,9 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     if constexpr (EARLY) launch_next();
     if (threadIdx.x == 0) {
         ring.init();
+        if constexpr (SPLIT > 1) barrier_init(arrived, 1);
         publish_barriers();
+        if constexpr (SPLIT > 1) expect_sums<GROUPS, OWN_GROUPS>(arrived, place);
     }
     if constexpr (CLUSTER_M > 1) cluster_sync<false>();
     else __syncthreads();
@@ -110,7 +82,7 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 for (int s = 0; s < stages; s++, ring.next()) ring.wait_empty();
             }
         }
-        if constexpr (SPLIT > 1) cluster_sync<false>(), cluster_sync<true>();
+        if constexpr (SPLIT > 1) cluster_sync<false>();
         return;
     }
 
@@ -151,7 +123,7 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 #pragma unroll
         for (int i = 0; i < TILE / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
         if (steps > 0) release(before);
-        if constexpr (SPLIT > 1) exchange(sums, place, data);
+        if constexpr (SPLIT > 1) exchange<GROUPS, OWN_GROUPS>(sums, place, data, arrived);
         output.store(sums, partial, n_tile, n_tiles, place.part);
     }
 }

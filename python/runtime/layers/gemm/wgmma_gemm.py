@@ -235,7 +235,7 @@ def source(config: WgmmaConfig, variant: _Variant) -> str:
     assert config.split == 1 or (v.write in ("NARROW", "ADD") and not v.argmax), "split-K supports NARROW and ADD only"
     assert v.write == "ADD" or not v.deferred, "a deferred norm requires ADD"
     constants = dict(
-        ROWS=v.rows, TILE=config.tile, SPLIT=config.split, CLUSTER_M=config.cluster_m,
+        ROWS=v.rows, TILE=config.tile, SPLIT=config.split, SHARERS=config.split, CLUSTER_M=config.cluster_m,
         LOADERS=_loaders(config, v), LOAD_REGISTERS=LOAD_REGISTERS, MOST_STAGES=MOST_STAGES, BFLOAT16=int(v.dtype is torch.bfloat16),
         WRITE=v.write, BIAS=int(v.bias), EARLY=int(v.pdl), SCALE=int(v.scale), DEFER=int(v.deferred), ARGMAX=int(v.argmax),
         STORE=int(v.store),
@@ -244,24 +244,30 @@ def source(config: WgmmaConfig, variant: _Variant) -> str:
     return program(constants, PARTS, multiply, *(Path(__file__).with_name(f"wgmma_{name}.cu") for name in ("output", "gemm")))
 
 
-def multiply_source(tile: int, dtype: Literal["bf16", "f16", "e4m3"], *, overwrites: bool = False) -> str:
+def multiply_source(tile: int, dtype: Literal["bf16", "f16", "e4m3"], *, overwrites: bool = False, fragments: bool = False) -> str:
     """The wgmma instruction for a tile: a thread holds one sum per two rows of the tile.
 
-    With `overwrites`, the function has a parameter `add`: where it is 0, what the sums were before does not matter.
+    With `overwrites`, the function has a parameter `add`: where it is 0, what the sums were before does not matter. With `fragments`, the
+    left operand `x` is in registers.
     """
     count, narrow = tile // 2, dtype == "e4m3"
     sums = ", ".join(f"%{i}" for i in range(count))
     instruction = f"wgmma.mma_async.sync.aligned.m64n{tile}k{32 if narrow else 16}.f32.{dtype}.{dtype}"
     operands = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    predicate = f"setp.ne.s32 add, %{count + 2}, 0;" if overwrites else "setp.eq.u32 add, 0, 0;"
-    options = "1, 1" if narrow else "1, 1, 0, 0"
+    registers = 4 if fragments else 1
+    left = ", ".join(f"%{count + i}" for i in range(registers))
+    lefts = ", ".join(f'"r"(x[{i}])' for i in range(registers)) if fragments else '"l"(x)'
+    right = count + registers
+    predicate = f"setp.ne.s32 add, %{right + 1}, 0;" if overwrites else "setp.eq.u32 add, 0, 0;"
+    options = "1, 1" if narrow else "1, 1, 0" if fragments else "1, 1, 0, 0"
+    parameter = "const u32 (&x)[4]" if fragments else "u64 x"
     return "\n".join(
         [
-            f"__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 x, u64 w{', int add' if overwrites else ''}) {{",
+            f"__device__ __forceinline__ void multiply(float (&sums)[{count}], {parameter}, u64 w{', int add' if overwrites else ''}) {{",
             f'    asm volatile("{{\\n.reg .pred add;\\n{predicate}\\n"',
-            f'        "{instruction} {{{sums}}}, %{count}, %{count + 1}, add, {options};\\n}}"',
+            f'        "{instruction} {{{sums}}}, {f"{{{left}}}" if fragments else left}, %{right}, add, {options};\\n}}"',
             f"        : {operands}",
-            f'        : "l"(x), "l"(w){", " + chr(34) + "r" + chr(34) + "(add)" if overwrites else ""});',
+            f'        : {lefts}, "l"(w){", " + chr(34) + "r" + chr(34) + "(add)" if overwrites else ""});',
             "}",
         ]
     )

@@ -8,7 +8,7 @@ constexpr bool GATED = WRITE == SILU || WRITE == GELU;
 constexpr int HALVES = GATED ? 2 : 1;
 constexpr int OUTPUTS = TILE / HALVES;
 constexpr int GROUPS = OUTPUTS / 8;
-constexpr int OWN_GROUPS = GROUPS / SPLIT;  // that a block stores
+constexpr int OWN_GROUPS = GROUPS / SHARERS;  // that a block stores
 constexpr int BATCH = ROWS > 128 ? 4 : 8;  // groups that are stored together: the loads of all come first
 constexpr int NO_COLUMN = 0x7FFFFFFF;
 
@@ -215,7 +215,7 @@ struct Output {
             if constexpr (ARGMAX) find_largest(sums, first);
             asm volatile("" ::: "memory");  // or the compiler begins with the loads of all batches, and spills
         }
-        if constexpr (DEFER) store_squares(tile * SPLIT + part, tiles * SPLIT);
+        if constexpr (DEFER) store_squares(tile * SHARERS + part, tiles * SHARERS);
         if constexpr (ARGMAX) store_argmax(partial, tile, tiles);
     }
 };

@@ -109,6 +109,45 @@ struct Ring {
     }
 };
 
+// SPLIT blocks with the same tile add up their sums: each gets its own OWN of GROUPS groups of four from all of them.
+//
+// Before, one thread initialises and publishes `arrived`, and expects them.
+template <int GROUPS, int OWN>
+__device__ __forceinline__ void expect_sums(u32 arrived, const Place& place) {
+    barrier_expect(arrived, max(min(GROUPS - place.part * OWN, OWN), 0) * SPLIT * MULTIPLIERS * 16);
+}
+// Sums take the place of the ring; they are added in order, to the front of `sums`. Other threads join in the barrier of the cluster alone.
+template <int GROUPS, int OWN>
+__device__ __forceinline__ void exchange(float* sums, const Place& place, u32 data, u32 arrived) {
+    cluster_sync<false>();  // all blocks have finished multiplying: the ring is free
+#pragma unroll
+    for (int to = 0; to < SPLIT; to++) {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            if (to * OWN + i >= GROUPS) continue;
+            const float* v = sums + (to * OWN + i) * 4;
+            const u32 at = data + ((place.part * OWN + i) * MULTIPLIERS + threadIdx.x) * 16;
+            send(place.rank(place.m, to), at, arrived, make_float4(v[0], v[1], v[2], v[3]));
+        }
+    }
+    // A block ends after all have sent to it, so while one sends, these are there.
+    barrier_wait_first(arrived);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        float* v = sums + i * 4;
+#pragma unroll
+        for (int from = 0; from < SPLIT; from++) {
+            float a, b, c, d;
+            asm volatile("ld.shared::cta.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(a), "=f"(b), "=f"(c), "=f"(d)
+                         : "r"(data + ((from * OWN + i) * MULTIPLIERS + threadIdx.x) * 16)
+                         : "memory");
+            if (from == 0) v[0] = a, v[1] = b, v[2] = c, v[3] = d;
+            else v[0] += a, v[1] += b, v[2] += c, v[3] += d;
+        }
+    }
+}
+
 // A tile of rows of 128 bytes, swizzled by 128: 8 rows are 1024 bytes.
 __device__ __forceinline__ u64 descriptor(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);

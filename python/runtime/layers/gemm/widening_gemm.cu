@@ -1,0 +1,208 @@
+// out = epilogue(x @ (w * scale).T) (epilogue.py) for weights in e4m3 and rows of x in bfloat16. Tensor cores multiply in bfloat16.
+//
+// A block computes 128 weight rows by up to TOKENS rows of x. Weights are the left operand of wgmma, whose fragments are registers: a
+// thread reads e4m3 numbers from shared memory and widens them, while the tensor cores multiply what it has widened before. x is the
+// right operand, in shared memory as it is. Sums of 128 columns are multiplied by the scales of the weights, then added up in float32.
+//
+// One thread issues TMA loads into a ring of stages of 128 columns. Weights depend on nothing, so the ring is filled with them while the
+// previous kernel still runs (programmatic dependent launch), and the first are widened; loads of x wait for that kernel to end.
+//
+// SPLIT blocks of a cluster share the columns. Each gets the sums of its own rows of x from all of them, and adds these up in order.
+//
+// Defined before this text: TOKENS (rows of x of a block, a multiple of 8 up to 128), SPLIT, STAGES (of the ring), EARLY; multiply(), the
+// instruction whose operands depend on TOKENS. ROWS = 128, CLUSTER_M = 1, LOADERS (threads) and LOAD_REGISTERS for wgmma_parts.cu.
+// TILE = 32 or with a gate 64 (columns of sums that a warp finishes together), SHARERS = 1, BFLOAT16 = 1, BIAS, WRITE, STORE = 1, ARGMAX = 0,
+// SCALE and DEFER for wgmma_output.cu.
+
+constexpr int DEPTH = 128;                         // columns of a stage
+constexpr int W_BYTES = ROWS * DEPTH, X_BOX_BYTES = TOKENS * ROW_BYTES, X_BYTES = DEPTH / COLUMNS * X_BOX_BYTES;
+constexpr int STEPS = COLUMNS / 16;                // instructions for a box of x
+constexpr int BLOCK_OUTPUTS = ROWS / HALVES;       // columns of `out`
+constexpr int PIECES = BLOCK_OUTPUTS / OUTPUTS;    // of these, which warps finish one by one
+constexpr int TOKEN_GROUPS = TOKENS / 8, OWN_TOKEN_GROUPS = (TOKEN_GROUPS + SPLIT - 1) / SPLIT, OWN_TOKENS = OWN_TOKEN_GROUPS * 8;
+constexpr int EXCHANGE_BYTES = SPLIT > 1 ? SPLIT * OWN_TOKEN_GROUPS * MULTIPLIERS * 16 : 0;
+constexpr int PITCH = ROWS + 4;                    // sums of a token in shared memory: the lanes of a warp store to different banks
+static_assert(EXCHANGE_BYTES + (OWN_TOKENS + 8) * PITCH * 4 <= STAGES * (W_BYTES + X_BYTES), "the sums take the place of the ring");
+
+__device__ __forceinline__ u32 load_word(u32 from) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+    return word;
+}
+
+// A barrier of the threads that multiply.
+__device__ __forceinline__ void sync_multipliers() { asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory"); }
+
+// e4m3 numbers as bfloat16: those of bytes 1 and 3, and those of bytes 0 and 2. Sign, exponent and mantissa move to where bfloat16 has them,
+// which is the number times 2^-120; the product by 2^120 is exact, of subnormal numbers too. NaN becomes 480.
+__device__ __forceinline__ void widen_four(u32 four, u32& odd, u32& even) {
+    const u32 a = (four >> 4 & 0x07F007F0) | (four & 0x80008000), b = (four << 4 & 0x07F007F0) | (four << 8 & 0x80008000);
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(odd) : "r"(a), "r"(0x7B807B80));
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(even) : "r"(b), "r"(0x7B807B80));
+}
+
+// The left operands of the instructions for one box of x: 16 rows of the warp by 64 columns, of which `half` counts.
+//
+// Lane (g, t) needs columns 2 t and 2 t + 1 of each eight in rows g and g + 8. They are half a word, the same in both rows, which `pick`
+// takes from both. `from`: the word of the first eight columns of row g; pieces of 16 bytes are swizzled.
+__device__ __forceinline__ void widen_half(u32 (&fragments)[STEPS][4], u32 from, int half, u32 pick) {
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+        const u32 at = from ^ (half * STEPS + k) * 16;
+#pragma unroll
+        for (int eight = 0; eight < 2; eight++) {
+            const u32 low = load_word(at + eight * 8), high = load_word(at + eight * 8 + 8 * DEPTH);
+            widen_four(__byte_perm(low, high, pick), fragments[k][2 * eight], fragments[k][2 * eight + 1]);
+        }
+    }
+}
+
+// The scales of the weights (kernels/scale_layout.py).
+struct Scales {
+    const float* at;
+    int row_scales, scale_rows, column_shift;  // scales of a row of blocks; rows of a block; log2 of its columns
+
+    __device__ __forceinline__ const float* row(int i) const { return at + (long)(i / scale_rows) * row_scales; }
+};
+
+extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1)
+widening_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const Scales scales, void* out,
+              const u16* bias, Norms norms, int rows, int columns, int width) {
+    extern __shared__ char unaligned[];
+    __shared__ u64 barriers[3 * STAGES + (SPLIT > 1)];  // weights of a stage are there, it is empty, its x is there; sums are
+    __shared__ float factors[ROWS];
+    const u32 data = (shared_address(unaligned) + 1023) & ~1023u;
+    Ring ring(data, shared_address(barriers), W_BYTES + X_BYTES, STAGES);
+    const u32 x_barriers = ring.empty + STAGES * 8, arrived = x_barriers + STAGES * 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Place place;
+    const int m_tiles = (rows + TOKENS - 1) / TOKENS, n_tiles = (columns + BLOCK_OUTPUTS - 1) / BLOCK_OUTPUTS;
+    const int m_tile = blockIdx.x / SPLIT % m_tiles, n_tile = blockIdx.x / SPLIT / m_tiles;
+    const int blocks = (width + DEPTH - 1) / DEPTH, each = (blocks + SPLIT - 1) / SPLIT, first = place.part * each;
+    const int steps = max(min(each, blocks - first), 0);
+    if constexpr (EARLY) launch_next();
+    if (threadIdx.x == 0) {
+        ring.init();
+        for (int s = 0; s < STAGES; s++) barrier_init(x_barriers + s * 8, 1);
+        if constexpr (SPLIT > 1) barrier_init(arrived, 1);
+        publish_barriers();
+        if constexpr (SPLIT > 1) expect_sums<TOKEN_GROUPS, OWN_TOKEN_GROUPS>(arrived, place);
+    }
+    __syncthreads();
+
+    if (warp >= MULTIPLIERS / 32) {
+        leave_registers<LOAD_REGISTERS>();
+        if (threadIdx.x == MULTIPLIERS) {
+            const u64 w_policy = m_tiles == 1 ? EVICT_FIRST : EVICT_NORMAL;
+            auto load_w = [&](int s) {
+                barrier_expect(ring.full_here(), W_BYTES);
+#pragma unroll
+                for (int box = 0; box < HALVES; box++)  // gates, then ups
+                    load_box<false>(ring.here() + box * BLOCK_OUTPUTS * DEPTH, &w_map, ring.full_here(), (first + s) * DEPTH,
+                                    box * columns + n_tile * BLOCK_OUTPUTS, w_policy, 0);
+            };
+            auto load_x = [&](int s) {
+                const u32 barrier = x_barriers + ring.stage * 8;
+                barrier_expect(barrier, X_BYTES);
+#pragma unroll
+                for (int box = 0; box < DEPTH / COLUMNS; box++)
+                    load_box<false>(ring.here() + W_BYTES + box * X_BOX_BYTES, &x_map, barrier, (first + s) * DEPTH + box * COLUMNS,
+                                    m_tile * TOKENS, EVICT_LAST, 0);
+            };
+            const int ahead = min(steps, STAGES);
+            const Ring start = ring;
+            for (int s = 0; s < ahead; s++, ring.next()) load_w(s);
+            wait_for_previous();
+            ring = start;
+            for (int s = 0; s < ahead; s++, ring.next()) load_x(s);
+            for (int s = ahead; s < steps; s++, ring.next()) {
+                ring.wait_empty();
+                load_w(s);
+                load_x(s);
+            }
+        }
+        if constexpr (SPLIT > 1) cluster_sync<false>();
+        return;
+    }
+
+    take_registers<MULTIPLY_REGISTERS>();
+    const int g = lane / 4, t = lane % 4, tile_row = warp * 16 + g;  // of the weights; the other row of the thread is 8 further on
+    const int row = tile_row / BLOCK_OUTPUTS * columns + n_tile * BLOCK_OUTPUTS + tile_row % BLOCK_OUTPUTS;
+    const int last_row = columns * HALVES - 1;
+    const float *low_scales = scales.row(min(row, last_row)), *high_scales = scales.row(min(row + 8, last_row));
+    const u32 offset = tile_row * DEPTH + g * 16 + t / 2 * 4, pick = t % 2 ? 0x3726 : 0x1504;
+    float sums[TOKENS / 2], part[TOKENS / 2];
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i++) sums[i] = part[i] = 0.0f;
+    u32 fragments[2][STEPS][4];
+    float low_scale = 0.0f, high_scale = 0.0f;
+    if (steps > 0) {
+        const int block = first * DEPTH >> scales.column_shift;
+        low_scale = low_scales[block], high_scale = high_scales[block];
+        ring.wait_full();
+        widen_half(fragments[0], ring.here() + offset, 0, pick);
+    }
+    wait_for_previous();
+    const int own_first = m_tile * TOKENS + place.part * OWN_TOKENS;  // rows of x that this block stores, and where they end
+    const int own_end = min(min(own_first + OWN_TOKENS, (m_tile + 1) * TOKENS), rows);
+    Output output = {out, bias, norms, own_end, columns, own_first + warp * 16 + g};
+    if (SCALE && warp * 16 < OWN_TOKENS) {  // by the warp: a factor for each of its 16 rows of x
+        output.find_scale(width);
+        if (t == 0) factors[warp * 16 + g] = output.scale[0], factors[warp * 16 + g + 8] = output.scale[1];
+    }
+
+    for (int s = 0; s < steps; s++) {
+        const int stage = ring.stage;
+        const u32 w_here = ring.here() + offset;
+        const u64 x_here = descriptor(ring.here() + W_BYTES), x_next = descriptor(ring.here() + W_BYTES + X_BOX_BYTES);
+        const float low = low_scale, high = high_scale;
+        barrier_wait(x_barriers + stage * 8, ring.round & 1);
+        ring.next();
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) multiply(part, fragments[0][k], x_here + k * 2, k > 0);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        widen_half(fragments[1], w_here, 1, pick);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) multiply(part, fragments[1][k], x_next + k * 2, 1);
+        asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+        if (s + 1 < steps) {  // while the tensor cores multiply by the second half
+            const int block = (first + s + 1) * DEPTH >> scales.column_shift;
+            low_scale = low_scales[block], high_scale = high_scales[block];
+            ring.wait_full();
+            widen_half(fragments[0], ring.here() + offset, 0, pick);
+        }
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        if (lane == 0) barrier_arrive(ring.empty + stage * 8);
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; i++) {
+            asm volatile("" : "+f"(part[i])::"memory");
+            sums[i] += part[i] * (i % 4 < 2 ? low : high);
+        }
+    }
+
+    if constexpr (SPLIT > 1) exchange<TOKEN_GROUPS, OWN_TOKEN_GROUPS>(sums, place, data, arrived);
+    else sync_multipliers();  // all have finished multiplying: the ring is free
+    const u32 staged = data + EXCHANGE_BYTES;  // [OWN_TOKENS][PITCH] sums
+#pragma unroll
+    for (int i = 0; i < OWN_TOKEN_GROUPS * 4; i++) {
+        const u32 to = staged + ((i / 4 * 8 + 2 * t + i % 2) * PITCH + tile_row + (i % 4 < 2 ? 0 : 8)) * 4;
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(sums[i]) : "memory");
+    }
+    sync_multipliers();
+    for (int item = warp; item / PIECES * 16 < OWN_TOKENS; item += MULTIPLIERS / 32) {
+        const int token = item / PIECES * 16 + g, piece = item % PIECES;
+        float v[TILE / 2];
+#pragma unroll
+        for (int i = 0; i < TILE / 4; i++) {  // pairs of columns: of groups, of gates before ups; of both rows of x
+            const int column = i / 2 / GROUPS * BLOCK_OUTPUTS + piece * OUTPUTS + i / 2 % GROUPS * 8 + 2 * t;
+            const u32 from = staged + ((token + i % 2 * 8) * PITCH + column) * 4;
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[2 * i]), "=f"(v[2 * i + 1]) : "r"(from) : "memory");
+        }
+        output.row = own_first + token;
+        output.column = n_tile * BLOCK_OUTPUTS + piece * OUTPUTS + 2 * t;
+        if constexpr (SCALE) output.scale[0] = factors[token], output.scale[1] = factors[token + 8];
+        output.store(v, nullptr, n_tile * PIECES + piece, n_tiles * PIECES, 0);
+    }
+}

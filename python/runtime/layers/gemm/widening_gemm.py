@@ -1,0 +1,218 @@
+"""GEMMs by e4m3 weights on Hopper whose activations keep 16 bits: weights become fragments of the tensor cores (`widening_gemm.cu`)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.config.kernel_configs import WideningConfig
+from runtime.layers.gemm.deferred_norm import norms_argument
+from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
+from runtime.layers.gemm.wgmma_gemm import LOAD_REGISTERS, PARTS, Store, multiply_source
+from runtime.layers.kernels import cuda_driver
+from runtime.layers.kernels.cuda_program import program
+from runtime.layers.kernels.scale_layout import scale_layout
+
+ROWS, DEPTH = 128, 128
+"""Weight rows of a block; columns of a stage."""
+TOKENS = (32, 64, 128)
+"""Rows of x that a block may be compiled for; more take several blocks."""
+FEWEST_ROWS, MOST_ROWS = 17, 512
+"""Rows of x for which it is timed. Fewer need no shared memory; for more, weights are better widened once, or rows rounded to e4m3."""
+X_COLUMNS = 64
+"""Of a box of x."""
+SHARED_BYTES, ALIGNMENT = 225 << 10, 1024
+"""Dynamic shared memory of a block at most; eight swizzled rows, where its ring begins."""
+FEWEST_STAGES, MOST_STAGES = 3, 9
+"""The sums of a block take the place of three stages at most; more than nine would delay the first rows of x."""
+SPLITS = (1, 2, 3, 4, 6, 8)
+CANDIDATES = 2
+GPC_SMS = 16
+"""Multiprocessors of a GPC at least: a cluster lies in one."""
+STAGE_CYCLES, BLOCK_CYCLES, PART_CYCLES = 700, 2500, 100
+"""Clock cycles of a stage that bytes and conversions take; of a block beside its stages; of its sums, for each block of the cluster."""
+
+
+class _Scales(ctypes.Structure):
+    """`Scales` in the CUDA source."""
+
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        ("row_scales", ctypes.c_int),
+        ("scale_rows", ctypes.c_int),
+        ("column_shift", ctypes.c_int),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WideningVariant:
+    """What a program is compiled for besides the tiling: `tokens` rows of x of a block, stages of its ring, and its epilogue."""
+
+    tokens: int
+    stages: int
+    write: Store
+    bias: bool
+    pdl: bool
+    scale: bool = False
+    deferred: bool = False
+
+    @property
+    def gated(self) -> bool:
+        """Whether a block computes gate rows and the matching up rows."""
+        return self.write in ("SILU", "GELU")
+
+    @property
+    def loaders(self) -> int:
+        """Threads beside those that multiply: a warp, or a warpgroup that leaves its registers to the others where they need more."""
+        return 32 if self.tokens <= 64 else 128
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory."""
+        return ALIGNMENT + self.stages * _stage_bytes(self.tokens)
+
+
+def supports(weight: torch.Tensor, scale: torch.Tensor, gated: bool = False) -> bool:
+    """Whether the kernel can multiply bfloat16 rows by this weight on its device."""
+    rows, columns = weight.shape
+    return (
+        weight.is_cuda
+        and weight.dtype is torch.float8_e4m3fn
+        and weight.is_contiguous()
+        and rows % (8 * (1 + gated)) == 0
+        and columns % 16 == 0
+        and scale_layout(rows, columns, scale)[2] % DEPTH == 0
+        and cuda_driver.on_hopper(weight)
+    )
+
+
+def widening_configs(rows: int, weight_rows: int, columns: int, num_sms: int) -> tuple[WideningConfig, ...]:
+    """The tilings worth timing for `rows` rows of x, by an estimate of their time; none where there are too few rows or too many."""
+    if not FEWEST_ROWS <= rows <= MOST_ROWS:
+        return ()
+    stages = -(-columns // DEPTH)
+    configs = [WideningConfig(split) for split in SPLITS if split <= stages]
+    return tuple(sorted(configs, key=lambda config: _cycles(config, rows, weight_rows, stages, num_sms))[:CANDIDATES])
+
+
+def _cycles(config: WideningConfig, rows: int, weight_rows: int, stages: int, num_sms: int) -> float:
+    """Estimated clock cycles of a GEMM."""
+    tokens, split = _tokens(rows), config.split
+    clusters = -(-weight_rows // ROWS) * -(-rows // tokens)
+    at_once = num_sms if split == 1 else max(num_sms // GPC_SMS, 1) * (GPC_SMS // split)
+    # wgmma multiplies 64 x tokens x 16 in tokens / 2 cycles.
+    stage = max(STAGE_CYCLES, ROWS // 64 * DEPTH // 16 * tokens // 2)
+    block = -(-stages // split) * stage + BLOCK_CYCLES + (split * PART_CYCLES if split > 1 else 0)
+    return -(-clusters // at_once) * block
+
+
+def ring_stages(tokens: int, columns: int, split: int) -> int:
+    """Stages of a ring: those of a block's columns, if they fit; what it does not use is left to the kernels before and after it."""
+    fit = (SHARED_BYTES - ALIGNMENT) // _stage_bytes(tokens)
+    return min(max(-(-columns // (DEPTH * split)), FEWEST_STAGES), MOST_STAGES, fit)
+
+
+def _stage_bytes(tokens: int) -> int:
+    return DEPTH * (ROWS + 2 * tokens)
+
+
+def _tokens(rows: int) -> int:
+    """Rows of x of a block, for so many in all."""
+    return next((tokens for tokens in TOKENS if rows <= tokens), TOKENS[-1])
+
+
+def widening_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    config: WideningConfig,
+    epilogue: Epilogue = NO_EPILOGUE,
+    *,
+    weight_scale: torch.Tensor,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`out = epilogue(x @ weight.T)`; returns `out`.
+
+    Args:
+        x: bfloat16 [M, K] contiguous.
+        weight: [N, K], one that the kernel `supports`.
+        out: [M, `epilogue.columns(N)`] contiguous, at a multiple of 16 bytes; float32 with `add`, bfloat16 with `silu` or `gelu`, otherwise
+            either.
+        epilogue: without argmax; a deferred norm gets `config.parts(N)` sums of squares per row.
+        weight_scale: as in `scale_layout`.
+        pdl: start before the previous kernel has ended, load weights and wait (programmatic dependent launch).
+
+    Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
+    """
+    (M, K), N = x.shape, weight.shape[0]
+    assert M > 0, "expected rows"
+    assert x.dtype is torch.bfloat16, f"expected bfloat16 rows; got {x.dtype}"
+    assert weight.shape[1] == K, f"expected x of {weight.shape[1]} columns; got {K}"
+    assert x.is_contiguous(), "expected a contiguous x"
+    assert epilogue.argmax is None, "expected no argmax"
+    epilogue.check(out, M, N, config.parts(N))
+    assert out.data_ptr() % 16 == 0, "expected an out that is aligned to 16 bytes"
+    bias, scale, deferred = epilogue.bias, epilogue.scale, epilogue.deferred
+    columns, row_scales = epilogue.columns(N), scale_layout(N, K, weight_scale)
+    tokens = _tokens(M)
+    variant = WideningVariant(
+        tokens, ring_stages(tokens, K, config.split), _store(epilogue, out), bias is not None, pdl, scale is not None, deferred is not None
+    )
+    outputs = ROWS // 2 if variant.gated else ROWS
+    _kernel(config, variant)(
+        -(-M // variant.tokens) * -(-columns // outputs) * config.split,
+        (
+            _map(x.data_ptr(), M, K, x.dtype, X_COLUMNS, variant.tokens),
+            _map(weight.data_ptr(), N, K, weight.dtype, DEPTH, outputs),
+            _Scales(weight_scale.data_ptr(), *row_scales[:2], row_scales[2].bit_length() - 1),
+            cuda_driver.pointer(out),
+            cuda_driver.pointer(bias),
+            norms_argument(scale, deferred),
+            cuda_driver.int32(M),
+            cuda_driver.int32(columns),
+            cuda_driver.int32(K),
+        ),
+        pdl,
+    )
+    return out
+
+
+def _store(epilogue: Epilogue, out: torch.Tensor) -> Store:
+    wide = out.dtype is torch.float32
+    assert wide or out.dtype is torch.bfloat16, f"expected a float32 or bfloat16 out; got {out.dtype}"
+    if epilogue.gated:
+        assert not wide, "a gate requires a bfloat16 out"
+        return "GELU" if epilogue.gelu else "SILU"
+    if epilogue.add:
+        assert wide, f"add requires a float32 out; got {out.dtype}"
+        return "ADD"
+    return "FLOAT" if wide else "NARROW"
+
+
+@lru_cache(maxsize=1 << 14)
+def _map(address: int, rows: int, columns: int, dtype: torch.dtype, box_columns: int, box_rows: int) -> Any:
+    return cuda_driver.tensor_map(address, (columns, rows), dtype, (box_columns, box_rows))
+
+
+@cache
+def _kernel(config: WideningConfig, variant: WideningVariant) -> cuda_driver.Kernel:
+    threads, size = 2 * ROWS + variant.loaders, variant.shared_bytes
+    return cuda_driver.compile_kernel(source(config, variant), "widening_gemm", threads=threads, cluster=config.split, shared_bytes=size)
+
+
+def source(config: WideningConfig, variant: WideningVariant) -> str:
+    """The CUDA program of one tiling and variant."""
+    v = variant
+    assert v.write == "ADD" or not v.deferred, "a deferred norm requires ADD"
+    constants = dict(
+        TOKENS=v.tokens, SPLIT=config.split, STAGES=v.stages, EARLY=int(v.pdl), ROWS=ROWS, CLUSTER_M=1, LOADERS=v.loaders,
+        LOAD_REGISTERS=LOAD_REGISTERS, TILE=64 if v.gated else 32, SHARERS=1, BFLOAT16=1, BIAS=int(v.bias), WRITE=v.write, STORE=1,
+        ARGMAX=0, SCALE=int(v.scale), DEFER=int(v.deferred),
+    )  # fmt: skip
+    multiply = multiply_source(v.tokens, "bf16", overwrites=True, fragments=True)
+    return program(constants, PARTS, multiply, *(Path(__file__).with_name(name) for name in ("wgmma_output.cu", "widening_gemm.cu")))

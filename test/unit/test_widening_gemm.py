@@ -1,0 +1,139 @@
+"""The GEMM that widens e4m3 weights on their way to the tensor cores: its conversion bit by bit, its fragments and tilings."""
+
+from __future__ import annotations
+
+import itertools
+from typing import get_args
+
+import pytest
+import torch
+
+from runtime.config.kernel_configs import WideningConfig
+from runtime.layers.gemm.deferred_norm import DeferredNorm
+from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
+from runtime.layers.gemm.wgmma_gemm import Store
+from runtime.layers.gemm.widening_gemm import (
+    ALIGNMENT,
+    DEPTH,
+    MOST_ROWS,
+    ROWS,
+    SHARED_BYTES,
+    SPLITS,
+    TOKENS,
+    WideningVariant,
+    ring_stages,
+    source,
+    supports,
+    widening_configs,
+    widening_gemm,
+)
+
+H200_SMS = 132
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+FACTOR = torch.tensor(0x7B80, dtype=torch.int32).to(torch.uint16).view(BF16)
+PICK_EVEN, PICK_ODD = (4, 0, 5, 1), (6, 2, 7, 3)
+"""Bytes of two words that lanes of even and odd t take, the lowest first."""
+
+
+def bfloat16(bits: torch.Tensor) -> torch.Tensor:
+    return bits.to(torch.int32).to(torch.uint16).view(BF16)
+
+
+def widen_four(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`widen_four` of the source: [..., 2] numbers of bytes 1 and 3, and of bytes 0 and 2."""
+    odd, even = (words >> 4 & 0x07F007F0) | (words & 0x80008000), (words << 4 & 0x07F007F0) | (words << 8 & 0x80008000)
+    first, second = (bfloat16(torch.stack((bits & 0xFFFF, bits >> 16 & 0xFFFF), -1)) for bits in (odd, even))
+    return first * FACTOR, second * FACTOR
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_every_finite_e4m3_number_becomes_bfloat16(place: int) -> None:
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F])
+    want = codes.to(torch.uint8).view(E4M3).float()
+    assert FACTOR.float() == 2.0**120
+    for filler in (0, 0xFF, 0xA5):
+        words = codes << 8 * place
+        for other in range(4):
+            words = words | (filler << 8 * other if other != place else 0)
+        found = widen_four(words)[(place + 1) % 2][:, place // 2].float()
+        assert torch.equal(found, want)
+        assert torch.equal(found.signbit(), want.signbit())
+
+
+def test_lanes_hold_the_columns_that_the_instruction_multiplies() -> None:
+    codes = torch.arange(16 * DEPTH).reshape(16, DEPTH) * 37 % 251 % 127  # of 16 weight rows: neither NaN nor negative
+    weights = codes.to(torch.uint8).view(E4M3).float()
+    pieces, shared = codes.reshape(16, 8, 16), torch.empty((16, 8, 16), dtype=codes.dtype)
+    for row in range(16):  # the copy engine swizzles pieces of 16 bytes
+        for piece in range(8):
+            shared[row, piece ^ row % 8] = pieces[row, piece]
+    memory = shared.flatten()
+    found = torch.full((16, DEPTH), float("nan"))
+    for lane in range(32):
+        g, t = lane // 4, lane % 4
+        start = g * DEPTH + g * 16 + t // 2 * 4
+        for step in range(DEPTH // 16):
+            for eight in range(2):
+                low = (start ^ step * 16) + eight * 8
+                both = torch.cat((memory[low : low + 4], memory[low + 8 * DEPTH : low + 8 * DEPTH + 4]))
+                word = sum(int(both[byte]) << 8 * i for i, byte in enumerate(PICK_ODD if t % 2 else PICK_EVEN))
+                of_g, of_g8 = widen_four(torch.tensor(word))
+                columns = slice(step * 16 + eight * 8 + 2 * t, step * 16 + eight * 8 + 2 * t + 2)
+                found[g, columns], found[g + 8, columns] = of_g.float(), of_g8.float()
+    assert torch.equal(found, weights)
+
+
+@pytest.mark.parametrize(("weight_rows", "columns"), [(5120, 2048), (2048, 4096), (28672, 4096), (4096, 14336), (8, 16)])
+def test_tilings_are_offered_for_more_rows_than_fragments_take(weight_rows: int, columns: int) -> None:
+    for rows in (1, 16, MOST_ROWS + 1, 2048):
+        assert widening_configs(rows, weight_rows, columns, H200_SMS) == ()
+    for rows in (17, 32, 64, 100, 128, 256, MOST_ROWS):
+        found = widening_configs(rows, weight_rows, columns, H200_SMS)
+        assert len(set(found)) == len(found) >= 1
+        assert all(config.split in SPLITS and config.split <= -(-columns // DEPTH) for config in found)
+
+
+def test_clusters_keep_multiprocessors_busy() -> None:
+    assert WideningConfig(3) in widening_configs(64, 5120, 2048, H200_SMS), "40 clusters of three blocks"
+    assert WideningConfig(8) in widening_configs(64, 2048, 4096, H200_SMS), "16 clusters of eight blocks"
+    assert WideningConfig(1) in widening_configs(64, 28672, 4096, H200_SMS), "more tiles than multiprocessors"
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("write", get_args(Store))
+def test_programs_fit_shared_memory(write: Store, tokens: int) -> None:
+    for columns, split in itertools.product((16, 2048, 4096, 14336), SPLITS):
+        variant = WideningVariant(tokens, ring_stages(tokens, columns, split), write, bias=True, pdl=True, scale=True)
+        assert variant.shared_bytes <= SHARED_BYTES
+        assert variant.stages >= min(4, -(-columns // DEPTH // split))
+        own = -(-tokens // 8 // split) * 8
+        exchanged = split * own * ROWS * 4 if split > 1 else 0
+        assert exchanged + (own + 8) * (ROWS + 4) * 4 <= variant.shared_bytes - ALIGNMENT, "sums take the place of the ring"
+        text = source(WideningConfig(split), variant)
+        assert f"#define SPLIT {split}\n" in text
+        assert f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16" in text
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "out", "reason"),
+    [
+        (Epilogue(add=True), torch.empty((3, 16), dtype=BF16), "float32 out"),
+        (Epilogue(silu=True), torch.empty((3, 8)), "bfloat16 out"),
+        (NO_EPILOGUE, torch.empty((3, 16)).half(), "float32 or bfloat16"),
+        (NO_EPILOGUE, torch.empty((3, 8)), "out of shape"),
+        (Epilogue(argmax=torch.empty((2, 3, 4), dtype=torch.int32)), torch.empty((3, 16)), "no argmax"),
+        (
+            Epilogue(add=True, deferred=DeferredNorm(torch.empty(16), torch.empty((3, 16)), torch.empty((3, 1)))),
+            torch.empty((3, 16)),
+            "squares of shapes",
+        ),
+    ],
+)
+def test_what_it_does_not_compute_is_refused(epilogue: Epilogue, out: torch.Tensor, reason: str) -> None:
+    x, weight = torch.zeros((3, 64), dtype=BF16), torch.zeros((16, 64), dtype=E4M3)
+    with pytest.raises(AssertionError, match=reason):
+        widening_gemm(x, weight, out, WideningConfig(), epilogue, weight_scale=torch.ones(16))
+
+
+def test_weights_on_a_cpu_are_not_supported() -> None:
+    assert not supports(torch.zeros((16, 64), dtype=E4M3), torch.ones(16))

@@ -32,9 +32,11 @@ FEWEST_STAGES, MOST_STAGES = 3, 9
 """The sums of a block take the place of three stages at most; more than nine would delay the first rows of x."""
 SPLITS = (1, 2, 3, 4, 6, 8)
 CANDIDATES = 2
-GPC_SMS = 16
-"""Multiprocessors of a GPC at least: a cluster lies in one."""
-STAGE_CYCLES, BLOCK_CYCLES, PART_CYCLES = 700, 2500, 100
+CLUSTERS_AT_ONCE, NUM_SMS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}, 132
+"""By their blocks, how many clusters an H200 runs at once, one block on each of its multiprocessors."""
+MOST_BLOCKS = 1.25
+"""Blocks on a multiprocessor that run as fast as one. Small ones fit there several at a time, but start one after the other."""
+STAGE_CYCLES, BLOCK_CYCLES, PART_CYCLES = 700, 3400, 100
 """Clock cycles of a stage that bytes and conversions take; of a block beside its stages; of its sums, for each block of the cluster."""
 
 
@@ -104,11 +106,13 @@ def _cycles(config: WideningConfig, rows: int, weight_rows: int, stages: int, nu
     """Estimated clock cycles of a GEMM."""
     tokens, split = _tokens(rows), config.split
     clusters = -(-weight_rows // ROWS) * -(-rows // tokens)
-    at_once = num_sms if split == 1 else max(num_sms // GPC_SMS, 1) * (GPC_SMS // split)
+    on_sm = max((227 << 10) // (ALIGNMENT + ring_stages(tokens, stages * DEPTH, split) * _stage_bytes(tokens)), 1)
+    waves = -(-clusters * NUM_SMS // (CLUSTERS_AT_ONCE[split] * num_sms * on_sm))
+    if clusters * split > MOST_BLOCKS * num_sms:
+        waves = max(waves, 2)
     # wgmma multiplies 64 x tokens x 16 in tokens / 2 cycles.
     stage = max(STAGE_CYCLES, ROWS // 64 * DEPTH // 16 * tokens // 2)
-    block = -(-stages // split) * stage + BLOCK_CYCLES + (split * PART_CYCLES if split > 1 else 0)
-    return -(-clusters // at_once) * block
+    return waves * (-(-stages // split) * stage + BLOCK_CYCLES) + (split * PART_CYCLES if split > 1 else 0)
 
 
 def ring_stages(tokens: int, columns: int, split: int) -> int:

@@ -14,7 +14,7 @@
 // which are those of x in the second GEMM. A warp reads its rows of weights in that order. The second GEMM stores sums times the weights of
 // their pairs, each at the index of its pair, in bfloat16 or with FLOAT_OUT in float32.
 //
-// Defined before this text: PAIRS (a multiple of 32), FEWER (of a tile that has no more pairs than these), STAGES, GROUPS (scales of a row), GATED,
+// Defined before this text: PAIRS (a multiple of 32), FEWER (of a tile that has no more pairs than these), STAGES, SCALES (scales of a row), GATED,
 // FLOAT_OUT, BIAS, ACT, EARLY and the rest of `fragments.cu`; ROWS 128, CLUSTER_M 1, SPLIT 1, LOADERS, LOAD_REGISTERS, BFLOAT16; multiply() of
 // both numbers of pairs; gemm/wgmma_parts.cu.
 
@@ -23,7 +23,7 @@ constexpr int OUTPUTS = GATED ? 2 * MATRIX : 4 * MATRIX;      // columns of the 
 constexpr int DEPTH = 128, CODE_BYTES = DEPTH / 2;            // columns of a stage; bytes of a row of weights in it
 constexpr int MATRIX_BYTES = MATRIX * CODE_BYTES, W_BYTES = MATRICES * MATRIX_BYTES;
 constexpr int HALF_BYTES = PAIRS * 128, STAGE_BYTES = W_BYTES + 2 * HALF_BYTES;  // of 64 columns of x
-constexpr int SCALE_BYTES_OF_MATRIX = MATRIX * GROUPS, SLOT_BYTES = MATRICES * SCALE_BYTES_OF_MATRIX, SLOTS = 2;
+constexpr int SCALE_BYTES_OF_MATRIX = MATRIX * SCALES, SLOT_BYTES = MATRICES * SCALE_BYTES_OF_MATRIX, SLOTS = 2;
 constexpr int PITCH = 48, STAGED = 32, STAGING_BYTES = STAGED * PITCH;  // bytes from pair to pair of a warp's results; pairs staged at once
 constexpr int SCALES_AT = STAGES * STAGE_BYTES, STAGING_AT = SCALES_AT + SLOTS * SLOT_BYTES;
 constexpr int BARRIERS_AT = (STAGING_AT + (FLOAT_OUT ? 0 : MULTIPLIERS / 32 * STAGING_BYTES) + 7) / 8 * 8;
@@ -194,8 +194,8 @@ struct Loader {
 #pragma unroll
         for (int m = 0; m < MATRICES; m++) {
             const int start = first_row(item, m, rows), top = item.expert * rows + start;
-            from[m] = scales + (long)top * GROUPS;
-            bytes[m] = start < 0 ? 0 : min(MATRIX, total_rows - top) * GROUPS;  // rows past the last one have no scales
+            from[m] = scales + (long)top * SCALES;
+            bytes[m] = start < 0 ? 0 : min(MATRIX, total_rows - top) * SCALES;  // rows past the last one have no scales
             all += bytes[m];
         }
         barrier_expect(full, all);
@@ -225,10 +225,10 @@ struct Multiplier {
     __device__ __forceinline__ void find_largest(u32 (&largest)[2], u32 scales) const {
 #pragma unroll
         for (int high = 0; high < 2; high++) {
-            const u32 from = scales + row_of(high) * GROUPS;
+            const u32 from = scales + row_of(high) * SCALES;
             u32 low_bytes = 0, words = 0;
 #pragma unroll 4
-            for (int j = 2 * (lane % 4); j < GROUPS; j += 8) {
+            for (int j = 2 * (lane % 4); j < SCALES; j += 8) {
                 const u32 both = load_scales(from + j) | load_scales(from + SCALE_BYTES_OF_MATRIX + j) << 16;
                 words = max2(words, both), low_bytes = max2(low_bytes, both & 0x00FF00FF);
             }
@@ -247,7 +247,7 @@ struct Multiplier {
         u32 fragments[2][2][4], tops[2][2], scales[2], before = 0;
 #pragma unroll
         for (int high = 0; high < 2; high++) {
-            scales[high] = scales_of_warp + row_of(high) * GROUPS;
+            scales[high] = scales_of_warp + row_of(high) * SCALES;
             const u32 both = 0x001E001E - largest[high];
             tops[0][high] = __byte_perm(both, 0, 0x1010), tops[1][high] = __byte_perm(both, 0, 0x3232);
         }
@@ -265,7 +265,7 @@ struct Multiplier {
                     load_codes(words[q], here + codes + q * MATRIX_BYTES + (half ? second : first));
 #pragma unroll
                     for (int high = 0; high < 2; high++) {  // past the last column, codes are zeros, whose scale must be finite
-                        const u32 two = GROUPS % 4 == 0 || 4 * s + 2 * half < GROUPS
+                        const u32 two = SCALES % 4 == 0 || 4 * s + 2 * half < SCALES
                             ? load_scales(scales[high] + q * SCALE_BYTES_OF_MATRIX + 4 * s + 2 * half)
                             : 0;
                         factors[q][high] = factors_of(two, tops[q][high]);
@@ -305,7 +305,7 @@ struct Multiplier {
         constexpr int CHUNKS = (N + STAGED - 1) / STAGED;
         float sums[2][N / 2];
         u32 largest[2];
-        const u32 scales = slot + (2 * group * MATRIX + 16 * warp) * GROUPS;
+        const u32 scales = slot + (2 * group * MATRIX + 16 * warp) * SCALES;
         find_largest(largest, scales);
         multiply_item<N>(sums, largest, scales, ring);
         const int t = lane % 4, own = first_row(item, 2 * group, rows) + 16 * warp;  // row 0 of the warp in the first matrix

@@ -213,7 +213,7 @@ def source(variant: _Variant) -> str:
     assert v.pairs in TILES, f"expected tiles of {tuple(TILES)} pairs; got {v.pairs}"
     constants = dict(
         FORMAT=FORMATS["mxfp4"], ACT=v.act, EARLY=int(v.early), ROWS=2 * MATRIX, CLUSTER_M=1, SPLIT=1, LOADERS=LOADERS,
-        LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=1, PAIRS=v.pairs, FEWER=TILES[v.pairs], STAGES=v.stages, GROUPS=v.columns // GROUP,
+        LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=1, PAIRS=v.pairs, FEWER=TILES[v.pairs], STAGES=v.stages, SCALES=v.columns // GROUP,
         GATED=int(v.gated), FLOAT_OUT=int(v.float_out), BIAS=int(v.bias),
     )  # fmt: skip
     multiply = "\n".join(multiply_source(pairs) for pairs in sorted({TILES[v.pairs], v.pairs}))

@@ -11,8 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-from triton.runtime import driver
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import build
 from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
 
 from runtime.config.device_tuning import DeviceTuning
 from runtime.config.kernel_configs import ResidentConfig
@@ -28,12 +30,14 @@ from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import supports
 from runtime.layers.kernels.graph_timer import replay_times
-from runtime.layers.kernels.triton_launchers import one_at_a_time
+from runtime.layers.kernels.triton_threads import kernels_once, launchers_apart
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 
 log = logging.getLogger(__name__)
 REPLAYS = 5
+COMPILE_THREADS = 32
+"""Of compilation: more than cores, as some wait for kernels that others compile."""
 ENOUGH_BYTES = 400 << 20
 """Weights to go through while timing: several times any L2, so that each GEMM reads memory as it does in the model."""
 Run = Callable[[int], object]
@@ -175,7 +179,7 @@ def autotune_gemms(
 
 
 def compile_all(runs: Iterable[Run]) -> None:
-    """Compile what the runs need, side by side: Triton's passes and ptxas release the interpreter lock."""
+    """Compile what the runs need, side by side: NVRTC, Triton's passes, ptxas and gcc release the interpreter lock."""
 
     def one(run: Run) -> None:
         torch.cuda.synchronize()  # gives a new thread the device's context, which descriptors need before any launch would
@@ -184,7 +188,8 @@ def compile_all(runs: Iterable[Run]) -> None:
 
     first, *others = runs
     one(first)  # alone, because it initialises Triton's tables of this device
-    with one_at_a_time(driver.active), ThreadPoolExecutor() as pool:
+    once = kernels_once(JITFunction, CompiledKernel, OutOfResources)
+    with once, launchers_apart(build), ThreadPoolExecutor(COMPILE_THREADS) as pool:
         list(pool.map(one, others))
     torch.cuda.synchronize()
 

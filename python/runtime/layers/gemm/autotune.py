@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from triton.compiler.compiler import CompiledKernel
@@ -173,7 +174,8 @@ def autotune_gemms(
         run, known = trial(group), timings.known(group.dtype, group.key)
         choices = candidates(group, num_sms, timings.tuning) if known is None else (known.choice,)
         runs[group.key] = {choice: run(choice) for choice in choices}
-    compile_all([*(run for tried in runs.values() for run in tried.values()), *(lambda _, other=other: other() for other in others)])
+    tried = [run for by_choice in runs.values() for run in by_choice.values()]
+    compile_all(_alternately(tried, [lambda _, other=other: other() for other in others]))
     log.info("compiled GEMMs and other kernels in %.1f s", time.perf_counter() - start)
     return {group.key: timings.keep(group.dtype, group.key, lambda g=group: _fastest(g, runs[g.key])) for group in groups}
 
@@ -192,6 +194,11 @@ def compile_all(runs: Iterable[Run]) -> None:
     with once, launchers_apart(build), ThreadPoolExecutor(COMPILE_THREADS) as pool:
         list(pool.map(one, others))
     torch.cuda.synchronize()
+
+
+def _alternately(gemms: Sequence[Run], others: Sequence[Run]) -> list[Run]:
+    """Runs of both in turn: many of the others wait for a kernel that one of them compiles, and leave cores to GEMMs meanwhile."""
+    return [run for pair in zip_longest(gemms, others) for run in pair if run is not None]
 
 
 def _fastest(group: GemmGroup, runs: Mapping[GemmChoice, Run]) -> Timed:

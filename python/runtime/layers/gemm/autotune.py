@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,8 +38,8 @@ from runtime.layers.norm import RMSNorm
 
 log = logging.getLogger(__name__)
 REPLAYS = 5
-COMPILE_THREADS = 32
-"""Of compilation: more than cores, as some wait for kernels that others compile."""
+COMPILE_THREADS = min(2 * len(os.sched_getaffinity(0)) + 4, 32)
+"""More than cores, as some wait for kernels that others compile; few enough that compilers do not fill the host's memory."""
 ENOUGH_BYTES = 400 << 20
 """Weights to go through while timing: several times any L2, so that each GEMM reads memory as it does in the model."""
 Run = Callable[[int], object]

@@ -82,7 +82,7 @@ class FrozenTarget:
         self.config, self.aux_layers, self.dtype, self.device = config, aux_layers, dtype, device
         self.model = build_model(config, ops, dtype, device)
         with torch.no_grad():
-            self.model.load(safetensors_weights(folder, device))
+            self.model.load(safetensors_weights(folder))
         kv = KVSpec("gqa", config.num_kv_heads, config.head_dim, config.head_dim, dtype)
         pool = SharedLayerPool([kv], most_tokens, 1, device)
         self.model.bind(pool, WholeRows(pool))

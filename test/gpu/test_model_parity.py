@@ -92,7 +92,7 @@ def one_request(folder: Path, backend: str) -> OneRequest:
     """The model of a folder in bfloat16."""
     dtype = torch.bfloat16
     model = build_model(load_hf_config(str(folder)), select_ops(DEVICE, dtype)[0], dtype, DEVICE)
-    model.load(safetensors_weights(str(folder), DEVICE, progress=False))
+    model.load(safetensors_weights(str(folder), progress=False))
     return OneRequest(model, backend, dtype)
 
 

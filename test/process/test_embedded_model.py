@@ -69,7 +69,7 @@ class OneRequest:
     def __init__(self, folder: str) -> None:
         c = load_hf_config(folder)
         self.model = build_model(c, TorchOps(), torch.float32, CPU)
-        self.model.load(safetensors_weights(folder, CPU, progress=False))
+        self.model.load(safetensors_weights(folder, progress=False))
         layers = self.model.attention_specs
         pool = KVPool([layer.kv for layer in layers], MAX_LEN // PAGE, PAGE, CPU)
         self.table = PageTable(1, MAX_LEN, PAGE, CPU)

@@ -140,7 +140,7 @@ def test_random_checkpoint_loads_into_its_model(tmp_path: Path) -> None:
     target, _ = shapes.write_tiny(tmp_path)
     folder = random_checkpoint.write(target, tmp_path / "checkpoint")
     model = build_model(load_hf_config(folder), TorchOps(), torch.float32, torch.device("cpu"))
-    model.load(safetensors_weights(folder, torch.device("cpu"), progress=False))
+    model.load(safetensors_weights(folder, progress=False))
     gate = model.layers[0].mlp.gate_up_proj.weight
     assert 0.015 < float(gate.std()) < 0.025
     assert bool((model.final_norm.weight == 1).all())

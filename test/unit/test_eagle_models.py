@@ -113,7 +113,7 @@ def load_head(folder: Path, target: DecoderModel, token_map: torch.Tensor | None
     eagle3 = raw["architectures"][0].endswith("3")
     config = load_draft_config(folder, "EAGLE3" if eagle3 else "EAGLE", target.config)
     head = LlamaForCausalLMEagle3(config, target) if eagle3 else LlamaForCausalLMEagle(config, target, token_map)
-    head.load(safetensors_weights(folder, CPU, progress=False))
+    head.load(safetensors_weights(folder, progress=False))
     return head
 
 
@@ -343,7 +343,7 @@ def test_speculators_layout_is_the_same_head(tmp_path: Path, flags: dict[str, bo
     folder = save(tmp_path / "nested", nested(raw), renamed)
     config = load_draft_config(folder, "EAGLE3", target.config)
     head = LlamaForCausalLMEagle3(config, target)
-    head.load(safetensors_weights(folder, CPU, progress=False))
+    head.load(safetensors_weights(folder, progress=False))
     hidden = [torch.randn(2, head.input_width, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     outs = [torch.cat(Rig(one, 1).run([[1, 2], [3, 4]], hidden, [0, 0])) for one in (plain, head)]
     assert torch.equal(outs[0], outs[1])

@@ -52,11 +52,11 @@ from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.models.block import Block
+from runtime.models.checkpoint_parts import holds_nan
 from runtime.models.config import ModelConfig, RopeScaling
 from runtime.models.decoder import DecoderModel
 from runtime.models.registry import FAMILIES as FAMILIES_BY_NAME
 from runtime.models.registry import build_model, load_hf_config
-from runtime.models.weights import holds_nan
 from unit import toy_family
 from unit.latent import DEEPSEEK_EXPERTS, LATENT, YARN
 
@@ -256,7 +256,7 @@ class Runner:
 
 def loaded(folder: Path, quantization: str | None = None, **options: Any) -> DecoderModel:
     model = build_model(load_hf_config(folder), TorchOps(), torch.float32, CPU, quantization, **options)
-    model.load(safetensors_weights(folder, CPU, progress=False))
+    model.load(safetensors_weights(folder, progress=False))
     return model
 
 

@@ -152,7 +152,7 @@ def write_quantized(folder: Path, model: PreTrainedModel, form: str) -> PreTrain
 
 def loaded(folder: Path, quantization: str | None = None) -> DecoderModel:
     model = build_model(load_hf_config(folder), TorchOps(), torch.float32, CPU, quantization)
-    model.load(safetensors_weights(folder, CPU, progress=False))
+    model.load(safetensors_weights(folder, progress=False))
     return model
 
 
@@ -312,11 +312,12 @@ def test_mxfp4_slices_must_keep_their_scales_whole() -> None:
 
 
 def test_mxfp4_scales_that_kernels_cannot_represent_are_refused() -> None:
-    scheme = Mxfp4()
-    places = scheme.places(LinearPart("e", (2, 64), (slice(0, 2), slice(0, 64)), 0), scheme.allocate(NewWeight(2, 64, torch.float32, CPU)))
-    places["e.weight_scales"].put(torch.full((2, 2), 128, dtype=torch.uint8))
-    with pytest.raises(ConfigError, match=r"tensor e\.weight_scales holds the mxfp4 scale 129; at most 128 is supported"):
-        places["e.weight_scales"].put(torch.full((2, 2), 129, dtype=torch.uint8))
+    table = WeightTable(torch.float32, CPU, Mxfp4(), Rank(0, 1))
+    table.linear({"e": 2}, 64)
+    blocks = torch.zeros((2, 2, 16), dtype=torch.uint8)
+    table.load({"e.weight_blocks": blocks, "e.weight_scales": torch.full((2, 2), 128, dtype=torch.uint8)}.items())
+    with pytest.raises(ConfigError, match=r"tensor e\.weight_scales holds 129; at most 128 is supported"):
+        table.load({"e.weight_blocks": blocks, "e.weight_scales": torch.full((2, 2), 129, dtype=torch.uint8)}.items())
 
 
 @pytest.mark.parametrize("form", ["qwen-block", "static-tensor"])

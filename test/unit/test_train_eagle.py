@@ -148,7 +148,7 @@ class ServedModel:
 
 def served_target(folder: Path) -> tuple[DecoderModel, ServedModel]:
     model = build_model(load_hf_config(folder), TorchOps(), torch.float32, CPU)
-    model.load(safetensors_weights(folder, CPU, progress=False))
+    model.load(safetensors_weights(folder, progress=False))
     return model, ServedModel(model)
 
 
@@ -192,7 +192,7 @@ def test_the_exported_head_computes_in_the_server_what_it_computed_in_training(
     config = load_draft_config(tmp_path / "head", "EAGLE3", model.config)
     assert config.aux_layers == AUX
     served_head = LlamaForCausalLMEagle3(config, model)
-    served_head.load(safetensors_weights(tmp_path / "head", CPU, progress=False))
+    served_head.load(safetensors_weights(tmp_path / "head", progress=False))
     served = ServedModel(served_head)
     passes, length = 4, 17
     ids = torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(5))
@@ -214,7 +214,7 @@ def test_the_exported_vocabulary_is_the_trained_one(tmp_path: Path, model_folder
     head.export(tmp_path / "head", AUX)
     model, _ = served_target(model_folder)
     served = LlamaForCausalLMEagle3(load_draft_config(tmp_path / "head", "EAGLE3", model.config), model)
-    served.load(safetensors_weights(tmp_path / "head", CPU, progress=False))
+    served.load(safetensors_weights(tmp_path / "head", progress=False))
     assert served.to_target is not None
     assert served.to_target.tolist() == head.vocabulary.tolist()
     tensors = load_file(next((tmp_path / "head").glob("*.safetensors")))

@@ -23,7 +23,7 @@ def test_a_sharded_checkpoint_yields_every_tensor_once(tmp_path: Path) -> None:
     save_file({"t1": torch.ones(2, 2, dtype=torch.bfloat16)}, tmp_path / "b.safetensors")
     save_file({"t0": torch.zeros(6)}, tmp_path / "consolidated.safetensors")
     write_index(tmp_path, ["a.safetensors", "b.safetensors"])
-    found = {name: (tensor.shape, tensor[(slice(None),)]) for name, tensor in safetensors_weights(tmp_path, CPU, progress=False)}
+    found = {name: (tensor.shape, tensor[(slice(None),)]) for name, tensor in safetensors_weights(tmp_path, progress=False)}
     assert list(found) == ["t0", "t1"]
     assert torch.equal(found["t0"][1], torch.arange(6.0)), "files outside the index are not read"
     assert found["t1"][0] == (2, 2)
@@ -33,7 +33,7 @@ def test_a_sharded_checkpoint_yields_every_tensor_once(tmp_path: Path) -> None:
 def test_a_tensor_is_read_by_slice(tmp_path: Path) -> None:
     whole = torch.arange(48.0).view(6, 8)
     save_file({"t": whole}, tmp_path / "a.safetensors")
-    for _, tensor in safetensors_weights(tmp_path, CPU, progress=False):
+    for _, tensor in safetensors_weights(tmp_path, progress=False):
         assert torch.equal(tensor[slice(2, 4), slice(1, 5)], whole[2:4, 1:5])
 
 
@@ -67,7 +67,7 @@ def test_a_truncated_file_is_a_config_error(tmp_path: Path) -> None:
     save_file({"t": torch.zeros(1000)}, path)
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(ConfigError, match="damaged or truncated"):
-        list(safetensors_weights(tmp_path, CPU, progress=False))
+        list(safetensors_weights(tmp_path, progress=False))
 
 
 def test_a_broken_index_is_a_config_error(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_tensor_in_two_files_is_refused_by_name(tmp_path: Path) -> None:
     for number in range(2):
         save_file({"t": torch.full((4,), float(number)), f"own-{number}": torch.zeros(1)}, tmp_path / f"{number}.safetensors")
     with pytest.raises(ConfigError, match=r"tensor t is in .*0\.safetensors and in .*1\.safetensors"):
-        list(safetensors_weights(tmp_path, CPU, progress=False))
+        list(safetensors_weights(tmp_path, progress=False))
 
 
 def test_an_index_without_an_end_of_brackets_is_a_config_error(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def model_weights(context: WorkerContext, shapes: dict[str, tuple[int, ...]], fo
     """The tensors of a checkpoint, or random ones."""
     if load_format == "dummy":
         return dummy_weights(shapes, context.dtype, context.device, seed=context.config.model.random_seed)
-    return safetensors_weights(folder, context.device, progress=context.group.rank == 0)
+    return safetensors_weights(folder, progress=context.group.rank == 0)
 
 
 # ---- runners

@@ -13,8 +13,6 @@ from tqdm import tqdm
 
 from runtime.log import writes_json
 
-WARMUP_RUNS = 2
-
 GraphKey = tuple[int, int, str]
 """Requests, tokens and variant of a captured pass."""
 Replay = Callable[[], None]
@@ -37,11 +35,10 @@ class GraphPool:
         self.stream = torch.cuda.Stream()
 
     def capture(self, key: GraphKey, function: Callable[[], None]) -> Replay:
-        """Warm up on the pool's stream, then record `function`."""
+        """Run `function` once on the pool's stream, which loads its kernels and allocates what libraries keep there, then record it."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            for _ in range(WARMUP_RUNS):
-                function()
+            function()
         torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.handle, stream=self.stream):

@@ -28,7 +28,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of an open safetensors file. Indexing it reads that part, onto the file's device."""
+    """A tensor of a safetensors file. Indexing it gives a view of that part in mapped memory, which is read where it is used."""
 
     view: Any
     file: Path
@@ -46,9 +46,9 @@ class FileTensor:
             raise _damaged(self.file, error) from error
 
 
-def safetensors_weights(folder: str | Path, device: torch.device, progress: bool = True) -> Iterator[tuple[str, FileTensor]]:
-    """Every tensor of a checkpoint folder, to be read onto `device`, in any order, with a progress bar in bytes. Files are
-    mapped, so what is read of them is no second copy of the model: the system may drop it at any time.
+def safetensors_weights(folder: str | Path, progress: bool = True) -> Iterator[tuple[str, FileTensor]]:
+    """Every tensor of a checkpoint folder, in any order, with a progress bar in bytes. Files are mapped, so what is read of
+    them is no second copy of the model: the system may drop it at any time.
 
     Raises:
         ConfigError: there are no safetensors files, one that the index names is missing or damaged, or two hold the same tensor.
@@ -58,7 +58,7 @@ def safetensors_weights(folder: str | Path, device: torch.device, progress: bool
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress or writes_json()) as bar:
         found = dict[str, Path]()
         for file in files:
-            for name, tensor in _tensors_of(file, device, bar):
+            for name, tensor in _tensors_of(file, bar):
                 if (other := found.setdefault(name, file)) is not file:
                     raise ConfigError(f"tensor {name} is in {other} and in {file}; remove the file that is not part of the checkpoint")
                 yield name, tensor
@@ -127,9 +127,9 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / n for n in names]
 
 
-def _tensors_of(file: Path, device: torch.device, bar: tqdm) -> Iterator[tuple[str, FileTensor]]:
+def _tensors_of(file: Path, bar: tqdm) -> Iterator[tuple[str, FileTensor]]:
     try:
-        with safe_open(str(file), framework="pt", device=str(device)) as opened:
+        with safe_open(str(file), framework="pt", device="cpu") as opened:
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 tensor = FileTensor(opened.get_slice(name), file)
                 yield name, tensor

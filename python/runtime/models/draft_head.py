@@ -18,10 +18,11 @@ from runtime.layers.ops import BlockOps
 from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.block import Block
+from runtime.models.checkpoint_parts import Sliceable
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
 from runtime.models.parts import ModelContext, ModelParts
-from runtime.models.weights import NamedTensors, Sliceable
+from runtime.models.weights import NamedTensors
 
 
 class DraftModel(Protocol):

@@ -11,7 +11,8 @@ import torch
 from runtime.distributed.parallel_group import Shard
 from runtime.layers.quantization.mxfp4 import GROUP, Mxfp4
 from runtime.layers.quantization.scheme import Index, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
-from runtime.models.weights import FusedTensor, NamedTensors, Sliceable, WeightTable, ignore
+from runtime.models.checkpoint_parts import Sliceable
+from runtime.models.weights import FusedTensor, NamedTensors, WeightTable, ignore
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,13 @@ from runtime.errors import ConfigError
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.ops import Stream
+from runtime.models.checkpoint_parts import Sliceable
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_head import DraftHead, DraftModel
 from runtime.models.registry import MTP_FAMILIES
 from runtime.models.token_map import HotTokens
-from runtime.models.weights import NamedTensors, Sliceable
+from runtime.models.weights import NamedTensors
 
 SHARED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
 """Endings of the tensors that a checkpoint repeats for the layer; the target's are used."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -14,22 +12,14 @@ from runtime.distributed.parallel_group import WHOLE, ParallelGroup, Shard
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.dense import DENSE
-from runtime.layers.quantization.scheme import Index, LinearPart, NewWeight, QuantScheme, WeightSlot
+from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, WeightSlot
+from runtime.models.checkpoint_parts import Part, Sliceable, Staging, parts_of
 from runtime.models.parallel_store import store_in_threads
 
 UNUSED_SCALES = (".input_scale", ".k_scale", ".v_scale")
 """Of activations and KV in quantised checkpoints: activations keep their 16 bits."""
 SHOWN = 8
 """Names that an error lists before it only counts."""
-
-
-class Sliceable(Protocol):
-    """A tensor, or one that still lies in a file and is read by slice."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...  # noqa: D102
-
-    def __getitem__(self, index: Index, /) -> torch.Tensor: ...
 
 
 NamedTensors = Iterable[tuple[str, Sliceable]]
@@ -184,15 +174,15 @@ class WeightTable:
         missing, unexpected = set(self._slots), []
         skip += () if self._quant is None else UNUSED_SCALES
 
-        def stores() -> Iterator[Callable[[], None]]:
+        def parts() -> Iterator[Part]:
             for name, tensor in self._single(weights):
                 if slots := self._slots.get(name) or self._optional.get(name):
                     missing.discard(name)
-                    yield partial(_store, name, tensor, slots)
+                    yield from parts_of(name, tensor, slots)
                 elif not name.endswith(skip) and not name.startswith(unused):
                     unexpected.append(name)
 
-        store_in_threads(stores())
+        store_in_threads(Staging(self.device).stores(parts()))
         problems = [f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unexpected", unexpected)) if names]
         if problems:
             raise ConfigError(f"the checkpoint does not fit its config.json: it {' and '.join(problems)}")
@@ -225,37 +215,6 @@ class WeightTable:
 def _check_shape(name: str, tensor: Sliceable, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
-
-
-def _store(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> None:
-    for slot in slots:
-        index = slot.index_of(tuple(tensor.shape))
-        if index is None:
-            raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(slot.shape)}")
-        part = tensor[index]
-        if slot.dtype is not None and part.dtype is not slot.dtype:
-            raise ConfigError(f"tensor {name} has dtype {part.dtype}; the model expects {slot.dtype}")
-        # NaN anywhere would be in every answer; infinity may stand for an entry that is never chosen.
-        if holds_nan(part):
-            raise ConfigError(f"tensor {name} holds NaN; the checkpoint is damaged, download it again")
-        if slot.finite and not all_finite(part):
-            raise ConfigError(f"tensor {name} holds infinity where numbers must be finite; the checkpoint is damaged, download it again")
-        slot.put(part)
-
-
-def holds_nan(part: torch.Tensor) -> bool:
-    """Whether there is NaN among the numbers. 0.1 ms per MB on a CPU."""
-    if part.dtype is torch.float8_e4m3fn:  # its two NaNs are the largest numbers of bits with a sign and without
-        return part.numel() > 0 and bool(part.view(torch.int8).max() == 0x7F or part.view(torch.uint8).max() == 0xFF)
-    if not part.is_floating_point() or part.element_size() == 1:
-        return False
-    # Infinities of both signs sum up to NaN too, and so may large numbers.
-    return bool(part.sum(dtype=torch.float32).isnan()) and bool(part.isnan().any())
-
-
-def all_finite(part: torch.Tensor) -> bool:
-    """Whether there is neither NaN nor infinity among numbers of 16 or 32 bits. 0.1 ms per MB on a CPU."""
-    return bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all())  # a sum of large numbers may be infinite
 
 
 def ignore(part: torch.Tensor) -> None:

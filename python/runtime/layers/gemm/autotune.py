@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
-from triton.runtime import driver
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import build
 from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
 
 from runtime.config.device_tuning import DeviceTuning
 from runtime.config.kernel_configs import ResidentConfig
@@ -31,12 +35,14 @@ from runtime.layers.gemm.widening_gemm import MOST_ROWS as MOST_WIDENED_ROWS
 from runtime.layers.gemm.widening_gemm import supports as widening_supports
 from runtime.layers.gemm.widening_gemm import widening_configs
 from runtime.layers.kernels.graph_timer import replay_times
-from runtime.layers.kernels.triton_launchers import one_at_a_time
+from runtime.layers.kernels.triton_threads import kernels_once, launchers_apart
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 
 log = logging.getLogger(__name__)
 REPLAYS = 5
+COMPILE_THREADS = min(2 * len(os.sched_getaffinity(0)) + 4, 32)
+"""More than cores, as some wait for kernels that others compile; few enough that compilers do not fill the host's memory."""
 ENOUGH_BYTES = 400 << 20
 """Weights to go through while timing: several times any L2, so that each GEMM reads memory as it does in the model."""
 Run = Callable[[int], object]
@@ -183,13 +189,14 @@ def autotune_gemms(
         run, known = trial(group), timings.known(group.dtype, group.key)
         choices = candidates(group, num_sms, timings.tuning) if known is None else (known.choice,)
         runs[group.key] = {choice: run(choice) for choice in choices}
-    compile_all([*(run for tried in runs.values() for run in tried.values()), *(lambda _, other=other: other() for other in others)])
+    tried = [run for by_choice in runs.values() for run in by_choice.values()]
+    compile_all(_alternately(tried, [lambda _, other=other: other() for other in others]))
     log.info("compiled GEMMs and other kernels in %.1f s", time.perf_counter() - start)
     return {group.key: timings.keep(group.dtype, group.key, lambda g=group: _fastest(g, runs[g.key])) for group in groups}
 
 
 def compile_all(runs: Iterable[Run]) -> None:
-    """Compile what the runs need, side by side: Triton's passes and ptxas release the interpreter lock."""
+    """Compile what the runs need, side by side: NVRTC, Triton's passes, ptxas and gcc release the interpreter lock."""
 
     def one(run: Run) -> None:
         torch.cuda.synchronize()  # gives a new thread the device's context, which descriptors need before any launch would
@@ -198,9 +205,15 @@ def compile_all(runs: Iterable[Run]) -> None:
 
     first, *others = runs
     one(first)  # alone, because it initialises Triton's tables of this device
-    with one_at_a_time(driver.active), ThreadPoolExecutor() as pool:
+    once = kernels_once(JITFunction, CompiledKernel, OutOfResources)
+    with once, launchers_apart(build), ThreadPoolExecutor(COMPILE_THREADS) as pool:
         list(pool.map(one, others))
     torch.cuda.synchronize()
+
+
+def _alternately(gemms: Sequence[Run], others: Sequence[Run]) -> list[Run]:
+    """Runs of both in turn: many of the others wait for a kernel that one of them compiles, and leave cores to GEMMs meanwhile."""
+    return [run for pair in zip_longest(gemms, others) for run in pair if run is not None]
 
 
 def _fastest(group: GemmGroup, runs: Mapping[GemmChoice, Run]) -> Timed:

@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 
+from runtime.layers.kernels.code_cache import CodeCache
+from runtime.layers.kernels.once import once
+from runtime.model_files.cache_folder import default_cache_dir
+
 driver: Any = None
 nvrtc: Any = None
 with suppress(ImportError):  # the CPU build of torch has none
@@ -93,6 +97,7 @@ class Kernel:
         return config
 
 
+@once
 def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared_bytes: int) -> Kernel:
     """Compile a program for the current device and load one of its kernels. The thread must have torch's context.
 
@@ -109,14 +114,37 @@ def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared
     return Kernel(check(driver.cuModuleGetFunction(module, name.encode())), threads, cluster, shared_bytes)
 
 
-@cache
+@once
 def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
-    """Compile a CUDA C++ program to machine code (cubin); needs no GPU."""
-    program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    """The machine code (cubin) of a CUDA C++ program: from the cache on disk, or compiled and kept there; needs no GPU."""
+    # Lambdas with a parameter `auto` have no execution space of their own.
+    options = f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"--device-as-default-execution-space"
+    text, code_cache = source.encode(), _code_cache()
+    if code_cache is None:
+        return _run_nvrtc(text, options)
+    return code_cache.code((text, *options, _compiler()), lambda: _run_nvrtc(text, options))
+
+
+@cache
+def _code_cache() -> CodeCache | None:
+    """The cache of this user; None for a user without a home directory."""
+    with suppress(RuntimeError):
+        return CodeCache(default_cache_dir() / "cuda")
+    return None
+
+
+@cache
+def _compiler() -> bytes:
+    """NVRTC's version, and that of torch, which says which patch release of NVRTC comes with it."""
+    status, *version = nvrtc.nvrtcVersion()
+    check((status,))
+    return f"NVRTC {version}, torch {torch.__version__}".encode()
+
+
+def _run_nvrtc(source: bytes, options: tuple[bytes, ...]) -> bytes:
+    program = check(nvrtc.nvrtcCreateProgram(source, b"kernel.cu", 0, [], []))
     try:
-        # Lambdas with a parameter `auto` have no execution space of their own.
-        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"--device-as-default-execution-space"]
-        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), list(options))
         # NVRTC writes in place, so allocate new `bytes`: `b" " * 1` would be the interpreter's shared object.
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             text = bytes(check(nvrtc.nvrtcGetProgramLogSize(program)))

@@ -153,6 +153,8 @@ def _part_scales(part: LinearPart, storage: Storage) -> torch.Tensor:
 
 def _finer(scales: torch.Tensor, first: tuple[int, int], shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
     """The scales of smaller blocks, [*shape], whose first entry lies `first` rows and columns inside a block of `scales`."""
+    if first == (0, 0) and block == (BLOCK, BLOCK):
+        return scales
     rows, columns = (
         (start + torch.arange(count, device=scales.device) * length) // BLOCK
         for start, count, length in zip(first, shape, block, strict=True)

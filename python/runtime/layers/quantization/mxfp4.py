@@ -46,12 +46,6 @@ class Mxfp4(QuantScheme):
         groups = slice(columns.start // GROUP, columns.stop // GROUP)
         weight, scale = storage.weight[part.rows], storage.scale[part.rows]
         blocks = weight.unflatten(1, (-1, GROUP // 2))
-
-        def put_scales(found: torch.Tensor) -> None:
-            if found.numel() and (largest := int(found.max())) > LARGEST:
-                raise ConfigError(f"tensor {part.prefix}.weight_scales holds the mxfp4 scale {largest}; at most {LARGEST} is supported")
-            scale.copy_(found)
-
         return {
             part.prefix + ".weight_blocks": WeightSlot(
                 (out, width // GROUP, GROUP // 2),
@@ -59,7 +53,7 @@ class Mxfp4(QuantScheme):
                 lambda codes: blocks.copy_(_regroup(codes)),
                 torch.uint8,
             ),
-            part.prefix + ".weight_scales": WeightSlot((out, width // GROUP), (rows, groups), put_scales, torch.uint8),
+            part.prefix + ".weight_scales": WeightSlot((out, width // GROUP), (rows, groups), scale.copy_, torch.uint8, largest=LARGEST),
         }
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:

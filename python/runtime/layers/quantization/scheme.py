@@ -24,6 +24,7 @@ class WeightSlot:
         dtype: that the tensor must have; None for any floating-point dtype.
         spread: whether one number may stand for all, and dimensions of 1 may be missing.
         finite: whether no number may be infinite.
+        largest: that a number may be; None for any.
     """
 
     shape: tuple[int, ...]
@@ -32,6 +33,7 @@ class WeightSlot:
     dtype: torch.dtype | None = None
     spread: bool = False
     finite: bool = False
+    largest: int | None = None
 
     def index_of(self, shape: tuple[int, ...]) -> Index | None:
         """What to read of a tensor of `shape`; None where the shape is wrong."""

@@ -1,0 +1,81 @@
+"""Machine code of CUDA programs on disk, so that a server compiles each program at its first start only."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class CodeCache:
+    """A folder with one file for each program, named by the hash of all that its code depends on.
+
+    Processes may share it: a file appears complete, under its name, or not at all. It begins with a digest of the code, so that a damaged
+    one is compiled anew. A folder that cannot be read or written costs a warning and the time to compile.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._warned = False
+
+    def code(self, inputs: Iterable[bytes], compile_code: Callable[[], bytes]) -> bytes:
+        """The machine code of a program: from disk, or compiled and kept there.
+
+        Args:
+            inputs: all that the code depends on: source, options, compiler.
+            compile_code: called where there is none yet.
+        """
+        file = self._folder / f"{_name(inputs)}.cubin"
+        found = self._read(file)
+        if found is None:
+            found = compile_code()
+            self._write(file, found)
+        return found
+
+    def _read(self, file: Path) -> bytes | None:
+        """The code of a file; None where it is missing or damaged."""
+        try:
+            content = file.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return self._warn(f"cannot read {file}: {error.strerror}")
+        digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+        return code if code and hashlib.sha256(code).digest() == digest else self._warn(f"{file} is damaged and compiled anew")
+
+    def _write(self, file: Path, code: bytes) -> None:
+        """Keep code under a name, if the folder allows it."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, scratch = tempfile.mkstemp(prefix=".", suffix=".part", dir=self._folder)
+        except OSError as error:
+            self._warn(f"cannot write {self._folder}: {error.strerror}")
+            return
+        try:
+            with os.fdopen(handle, "wb") as part:
+                part.write(hashlib.sha256(code).digest() + code)
+            Path(scratch).replace(file)
+        except OSError as error:
+            self._warn(f"cannot write {file}: {error.strerror}")
+            with suppress(OSError):
+                Path(scratch).unlink()
+
+    def _warn(self, what: str) -> None:
+        """Say the first problem of this process."""
+        if not self._warned:
+            self._warned = True
+            log.warning("cache of CUDA programs: %s; set XDG_CACHE_HOME to a folder that keeps them", what)
+
+
+def _name(inputs: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in inputs:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()

@@ -1,0 +1,38 @@
+"""Values that are made once: threads that ask for the same one wait for the first of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from functools import partial, wraps
+from typing import Generic, ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Once(Generic[T]):
+    """Values by key, made in the threads that ask for them first. A call that raises leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, T] = {}
+        self._locks: dict[Hashable, threading.Lock] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of `key`: what `make` returns, or returned for another thread."""
+        if key not in self._made:
+            with self._locks.setdefault(key, threading.Lock()):
+                if key not in self._made:
+                    self._made[key] = make()
+        return self._made[key]
+
+
+def once(function: Callable[P, T]) -> Callable[P, T]:
+    """Cache a function's results as `functools.cache` does, which calls it in several threads at once for the same arguments."""
+    values = Once[T]()
+
+    @wraps(function)
+    def cached(*args: P.args, **kwargs: P.kwargs) -> T:
+        return values.get((args, tuple(sorted(kwargs.items()))), partial(cast("Callable[..., T]", function), *args, **kwargs))
+
+    return cached

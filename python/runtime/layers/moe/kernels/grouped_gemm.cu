@@ -164,7 +164,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
     Held held = {};
 #endif
     Entry entry = work.entry(first);
-    for (int i = first; i < work.count; advance(i, entry)) {
+    for (int i = first; i < work.count;) {
         const Item item = work.item(i, entry);
         if constexpr (!CLAIM) entry = work.entry(i + step);  // on its way during this item, as the pairs are
         const int valid = item.rows - group * 64, top = item.tile * ROWS + group * 64;
@@ -173,6 +173,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
                 ring.wait_full();
                 release(ring.stage);
             }
+            advance(i, entry);
             continue;
         }
         int pairs[2] = {0, 0};
@@ -224,6 +225,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
         for (; s < steps; s++) multiply_stage();
         load_factors();  // while the tensor cores multiply by the last columns
 #endif
+        advance(i, entry);
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         release(before);
         __syncwarp();  // or the assembler gates sums before the release
@@ -267,6 +269,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
             }
         }
         load_factors();
+        advance(i, entry);
         __syncwarp();
 #endif
         if constexpr (QUANTIZES) {

@@ -107,9 +107,6 @@ H200_EXPERTS = ExpertTuning(
         ),
     },
     most_streamed={"dense": 64, "fp8": 64, "mxfp4": 256},
-    wgmma={
-        "dense": (2048, WgmmaExpertsConfig(128, 256, 256, 2, claim=True, overlap=True)),
-        "fp8": (2048, WgmmaExpertsConfig(128, 256, 256, 2)),
-    },
+    wgmma={"dense": (2048, WgmmaExpertsConfig(128, 256, 256, 2)), "fp8": (2048, WgmmaExpertsConfig(128, 256, 256, 2))},
     mxfp4=((16, 0), (128, 32), (512, 64), (1 << 30, 128)),
 )

@@ -209,18 +209,12 @@ class WgmmaExpertsConfig:
         gate_up_tile, down_tile: weight rows of a tile of either GEMM, multiples of 32 up to 256 beside 128 pairs and up to 192 beside 192;
             256 beside 128 with weights in e4m3.
         cluster: 2 where pairs of blocks share the weights of neighbouring tiles of pairs, else 1.
-        claim: whether clusters claim tiles one by one; otherwise each takes every so many of them.
-        overlap: whether a tile is stored while the next one is multiplied; for 16-bit weights beside 128 pairs. Gates and ups are then
-            rounded to the dtype of activations before one is multiplied by the other.
     """
 
     rows: int = 128
     gate_up_tile: int = 256
     down_tile: int = 256
     cluster: int = 2
-    claim: bool = False
-    overlap: bool = False
 
     def __str__(self) -> str:
-        schedule = f"{' claimed' if self.claim else ''}{' overlapped' if self.overlap else ''}"
-        return f"WGMMA {self.rows}x{self.gate_up_tile}/{self.down_tile} cluster {self.cluster}{schedule}"
+        return f"WGMMA {self.rows}x{self.gate_up_tile}/{self.down_tile} cluster {self.cluster}"

@@ -9,7 +9,7 @@ constexpr int THREADS = WARPS * 32;
 constexpr int BATCH = 8;  // times 32 ids of a warp that are on their way at once
 
 // align.py: the results.
-struct Sorted { int *pairs, *experts, *places, *counters; };
+struct Sorted { int *pairs, *experts, *places, *used; };
 
 // What block `rank` of the cluster has at the same place of its shared memory.
 __device__ __forceinline__ int load_from(int rank, const int* here) {
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) align_pairs(const int* ids
         in_all[thread] = all, first_tiles[thread] = tiles_end - tiles;
         starts[thread] = (tiles_end - tiles) * rows + before;
     }
-    if (block == 0 && thread == EXPERTS - 1) sorted.counters[0] = tiles_end, sorted.counters[1] = sorted.counters[2] = 0;
+    if (block == 0 && thread == EXPERTS - 1) *sorted.used = tiles_end;
     __syncthreads();
     for (int i = thread; i < WARPS * EXPERTS; i += THREADS) shared[i] += starts[i % EXPERTS];
     __syncthreads();

@@ -34,20 +34,15 @@ class Aligned:
         experts: int32 [tiles]: the expert of each tile; undefined from tile `used` on.
         places: int32 [tiles, 2]: how many tiles of its expert lie before a tile, and its expert's pairs from this tile on; undefined from
             tile `used` on.
-        counters: int32 [3]: `used`, then 0 for each of two GEMMs, which count there the items that clusters of blocks have claimed.
+        used: int32 [1]: tiles that hold pairs.
         rows: of a tile.
     """
 
     pairs: torch.Tensor
     experts: torch.Tensor
     places: torch.Tensor
-    counters: torch.Tensor
+    used: torch.Tensor
     rows: int
-
-    @property
-    def used(self) -> torch.Tensor:
-        """int32 [1]: tiles that hold pairs."""
-        return self.counters[:1]
 
     @property
     def tiles(self) -> int:
@@ -57,13 +52,13 @@ class Aligned:
     @property
     def argument(self) -> AlignedArgument:
         """As a parameter of the CUDA kernels."""
-        return AlignedArgument(*(tensor.data_ptr() for tensor in (self.pairs, self.experts, self.places, self.counters)))
+        return AlignedArgument(*(tensor.data_ptr() for tensor in (self.pairs, self.experts, self.places, self.used)))
 
 
 class AlignedArgument(ctypes.Structure):
     """`Sorted` in `align.cu`, `Tiles` in `grouped_gemm.cu`."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("pairs", "experts", "places", "counters"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("pairs", "experts", "places", "used"))
 
 
 def align(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool = False) -> Aligned:
@@ -92,9 +87,9 @@ def _empty(ids: torch.Tensor, experts: int, rows: int) -> Aligned:
     """Memory for the results."""
     count = ids.numel()
     tiles = min(count, triton.cdiv(count + experts * (rows - 1), rows))
-    sizes = (tiles * rows, tiles, (tiles, 2), 3)
-    pairs, owners, places, counters = (torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes)
-    return Aligned(pairs, owners, places, counters, rows)
+    sizes = (tiles * rows, tiles, (tiles, 2), 1)
+    pairs, owners, places, used = (torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes)
+    return Aligned(pairs, owners, places, used, rows)
 
 
 @cache
@@ -119,7 +114,7 @@ def align_in_triton(ids: torch.Tensor, first: int, experts: int, rows: int, *, p
     common = dict(E_PAD=padded, PDL=pdl, num_warps=8, **launch_options(pdl))
     _count_kernel[(chunks,)](ids, counts, count, first, experts, CHUNK=chunk, **common)
     _place_kernel[(chunks + experts,)](
-        ids, counts, found.pairs, found.experts, found.places, found.counters, count, first, experts, chunks,
+        ids, counts, found.pairs, found.experts, found.places, found.used, count, first, experts, chunks,
         ROWS=rows, PADDING=triton.next_power_of_2(rows), CHUNK=chunk,
         LOAD=min(CHUNKS_PER_LOAD, triton.next_power_of_2(chunks)), **common,
     )  # fmt: skip
@@ -139,7 +134,7 @@ def _count_kernel(ids_ptr, counts_ptr, count, first, experts, CHUNK: tl.constexp
 
 @triton.jit(do_not_specialize=["count", "first", "chunks"])
 def _place_kernel(
-    ids_ptr, counts_ptr, pairs_ptr, experts_ptr, places_ptr, counters_ptr, count, first, experts, chunks,
+    ids_ptr, counts_ptr, pairs_ptr, experts_ptr, places_ptr, used_ptr, count, first, experts, chunks,
     ROWS: tl.constexpr, PADDING: tl.constexpr, CHUNK: tl.constexpr, LOAD: tl.constexpr, E_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the places of one chunk of pairs; or, after the chunks, the padding of one expert and the experts of its tiles."""
@@ -178,6 +173,4 @@ def _place_kernel(
             tl.store(places_ptr + 2 * tile, tile - here // ROWS)
             tl.store(places_ptr + 2 * tile + 1, here + size - tile * ROWS)
         if expert == 0:
-            tl.store(counters_ptr, tl.max(ends, 0) // ROWS)
-            tl.store(counters_ptr + 1, 0)
-            tl.store(counters_ptr + 2, 0)
+            tl.store(used_ptr, tl.max(ends, 0) // ROWS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ SHARED_BYTES = 227 << 10
 """All shared memory that a block may have: stages, then results on their way to memory, then barriers."""
 BARRIER_BYTES = 256
 MOST_STAGES = BARRIER_BYTES // 16
-CLAIM_BYTES = (MOST_STAGES + 1) * 24
-"""Of claims on their way to the blocks of a cluster, and their barriers."""
 LOADERS = 128
 """Threads of the loading warpgroup."""
 GATHER_REGISTERS, LOAD_REGISTERS = 40, 32
@@ -50,8 +48,6 @@ class _Variant:
     act: int
     bias: bool
     early: bool
-    claim: bool = False
-    overlap: bool = False
 
     @property
     def outputs(self) -> int:
@@ -69,15 +65,10 @@ class _Variant:
         return next(columns for columns in (64, 32, 16) if self.outputs % columns == 0)
 
     @property
-    def parts(self) -> int:
-        """Steps of the next tile in which a tile is stored with `overlap`."""
-        return self.outputs // (min(self.stored, 32) if self.gated else self.stored)
-
-    @property
     def stages(self) -> int:
         """Of the ring: what fits beside the results on their way to memory."""
-        other = BARRIER_BYTES + (CLAIM_BYTES if self.claim else 0) + self.rows * (self.stored * 2 + 16)
-        return min((SHARED_BYTES - other) // self.stage_bytes, MOST_STAGES)
+        staged = self.rows * (self.stored * 2 + 16)
+        return min((SHARED_BYTES - BARRIER_BYTES - staged) // self.stage_bytes, MOST_STAGES)
 
 
 def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, config: WgmmaExpertsConfig) -> bool:
@@ -163,14 +154,13 @@ def _grouped(
     (E, N, K), columns = weights.shape, out.shape[1]
     tile = config.gate_up_tile if gated else config.down_tile
     fp8 = x_scale is not None
-    depth = ROW_BYTES // x.element_size()
-    variant = _variant(config, dtype, -(-K // depth), fp8=fp8, gated=gated, act=act.kind, bias=weights.bias is not None, early=pdl)
-    kernel = _kernel(variant)
+    variant = _Variant(config.rows, tile, config.cluster, dtype, fp8, gated, act.kind if gated else 0, weights.bias is not None, pdl)
+    kernel, depth = _kernel(variant), ROW_BYTES // x.element_size()
     items = aligned.tiles * -(-columns // (variant.outputs * config.cluster))
     kernel(
         min(items, kernel.clusters_at_once) * config.cluster,
         (
-            cuda_driver.pointer(x) if gated else _map(x.data_ptr(), len(x), K, x.dtype, (depth, 64 if config.claim else config.rows)),
+            cuda_driver.pointer(x) if gated else _map(x.data_ptr(), len(x), K, x.dtype, (depth, config.rows)),
             _map(weights.weight.data_ptr(), E * N, K, weights.weight.dtype, (depth, tile // 2)),
             aligned.argument,
             _Scales(
@@ -183,15 +173,6 @@ def _grouped(
         ),
         pdl,
     )
-
-
-def _variant(
-    config: WgmmaExpertsConfig, dtype: torch.dtype, steps: int, *, fp8: bool, gated: bool, act: int, bias: bool, early: bool
-) -> _Variant:
-    """What multiplies tiles in so many steps: with fewer than a tile is stored in, the stores cannot overlap them."""
-    tile = config.gate_up_tile if gated else config.down_tile
-    found = _Variant(config.rows, tile, config.cluster, dtype, fp8, gated, act if gated else 0, bias, early, config.claim)
-    return replace(found, overlap=config.overlap and steps >= found.parts)
 
 
 class _Scales(ctypes.Structure):
@@ -226,14 +207,13 @@ def source(variant: _Variant) -> str:
     v = variant
     assert v.rows in (128, 192), f"expected tiles of 128 or 192 pairs; got {v.rows}"
     assert v.tile % 32 == 0, f"expected a multiple of 32 weight rows; got {v.tile}"
-    assert not v.overlap or (v.rows == 128 and not v.fp8), "overlapped stores need the registers of tiles of 128 pairs in 16 bits"
     assert not v.fp8 or (v.rows, v.tile) == FP8_TILE, f"expected a tile of {FP8_TILE} with e4m3; got {v.rows, v.tile}"
     constants = dict(
         ROWS=v.rows, TILE=v.tile, SPLIT=1, CLUSTER_M=v.cluster, LOADERS=LOADERS,
         LOAD_REGISTERS=GATHER_REGISTERS if v.gated else LOAD_REGISTERS,
         STAGES=v.stages, STORED=v.stored, ELEMENT=1 if v.fp8 else 2, GATED=int(v.gated), ACT=v.act,
-        BFLOAT16=int(v.dtype is torch.bfloat16), BIAS=int(v.bias), EARLY=int(v.early), CLAIM=int(v.claim), OVERLAP=int(v.overlap),
+        BFLOAT16=int(v.dtype is torch.bfloat16), BIAS=int(v.bias), EARLY=int(v.early),
     )  # fmt: skip
     dtype = "e4m3" if v.fp8 else "bf16" if v.dtype is torch.bfloat16 else "f16"
     multiply = multiply_source(v.tile // 2 if v.fp8 else v.tile, dtype, overwrites=True)
-    return program(constants, PARTS, multiply, *(Path(__file__).with_name(f"grouped_{name}.cu") for name in ("work", "output", "gemm")))
+    return program(constants, PARTS, multiply, Path(__file__).with_suffix(".cu"))

@@ -190,6 +190,5 @@ def _sum_kernel(y_ptr, ids_ptr, out_ptr, N, first, experts, TOP_K: tl.constexpr,
     for j in tl.static_range(TOP_K):
         own = tl.load(ids_ptr + token * TOP_K + j) - first
         held = (own >= 0) & (own < experts)
-        row = y_ptr + (token * TOP_K + j) * N + n
-        acc += tl.load(row, mask=(n < N) & held, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        acc += tl.load(y_ptr + (token * TOP_K + j) * N + n, mask=(n < N) & held, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * N + n, acc.to(out_ptr.dtype.element_ty), mask=n < N)

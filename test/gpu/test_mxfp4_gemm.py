@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 EXPERTS, TOP_K, ROUNDING = 12, 4, 1e-2
 SIZES = [(512, 384), (2880, 192), (64, 2880), (448, 704)]
 """Hidden and inner sizes: whole stages and tiles of weights; halves of stages; fewer columns than a stage; parts of tiles."""
-PAIRS = [32, 64, 128]
+PAIRS = [32, 48, 128]
 
 
 class Layer:
@@ -60,8 +60,8 @@ def test_every_tile_matches_the_definition(size: tuple[int, int], rows: int) -> 
 COUNTS = (
     [32] * 6,
     [0, 1, 0, 16, 17, 0],
-    [31, 33, 63, 64, 65, 0],
-    [95, 96, 97, 191, 192, 193],
+    [31, 33, 47, 48, 49, 0],
+    [127, 128, 129, 95, 96, 97],
     [0, 0, 0, 1500, 0, 0],
     [0, 0, 0, 0, 0, 0],
     [0, 0, 0, 0, 0, 1],
@@ -102,6 +102,21 @@ def test_the_sum_is_added_and_leaves_a_norm(pairs: int) -> None:
     assert relative(out - before, layer.want(x, routing)) < ROUNDING
     assert torch.allclose(deferred.squares.sum(1), out.square().sum(1), rtol=1e-4)
     assert relative(deferred.scaled, (out * gain).double()) < ROUNDING
+
+
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_scales_of_any_size_are_applied(pairs: int) -> None:
+    layer, rows = Layer(512, 384), 150
+    for weights_, wide in ((layer.gate_up, layer.wide_gate_up), (layer.down, layer.wide_down)):
+        assert weights_.scale is not None
+        scale = torch.randint(0, 121, weights_.scale.shape, device="cuda", dtype=torch.uint8)
+        scale[:, ::3] = torch.randint(100, 121, scale[:, ::3].shape, device="cuda", dtype=torch.uint8)
+        wide *= torch.exp2(scale.float() - weights_.scale.float()).repeat_interleave(32, 2)
+        weights_.scale.copy_(scale)
+    routing, x = routed(rows, EXPERTS, TOP_K), layer.x(rows)
+    x[::5] *= 1e4
+    x[1::5] *= 1e-6
+    assert worst(layer.run(x, routing, pairs), layer.want(x, routing)) < ROUNDING
 
 
 def test_results_repeat() -> None:

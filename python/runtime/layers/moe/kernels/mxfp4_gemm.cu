@@ -1,8 +1,8 @@
-// One of the two grouped GEMMs of experts in MXFP4: tiles of up to PAIRS pairs of one expert by four matrices of 64 rows of its weights (WGMMA).
+// One of the two grouped GEMMs of experts in MXFP4: tiles of up to PAIRS pairs of one expert by some matrices of 64 rows of its weights (WGMMA).
 //
 // Weights are the left operand, in registers: each is read from shared memory and widened to float16 once per tile of pairs, times its scale over
 // the largest one of its row, which the sums are multiplied by. Rows of x, which `mxfp4_rows.cu` has prepared, are the right operand, in shared
-// memory. Each of the two multiplying warpgroups has two of the four matrices; with GATED, the first GEMM, these are 64 rows of gates and the
+// memory. Each multiplying warpgroup has two matrices; with GATED, the first GEMM, these are 64 rows of gates and the
 // ups of the same columns.
 //
 // A warpgroup loads a ring of stages of 128 columns: weights by TMA, rows of x by cp.async into the same kind of swizzle. Columns of x are in the
@@ -14,16 +14,19 @@
 // which are those of x in the second GEMM. A warp reads its rows of weights in that order. The second GEMM stores sums times the weights of
 // their pairs, each at the index of its pair, in bfloat16 or with FLOAT_OUT in float32.
 //
-// Defined before this text: PAIRS (a multiple of 32), FEWER (of a tile that has no more pairs than these), STAGES, SCALES (scales of a row), GATED,
-// FLOAT_OUT, BIAS, ACT, EARLY and the rest of `fragments.cu`; ROWS 128, CLUSTER_M 1, SPLIT 1, LOADERS, LOAD_REGISTERS, BFLOAT16; multiply() of
+// Defined before this text: PAIRS (a multiple of 16), FEWER (of a tile that has no more pairs than these), STAGES, SLOTS (of the scales of a tile),
+// SCALES (of a row), GATED, FLOAT_OUT, BIAS, ACT, EARLY and the rest of `fragments.cu`; ROWS (64 for each multiplying warpgroup), CLUSTER_M 1, SPLIT 1, LOADERS, LOAD_REGISTERS, BFLOAT16; multiply() of
 // both numbers of pairs; gemm/wgmma_parts.cu.
 
-constexpr int MATRIX = 64, MATRICES = 4;                      // rows of weights; of a tile
-constexpr int OUTPUTS = GATED ? 2 * MATRIX : 4 * MATRIX;      // columns of the output of a tile
+constexpr int MATRIX = 64, GROUPS = MULTIPLIERS / 128, MATRICES = 2 * GROUPS;  // rows of weights; warpgroups that multiply; of a tile
+constexpr int OUTPUTS = GATED ? GROUPS * MATRIX : MATRICES * MATRIX;  // columns of the output of a tile
 constexpr int DEPTH = 128, CODE_BYTES = DEPTH / 2;            // columns of a stage; bytes of a row of weights in it
 constexpr int MATRIX_BYTES = MATRIX * CODE_BYTES, W_BYTES = MATRICES * MATRIX_BYTES;
 constexpr int HALF_BYTES = PAIRS * 128, STAGE_BYTES = W_BYTES + 2 * HALF_BYTES;  // of 64 columns of x
-constexpr int SCALE_BYTES_OF_MATRIX = MATRIX * SCALES, SLOT_BYTES = MATRICES * SCALE_BYTES_OF_MATRIX, SLOTS = 2;
+constexpr int SCALE_BYTES_OF_MATRIX = MATRIX * SCALES, SLOT_BYTES = MATRICES * SCALE_BYTES_OF_MATRIX;
+// Registers of a thread when the kernel begins, and of one that multiplies.
+constexpr int FIRST_REGISTERS = 512 / (GROUPS + 1) / 8 * 8;
+constexpr int OWN_REGISTERS = ((GROUPS + 1) * FIRST_REGISTERS - LOAD_REGISTERS) / GROUPS / 8 * 8;
 constexpr int PITCH = 48, STAGED = 32, STAGING_BYTES = STAGED * PITCH;  // bytes from pair to pair of a warp's results; pairs staged at once
 constexpr int SCALES_AT = STAGES * STAGE_BYTES, STAGING_AT = SCALES_AT + SLOTS * SLOT_BYTES;
 constexpr int BARRIERS_AT = (STAGING_AT + (FLOAT_OUT ? 0 : MULTIPLIERS / 32 * STAGING_BYTES) + 7) / 8 * 8;
@@ -248,15 +251,15 @@ struct Multiplier {
 #pragma unroll
         for (int high = 0; high < 2; high++) {
             scales[high] = scales_of_warp + row_of(high) * SCALES;
-            const u32 both = 0x001E001E - largest[high];
-            tops[0][high] = __byte_perm(both, 0, 0x1010), tops[1][high] = __byte_perm(both, 0, 0x3232);
+#pragma unroll
+            for (int q = 0; q < 2; q++) tops[q][high] = __byte_perm(30 - (largest[high] >> 16 * q & 0xFF), 0, 0x1010);
         }
 #pragma unroll 1
         for (int s = 0; s < stages; s++, ring.next()) {
             ring.wait_full();
             fence_async();  // wgmma reads what cp.async has written
             const u32 here = ring.here();
-            const u64 x = descriptor(here + W_BYTES);
+            const u32 x = (u32)descriptor(here + W_BYTES);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 u32 words[2][4], factors[2][2];
@@ -321,7 +324,7 @@ struct Multiplier {
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
             if (STAGED * c >= item.count) continue;
-            constexpr int BLOCKS = N < STAGED ? N / 8 : STAGED / 8;  // of eight pairs
+            constexpr int EIGHTS = N < STAGED ? N / 8 : STAGED / 8;  // of pairs
             // Of one pair in each lane: its row of the output, and what its sums are multiplied by.
             const int own_at = STAGED * c + lane, place = item.tile * PAIRS + own_at, pair = own_at < item.count ? work.tiles.pairs[place] : 0;
             const int target = own_at >= item.count ? -1 : GATED ? place : pair;
@@ -330,9 +333,10 @@ struct Multiplier {
             for (int q = 0; q < (GATED ? 1 : 2); q++) {
                 const int row = own + q * MATRIX;  // of the output's columns, of this warp's 16
                 if (!GATED && first_row(item, 2 * group + q, rows) < 0) continue;
-                u32 words[BLOCKS][2];
+                u32 words[EIGHTS][2];
 #pragma unroll
-                for (int b = 0; b < BLOCKS; b++) {
+                for (int b = 0; b < EIGHTS; b++) {
+                    if (STAGED / 8 * c + b >= N / 8) continue;
                     float v[4];
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
@@ -358,13 +362,14 @@ struct Multiplier {
                 if (FLOAT_OUT) continue;
                 __syncwarp();  // what was staged before has been read
 #pragma unroll
-                for (int b = 0; b < BLOCKS; b += 2) {
-                    const u32 four[4] = {words[b][0], words[b][1], words[(b + 1) % BLOCKS][0], words[(b + 1) % BLOCKS][1]};
+                for (int b = 0; b < EIGHTS; b += 2) {
+                    if (STAGED / 8 * c + b >= N / 8) continue;
+                    const u32 four[4] = {words[b][0], words[b][1], words[(b + 1) % EIGHTS][0], words[(b + 1) % EIGHTS][1]};
                     store_transposed(staging + (8 * (b + lane / 16) + lane % 8) * PITCH + lane / 8 % 2 * 16, four);
                 }
                 __syncwarp();
 #pragma unroll
-                for (int pass = 0; pass < (8 * BLOCKS + 15) / 16; pass++) {
+                for (int pass = 0; pass < (8 * EIGHTS + 15) / 16; pass++) {
                     const int at = 16 * pass + lane / 2, column = row + lane % 2 * 8;
                     const int to = __shfl_sync(~0u, target, at);
                     const uint4 v = load_shared(staging + at * PITCH + lane % 2 * 16);
@@ -425,6 +430,6 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1) mxfp4_gem
         Loader{x, scales, &w_map, work, rows, width, top_k, total_rows, data, barriers}.run(first, step, ring);
         return;
     }
-    take_registers<MULTIPLY_REGISTERS>();
+    take_registers<OWN_REGISTERS>();
     Multiplier{work, out, bias, pair_weights, token_factors, rows, columns, width, top_k, act, data, barriers, warp / 4, warp % 4, lane}.run(first, step, ring);
 }

@@ -23,26 +23,41 @@ from runtime.layers.moe.router import Routing
 
 GROUP = 32
 """Columns of a row that share a scale."""
-MATRIX, MATRICES = 64, 4
-"""Weight rows of a matrix that is loaded at once, and matrices of a tile."""
+MATRIX = 64
+"""Weight rows of a matrix that is loaded at once; a warpgroup multiplies by two."""
 DEPTH = 128
 """Columns of a stage."""
 SHARED_BYTES = 227 << 10
 """All shared memory that a block may have: stages, scales, results on their way to memory, barriers."""
 MOST_STAGES, SLOTS = 8, 2
 """Of the ring of weights and rows; and tiles whose scales are there."""
-WARPS, STAGING_BYTES = 8, 32 * 48
-"""Of those that multiply, and of the results of one."""
+STAGING_BYTES = 32 * 48
+"""Of the results of a warp."""
 LOADERS, LOAD_REGISTERS = 128, 40
 """Threads of the loading warpgroup, and registers of each."""
+DESCRIPTOR = 64 << 32 | 1 << 62
+"""Of an operand in shared memory, the part that is constant: swizzled by 128 bytes, eight rows are 1024 bytes (`descriptor`)."""
 ROW_THREADS = 128
 """Of a block that prepares a row."""
 MOST_GATED = 200.0
 """Largest limit of a clamped activation whose products float16 holds."""
 
 
-TILES = {32: 16, 64: 32, 128: 32}
-"""Tiles of pairs; a tile that has no more than the value has instructions for so many."""
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """How a block multiplies the pairs of a tile.
+
+    Attributes:
+        fewer: a tile that has no more pairs than these has instructions for so many.
+        groups: warpgroups that multiply, as many as have the registers: while one waits, others convert weights.
+    """
+
+    fewer: int
+    groups: int
+
+
+TILES = {32: _Tile(16, 3), 48: _Tile(32, 3), 128: _Tile(32, 2)}
+"""By their pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +73,22 @@ class _Variant:
     early: bool
 
     @property
+    def groups(self) -> int:
+        """Warpgroups that multiply."""
+        return TILES[self.pairs].groups
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the output of a tile."""
+        return self.groups * MATRIX * (1 if self.gated else 2)
+
+    @property
     def stages(self) -> int:
         """Of the ring: what fits beside everything else."""
-        scales, staging = SLOTS * MATRICES * MATRIX * (self.columns // GROUP), 0 if self.float_out else WARPS * STAGING_BYTES
-        barriers = 16 * (MOST_STAGES + SLOTS) + 8
-        return min((SHARED_BYTES - scales - staging - barriers) // _stage_bytes(self.pairs), MOST_STAGES)
-
-
-def _stage_bytes(pairs: int) -> int:
-    return MATRICES * MATRIX * DEPTH // 2 + pairs * DEPTH * 2
+        scales = SLOTS * 2 * self.groups * MATRIX * (self.columns // GROUP)
+        staging = 0 if self.float_out else 4 * self.groups * STAGING_BYTES
+        barriers, stage = 16 * (MOST_STAGES + SLOTS) + 8, self.groups * MATRIX * DEPTH + self.pairs * DEPTH * 2
+        return min((SHARED_BYTES - scales - staging - barriers) // stage, MOST_STAGES)
 
 
 def supports(
@@ -164,7 +186,7 @@ def _grouped(
     (E, N, K), columns = weights.shape, out.shape[1]
     assert weights.scale is not None
     variant = _Variant(aligned.rows, K, gated, act.kind if gated else 0, weights.bias is not None, out.dtype is torch.float32, pdl)
-    items = aligned.tiles * -(-columns // (MATRIX * MATRICES // (2 if gated else 1)))
+    items = aligned.tiles * -(-columns // variant.outputs)
     _kernel(variant)(
         min(items, torch.cuda.get_device_properties(x.device).multi_processor_count),
         (
@@ -193,7 +215,9 @@ def _map(address: int, rows: int, row_bytes: int) -> Any:
 
 @cache
 def _kernel(variant: _Variant) -> cuda_driver.Kernel:
-    return cuda_driver.compile_kernel(source(variant), "mxfp4_gemm", threads=32 * WARPS + LOADERS, cluster=1, shared_bytes=SHARED_BYTES)
+    return cuda_driver.compile_kernel(
+        source(variant), "mxfp4_gemm", threads=128 * variant.groups + LOADERS, cluster=1, shared_bytes=SHARED_BYTES
+    )
 
 
 @cache
@@ -212,35 +236,34 @@ def source(variant: _Variant) -> str:
     v = variant
     assert v.pairs in TILES, f"expected tiles of {tuple(TILES)} pairs; got {v.pairs}"
     constants = dict(
-        FORMAT=FORMATS["mxfp4"], ACT=v.act, EARLY=int(v.early), ROWS=2 * MATRIX, CLUSTER_M=1, SPLIT=1, LOADERS=LOADERS,
-        LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=1, PAIRS=v.pairs, FEWER=TILES[v.pairs], STAGES=v.stages, SCALES=v.columns // GROUP,
-        GATED=int(v.gated), FLOAT_OUT=int(v.float_out), BIAS=int(v.bias),
+        FORMAT=FORMATS["mxfp4"], ACT=v.act, EARLY=int(v.early), ROWS=v.groups * MATRIX, CLUSTER_M=1, SPLIT=1, LOADERS=LOADERS,
+        LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=1, PAIRS=v.pairs, FEWER=TILES[v.pairs].fewer, STAGES=v.stages, SLOTS=SLOTS,
+        SCALES=v.columns // GROUP, GATED=int(v.gated), FLOAT_OUT=int(v.float_out), BIAS=int(v.bias),
     )  # fmt: skip
-    multiply = "\n".join(multiply_source(pairs) for pairs in sorted({TILES[v.pairs], v.pairs}))
+    multiply = "\n".join(multiply_source(pairs) for pairs in sorted({TILES[v.pairs].fewer, v.pairs}))
     return fragments.source(Path(__file__).with_suffix(".cu"), constants, PARTS, multiply)
 
 
 def multiply_source(pairs: int) -> str:
     """The wgmma instructions of two matrices of weights in registers; where `add` is 0, what the sums were before does not matter."""
     count = pairs // 2
-    left, x = 2 * count, 2 * count + 8
+    left, x, add = 2 * count, 2 * count + 8, 2 * count + 9
 
     def instruction(q: int) -> str:
         sums = ", ".join(f"%{q * count + i}" for i in range(count))
         words = ", ".join(f"%{left + 4 * q + i}" for i in range(4))
-        return f'        "wgmma.mma_async.sync.aligned.m64n{pairs}k16.f32.f16.f16 {{{sums}}}, {{{words}}}, %{x}, add, 1, 1, 0;\\n"'
+        return f"wgmma.mma_async.sync.aligned.m64n{pairs}k16.f32.f16.f16 {{{sums}}}, {{{words}}}, x, add, 1, 1, 0;"
 
+    lines = (".reg .pred add;", ".reg .b64 x;", f"setp.ne.s32 add, %{add}, 0;", f"mov.b64 x, {{%{x}, {DESCRIPTOR >> 32}}};")
+    text = "\n".join(f'        "{line}\\n"' for line in ("{", *lines, instruction(0), instruction(1), "}"))
     operands = ", ".join(f'"+f"({name}[{i}])' for name in ("sums", "others") for i in range(count))
     words = ", ".join(f'"r"({name}[{i}])' for name in ("w", "v") for i in range(4))
-    return "\n".join(
-        [
-            f"__device__ __forceinline__ void multiply(float (&sums)[{count}], float (&others)[{count}],",
-            "    const u32 (&w)[4], const u32 (&v)[4], u64 x, int add) {",
-            f'    asm volatile("{{\\n.reg .pred add;\\nsetp.ne.s32 add, %{x + 1}, 0;\\n"',
-            instruction(0),
-            instruction(1),
-            f'        "}}" : {operands}',
-            f'        : {words}, "l"(x), "r"(add));',
-            "}",
-        ]
-    )
+    return f"""// x: the lower half of the descriptor.
+__device__ __forceinline__ void multiply(
+    float (&sums)[{count}], float (&others)[{count}], const u32 (&w)[4], const u32 (&v)[4], u32 x, int add
+) {{
+    asm volatile(
+{text}
+        : {operands}
+        : {words}, "r"(x), "r"(add));
+}}"""

@@ -152,59 +152,60 @@ struct Loader {
         int slot = 0, round = 0;
         for (int i = first; i < work.count; i += step) {
             const Item item = work.item(i);
-            if (member == 0) load_item_scales(item, slot, round);
+            int starts[MATRICES], boxes = 0;  // of the matrices among the rows of all experts; -1 past the last one
+#pragma unroll
+            for (int m = 0; m < MATRICES; m++) {
+                starts[m] = first_row(item, m, rows);
+                if (starts[m] >= 0) starts[m] += item.expert * rows, boxes++;
+            }
+            if (member == 0) load_item_scales(starts, slot, round);
             if (++slot == SLOTS) slot = 0, round++;
             u32 from[COPIES];
+            bool in[COPIES];  // rows that are not there read as zeros
 #pragma unroll
             for (int r = 0; r < COPIES; r++) {
                 const int at = row + r * STRIDE, place = item.tile * PAIRS + at;
                 from[r] = (u32)(at >= item.count ? 0 : GATED ? work.tiles.pairs[place] / top_k : place) * limit + piece;
+                in[r] = at < item.count;
             }
             for (int s = 0; s < stages; s++, ring.next()) {
                 ring.wait_empty();
-                if (member == 0) load_codes_of(item, s, ring);
+                if (member == 0) {
+                    barrier_expect(ring.full_here(), boxes * MATRIX_BYTES);
+#pragma unroll
+                    for (int m = 0; m < MATRICES; m++)
+                        if (starts[m] >= 0)
+                            load_box<false>(
+                                ring.here() + m * MATRIX_BYTES, w_map, ring.full_here(), s * CODE_BYTES, starts[m], EVICT_NORMAL, 0
+                            );
+                }
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const bool inside = s * 16 + half * 8 + piece < limit;
 #pragma unroll
                     for (int r = 0; r < COPIES; r++) {
-                        if (row + r * STRIDE >= item.count) continue;
                         const u32 at = to + ring.stage * STAGE_BYTES + half * HALF_BYTES + r * STRIDE * 128;
-                        copy16<128>(at, (const uint4*)x + (inside ? from[r] + s * 16 + half * 8 : 0), inside);
+                        copy16<128>(at, (const uint4*)x + (inside ? from[r] + s * 16 + half * 8 : 0), inside && in[r]);
                     }
                 }
                 barrier_arrive_after_copies(ring.full_here());
             }
         }
     }
-    __device__ __forceinline__ void load_codes_of(const Item& item, int stage, const Ring& ring) const {
-        int starts[MATRICES], count = 0;
-#pragma unroll
-        for (int m = 0; m < MATRICES; m++) count += (starts[m] = first_row(item, m, rows)) >= 0;
-        barrier_expect(ring.full_here(), count * MATRIX_BYTES);
-#pragma unroll
-        for (int m = 0; m < MATRICES; m++)
-            if (starts[m] >= 0)
-                load_box<false>(
-                    ring.here() + m * MATRIX_BYTES, w_map, ring.full_here(), stage * CODE_BYTES, item.expert * rows + starts[m], EVICT_NORMAL, 0
-                );
-    }
-    __device__ __forceinline__ void load_item_scales(const Item& item, int slot, int round) const {
+    __device__ __forceinline__ void load_item_scales(const int (&starts)[MATRICES], int slot, int round) const {
         const u32 full = barriers + 16 * STAGES + 8 * slot, empty = full + 8 * SLOTS;
         if (round > 0) barrier_wait(empty, (round - 1) & 1);
         u32 bytes[MATRICES], all = 0;
-        const u8* from[MATRICES];
 #pragma unroll
         for (int m = 0; m < MATRICES; m++) {
-            const int start = first_row(item, m, rows), top = item.expert * rows + start;
-            from[m] = scales + (long)top * SCALES;
-            bytes[m] = start < 0 ? 0 : min(MATRIX, total_rows - top) * SCALES;  // rows past the last one have no scales
+            bytes[m] = starts[m] < 0 ? 0 : min(MATRIX, total_rows - starts[m]) * SCALES;  // rows past the last one have no scales
             all += bytes[m];
         }
         barrier_expect(full, all);
 #pragma unroll
         for (int m = 0; m < MATRICES; m++)
-            if (bytes[m] > 0) load_bytes(data + SCALES_AT + slot * SLOT_BYTES + m * SCALE_BYTES_OF_MATRIX, from[m], bytes[m], full);
+            if (bytes[m] > 0)
+                load_bytes(data + SCALES_AT + slot * SLOT_BYTES + m * SCALE_BYTES_OF_MATRIX, scales + (long)starts[m] * SCALES, bytes[m], full);
     }
 };
 
@@ -247,7 +248,8 @@ struct Multiplier {
         const int stages = (width + DEPTH - 1) / DEPTH;
         const int row = 16 * warp + (GATED ? lane % 8 * 2 + lane / 8 % 2 : lane % 16), chunk = lane / 16;  // whose 16 bytes `load_codes` gets
         const u32 codes = 2 * group * MATRIX_BYTES + row * CODE_BYTES, first = (chunk ^ (row / 2 & 3)) * 16, second = first ^ 32;
-        u32 fragments[2][2][4], tops[2][2], scales[2], before = 0;
+        u32 fragments[2][2][4], tops[2][2], scales[2];
+        int stage = __shfl_sync(~0u, ring.stage, 0), before = 0;  // known to be the same in all lanes: descriptors stay in uniform registers
 #pragma unroll
         for (int high = 0; high < 2; high++) {
             scales[high] = scales_of_warp + row_of(high) * SCALES;
@@ -255,10 +257,10 @@ struct Multiplier {
             for (int q = 0; q < 2; q++) tops[q][high] = __byte_perm(30 - (largest[high] >> 16 * q & 0xFF), 0, 0x1010);
         }
 #pragma unroll 1
-        for (int s = 0; s < stages; s++, ring.next()) {
+        for (int s = 0; s < stages; s++) {
             ring.wait_full();
             fence_async();  // wgmma reads what cp.async has written
-            const u32 here = ring.here();
+            const u32 here = data + stage * STAGE_BYTES;
             const u32 x = (u32)descriptor(here + W_BYTES);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -292,7 +294,9 @@ struct Multiplier {
                     if (half == 0 && k == 0 && s > 0) release(ring.empty + before * 8);  // nothing of the stage before is read any more
                 }
             }
-            before = ring.stage;
+            before = stage;
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            ring.next();
         }
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         release(ring.empty + before * 8);

@@ -51,9 +51,8 @@ class Layer:
         from runtime.layers.moe.kernels.run_experts import experts_few_rows
 
         out = torch.full((len(x) + 1, self.hidden), float("nan"), device=DEVICE)
-        run: Any = experts_in_triton if triton else experts_few_rows
-        tuning = replace(H200_EXPERTS, few={self.gate_up.format: ((len(x), configs),)})
-        run(x, self.gate_up, self.down, routing, self.act, configs if triton else tuning, out[: len(x)], **options)
+        run = experts_in_triton if triton else experts_few_rows
+        run(x, self.gate_up, self.down, routing, self.act, configs, out[: len(x)], **options)
         assert out[len(x)].isnan().all(), f"{configs} writes past its rows"
         return out[: len(x)]
 
@@ -261,8 +260,7 @@ def test_few_rows_add_and_prepare_the_deferred_norm(config: StepConfig, name: st
     gain = torch.randn(HIDDEN, device=DEVICE).to(DTYPE)
     deferred = DeferredNorm(gain, torch.empty_like(h, dtype=DTYPE), torch.empty((rows, config.parts(HIDDEN)), device=DEVICE))
     want = h + layer.few(x, routing, (config, config), triton=config is FEW_CONFIG)
-    tuning = replace(H200_EXPERTS, few={layer.gate_up.format: ((len(x), (config, config)),)})
-    experts_few_rows(x, layer.gate_up, layer.down, routing, layer.act, tuning, h, add=True, deferred=deferred)
+    experts_few_rows(x, layer.gate_up, layer.down, routing, layer.act, (config, config), h, add=True, deferred=deferred)
     torch.testing.assert_close(h, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(deferred.scaled, (h * gain.float()).to(DTYPE))
     torch.testing.assert_close(deferred.squares.sum(1), h.square().sum(1), rtol=1e-5, atol=0)

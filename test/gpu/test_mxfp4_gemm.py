@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.moe_layers import KINDS, masks, reference, relative, routed, weights
+from gpu.moe_layers import KINDS, masks, reference, routed, weights
 from gpu.test_grouped_gemm import with_counts, worst
-from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GatedAct
 from runtime.layers.moe.router import Routing
 
@@ -15,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 EXPERTS, TOP_K, ROUNDING = 12, 4, 1e-2
 SIZES = [(512, 384), (2880, 192), (64, 2880), (448, 704)]
 """Hidden and inner sizes: whole stages and tiles of weights; halves of stages; fewer columns than a stage; parts of tiles."""
-PAIRS = [32, 48, 128]
+PAIRS = [48, 128]
 
 
 class Layer:
@@ -58,9 +57,9 @@ def test_every_tile_matches_the_definition(size: tuple[int, int], rows: int) -> 
 
 
 COUNTS = (
-    [32] * 6,
-    [0, 1, 0, 16, 17, 0],
-    [31, 33, 47, 48, 49, 0],
+    [48] * 6,
+    [0, 1, 0, 32, 33, 0],
+    [31, 47, 48, 49, 96, 0],
     [127, 128, 129, 95, 96, 97],
     [0, 0, 0, 1500, 0, 0],
     [0, 0, 0, 0, 0, 0],
@@ -87,21 +86,6 @@ def test_experts_of_other_ranks_are_left_out() -> None:
     x = layer.x(rows)
     for pairs in PAIRS:
         assert worst(layer.run(x, routing, pairs, first=first), layer.want(x, routing, first)) < ROUNDING, pairs
-
-
-@pytest.mark.parametrize("pairs", PAIRS)
-def test_the_sum_is_added_and_leaves_a_norm(pairs: int) -> None:
-    layer, rows = Layer(512, 384), 40
-    routing, x = routed(rows, EXPERTS, TOP_K), layer.x(rows)
-    before, gain = torch.randn((rows, 512), device="cuda"), torch.randn(512, device="cuda").to(torch.bfloat16)
-    from runtime.layers.moe.kernels.mxfp4_gemm import experts_in_mxfp4
-
-    deferred = DeferredNorm(gain, torch.empty((rows, 512), dtype=torch.bfloat16, device="cuda"), torch.empty((rows, 32), device="cuda"))
-    out = before.clone()
-    experts_in_mxfp4(x, layer.gate_up, layer.down, routing, layer.act, pairs, out, add=True, deferred=deferred)
-    assert relative(out - before, layer.want(x, routing)) < ROUNDING
-    assert torch.allclose(deferred.squares.sum(1), out.square().sum(1), rtol=1e-4)
-    assert relative(deferred.scaled, (out * gain).double()) < ROUNDING
 
 
 @pytest.mark.parametrize("pairs", PAIRS)

@@ -108,5 +108,5 @@ H200_EXPERTS = ExpertTuning(
     },
     most_streamed={"dense": 64, "fp8": 64, "mxfp4": 256},
     wgmma={"dense": (2048, WgmmaExpertsConfig(128, 256, 256, 2)), "fp8": (2048, WgmmaExpertsConfig(128, 256, 256, 2))},
-    mxfp4=((64, 0), (160, 32), (384, 48), (1 << 30, 128)),
+    mxfp4=((96, 0), (384, 48), (1 << 30, 128)),
 )

@@ -152,8 +152,7 @@ class CudaOps:
     ) -> Stream:
         """`h` plus the sum over the ranks of `experts(x)` and of `beside`, in the storage of `h`; few rows are added by the last kernel."""
         h, (gate_up, down, act) = stream.h, kernel_weights(experts)
-        tuning = self._timings.tuning.experts
-        few = tuning.few_rows(gate_up.format, len(x))
+        few = self._timings.tuning.experts.few_rows(gate_up.format, len(x))
         if few is None or experts.group.size > 1:
             part = self.experts(x, experts, routing)
             total = part if beside is None else part.add_(beside)
@@ -161,7 +160,7 @@ class CudaOps:
         if beside is not None:
             h.add_(beside)
         deferred = self._deferred(h, next_norm, few[1].parts(h.shape[1]))
-        experts_few_rows(x, gate_up, down, routing, act, tuning, h, add=True, deferred=deferred, pdl=self.pdl)
+        experts_few_rows(x, gate_up, down, routing, act, few, h, add=True, deferred=deferred, pdl=self.pdl)
         return Stream(h, next_norm, deferred, in_prompt=stream.in_prompt)
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:

@@ -12,10 +12,10 @@
 //
 // GATED: rows of x are those of the pairs' tokens, and act(gate) * up is stored in float16 in the order of the sorted pairs, and of columns,
 // which are those of x in the second GEMM. A warp reads its rows of weights in that order. The second GEMM stores sums times the weights of
-// their pairs, each at the index of its pair, in bfloat16 or with FLOAT_OUT in float32.
+// their pairs, each at the index of its pair, in bfloat16.
 //
 // Defined before this text: PAIRS (a multiple of 16), FEWER (of a tile that has no more pairs than these), STAGES, SLOTS (of the scales of a tile),
-// SCALES (of a row), GATED, FLOAT_OUT, BIAS, ACT, EARLY and the rest of `fragments.cu`; ROWS (64 for each multiplying warpgroup), CLUSTER_M 1, SPLIT 1, LOADERS, LOAD_REGISTERS, BFLOAT16; multiply() of
+// SCALES (of a row), GATED, BIAS, ACT, EARLY and the rest of `fragments.cu`; ROWS (64 for each multiplying warpgroup), CLUSTER_M 1, SPLIT 1, LOADERS, LOAD_REGISTERS, BFLOAT16; multiply() of
 // both numbers of pairs; gemm/wgmma_parts.cu.
 
 constexpr int MATRIX = 64, GROUPS = MULTIPLIERS / 128, MATRICES = 2 * GROUPS;  // rows of weights; warpgroups that multiply; of a tile
@@ -29,7 +29,7 @@ constexpr int FIRST_REGISTERS = 512 / (GROUPS + 1) / 8 * 8;
 constexpr int OWN_REGISTERS = ((GROUPS + 1) * FIRST_REGISTERS - LOAD_REGISTERS) / GROUPS / 8 * 8;
 constexpr int PITCH = 48, STAGED = 32, STAGING_BYTES = STAGED * PITCH;  // bytes from pair to pair of a warp's results; pairs staged at once
 constexpr int SCALES_AT = STAGES * STAGE_BYTES, STAGING_AT = SCALES_AT + SLOTS * SLOT_BYTES;
-constexpr int BARRIERS_AT = (STAGING_AT + (FLOAT_OUT ? 0 : MULTIPLIERS / 32 * STAGING_BYTES) + 7) / 8 * 8;
+constexpr int BARRIERS_AT = STAGING_AT + MULTIPLIERS / 32 * STAGING_BYTES;
 
 // align.py: the sorted pairs.
 struct Tiles { const int *pairs, *experts, *places, *used; };
@@ -212,7 +212,7 @@ struct Loader {
 // A multiplying warpgroup.
 struct Multiplier {
     const Work& work;
-    void* out;
+    u16* out;
     const u16* bias;
     const float *pair_weights, *token_factors;
     int rows, columns, width, top_k;
@@ -353,17 +353,9 @@ struct Multiplier {
                             );
                         else v[j] = (sums[q][at] * row_factors[q][j / 2] + biases[q][j / 2]) * factor;
                     }
-                    if (FLOAT_OUT) {
-#pragma unroll
-                        for (int j = 0; j < 4; j++) {
-                            const int to = __shfl_sync(~0u, target, 8 * b + 2 * t + j % 2), column = row + row_of(j / 2);
-                            if (to >= 0 && column < columns) ((float*)out)[(long)to * columns + column] = v[j];
-                        }
-                    }
                     words[b][0] = GATED ? to_f16x2(v[0], v[1]) : to_bf16x2(v[0], v[1]);
                     words[b][1] = GATED ? to_f16x2(v[2], v[3]) : to_bf16x2(v[2], v[3]);
                 }
-                if (FLOAT_OUT) continue;
                 __syncwarp();  // what was staged before has been read
 #pragma unroll
                 for (int b = 0; b < EIGHTS; b += 2) {
@@ -377,7 +369,7 @@ struct Multiplier {
                     const int at = 16 * pass + lane / 2, column = row + lane % 2 * 8;
                     const int to = __shfl_sync(~0u, target, at);
                     const uint4 v = load_shared(staging + at * PITCH + lane % 2 * 16);
-                    if (to >= 0 && column < columns) store16((u16*)out + (long)to * columns + column, v);
+                    if (to >= 0 && column < columns) store16(out + (long)to * columns + column, v);
                 }
             }
         }
@@ -405,7 +397,7 @@ struct Multiplier {
 };
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1) mxfp4_gemm(
-    const u16* x, const __grid_constant__ TensorMap w_map, const u8* scales, const Tiles tiles, void* out, const u16* bias,
+    const u16* x, const __grid_constant__ TensorMap w_map, const u8* scales, const Tiles tiles, u16* out, const u16* bias,
     const float* pair_weights, const float* token_factors, int rows, int columns, int width, int top_k, int total_rows, const Gate act
 ) {
     extern __shared__ __align__(1024) char shared[];

@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 
-from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.gemm.wgmma_gemm import PARTS
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.moe.kernels.align import Aligned, align
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GatedAct
 from runtime.layers.moe.kernels.many_rows import sum_pairs
-from runtime.layers.moe.kernels.pair_sums import SQUARE_COLUMNS, pair_sums
-from runtime.layers.moe.kernels.routing_argument import routing_argument
 from runtime.layers.moe.router import Routing
 
 GROUP = 32
@@ -56,7 +53,7 @@ class _Tile:
     groups: int
 
 
-TILES = {32: _Tile(16, 3), 48: _Tile(32, 3), 128: _Tile(32, 2)}
+TILES = {48: _Tile(32, 3), 128: _Tile(32, 2)}
 """By their pairs."""
 
 
@@ -69,7 +66,6 @@ class _Variant:
     gated: bool
     act: int
     bias: bool
-    float_out: bool
     early: bool
 
     @property
@@ -86,22 +82,18 @@ class _Variant:
     def stages(self) -> int:
         """Of the ring: what fits beside everything else."""
         scales = SLOTS * 2 * self.groups * MATRIX * (self.columns // GROUP)
-        staging = 0 if self.float_out else 4 * self.groups * STAGING_BYTES
+        staging = 4 * self.groups * STAGING_BYTES
         barriers, stage = 16 * (MOST_STAGES + SLOTS) + 8, self.groups * MATRIX * DEPTH + self.pairs * DEPTH * 2
         return min((SHARED_BYTES - scales - staging - barriers) // stage, MOST_STAGES)
 
 
-def supports(
-    x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, act: GatedAct, pairs: int, deferred: DeferredNorm | None = None
-) -> bool:
-    """Whether the kernels multiply these rows by these weights on their device, and fill these buffers."""
-    hidden = gate_up.shape[2]
+def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, act: GatedAct, pairs: int) -> bool:
+    """Whether the kernels multiply these rows by these weights on their device."""
     return (
         x.is_cuda
         and x.dtype is torch.bfloat16
         and act.kind == CLAMPED_SWIGLU.value  # its products are small: rows between the GEMMs are float16
         and act.limit <= MOST_GATED
-        and (deferred is None or deferred.squares.shape[1] == hidden // SQUARE_COLUMNS)
         and _takes(gate_up, pairs, 2)
         and _takes(down, pairs, 1)
         and cuda_driver.on_hopper(x)
@@ -119,7 +111,7 @@ def _takes(weights: ExpertWeights, pairs: int, halves: int) -> bool:
         and N % (8 * halves) == 0
         and scales_of_part % 16 == 0
         and weights.scale.data_ptr() % 16 == 0
-        and _Variant(pairs, K, False, 0, False, False, False).stages >= 2
+        and _Variant(pairs, K, False, 0, False, False).stages >= 2
     )
 
 
@@ -133,13 +125,9 @@ def experts_in_mxfp4(
     out: torch.Tensor,
     *,
     first: int = 0,
-    add: bool = False,
-    deferred: DeferredNorm | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """As `experts_by_fragments`, for what the kernels support and any number of tokens.
-
-    Outputs of experts are rounded to bfloat16 before they are summed, or with `add` to float32.
+    """As `experts_many_rows`, for what the kernels support.
 
     Args:
         pairs: of a tile, one of `TILES`: about as many as an expert has.
@@ -150,16 +138,13 @@ def experts_in_mxfp4(
     assert down.shape[1] == hidden, f"expected a down projection of {hidden} rows; got {down.shape[1]}"
     assert x.is_contiguous(), "expected a contiguous x"
     assert out.is_contiguous(), "expected a contiguous out"
-    assert add or deferred is None, "a deferred norm requires add"
     rows, factors = prepare_rows(x, pdl=pdl)
     aligned = align(routed.ids, first, E, pairs, pdl=pdl)
     h = torch.empty((aligned.tiles * pairs, inner), dtype=torch.float16, device=x.device)
-    y = torch.empty((T * top_k, hidden), dtype=torch.float32 if add else x.dtype, device=x.device)
+    y = torch.empty((T * top_k, hidden), dtype=x.dtype, device=x.device)
     grouped = partial(_grouped, aligned=aligned, routed=routed, act=act, pdl=pdl)
     grouped(rows, factors, gate_up, h, gated=True)
     grouped(h, None, down, y, gated=False)
-    if add:
-        return pair_sums(y, routing_argument(routed, first, E), top_k, out, add=True, deferred=deferred, pdl=pdl)
     return sum_pairs(y, routed, out, first, E, pdl=pdl)
 
 
@@ -185,7 +170,7 @@ def _grouped(
     """One grouped GEMM: with `gated`, x has a row for each token and `out` for each place of `aligned`; otherwise places and pairs."""
     (E, N, K), columns = weights.shape, out.shape[1]
     assert weights.scale is not None
-    variant = _Variant(aligned.rows, K, gated, act.kind if gated else 0, weights.bias is not None, out.dtype is torch.float32, pdl)
+    variant = _Variant(aligned.rows, K, gated, act.kind if gated else 0, weights.bias is not None, pdl)
     items = aligned.tiles * -(-columns // variant.outputs)
     _kernel(variant)(
         min(items, torch.cuda.get_device_properties(x.device).multi_processor_count),
@@ -238,7 +223,7 @@ def source(variant: _Variant) -> str:
     constants = dict(
         FORMAT=FORMATS["mxfp4"], ACT=v.act, EARLY=int(v.early), ROWS=v.groups * MATRIX, CLUSTER_M=1, SPLIT=1, LOADERS=LOADERS,
         LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=1, PAIRS=v.pairs, FEWER=TILES[v.pairs].fewer, STAGES=v.stages, SLOTS=SLOTS,
-        SCALES=v.columns // GROUP, GATED=int(v.gated), FLOAT_OUT=int(v.float_out), BIAS=int(v.bias),
+        SCALES=v.columns // GROUP, GATED=int(v.gated), BIAS=int(v.bias),
     )  # fmt: skip
     multiply = "\n".join(multiply_source(pairs) for pairs in sorted({TILES[v.pairs].fewer, v.pairs}))
     return fragments.source(Path(__file__).with_suffix(".cu"), constants, PARTS, multiply)

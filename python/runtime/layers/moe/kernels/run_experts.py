@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from runtime.config.expert_tuning import ExpertTuning
+from runtime.config.kernel_configs import StepConfig
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.few_rows import experts_in_triton
@@ -40,8 +41,9 @@ def run_experts(
         first: id of the first of these E experts; tokens' other experts are left out.
         pdl: as in `triton_gemm`.
     """
-    if tuning.few_rows(gate_up.format, len(x)) is not None:
-        return experts_few_rows(x, gate_up, down, routed, act, tuning, out, first=first, pdl=pdl)
+    few = tuning.few_rows(gate_up.format, len(x))
+    if few is not None:
+        return experts_few_rows(x, gate_up, down, routed, act, few, out, first=first, pdl=pdl)
     pairs = tuning.mxfp4_pairs(gate_up.format, len(x))
     if pairs and takes_mxfp4(x, gate_up, down, act, pairs):
         return experts_in_mxfp4(x, gate_up, down, routed, act, pairs, out, first=first, pdl=pdl)
@@ -59,7 +61,7 @@ def experts_few_rows(
     down: ExpertWeights,
     routed: Routing,
     act: GatedAct,
-    tuning: ExpertTuning,
+    configs: tuple[StepConfig, StepConfig],
     out: torch.Tensor,
     *,
     first: int = 0,
@@ -67,12 +69,7 @@ def experts_few_rows(
     deferred: DeferredNorm | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """`run_experts` of so few tokens that the last kernel can also add to `out` and leave a norm, as in `experts_in_triton`."""
-    configs = tuning.few_rows(gate_up.format, len(x))
-    assert configs is not None, f"{len(x)} tokens are too many"
-    pairs = tuning.mxfp4_pairs(gate_up.format, len(x))
-    if pairs and takes_mxfp4(x, gate_up, down, act, pairs, deferred):
-        return experts_in_mxfp4(x, gate_up, down, routed, act, pairs, out, first=first, add=add, deferred=deferred, pdl=pdl)
+    """`experts_in_triton`, by tensor core fragments where those kernels can; they do not read `configs`."""
     if supports(x, gate_up, down, routed.ids.shape[1], deferred):
         return experts_by_fragments(x, gate_up, down, routed, act, out, first=first, add=add, deferred=deferred, pdl=pdl)
     return experts_in_triton(x, gate_up, down, routed, act, configs, out, first=first, add=add, deferred=deferred, pdl=pdl)

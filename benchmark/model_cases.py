@@ -51,7 +51,8 @@ class Case:
         changes: fields of the target's config.json with other values.
         hot_tokens: size of the MTP layer's token map; None for all tokens.
         accept_lengths: those that are forced.
-        steps: drafts of an iteration that the roof is for; servers run at their default depth.
+        steps: drafts of an iteration that the roof is for.
+        fixed: servers draft as many, not at their default depth, so that iterations of two servers can be compared.
         tp_size: GPUs that share it.
         in_file: whether it is loaded from a checkpoint file. The weights of others are made on the device: the disk is too small for
             them, or it is a dense model, whose time does not depend on them.
@@ -67,6 +68,7 @@ class Case:
     hot_tokens: int | None = None
     accept_lengths: tuple[str, ...] = ("2.5",)
     steps: int = 3
+    fixed: bool = False
     tp_size: int = 1
     in_file: bool = True
     flags: tuple[str, ...] = ()
@@ -99,7 +101,7 @@ CASES = {
     **{
         f"deepseek-v3-{layers}-layers": Case(
             f"DeepSeek-V3, FP8, its first {layers} layers, TP 2", "deepseek-v3", algorithm="MTP",
-            changes={"num_hidden_layers": layers}, tp_size=2, in_file=False, flags=("--context-length", "4096"),
+            changes={"num_hidden_layers": layers}, fixed=True, tp_size=2, in_file=False, flags=("--context-length", "4096"),
         )
         for layers in (8, 4)
     },
@@ -154,6 +156,8 @@ def _served(case: Case, target: Path, draft: Path | None, flags: tuple[str, ...]
     drafts: tuple[str, ...] = ("--speculative-algorithm", case.algorithm)
     if draft is not None:
         drafts += ("--speculative-draft-model-path", str(draft), "--speculative-draft-load-format", "dummy")
+    if case.fixed:
+        drafts += ("--speculative-num-steps", str(case.steps))
     if case.hot_tokens is not None:
         torch.save(list(range(case.hot_tokens)), target / "hot_tokens.pt")
         drafts += ("--speculative-token-map", str(target / "hot_tokens.pt"))

@@ -14,6 +14,7 @@ from runtime.distributed.parallel_group import FusedExchange, ParallelGroup
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.kernels import absorbed_gemms
+from runtime.layers.attention.row_norms import RowNorms
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile_all, group_gemms
@@ -37,6 +38,7 @@ from runtime.layers.kernels.pause import pause
 from runtime.layers.kernels.pdl import starts_early
 from runtime.layers.kernels.rms_norm import rms_norm_rows
 from runtime.layers.kernels.rope_and_cache import rope_and_cache
+from runtime.layers.kernels.row_norms import norm_rows
 from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.moe.experts import Experts
@@ -162,6 +164,10 @@ class CudaOps:
         deferred = self._deferred(h, next_norm, few[1].parts(h.shape[1]))
         experts_few_rows(x, gate_up, down, routing, act, few, h, add=True, deferred=deferred, pdl=self.pdl)
         return Stream(h, next_norm, deferred, in_prompt=stream.in_prompt)
+
+    def norm_rows(self, qkv: torch.Tensor, norms: RowNorms) -> torch.Tensor:
+        """`norms(qkv)` by two kernels."""
+        return norm_rows(qkv, norms, pdl=self.pdl)
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
         """Norm and rotate q and k, write k and v to their slots, return q [T, H, head_dim]."""

@@ -24,6 +24,7 @@ import torch
 
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.attention.row_norms import RowNorms
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
@@ -154,6 +155,10 @@ class BlockOps(Protocol):
 
         May reuse the storage of `h`. `next_norm`: the norm that reads the stream next.
         """
+        ...
+
+    def norm_rows(self, qkv: torch.Tensor, norms: RowNorms) -> torch.Tensor:
+        """`norms(qkv)`: qkv [T, (H + 2 G) * head_dim] with q and k normed, in the same storage."""
         ...
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from runtime.layers.absorption import absorb_by_bmm, project_by_bmm
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.attention.row_norms import RowNorms
 from runtime.layers.draft_input import DraftInput, StreamStart
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
@@ -104,6 +105,10 @@ class TorchOps:
         part = run_experts(x, experts, routing, stream.in_prompt)
         part = part if beside is None else part.add_(beside)
         return Stream(stream.h.add_(experts.group.all_reduce(part)), in_prompt=stream.in_prompt)
+
+    def norm_rows(self, qkv: torch.Tensor, norms: RowNorms) -> torch.Tensor:
+        """`norms(qkv)`."""
+        return norms(qkv)
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
         """Norm and rotate q and k, write k and v to their slots, return q [T, H, head_dim]."""

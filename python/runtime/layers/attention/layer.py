@@ -76,8 +76,6 @@ class Attention(AttentionLayer):
         kernel_launches: of an eager pass, about: norm, qkv, rotary and KV write, attention, output.
     """
 
-    kernel_launches = 5
-
     def __init__(
         self,
         spec: AttentionSpec,
@@ -88,6 +86,7 @@ class Attention(AttentionLayer):
     ) -> None:
         assert spec.heads is not None, "attention per head needs heads"
         self._row_norms = row_norms
+        self.kernel_launches = 5 + (0 if row_norms is None else row_norms.kernel_launches)
         self.spec, self.heads, self.o_proj, self.ops = spec, spec.heads, o_proj, ops
         self.in_proj = self.qkv_proj = qkv_proj
 
@@ -104,7 +103,7 @@ class Attention(AttentionLayer):
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`. The backend does both where it can."""
         if self._row_norms is not None:
-            qkv = self._row_norms(qkv)
+            qkv = self.ops.norm_rows(qkv, self._row_norms)
         attended = context.backend.forward_rows(qkv, self.spec, context.batch)
         if attended is not None:
             return attended

@@ -29,6 +29,11 @@ class RowNorms:
     key_copies: int = 1
     group: ParallelGroup = ALONE
 
+    @property
+    def kernel_launches(self) -> int:
+        """Of an eager pass, about: both kernels, and a sum over ranks, for which a graph keeps as much as for about eight."""
+        return 2 if self.group.size == 1 else 10
+
     def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
         """qkv rows [T, q + k + v columns] of this rank with q and k normed, in their own storage. Never reads the device."""
         q, k = (part.float() for part in qkv.split([len(self.q_weight), len(self.k_weight), qkv.shape[1] - self._own], dim=1)[:2])

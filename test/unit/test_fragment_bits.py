@@ -9,8 +9,8 @@ from runtime.layers.quantization.mxfp4 import E2M1, packed, unpacked
 
 NUMBERS = torch.tensor([*E2M1, *(-value for value in E2M1)])
 BFLOAT16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-INFINITE, LARGEST = 255, 254
-"""Exponents of bfloat16 as they are stored: of NaN and infinities, and of its largest numbers."""
+INFINITE, LARGEST, LARGEST_SCALE = 255, 254, 128
+"""Exponents of bfloat16 as they are stored: of NaN and infinities, and of its largest numbers; and the largest scale of MXFP4."""
 
 
 def halves(words: torch.Tensor) -> torch.Tensor:
@@ -99,3 +99,30 @@ def test_the_scale_of_a_row_is_undone_by_a_float32_number(mxfp4: bool) -> None:
     widening = (base + (29 if mxfp4 else 15) << 23).view(torch.float32)
     assert torch.equal(widening.double(), torch.ldexp(torch.ones(1 << 15, dtype=torch.float64), base - (98 if mxfp4 else 112)))
     assert (widening >= torch.finfo(torch.float32).tiny).all()
+
+
+@pytest.mark.parametrize("largest", [1, 5, 29, 30, 31, 90, 127, LARGEST_SCALE])
+def test_scales_over_the_largest_of_a_row_are_float16_factors(largest: int) -> None:
+    scale = torch.arange(largest + 1, dtype=torch.int64)
+    factor = halves((scale + 30 - largest).clamp(min=0) << 10)[:, 0].double()
+    weights = (NUMBERS[None, :].double() * 2.0**-14 * factor[:, None]).to(torch.float16).double()
+    found, want = weights * 2.0 ** (largest - 128), NUMBERS[None, :].double() * torch.exp2(scale.double() - 127)[:, None]
+    near = scale >= largest - 24
+    assert torch.equal(found[near], want[near])
+    assert ((found - want).abs() <= 2.0 ** (largest - 128 - 24)).all(), "what is lost is less than 2^-24 of the row's unit"
+
+
+def test_columns_of_an_instruction_are_the_even_ones_then_the_odd_ones() -> None:
+    columns = torch.arange(16)
+    order = torch.cat((columns[::2], columns[1::2]))  # of rows that mxfp4_rows.cu prepares
+    for code, widen in ((0, widen_first), (1, widen_second)):
+        held = torch.zeros((16, 16), dtype=torch.int64)
+        held[columns, columns] = 2  # the code of 1.0 in column i of matrix row i
+        blank = torch.zeros_like(held)
+        bytes_ = packed(*((held, blank) if code == 0 else (blank, held))).view(16, 4, 4)  # [row, lane t, byte]
+        words = (bytes_ << 8 * torch.arange(4)).sum(-1)
+        low, high = widen(words)  # [row, lane t, 2]: positions 2 t and 2 t + 1, and 8 further on
+        found = torch.cat((low.reshape(16, 8), high.reshape(16, 8)), dim=1).float() * 2.0**14
+        want = torch.zeros((16, 16))
+        want[order, torch.arange(16)] = 1.0
+        assert torch.equal(found, want), code

@@ -76,6 +76,16 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(tmp_path: Path, insid
     assert len(caplog.records) == 1
 
 
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "cuda"
+    CodeCache(folder).code((b"source",), lambda: b"machine code")
+    folder.chmod(0o777)
+    assert CodeCache(folder).code((b"source",), lambda: b"own code") == b"own code"
+    assert "other users may write to" in caplog.text
+    folder.chmod(0o700)
+    assert CodeCache(folder).code((b"source",), lambda: b"other code") == b"machine code"
+
+
 def test_writers_at_the_same_time_leave_one_whole_file(tmp_path: Path) -> None:
     start = threading.Barrier(8)
 

@@ -89,3 +89,12 @@ def test_a_warm_up_reaches_the_kernels_on_both_sides_of_each_bound() -> None:
         assert {least - 1, least} <= experts.kernel_rows(1 << 20)
     assert experts.wgmma_rows("mxfp4", 1 << 20) is None
     assert max(experts.kernel_rows(100)) == 100
+
+
+def test_experts_in_mxfp4_have_wider_tiles_for_more_tokens() -> None:
+    experts = H200.experts
+    assert [experts.mxfp4_pairs("mxfp4", rows) for rows in (1, 96, 97, 384, 385, 1 << 20)] == [0, 0, 48, 48, 128, 128]
+    assert {experts.mxfp4_pairs(kind, 512) for kind in experts.few if kind != "mxfp4"} == {0}
+    bounds = {largest for largest, _ in experts.mxfp4[:-1]}
+    assert bounds <= experts.kernel_rows(1 << 20)
+    assert {experts.mxfp4_pairs("mxfp4", rows) for rows in experts.kernel_rows(2048)} == {0, 48, 128}

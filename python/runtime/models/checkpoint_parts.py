@@ -88,7 +88,10 @@ class Staging:
 
     def store(self, parts: Sequence[Part]) -> None:
         """Bring parts from the host, which fit a buffer together or are one larger part; check and store them."""
-        host, device = self._free.pop() if self._free else (self._buffer(pinned=True), self._buffer())
+        try:
+            host, device = self._free.pop()
+        except IndexError:
+            host, device = self._buffer(pinned=True), self._buffer()
         if len(parts) == 1 and parts[0].space > STAGE_BYTES:
             _store(replace(parts[0], values=self._bring_large(parts[0].values, host)))
         else:
@@ -111,7 +114,7 @@ class Staging:
         return [replace(part, values=place) for part, place in zip(parts, _places(device, parts), strict=True)]
 
     def _bring_large(self, values: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, through the buffer piece by piece."""
+        """A copy on the device, through the buffer piece by piece; at once where an entry of its first dimension exceeds the buffer."""
         rows = STAGE_BYTES // (values.nbytes // len(values))
         if not rows:
             return values.to(self._device)

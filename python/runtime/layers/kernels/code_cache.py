@@ -18,7 +18,7 @@ class CodeCache:
     """A folder with one file for each program, named by the hash of all that its code depends on.
 
     Processes may share it: a file appears complete, under its name, or not at all. It begins with a digest of the code, so that a damaged
-    one is compiled anew. A folder that cannot be read or written costs a warning and the time to compile.
+    one is compiled anew. A folder that cannot be read or written, or that others may write to, costs a warning and the time to compile.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,11 +33,27 @@ class CodeCache:
             compile_code: called where there is none yet.
         """
         file = self._folder / f"{_name(inputs)}.cubin"
-        found = self._read(file)
+        owned = self._is_own()
+        found = self._read(file) if owned else None
         if found is None:
             found = compile_code()
-            self._write(file, found)
+            if owned:
+                self._write(file, found)
         return found
+
+    def _is_own(self) -> bool:
+        """Whether the folder is missing, or this user's alone to write to: its code runs on the GPU."""
+        try:
+            status = self._folder.stat()
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            self._warn(f"cannot use {self._folder}: {error.strerror}")
+            return False
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            self._warn(f"other users may write to {self._folder}")
+            return False
+        return True
 
     def _read(self, file: Path) -> bytes | None:
         """The code of a file; None where it is missing or damaged."""
@@ -46,9 +62,13 @@ class CodeCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            return self._warn(f"cannot read {file}: {error.strerror}")
+            self._warn(f"cannot read {file}: {error.strerror}")
+            return None
         digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
-        return code if code and hashlib.sha256(code).digest() == digest else self._warn(f"{file} is damaged and compiled anew")
+        if not code or hashlib.sha256(code).digest() != digest:
+            log.warning("cache of CUDA programs: %s is damaged, it is compiled anew", file)
+            return None
+        return code
 
     def _write(self, file: Path, code: bytes) -> None:
         """Keep code under a name, if the folder allows it."""

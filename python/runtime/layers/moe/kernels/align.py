@@ -56,7 +56,7 @@ class Aligned:
 
 
 class AlignedArgument(ctypes.Structure):
-    """`Sorted` in `align.cu`, `Tiles` in `grouped_gemm.cu`."""
+    """`Sorted` in `align.cu`, `Tiles` in `grouped_parts.cu`."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("pairs", "experts", "places", "used"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import triton
@@ -22,6 +23,17 @@ class GatedAct:
     kind: int = SILU.value
     alpha: float = 1.702
     limit: float = 7.0
+
+    @property
+    def argument(self) -> GateArgument:
+        """As a parameter of the CUDA kernels."""
+        return GateArgument(self.alpha, self.limit)
+
+
+class GateArgument(ctypes.Structure):
+    """`Gate` in `grouped_parts.cu`."""
+
+    _fields_ = tuple((name, ctypes.c_float) for name in ("alpha", "limit"))
 
 
 @triton.jit

@@ -17,7 +17,7 @@
 // with a scale for each row and tile, which is 128 columns of the second.
 //
 // Defined before this text: ROWS (128 or 192), TILE, CLUSTER_M, STAGES, STORED, ELEMENT (bytes), GATED, ACT, BFLOAT16, BIAS, EARLY,
-// LOADERS, LOAD_REGISTERS; multiply(); gemm/wgmma_parts.cu.
+// LOADERS, LOAD_REGISTERS; multiply(); gemm/wgmma_parts.cu; grouped_parts.cu.
 
 constexpr int SILU = 0, CLAMPED_SWIGLU = 1, GELU_TANH = 2;
 constexpr int HALVES = GATED ? 2 : 1, OUTPUTS = TILE / HALVES;
@@ -30,12 +30,9 @@ constexpr int SCALE_BLOCK = 128;        // rows and columns of weights with one 
 constexpr bool QUANTIZES = ELEMENT == 1 && GATED;
 static_assert(ELEMENT == 2 || (TILE == 2 * SCALE_BLOCK && STORED * 2 == SCALE_BLOCK));
 
-// align.py: the sorted pairs.
-struct Tiles { const int *pairs, *experts, *places, *used; };
 // Scales of e4m3 weights [E, scale_rows, scale_columns], of rows of x, and those that are stored. Rows of x have one scale in the first
 // GEMM; those between the GEMMs have [width / SCALE_BLOCK, places].
 struct Scales { const float *weights, *rows; float* out; int scale_rows, scale_columns, places; };
-struct Gate { float alpha, limit; };
 
 // What the table says of a tile: its expert, the tiles of that before it, and the pairs of that from here on.
 struct Entry { int expert, before, left; };
@@ -65,25 +62,12 @@ struct Work {
     }
 };
 
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Arrive at the barrier once the copies of this thread so far have ended.
-__device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Four 8 x 8 matrices as they lie in the sums: rows 0-7 and 8-15 of eight columns, then of the next eight. `to`: row `lane % 16`, the first
 // eight columns in lanes below 16, the others above.
 __device__ __forceinline__ void store_matrices(u32 to, const u32 (&words)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]),
                  "r"(words[2]), "r"(words[3])
                  : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared(u32 from) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-    return v;
 }
 
 // Two values as e4m3, the second in the upper byte.

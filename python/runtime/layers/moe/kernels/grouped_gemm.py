@@ -21,6 +21,8 @@ from runtime.layers.moe.kernels.gate import GatedAct
 from runtime.layers.moe.kernels.many_rows import sum_pairs
 from runtime.layers.moe.router import Routing
 
+GROUPED_PARTS = Path(__file__).with_name("grouped_parts.cu")
+"""What grouped GEMMs share."""
 SHARED_BYTES = 227 << 10
 """All shared memory that a block may have: stages, then results on their way to memory, then barriers."""
 BARRIER_BYTES = 256
@@ -169,7 +171,7 @@ def _grouped(
             ),
             *map(cuda_driver.pointer, (out, weights.bias, routed.weights)),
             *map(cuda_driver.int32, (N, columns, K, routed.ids.shape[1])),
-            _Gate(act.alpha, act.limit),
+            act.argument,
         ),
         pdl,
     )
@@ -182,12 +184,6 @@ class _Scales(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weights", "rows", "out")),
         *((name, ctypes.c_int) for name in ("scale_rows", "scale_columns", "places")),
     )
-
-
-class _Gate(ctypes.Structure):
-    """`Gate` in `grouped_gemm.cu`."""
-
-    _fields_ = tuple((name, ctypes.c_float) for name in ("alpha", "limit"))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -216,4 +212,4 @@ def source(variant: _Variant) -> str:
     )  # fmt: skip
     dtype = "e4m3" if v.fp8 else "bf16" if v.dtype is torch.bfloat16 else "f16"
     multiply = multiply_source(v.tile // 2 if v.fp8 else v.tile, dtype, overwrites=True)
-    return program(constants, PARTS, multiply, Path(__file__).with_suffix(".cu"))
+    return program(constants, PARTS, GROUPED_PARTS, multiply, Path(__file__).with_suffix(".cu"))

@@ -15,8 +15,8 @@
 // their pairs, each at the index of its pair, in bfloat16.
 //
 // Defined before this text: PAIRS (a multiple of 16), FEWER (of a tile that has no more pairs than these), STAGES, SLOTS (of the scales of a tile),
-// SCALES (of a row), GATED, BIAS, ACT, EARLY and the rest of `fragments.cu`; ROWS (64 for each multiplying warpgroup), CLUSTER_M 1, SPLIT 1, LOADERS, LOAD_REGISTERS, BFLOAT16; multiply() of
-// both numbers of pairs; gemm/wgmma_parts.cu.
+// SCALES (of a row), GATED, BIAS, ACT, EARLY and the rest of `fragments.cu`; ROWS (64 for each multiplying warpgroup), CLUSTER_M 1, SPLIT 1,
+// LOADERS, LOAD_REGISTERS, BFLOAT16; multiply() of both numbers of pairs; gemm/wgmma_parts.cu; grouped_parts.cu.
 
 constexpr int MATRIX = 64, GROUPS = MULTIPLIERS / 128, MATRICES = 2 * GROUPS;  // rows of weights; warpgroups that multiply; of a tile
 constexpr int OUTPUTS = GATED ? GROUPS * MATRIX : MATRICES * MATRIX;  // columns of the output of a tile
@@ -31,9 +31,6 @@ constexpr int PITCH = 48, STAGED = 32, STAGING_BYTES = STAGED * PITCH;  // bytes
 constexpr int SCALES_AT = STAGES * STAGE_BYTES, STAGING_AT = SCALES_AT + SLOTS * SLOT_BYTES;
 constexpr int BARRIERS_AT = STAGING_AT + MULTIPLIERS / 32 * STAGING_BYTES;
 
-// align.py: the sorted pairs.
-struct Tiles { const int *pairs, *experts, *places, *used; };
-struct Gate { float alpha, limit; };
 
 // A tile of pairs, of which `count` are real, by a tile of weights.
 struct Item { int expert, tile, column, count; };
@@ -62,8 +59,6 @@ __device__ __forceinline__ int first_row(const Item& item, int m, int rows) {
     return row < rows ? row : -1;
 }
 
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // cp.async.bulk: neighbouring bytes, a multiple of 16, which `barrier` counts.
 __device__ __forceinline__ void load_bytes(u32 to, const u8* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
@@ -73,11 +68,6 @@ __device__ __forceinline__ void load_bytes(u32 to, const u8* from, u32 bytes, u3
 
 __device__ __forceinline__ void store_shared(u32 to, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ uint4 load_shared(u32 from) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
-    return v;
 }
 __device__ __forceinline__ u32 load_scales(u32 from) {  // of two groups
     u16 both;
@@ -130,18 +120,13 @@ __device__ __forceinline__ u32 to_f16x2(float low, float high) {
     return both;
 }
 
-// Arrive at the barrier once the copies of this thread so far have ended.
-__device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // The loading warpgroup.
 struct Loader {
     const u16* x;
     const u8* scales;
     const TensorMap* w_map;
     const Work& work;
-    int rows, width, top_k, total_rows;
+    int rows, width, top_k;
     u32 data, barriers;
 
     __device__ __forceinline__ void run(int first, int step, Ring& ring) const {
@@ -158,7 +143,7 @@ struct Loader {
                 starts[m] = first_row(item, m, rows);
                 if (starts[m] >= 0) starts[m] += item.expert * rows, boxes++;
             }
-            if (member == 0) load_item_scales(starts, slot, round);
+            if (member == 0) load_item_scales(starts, boxes, slot, round);
             if (++slot == SLOTS) slot = 0, round++;
             u32 from[COPIES];
             bool in[COPIES];  // rows that are not there read as zeros
@@ -192,20 +177,15 @@ struct Loader {
             }
         }
     }
-    __device__ __forceinline__ void load_item_scales(const int (&starts)[MATRICES], int slot, int round) const {
+    __device__ __forceinline__ void load_item_scales(const int (&starts)[MATRICES], int boxes, int slot, int round) const {
         const u32 full = barriers + 16 * STAGES + 8 * slot, empty = full + 8 * SLOTS;
         if (round > 0) barrier_wait(empty, (round - 1) & 1);
-        u32 bytes[MATRICES], all = 0;
+        barrier_expect(full, boxes * SCALE_BYTES_OF_MATRIX);
 #pragma unroll
         for (int m = 0; m < MATRICES; m++) {
-            bytes[m] = starts[m] < 0 ? 0 : min(MATRIX, total_rows - starts[m]) * SCALES;  // rows past the last one have no scales
-            all += bytes[m];
+            const u32 to = data + SCALES_AT + slot * SLOT_BYTES + m * SCALE_BYTES_OF_MATRIX;
+            if (starts[m] >= 0) load_bytes(to, scales + (long)starts[m] * SCALES, SCALE_BYTES_OF_MATRIX, full);
         }
-        barrier_expect(full, all);
-#pragma unroll
-        for (int m = 0; m < MATRICES; m++)
-            if (bytes[m] > 0)
-                load_bytes(data + SCALES_AT + slot * SLOT_BYTES + m * SCALE_BYTES_OF_MATRIX, scales + (long)starts[m] * SCALES, bytes[m], full);
     }
 };
 
@@ -366,10 +346,10 @@ struct Multiplier {
                 __syncwarp();
 #pragma unroll
                 for (int pass = 0; pass < (8 * EIGHTS + 15) / 16; pass++) {
-                    const int at = 16 * pass + lane / 2, column = row + lane % 2 * 8;
+                    const int at = 16 * pass + lane / 2;
                     const int to = __shfl_sync(~0u, target, at);
                     const uint4 v = load_shared(staging + at * PITCH + lane % 2 * 16);
-                    if (to >= 0 && column < columns) store16(out + (long)to * columns + column, v);
+                    if (to >= 0) store16(out + (long)to * columns + row + lane % 2 * 8, v);
                 }
             }
         }
@@ -398,7 +378,7 @@ struct Multiplier {
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1) mxfp4_gemm(
     const u16* x, const __grid_constant__ TensorMap w_map, const u8* scales, const Tiles tiles, u16* out, const u16* bias,
-    const float* pair_weights, const float* token_factors, int rows, int columns, int width, int top_k, int total_rows, const Gate act
+    const float* pair_weights, const float* token_factors, int rows, int columns, int width, int top_k, const Gate act
 ) {
     extern __shared__ __align__(1024) char shared[];
     const u32 data = shared_address(shared), barriers = data + BARRIERS_AT;
@@ -423,9 +403,12 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1) mxfp4_gem
     const int first = blockIdx.x, step = gridDim.x;
     if (warp >= MULTIPLIERS / 32) {
         leave_registers<LOAD_REGISTERS>();
-        Loader{x, scales, &w_map, work, rows, width, top_k, total_rows, data, barriers}.run(first, step, ring);
+        Loader{x, scales, &w_map, work, rows, width, top_k, data, barriers}.run(first, step, ring);
         return;
     }
     take_registers<OWN_REGISTERS>();
-    Multiplier{work, out, bias, pair_weights, token_factors, rows, columns, width, top_k, act, data, barriers, warp / 4, warp % 4, lane}.run(first, step, ring);
+    const Multiplier multiplier{
+        work, out, bias, pair_weights, token_factors, rows, columns, width, top_k, act, data, barriers, warp / 4, warp % 4, lane
+    };
+    multiplier.run(first, step, ring);
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.moe.kernels.align import Aligned, align
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GatedAct
+from runtime.layers.moe.kernels.grouped_gemm import GROUPED_PARTS
 from runtime.layers.moe.kernels.many_rows import sum_pairs
 from runtime.layers.moe.router import Routing
 
@@ -94,23 +94,20 @@ def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, act: 
         and x.dtype is torch.bfloat16
         and act.kind == CLAMPED_SWIGLU.value  # its products are small: rows between the GEMMs are float16
         and act.limit <= MOST_GATED
-        and _takes(gate_up, pairs, 2)
-        and _takes(down, pairs, 1)
+        and _takes(gate_up, pairs)
+        and _takes(down, pairs)
         and cuda_driver.on_hopper(x)
     )
 
 
-def _takes(weights: ExpertWeights, pairs: int, halves: int) -> bool:
-    """Whether a GEMM takes these weights, whose rows are so many matrices above each other."""
-    if weights.format != "mxfp4" or weights.scale is None or not weights.weight.is_contiguous() or not weights.scale.is_contiguous():
-        return False
-    _, N, K = weights.shape
-    scales_of_part = N // halves * (K // GROUP)  # copies of scales begin and end at multiples of 16 bytes
+def _takes(weights: ExpertWeights, pairs: int) -> bool:
+    """Whether a GEMM takes these weights. If both do, hidden and inner size are multiples of 64, so that matrices have all their rows."""
+    scale, K = weights.scale, weights.shape[2]
     return (
-        K % (2 * GROUP) == 0
-        and N % (8 * halves) == 0
-        and scales_of_part % 16 == 0
-        and weights.scale.data_ptr() % 16 == 0
+        weights.format == "mxfp4"
+        and scale is not None
+        and all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in (weights.weight, scale))
+        and K % MATRIX == 0
         and _Variant(pairs, K, False, 0, False, False).stages >= 2
     )
 
@@ -180,17 +177,11 @@ def _grouped(
             cuda_driver.pointer(weights.scale),
             aligned.argument,
             *map(cuda_driver.pointer, (out, weights.bias, routed.weights, factors)),
-            *map(cuda_driver.int32, (N, columns, K, routed.ids.shape[1], E * N)),
-            _Gate(act.alpha, act.limit),
+            *map(cuda_driver.int32, (N, columns, K, routed.ids.shape[1])),
+            act.argument,
         ),
         pdl,
     )
-
-
-class _Gate(ctypes.Structure):
-    """`Gate` in `mxfp4_gemm.cu`."""
-
-    _fields_ = tuple((name, ctypes.c_float) for name in ("alpha", "limit"))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -226,7 +217,7 @@ def source(variant: _Variant) -> str:
         SCALES=v.columns // GROUP, GATED=int(v.gated), BIAS=int(v.bias),
     )  # fmt: skip
     multiply = "\n".join(multiply_source(pairs) for pairs in sorted({TILES[v.pairs].fewer, v.pairs}))
-    return fragments.source(Path(__file__).with_suffix(".cu"), constants, PARTS, multiply)
+    return fragments.source(Path(__file__).with_suffix(".cu"), constants, PARTS, GROUPED_PARTS, multiply)
 
 
 def multiply_source(pairs: int) -> str:

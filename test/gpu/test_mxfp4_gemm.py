@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.moe_layers import KINDS, masks, reference, routed, weights
+from gpu.moe_layers import masks, routed
+from gpu.test_grouped_gemm import Layer as AnyLayer
 from gpu.test_grouped_gemm import with_counts, worst
-from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GatedAct
+from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU
 from runtime.layers.moe.router import Routing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -17,24 +18,13 @@ SIZES = [(512, 384), (2880, 192), (64, 2880), (448, 704)]
 PAIRS = [48, 128]
 
 
-class Layer:
-    """A random sparse layer in MXFP4, and the float32 weights that it stands for."""
+class Layer(AnyLayer):
+    """A random sparse layer in MXFP4."""
 
     def __init__(self, hidden: int, inner: int, experts: int = EXPERTS) -> None:
-        torch.manual_seed(hidden + inner)
-        self.gate_up, self.wide_gate_up = weights(KINDS["mxfp4"], experts, 2 * inner, hidden)
-        self.down, self.wide_down = weights(KINDS["mxfp4"], experts, hidden, inner)
-        self.act, self.hidden = GatedAct(CLAMPED_SWIGLU.value), hidden
+        super().__init__("mxfp4", hidden, inner, experts, CLAMPED_SWIGLU.value)
 
-    def x(self, rows: int) -> torch.Tensor:
-        """Rows of a tensor in which the next ones are not numbers."""
-        around = torch.full((rows + 4, self.hidden), float("nan"), device="cuda", dtype=torch.bfloat16)
-        return around[:rows].copy_(torch.randn((rows, self.hidden), device="cuda"))
-
-    def want(self, x: torch.Tensor, routing: Routing, first: int = 0) -> torch.Tensor:
-        return reference(x, self.wide_gate_up, self.wide_down, (self.gate_up.bias, self.down.bias), routing, self.act, first)
-
-    def run(self, x: torch.Tensor, routing: Routing, pairs: int, **options: object) -> torch.Tensor:
+    def run_mxfp4(self, x: torch.Tensor, routing: Routing, pairs: int, **options: object) -> torch.Tensor:
         from runtime.layers.moe.kernels.mxfp4_gemm import experts_in_mxfp4, supports
 
         assert supports(x, self.gate_up, self.down, self.act, pairs)
@@ -53,7 +43,7 @@ def test_every_tile_matches_the_definition(size: tuple[int, int], rows: int) -> 
         want = layer.want(x, routing)
         for pairs in PAIRS:
             for pdl in (False, True):
-                assert worst(layer.run(x, routing, pairs, pdl=pdl), want) < ROUNDING, (pairs, hot, pdl)
+                assert worst(layer.run_mxfp4(x, routing, pairs, pdl=pdl), want) < ROUNDING, (pairs, hot, pdl)
 
 
 COUNTS = (
@@ -73,7 +63,7 @@ def test_any_counts_of_pairs_match_the_definition(counts: list[int]) -> None:
     routing, x = with_counts(counts, tokens), layer.x(tokens)
     want = layer.want(x, routing)
     for pairs in PAIRS:
-        out = layer.run(x, routing, pairs)
+        out = layer.run_mxfp4(x, routing, pairs)
         assert (out[routing.ids[:, 0] == len(counts)] == 0).all(), pairs
         if sum(counts):
             assert worst(out, want) < ROUNDING, pairs
@@ -85,7 +75,7 @@ def test_experts_of_other_ranks_are_left_out() -> None:
     routing = Routing(ids, torch.rand((rows, TOP_K), device="cuda"), masks(ids, EXPERTS + 2 * first))
     x = layer.x(rows)
     for pairs in PAIRS:
-        assert worst(layer.run(x, routing, pairs, first=first), layer.want(x, routing, first)) < ROUNDING, pairs
+        assert worst(layer.run_mxfp4(x, routing, pairs, first=first), layer.want(x, routing, first)) < ROUNDING, pairs
 
 
 @pytest.mark.parametrize("pairs", PAIRS)
@@ -100,12 +90,12 @@ def test_scales_of_any_size_are_applied(pairs: int) -> None:
     routing, x = routed(rows, EXPERTS, TOP_K), layer.x(rows)
     x[::5] *= 1e4
     x[1::5] *= 1e-6
-    assert worst(layer.run(x, routing, pairs), layer.want(x, routing)) < ROUNDING
+    assert worst(layer.run_mxfp4(x, routing, pairs), layer.want(x, routing)) < ROUNDING
 
 
 def test_results_repeat() -> None:
     layer = Layer(2880, 192)
     routing, x = routed(500, EXPERTS, TOP_K), layer.x(500)
     for pairs in PAIRS:
-        first = layer.run(x, routing, pairs)
-        assert all(torch.equal(layer.run(x, routing, pairs, pdl=True), first) for _ in range(20)), pairs
+        first = layer.run_mxfp4(x, routing, pairs)
+        assert all(torch.equal(layer.run_mxfp4(x, routing, pairs, pdl=True), first) for _ in range(20)), pairs

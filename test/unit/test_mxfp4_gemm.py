@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -18,7 +16,6 @@ from runtime.layers.moe.kernels.mxfp4_gemm import (
     TILES,
     _takes,
     _Variant,
-    multiply_source,
     source,
     supports,
 )
@@ -46,11 +43,9 @@ def test_programs_fit_shared_memory(pairs: int, columns: int) -> None:
 
 @pytest.mark.parametrize("pairs", TILES)
 def test_each_number_of_pairs_has_its_instruction(pairs: int) -> None:
+    text = source(_Variant(pairs, 2880, True, CLAMPED_SWIGLU.value, True, True))
     for count in (TILES[pairs].fewer, pairs):
-        text = multiply_source(count)
-        assert text.count(f"wgmma.mma_async.sync.aligned.m64n{count}k16.f32.f16.f16") == 2
-        operands = {int(number) for number in re.findall(r"%(\d+)", text)}
-        assert operands == set(range(count + 10)), "sums of both matrices, their words, the descriptor, whether to add"
+        assert text.count(f"wgmma.mma_async.sync.aligned.m64n{count}k16.f32.f16.f16") == 1
 
 
 def test_shapes_that_matrices_do_not_divide_are_left_to_other_kernels() -> None:

@@ -51,11 +51,16 @@ def parts_of(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> Itera
     for slot in slots:
         index = slot.index_of(tuple(tensor.shape))
         if index is None:
-            raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(slot.shape)}")
+            raise wrong_shape(name, tensor, slot.shape)
         values = tensor[index]
         if slot.dtype is not None and values.dtype is not slot.dtype:
             raise ConfigError(f"tensor {name} has dtype {values.dtype}; the model expects {slot.dtype}")
         yield Part(name, values, slot)
+
+
+def wrong_shape(name: str, tensor: Sliceable, shape: Sequence[int]) -> ConfigError:
+    """The error for a tensor of another shape than the model's."""
+    return ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
 
 
 class Staging:

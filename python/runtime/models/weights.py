@@ -13,7 +13,7 @@ from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, WeightSlot
-from runtime.models.checkpoint_parts import Part, Sliceable, Staging, parts_of
+from runtime.models.checkpoint_parts import Part, Sliceable, Staging, parts_of, wrong_shape
 from runtime.models.parallel_store import store_in_threads
 
 UNUSED_SCALES = (".input_scale", ".k_scale", ".v_scale")
@@ -208,13 +208,9 @@ class WeightTable:
             if fused is None:
                 yield name, tensor
                 continue
-            _check_shape(name, tensor, fused.shape)
+            if tuple(tensor.shape) != fused.shape:
+                raise wrong_shape(name, tensor, fused.shape)
             yield from fused.parts(tensor)
-
-
-def _check_shape(name: str, tensor: Sliceable, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
 
 
 def ignore(part: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.gemm.triton_gemm import sum_rows
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.kernels.weight_step import dot_step
-from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
+from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights, check_experts
 from runtime.layers.moe.kernels.gate import GatedAct, apply_gate
 from runtime.layers.moe.router import Routing
 
@@ -61,10 +61,7 @@ def experts_in_triton(
     (T, hidden), (E, N, _), top_k = x.shape, gate_up.shape, routed.ids.shape[1]
     inner = N // 2
     assert 0 < T <= MAX_ROWS, f"expected 1 to {MAX_ROWS} rows; got {T}"
-    assert gate_up.shape[2] == hidden, f"expected weights of {hidden} columns; got {gate_up.shape[2]}"
-    assert down.shape == (E, hidden, inner), f"expected a down projection {(E, hidden, inner)}; got {down.shape}"
-    assert x.is_contiguous(), "expected a contiguous x"
-    assert out.is_contiguous(), "expected a contiguous out"
+    check_experts(x, gate_up, down, out)
     slots, block_m = min(E, T * top_k), max(8, triton.next_power_of_2(T))
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
     # Of each slot: the expert, then the index of each token's pair in h, or -1; and last the number of slots.

@@ -16,7 +16,7 @@ from runtime.layers.gemm.wgmma_gemm import PARTS, ROW_BYTES, multiply_source
 from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.cuda_program import program
 from runtime.layers.moe.kernels.align import Aligned, align
-from runtime.layers.moe.kernels.expert_weights import ExpertWeights
+from runtime.layers.moe.kernels.expert_weights import ExpertWeights, check_experts
 from runtime.layers.moe.kernels.gate import GatedAct
 from runtime.layers.moe.kernels.many_rows import sum_pairs
 from runtime.layers.moe.router import Routing
@@ -115,11 +115,7 @@ def experts_by_wgmma(
     those between the GEMMs with one for each `SCALE_BLOCK` columns.
     """
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
-    assert T > 0, "expected at least one row"
-    assert gate_up.shape == (E, 2 * inner, hidden), f"expected gate and up rows {(E, 2 * inner, hidden)}; got {gate_up.shape}"
-    assert down.shape[1] == hidden, f"expected a down projection of {hidden} rows; got {down.shape[1]}"
-    assert x.is_contiguous(), "expected a contiguous x"
-    assert out.is_contiguous(), "expected a contiguous out"
+    check_experts(x, gate_up, down, out)
     fp8, x_scale, h_scale = gate_up.format == "fp8", None, None
     aligned = align(routed.ids, first, E, config.rows, pdl=pdl)
     places = aligned.tiles * config.rows

@@ -15,7 +15,7 @@ from runtime.layers.gemm.quantized_rows import quantize_rows
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.kernels.weight_step import dot_step
 from runtime.layers.moe.kernels.align import Aligned, align
-from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
+from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights, check_experts
 from runtime.layers.moe.kernels.gate import GatedAct, apply_gate
 from runtime.layers.moe.router import Routing
 
@@ -41,11 +41,7 @@ def experts_many_rows(
     """
     (T, hidden), (E, N, _), top_k = x.shape, gate_up.shape, routed.ids.shape[1]
     inner, pairs = N // 2, T * top_k
-    assert T > 0, "expected at least one row"
-    assert gate_up.shape[2] == hidden, f"expected weights of {hidden} columns; got {gate_up.shape[2]}"
-    assert down.shape == (E, hidden, inner), f"expected a down projection {(E, hidden, inner)}; got {down.shape}"
-    assert x.is_contiguous(), "expected a contiguous x"
-    assert out.is_contiguous(), "expected a contiguous out"
+    check_experts(x, gate_up, down, out)
     aligned = align(routed.ids, first, E, config.rows, pdl=pdl)
     h = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     y = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)

@@ -16,7 +16,7 @@
 //
 // Defined before this text: PAIRS (a multiple of 16), FEWER (of a tile that has no more pairs than these), STAGES, SLOTS (of the scales of a tile),
 // SCALES (of a row), GATED, BIAS, ACT, EARLY and the rest of `fragments.cu`; ROWS (64 for each multiplying warpgroup), CLUSTER_M 1, SPLIT 1,
-// LOADERS, LOAD_REGISTERS, BFLOAT16; multiply() of both numbers of pairs; gemm/wgmma_parts.cu; grouped_parts.cu.
+// LOADERS, LOAD_REGISTERS, BFLOAT16 (what is stored: not GATED); multiply() of both numbers of pairs; gemm/wgmma_parts.cu; grouped_parts.cu.
 
 constexpr int MATRIX = 64, GROUPS = MULTIPLIERS / 128, MATRICES = 2 * GROUPS;  // rows of weights; warpgroups that multiply; of a tile
 constexpr int OUTPUTS = GATED ? GROUPS * MATRIX : MATRICES * MATRIX;  // columns of the output of a tile
@@ -24,9 +24,6 @@ constexpr int DEPTH = 128, CODE_BYTES = DEPTH / 2;            // columns of a st
 constexpr int MATRIX_BYTES = MATRIX * CODE_BYTES, W_BYTES = MATRICES * MATRIX_BYTES;
 constexpr int HALF_BYTES = PAIRS * 128, STAGE_BYTES = W_BYTES + 2 * HALF_BYTES;  // of 64 columns of x
 constexpr int SCALE_BYTES_OF_MATRIX = MATRIX * SCALES, SLOT_BYTES = MATRICES * SCALE_BYTES_OF_MATRIX;
-// Registers of a thread when the kernel begins, and of one that multiplies.
-constexpr int FIRST_REGISTERS = 512 / (GROUPS + 1) / 8 * 8;
-constexpr int OWN_REGISTERS = ((GROUPS + 1) * FIRST_REGISTERS - LOAD_REGISTERS) / GROUPS / 8 * 8;
 constexpr int PITCH = 48, STAGED = 32, STAGING_BYTES = STAGED * PITCH;  // bytes from pair to pair of a warp's results; pairs staged at once
 constexpr int SCALES_AT = STAGES * STAGE_BYTES, STAGING_AT = SCALES_AT + SLOTS * SLOT_BYTES;
 constexpr int BARRIERS_AT = STAGING_AT + MULTIPLIERS / 32 * STAGING_BYTES;
@@ -80,14 +77,6 @@ __device__ __forceinline__ void store_transposed(u32 to, const u32 (&words)[4]) 
                  "r"(words[2]), "r"(words[3])
                  : "memory");
 }
-// Four matrices of eight rows of 16 bytes: lane (g, t) gets bytes 4 t to 4 t + 3 of row g of each.
-__device__ __forceinline__ void load_codes(u32 (&words)[4], u32 row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(row)
-                 : "memory");
-}
-
 __device__ __forceinline__ u32 max_signed2(u32 a, u32 b) {
     u32 out;
     asm("max.s16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
@@ -113,11 +102,6 @@ template <bool SECOND> __device__ __forceinline__ u32 scaled(u32 x, u32 factors)
         asm("{\n.reg .b16 low, high;\n.reg .b32 both;\nmov.b32 {low, high}, %2;\nmov.b32 both, {low, low};\nmul.rn.f16x2 %0, %1, both;\n}"
             : "=r"(y) : "r"(x), "r"(factors));
     return y;
-}
-__device__ __forceinline__ u32 to_f16x2(float low, float high) {
-    u32 both;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
 }
 
 // The loading warpgroup.
@@ -226,7 +210,7 @@ struct Multiplier {
         float (&sums)[2][N / 2], const u32 (&largest)[2], u32 scales_of_warp, Ring& ring
     ) const {
         const int stages = (width + DEPTH - 1) / DEPTH;
-        const int row = 16 * warp + (GATED ? lane % 8 * 2 + lane / 8 % 2 : lane % 16), chunk = lane / 16;  // whose 16 bytes `load_codes` gets
+        const int row = 16 * warp + (GATED ? lane % 8 * 2 + lane / 8 % 2 : lane % 16), chunk = lane / 16;  // whose 16 bytes `matrices` gets
         const u32 codes = 2 * group * MATRIX_BYTES + row * CODE_BYTES, first = (chunk ^ (row / 2 & 3)) * 16, second = first ^ 32;
         u32 fragments[2][2][4], tops[2][2], scales[2];
         int stage = __shfl_sync(~0u, ring.stage, 0), before = 0;  // known to be the same in all lanes: descriptors stay in uniform registers
@@ -241,13 +225,14 @@ struct Multiplier {
             ring.wait_full();
             fence_async();  // wgmma reads what cp.async has written
             const u32 here = data + stage * STAGE_BYTES;
-            const u32 x = (u32)descriptor(here + W_BYTES);
+            const u64 x = descriptor(here + W_BYTES), constant = x & ~0xFFFFFFFFull;  // offsets never reach the upper half
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                u32 words[2][4], factors[2][2];
+                uint4 words[2];
+                u32 factors[2][2];
 #pragma unroll
                 for (int q = 0; q < 2; q++) {
-                    load_codes(words[q], here + codes + q * MATRIX_BYTES + (half ? second : first));
+                    words[q] = matrices(here + codes + q * MATRIX_BYTES + (half ? second : first));
 #pragma unroll
                     for (int high = 0; high < 2; high++) {  // past the last column, codes are zeros, whose scale must be finite
                         const u32 two = SCALES % 4 == 0 || 4 * s + 2 * half < SCALES
@@ -263,13 +248,15 @@ struct Multiplier {
                     for (int q = 0; q < 2; q++)
 #pragma unroll
                         for (int high = 0; high < 2; high++) {
-                            const u32 word = words[q][k / 2 * 2 + high];
+                            const u32 word = k < 2 ? high ? words[q].y : words[q].x : high ? words[q].w : words[q].z;
                             const uint2 two = k % 2 ? widen_second_e2m1(word) : widen_first_e2m1(word);
                             pieces[q][high] = k < 2 ? scaled<false>(two.x, factors[q][high]) : scaled<true>(two.x, factors[q][high]);
                             pieces[q][2 + high] = k < 2 ? scaled<false>(two.y, factors[q][high]) : scaled<true>(two.y, factors[q][high]);
                         }
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-                    multiply(sums[0], sums[1], pieces[0], pieces[1], x + half * (HALF_BYTES / 16) + k * 2, s > 0 || half > 0 || k > 0);
+#pragma unroll
+                    for (int q = 0; q < 2; q++)
+                        multiply(sums[q], pieces[q], constant | (u32)x + half * (HALF_BYTES / 16) + k * 2, s > 0 || half > 0 || k > 0);
                     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
                     if (half == 0 && k == 0 && s > 0) release(ring.empty + before * 8);  // nothing of the stage before is read any more
                 }
@@ -333,8 +320,7 @@ struct Multiplier {
                             );
                         else v[j] = (sums[q][at] * row_factors[q][j / 2] + biases[q][j / 2]) * factor;
                     }
-                    words[b][0] = GATED ? to_f16x2(v[0], v[1]) : to_bf16x2(v[0], v[1]);
-                    words[b][1] = GATED ? to_f16x2(v[2], v[3]) : to_bf16x2(v[2], v[3]);
+                    words[b][0] = narrow(v[0], v[1]), words[b][1] = narrow(v[2], v[3]);
                 }
                 __syncwarp();  // what was staged before has been read
 #pragma unroll
@@ -406,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1) mxfp4_gem
         Loader{x, scales, &w_map, work, rows, width, top_k, data, barriers}.run(first, step, ring);
         return;
     }
-    take_registers<OWN_REGISTERS>();
+    take_registers<MULTIPLY_REGISTERS>();
     const Multiplier multiplier{
         work, out, bias, pair_weights, token_factors, rows, columns, width, top_k, act, data, barriers, warp / 4, warp % 4, lane
     };

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from runtime.layers.gemm.wgmma_gemm import PARTS
+from runtime.layers.gemm.wgmma_gemm import PARTS, multiply_source
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.moe.kernels.align import Aligned, align
-from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
+from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights, check_experts
 from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GatedAct
 from runtime.layers.moe.kernels.grouped_gemm import GROUPED_PARTS
 from runtime.layers.moe.kernels.many_rows import sum_pairs
@@ -32,8 +32,6 @@ STAGING_BYTES = 32 * 48
 """Of the results of a warp."""
 LOADERS, LOAD_REGISTERS = 128, 40
 """Threads of the loading warpgroup, and registers of each."""
-DESCRIPTOR = 64 << 32 | 1 << 62
-"""Of an operand in shared memory, the part that is constant: swizzled by 128 bytes, eight rows are 1024 bytes (`descriptor`)."""
 ROW_THREADS = 128
 """Of a block that prepares a row."""
 MOST_GATED = 200.0
@@ -130,11 +128,7 @@ def experts_in_mxfp4(
         pairs: of a tile, one of `TILES`: about as many as an expert has.
     """
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
-    assert T > 0, "expected at least one row"
-    assert gate_up.shape == (E, 2 * inner, hidden), f"expected gate and up rows {(E, 2 * inner, hidden)}; got {gate_up.shape}"
-    assert down.shape[1] == hidden, f"expected a down projection of {hidden} rows; got {down.shape[1]}"
-    assert x.is_contiguous(), "expected a contiguous x"
-    assert out.is_contiguous(), "expected a contiguous out"
+    check_experts(x, gate_up, down, out)
     rows, factors = prepare_rows(x, pdl=pdl)
     aligned = align(routed.ids, first, E, pairs, pdl=pdl)
     h = torch.empty((aligned.tiles * pairs, inner), dtype=torch.float16, device=x.device)
@@ -213,33 +207,8 @@ def source(variant: _Variant) -> str:
     assert v.pairs in TILES, f"expected tiles of {tuple(TILES)} pairs; got {v.pairs}"
     constants = dict(
         FORMAT=FORMATS["mxfp4"], ACT=v.act, EARLY=int(v.early), ROWS=v.groups * MATRIX, CLUSTER_M=1, SPLIT=1, LOADERS=LOADERS,
-        LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=1, PAIRS=v.pairs, FEWER=TILES[v.pairs].fewer, STAGES=v.stages, SLOTS=SLOTS,
+        LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=int(not v.gated), PAIRS=v.pairs, FEWER=TILES[v.pairs].fewer, STAGES=v.stages, SLOTS=SLOTS,
         SCALES=v.columns // GROUP, GATED=int(v.gated), BIAS=int(v.bias),
     )  # fmt: skip
-    multiply = "\n".join(multiply_source(pairs) for pairs in sorted({TILES[v.pairs].fewer, v.pairs}))
+    multiply = "\n".join(multiply_source(pairs, "f16", overwrites=True, fragments=True) for pairs in (TILES[v.pairs].fewer, v.pairs))
     return fragments.source(Path(__file__).with_suffix(".cu"), constants, PARTS, GROUPED_PARTS, multiply)
-
-
-def multiply_source(pairs: int) -> str:
-    """The wgmma instructions of two matrices of weights in registers; where `add` is 0, what the sums were before does not matter."""
-    count = pairs // 2
-    left, x, add = 2 * count, 2 * count + 8, 2 * count + 9
-
-    def instruction(q: int) -> str:
-        sums = ", ".join(f"%{q * count + i}" for i in range(count))
-        words = ", ".join(f"%{left + 4 * q + i}" for i in range(4))
-        return f"wgmma.mma_async.sync.aligned.m64n{pairs}k16.f32.f16.f16 {{{sums}}}, {{{words}}}, x, add, 1, 1, 0;"
-
-    lines = (".reg .pred add;", ".reg .b64 x;", f"setp.ne.s32 add, %{add}, 0;", f"mov.b64 x, {{%{x}, {DESCRIPTOR >> 32}}};")
-    text = "\n".join(f'        "{line}\\n"' for line in ("{", *lines, instruction(0), instruction(1), "}"))
-    operands = ", ".join(f'"+f"({name}[{i}])' for name in ("sums", "others") for i in range(count))
-    words = ", ".join(f'"r"({name}[{i}])' for name in ("w", "v") for i in range(4))
-    return f"""// x: the lower half of the descriptor.
-__device__ __forceinline__ void multiply(
-    float (&sums)[{count}], float (&others)[{count}], const u32 (&w)[4], const u32 (&v)[4], u32 x, int add
-) {{
-    asm volatile(
-{text}
-        : {operands}
-        : {words}, "r"(x), "r"(add));
-}}"""

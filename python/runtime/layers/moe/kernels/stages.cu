@@ -36,14 +36,6 @@ __device__ __forceinline__ void put_piece(u8* token, int piece, uint4 v) {
     }
 }
 
-// Four matrices of eight rows of 16 bytes, at the addresses of eight lanes each: lane (g, t) gets bytes 4t to 4t + 3 of row g of each.
-__device__ __forceinline__ uint4 matrices(u32 row) {
-    uint4 v;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
-    return v;
-}
-
 // What a lane copies of 16 rows: pieces of four of them, `rows` in the first, and the scales of one.
 struct Sources {
     const u8 *rows, *scales;

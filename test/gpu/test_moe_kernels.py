@@ -207,6 +207,30 @@ def test_fp8_rows_match_the_definition() -> None:
         assert relative(layer.many(x, routing, config), layer.want(x, routing)) < FP8_ROUNDING
 
 
+@pytest.mark.parametrize("hidden", [256, 1040, 2880])
+def test_sums_are_added_to_the_stream_and_normed(hidden: int) -> None:
+    from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
+    from runtime.layers.norm import RMSNorm
+
+    rows, experts, top_k = 5, 8, 2
+    routing = routed(rows, experts, top_k, None)
+    y, beside = (torch.randn((count, hidden), device=DEVICE).to(DTYPE) for count in (rows * top_k, rows))
+    h, norm = torch.randn((rows, hidden), device=DEVICE) * 3, RMSNorm((torch.rand(hidden, device=DEVICE) + 0.5).to(DTYPE), 1e-6)
+    for first, held in ((0, experts), (3, 4)):  # of ids 3 to 6 alone
+        own = (routing.ids >= first) & (routing.ids < first + held)
+        sums = (y.float().view(rows, top_k, hidden) * own[:, :, None]).sum(1)
+        for added in (None, Added(), Added(beside), Added(None, norm), Added(beside, norm)):
+            out = torch.cat((torch.full_like(h, float("nan")) if added is None else h, torch.full((1, hidden), float("nan"), device=DEVICE)))
+            sum_pairs(y, routing, out[:rows], first, held, added=added, pdl=False)
+            want = sums if added is None else h + sums + (0 if added.beside is None else beside.float())
+            torch.testing.assert_close(out[:rows], want, rtol=1e-5, atol=1e-5)
+            assert out[rows].isnan().all(), "writes past its rows"
+            if added is not None and added.norm is not None:
+                normed = want * torch.rsqrt(want.square().mean(1, keepdim=True) + 1e-6) * norm.weight.float()
+                assert added.normed is not None
+                torch.testing.assert_close(added.normed.float(), normed, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["dense-bias", "mxfp4"])
 def test_shapes_that_no_tile_divides(name: str) -> None:
     layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=288, inner=96, experts=6)
@@ -278,7 +302,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 5, 70] if INTERPRETED else [1, 5, 16, 64, 65, 1000])
+@pytest.mark.parametrize("rows", [1, 5, 70] if INTERPRETED else [1, 5, 16, 64, 65, 1000, 1100])
 @pytest.mark.parametrize("name", RULES)
 def test_routing_matches_the_definition(name: str, rows: int) -> None:
     from runtime.layers.moe.kernels.route import new_tickets, route
@@ -313,7 +337,7 @@ def test_routing_matches_the_definition(name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 64, 128])
-@pytest.mark.parametrize("rows", [1, 9, 64])
+@pytest.mark.parametrize("rows", [1, 9, 64, 70])
 def test_routing_applies_a_deferred_norm(rows: int, parts: int) -> None:
     from runtime.layers.gemm.deferred_norm import RowScale
     from runtime.layers.moe.kernels.route import new_tickets, route

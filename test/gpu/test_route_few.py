@@ -17,7 +17,7 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.triton_gemm import TritonConfig, triton_gemm
 from runtime.layers.moe.kernels.route import new_tickets, route
-from runtime.layers.moe.kernels.route_few import MOST_TOKENS, supports
+from runtime.layers.moe.kernels.route_few import MOST_SCORES, MOST_TOKENS, supports
 from runtime.layers.moe.router import Routing, RoutingRule
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -119,6 +119,10 @@ def rows_of(rows: int, columns: int, parts: int = 1) -> tuple[torch.Tensor, torc
     return x, torch.rand((rows, parts), device="cuda") * (18 * columns / parts)
 
 
+def most_rows(experts: int) -> int:
+    return min(MOST_TOKENS, MOST_SCORES // experts)
+
+
 def normed_options(x: torch.Tensor, squares: torch.Tensor) -> dict[str, Any]:
     return {"norm": RowScale(squares, EPS), "normed": torch.full_like(x, float("nan"))}
 
@@ -126,7 +130,7 @@ def normed_options(x: torch.Tensor, squares: torch.Tensor) -> dict[str, Any]:
 @pytest.mark.parametrize(("experts", "columns", "name", "norm"), GRID)
 def test_routing_matches_float64(experts: int, columns: int, name: str, norm: bool) -> None:
     case, words = Case(experts, columns, name), -(-(experts + RULES[name].shared) // 32)
-    for rows in (*range(1, 18), 31, 33, MOST_TOKENS):
+    for rows in (*range(1, 18), 31, 33, 100, most_rows(experts)):
         x, squares = rows_of(rows, columns, PARTS[rows % len(PARTS)])
         kept = torch.full((rows + 1, words), NO_ID, dtype=torch.int32, device="cuda")
         options = {"masks": kept[:rows]} if rows % 2 else {}
@@ -150,7 +154,8 @@ SHAPES = [(128, 2048, "softmax"), (64, 2048, "sigmoid"), (64, 2048, "sigmoid-sha
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_depend_on_themselves_alone(shape: tuple[int, int, str]) -> None:
-    case, (x, squares) = Case(*shape), rows_of(MOST_TOKENS, shape[1], 128)
+    most = most_rows(shape[0])
+    case, (x, squares) = Case(*shape), rows_of(most, shape[1], 128)
 
     def run(x: torch.Tensor, squares: torch.Tensor) -> tuple[torch.Tensor, ...]:
         options = normed_options(x, squares)
@@ -161,7 +166,7 @@ def test_rows_depend_on_themselves_alone(shape: tuple[int, int, str]) -> None:
     for first, last in ((0, 1), (5, 6), (15, 16), (3, 7), (6, 14), (0, 9)):
         parts = run(x[first:last].contiguous(), squares[first:last].contiguous())
         assert all(torch.equal(part, whole[first:last]) for part, whole in zip(parts, want, strict=True))
-    x[1::2], kept = torch.nan, list(range(0, MOST_TOKENS, 2))
+    x[1::2], kept = torch.nan, list(range(0, most, 2))
     assert all(torch.equal(part[kept], whole[kept]) for part, whole in zip(run(x, squares), want, strict=True))
 
 

@@ -43,6 +43,7 @@ from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.kernel_weights import kernel_weights
+from runtime.layers.moe.kernels.many_rows import Added
 from runtime.layers.moe.kernels.route import FEW_ROWS, new_tickets, route
 from runtime.layers.moe.kernels.run_experts import experts_few_rows, run_experts
 from runtime.layers.moe.router import Router, Routing
@@ -152,13 +153,18 @@ class CudaOps:
         next_norm: RMSNorm | None = None,
         beside: torch.Tensor | None = None,
     ) -> Stream:
-        """`h` plus the sum over the ranks of `experts(x)` and of `beside`, in the storage of `h`; few rows are added by the last kernel."""
+        """`h` plus the sum over the ranks of `experts(x)` and of `beside`, in the storage of `h`; on one rank the last kernel adds."""
         h, (gate_up, down, act) = stream.h, kernel_weights(experts)
-        few = self._timings.tuning.experts.few_rows(gate_up.format, len(x))
-        if few is None or experts.group.size > 1:
+        if experts.group.size > 1:
             part = self.experts(x, experts, routing)
             total = part if beside is None else part.add_(beside)
             return self._add_of_ranks(total, experts.group, h, next_norm, stream.in_prompt)
+        tuning = self._timings.tuning.experts
+        few = tuning.few_rows(gate_up.format, len(x))
+        if few is None:
+            added = Added(beside, next_norm)
+            run_experts(x, gate_up, down, routing, act, tuning, h, added=added, pdl=self.pdl)
+            return Stream(h, next_norm, normed=added.normed, in_prompt=stream.in_prompt)
         if beside is not None:
             h.add_(beside)
         deferred = self._deferred(h, next_norm, few[1].parts(h.shape[1]))

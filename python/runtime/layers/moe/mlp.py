@@ -101,12 +101,12 @@ class SparseMlp:
         scaled = DeferredNorm(norm.weight, h.to(norm.weight.dtype), torch.ones((rows, 1), device=h.device))
         for stream in (Stream(h, norm, scaled), Stream(h)):
             x, routing = self._ops.norm_route(stream, norm, self.router)
-        experts, _ = self._parts(rows)
+        experts, shared = self._parts(rows)
         if experts.group.size > 1 or experts.exchange is not None:
             self._ops.experts(x, experts, routing)
             return
         for next_norm in (norm, None):
-            self._ops.experts_add(x, experts, routing, Stream(h), next_norm)
+            self._ops.experts_add(x, experts, routing, Stream(h), next_norm, None if shared is None else torch.zeros_like(x))
 
     def _shared(self, x: torch.Tensor, shared: SharedExpert, stream: Stream, norm: RMSNorm) -> torch.Tensor:
         inner = self._ops.norm_gate_up(stream, norm, shared.gate_up_proj, self.experts.activation)

@@ -18,7 +18,7 @@ from runtime.layers.kernels.cuda_program import program
 from runtime.layers.moe.kernels.align import Aligned, align
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights, check_experts
 from runtime.layers.moe.kernels.gate import GatedAct
-from runtime.layers.moe.kernels.many_rows import sum_pairs
+from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
 from runtime.layers.moe.router import Routing
 
 GROUPED_PARTS = Path(__file__).with_name("grouped_parts.cu")
@@ -109,6 +109,7 @@ def experts_by_wgmma(
     out: torch.Tensor,
     *,
     first: int = 0,
+    added: Added | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """As `experts_many_rows`, for what the kernels support; with e4m3 weights, rows of x are rounded to e4m3 with a scale each, and
@@ -127,7 +128,7 @@ def experts_by_wgmma(
         h_scale = torch.empty((inner // SCALE_BLOCK, places), dtype=torch.float32, device=x.device)
     grouped(x, x_scale, gate_up, h, h_scale, gated=True)
     grouped(h, h_scale, down, y, None, gated=False)
-    return sum_pairs(y, routed, out, first, E, pdl=pdl)
+    return sum_pairs(y, routed, out, first, E, added=added, pdl=pdl)
 
 
 def _grouped(

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -13,11 +15,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from runtime.config.kernel_configs import GroupedConfig
 from runtime.layers.gemm.quantized_rows import quantize_rows
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
+from runtime.layers.kernels.rms_norm import WIDE
 from runtime.layers.kernels.weight_step import dot_step
 from runtime.layers.moe.kernels.align import Aligned, align
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights, check_experts
 from runtime.layers.moe.kernels.gate import GatedAct, apply_gate
 from runtime.layers.moe.router import Routing
+from runtime.layers.norm import RMSNorm
 
 SUM_COLUMNS = 1024
 
@@ -32,12 +36,14 @@ def experts_many_rows(
     out: torch.Tensor,
     *,
     first: int = 0,
+    added: Added | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """As `experts_in_triton`, for any number of tokens; outputs of experts are rounded to the dtype of x before they are summed.
 
     Args:
         config: the tilings; with `config.fp8_rows` and FP8 weights, activations are rounded to e4m3 with a scale for each row.
+        added: as in `sum_pairs`.
     """
     (T, hidden), (E, N, _), top_k = x.shape, gate_up.shape, routed.ids.shape[1]
     inner, pairs = N // 2, T * top_k
@@ -53,18 +59,42 @@ def experts_many_rows(
     if fp8_rows:
         h, h_scale = quantize_rows(h, pdl=pdl)
     _grouped(h, h_scale, down, y, routed.weights, aligned, act, config, top_k, gated=False, pdl=pdl)
-    return sum_pairs(y, routed, out, first, E, pdl=pdl)
+    return sum_pairs(y, routed, out, first, E, added=added, pdl=pdl)
 
 
-def sum_pairs(y: torch.Tensor, routed: Routing, out: torch.Tensor, first: int, experts: int, *, pdl: bool) -> torch.Tensor:
+@dataclass(slots=True)
+class Added:
+    """That sums are added to the residual stream, with what else is added and computed on the way.
+
+    Attributes:
+        beside: [T, hidden] in the dtype of activations, added too; None for nothing.
+        norm: the norm that reads the stream next, or None.
+        normed: `norm` of the stream [T, hidden] in the dtype of activations, once a kernel has computed it; some do not.
+    """
+
+    beside: torch.Tensor | None = None
+    norm: RMSNorm | None = None
+    normed: torch.Tensor | None = None
+
+
+def sum_pairs(
+    y: torch.Tensor, routed: Routing, out: torch.Tensor, first: int, experts: int, *, added: Added | None, pdl: bool
+) -> torch.Tensor:
     """`out[t] = sum(y[pair])` over the pairs of each token whose experts this process holds, in their order; returns `out`.
 
     Args:
         y: [T * k, hidden], each row times the weight of its pair.
+        added: `out` is the stream, float32: `out[t] += sum(y[pair]) + beside[t]`, then its norm. None where `out` is written.
     """
     (T, hidden), top_k = out.shape, routed.ids.shape[1]
-    _sum_kernel[(T, triton.cdiv(hidden, SUM_COLUMNS))](
-        y, routed.ids, out, hidden, first, experts, TOP_K=top_k, BLOCK=SUM_COLUMNS, PDL=pdl, num_warps=4, **launch_options(pdl)
+    beside, norm, normed = (None, None, None) if added is None else (added.beside, added.norm, None)
+    columns = SUM_COLUMNS if norm is None else triton.next_power_of_2(hidden)
+    if added is not None and norm is not None:
+        added.normed = normed = torch.empty_like(out, dtype=norm.weight.dtype)
+    _sum_kernel[(T, triton.cdiv(hidden, columns))](
+        y, routed.ids, out, beside, None if norm is None else norm.weight, normed, hidden, first, experts, 0.0 if norm is None else norm.eps,
+        TOP_K=top_k, BLOCK=columns, ADD=added is not None, BESIDE=beside is not None, NORM=norm is not None, PDL=pdl,
+        num_warps=8 if columns >= WIDE else 4, **launch_options(pdl),
     )  # fmt: skip
     return out
 
@@ -177,14 +207,29 @@ def _grouped_kernel(
 
 
 @triton.jit(do_not_specialize=["first"])
-def _sum_kernel(y_ptr, ids_ptr, out_ptr, N, first, experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program: `BLOCK` columns of a token: the sum of its pairs in their order, without those of experts held elsewhere."""
-    pdl_sync(PDL)
+def _sum_kernel(
+    y_ptr, ids_ptr, out_ptr, beside_ptr, gain_ptr, normed_ptr, N, first, experts, eps,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, BESIDE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: `BLOCK` columns of a token, all of them where a norm follows: the sum of its pairs in their order, without those of
+    experts held elsewhere.
+    """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, at = n < N, token * N + n
+    if NORM:
+        gain = tl.load(gain_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    pdl_sync(PDL)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         own = tl.load(ids_ptr + token * TOP_K + j) - first
         held = (own >= 0) & (own < experts)
-        acc += tl.load(y_ptr + (token * TOP_K + j) * N + n, mask=(n < N) & held, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * N + n, acc.to(out_ptr.dtype.element_ty), mask=n < N)
+        acc += tl.load(y_ptr + (token * TOP_K + j) * N + n, mask=inside & held, other=0.0).to(tl.float32)
+    if BESIDE:
+        acc += tl.load(beside_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        acc += tl.load(out_ptr + at, mask=inside, other=0.0)
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(acc * acc, 0) / N + eps)
+        tl.store(normed_ptr + at, (acc * scale * gain).to(normed_ptr.dtype.element_ty), mask=inside)

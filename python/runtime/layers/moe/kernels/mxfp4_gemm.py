@@ -15,7 +15,7 @@ from runtime.layers.moe.kernels.align import Aligned, align
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights, check_experts
 from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GatedAct
 from runtime.layers.moe.kernels.grouped_gemm import GROUPED_PARTS
-from runtime.layers.moe.kernels.many_rows import sum_pairs
+from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
 from runtime.layers.moe.router import Routing
 
 GROUP = 32
@@ -120,6 +120,7 @@ def experts_in_mxfp4(
     out: torch.Tensor,
     *,
     first: int = 0,
+    added: Added | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """As `experts_many_rows`, for what the kernels support.
@@ -136,7 +137,7 @@ def experts_in_mxfp4(
     grouped = partial(_grouped, aligned=aligned, routed=routed, act=act, pdl=pdl)
     grouped(rows, factors, gate_up, h, gated=True)
     grouped(h, None, down, y, gated=False)
-    return sum_pairs(y, routed, out, first, E, pdl=pdl)
+    return sum_pairs(y, routed, out, first, E, added=added, pdl=pdl)
 
 
 def prepare_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,9 @@ from runtime.layers.moe.router import Routing, RoutingRule
 SOFTMAX, SIGMOID, TOPK_SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _SCORINGS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "topk_softmax": TOPK_SOFTMAX.value}
 FEW_ROWS = 64
-"""Up to this many tokens, several programs share the GEMM of 8 tokens; above, one computes 32 whole rows."""
+"""Up to this many tokens, several programs share the GEMM of 8 tokens."""
+MID_ROWS = 1024
+"""Up to this many, they share that of 16 tokens; above, one computes 32 whole rows."""
 COLUMNS = 128
 LEAST = tl.constexpr(-3e38)
 """The score by which experts are chosen where it is NaN or less."""
@@ -52,7 +54,7 @@ def route(
         bias: [E], added to the logits.
         correction_bias: float32 [E], added to the scores for the choice only.
         masks: int32 [T, ⌈(E + shared) / 32⌉] for `Routing.masks`; allocated where it is None.
-        norm: x has still to be multiplied by this, for at most `FEW_ROWS` tokens; `normed` [T, K] receives the product.
+        norm: x has still to be multiplied by this; `normed` [T, K] receives the product.
         pdl: as in `triton_gemm`.
     """
     (T, K), E = x.shape, weight.shape[0]
@@ -62,11 +64,10 @@ def route(
     groups = scoring.num_groups
     assert scoring.top_k <= E, f"expected at least {scoring.top_k} experts; got {E}"
     assert groups == 1 or padded == E, f"expected a power of two of experts in groups; got {E}"
-    rows, experts = (8, 16) if few else (32, min(padded, 256))
-    splits = max(1, min(4, K // 512)) if few else 1
+    rows, experts, most_splits = (8, 16, 4) if few else (16, min(padded, 64), 8) if T <= MID_ROWS else (32, min(padded, 256), 1)
+    splits = max(1, min(most_splits, K // 512))
     blocks = triton.cdiv(T, rows)
     assert blocks <= MAX_BLOCKS, f"expected at most {MAX_BLOCKS * rows} tokens; got {T}"
-    assert norm is None or few, f"expected at most {FEW_ROWS} rows of a deferred norm; got {T}"
     device, chosen = x.device, scoring.chosen
     words = triton.cdiv(E + scoring.shared, 32)
     routed = Routing(

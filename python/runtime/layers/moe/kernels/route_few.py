@@ -13,7 +13,8 @@ from runtime.layers.gemm.deferred_norm import RowScale, norms_argument
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.moe.router import Routing, RoutingRule
 
-MOST_TOKENS = 64
+MOST_TOKENS, MOST_SCORES = 512, 1 << 16
+"""Tokens, and tokens times experts: each cluster reads the router's weights."""
 PASS = 8
 """Tokens of a cluster, at most; shared memory is that of 1, 2, 4 or 8 tokens."""
 MOST_EXPERTS = 512
@@ -76,6 +77,7 @@ def supports(
     return (
         x.is_cuda
         and 0 < len(x) <= MOST_TOKENS
+        and len(x) * weight.shape[0] <= MOST_SCORES
         and x.dtype is weight.dtype is torch.bfloat16
         and (bias is None or bias.dtype is torch.bfloat16)
         and (correction_bias is None or correction_bias.dtype is torch.float32)

@@ -13,7 +13,7 @@ from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments, suppo
 from runtime.layers.moe.kernels.gate import GatedAct
 from runtime.layers.moe.kernels.grouped_gemm import experts_by_wgmma
 from runtime.layers.moe.kernels.grouped_gemm import supports as takes_wgmma
-from runtime.layers.moe.kernels.many_rows import experts_many_rows
+from runtime.layers.moe.kernels.many_rows import Added, experts_many_rows
 from runtime.layers.moe.kernels.mxfp4_gemm import experts_in_mxfp4
 from runtime.layers.moe.kernels.mxfp4_gemm import supports as takes_mxfp4
 from runtime.layers.moe.router import Routing
@@ -29,6 +29,7 @@ def run_experts(
     out: torch.Tensor,
     *,
     first: int = 0,
+    added: Added | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """`out[t] = sum(weight * down(act(gate(x[t]), up(x[t]))))` over the experts of each token; returns `out`.
@@ -38,21 +39,26 @@ def run_experts(
         gate_up: [E, 2 * I, hidden]: the gate's rows, then the up projection's.
         down: [E, hidden, I].
         out: [T, hidden] contiguous, any float dtype.
+        added: `out` is the residual stream, float32, and gets the sums; for numbers of tokens that `tuning` has for many rows.
         first: id of the first of these E experts; tokens' other experts are left out.
         pdl: as in `triton_gemm`.
     """
     few = tuning.few_rows(gate_up.format, len(x))
     if few is not None:
+        assert added is None, "few rows are added by `experts_few_rows`"
         return experts_few_rows(x, gate_up, down, routed, act, few, out, first=first, pdl=pdl)
     pairs = tuning.mxfp4_pairs(gate_up.format, len(x))
     if pairs and takes_mxfp4(x, gate_up, down, act, pairs):
-        return experts_in_mxfp4(x, gate_up, down, routed, act, pairs, out, first=first, pdl=pdl)
+        return experts_in_mxfp4(x, gate_up, down, routed, act, pairs, out, first=first, added=added, pdl=pdl)
     if len(x) <= tuning.most_streamed[gate_up.format] and supports(x, gate_up, down, routed.ids.shape[1]):
-        return experts_by_fragments(x, gate_up, down, routed, act, out, first=first, pdl=pdl)
+        if added is not None and added.beside is not None:
+            out.add_(added.beside)
+        return experts_by_fragments(x, gate_up, down, routed, act, out, first=first, add=added is not None, pdl=pdl)
     wgmma = tuning.wgmma_rows(gate_up.format, len(x))
     if wgmma is not None and takes_wgmma(x, gate_up, down, wgmma):
-        return experts_by_wgmma(x, gate_up, down, routed, act, wgmma, out, first=first, pdl=pdl)
-    return experts_many_rows(x, gate_up, down, routed, act, tuning.many_rows(gate_up.format, len(x)), out, first=first, pdl=pdl)
+        return experts_by_wgmma(x, gate_up, down, routed, act, wgmma, out, first=first, added=added, pdl=pdl)
+    config = tuning.many_rows(gate_up.format, len(x))
+    return experts_many_rows(x, gate_up, down, routed, act, config, out, first=first, added=added, pdl=pdl)
 
 
 def experts_few_rows(

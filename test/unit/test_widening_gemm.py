@@ -89,6 +89,26 @@ def test_lanes_hold_the_columns_that_the_instruction_multiplies() -> None:
     assert torch.equal(found, weights)
 
 
+def test_lanes_of_experts_hold_even_columns_before_odd_ones() -> None:
+    """As `e4m3_weights.cu` reads a matrix that the copy engine has swizzled: `ldmatrix` of two pieces, then `widen_four`."""
+    codes = torch.arange(64 * DEPTH).reshape(64, DEPTH) * 37 % 251 % 127
+    rows, pieces = torch.meshgrid(torch.arange(64), torch.arange(8), indexing="ij")
+    shared = torch.empty((64, 8, 16), dtype=codes.dtype)
+    shared[rows, pieces ^ rows % 8] = codes.reshape(64, 8, 16)
+    memory, lanes = shared.flatten(), torch.arange(32)
+    found = torch.full((64, DEPTH), float("nan"))  # by the rows and columns of the instructions
+    for warp, batch in itertools.product(range(4), range(4)):
+        row = 16 * warp + lanes % 16
+        addresses = row * DEPTH + (lanes // 16 ^ row % 8) * 16 ^ batch * 32
+        for matrix in range(4):  # rows g or g + 8 of the first or the second piece
+            held = memory[addresses[8 * matrix : 8 * matrix + 8, None] + torch.arange(16)]
+            odd, even = widen_four((held.view(8, 4, 4) << 8 * torch.arange(4)).sum(-1))
+            row0, column0 = 16 * warp + matrix % 2 * 8, batch * 32 + matrix // 2 * 16
+            found[row0 : row0 + 8, column0 : column0 + 16] = torch.cat((even.reshape(8, 8), odd.reshape(8, 8)), 1).float()
+    order = torch.arange(DEPTH).view(-1, 8, 2).transpose(1, 2).flatten()  # of the columns of rows that widened_rows.cu prepares
+    assert torch.equal(found, codes.to(torch.uint8).view(E4M3).float()[:, order])
+
+
 @pytest.mark.parametrize(("weight_rows", "columns"), [(5120, 2048), (2048, 4096), (28672, 4096), (4096, 14336), (8, 16)])
 def test_tilings_are_offered_for_more_rows_than_fragments_take(weight_rows: int, columns: int) -> None:
     for rows in (1, 16, MOST_ROWS + 1, 2048):

@@ -11,8 +11,8 @@
 // 4 t + 1, 4 t + 3: even columns, then odd ones.
 //
 // GATED: rows of x, which `widened_rows.cu` has prepared in float16, are those of the pairs' tokens, and act(gate) * up is stored in the order of the
-// sorted pairs, and of columns, which are those of x in the second GEMM. A warp reads its rows of weights in that order. The second GEMM stores sums
-// times the weights of their pairs, each at the index of its pair, in bfloat16.
+// sorted pairs, and of columns, which are those of x in the second GEMM. The second GEMM stores sums times the weights of their pairs, each at the
+// index of its pair, in bfloat16.
 //
 // Defined before this text: FEWER (of a tile that has no more pairs than these), BIAS, ACT, EARLY and the rest of `fragments.cu`; CLUSTER_M 1,
 // SPLIT 1, LOADERS, LOAD_REGISTERS, BFLOAT16 (what is stored); multiply() of both numbers of pairs; widened_tiles.cu; the file of the format.
@@ -27,6 +27,16 @@ __device__ __forceinline__ void store_transposed(u32 to, const u32 (&words)[4]) 
                  "r"(words[2]), "r"(words[3])
                  : "memory");
 }
+// Eight of a warp's 16 results for a pair, which begin at `from`. GATED: the even or the odd ones, otherwise the lower or the upper half.
+__device__ __forceinline__ uint4 load_results(u32 from, int second) {
+    if (!GATED) return load_shared(from + second * 16);
+    const uint4 low = load_shared(from), high = load_shared(from + 16);
+    const u32 pick = second ? 0x7632 : 0x5410;
+    return make_uint4(
+        __byte_perm(low.x, low.y, pick), __byte_perm(low.z, low.w, pick), __byte_perm(high.x, high.y, pick), __byte_perm(high.z, high.w, pick)
+    );
+}
+
 // The loading warpgroup.
 struct Loader {
     const u16* x;
@@ -151,7 +161,7 @@ struct Multiplier {
                 for (int pass = 0; pass < (8 * EIGHTS + 15) / 16; pass++) {
                     const int at = 16 * pass + lane / 2;
                     const int to = __shfl_sync(~0u, target, at);
-                    const uint4 v = load_shared(staging + at * PITCH + lane % 2 * 16);
+                    const uint4 v = load_results(staging + at * PITCH, lane % 2);
                     if (to >= 0) store16(out + (long)to * columns + row + lane % 2 * 8, v);
                 }
             }

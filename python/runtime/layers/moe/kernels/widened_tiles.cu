@@ -39,9 +39,9 @@ __device__ __forceinline__ int first_row(const Item& item, int m, int rows) {
 }
 
 // The row of a warp's 16 that lane (g, t) has first (`high`: second) in the fragments.
-__device__ __forceinline__ int fragment_row(int lane, int high) { return GATED ? lane / 4 * 2 + high : lane / 4 + 8 * high; }
-// The row of a matrix whose 16 bytes a lane gives to `matrices`: eight lanes have rows of the first of both kinds, eight of the second.
-__device__ __forceinline__ int matrix_row(int warp, int lane) { return 16 * warp + (GATED ? lane % 8 * 2 + lane / 8 % 2 : lane % 16); }
+__device__ __forceinline__ int fragment_row(int lane, int high) { return lane / 4 + 8 * high; }
+// The row of a matrix whose 16 bytes a lane gives to `matrices`.
+__device__ __forceinline__ int matrix_row(int warp, int lane) { return 16 * warp + lane % 16; }
 
 __device__ __forceinline__ int stages_of(int width) { return (width + DEPTH - 1) / DEPTH; }
 // By a warp, which has read what `barrier` guards.

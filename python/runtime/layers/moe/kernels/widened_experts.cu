@@ -110,7 +110,14 @@ struct Multiplier {
     }
     template <int N> __device__ __forceinline__ void run_item(const Item& item, Ring& ring, const Widener& widener) const {
         constexpr int CHUNKS = (N + STAGED - 1) / STAGED;
-        float sums[2][N / 2], row_factors[2][2], biases[2][2];
+        float sums[2][N / 2], row_factors[2][2], biases[2][2], factors[CHUNKS];
+        int targets[CHUNKS];  // of one pair in each lane: its row of the output, and what its sums are multiplied by
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+            const int at = STAGED * c + lane, place = item.tile * PAIRS + at, pair = at < item.count ? work.tiles.pairs[place] : 0;
+            targets[c] = at >= item.count ? -1 : GATED ? place : pair;
+            factors[c] = GATED ? token_factors[pair / top_k] : pair_weights[pair];
+        }
         widener.multiply_item<N>(sums, row_factors, ring);
         const int t = lane % 4, own = first_row(item, 2 * group, rows) + 16 * warp;  // row 0 of the warp in the first matrix
 #pragma unroll
@@ -123,10 +130,6 @@ struct Multiplier {
         for (int c = 0; c < CHUNKS; c++) {
             if (STAGED * c >= item.count) continue;
             constexpr int EIGHTS = N < STAGED ? N / 8 : STAGED / 8;  // of pairs
-            // Of one pair in each lane: its row of the output, and what its sums are multiplied by.
-            const int own_at = STAGED * c + lane, place = item.tile * PAIRS + own_at, pair = own_at < item.count ? work.tiles.pairs[place] : 0;
-            const int target = own_at >= item.count ? -1 : GATED ? place : pair;
-            const float own_factor = GATED ? token_factors[pair / top_k] : pair_weights[pair];
 #pragma unroll
             for (int q = 0; q < (GATED ? 1 : 2); q++) {
                 const int row = own + q * MATRIX;  // of the output's columns, of this warp's 16
@@ -139,7 +142,7 @@ struct Multiplier {
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         const int at = (STAGED / 8 * c + b) * 4 + j;
-                        const float factor = __shfl_sync(~0u, own_factor, 8 * b + 2 * t + j % 2);
+                        const float factor = __shfl_sync(~0u, factors[c], 8 * b + 2 * t + j % 2);
                         if (GATED)
                             v[j] = activate(
                                 sums[0][at] * (row_factors[0][j / 2] * factor) + biases[0][j / 2],
@@ -160,7 +163,7 @@ struct Multiplier {
 #pragma unroll
                 for (int pass = 0; pass < (8 * EIGHTS + 15) / 16; pass++) {
                     const int at = 16 * pass + lane / 2;
-                    const int to = __shfl_sync(~0u, target, at);
+                    const int to = __shfl_sync(~0u, targets[c], at);
                     const uint4 v = load_results(staging + at * PITCH, lane % 2);
                     if (to >= 0) store16(out + (long)to * columns + row + lane % 2 * 8, v);
                 }

@@ -4,9 +4,8 @@
 //
 // A matrix lies in one row of blocks of scales, and a stage in one block.
 //
-// Defined before this text: widened_tiles.cu.
+// Defined before this text: STAGE_SCALES (places for the scales of a stage, one for each matrix), widened_tiles.cu.
 
-constexpr int STAGE_SCALES = 8;  // places of floats: a scale for each matrix
 static_assert(MATRICES <= STAGE_SCALES);
 constexpr int SCALE_BYTES = STAGES * STAGE_SCALES * 4;
 
@@ -64,6 +63,14 @@ struct Widener {
             widen_four<GATED>(words[q].w, fragments[1][q][3], fragments[1][q][1]);
         }
     }
+    // Waits for a stage, and widens its first 32 columns; `words` get the next ones.
+    __device__ __forceinline__ void begin_stage(const Ring& ring, u32 (&fragments)[2][2][4], uint4 (&words)[2], u32 from) const {
+        ring.wait_full();
+        fence_async();  // wgmma reads what cp.async has written
+        load_words(words, from, 0);
+        widen_words(fragments, words);
+        load_words(words, from, 32);
+    }
     // Sums of `N` pairs by both matrices of the group, and what sums of this lane's rows are multiplied by. Stages are released.
     template <int N> __device__ __forceinline__ void multiply_item(float (&sums)[2][N / 2], float (&row_factors)[2][2], Ring& ring) const {
         constexpr int BATCHES = DEPTH / 32;  // of a stage, of 32 columns each
@@ -79,17 +86,13 @@ struct Widener {
             for (int j = 0; j < N / 2; j++) sums[q][j] = 0.0f;
         }
         int stage = __shfl_sync(~0u, ring.stage, 0);  // known to be the same in all lanes: descriptors stay in uniform registers
-        ring.wait_full();
-        load_words(words, codes + stage * STAGE_BYTES, 0);
-        widen_words(fragments[0], words);
-        load_words(words, codes + stage * STAGE_BYTES, 32);
+        begin_stage(ring, fragments[0], words, codes + stage * STAGE_BYTES);
 #pragma unroll 1
         for (int s = 0; s < stages; s++) {
             const u32 here = codes + stage * STAGE_BYTES, scales = slots.scale(stage, 2 * group);
             const u64 x = descriptor(data + stage * STAGE_BYTES + W_BYTES), constant = x & ~0xFFFFFFFFull;  // offsets never reach the upper half
             float factors[2];
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(factors[0]), "=f"(factors[1]) : "r"(scales) : "memory");
-            fence_async();  // wgmma reads what cp.async has written
 #pragma unroll
             for (int b = 0; b < BATCHES; b++) {
                 if (b > 0) widen_words(fragments[b % 2], words);
@@ -108,12 +111,8 @@ struct Widener {
             const u32 empty = ring.empty + stage * 8;
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             ring.next();
-            if (s + 1 < stages) {  // while the tensor cores multiply the last batch
-                ring.wait_full();
-                load_words(words, codes + stage * STAGE_BYTES, 0);
-                widen_words(fragments[0], words);
-                load_words(words, codes + stage * STAGE_BYTES, 32);
-            }
+            // While the tensor cores multiply the last batch:
+            if (s + 1 < stages) begin_stage(ring, fragments[0], words, codes + stage * STAGE_BYTES);
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
             release(empty, lane);
 #pragma unroll

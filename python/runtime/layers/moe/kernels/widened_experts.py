@@ -253,7 +253,7 @@ def source(variant: _Variant) -> str:
     constants = dict(
         FORMAT=FORMATS[v.format], ACT=v.act, EARLY=int(v.early), ROWS=v.tile.groups * MATRIX, CLUSTER_M=1, SPLIT=1, LOADERS=LOADERS,
         LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=int(v.bfloat16), CODE_BITS=CODE_BITS[v.format], PAIRS=v.pairs, FEWER=v.tile.fewer,
-        STAGES=v.stages, SLOTS=SLOTS, SCALES=v.columns // GROUP, GATED=int(v.gated), BIAS=int(v.bias),
+        STAGES=v.stages, SLOTS=SLOTS, SCALES=v.columns // GROUP, STAGE_SCALES=STAGE_SCALES, GATED=int(v.gated), BIAS=int(v.bias),
     )  # fmt: skip
     multiply = "\n".join(multiply_source(pairs, v.operands, overwrites=True, fragments=True) for pairs in (v.tile.fewer, v.pairs))
     here = Path(__file__)

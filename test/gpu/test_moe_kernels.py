@@ -220,7 +220,9 @@ def test_sums_are_added_to_the_stream_and_normed(hidden: int) -> None:
         own = (routing.ids >= first) & (routing.ids < first + held)
         sums = (y.float().view(rows, top_k, hidden) * own[:, :, None]).sum(1)
         for added in (None, Added(), Added(beside), Added(None, norm), Added(beside, norm)):
-            out = torch.cat((torch.full_like(h, float("nan")) if added is None else h, torch.full((1, hidden), float("nan"), device=DEVICE)))
+            out = torch.full((rows + 1, hidden), float("nan"), device=DEVICE)
+            if added is not None:
+                out[:rows] = h
             sum_pairs(y, routing, out[:rows], first, held, added=added, pdl=False)
             want = sums if added is None else h + sums + (0 if added.beside is None else beside.float())
             torch.testing.assert_close(out[:rows], want, rtol=1e-5, atol=1e-5)

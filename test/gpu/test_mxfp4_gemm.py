@@ -25,11 +25,11 @@ class Layer(AnyLayer):
         super().__init__("mxfp4", hidden, inner, experts, CLAMPED_SWIGLU.value)
 
     def run_mxfp4(self, x: torch.Tensor, routing: Routing, pairs: int, **options: object) -> torch.Tensor:
-        from runtime.layers.moe.kernels.mxfp4_gemm import experts_in_mxfp4, supports
+        from runtime.layers.moe.kernels.widened_experts import supports, widened_experts
 
         assert supports(x, self.gate_up, self.down, self.act, pairs)
         out = torch.full((len(x) + 1, self.hidden), float("nan"), device="cuda")
-        experts_in_mxfp4(x, self.gate_up, self.down, routing, self.act, pairs, out[: len(x)], **options)  # type: ignore[arg-type]
+        widened_experts(x, self.gate_up, self.down, routing, self.act, pairs, out[: len(x)], **options)  # type: ignore[arg-type]
         assert out[len(x)].isnan().all(), f"tiles of {pairs} pairs write past their rows"
         return out[: len(x)]
 

@@ -91,10 +91,11 @@ def test_a_warm_up_reaches_the_kernels_on_both_sides_of_each_bound() -> None:
     assert max(experts.kernel_rows(100)) == 100
 
 
-def test_experts_in_mxfp4_have_wider_tiles_for_more_tokens() -> None:
-    experts = H200.experts
-    assert [experts.mxfp4_pairs("mxfp4", rows) for rows in (1, 96, 97, 384, 385, 1 << 20)] == [0, 0, 48, 48, 128, 128]
-    assert {experts.mxfp4_pairs(kind, 512) for kind in experts.few if kind != "mxfp4"} == {0}
-    bounds = {largest for largest, _ in experts.mxfp4[:-1]}
-    assert bounds <= experts.kernel_rows(1 << 20)
-    assert {experts.mxfp4_pairs("mxfp4", rows) for rows in experts.kernel_rows(2048)} == {0, 48, 128}
+def test_experts_that_are_widened_have_wider_tiles_for_more_tokens() -> None:
+    experts, rows = H200.experts, (1, 64, 65, 384, 385, 1024, 1025, 1 << 20)
+    assert [experts.widened_pairs("fp8", count) for count in rows] == [0, 0, 32, 32, 80, 80, 0, 0]
+    assert [experts.widened_pairs("mxfp4", count) for count in (1, 96, 97, 384, 385, 1 << 20)] == [0, 0, 48, 48, 128, 128]
+    assert experts.widened_pairs("dense", 512) == 0
+    for kind, table in experts.widened.items():
+        assert {largest for largest, _ in table[:-1]} <= experts.kernel_rows(1 << 20)
+        assert {experts.widened_pairs(kind, count) for count in experts.kernel_rows(2048)} == {0} | {pairs for _, pairs in table}

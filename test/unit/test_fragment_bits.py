@@ -114,7 +114,7 @@ def test_scales_over_the_largest_of_a_row_are_float16_factors(largest: int) -> N
 
 def test_columns_of_an_instruction_are_the_even_ones_then_the_odd_ones() -> None:
     columns = torch.arange(16)
-    order = torch.cat((columns[::2], columns[1::2]))  # of rows that mxfp4_rows.cu prepares
+    order = torch.cat((columns[::2], columns[1::2]))  # of rows that widened_rows.cu prepares
     for code, widen in ((0, widen_first), (1, widen_second)):
         held = torch.zeros((16, 16), dtype=torch.int64)
         held[columns, columns] = 2  # the code of 1.0 in column i of matrix row i

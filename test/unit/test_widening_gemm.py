@@ -35,27 +35,33 @@ PICK_EVEN, PICK_ODD = (4, 0, 5, 1), (6, 2, 7, 3)
 """Bytes of two words that lanes of even and odd t take, the lowest first."""
 
 
-def bfloat16(bits: torch.Tensor) -> torch.Tensor:
-    return bits.to(torch.int32).to(torch.uint16).view(BF16)
+def numbers(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The two numbers of 16 bits of each 32-bit word, [..., 2]."""
+    return torch.stack((words & 0xFFFF, words >> 16 & 0xFFFF), -1).to(torch.int32).to(torch.uint16).view(dtype)
 
 
-def widen_four(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`widen_four` of the source: [..., 2] numbers of bytes 1 and 3, and of bytes 0 and 2."""
-    odd, even = (words >> 4 & 0x07F007F0) | (words & 0x80008000), (words << 4 & 0x07F007F0) | (words << 8 & 0x80008000)
-    first, second = (bfloat16(torch.stack((bits & 0xFFFF, bits >> 16 & 0xFFFF), -1)) for bits in (odd, even))
-    return first * FACTOR, second * FACTOR
+def widen_four(words: torch.Tensor, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:
+    """`widen_four` of `wgmma_parts.cu`: [..., 2] numbers of bytes 1 and 3, and of bytes 0 and 2."""
+    half = dtype is torch.float16
+    down, mask = (1, 0x3F803F80) if half else (4, 0x07F007F0)
+    signs = words & 0x80808080
+    odd = (words >> down & mask) | (signs & ~mask)
+    even = (words << 8 - down & mask) | (signs << 8 & 0xFFFFFFFF & ~mask)
+    first, second = numbers(odd, dtype), numbers(even, dtype)
+    return (first, second) if half else (first * FACTOR, second * FACTOR)
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [(BF16, 1.0), (torch.float16, 2.0**-8)], ids=str)
 @pytest.mark.parametrize("place", range(4))
-def test_every_finite_e4m3_number_becomes_bfloat16(place: int) -> None:
+def test_every_finite_e4m3_number_becomes_a_number_of_16_bits(place: int, dtype: torch.dtype, factor: float) -> None:
     codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F])
-    want = codes.to(torch.uint8).view(E4M3).float()
+    want = codes.to(torch.uint8).view(E4M3).float() * factor
     assert FACTOR.float() == 2.0**120
-    for filler in (0, 0xFF, 0xA5):
+    for filler in (0, 0xFF, 0xA5, 0x80):
         words = codes << 8 * place
         for other in range(4):
             words = words | (filler << 8 * other if other != place else 0)
-        found = widen_four(words)[(place + 1) % 2][:, place // 2].float()
+        found = widen_four(words, dtype)[(place + 1) % 2][:, place // 2].float()
         assert torch.equal(found, want)
         assert torch.equal(found.signbit(), want.signbit())
 
@@ -81,6 +87,26 @@ def test_lanes_hold_the_columns_that_the_instruction_multiplies() -> None:
                 columns = slice(step * 16 + eight * 8 + 2 * t, step * 16 + eight * 8 + 2 * t + 2)
                 found[g, columns], found[g + 8, columns] = of_g.float(), of_g8.float()
     assert torch.equal(found, weights)
+
+
+def test_lanes_of_experts_hold_even_columns_before_odd_ones() -> None:
+    """As `e4m3_weights.cu` reads a matrix that the copy engine has swizzled: `ldmatrix` of two pieces, then `widen_four`."""
+    codes = torch.arange(64 * DEPTH).reshape(64, DEPTH) * 37 % 251 % 127
+    rows, pieces = torch.meshgrid(torch.arange(64), torch.arange(8), indexing="ij")
+    shared = torch.empty((64, 8, 16), dtype=codes.dtype)
+    shared[rows, pieces ^ rows % 8] = codes.reshape(64, 8, 16)
+    memory, lanes = shared.flatten(), torch.arange(32)
+    found = torch.full((64, DEPTH), float("nan"))  # by the rows and columns of the instructions
+    for warp, batch in itertools.product(range(4), range(4)):
+        row = 16 * warp + lanes % 16
+        addresses = row * DEPTH + (lanes // 16 ^ row % 8) * 16 ^ batch * 32
+        for matrix in range(4):  # rows g or g + 8 of the first or the second piece
+            held = memory[addresses[8 * matrix : 8 * matrix + 8, None] + torch.arange(16)]
+            odd, even = widen_four((held.view(8, 4, 4) << 8 * torch.arange(4)).sum(-1))
+            row0, column0 = 16 * warp + matrix % 2 * 8, batch * 32 + matrix // 2 * 16
+            found[row0 : row0 + 8, column0 : column0 + 16] = torch.cat((even.reshape(8, 8), odd.reshape(8, 8)), 1).float()
+    order = torch.arange(DEPTH).view(-1, 8, 2).transpose(1, 2).flatten()  # of the columns of rows that widened_rows.cu prepares
+    assert torch.equal(found, codes.to(torch.uint8).view(E4M3).float()[:, order])
 
 
 @pytest.mark.parametrize(("weight_rows", "columns"), [(5120, 2048), (2048, 4096), (28672, 4096), (4096, 14336), (8, 16)])

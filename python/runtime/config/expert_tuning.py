@@ -28,15 +28,15 @@ class ExpertTuning:
             GEMM, where they serve the dtypes and shapes.
         wgmma: by format, the smallest number of tokens for which the grouped GEMMs by WGMMA are faster where the device, dtypes and shapes
             allow them, and their tiling; formats that are left out have none.
-        mxfp4: (largest number of tokens, pairs of a tile) of the grouped GEMMs that widen MXFP4 by WGMMA, ascending; 0 pairs where the
-            kernels for few tokens are faster. The last holds for any number.
+        widened: by format, (largest number of tokens, pairs of a tile) of the grouped GEMMs by WGMMA that widen weights in registers,
+            ascending; 0 pairs where other kernels are faster. The last holds for any number.
     """
 
     few: Mapping[WeightFormat, tuple[tuple[int, tuple[StepConfig, StepConfig]], ...]]
     many: Mapping[WeightFormat, tuple[tuple[int, GroupedConfig], ...]]
     most_streamed: Mapping[WeightFormat, int]
     wgmma: Mapping[WeightFormat, tuple[int, WgmmaExpertsConfig]]
-    mxfp4: tuple[tuple[int, int], ...]
+    widened: Mapping[WeightFormat, tuple[tuple[int, int], ...]]
 
     def few_rows(self, weights: WeightFormat, rows: int) -> tuple[StepConfig, StepConfig] | None:
         """Tilings of the kernels for few tokens, or None where the grouped GEMM is faster."""
@@ -51,11 +51,9 @@ class ExpertTuning:
         least, config = self.wgmma.get(weights, (rows + 1, None))
         return config if rows >= least else None
 
-    def mxfp4_pairs(self, weights: WeightFormat, rows: int) -> int:
-        """Pairs of a tile of the grouped GEMMs that widen MXFP4 by WGMMA; 0 where other kernels are faster, or for other formats."""
-        if weights != "mxfp4":
-            return 0
-        return next((pairs for largest, pairs in self.mxfp4 if rows <= largest), self.mxfp4[-1][1])
+    def widened_pairs(self, weights: WeightFormat, rows: int) -> int:
+        """Pairs of a tile of the grouped GEMMs that widen weights in registers; 0 where other kernels are faster, or for other formats."""
+        return next((pairs for largest, pairs in self.widened.get(weights, ()) if rows <= largest), 0)
 
     def without_fp8_rows(self) -> ExpertTuning:
         """The same with activations in 16 bits for any number of tokens."""
@@ -69,7 +67,8 @@ class ExpertTuning:
     def kernel_rows(self, most: int) -> set[int]:
         """Numbers of tokens, up to `most`, that together need every kernel that passes of up to `most` tokens use."""
         bounds = {bound for table in self.many.values() for bound, _ in table}
-        bounds |= {bound for least, _ in self.wgmma.values() for bound in (least - 1, least)} | {largest for largest, _ in self.mxfp4}
+        bounds |= {bound for least, _ in self.wgmma.values() for bound in (least - 1, least)}
+        bounds |= {largest for table in self.widened.values() for largest, _ in table}
         return {min(bound, most) for bound in bounds | FEW_BLOCKS}
 
 
@@ -108,5 +107,5 @@ H200_EXPERTS = ExpertTuning(
     },
     most_streamed={"dense": 64, "fp8": 64, "mxfp4": 256},
     wgmma={"dense": (2048, WgmmaExpertsConfig(128, 256, 256, 2)), "fp8": (2048, WgmmaExpertsConfig(128, 256, 256, 2))},
-    mxfp4=((96, 0), (384, 48), (1 << 30, 128)),
+    widened={"fp8": ((64, 0), (384, 32), (1024, 80), (1 << 30, 0)), "mxfp4": ((96, 0), (384, 48), (1 << 30, 128))},
 )

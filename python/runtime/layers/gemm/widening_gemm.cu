@@ -33,14 +33,6 @@ __device__ __forceinline__ u32 load_word(u32 from) {
 // A barrier of the threads that multiply.
 __device__ __forceinline__ void sync_multipliers() { asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory"); }
 
-// e4m3 numbers as bfloat16: those of bytes 1 and 3, and those of bytes 0 and 2. Sign, exponent and mantissa move to where bfloat16 has them,
-// which is the number times 2^-120; the product by 2^120 is exact, of subnormal numbers too. NaN becomes 480.
-__device__ __forceinline__ void widen_four(u32 four, u32& odd, u32& even) {
-    const u32 a = (four >> 4 & 0x07F007F0) | (four & 0x80008000), b = (four << 4 & 0x07F007F0) | (four << 8 & 0x80008000);
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(odd) : "r"(a), "r"(0x7B807B80));
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(even) : "r"(b), "r"(0x7B807B80));
-}
-
 // The left operands of the instructions for one box of x: 16 rows of the warp by 64 columns, of which `half` counts.
 //
 // Lane (g, t) needs columns 2 t and 2 t + 1 of each eight in rows g and g + 8. They are half a word, the same in both rows, which `pick`
@@ -52,7 +44,7 @@ __device__ __forceinline__ void widen_half(u32 (&fragments)[STEPS][4], u32 from,
 #pragma unroll
         for (int eight = 0; eight < 2; eight++) {
             const u32 low = load_word(at + eight * 8), high = load_word(at + eight * 8 + 8 * DEPTH);
-            widen_four(__byte_perm(low, high, pick), fragments[k][2 * eight], fragments[k][2 * eight + 1]);
+            widen_four<false>(__byte_perm(low, high, pick), fragments[k][2 * eight], fragments[k][2 * eight + 1]);
         }
     }
 }

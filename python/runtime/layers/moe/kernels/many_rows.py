@@ -91,8 +91,9 @@ def sum_pairs(
     columns = SUM_COLUMNS if norm is None else triton.next_power_of_2(hidden)
     if added is not None and norm is not None:
         added.normed = normed = torch.empty_like(out, dtype=norm.weight.dtype)
+    gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     _sum_kernel[(T, triton.cdiv(hidden, columns))](
-        y, routed.ids, out, beside, None if norm is None else norm.weight, normed, hidden, first, experts, 0.0 if norm is None else norm.eps,
+        y, routed.ids, out, beside, gain, normed, hidden, first, experts, eps,
         TOP_K=top_k, BLOCK=columns, ADD=added is not None, BESIDE=beside is not None, NORM=norm is not None, PDL=pdl,
         num_warps=8 if columns >= WIDE else 4, **launch_options(pdl),
     )  # fmt: skip

@@ -14,8 +14,8 @@ from runtime.layers.moe.kernels.gate import GatedAct
 from runtime.layers.moe.kernels.grouped_gemm import experts_by_wgmma
 from runtime.layers.moe.kernels.grouped_gemm import supports as takes_wgmma
 from runtime.layers.moe.kernels.many_rows import Added, experts_many_rows
-from runtime.layers.moe.kernels.mxfp4_gemm import experts_in_mxfp4
-from runtime.layers.moe.kernels.mxfp4_gemm import supports as takes_mxfp4
+from runtime.layers.moe.kernels.widened_experts import supports as takes_widened
+from runtime.layers.moe.kernels.widened_experts import widened_experts
 from runtime.layers.moe.router import Routing
 
 
@@ -47,9 +47,9 @@ def run_experts(
     if few is not None:
         assert added is None, "few rows are added by `experts_few_rows`"
         return experts_few_rows(x, gate_up, down, routed, act, few, out, first=first, pdl=pdl)
-    pairs = tuning.mxfp4_pairs(gate_up.format, len(x))
-    if pairs and takes_mxfp4(x, gate_up, down, act, pairs):
-        return experts_in_mxfp4(x, gate_up, down, routed, act, pairs, out, first=first, added=added, pdl=pdl)
+    pairs = tuning.widened_pairs(gate_up.format, len(x))
+    if pairs and takes_widened(x, gate_up, down, act, pairs):
+        return widened_experts(x, gate_up, down, routed, act, pairs, out, first=first, added=added, pdl=pdl)
     if len(x) <= tuning.most_streamed[gate_up.format] and supports(x, gate_up, down, routed.ids.shape[1]):
         if added is not None and added.beside is not None:
             out.add_(added.beside)

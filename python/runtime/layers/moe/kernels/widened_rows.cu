@@ -1,10 +1,10 @@
-// Rows for `mxfp4_gemm.cu`: bfloat16 as float16 times a power of two that the largest entry of a row fixes, and of each 16 columns the even ones
+// Rows for `widened_experts.cu`: bfloat16 as float16 times a power of two that the largest entry of a row fixes, and of each 16 columns the even ones
 // before the odd ones. One block per row.
 //
 // Defined before this text: THREADS, and the rest of `fragments.cu`.
 
 // x, rows: [T, width], width a multiple of 16. factors[row]: what undoes that power.
-extern "C" __global__ void __launch_bounds__(THREADS) mxfp4_rows(const uint4* x, uint4* rows, float* factors, int width) {
+extern "C" __global__ void __launch_bounds__(THREADS) widened_rows(const uint4* x, uint4* rows, float* factors, int width) {
     constexpr int HELD = 2;  // pieces of 16 columns that a thread keeps in registers; it reads others twice
     __shared__ u32 largest[THREADS / 32];
     if (EARLY) launch_next(), wait_for_previous();

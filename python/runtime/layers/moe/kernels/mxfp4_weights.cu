@@ -1,0 +1,190 @@
+// Weights in MXFP4 for `widened_experts.cu`: each is widened to float16 times its scale over the largest one of its row, which the sums are
+// multiplied by.
+//
+// Lane (g, t) of a warp gets bytes 4 t to 4 t + 3 of the 16 bytes that share a scale, by `ldmatrix`, and bytes 0 and 2, 1 and 3 of a word widen
+// together. Scales of a matrix lie beside each other in memory and come at once.
+//
+// Defined before this text: SLOTS (of the scales of a tile), SCALES (of a row), widened_tiles.cu.
+
+constexpr int SCALE_BYTES_OF_MATRIX = MATRIX * SCALES, SLOT_BYTES = MATRICES * SCALE_BYTES_OF_MATRIX;
+constexpr int SCALE_BYTES = SLOTS * SLOT_BYTES;
+
+struct Scales { const u8* at; };  // uint8 [experts, rows, SCALES]
+
+// cp.async.bulk: neighbouring bytes, a multiple of 16, which `barrier` counts.
+__device__ __forceinline__ void load_bytes(u32 to, const u8* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+                 "r"(barrier)
+                 : "memory");
+}
+
+__device__ __forceinline__ u32 load_scales(u32 from) {  // of two groups
+    u16 both;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(both) : "r"(from) : "memory");
+    return both;
+}
+__device__ __forceinline__ u32 max_signed2(u32 a, u32 b) {
+    u32 out;
+    asm("max.s16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+__device__ __forceinline__ u32 add2(u32 a, u32 b) {
+    u32 out;
+    asm("add.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+// The scales of two groups, a byte each, as float16 factors 2^15 times the scale over the largest of the row; what is less than 2^-14 becomes 0.
+// `top`: 30 less that largest one, twice.
+__device__ __forceinline__ u32 factors_of(u32 scales, u32 top) {
+    return max_signed2(add2(__byte_perm(scales, 0, 0x4140), top), 0) << 10;
+}
+// Two numbers in float16 times the first factor of two, or the second.
+template <bool SECOND> __device__ __forceinline__ u32 scaled(u32 x, u32 factors) {
+    u32 y;
+    if (SECOND)
+        asm("{\n.reg .b16 low, high;\n.reg .b32 both;\nmov.b32 {low, high}, %2;\nmov.b32 both, {high, high};\nmul.rn.f16x2 %0, %1, both;\n}"
+            : "=r"(y) : "r"(x), "r"(factors));
+    else
+        asm("{\n.reg .b16 low, high;\n.reg .b32 both;\nmov.b32 {low, high}, %2;\nmov.b32 both, {low, low};\nmul.rn.f16x2 %0, %1, both;\n}"
+            : "=r"(y) : "r"(x), "r"(factors));
+    return y;
+}
+
+// Slots for the scales of tiles, used round robin: a barrier of each for its bytes, then one of each for the warps that have read them.
+struct Slots {
+    u32 data, barriers;
+    int slot = 0, round = 0;
+
+    __device__ __forceinline__ Slots(u32 data, u32 barriers) : data(data), barriers(barriers) {}
+    __device__ __forceinline__ void init() const {
+        for (int s = 0; s < SLOTS; s++) barrier_init(barriers + s * 8, 1), barrier_init(barriers + (SLOTS + s) * 8, MULTIPLIERS / 32);
+    }
+    __device__ __forceinline__ u32 full() const { return barriers + 8 * slot; }
+    __device__ __forceinline__ u32 empty() const { return full() + 8 * SLOTS; }
+    __device__ __forceinline__ u32 scales() const { return data + SCALES_AT + slot * SLOT_BYTES; }
+    __device__ __forceinline__ void next() {
+        if (++slot == SLOTS) slot = 0, round++;
+    }
+};
+
+// What the loading warpgroup does about scales.
+struct ScaleLoader {
+    Scales scales;
+    Slots slots;
+
+    // `starts`: the first rows of the matrices among those of all experts, -1 past the last one; `boxes`: how many are not.
+    __device__ __forceinline__ void load_item(const Item& item, const int (&starts)[MATRICES], int boxes, int rows, int member) {
+        if (member == 0) {
+            if (slots.round > 0) barrier_wait(slots.empty(), (slots.round - 1) & 1);
+            barrier_expect(slots.full(), boxes * SCALE_BYTES_OF_MATRIX);
+#pragma unroll
+            for (int m = 0; m < MATRICES; m++) {
+                const u32 to = slots.scales() + m * SCALE_BYTES_OF_MATRIX;
+                if (starts[m] >= 0) load_bytes(to, scales.at + (long)starts[m] * SCALES, SCALE_BYTES_OF_MATRIX, slots.full());
+            }
+        }
+        slots.next();
+    }
+    __device__ __forceinline__ void load_stage(int, int, int) const {}
+};
+
+// What a multiplying warpgroup does with weights.
+struct Widener {
+    Slots slots;
+    u32 data;
+    int width, group, warp, lane;
+
+    __device__ __forceinline__ void begin_item() const { barrier_wait(slots.full(), slots.round & 1); }
+    __device__ __forceinline__ void end_item() {
+        release(slots.empty(), lane);
+        slots.next();
+    }
+    // The largest scales of this lane's rows of both matrices, of the second matrix in the upper halves. `scales`: of row 0 of the warp.
+    __device__ __forceinline__ void find_largest(u32 (&largest)[2], u32 scales) const {
+#pragma unroll
+        for (int high = 0; high < 2; high++) {
+            const u32 from = scales + fragment_row(lane, high) * SCALES;
+            u32 low_bytes = 0, words = 0;
+#pragma unroll 4
+            for (int j = 2 * (lane % 4); j < SCALES; j += 8) {
+                const u32 both = load_scales(from + j) | load_scales(from + SCALE_BYTES_OF_MATRIX + j) << 16;
+                words = max2(words, both), low_bytes = max2(low_bytes, both & 0x00FF00FF);
+            }
+            u32 most = max2(low_bytes, words >> 8 & 0x00FF00FF);
+            most = max2(most, __shfl_xor_sync(~0u, most, 1));
+            largest[high] = max2(most, __shfl_xor_sync(~0u, most, 2));
+        }
+    }
+    // Sums of `N` pairs by both matrices of the group, and what sums of this lane's rows are multiplied by. Stages are released.
+    template <int N> __device__ __forceinline__ void multiply_item(float (&sums)[2][N / 2], float (&row_factors)[2][2], Ring& ring) const {
+        const u32 scales_of_warp = slots.scales() + (2 * group * MATRIX + 16 * warp) * SCALES;
+        u32 largest[2];
+        find_largest(largest, scales_of_warp);
+        const int stages = stages_of(width), row = matrix_row(warp, lane), chunk = lane / 16;
+        const u32 codes = 2 * group * MATRIX_BYTES + row * CODE_BYTES, first = (chunk ^ (row / 2 & 3)) * 16, second = first ^ 32;
+        u32 fragments[2][2][4], tops[2][2], scales[2];
+        int stage = __shfl_sync(~0u, ring.stage, 0), before = 0;  // known to be the same in all lanes: descriptors stay in uniform registers
+#pragma unroll
+        for (int high = 0; high < 2; high++) {
+            scales[high] = scales_of_warp + fragment_row(lane, high) * SCALES;
+#pragma unroll
+            for (int q = 0; q < 2; q++) tops[q][high] = __byte_perm(30 - (largest[high] >> 16 * q & 0xFF), 0, 0x1010);
+        }
+#pragma unroll 1
+        for (int s = 0; s < stages; s++) {
+            ring.wait_full();
+            fence_async();  // wgmma reads what cp.async has written
+            const u32 here = data + stage * STAGE_BYTES;
+            const u64 x = descriptor(here + W_BYTES), constant = x & ~0xFFFFFFFFull;  // offsets never reach the upper half
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                uint4 words[2];
+                u32 factors[2][2];
+#pragma unroll
+                for (int q = 0; q < 2; q++) {
+                    words[q] = matrices(here + codes + q * MATRIX_BYTES + (half ? second : first));
+#pragma unroll
+                    for (int high = 0; high < 2; high++) {  // past the last column, codes are zeros, whose scale must be finite
+                        const u32 two = SCALES % 4 == 0 || 4 * s + 2 * half < SCALES
+                            ? load_scales(scales[high] + q * SCALE_BYTES_OF_MATRIX + 4 * s + 2 * half)
+                            : 0;
+                        factors[q][high] = factors_of(two, tops[q][high]);
+                    }
+                }
+#pragma unroll
+                for (int k = 0; k < 4; k++) {  // 16 columns each: the first codes of 16 bytes, then the second ones, then those of the next 16 bytes
+                    u32(&pieces)[2][4] = fragments[k % 2];
+#pragma unroll
+                    for (int q = 0; q < 2; q++)
+#pragma unroll
+                        for (int high = 0; high < 2; high++) {
+                            const u32 word = k < 2 ? high ? words[q].y : words[q].x : high ? words[q].w : words[q].z;
+                            const uint2 two = k % 2 ? widen_second_e2m1(word) : widen_first_e2m1(word);
+                            pieces[q][high] = k < 2 ? scaled<false>(two.x, factors[q][high]) : scaled<true>(two.x, factors[q][high]);
+                            pieces[q][2 + high] = k < 2 ? scaled<false>(two.y, factors[q][high]) : scaled<true>(two.y, factors[q][high]);
+                        }
+                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                    for (int q = 0; q < 2; q++)
+                        multiply(sums[q], pieces[q], constant | (u32)x + half * (HALF_BYTES / 16) + k * 2, s > 0 || half > 0 || k > 0);
+                    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+                    if (half == 0 && k == 0 && s > 0) release(ring.empty + before * 8, lane);  // nothing of the stage before is read any more
+                }
+            }
+            before = stage;
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            ring.next();
+        }
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        release(ring.empty + before * 8, lane);
+#pragma unroll
+        for (int q = 0; q < 2; q++)
+#pragma unroll
+            for (int j = 0; j < N / 2; j++) asm volatile("" : "+f"(sums[q][j])::"memory");
+#pragma unroll
+        for (int q = 0; q < 2; q++)
+#pragma unroll
+            for (int high = 0; high < 2; high++)
+                row_factors[q][high] = __uint_as_float((u32)max((int)(largest[high] >> 16 * q & 0xFF) - 1, 0) << 23);
+    }
+};

@@ -1,0 +1,263 @@
+"""Experts of small weights on Hopper, in CUDA C++: two grouped GEMMs that widen weights in registers (`widened_experts.cu`), then sums."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from runtime.config.expert_tuning import WeightFormat
+from runtime.layers.gemm.wgmma_gemm import PARTS, multiply_source
+from runtime.layers.kernels import cuda_driver, fragments
+from runtime.layers.moe.kernels.align import Aligned, align
+from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights, check_experts
+from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GatedAct
+from runtime.layers.moe.kernels.grouped_gemm import GROUPED_PARTS
+from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
+from runtime.layers.moe.router import Routing
+
+GROUP = 32
+"""Columns of a row of MXFP4 that share a scale."""
+MATRIX = 64
+"""Weight rows of a matrix that is loaded at once; a warpgroup multiplies by two."""
+DEPTH = 128
+"""Columns of a stage."""
+SHARED_BYTES = 227 << 10
+"""All shared memory that a block may have: stages, scales, results on their way to memory, barriers."""
+MOST_STAGES, SLOTS = 8, 2
+"""Of the ring of weights and rows; and tiles whose scales in MXFP4 are there."""
+STAGE_SCALES = 8
+"""Places for the float32 scales of a stage of e4m3."""
+STAGING_BYTES = 32 * 48
+"""Of the results of a warp."""
+LOADERS, LOAD_REGISTERS = 128, 40
+"""Threads of the loading warpgroup, and registers of each."""
+ROW_THREADS = 128
+"""Of a block that prepares a row."""
+MOST_GATED = 200.0
+"""Largest limit of a clamped activation whose products float16 holds."""
+CODE_BITS: Mapping[WeightFormat, int] = {"fp8": 8, "mxfp4": 4}
+"""Of a weight, by the formats that the kernels widen."""
+PARTS_OF: Mapping[WeightFormat, Path] = {
+    "fp8": Path(__file__).with_name("e4m3_weights.cu"),
+    "mxfp4": Path(__file__).with_name("mxfp4_weights.cu"),
+}
+"""What is particular to a format."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """How a block multiplies the pairs of a tile.
+
+    Attributes:
+        fewer: a tile that has no more pairs than these has instructions for so many.
+        groups: warpgroups that multiply, as many as have the registers: while one waits, others convert weights.
+    """
+
+    fewer: int
+    groups: int
+
+
+TILES: Mapping[WeightFormat, dict[int, _Tile]] = {
+    "fp8": {32: _Tile(16, 2), 80: _Tile(48, 2)},
+    "mxfp4": {48: _Tile(32, 3), 128: _Tile(32, 2)},
+}
+"""By their pairs; sums of e4m3 take twice the registers, as those of a stage get their scale before they are added up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What a program is compiled for; of e4m3 all numbers of columns have one."""
+
+    format: WeightFormat
+    pairs: int
+    columns: int
+    gated: bool
+    act: int
+    bias: bool
+    early: bool
+
+    @property
+    def tile(self) -> _Tile:
+        """How a block multiplies."""
+        return TILES[self.format][self.pairs]
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the output of a tile."""
+        return self.tile.groups * MATRIX * (1 if self.gated else 2)
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether results are bfloat16: those of the second GEMM, and what e4m3 has between them, which any activation may give."""
+        return not self.gated or self.format == "fp8"
+
+    @property
+    def operands(self) -> Literal["bf16", "f16"]:
+        """What the tensor cores multiply: rows that were prepared are float16, and so is what MXFP4 has between the GEMMs."""
+        return "f16" if self.gated or self.format == "mxfp4" else "bf16"
+
+    @property
+    def stages(self) -> int:
+        """Of the ring: what fits beside everything else."""
+        matrices = 2 * self.tile.groups
+        scales = SLOTS * matrices * MATRIX * (self.columns // GROUP) if self.format == "mxfp4" else MOST_STAGES * STAGE_SCALES * 4
+        staging, barriers = 4 * self.tile.groups * STAGING_BYTES, 16 * (MOST_STAGES + SLOTS) + 8
+        stage = matrices * MATRIX * DEPTH * CODE_BITS[self.format] // 8 + self.pairs * DEPTH * 2
+        return min((SHARED_BYTES - scales - staging - barriers) // stage, MOST_STAGES)
+
+
+def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, act: GatedAct, pairs: int) -> bool:
+    """Whether the kernels multiply these rows by these weights on their device."""
+    return x.is_cuda and x.dtype is torch.bfloat16 and _takes(gate_up, down, act, pairs) and cuda_driver.on_hopper(x)
+
+
+def _takes(gate_up: ExpertWeights, down: ExpertWeights, act: GatedAct, pairs: int) -> bool:
+    """Whether both GEMMs take these weights: hidden and inner size are multiples of 64, so that matrices have all their rows."""
+    if gate_up.format != down.format or gate_up.format not in CODE_BITS:
+        return False
+    if gate_up.format == "mxfp4" and not (act.kind == CLAMPED_SWIGLU.value and act.limit <= MOST_GATED):
+        return False  # products may be too large: rows between the GEMMs are float16
+    return all(_readable(weights, pairs) for weights in (gate_up, down))
+
+
+def _readable(weights: ExpertWeights, pairs: int) -> bool:
+    """Whether a GEMM reads these weights and their scales."""
+    scale, K = weights.scale, weights.shape[2]
+    assert scale is not None
+    if K % MATRIX or not all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in (weights.weight, scale)):
+        return False
+    if weights.format == "mxfp4":
+        return _Variant("mxfp4", pairs, K, False, 0, False, False).stages >= 2
+    _, _, rows, columns = weights.scale_layout
+    return rows % MATRIX == 0 and columns % DEPTH == 0  # one scale for the rows of a matrix, and the columns of a stage
+
+
+def widened_experts(
+    x: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    routed: Routing,
+    act: GatedAct,
+    pairs: int,
+    out: torch.Tensor,
+    *,
+    first: int = 0,
+    added: Added | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """As `experts_many_rows`, for what the kernels support.
+
+    Args:
+        pairs: of a tile, one of `TILES` of the format: about as many as an expert has.
+    """
+    (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
+    check_experts(x, gate_up, down, out)
+    rows, factors = prepare_rows(x, pdl=pdl)
+    aligned = align(routed.ids, first, E, pairs, pdl=pdl)
+    between = torch.bfloat16 if gate_up.format == "fp8" else torch.float16
+    h = torch.empty((aligned.tiles * pairs, inner), dtype=between, device=x.device)
+    y = torch.empty((T * top_k, hidden), dtype=x.dtype, device=x.device)
+    grouped = partial(_grouped, aligned=aligned, routed=routed, act=act, pdl=pdl)
+    grouped(rows, factors, gate_up, h, gated=True)
+    grouped(h, None, down, y, gated=False)
+    return sum_pairs(y, routed, out, first, E, added=added, pdl=pdl)
+
+
+def prepare_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """bfloat16 x [T, K] as float16 with the columns in the order of the kernels, and float32 [T]: what each row is multiplied by."""
+    rows, factors = torch.empty_like(x, dtype=torch.float16), torch.empty(len(x), dtype=torch.float32, device=x.device)
+    _rows_kernel(pdl)(len(x), (*map(cuda_driver.pointer, (x, rows, factors)), cuda_driver.int32(x.shape[1])), pdl)
+    return rows, factors
+
+
+def _grouped(
+    x: torch.Tensor,
+    factors: torch.Tensor | None,
+    weights: ExpertWeights,
+    out: torch.Tensor,
+    *,
+    gated: bool,
+    aligned: Aligned,
+    routed: Routing,
+    act: GatedAct,
+    pdl: bool,
+) -> None:
+    """One grouped GEMM: with `gated`, x has a row for each token and `out` for each place of `aligned`; otherwise places and pairs."""
+    (E, N, K), columns = weights.shape, out.shape[1]
+    assert weights.scale is not None
+    fp8, bias = weights.format == "fp8", weights.bias is not None
+    variant = _Variant(weights.format, aligned.rows, 0 if fp8 else K, gated, act.kind if gated else 0, bias, pdl)
+    items = aligned.tiles * -(-columns // variant.outputs)
+    _kernel(variant)(
+        min(items, torch.cuda.get_device_properties(x.device).multi_processor_count),
+        (
+            cuda_driver.pointer(x),
+            _map(weights.weight.data_ptr(), E * N, weights.weight.shape[2], DEPTH * CODE_BITS[weights.format] // 8),
+            _scales(weights) if fp8 else cuda_driver.pointer(weights.scale),
+            aligned.argument,
+            *map(cuda_driver.pointer, (out, weights.bias, routed.weights, factors)),
+            *map(cuda_driver.int32, (N, columns, K, routed.ids.shape[1])),
+            act.argument,
+        ),
+        pdl,
+    )
+
+
+class _Scales(ctypes.Structure):
+    """`Scales` in `e4m3_weights.cu`."""
+
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("expert_scales", "row_scales", "row_shift", "column_shift")),
+    )
+
+
+def _scales(weights: ExpertWeights) -> _Scales:
+    expert_scales, row_scales, rows, columns = weights.scale_layout
+    assert weights.scale is not None
+    return _Scales(weights.scale.data_ptr(), expert_scales, row_scales, rows.bit_length() - 1, columns.bit_length() - 1)
+
+
+@lru_cache(maxsize=1 << 12)
+def _map(address: int, rows: int, row_bytes: int, box_bytes: int) -> Any:
+    return cuda_driver.tensor_map(address, (row_bytes, rows), torch.uint8, (box_bytes, MATRIX))
+
+
+@cache
+def _kernel(variant: _Variant) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(
+        source(variant), "widened_experts", threads=128 * variant.tile.groups + LOADERS, cluster=1, shared_bytes=SHARED_BYTES
+    )
+
+
+@cache
+def _rows_kernel(early: bool) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(rows_source(early), "widened_rows", threads=ROW_THREADS, cluster=1, shared_bytes=0)
+
+
+def rows_source(early: bool) -> str:
+    """The CUDA program that prepares rows."""
+    constants = dict(FORMAT=FORMATS["dense"], ACT=0, EARLY=int(early), THREADS=ROW_THREADS)
+    return fragments.source(Path(__file__).with_name("widened_rows.cu"), constants)
+
+
+def source(variant: _Variant) -> str:
+    """The CUDA program of one variant."""
+    v, tiles = variant, TILES[variant.format]
+    assert v.pairs in tiles, f"expected tiles of {tuple(tiles)} pairs; got {v.pairs}"
+    constants = dict(
+        FORMAT=FORMATS[v.format], ACT=v.act, EARLY=int(v.early), ROWS=v.tile.groups * MATRIX, CLUSTER_M=1, SPLIT=1, LOADERS=LOADERS,
+        LOAD_REGISTERS=LOAD_REGISTERS, BFLOAT16=int(v.bfloat16), CODE_BITS=CODE_BITS[v.format], PAIRS=v.pairs, FEWER=v.tile.fewer,
+        STAGES=v.stages, SLOTS=SLOTS, SCALES=v.columns // GROUP, STAGE_SCALES=STAGE_SCALES, GATED=int(v.gated), BIAS=int(v.bias),
+    )  # fmt: skip
+    multiply = "\n".join(multiply_source(pairs, v.operands, overwrites=True, fragments=True) for pairs in (v.tile.fewer, v.pairs))
+    here = Path(__file__)
+    return fragments.source(
+        here.with_suffix(".cu"), constants, PARTS, GROUPED_PARTS, multiply, here.with_name("widened_tiles.cu"), PARTS_OF[v.format]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -52,3 +53,13 @@ def test_weights_may_be_loaded_inside_inference_mode() -> None:
         layer = table.linear({"a": 4, "b": 2}, 3)
         table.load({"a.weight": torch.ones(4, 3), "b.weight": torch.zeros(2, 3)}.items())
     assert layer.weight.sum() == 12
+
+
+def test_threads_of_operations_share_the_cores_while_weights_load() -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+    try:
+        store_in_threads((lambda: seen.append(torch.get_num_threads()) for _ in range(4)), threads=len(os.sched_getaffinity(0)))
+        assert (seen, torch.get_num_threads()) == ([1] * 4, 3)
+    finally:
+        torch.set_num_threads(before)

@@ -21,7 +21,8 @@ def store_in_threads(stores: Iterable[Callable[[], object]], threads: int | None
     Args:
         threads: one for each core of this process, up to 16, by default.
     """
-    threads = threads or min(len(os.sched_getaffinity(0)), MAX_THREADS)
+    cores, each = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    threads = threads or min(cores, MAX_THREADS)
     inference = torch.is_inference_mode_enabled()  # of this thread alone
 
     def run(store: Callable[[], object]) -> None:
@@ -30,6 +31,7 @@ def store_in_threads(stores: Iterable[Callable[[], object]], threads: int | None
 
     with ThreadPoolExecutor(threads, "talon::load") as pool:
         begun = deque[Future[None]]()
+        torch.set_num_threads(max(1, cores // threads))  # a copy in each of them would start as many as there are cores
         try:
             for store in stores:
                 begun.append(pool.submit(run, store))
@@ -40,3 +42,4 @@ def store_in_threads(stores: Iterable[Callable[[], object]], threads: int | None
         finally:
             for rest in begun:
                 rest.cancel()
+            torch.set_num_threads(each)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
@@ -55,11 +54,12 @@ def test_weights_may_be_loaded_inside_inference_mode() -> None:
     assert layer.weight.sum() == 12
 
 
-def test_threads_of_operations_share_the_cores_while_weights_load() -> None:
+@pytest.mark.parametrize("one_core_each", [False, True])
+def test_operations_may_keep_to_their_thread(one_core_each: bool) -> None:
     before, seen = torch.get_num_threads(), list[int]()
     torch.set_num_threads(3)
     try:
-        store_in_threads((lambda: seen.append(torch.get_num_threads()) for _ in range(4)), threads=len(os.sched_getaffinity(0)))
-        assert (seen, torch.get_num_threads()) == ([1] * 4, 3)
+        store_in_threads((lambda: seen.append(torch.get_num_threads()) for _ in range(4)), 2, one_core_each)
+        assert (seen, torch.get_num_threads()) == ([1 if one_core_each else 3] * 4, 3)
     finally:
         torch.set_num_threads(before)

@@ -68,7 +68,7 @@ class ExpertPart:
         shape: of the part.
     """
 
-    tensor: Values
+    tensor: Sliceable
     expert: int
     start: int
     step: int

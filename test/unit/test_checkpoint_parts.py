@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,27 +12,48 @@ import torch
 from runtime.errors import ConfigError
 from runtime.layers.quantization.scheme import WeightSlot
 from runtime.models.checkpoint_parts import STAGE_BYTES, Part, Staging
+from runtime.models.file_tensor import FileTensor, WeightFile, row_major
 
 CPU = torch.device("cpu")
-ELSEWHERE = torch.device("meta")
-"""A device that tensors on the host are brought to."""
 E4M3 = torch.float8_e4m3fn
+Batch = list[tuple[Part, FileTensor]]
 
 
-def part(values: torch.Tensor, name: str = "t", **rules) -> tuple[Part, torch.Tensor]:
-    """A part that is stored into the tensor beside it."""
-    target = torch.zeros(values.shape, dtype=values.dtype)
-    return Part(name, values, WeightSlot(tuple(values.shape), (slice(None),) * values.dim(), target.copy_, **rules)), target
+def in_file(tensors: Sequence[torch.Tensor], path: Path) -> list[FileTensor]:
+    """The tensors, which are written to a file without gaps, behind bytes that are no part of them."""
+    found, offset = list[FileTensor](), 24
+    path.write_bytes(bytes(offset) + b"".join(bits(tensor).numpy().tobytes() for tensor in tensors))
+    file = WeightFile(path)
+    for tensor in tensors:
+        shape = tuple(tensor.shape)
+        found.append(FileTensor(file, tensor.dtype, offset, shape, row_major(shape)))
+        offset += tensor.nbytes
+    return found
 
 
-def mixed(count: int = 60) -> Iterator[torch.Tensor]:
-    """Tensors of all dtypes, of sizes that fill buffers unevenly, some of them views as slices of files are."""
-    generator = torch.Generator().manual_seed(3)
+def parts_of_file(values: Sequence[torch.Tensor | FileTensor], **rules) -> tuple[Batch, list[torch.Tensor]]:
+    """Parts of a file that are stored into the tensors beside them."""
+    batch, targets = Batch(), list[torch.Tensor]()
+    for i, each in enumerate(values):
+        assert isinstance(each, FileTensor)
+        targets.append(torch.zeros(each.shape, dtype=each.dtype))
+        slot = WeightSlot(each.shape, (slice(None),) * len(each.shape), targets[-1].copy_, **rules)
+        batch.append((Part(f"t{i}", each, slot), each))
+    return batch, targets
+
+
+def whole_and_views(path: Path, count: int = 60) -> tuple[list[torch.Tensor], list[FileTensor]]:
+    """Tensors of all dtypes, of sizes that fill buffers unevenly, some of them cut or transposed; the same in a file."""
+    generator, tensors, views = torch.Generator().manual_seed(3), list[torch.Tensor](), []
     for i in range(count):
         rows, columns = 1 + 7 * i % 50, 3 + 5 * i % 64
         whole = torch.randn((2 * rows, columns + 4), generator=generator)
-        whole = whole.to((torch.float32, torch.bfloat16, torch.float16, E4M3)[i % 4]) if i % 5 else whole.mul(9).to(torch.uint8)
-        yield (whole, whole[::2, 2:-2], whole[:rows].t(), whole[0, :1], whole[0, 0])[i % 3 if i % 7 else 3 + i % 2]
+        dtype = (torch.float32, torch.bfloat16, torch.float16, E4M3)[i % 4]
+        tensors.append(whole.to(dtype) if i % 5 else whole.mul(9).to(torch.uint8))
+        cut = [lambda t: t, lambda t: t[::2, 2:-2], lambda t, n=rows: t[:n].t(), lambda t: t[0, :1], lambda t: t[0, 0]]
+        views.append(cut[i % 3 if i % 7 else 3 + i % 2])
+    files = in_file(tensors, path)
+    return [view(each) for view, each in zip(views, tensors, strict=True)], [view(each) for view, each in zip(views, files, strict=True)]
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
@@ -39,39 +61,41 @@ def bits(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().reshape(-1).view(torch.uint8)
 
 
-def test_parts_arrive_together_as_they_are() -> None:
-    parts, targets = zip(*map(part, mixed()), strict=True)
-    Staging(CPU).store(parts)
-    for each, target in zip(parts, targets, strict=True):
-        assert torch.equal(bits(each.values), bits(target)), each.values.shape
+def test_parts_arrive_together_as_they_are(tmp_path: Path) -> None:
+    expected, files = whole_and_views(tmp_path / "t")
+    batch, targets = parts_of_file(files)
+    Staging(CPU).store(batch)
+    for each, target in zip(expected, targets, strict=True):
+        assert torch.equal(bits(each), bits(target)), each.shape
 
 
-def test_numbers_of_an_earlier_batch_between_parts_are_not_checked() -> None:
+def test_numbers_of_an_earlier_batch_between_parts_are_not_checked(tmp_path: Path) -> None:
     staging = Staging(CPU)
-    staging.store([part(torch.full((4096,), 255, dtype=torch.uint8))[0]])  # NaN as e4m3, bfloat16 and float32
+    staging.store(parts_of_file(in_file([torch.full((4096,), 255, dtype=torch.uint8)], tmp_path / "nan"))[0])  # NaN as any float
     for dtype in (E4M3, torch.bfloat16, torch.float32):
-        parts, targets = zip(*(part(torch.ones(size).to(dtype), finite=dtype is not E4M3) for size in (3, 5, 1, 9)), strict=True)
-        staging.store(parts)
-        assert all(torch.equal(bits(target), bits(each.values)) for each, target in zip(parts, targets, strict=True))
+        expected = [torch.ones(size).to(dtype) for size in (3, 5, 1, 9)]
+        batch, targets = parts_of_file(in_file(expected, tmp_path / str(dtype)), finite=dtype is not E4M3)
+        staging.store(batch)
+        assert all(torch.equal(bits(target), bits(each)) for each, target in zip(expected, targets, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(9, 3 << 20), (STAGE_BYTES + 5,), (3, STAGE_BYTES - 7), (2, STAGE_BYTES + 1)])
-def test_a_part_larger_than_a_buffer_arrives_piece_by_piece(shape: tuple[int, ...]) -> None:
+def test_a_part_larger_than_a_buffer_arrives(shape: tuple[int, ...], tmp_path: Path) -> None:
     values = torch.arange(256, dtype=torch.uint8).repeat(-(-torch.Size(shape).numel() // 256))[: torch.Size(shape).numel()].view(shape)
-    large, target = part(values)
-    Staging(CPU).store([large])
+    large, (target,) = parts_of_file(in_file([values], tmp_path / "t"))
+    Staging(CPU).store(large)
     assert torch.equal(values, target)
 
 
-def test_batches_fit_the_buffers_and_hold_every_part() -> None:
+def test_batches_fit_the_buffers_and_hold_every_part(tmp_path: Path) -> None:
     sizes = [STAGE_BYTES // 3, STAGE_BYTES // 2, 1, STAGE_BYTES // 4, 2 * STAGE_BYTES, 0, STAGE_BYTES, 17, 16]
-    parts = [part(torch.zeros(size, dtype=torch.uint8), str(size))[0] for size in sizes]
-    staging, batches = Staging(ELSEWHERE), list[list[Part]]()
+    wanted, _ = parts_of_file(in_file([torch.zeros(size, dtype=torch.uint8) for size in sizes], tmp_path / "t"))
+    staging, batches = Staging(CPU), list[Batch]()
     staging.store = lambda batch: batches.append(list(batch))  # pyright: ignore[reportAttributeAccessIssue]
-    for store in staging.stores(parts):
+    for store in staging.stores(part for part, _ in wanted):
         store()
-    assert [each for batch in batches for each in batch] == [each for each in parts if each.values.numel()], "in order"
-    assert all(len(batch) == 1 or sum(each.space for each in batch) <= STAGE_BYTES for batch in batches)
+    assert [each for batch in batches for each in batch] == [each for each in wanted if each[1].nbytes], "in order"
+    assert all(len(batch) == 1 or sum(-(-values.nbytes // 16) * 16 for _, values in batch) <= STAGE_BYTES for batch in batches)
     assert len(batches) == 5, "and no more of them than needed"
 
 
@@ -86,30 +110,48 @@ def test_batches_fit_the_buffers_and_hold_every_part() -> None:
         (torch.tensor([1, 9], dtype=torch.uint8), {"largest": 8}, "tensor bad holds 9; at most 8 is supported"),
     ],
 )
-def test_a_damaged_tensor_of_a_batch_is_named(values: torch.Tensor, rules: dict[str, object], message: str) -> None:
-    good = [part(tensor)[0] for tensor in mixed(20)]
-    damaged = part(values, "bad", **rules)[0]
+def test_a_damaged_tensor_of_a_batch_is_named(values: torch.Tensor, rules: dict[str, object], message: str, tmp_path: Path) -> None:
+    good, _ = parts_of_file(whole_and_views(tmp_path / "good", 20)[1])
+    slot = WeightSlot((2,), (slice(None),), torch.zeros(2, dtype=values.dtype).copy_, **rules)
+    bad, behind = in_file([values, torch.ones(5, dtype=values.dtype)], tmp_path / "bad")
     with pytest.raises(ConfigError, match=message):
-        Staging(CPU).store([*good, damaged, part(torch.ones(5, dtype=values.dtype), "behind")[0]])
-    (store,) = Staging(CPU).stores([damaged])  # it lies on the device already
+        Staging(CPU).store([*good, (Part("bad", bad, slot), bad), *parts_of_file([behind])[0]])
+    (store,) = Staging(CPU).stores([Part("bad", values, slot)])  # in memory already
     with pytest.raises(ConfigError, match=message):
         store()
 
 
-def test_numbers_that_only_look_bad_together_are_stored() -> None:
-    values = [torch.tensor([torch.inf, 1.0]), torch.tensor([-torch.inf]), torch.full((8,), 3e38), torch.full((8,), -3e38)]
-    parts, targets = zip(*map(part, values), strict=True)
-    Staging(CPU).store(parts)
-    assert all(torch.equal(target, each) for target, each in zip(targets, values, strict=True))
-    limited, target = part(torch.full((3,), 8, dtype=torch.uint8), largest=8)
-    large, other = part(torch.full((3,), 200, dtype=torch.uint8))
-    Staging(CPU).store([limited, large])
+def test_numbers_that_only_look_bad_together_are_stored(tmp_path: Path) -> None:
+    expected = [torch.tensor([torch.inf, 1.0]), torch.tensor([-torch.inf]), torch.full((8,), 3e38), torch.full((8,), -3e38)]
+    batch, targets = parts_of_file(in_file(expected, tmp_path / "t"))
+    Staging(CPU).store(batch)
+    assert all(torch.equal(target, each) for target, each in zip(targets, expected, strict=True))
+    few, many = in_file([torch.full((3,), 8, dtype=torch.uint8), torch.full((3,), 200, dtype=torch.uint8)], tmp_path / "limit")
+    limited, (target,) = parts_of_file([few], largest=8)
+    free, (other,) = parts_of_file([many])
+    Staging(CPU).store([*limited, *free])
     assert (int(target.max()), int(other.max())) == (8, 200)
 
 
-def test_threads_have_buffers_of_their_own() -> None:
-    staging, made = Staging(CPU), [list(zip(*map(part, mixed(40)), strict=True)) for _ in range(24)]
+def test_threads_have_buffers_of_their_own(tmp_path: Path) -> None:
+    staging = Staging(CPU)
+    expected, files = whole_and_views(tmp_path / "t", 40)
+    made = [parts_of_file(files) for _ in range(24)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda batch: staging.store(batch[0]), made))
-    for parts, targets in made:
-        assert all(torch.equal(bits(each.values), bits(target)) for each, target in zip(parts, targets, strict=True))
+    for _, targets in made:
+        assert all(torch.equal(bits(each), bits(target)) for each, target in zip(expected, targets, strict=True))
+
+
+def test_a_file_that_ends_early_is_damaged(tmp_path: Path) -> None:
+    batch, _ = parts_of_file(in_file([torch.ones(8), torch.ones(8)], tmp_path / "t"))
+    (tmp_path / "t").write_bytes((tmp_path / "t").read_bytes()[:-20])
+    with pytest.raises(ConfigError, match="damaged or truncated: it ends before byte"):
+        Staging(CPU).store(batch)
+
+
+def test_one_read_fills_more_buffers_than_a_system_call(tmp_path: Path) -> None:
+    expected = [torch.tensor([i], dtype=torch.int16) for i in range(5000)]
+    batch, targets = parts_of_file(in_file(expected, tmp_path / "t"))
+    Staging(CPU).store(batch)
+    assert torch.equal(torch.cat(targets), torch.cat(expected))

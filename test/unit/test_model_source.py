@@ -28,7 +28,8 @@ from runtime.model_files.gguf_convert import converted_folder
 from runtime.model_files.gguf_file import GGUFFile
 from runtime.model_files.gguf_tokenizer import build_tokenizer
 from runtime.model_files.model_source import DRAFT_FLAGS, resolve_model, resolve_weights
-from runtime.model_files.safetensors_writer import is_whole_safetensors, to_bfloat16, write_safetensors
+from runtime.model_files.safetensors_header import is_whole_safetensors
+from runtime.model_files.safetensors_writer import to_bfloat16, write_safetensors
 from runtime.models.registry import load_hf_config
 from runtime.models.rotary import inverse_frequencies
 from runtime.text.tokenizer import Tokenizer

@@ -52,3 +52,14 @@ def test_weights_may_be_loaded_inside_inference_mode() -> None:
         layer = table.linear({"a": 4, "b": 2}, 3)
         table.load({"a.weight": torch.ones(4, 3), "b.weight": torch.zeros(2, 3)}.items())
     assert layer.weight.sum() == 12
+
+
+@pytest.mark.parametrize("one_core_each", [False, True])
+def test_operations_may_keep_to_their_thread(one_core_each: bool) -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+    try:
+        store_in_threads((lambda: seen.append(torch.get_num_threads()) for _ in range(4)), 2, one_core_each)
+        assert (seen, torch.get_num_threads()) == ([1 if one_core_each else 3] * 4, 3)
+    finally:
+        torch.set_num_threads(before)

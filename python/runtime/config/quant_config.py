@@ -15,6 +15,7 @@ BLOCK = 128
 """Rows and columns that share a scale where a scale covers a block."""
 
 
+@functools.lru_cache
 def block_length(size: int, count: int) -> int:
     """The largest power of two up to `BLOCK` by which `size` makes `count` blocks."""
     found = next((length for length in (128, 64, 32, 16, 8, 4, 2, 1) if -(-size // length) == count), None)

@@ -30,7 +30,7 @@ from runtime.model_executor.dry_run import measure_activations, sample_padding
 from runtime.model_executor.expert_counter import ExpertCounter
 from runtime.model_executor.followers import Followers
 from runtime.model_executor.grammar_rows import GrammarRows
-from runtime.model_executor.graph_capture import capture_all
+from runtime.model_executor.graph_capture import capture_all, paused_gc
 from runtime.model_executor.graph_runner import Forward, GraphOptions, GraphRunner, RunnerSpec
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration_graph import IterationGraphs, IterationStages, hot_depths
@@ -105,7 +105,7 @@ def build_worker(
 
 def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_format: str, quantization: str | None) -> DecoderModel:
     """Build a model and fill its weights."""
-    with context.timed("load_weights"):
+    with context.timed("load_weights"), paused_gc(freeze=False):  # it would visit the many small objects again and again
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
         shared = context.attention_group, context.config.parallel.ep_size, context.kv_dtype, context.exchange

@@ -5,50 +5,33 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from runtime.errors import ConfigError
 from runtime.log import writes_json
+from runtime.model_files.safetensors_header import read_header
+from runtime.models.file_tensor import FileTensor, WeightFile, damaged, row_major
 
 INDEX = "model.safetensors.index.json"
 DUMMY_STD = 0.02
 FP8_SCALES = (".weight_scale_inv", ".weight_scale")
 MXFP4_SCALE = 127 - 7
 """The exponent by which random e2m1 numbers, whose std is 2.9, come near `DUMMY_STD`."""
-DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
-"""Bytes per value by safetensors' name of a dtype; 1 for all others."""
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16},
+    **{"I8": torch.int8, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+}
+"""By safetensors' names."""
 PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """A tensor of a safetensors file. Indexing it gives a view of that part in mapped memory, which is read where it is used."""
-
-    view: Any
-    file: Path
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        return tuple(self.view.get_shape())
-
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        """The part `index`. Raises `ConfigError` where the file is damaged."""
-        try:
-            return self.view[index]
-        except SafetensorError as error:
-            raise _damaged(self.file, error) from error
-
-
 def safetensors_weights(folder: str | Path, progress: bool = True) -> Iterator[tuple[str, FileTensor]]:
-    """Every tensor of a checkpoint folder, in any order, with a progress bar in bytes. Files are mapped, so what is read of
-    them is no second copy of the model: the system may drop it at any time.
+    """Every tensor of a checkpoint folder, with a progress bar in bytes; those of a file in the order of their bytes. None is read yet.
 
     Raises:
         ConfigError: there are no safetensors files, one that the index names is missing or damaged, or two hold the same tensor.
@@ -127,16 +110,16 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / n for n in names]
 
 
-def _tensors_of(file: Path, bar: tqdm) -> Iterator[tuple[str, FileTensor]]:
+def _tensors_of(path: Path, bar: tqdm) -> Iterator[tuple[str, FileTensor]]:
     try:
-        with safe_open(str(file), framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                tensor = FileTensor(opened.get_slice(name), file)
-                yield name, tensor
-                bar.update(math.prod(tensor.shape) * DTYPE_BYTES.get(tensor.view.get_dtype(), 1))
-    except SafetensorError as error:
-        raise _damaged(file, error) from error
-
-
-def _damaged(file: Path, error: SafetensorError) -> ConfigError:
-    return ConfigError(f"{file} is damaged or truncated: {error}; download it again")
+        file, entries = WeightFile(path), read_header(path)
+    except (OSError, ValueError) as error:
+        raise damaged(path, error) from error
+    for name, stored, shape, start, stop in entries:
+        dtype = DTYPES.get(stored)
+        if dtype is None:
+            raise ConfigError(f"tensor {name} of {path} has dtype {stored}, which is not supported")
+        if stop - start != math.prod(shape) * dtype.itemsize:
+            raise damaged(path, f"tensor {name} has dtype {stored} and shape {list(shape)} in {stop - start} bytes")
+        yield name, FileTensor(file, dtype, start, shape, row_major(shape))
+        bar.update(stop - start)

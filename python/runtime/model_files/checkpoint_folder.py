@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import ConfigError
-from runtime.model_files.safetensors_writer import is_whole_safetensors
+from runtime.model_files.safetensors_header import is_whole_safetensors
 
 
 class SourceFlags(NamedTuple):

@@ -17,7 +17,8 @@ from runtime.model_files.cache_folder import build_once
 from runtime.model_files.gguf_config import TensorPlan, eos_ids, hf_config, plan_tensors, unpermute
 from runtime.model_files.gguf_file import GGUFFile
 from runtime.model_files.gguf_tokenizer import write_tokenizer
-from runtime.model_files.safetensors_writer import Dtype, is_whole_safetensors, write_safetensors
+from runtime.model_files.safetensors_header import is_whole_safetensors
+from runtime.model_files.safetensors_writer import Dtype, write_safetensors
 
 logger = logging.getLogger(__name__)
 

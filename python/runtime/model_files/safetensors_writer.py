@@ -11,8 +11,6 @@ from typing import Literal
 import numpy as np
 
 Dtype = Literal["F32", "BF16"]
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of the format's library."""
 _BYTES = {"F32": 4, "BF16": 2}
 
 
@@ -39,21 +37,6 @@ def file_start(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> byte
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the data for memory mapping
     return len(text).to_bytes(8, "little") + text
-
-
-def is_whole_safetensors(path: Path) -> bool:
-    """Whether `path` is a safetensors file of exactly the length that its header states."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if not 2 <= header_bytes <= min(size - 8, MAX_HEADER_BYTES):
-                return False
-            header = json.loads(file.read(header_bytes))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        return size == 8 + header_bytes + max(ends, default=0)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        return False
 
 
 def _as(tensor: np.ndarray, dtype: Dtype) -> np.ndarray:

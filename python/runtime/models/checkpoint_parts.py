@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Protocol
 
 import torch
 
 from runtime.errors import ConfigError
 from runtime.layers.quantization.scheme import Index, WeightSlot
+from runtime.models.file_tensor import FileTensor, read_packed
 
 STAGE_BYTES = 16 << 20
 """Of a pinned buffer and of the device buffer beside it; each thread that loads has one of both."""
 ALIGNMENT = 16
 
 
+Values = torch.Tensor | FileTensor
+
+
 class Sliceable(Protocol):
-    """A tensor, or one that still lies in a file and is read by slice."""
+    """A tensor, or one that still lies in a file and is cut before it is read."""
 
     @property
     def shape(self) -> Sequence[int]: ...  # noqa: D102
 
-    def __getitem__(self, index: Index, /) -> torch.Tensor: ...
+    def __getitem__(self, index: Index, /) -> Values: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a slot gets of the checkpoint's tensor `name`, on the host or on the model's device."""
+    """What a slot gets of the checkpoint's tensor `name`, in memory or in a file."""
 
     name: str
-    values: torch.Tensor
+    values: Values
     slot: WeightSlot
-
-    @property
-    def space(self) -> int:
-        """Bytes that it takes in a buffer."""
-        return -(-self.values.nbytes // ALIGNMENT) * ALIGNMENT
 
     @property
     def rules(self) -> tuple[str, bool, int]:
@@ -58,87 +57,108 @@ def parts_of(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> Itera
         yield Part(name, values, slot)
 
 
+def in_memory(values: Values) -> torch.Tensor:
+    """The numbers; those of a file in mapped memory, which is read where they are used."""
+    return values.mapped() if isinstance(values, FileTensor) else values
+
+
 def wrong_shape(name: str, tensor: Sliceable, shape: Sequence[int]) -> ConfigError:
     """The error for a tensor of another shape than the model's."""
     return ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
 
 
-class Staging:
-    """Makes the calls that store parts in tensors of `device`. Owner of the buffers through which they get there.
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What a batch of parts passes, uint8 [STAGE_BYTES]: `host`, pinned for a GPU, whose bytes `memory` is, then `device`."""
 
-    A copy from mapped memory to a GPU waits for the file's pages, then for the driver, whose one thread copies it in pieces; checking it
-    waits for the GPU. So threads copy many parts into a pinned buffer, which goes to the device at once, where they are checked together.
+    host: torch.Tensor
+    memory: memoryview
+    device: torch.Tensor
+
+
+class Staging:
+    """Makes the calls that store parts in tensors of `device`. Owner of the buffers through which they get there from files.
+
+    Each operation of torch on a tensor gives Python's lock away, which many threads then wait for: with operations on each of 10,000 small
+    tensors they do little else. So a batch of parts is read by one system call for each piece of a file, goes to the device at once and is
+    checked there together; only views of parts, and what their slots do, are single operations.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._free: list[Buffers] = []
 
     def stores(self, parts: Iterable[Part]) -> Iterator[Callable[[], None]]:
         """Calls that check and store all parts; threads may make several at once."""
-        batch, size = list[Part](), 0
+        batch, size = list[tuple[Part, FileTensor]](), 0
         for part in parts:
-            if part.values.device.type == self._device.type:
-                yield partial(_store, part)
+            if isinstance(part.values, torch.Tensor):
+                yield partial(_store, part, part.values)
                 continue
-            if not part.values.numel():  # another rank stores it
+            space = _space(part.values)
+            if not space:  # another rank stores it
                 continue
-            if batch and size + part.space > STAGE_BYTES:
+            if batch and size + space > STAGE_BYTES:
                 yield partial(self.store, batch)
                 batch, size = [], 0
-            batch.append(part)
-            size += part.space
+            batch.append((part, part.values))
+            size += space
         if batch:
             yield partial(self.store, batch)
 
-    def store(self, parts: Sequence[Part]) -> None:
-        """Bring parts from the host, which fit a buffer together or are one larger part; check and store them."""
+    def store(self, batch: Sequence[tuple[Part, FileTensor]]) -> None:
+        """Bring parts from files, which fit a buffer together or are one larger part; check and store them."""
         try:
-            host, device = self._free.pop()
+            buffers = self._free.pop()
         except IndexError:
-            host, device = self._buffer(pinned=True), self._buffer()
-        if len(parts) == 1 and parts[0].space > STAGE_BYTES:
-            _store(replace(parts[0], values=self._bring_large(parts[0].values, host)))
+            buffers = self._new_buffers()
+        if len(batch) == 1 and _space(batch[0][1]) > STAGE_BYTES:
+            _store(batch[0][0], self._bring_large(batch[0][1], buffers))
+            self._wait()
         else:
-            moved = self._bring(parts, host, device)
-            if _any_suspect(moved):
-                for part in moved:
-                    _check(part)
-            for part in moved:
-                part.slot.put(part.values)
-        self._wait()  # the buffers will be filled anew
-        self._free.append((host, device))
+            batch = sorted(batch, key=lambda each: each[0].rules)
+            moved = list(zip((part for part, _ in batch), self._bring([values for _, values in batch], buffers), strict=True))
+            for part, values in moved:
+                part.slot.put(values)
+            if self._wait(_suspects(moved)):
+                for part, values in moved:
+                    _check(part, values)
+        self._free.append(buffers)  # the device has read them
 
-    def _bring(self, parts: Sequence[Part], host: torch.Tensor, device: torch.Tensor) -> list[Part]:
-        """Views of the parts in `device`, in the order of their rules."""
-        parts = sorted(parts, key=lambda part: part.rules)
-        for part, place in zip(parts, _places(host, parts), strict=True):
-            place.copy_(part.values)
-        used = sum(part.space for part in parts)
-        device[:used].copy_(host[:used], non_blocking=True)
-        return [replace(part, values=place) for part, place in zip(parts, _places(device, parts), strict=True)]
+    def _bring(self, tensors: Sequence[FileTensor], buffers: Buffers) -> list[torch.Tensor]:
+        """Copies in the buffer of the device, one behind the other."""
+        starts = list(accumulate(map(_space, tensors), initial=0))
+        _read(tensors, starts, buffers)
+        if buffers.device is not buffers.host:
+            buffers.device[: starts[-1]].copy_(buffers.host[: starts[-1]], non_blocking=True)
+        return _places(tensors, starts, buffers.device)
 
-    def _bring_large(self, values: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+    def _bring_large(self, tensor: FileTensor, buffers: Buffers) -> torch.Tensor:
         """A copy on the device, through the buffer piece by piece; at once where an entry of its first dimension exceeds the buffer."""
-        rows = STAGE_BYTES // (values.nbytes // len(values))
-        if not rows:
-            return values.to(self._device)
-        copy = torch.empty(values.shape, dtype=values.dtype, device=self._device)
-        for start in range(0, len(values), rows):
-            piece = values[start : start + rows]
-            staged = _shaped(host[: piece.nbytes].view(piece.dtype), piece)
-            copy[start : start + rows].copy_(staged.copy_(piece), non_blocking=True)
+        rows = STAGE_BYTES // (tensor.nbytes // tensor.shape[0])
+        if self._device.type == "cpu" or not rows:
+            return tensor.mapped().to(self._device)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        for start in range(0, tensor.shape[0], rows):
+            piece = tensor[start : start + rows]
+            _read([piece], [0], buffers)
+            copy[start : start + rows].copy_(_places([piece], [0], buffers.host)[0], non_blocking=True)
             self._wait()
         return copy
 
-    def _buffer(self, *, pinned: bool = False) -> torch.Tensor:
-        if pinned:
-            return torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        return torch.empty(STAGE_BYTES, dtype=torch.uint8, device=self._device)
+    def _new_buffers(self) -> Buffers:
+        on_gpu = self._device.type == "cuda"
+        host = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
+        device = torch.empty(STAGE_BYTES, dtype=torch.uint8, device=self._device) if on_gpu else host
+        return Buffers(host, host.numpy().data, device)
 
-    def _wait(self) -> None:
+    def _wait(self, suspects: Sequence[torch.Tensor] = ()) -> bool:
+        """Wait for what this thread has launched; whether one of these bools on the device is true."""
+        if suspects:
+            return bool(torch.stack(list(suspects)).any())
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        return False
 
 
 def holds_nan(values: torch.Tensor) -> bool:
@@ -149,14 +169,14 @@ def holds_nan(values: torch.Tensor) -> bool:
     return values.dtype is torch.float8_e4m3fn or bool(values.isnan().any())
 
 
-def _store(part: Part) -> None:
-    _check(part)
-    part.slot.put(part.values)
+def _store(part: Part, values: torch.Tensor) -> None:
+    _check(part, values)
+    part.slot.put(values)
 
 
-def _check(part: Part) -> None:
+def _check(part: Part, values: torch.Tensor) -> None:
     """Raise `ConfigError` where the numbers break the slot's rules."""
-    name, values, slot = part.name, part.values, part.slot
+    name, slot = part.name, part.slot
     # NaN anywhere would be in every answer; infinity may stand for an entry that is never chosen.
     if holds_nan(values):
         raise ConfigError(f"tensor {name} holds NaN; the checkpoint is damaged, download it again")
@@ -166,21 +186,20 @@ def _check(part: Part) -> None:
         raise ConfigError(f"tensor {name} holds {largest}; at most {slot.largest} is supported")
 
 
-def _any_suspect(parts: Sequence[Part]) -> bool:
-    """Whether some of these parts, which lie in one buffer in the order of their rules, may break them: one wait for the device."""
+def _suspects(moved: Sequence[tuple[Part, torch.Tensor]]) -> list[torch.Tensor]:
+    """Bools on the device, one of which is true where some of these parts, in one buffer in the order of their rules, may break them."""
     suspects = list[torch.Tensor | None]()
-    for _, same in groupby(parts, key=lambda part: part.rules):
+    for _, same in groupby(moved, key=lambda each: each[0].rules):
         group = list(same)
-        first, last = group[0].values, group[-1].values
+        first, last, slot = group[0][1], group[-1][1], group[0][0].slot
         start, end = first.storage_offset(), last.storage_offset() + last.numel()
-        region, slot = first.as_strided((end - start,), (1,)), group[0].slot
+        region = first.as_strided((end - start,), (1,))
         suspects.append(_suspects_nan(region))
         if slot.finite:
             suspects.append(region.sum(dtype=torch.float32).isfinite().logical_not())
         if slot.largest is not None:
             suspects.append(region.max() > slot.largest)
-    found = [suspect for suspect in suspects if suspect is not None]
-    return bool(found) and bool(torch.stack(found).any())
+    return [suspect for suspect in suspects if suspect is not None]
 
 
 def _suspects_nan(values: torch.Tensor) -> torch.Tensor | None:
@@ -200,24 +219,29 @@ def _all_finite(values: torch.Tensor) -> bool:
     return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())  # a sum of large numbers may be infinite
 
 
-def _places(buffer: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
-    """Views of `buffer` [bytes] for parts in the order of their rules, one behind the other; what lies between them is zero."""
-    places, start = list[torch.Tensor](), 0
-    for _, same in groupby(parts, key=lambda part: part.rules):
-        group = list(same)
-        width, end = group[0].values.itemsize, start + sum(part.space for part in group)
-        sizes = [count for part in group for count in (part.values.numel(), (part.space - part.values.nbytes) // width)]
-        pieces = buffer[start:end].view(group[0].values.dtype).split(sizes)
-        places += [_shaped(piece, part.values) for piece, part in zip(pieces[::2], group, strict=True)]
-        if buffer.device.type == "cpu":
-            for gap in pieces[1::2]:
-                gap.zero_()
-        start = end
-    return places
+def _space(tensor: FileTensor) -> int:
+    """Bytes that it takes in a buffer."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _shaped(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A row of numbers as a tensor of the shape of `like`; a transposed matrix is copied by its own rows, and stays transposed."""
-    if like.dim() == 2 and like.stride(0) < like.stride(1):
-        return numbers.view(like.shape[1], like.shape[0]).t()
-    return numbers.view(like.shape)
+def _read(tensors: Sequence[FileTensor], starts: Sequence[int], buffers: Buffers) -> None:
+    """Read tensors to these bytes of the host's buffer; what lies between them becomes zero."""
+    packed = list[tuple[FileTensor, memoryview]]()
+    for tensor, start in zip(tensors, starts, strict=False):
+        end = start + tensor.nbytes
+        if gap := -end % ALIGNMENT:
+            buffers.memory[end : end + gap] = bytes(gap)
+        if tensor.is_packed:
+            packed.append((tensor, buffers.memory[start:end]))
+        else:
+            _places([tensor], [start], buffers.host)[0].copy_(tensor.mapped())
+    read_packed(packed)
+
+
+def _places(tensors: Sequence[FileTensor], starts: Sequence[int], buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Views of `buffer` [bytes] for tensors that start at these bytes of it."""
+    typed = {dtype: buffer.view(dtype) for dtype in {tensor.dtype for tensor in tensors}}
+    return [
+        typed[tensor.dtype].as_strided(tensor.shape, tensor.packed_strides, start // tensor.dtype.itemsize)
+        for tensor, start in zip(tensors, starts, strict=False)
+    ]

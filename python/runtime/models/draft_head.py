@@ -18,7 +18,7 @@ from runtime.layers.ops import BlockOps
 from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.block import Block
-from runtime.models.checkpoint_parts import Sliceable
+from runtime.models.checkpoint_parts import Sliceable, in_memory
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
 from runtime.models.parts import ModelContext, ModelParts
@@ -195,7 +195,7 @@ class OptionalTensors:
         for name, tensor in weights:
             name = name.removeprefix("model.")
             if name in self._names:
-                self._found[name] = tensor[(slice(None),) * len(tensor.shape)]
+                self._found[name] = in_memory(tensor[(slice(None),) * len(tensor.shape)])
             else:
                 yield name, tensor
 

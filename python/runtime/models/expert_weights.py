@@ -11,7 +11,7 @@ import torch
 from runtime.distributed.parallel_group import Shard
 from runtime.layers.quantization.mxfp4 import GROUP, Mxfp4
 from runtime.layers.quantization.scheme import Index, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
-from runtime.models.checkpoint_parts import Sliceable
+from runtime.models.checkpoint_parts import Sliceable, Values
 from runtime.models.weights import FusedTensor, NamedTensors, WeightTable, ignore
 
 
@@ -75,7 +75,7 @@ class ExpertPart:
     shape: tuple[int, ...]
     transposed: bool = False
 
-    def __getitem__(self, index: Index, /) -> torch.Tensor:
+    def __getitem__(self, index: Index, /) -> Values:
         """The rows and columns `index` of the expert's own matrix."""
         whole = index + tuple(slice(0, size) for size in self.shape[len(index) :])
         rows, others = whole[0], whole[1:]

@@ -12,7 +12,7 @@ import torch
 MAX_THREADS = 16
 
 
-def store_in_threads(stores: Iterable[Callable[[], object]], threads: int | None = None) -> None:
+def store_in_threads(stores: Iterable[Callable[[], object]], threads: int | None = None, one_core_each: bool = False) -> None:
     """Call every one of `stores`, several at a time; they write to different memory.
 
     At most two for each thread are taken from the iterable before they have ended, so that it may make tensors as they
@@ -20,8 +20,9 @@ def store_in_threads(stores: Iterable[Callable[[], object]], threads: int | None
 
     Args:
         threads: one for each core of this process, up to 16, by default.
+        one_core_each: whether an operation of torch keeps to the thread that calls it, where it else starts one for each core.
     """
-    threads = threads or min(len(os.sched_getaffinity(0)), MAX_THREADS)
+    threads, of_operation = threads or min(len(os.sched_getaffinity(0)), MAX_THREADS), torch.get_num_threads()
     inference = torch.is_inference_mode_enabled()  # of this thread alone
 
     def run(store: Callable[[], object]) -> None:
@@ -30,6 +31,7 @@ def store_in_threads(stores: Iterable[Callable[[], object]], threads: int | None
 
     with ThreadPoolExecutor(threads, "talon::load") as pool:
         begun = deque[Future[None]]()
+        torch.set_num_threads(1 if one_core_each else of_operation)
         try:
             for store in stores:
                 begun.append(pool.submit(run, store))
@@ -40,3 +42,4 @@ def store_in_threads(stores: Iterable[Callable[[], object]], threads: int | None
         finally:
             for rest in begun:
                 rest.cancel()
+            torch.set_num_threads(of_operation)

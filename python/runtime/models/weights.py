@@ -182,7 +182,8 @@ class WeightTable:
                 elif not name.endswith(skip) and not name.startswith(unused):
                     unexpected.append(name)
 
-        store_in_threads(Staging(self.device).stores(parts()))
+        # On the host a GPU's parts are copied and no more; on a CPU the last threads, with large tensors, take the cores of the others.
+        store_in_threads(Staging(self.device).stores(parts()), one_core_each=self.device.type == "cuda")
         problems = [f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unexpected", unexpected)) if names]
         if problems:
             raise ConfigError(f"the checkpoint does not fit its config.json: it {' and '.join(problems)}")

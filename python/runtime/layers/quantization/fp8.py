@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -155,8 +156,11 @@ def _finer(scales: torch.Tensor, first: tuple[int, int], shape: torch.Size, bloc
     """The scales of smaller blocks, [*shape], whose first entry lies `first` rows and columns inside a block of `scales`."""
     if first == (0, 0) and block == (BLOCK, BLOCK):
         return scales
-    rows, columns = (
-        (start + torch.arange(count, device=scales.device) * length) // BLOCK
-        for start, count, length in zip(first, shape, block, strict=True)
-    )
+    rows, columns = (_coarse_blocks(*of, scales.device) for of in zip(first, shape, block, strict=True))
     return scales[rows][:, columns]
+
+
+@functools.lru_cache
+def _coarse_blocks(start: int, count: int, length: int, device: torch.device) -> torch.Tensor:
+    """The block of the checkpoint that each of `count` blocks of `length` entries lies in, where the first begins at entry `start`."""
+    return (start + torch.arange(count, device=device) * length) // BLOCK

@@ -1,0 +1,130 @@
+"""A tensor that lies in a file: a strided view, cut without reading it."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from runtime.errors import ConfigError
+
+MOST_BUFFERS = 1024
+"""That one system call fills: Linux' IOV_MAX."""
+
+
+class WeightFile:
+    """A file of tensors. What is read of it is no second copy of the model: the system may drop it from memory at any time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @functools.cached_property
+    def mapped(self) -> torch.Tensor:
+        """Its bytes, uint8 [size of the file]; memory is taken for what is used."""
+        return torch.from_file(str(self.path), shared=False, size=self.path.stat().st_size, dtype=torch.uint8)
+
+    def read(self, offset: int, buffers: Iterable[memoryview]) -> None:
+        """Fill buffers, none of them empty, one after another with the bytes from `offset` on. Raises `ConfigError` where the file ends."""
+        left = list(buffers)[::-1]
+        while left:
+            count = os.preadv(self._descriptor, left[: -MOST_BUFFERS - 1 : -1], offset)
+            if not count:
+                raise damaged(self.path, f"it ends before byte {offset + 1}")
+            offset += count
+            while left and count >= len(left[-1]):
+                count -= len(left.pop())
+            if count:
+                left[-1] = left[-1][count:]
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """Numbers in a file. It is indexed as a tensor is, which reads nothing.
+
+    Attributes:
+        offset: of its first number, in bytes.
+        strides: in numbers.
+    """
+
+    file: WeightFile
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def packed_strides(self) -> tuple[int, ...]:
+        """The strides, in numbers, of a copy without gaps; a transposed matrix stays transposed."""
+        return (1, self.shape[0]) if self._is_transposed else row_major(self.shape)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its numbers lie in the file without gaps, in the order of such a copy."""
+        return self.strides == self.packed_strides
+
+    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> FileTensor:
+        """The part `index`."""
+        places = index if isinstance(index, tuple) else (index,)
+        offset, shape, strides = self.offset, self.shape[len(places) :], self.strides[len(places) :]
+        for place, size, stride in reversed([*zip(places, self.shape, self.strides, strict=False)]):
+            if isinstance(place, slice):
+                start, stop, step = place.indices(size)
+                shape, strides = (len(range(start, stop, step)), *shape), (stride * step, *strides)
+            else:
+                start = place
+            offset += start * stride * self.dtype.itemsize
+        return FileTensor(self.file, self.dtype, offset, shape, strides)
+
+    def t(self) -> FileTensor:
+        """The transposed matrix."""
+        return FileTensor(self.file, self.dtype, self.offset, self.shape[::-1], self.strides[::-1])
+
+    def mapped(self) -> torch.Tensor:
+        """A view in mapped memory, which is read where it is used."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) if self.nbytes else -1
+        numbers = self.file.mapped[self.offset : self.offset + (last + 1) * self.dtype.itemsize]
+        if self.offset % self.dtype.itemsize:  # views of other dtypes must be aligned
+            numbers = numbers.clone()
+        return numbers.view(self.dtype).as_strided(self.shape, self.strides)
+
+    @property
+    def _is_transposed(self) -> bool:
+        return len(self.shape) == 2 and self.strides[0] < self.strides[1]
+
+
+def read_packed(tensors: Sequence[tuple[FileTensor, memoryview]]) -> None:
+    """Read tensors without gaps, none of them empty, into the buffers beside them; at once where they follow each other in a file."""
+    file, start, end, run = None, 0, 0, list[memoryview]()
+    for tensor, buffer in sorted(tensors, key=lambda each: (id(each[0].file), each[0].offset)):
+        if tensor.file is not file or tensor.offset != end:
+            if file is not None:
+                file.read(start, run)
+            file, start, run = tensor.file, tensor.offset, []
+        run.append(buffer)
+        end = tensor.offset + len(buffer)
+    if file is not None:
+        file.read(start, run)
+
+
+@functools.lru_cache
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in numbers of a tensor whose rows follow each other."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def damaged(file: Path, why: object) -> ConfigError:
+    """The error for a file that cannot be read."""
+    return ConfigError(f"{file} is damaged or truncated: {why}; download it again")

@@ -1,4 +1,4 @@
-"""Latent attention per layer: microseconds in graphs of several layers, split-KV attention at several cuts next to FA3.
+"""Latent attention per layer: microseconds in graphs of several layers, split-KV attention at several cuts and in clusters next to FA3.
 
     PYTHONPATH=python:. python -m benchmark.latent_attention [--quick] [--no-fa3] [--output FILE]
 
@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(heads: int, batch: int, width: int, length: int, with_fa3: bool) -> dict[str, object]:
     """Microseconds per layer of each kernel, and of reading the keys once."""
+    from runtime.layers.attention.kernels.latent_cluster import latent_cluster_attention, supports
     from runtime.layers.attention.kernels.latent_decode import LatentShape, LatentWorkspace, latent_attention, trial_inputs
     from runtime.layers.attention.latent_passes import CausalQueries
 
@@ -72,6 +73,9 @@ def measure(heads: int, batch: int, width: int, length: int, with_fa3: bool) -> 
     for name, cut in cuts.items():
         workspace = LatentWorkspace([cut], device)
         runs[name] = lambda i, cut=cut, workspace=workspace: latent_attention(*inputs[i], cut, workspace, 0.07, pdl=True)
+    shape = next(iter(cuts.values()))
+    if supports(shape, PAGE_SIZE, inputs[0][1], pdl=True):
+        runs["clusters"] = lambda i: latent_cluster_attention(*inputs[i], shape, 0.07, pdl=True)
     if with_fa3:
         from runtime.layers.attention.latent_fa3 import flash_latent
 

@@ -1,4 +1,4 @@
-"""Fixed-width passes of latent attention: by split-KV attention, or by another kernel at the sizes where that is faster."""
+"""Fixed-width passes of latent attention: by the fastest at their size of our one kernel in clusters, our two, and another library's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from runtime.layers.attention.base import AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
+from runtime.layers.attention.kernels import latent_cluster
 from runtime.layers.attention.kernels.latent_decode import (
     FEW_SPLITS,
     LatentKeys,
@@ -26,7 +27,8 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 TRIAL_LENGTH = 2048
 """Keys of a request while kernels are timed."""
-SPLIT, OTHER = "split", "other"
+CLUSTER, SPLIT, OTHER = "cluster", "split", "other"
+"""One kernel of our own, two of our own, and another library's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +55,21 @@ class _Plan:
     Attributes:
         at: lengths of the passes.
         queries: of each pass.
-        shape: the cut for split-KV attention; None where the other kernel runs.
+        shape: the kind of pass.
+        kernel: which kernel runs it.
     """
 
     at: FixedLengths
     queries: CausalQueries
-    shape: LatentShape | None
+    shape: LatentShape
+    kernel: str
 
 
 class LatentPasses:
     """Owner of the workspace and of the plans of fixed-width passes.
 
     Which kernel runs a size is timed when the first of these objects is made for a model; `AttentionShape.choices` keeps it.
-    Tree passes run by split-KV attention, whose mask covers the tail.
+    Tree passes run by Triton's split-KV attention, whose mask covers the tail.
     """
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable, other: CausalKernel | None, name: str) -> None:
@@ -92,7 +96,7 @@ class LatentPasses:
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """One run per kernel of split-KV attention."""
         cuts = [self._cut(size, width) for size in sizes if tree or self._chosen(size, width) == SPLIT]
-        return [partial(self._compile, cut, width, tree) for cut in _one_of_each_kernel(cuts)]
+        return [partial(self._compile, cut, width, tree) for cut in _one_of_each_kernel(cuts)]  # the clusters' are loaded by the choice
 
     def _compile(self, cut: LatentShape, length: int, tree: bool = False) -> None:
         latent_trial(cut, self._table.page_size, self._dtype, self._device, length, tree=tree, pdl=self._pdl)()
@@ -111,9 +115,11 @@ class LatentPasses:
         at, cache = plan.at, self._pool.k[layer.layer_id]
         assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "forward of another batch than planned"
         keys = LatentKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size)
-        if plan.shape is None:
+        if plan.kernel == OTHER:
             assert self._other is not None, "chosen because it is there"
             return self._other(q, cache, keys, plan.queries, layer.scale)
+        if plan.kernel == CLUSTER:
+            return latent_cluster.latent_cluster_attention(q, cache, keys, plan.shape, layer.scale, pdl=self._pdl)
         tail = at.tail + batch.step * at.width if at.tail else 0
         mask = batch.tree_mask if at.tail else None
         return latent_attention(q, cache, keys, plan.shape, self._workspace, layer.scale, tree_mask=mask, tail=tail, pdl=self._pdl)
@@ -122,9 +128,8 @@ class LatentPasses:
 
     def _empty_plan(self, size: int, width: int, num_steps: int, tail: int) -> _Plan:
         cu_seqlens = torch.arange(size + 1, dtype=torch.int32, device=self._device) * width
-        split = tail > 0 or self._chosen(size, width) == SPLIT
         at = FixedLengths.empty(size, width, num_steps, tail, self._device)
-        return _Plan(at, CausalQueries(cu_seqlens, width), self._cut(size, width) if split else None)
+        return _Plan(at, CausalQueries(cu_seqlens, width), self._cut(size, width), SPLIT if tail else self._chosen(size, width))
 
     def _cut(self, size: int, width: int) -> LatentShape:
         layer = self._shape.layers[0]
@@ -134,12 +139,17 @@ class LatentPasses:
 
     def _chosen(self, size: int, width: int) -> str:
         """Which kernel runs causal passes of this size: what was timed for the next larger one."""
-        if self._other is None:
-            return SPLIT
         if width > self._shape.max_tokens_per_req:  # a short prompt
-            return OTHER
+            return SPLIT if self._other is None else OTHER
         sizes, widths = self._timed()
-        return self._shape.choices.fastest(self._key(_at_least(sizes, size), _at_least(widths, width)), {})
+        timed = _at_least(sizes, size), _at_least(widths, width)
+        return self._shape.choices.fastest(self._key(*timed), {}) if len(self._kernels(*timed)) > 1 else SPLIT
+
+    def _kernels(self, size: int, width: int) -> tuple[str, ...]:
+        """Those that take causal passes of this size, and with them smaller ones."""
+        page_size, cache = self._table.page_size, self._pool.k[self._shape.layers[0].layer_id]
+        clusters = latent_cluster.supports(self._cut(size, width), page_size, cache, pdl=self._pdl)
+        return (*((CLUSTER,) if clusters else ()), SPLIT, *(() if self._other is None else (OTHER,)))
 
     def _timed(self) -> tuple[list[int], list[int]]:
         """Batch sizes and widths that are timed: powers of two, and the largest."""
@@ -151,10 +161,9 @@ class LatentPasses:
 
     def _choose(self) -> None:
         """Compile and time what is not known yet."""
-        if self._other is None:
-            return
         sizes, widths = self._timed()
-        unknown = [(size, width) for width in widths for size in sizes if not self._shape.choices.known(self._key(size, width))]
+        several = [(size, width) for width in widths for size in sizes if len(self._kernels(size, width)) > 1]
+        unknown = [one for one in several if not self._shape.choices.known(self._key(*one))]
         if unknown:
             cuts = _one_of_each_kernel([self._cut(*one) for one in unknown])
             compile_all([lambda _, cut=cut: self._compile(cut, cut.width) for cut in cuts])
@@ -162,14 +171,17 @@ class LatentPasses:
             self._shape.choices.fastest(self._key(size, width), self._trials(size, width))
 
     def _trials(self, size: int, width: int) -> dict[str, Callable[[], object]]:
-        other = self._other
-        assert other is not None, "there is something to compare with"
-        cut, length = self._cut(size, width), max(min(TRIAL_LENGTH, self._shape.max_context_len), width)
+        cut, length, pdl = self._cut(size, width), max(min(TRIAL_LENGTH, self._shape.max_context_len), width), self._pdl
         q, cache, keys = trial_inputs(cut, self._table.page_size, self._dtype, self._device, length)
         queries = CausalQueries(torch.arange(size + 1, dtype=torch.int32, device=self._device) * width, width)
-        split = latent_trial(cut, self._table.page_size, self._dtype, self._device, length, pdl=self._pdl)
-        other(q, cache, keys, queries, 1.0)
-        return {SPLIT: split, OTHER: lambda: other(q, cache, keys, queries, 1.0)}
+        split = latent_trial(cut, self._table.page_size, self._dtype, self._device, length, pdl=pdl)
+        runs: dict[str, Callable[[], object]] = {SPLIT: split}
+        if CLUSTER in self._kernels(size, width):
+            runs[CLUSTER] = lambda: latent_cluster.latent_cluster_attention(q, cache, keys, cut, 1.0, pdl=pdl)
+        if (other := self._other) is not None:
+            other(q, cache, keys, queries, 1.0)
+            runs[OTHER] = lambda: other(q, cache, keys, queries, 1.0)
+        return runs
 
 
 def _one_of_each_kernel(cuts: Sequence[LatentShape]) -> list[LatentShape]:

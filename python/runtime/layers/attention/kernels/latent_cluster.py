@@ -1,0 +1,132 @@
+"""Attention of few queries over latent rows in CUDA C++: one launch, whose clusters of blocks merge their shares (`latent_cluster.cu`)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from runtime.layers.kernels import cuda_driver
+from runtime.layers.kernels.cuda_program import program
+
+if TYPE_CHECKING:  # it imports Triton
+    from runtime.layers.attention.kernels.latent_decode import LatentKeys, LatentShape
+
+RANK, ROPE = 512, 64
+MOST_WIDTH = 8
+"""Most queries per request: each warp copies one of the pass's own keys."""
+TILE_ROWS, MOST_TILES = 8, 3
+"""Rows (queries times heads) of a tensor core instruction, and most of these tiles that one cluster computes."""
+SIZES = (16, 8, 4)
+"""Blocks of a cluster, as many as fit first; above 8 a device may run none at once."""
+THREADS = 256
+KEY_BYTES, SLOTS = 16 * (2 * (RANK + ROPE) + 16), 8
+"""Bytes of a tile of keys in shared memory, and tiles there."""
+STEP_KEYS, HALVES, SCORE_PITCH = 64, 2, 68
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCut:
+    """How the rows of a pass are cut.
+
+    Attributes:
+        blocks: blocks of a cluster, which share the keys of a request.
+        tiles: tiles of rows that a cluster computes.
+    """
+
+    blocks: int
+    tiles: int
+
+    def row_blocks(self, rows: int) -> int:
+        """Clusters that share so many rows of a request."""
+        return -(-rows // (TILE_ROWS * self.tiles))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, in the order of the CUDA source."""
+        rows = TILE_ROWS * self.tiles
+        return SLOTS * KEY_BYTES + rows * (4 * HALVES * SCORE_PITCH + 2 * STEP_KEYS + 4 + 8 * SIZES[0])
+
+
+CUTS = tuple(ClusterCut(blocks, tiles) for blocks in SIZES for tiles in range(1, MOST_TILES + 1))
+"""All of them, those that leave a block the least work first."""
+
+
+class _Pass(ctypes.Structure):
+    """`Pass` in the CUDA source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "cache", "out", "pages", "rows", "lens")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("heads", "width", "row_blocks", "page_shift", "pages_stride")),
+    )
+
+
+def cut_of(at_once: Mapping[ClusterCut, int], batch: int, rows: int) -> ClusterCut | None:
+    """The first of `CUTS` whose clusters for `batch` requests of so many rows all run at once; None if there is none.
+
+    Args:
+        at_once: clusters of each cut that the device runs concurrently.
+        batch: requests.
+        rows: queries times heads of a request.
+    """
+    return next((cut for cut in CUTS if batch * cut.row_blocks(rows) <= at_once[cut]), None)
+
+
+def supports(shape: LatentShape, page_size: int, cache: torch.Tensor, *, pdl: bool) -> bool:
+    """Whether the kernel takes causal passes of this shape over this cache on its device."""
+    return (
+        (shape.rank, shape.rope) == (RANK, ROPE)
+        and cache.dtype is torch.bfloat16
+        and shape.width <= MOST_WIDTH
+        and page_size & (page_size - 1) == 0
+        and cuda_driver.on_hopper(cache)
+        and cut_of(_clusters_at_once(pdl), shape.batch, shape.rows) is not None
+    )
+
+
+def latent_cluster_attention(
+    q: torch.Tensor, cache: torch.Tensor, keys: LatentKeys, shape: LatentShape, scale: float, *, pdl: bool = False
+) -> torch.Tensor:
+    """`latent_attention` for causal passes that the kernel `supports`; bit for bit, a result depends on its own request and on `shape`.
+
+    With `pdl`, all keys but the last W of a request are read before the wait too: a kernel that waits before it lets the next one start
+    must run between what wrote them and this kernel. The embedding of each pass is one.
+    """
+    assert q.shape == (shape.batch * shape.width, shape.num_heads, RANK + ROPE), "queries of another pass than prepared"
+    assert q.is_contiguous(), "queries must be contiguous"
+    cut = cut_of(_clusters_at_once(pdl), shape.batch, shape.rows)
+    assert cut is not None, "the kernel does not support this shape"
+    out = torch.empty((*q.shape[:2], RANK), dtype=q.dtype, device=q.device)
+    row_blocks = cut.row_blocks(shape.rows)
+    pointers = (tensor.data_ptr() for tensor in (q, cache, out, keys.pages, keys.rows, keys.seq_lens))
+    arguments = _Pass(
+        *pointers, scale * LOG2_E, shape.num_heads, shape.width, row_blocks, keys.page_size.bit_length() - 1, keys.pages.stride(0)
+    )
+    _kernel(cut, pdl)(shape.batch * row_blocks * cut.blocks, (arguments,), pdl)
+    return out
+
+
+@cache
+def _clusters_at_once(early: bool) -> dict[ClusterCut, int]:
+    """Of each cut; this loads all kernels, so no batch size meets one that was not loaded."""
+    return {cut: _kernel(cut, early).clusters_at_once for cut in CUTS}
+
+
+@cache
+def _kernel(cut: ClusterCut, early: bool) -> cuda_driver.Kernel:
+    return cuda_driver.compile_kernel(
+        source(cut.tiles, early), "latent_attention", threads=THREADS, cluster=cut.blocks, shared_bytes=cut.shared_bytes
+    )
+
+
+@cache
+def source(tiles: int, early: bool) -> str:
+    """The CUDA program for clusters of so many tiles of rows."""
+    return program({"TILES": tiles, "MOST_BLOCKS": SIZES[0], "EARLY": int(early)}, Path(__file__).with_name("latent_cluster.cu"))

@@ -64,7 +64,7 @@ class _Tile:
 
 
 TILES: Mapping[WeightFormat, dict[int, _Tile]] = {
-    "fp8": {32: _Tile(16, 2), 80: _Tile(48, 2)},
+    "fp8": {32: _Tile(16, 2), 48: _Tile(24, 2)},
     "mxfp4": {48: _Tile(32, 3), 128: _Tile(32, 2)},
 }
 """By their pairs; sums of e4m3 take twice the registers, as those of a stage get their scale before they are added up."""

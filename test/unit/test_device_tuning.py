@@ -92,8 +92,8 @@ def test_a_warm_up_reaches_the_kernels_on_both_sides_of_each_bound() -> None:
 
 
 def test_experts_that_are_widened_have_wider_tiles_for_more_tokens() -> None:
-    experts, rows = H200.experts, (1, 64, 65, 384, 385, 1024, 1025, 1 << 20)
-    assert [experts.widened_pairs("fp8", count) for count in rows] == [0, 0, 32, 32, 80, 80, 0, 0]
+    experts, rows = H200.experts, (1, 64, 65, 256, 257, 512, 513, 1 << 20)
+    assert [experts.widened_pairs("fp8", count) for count in rows] == [0, 0, 32, 32, 48, 48, 0, 0]
     assert [experts.widened_pairs("mxfp4", count) for count in (1, 96, 97, 384, 385, 1 << 20)] == [0, 0, 48, 48, 128, 128]
     assert experts.widened_pairs("dense", 512) == 0
     for kind, table in experts.widened.items():

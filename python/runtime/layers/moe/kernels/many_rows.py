@@ -218,6 +218,7 @@ def _sum_kernel(
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at = n < N, token * N + n
+    gain = 0.0
     if NORM:
         gain = tl.load(gain_ptr + n, mask=inside, other=0.0).to(tl.float32)
     pdl_sync(PDL)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
+from collections.abc import Iterable
 
 import pytest
 
 from runtime.config.device_tuning import H200, log_tuning, tuning_of
+from runtime.config.expert_tuning import MID_ROUTER_ROWS
 from runtime.config.kernel_configs import ClusterConfig, SplitConfig
 from runtime.config.machine import Gpu
 
@@ -89,6 +92,17 @@ def test_a_warm_up_reaches_the_kernels_on_both_sides_of_each_bound() -> None:
         assert {least - 1, least} <= experts.kernel_rows(1 << 20)
     assert experts.wgmma_rows("mxfp4", 1 << 20) is None
     assert max(experts.kernel_rows(100)) == 100
+
+
+@pytest.mark.parametrize("most", [1, 64, 100, 600, 1024, 8192])
+def test_a_warm_up_reaches_every_tiling_of_the_router(most: int) -> None:
+    """In Triton it has one up to 64 tokens, one up to `MID_ROUTER_ROWS` and one above; a CUDA kernel takes up to 512 tokens where it can."""
+    for largest_of_cuda in (0, 128, 256, 512):
+
+        def tilings(counts: Iterable[int], largest: int = largest_of_cuda) -> set[int]:
+            return {0 if rows <= largest else bisect_left((64, MID_ROUTER_ROWS), rows) + 1 for rows in counts}
+
+        assert tilings(H200.experts.kernel_rows(most)) == tilings(range(1, most + 1))
 
 
 def test_experts_that_are_widened_have_wider_tiles_for_more_tokens() -> None:

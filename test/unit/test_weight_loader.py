@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,14 @@ from safetensors.torch import save_file
 from runtime.errors import ConfigError
 from runtime.model_executor.weight_loader import INDEX, safetensors_files, safetensors_weights
 from runtime.model_files.checkpoint_folder import SourceFlags, check_shards
+from runtime.models.file_tensor import FileTensor, read_packed
 
 CPU = torch.device("cpu")
+
+
+def write_file(path: Path, header: dict[str, dict[str, object]], data: bytes) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def write_index(folder: Path, files: list[str]) -> None:
@@ -97,3 +104,44 @@ def test_a_header_without_an_end_of_brackets_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ConfigError, match="truncated or damaged"):
         check_shards(tmp_path, SourceFlags())
+
+
+@pytest.mark.parametrize("place", [{"data_offsets": [0.0, 16.0]}, {"data_offsets": [False, 16]}, {"shape": [True, 4]}, {"shape": [-1, -4]}])
+def test_a_header_whose_places_are_no_counts_is_damaged(tmp_path: Path, place: dict[str, object]) -> None:
+    write_file(tmp_path / "a.safetensors", {"t": {"dtype": "F32", "shape": [1, 4], "data_offsets": [0, 16]} | place}, bytes(16))
+    with pytest.raises(ConfigError, match="places tensor t wrongly"):
+        list(safetensors_weights(tmp_path, progress=False))
+
+
+def test_a_tensor_of_an_unknown_dtype_is_refused_where_it_is_used(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.safetensors", {"t": {"dtype": "C64", "shape": [2], "data_offsets": [0, 16]}}, bytes(16))
+    [(name, tensor)] = safetensors_weights(tmp_path, progress=False)
+    assert (name, tuple(tensor.shape)) == ("t", (2,))
+    with pytest.raises(ConfigError, match="tensor t has dtype C64, which is not supported"):
+        tensor[:1]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"t": torch.zeros(4)}, tmp_path / "a.safetensors")
+    [(_, tensor)] = safetensors_weights(tmp_path, progress=False)
+    assert isinstance(tensor, FileTensor)
+
+    def fail(*args: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(ConfigError, match=r"a\.safetensors cannot be read: .*Input/output error"):
+        read_packed([(tensor, memoryview(bytearray(16)))])
+
+
+def test_a_tensor_is_indexed_as_torch_does(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    save_file({"t": whole}, tmp_path / "a.safetensors")
+    [(_, tensor)] = safetensors_weights(tmp_path, progress=False)
+    assert isinstance(tensor, FileTensor)
+    for index in (-1, (slice(None), -2), (-3, slice(1, 5, 2)), (slice(-2, None), slice(None, None, 3))):
+        assert torch.equal(tensor[index].mapped(), whole[index])
+    assert tensor[0:1, 0:3].is_packed, "one row has no gaps"
+    assert not tensor[0:2, 0:3].is_packed
+    with pytest.raises(IndexError):
+        tensor[4]

@@ -15,6 +15,9 @@ WeightFormat = Literal["dense", "fp8", "mxfp4"]
 FEW_BLOCKS = frozenset({1, 4, 8, 16, 32, 64})
 """Tokens that together need every kernel for few tokens."""
 
+MID_ROUTER_ROWS = 1024
+"""Up to this many tokens, programs of the router in Triton share the GEMM of 16 tokens; above, one computes 32 whole rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertTuning:
@@ -69,7 +72,7 @@ class ExpertTuning:
         bounds = {bound for table in self.many.values() for bound, _ in table}
         bounds |= {bound for least, _ in self.wgmma.values() for bound in (least - 1, least)}
         bounds |= {largest for table in self.widened.values() for largest, _ in table}
-        return {min(bound, most) for bound in bounds | FEW_BLOCKS}
+        return {min(bound, most) for bound in bounds | FEW_BLOCKS | {MID_ROUTER_ROWS}}
 
 
 H200_EXPERTS = ExpertTuning(

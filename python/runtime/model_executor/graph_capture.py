@@ -99,10 +99,11 @@ class Capturable(Protocol):
 
 @contextmanager
 def paused_gc(freeze: bool):
-    """Disable garbage collection: during capture it may free tensors of the recording stream, and it is slow.
+    """Disable garbage collection: it is slow where many objects stay, and during capture it may free tensors of the recording stream.
 
     `freeze` speeds up the collections that torch starts itself before it records a CUDA graph.
     """
+    was_enabled = gc.isenabled()
     if freeze:
         gc.collect()
         gc.freeze()
@@ -110,7 +111,8 @@ def paused_gc(freeze: bool):
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
         if freeze:
             gc.unfreeze()
 

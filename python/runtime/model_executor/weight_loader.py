@@ -13,7 +13,7 @@ from tqdm import tqdm
 from runtime.errors import ConfigError
 from runtime.log import writes_json
 from runtime.model_files.safetensors_header import read_header
-from runtime.models.file_tensor import FileTensor, WeightFile, damaged, row_major
+from runtime.models.file_tensor import FileTensor, UnreadableTensor, WeightFile, damaged, row_major
 
 INDEX = "model.safetensors.index.json"
 DUMMY_STD = 0.02
@@ -30,7 +30,7 @@ DTYPES = {
 PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
-def safetensors_weights(folder: str | Path, progress: bool = True) -> Iterator[tuple[str, FileTensor]]:
+def safetensors_weights(folder: str | Path, progress: bool = True) -> Iterator[tuple[str, FileTensor | UnreadableTensor]]:
     """Every tensor of a checkpoint folder, with a progress bar in bytes; those of a file in the order of their bytes. None is read yet.
 
     Raises:
@@ -110,7 +110,7 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / n for n in names]
 
 
-def _tensors_of(path: Path, bar: tqdm) -> Iterator[tuple[str, FileTensor]]:
+def _tensors_of(path: Path, bar: tqdm) -> Iterator[tuple[str, FileTensor | UnreadableTensor]]:
     try:
         file, entries = WeightFile(path), read_header(path)
     except (OSError, ValueError) as error:
@@ -118,8 +118,9 @@ def _tensors_of(path: Path, bar: tqdm) -> Iterator[tuple[str, FileTensor]]:
     for name, stored, shape, start, stop in entries:
         dtype = DTYPES.get(stored)
         if dtype is None:
-            raise ConfigError(f"tensor {name} of {path} has dtype {stored}, which is not supported")
-        if stop - start != math.prod(shape) * dtype.itemsize:
+            yield name, UnreadableTensor(name, shape, stored)
+        elif stop - start != math.prod(shape) * dtype.itemsize:
             raise damaged(path, f"tensor {name} has dtype {stored} and shape {list(shape)} in {stop - start} bytes")
-        yield name, FileTensor(file, dtype, start, shape, row_major(shape))
+        else:
+            yield name, FileTensor(file, dtype, start, shape, row_major(shape))
         bar.update(stop - start)

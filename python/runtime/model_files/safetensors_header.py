@@ -42,7 +42,12 @@ def read_header(path: Path) -> list[Entry]:
         stored.pop("__metadata__", None)
         for start, stop, name in sorted((*place["data_offsets"], name) for name, place in stored.items()):
             dtype, shape = stored[name]["dtype"], tuple(stored[name]["shape"])
-            if base + start != end or stop < start or not all(isinstance(length, int) and length >= 0 for length in shape):
+            if (
+                any(type(number) is not int for number in (start, stop, *shape))
+                or base + start != end
+                or stop < start
+                or min(shape, default=0) < 0
+            ):
                 raise ValueError(f"its header places tensor {name} wrongly")
             end = base + stop
             entries.append(Entry(name, str(dtype), shape, base + start, end))

@@ -32,10 +32,17 @@ class WeightFile:
         return torch.from_file(str(self.path), shared=False, size=self.path.stat().st_size, dtype=torch.uint8)
 
     def read(self, offset: int, buffers: Iterable[memoryview]) -> None:
-        """Fill buffers, none of them empty, one after another with the bytes from `offset` on. Raises `ConfigError` where the file ends."""
+        """Fill buffers, none of them empty, one after another with the bytes from `offset` on.
+
+        Raises:
+            ConfigError: the file ends before, or cannot be read.
+        """
         left = list(buffers)[::-1]
         while left:
-            count = os.preadv(self._descriptor, left[: -MOST_BUFFERS - 1 : -1], offset)
+            try:
+                count = os.preadv(self._descriptor, left[: -MOST_BUFFERS - 1 : -1], offset)
+            except OSError as error:
+                raise ConfigError(f"{self.path} cannot be read: {error}") from error
             if not count:
                 raise damaged(self.path, f"it ends before byte {offset + 1}")
             offset += count
@@ -73,18 +80,19 @@ class FileTensor:
     @property
     def is_packed(self) -> bool:
         """Whether its numbers lie in the file without gaps, in the order of such a copy."""
-        return self.strides == self.packed_strides
+        return all(size < 2 or own == packed for size, own, packed in zip(self.shape, self.strides, self.packed_strides, strict=True))
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> FileTensor:
-        """The part `index`."""
+        """The part `index`. Raises `IndexError` for a number outside."""
         places = index if isinstance(index, tuple) else (index,)
+        assert len(places) <= len(self.shape), f"expected at most {len(self.shape)} indices; got {len(places)}"
         offset, shape, strides = self.offset, self.shape[len(places) :], self.strides[len(places) :]
         for place, size, stride in reversed([*zip(places, self.shape, self.strides, strict=False)]):
             if isinstance(place, slice):
                 start, stop, step = place.indices(size)
                 shape, strides = (len(range(start, stop, step)), *shape), (stride * step, *strides)
             else:
-                start = place
+                start = range(size)[place]
             offset += start * stride * self.dtype.itemsize
         return FileTensor(self.file, self.dtype, offset, shape, strides)
 
@@ -103,6 +111,19 @@ class FileTensor:
     @property
     def _is_transposed(self) -> bool:
         return len(self.shape) == 2 and self.strides[0] < self.strides[1]
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableTensor:
+    """A tensor in a file whose numbers torch has no dtype for; a model that does not use it loads."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __getitem__(self, index: object) -> FileTensor:
+        """Raises `ConfigError`."""
+        raise ConfigError(f"tensor {self.name} has dtype {self.dtype}, which is not supported")
 
 
 def read_packed(tensors: Sequence[tuple[FileTensor, memoryview]]) -> None:

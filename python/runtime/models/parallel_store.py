@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -22,16 +23,15 @@ def store_in_threads(stores: Iterable[Callable[[], object]], threads: int | None
         threads: one for each core of this process, up to 16, by default.
         one_core_each: whether an operation of torch keeps to the thread that calls it, where it else starts one for each core.
     """
-    threads, of_operation = threads or min(len(os.sched_getaffinity(0)), MAX_THREADS), torch.get_num_threads()
+    threads = threads or min(len(os.sched_getaffinity(0)), MAX_THREADS)
     inference = torch.is_inference_mode_enabled()  # of this thread alone
 
     def run(store: Callable[[], object]) -> None:
         with torch.inference_mode(inference):
             store()
 
-    with ThreadPoolExecutor(threads, "talon::load") as pool:
+    with ThreadPoolExecutor(threads, "talon::load") as pool, one_core_per_operation() if one_core_each else nullcontext():
         begun = deque[Future[None]]()
-        torch.set_num_threads(1 if one_core_each else of_operation)
         try:
             for store in stores:
                 begun.append(pool.submit(run, store))
@@ -42,4 +42,14 @@ def store_in_threads(stores: Iterable[Callable[[], object]], threads: int | None
         finally:
             for rest in begun:
                 rest.cancel()
-            torch.set_num_threads(of_operation)
+
+
+@contextmanager
+def one_core_per_operation() -> Iterator[None]:
+    """Operations of torch use one core, those of other threads too if their first one falls into this time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

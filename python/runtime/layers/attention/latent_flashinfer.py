@@ -26,8 +26,8 @@ of keys lacks it in some of its heads: seen on an H200 with 20 and 24 heads, and
 class LatentFlashInfer(AttentionBackend):
     """`AttentionBackend` "flashinfer" of models with latent attention.
 
-    Fixed-width passes run by split-KV attention, which needs no plan on the host and can be captured. Ragged passes are planned
-    from their exact lengths.
+    Fixed-width passes run by split-KV attention or in clusters, whichever is faster at their size; neither needs a plan on the
+    host, and both can be captured. Ragged passes are planned from their exact lengths.
     """
 
     caps = ATTENTION_CAPS["flashinfer"]

@@ -13,6 +13,11 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 __device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// %cluster_nctarank, %clusterid.x, %cluster_ctarank: blocks of a cluster, its number, and a block's number in it.
+__device__ __forceinline__ u32 cluster_size() { u32 n; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n)); return n; }
+__device__ __forceinline__ u32 cluster_id() { u32 n; asm("mov.u32 %0, %%clusterid.x;" : "=r"(n)); return n; }
+__device__ __forceinline__ u32 cluster_rank() { u32 n; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n)); return n; }
+
 // barrier.cluster, of all threads. With RELEASE, writes before the arrival are visible to all blocks after the wait.
 template <bool RELEASE = false> __device__ __forceinline__ void cluster_arrive() {
     if constexpr (RELEASE) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
@@ -88,6 +93,15 @@ __device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
 // fence.proxy.async: what was written to shared memory before is visible to wgmma and to the copy engine after it.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// cp.async.bulk: copies a multiple of 16 bytes, and counts them at a barrier; with .prefetch, to L2 alone.
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void prefetch_bulk(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
+}
+
 // ld.shared.v4.
 __device__ __forceinline__ uint4 load_shared(u32 from) {
     uint4 v;
@@ -143,6 +157,10 @@ __device__ __forceinline__ float exp2_of(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// The largest score so far, or 0 where there is none.
+#define NO_SCORE __int_as_float(0xFF800000)  // minus infinity, which NVRTC has no constant for
+__device__ __forceinline__ float finite_top(float top) { return top == NO_SCORE ? 0.0f : top; }
 
 // shfl.sync.bfly: the sum over LANES lanes in each of them. Halves are added first; of four lanes, neighbours.
 template <int LANES> __device__ __forceinline__ float sum_of_lanes(float x) {

@@ -13,7 +13,6 @@ constexpr int GROUPS = D / 8 / WARPS;                   // of eight columns of t
 constexpr int CHAINS = ROW_TILES == 1 ? 2 : 1;          // sums of a score that do not wait for each other
 constexpr int MERGED_AT_ONCE = 8;
 constexpr int STEPS_AHEAD = 2;                          // whose keys are prefetched into L2, beyond those that are copied
-#define NO_SCORE __int_as_float(0xFF800000)  // minus infinity, which NVRTC has no constant for
 
 struct Pass {
     const u16* q;  // [B * width, heads, D]; if it ROTATES, rows of the qkv projection
@@ -34,13 +33,6 @@ struct Pass {
 enum Part { ALL, STORED, FRESH };  // which keys of a tile are copied: those of earlier passes, those of this one
 
 __device__ __forceinline__ void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" :: "l"(line)); }
-
-__device__ __forceinline__ u32 cluster_size() { u32 n; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n)); return n; }
-__device__ __forceinline__ u32 cluster_id() { u32 n; asm("mov.u32 %0, %%clusterid.x;" : "=r"(n)); return n; }
-__device__ __forceinline__ u32 cluster_rank() { u32 n; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n)); return n; }
-
-// Scores are compared with the largest so far; where there is none, with 0.
-__device__ __forceinline__ float finite_top(float top) { return top == NO_SCORE ? 0.0f : top; }
 
 // The columns of odd keys have their halves of 128 bytes swapped: a quarter warp, four chunks of two keys, reads all banks.
 __device__ __forceinline__ int key_chunk(int key, int chunk) { return chunk ^ (key & 1) << 2; }

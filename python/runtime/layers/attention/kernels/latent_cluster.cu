@@ -31,7 +31,6 @@ constexpr int MOST_REGISTERS = 200, EARLY_CHUNKS = TILES == 1 ? 8 : TILES == 2 ?
 constexpr int HELD_TILES = TILES == 1 ? STEP_TILES : 0;  // of the values, that registers hold while a step is weighed
 static_assert(RANK == 16 << VALUE_SHIFT - 1 && COLUMNS == 2 * 32 * CHUNKS && PART_BYTES <= STEP_TILES * TILE_BYTES && MOST_BLOCKS <= 16);
 constexpr u32 NO_ROW = ~0u;
-#define NO_SCORE __int_as_float(0xFF800000)  // minus infinity, which NVRTC has no constant for
 
 struct Pass {
     const u16 *q, *cache;  // [B * width, heads, COLUMNS]; rows of COLUMNS by slot
@@ -40,21 +39,6 @@ struct Pass {
     float scale;  // of scores, times the base-2 logarithm of e
     int heads, width, row_blocks, page_shift, pages_stride;  // row_blocks: clusters of a request
 };
-
-__device__ __forceinline__ u32 cluster_size() { u32 n; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n)); return n; }
-__device__ __forceinline__ u32 cluster_id() { u32 n; asm("mov.u32 %0, %%clusterid.x;" : "=r"(n)); return n; }
-__device__ __forceinline__ u32 cluster_rank() { u32 n; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n)); return n; }
-
-__device__ __forceinline__ void copy_row(u32 to, const void* from, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-        :: "r"(to), "l"(from), "n"(ROW_BYTES), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void prefetch_row(const void* from) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "n"(ROW_BYTES) : "memory");
-}
-
-// Scores are compared with the largest so far; where there is none, with 0.
-__device__ __forceinline__ float finite_top(float top) { return top == NO_SCORE ? 0.0f : top; }
 
 // The largest of a warp: as integers, numbers below zero are in reverse order.
 __device__ __forceinline__ float max_of_warp(float x) {
@@ -144,7 +128,7 @@ extern "C" __global__ void __maxnreg__(MOST_REGISTERS) latent_attention(const Pa
         if (lane == 0) barrier_expect(barrier, min(max(limit - first, 0), COPIED) * ROW_BYTES);
         __syncwarp();
         if (row != NO_ROW && first + lane < limit)
-            copy_row(shared_address(keys) + slot * TILE_BYTES + (warp * COPIED + lane) * PITCH, address_of(row), barrier);
+            copy_bulk(shared_address(keys) + slot * TILE_BYTES + (warp * COPIED + lane) * PITCH, address_of(row), ROW_BYTES, barrier);
     };
     // Weights of keys that are not there are zero, but what lies in their place may be no number.
     const auto clear_rest = [&](int step) {
@@ -164,7 +148,7 @@ extern "C" __global__ void __maxnreg__(MOST_REGISTERS) latent_attention(const Pa
     }
     #pragma unroll 1
     for (int step = 2; step < min(steps, 2 + STEPS_AHEAD); step++)
-        if (const u32 row = row_in(step); row != NO_ROW) prefetch_row(address_of(row));
+        if (const u32 row = row_in(step); row != NO_ROW) prefetch_bulk(address_of(row), ROW_BYTES);
     if (threadIdx.x == 0) barrier_expect(shared_address(&sent), used * ROWS * (8 + (64 << tile_shift)));
     if (steps == 1 || steps == 2) clear_rest(steps - 1);
     // Keys of this pass that the first two steps read, one by each warp.

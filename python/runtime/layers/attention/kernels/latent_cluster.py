@@ -101,6 +101,10 @@ def latent_cluster_attention(
     """
     assert q.shape == (shape.batch * shape.width, shape.num_heads, RANK + ROPE), "queries of another pass than prepared"
     assert q.is_contiguous(), "queries must be contiguous"
+    assert cache.is_contiguous(), "the cache must be contiguous"
+    assert q.dtype is cache.dtype, f"expected queries in {cache.dtype}; got {q.dtype}"
+    assert not cache.data_ptr() % 16, "the cache must be aligned to 16 bytes"
+    assert keys.pages.stride(1) == 1, "rows of the page table must be contiguous"
     cut = cut_of(_clusters_at_once(pdl), shape.batch, shape.rows)
     assert cut is not None, "the kernel does not support this shape"
     out = torch.empty((*q.shape[:2], RANK), dtype=q.dtype, device=q.device)

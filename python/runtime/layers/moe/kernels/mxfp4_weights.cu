@@ -12,12 +12,6 @@ constexpr int SCALE_BYTES = SLOTS * SLOT_BYTES;
 struct Scales { const u8* at; };  // uint8 [experts, rows, SCALES]
 
 // cp.async.bulk: neighbouring bytes, a multiple of 16, which `barrier` counts.
-__device__ __forceinline__ void load_bytes(u32 to, const u8* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
-                 "r"(barrier)
-                 : "memory");
-}
-
 __device__ __forceinline__ u32 load_scales(u32 from) {  // of two groups
     u16 both;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(both) : "r"(from) : "memory");
@@ -80,7 +74,7 @@ struct ScaleLoader {
 #pragma unroll
             for (int m = 0; m < MATRICES; m++) {
                 const u32 to = slots.scales() + m * SCALE_BYTES_OF_MATRIX;
-                if (starts[m] >= 0) load_bytes(to, scales.at + (long)starts[m] * SCALES, SCALE_BYTES_OF_MATRIX, slots.full());
+                if (starts[m] >= 0) copy_bulk(to, scales.at + (long)starts[m] * SCALES, SCALE_BYTES_OF_MATRIX, slots.full());
             }
         }
         slots.next();

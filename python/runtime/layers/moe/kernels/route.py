@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from runtime.config.expert_tuning import MID_ROUTER_ROWS
 from runtime.layers.gemm.deferred_norm import RowScale
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.moe.kernels.route_few import route_few, supports
@@ -17,9 +18,7 @@ from runtime.layers.moe.router import Routing, RoutingRule
 SOFTMAX, SIGMOID, TOPK_SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _SCORINGS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "topk_softmax": TOPK_SOFTMAX.value}
 FEW_ROWS = 64
-"""Up to this many tokens, several programs share the GEMM of 8 tokens."""
-MID_ROWS = 1024
-"""Up to this many, they share that of 16 tokens; above, one computes 32 whole rows."""
+"""Up to this many tokens, several programs share the GEMM of 8 tokens; above, `MID_ROUTER_ROWS` holds."""
 COLUMNS = 128
 LEAST = tl.constexpr(-3e38)
 """The score by which experts are chosen where it is NaN or less."""
@@ -64,7 +63,7 @@ def route(
     groups = scoring.num_groups
     assert scoring.top_k <= E, f"expected at least {scoring.top_k} experts; got {E}"
     assert groups == 1 or padded == E, f"expected a power of two of experts in groups; got {E}"
-    rows, experts, most_splits = (8, 16, 4) if few else (16, min(padded, 64), 8) if T <= MID_ROWS else (32, min(padded, 256), 1)
+    rows, experts, most_splits = (8, 16, 4) if few else (16, min(padded, 64), 8) if T <= MID_ROUTER_ROWS else (32, min(padded, 256), 1)
     splits = max(1, min(most_splits, K // 512))
     blocks = triton.cdiv(T, rows)
     assert blocks <= MAX_BLOCKS, f"expected at most {MAX_BLOCKS * rows} tokens; got {T}"

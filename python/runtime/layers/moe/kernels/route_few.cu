@@ -44,10 +44,6 @@ struct Choice {
     float score;
 };
 
-__device__ __forceinline__ void prefetch(const u16* at, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(at), "r"(bytes) : "memory");
-}
-
 __device__ __forceinline__ u32 scaled2(u32 v, float scale) {
     return to_bf16x2(__uint_as_float(v << 16) * scale, __uint_as_float(v & 0xFFFF0000u) * scale);
 }
@@ -219,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) route_few(
     if (SHARE > HELD && begin + HELD < end) {
         const int from = (begin + HELD) * CHUNK, to = min(end * CHUNK, COLUMNS);
         for (int row = set * ROWS + lane; row < min((set + 1) * ROWS, EXPERTS); row += 32)
-            prefetch(weight + (long)row * COLUMNS + from, (to - from) * sizeof(u16));
+            prefetch_bulk(weight + (long)row * COLUMNS + from, (to - from) * sizeof(u16));
     }
     const int quad = threadIdx.x % QUADS;
     u16 biases[4] = {};

@@ -96,7 +96,7 @@ def test_a_warm_up_reaches_the_kernels_on_both_sides_of_each_bound() -> None:
 
 @pytest.mark.parametrize("most", [1, 64, 100, 600, 1024, 8192])
 def test_a_warm_up_reaches_every_tiling_of_the_router(most: int) -> None:
-    """In Triton it has one up to 64 tokens, one up to `MID_ROUTER_ROWS` and one above; a CUDA kernel takes up to 512 tokens where it can."""
+    """Triton has one up to 64 tokens, one up to `MID_ROUTER_ROWS` and one above; a CUDA kernel takes up to 512 where it can."""
     for largest_of_cuda in (0, 128, 256, 512):
 
         def tilings(counts: Iterable[int], largest: int = largest_of_cuda) -> set[int]:

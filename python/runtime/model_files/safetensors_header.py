@@ -42,12 +42,8 @@ def read_header(path: Path) -> list[Entry]:
         stored.pop("__metadata__", None)
         for start, stop, name in sorted((*place["data_offsets"], name) for name, place in stored.items()):
             dtype, shape = stored[name]["dtype"], tuple(stored[name]["shape"])
-            if (
-                any(type(number) is not int for number in (start, stop, *shape))
-                or base + start != end
-                or stop < start
-                or min(shape, default=0) < 0
-            ):
+            counts = all(type(number) is int and number >= 0 for number in (start, stop, *shape))  # a bool is no count
+            if not counts or base + start != end or stop < start:
                 raise ValueError(f"its header places tensor {name} wrongly")
             end = base + stop
             entries.append(Entry(name, str(dtype), shape, base + start, end))

@@ -34,9 +34,9 @@ from benchmark.sweep import arguments
 from runtime.batch import BatchResult, ScheduleBatch, StepStats, WorkerLimits
 from runtime.config.flag_parser import parse
 from runtime.config.runtime_config import RuntimeConfig
-from runtime.entrypoints.http.server import serve
 from runtime.entrypoints.kept_memory import freeze_gc
 from runtime.entrypoints.prepare import prepare
+from runtime.entrypoints.server.server import serve
 from runtime.managers.detokenizer_manager import DetokenizerManager
 from runtime.managers.messages import (
     Finish,

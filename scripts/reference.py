@@ -15,9 +15,9 @@ from front import ScriptedScheduler, make_manager  # noqa: E402  (the server wit
 
 from runtime.config.flag_parser import flags  # noqa: E402
 from runtime.config.server_args import ServerArgs  # noqa: E402
-from runtime.entrypoints.http.server import create_app  # noqa: E402
+from runtime.entrypoints.server.server import create_app  # noqa: E402
+from runtime.managers.observers.metrics import Metrics  # noqa: E402
 from runtime.managers.telemetry.decode_stats import DecodeStats  # noqa: E402
-from runtime.managers.telemetry.metrics import Metrics  # noqa: E402
 from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats  # noqa: E402
 from runtime.managers.telemetry.spec_stats import SpecStats  # noqa: E402
 

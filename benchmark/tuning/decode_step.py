@@ -92,7 +92,8 @@ def model(layers: int) -> tuple[list[Layer], Linear]:
 
 def choices(ops: CudaOps, rows: int) -> dict[str, str]:
     """The autotuned kernel of each GEMM with `rows` rows."""
-    from runtime.layers.gemm.tilings import describe, m_bucket
+    from runtime.layers.gemm.tilings import m_bucket
+    from runtime.layers.gemm.timings import describe
     from runtime.layers.gemm.triton_gemm import MAX_ROWS
 
     if rows > MAX_ROWS:

@@ -33,7 +33,7 @@ from runtime.layers.norm import RMSNorm
 if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
     from runtime.layers.cuda_ops import CudaOps
     from runtime.layers.gemm.gemm import GemmOp
-    from runtime.layers.gemm.tilings import GemmChoice
+    from runtime.layers.gemm.timings import GemmChoice
     from runtime.layers.gemm.triton_gemm import TritonConfig
 
 NAME = "tuning/gemms"

@@ -153,7 +153,8 @@ class Keys:
 def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     """FA3 and all configurations as functions that attend in all layers, with the same queries, keys and lengths."""
     from runtime.layers.attention.fa3 import FlashAttention
-    from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention
+    from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention
+    from runtime.layers.attention.kernels.split_keys import SplitKeys
     from runtime.layers.attention.kernels.split_schedule import schedule_work
 
     page, width, size, _, _ = case

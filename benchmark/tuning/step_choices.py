@@ -28,7 +28,7 @@ def rows_of(passes: Passes, timings: GemmTimings, rows: int) -> Iterator[Row]:
     """A row for each kind of GEMM in a decode pass of `rows` requests."""
     from runtime.layers.cuda_ops import CudaOps
     from runtime.layers.gemm.autotune import group_gemms
-    from runtime.layers.gemm.tilings import describe
+    from runtime.layers.gemm.timings import describe
 
     model = passes.runner.model
     ops = model.context.ops

@@ -11,7 +11,8 @@ import torch
 
 from runtime.config.kernel_configs import ClusterConfig, SplitConfig
 from runtime.layers.attention.kernels import cluster_decode
-from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention
+from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention
+from runtime.layers.attention.kernels.split_keys import SplitKeys
 from runtime.layers.attention.kernels.split_schedule import schedule_work
 from runtime.layers.attention.kernels.split_shape import SplitShape
 

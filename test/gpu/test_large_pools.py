@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from runtime.config.kernel_configs import ClusterConfig, LatentConfig, SplitConfig
 from runtime.layers.attention.kernels.latent_decode import LatentKeys, LatentShape, LatentWorkspace, latent_attention
-from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention
+from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention
+from runtime.layers.attention.kernels.split_keys import SplitKeys
 from runtime.layers.attention.kernels.split_schedule import schedule_work
 from runtime.layers.attention.kernels.split_shape import SplitShape
 from runtime.layers.attention.kernels.tree_tail import TailKeys, merge_tree_tail

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from runtime.layers.attention.row_norms import RowNorms
+from runtime.layers.row_norms import RowNorms
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE, DTYPE = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat16)

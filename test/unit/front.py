@@ -14,7 +14,7 @@ import httpx
 from tiny import tiny_model, tiny_runtime
 
 from runtime.batch import WorkerLimits
-from runtime.entrypoints.http.server import serve
+from runtime.entrypoints.server.server import serve
 from runtime.errors import GrammarError
 from runtime.managers.messages import (
     AbortReq,

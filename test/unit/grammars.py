@@ -14,9 +14,10 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from runtime.constrained.backends import Vocabulary, make_backend
+from runtime.constrained.backends import make_backend
 from runtime.constrained.compiler import GrammarCompiler
 from runtime.constrained.grammar import Grammar, GrammarBackend
+from runtime.constrained.vocabulary import Vocabulary
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.entrypoints.grammar_process import vocabulary_of
 from runtime.managers.messages import Finish, GenerateReq, TokensOut, TokensOutBatch

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime.layers.absorption import TOKEN_TILES
-from runtime.layers.attention.latent import LatentAttention
+from runtime.layers.latent_attention import LatentAttention
 from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import Rope

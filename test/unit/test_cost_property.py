@@ -13,7 +13,7 @@ import pytest
 from front import ScriptedScheduler, make_manager
 
 from runtime.entrypoints.http.body_price import BodyPrice
-from runtime.entrypoints.http.server import create_app
+from runtime.entrypoints.server.server import create_app
 from runtime.managers.messages import GenerateReq
 from runtime.text import bounded_encoding
 from runtime.text.bounded_encoding import SLICE_CHARS

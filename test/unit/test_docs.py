@@ -13,7 +13,7 @@ import reference
 from eagle_training.kinds import is_held_out_kind
 
 from runtime.config.flag_parser import flags
-from runtime.managers.telemetry.metrics import COUNTERS, GAUGES, RATES
+from runtime.managers.observers.metrics import COUNTERS, GAUGES, RATES
 
 ROOT = Path(__file__).resolve().parents[2]
 HELD_OUT = {"recipes", "travel", "comparison", "letters", "poems", "classification"}

@@ -18,13 +18,14 @@ from pydantic import BaseModel
 from tiny import tiny_speculative
 
 from runtime.batch import SpeculationChange
-from runtime.entrypoints.http import connection, limits, server, sse
-from runtime.entrypoints.http.admin import AdminApi
+from runtime.entrypoints.http import connection, limits, sse
 from runtime.entrypoints.http.auth import ADMIN_PATHS, OPEN_PATHS, PROBE_PATHS
 from runtime.entrypoints.http.page import ChatPage
-from runtime.entrypoints.http.server import create_app
 from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
 from runtime.entrypoints.openai.protocol import ChatBody, CompletionBody
+from runtime.entrypoints.server import server
+from runtime.entrypoints.server.admin import AdminApi
+from runtime.entrypoints.server.server import create_app
 from runtime.errors import WorkerDied
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
@@ -572,7 +573,7 @@ def test_a_dead_process_ends_streams_with_errors_and_requests_with_503() -> None
 
 
 def test_health_generate_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.entrypoints.http.admin.GENERATE_SECONDS", 0.2)
+    monkeypatch.setattr("runtime.entrypoints.server.admin.GENERATE_SECONDS", 0.2)
 
     async def check() -> None:
         async with front() as f:
@@ -586,8 +587,8 @@ def test_health_generate_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_health_generate_accepts_tokens_of_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.entrypoints.http.admin.GENERATE_SECONDS", 1.0)
-    monkeypatch.setattr("runtime.entrypoints.http.admin.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("runtime.entrypoints.server.admin.GENERATE_SECONDS", 1.0)
+    monkeypatch.setattr("runtime.entrypoints.server.admin.LOOK_SECONDS", 0.05)
 
     async def probe(f: Front) -> int:
         asking = asyncio.create_task(f.client.get("/health_generate"))

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.managers.generation import GenerationUpdate
 from runtime.managers.messages import Finish
+from runtime.managers.observers.metrics import Metrics
 from runtime.managers.telemetry.decode_stats import DecodeStats
-from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats
 from runtime.managers.telemetry.spec_stats import SpecStats, context_class

@@ -42,12 +42,12 @@ from transformers import (
 from runtime.batch import ForwardMode
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionShape, plan_pass
-from runtime.layers.attention.latent import LatentAttention
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.latent_attention import LatentAttention
 from runtime.layers.linear import Linear
-from runtime.layers.moe.mlp import SparseMlp
 from runtime.layers.quantization.int8 import dequantize
+from runtime.layers.sparse_mlp import SparseMlp
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights

@@ -12,8 +12,8 @@ from front import ScriptedScheduler, front, make_manager
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from runtime.entrypoints.http.openapi import up_to
-from runtime.entrypoints.http.server import create_app
+from runtime.entrypoints.server.openapi import up_to
+from runtime.entrypoints.server.server import create_app
 
 HI = [{"role": "user", "content": "hi"}]
 CALL = {"function": {"name": "f"}}

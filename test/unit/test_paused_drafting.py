@@ -17,8 +17,8 @@ from runtime.entrypoints.native.meta_info import meta_info
 from runtime.layers.linear import Linear
 from runtime.managers.generation import GenerationUpdate
 from runtime.managers.messages import GenerateReq
+from runtime.managers.observers.metrics import Metrics
 from runtime.managers.scheduler import Scheduler
-from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.sampling_params import SamplingParams

@@ -14,13 +14,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from runtime.config.flag_parser import from_fields
 from runtime.config.resolve import check
-from runtime.entrypoints.http.server import create_app
 from runtime.entrypoints.http.tracing import otlp_provider
+from runtime.entrypoints.server.server import create_app
 from runtime.errors import ConfigError
 from runtime.managers.generation import Generation
+from runtime.managers.observers.request_end import RequestEnd
+from runtime.managers.observers.request_log import SlowRequestLog
 from runtime.managers.telemetry.progress import Progress
-from runtime.managers.telemetry.request_end import RequestEnd
-from runtime.managers.telemetry.request_log import SlowRequestLog
 
 
 def end_of(progress: Progress, seconds: float = 10.0) -> RequestEnd:

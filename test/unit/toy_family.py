@@ -9,7 +9,8 @@ from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.models.block import Block
 from runtime.models.config import ModelConfig
-from runtime.models.hf_config import ConfigFields, decoder_config
+from runtime.models.config_fields import ConfigFields
+from runtime.models.hf_config import decoder_config
 from runtime.models.parts import ModelParts
 
 

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import xgrammar
 
-from runtime.constrained.backends import Vocabulary
 from runtime.constrained.grammar import Grammar, MaskRow, Matcher, mask_words
 from runtime.constrained.json_schema import check_json_schema
 from runtime.constrained.structural_tag import parse_structural_tag
+from runtime.constrained.vocabulary import Vocabulary
 from runtime.errors import GrammarError
 from runtime.sampling_params import GrammarSpec
 

@@ -14,7 +14,6 @@ from runtime.distributed.parallel_group import FusedExchange, ParallelGroup
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention.kernels import absorbed_gemms
-from runtime.layers.attention.row_norms import RowNorms
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import GemmGroup, Run, autotune_gemms, compile_all, group_gemms
@@ -25,8 +24,8 @@ from runtime.layers.gemm.fused_gemm import fused_gemm
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, input_dtype
 from runtime.layers.gemm.quantized_rows import quantized_gemm
 from runtime.layers.gemm.quantized_trial import WeightKind, choose_quantized, kind_of
-from runtime.layers.gemm.tilings import GemmChoice, default_choice, m_bucket
-from runtime.layers.gemm.timings import GemmTimings
+from runtime.layers.gemm.tilings import default_choice, m_bucket
+from runtime.layers.gemm.timings import GemmChoice, GemmTimings
 from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.widen import widened_linear
 from runtime.layers.kernels.add_normed import add_normed_rows
@@ -51,6 +50,7 @@ from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import Rope, RotaryHeads
+from runtime.layers.row_norms import RowNorms
 
 log = logging.getLogger(__name__)
 TRIAL_PARTS = 128

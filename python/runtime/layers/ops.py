@@ -24,7 +24,6 @@ import torch
 
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
-from runtime.layers.attention.row_norms import RowNorms
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.deferred_norm import DeferredNorm
@@ -36,6 +35,7 @@ from runtime.layers.moe.router import Router, Routing
 from runtime.layers.norm import RMSNorm
 from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import Rope, RotaryHeads
+from runtime.layers.row_norms import RowNorms
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from runtime.layers.absorption import absorb_by_bmm, project_by_bmm
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
-from runtime.layers.attention.row_norms import RowNorms
 from runtime.layers.draft_input import DraftInput, StreamStart
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
@@ -25,6 +24,7 @@ from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
 from runtime.layers.quantization.fp8 import E4M3_MAX
 from runtime.layers.rope import Rope, RotaryHeads
+from runtime.layers.row_norms import RowNorms
 
 
 class TorchOps:

@@ -33,16 +33,16 @@ from runtime.managers.messages import (
     ToScheduler,
     ToTokenizer,
 )
+from runtime.managers.observers.metrics import Metrics
+from runtime.managers.observers.request_end import RequestEnd
+from runtime.managers.observers.request_log import SlowRequestLog, log_request
 from runtime.managers.prompt_encoder import PromptEncoder
 from runtime.managers.remote_errors import call_failure, request_failure
 from runtime.managers.request_context import CURRENT_CLIENT
 from runtime.managers.request_limits import RequestLimits
 from runtime.managers.room import Room
 from runtime.managers.telemetry.health import Health
-from runtime.managers.telemetry.metrics import Metrics
 from runtime.managers.telemetry.progress import Progress
-from runtime.managers.telemetry.request_end import RequestEnd
-from runtime.managers.telemetry.request_log import SlowRequestLog, log_request
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.models.config import ModelConfig
 from runtime.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.layers.moe.definition import WORD
-from runtime.layers.moe.mlp import SparseMlp
+from runtime.layers.sparse_mlp import SparseMlp
 
 EVERY = 16
 """One of so many decode passes is counted."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from runtime.layers.attention.layer import Attention, AttentionLayer
+from runtime.layers.attention_layer import Attention, AttentionLayer
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.mlp import Mlp
 from runtime.layers.norm import RMSNorm

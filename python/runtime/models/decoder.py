@@ -12,8 +12,8 @@ from runtime.layers.attention.base import AttentionBackend, AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.lm_head import all_logits, greedy
-from runtime.layers.moe.mlp import SparseMlp
 from runtime.layers.pass_context import PassContext
+from runtime.layers.sparse_mlp import SparseMlp
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.block import DecoderBlock
 from runtime.models.config import ModelConfig

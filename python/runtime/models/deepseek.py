@@ -6,7 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from runtime.models.config import LatentConfig, ModelConfig, MoeConfig, MtpConfig
-from runtime.models.hf_config import ConfigFields, decoder_config
+from runtime.models.config_fields import ConfigFields
+from runtime.models.hf_config import decoder_config
 from runtime.models.rope_fields import mscale
 
 if TYPE_CHECKING:  # the front process reads configurations without torch

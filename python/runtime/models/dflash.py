@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from runtime.distributed.parallel_group import ParallelGroup
-from runtime.layers.attention.layer import Attention
+from runtime.layers.attention_layer import Attention
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear

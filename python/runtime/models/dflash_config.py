@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.models.config import ModelConfig
-from runtime.models.hf_config import ConfigFields, decoder_config, read_hf_config, sliding_windows
+from runtime.models.config_fields import ConfigFields
+from runtime.models.hf_config import decoder_config, read_hf_config, sliding_windows
 
 BLOCK_SIZE = 16
 """Where the file names none."""

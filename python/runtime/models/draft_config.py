@@ -11,9 +11,10 @@ from typing import Any, Literal
 from runtime.errors import ConfigError
 from runtime.models import dflash_config, llama, qwen2
 from runtime.models.config import ModelConfig
+from runtime.models.config_fields import ConfigFields
 from runtime.models.dflash_config import BlockDraft
 from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, flattened, is_eagle3, read_aux_layers
-from runtime.models.hf_config import ConfigFields, read_hf_config, sliding_windows
+from runtime.models.hf_config import read_hf_config, sliding_windows
 from runtime.models.registry import FAMILIES, Family, parse_family, parse_hf_config
 
 DraftAlgorithm = Literal["EAGLE", "EAGLE3", "DFLASH", "STANDALONE"]

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import ConfigError
 from runtime.models.config import FullAttention, ModelConfig, MoeConfig
-from runtime.models.hf_config import ConfigFields, decoder_config, sliding_windows
+from runtime.models.config_fields import ConfigFields
+from runtime.models.hf_config import decoder_config, sliding_windows
 from runtime.models.rope_fields import read_rope
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
+    from runtime.layers.dense_beside import DenseBesideSparse
     from runtime.layers.mlp import GatedMlp
-    from runtime.layers.moe.dense_beside import DenseBesideSparse
     from runtime.models.block import SandwichBlock
     from runtime.models.parts import ModelParts
 
@@ -103,7 +104,7 @@ def block(parts: ModelParts, layer: int) -> SandwichBlock:
 def _with_experts(parts: ModelParts, prefix: str, dense: GatedMlp) -> DenseBesideSparse:
     """The dense MLP and the experts beside it."""
     from runtime.layers.activation import Activation
-    from runtime.layers.moe.dense_beside import DenseBesideSparse
+    from runtime.layers.dense_beside import DenseBesideSparse
     from runtime.layers.norm import RMSNorm
     from runtime.models.expert_weights import ExpertNames
     from runtime.models.sparse import SparseNames

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runtime.models import deepseek
 from runtime.models.config import ModelConfig
-from runtime.models.hf_config import ConfigFields
+from runtime.models.config_fields import ConfigFields
 
 DENSE_LAYERS = 1
 """First layers without experts, where the file does not say."""

@@ -5,20 +5,15 @@ torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from runtime.errors import ConfigError, InvalidField
 from runtime.models.config import ModelConfig, MoeConfig
+from runtime.models.config_fields import ConfigFields
 from runtime.models.rope_fields import DEFAULT_THETA, read_rope
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
-MAX_NUMBER = 1e300
-"""Above every number that a config.json may sensibly hold."""
-MAX_SIZE = 2**31 - 1
-"""The largest size or token id."""
-MAX_LAYERS = 10_000
 DEFAULT_WINDOW = 4096
 """Of families with a sliding window, where the file does not name one (transformers' default)."""
 
@@ -145,118 +140,6 @@ def sliding_windows(fields: ConfigFields, full_layers: int, period: int = 1, def
     if not known:
         raise fields.error(f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers")
     return tuple((size or default_size) - 1 if kind == "sliding_attention" else -1 for kind in kinds)
-
-
-class ConfigFields:
-    """The fields of one config.json. Every reader raises `ConfigError` that names the file and the field."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self._raw = raw
-        self.where = where
-
-    def get(self, name: str, default: object) -> Any:
-        """The value, or `default` where it is absent or null."""
-        value = self._raw.get(name)
-        return default if value is None else value
-
-    def has(self, name: str) -> bool:
-        """Whether the file has the field, if only as null."""
-        return name in self._raw
-
-    def error(self, text: str) -> ConfigError:
-        """An error about this file."""
-        return ConfigError(f"{self.where}: {text}")
-
-    def flag(self, name: str) -> bool:
-        """A boolean; false where absent."""
-        return bool(self.get(name, False))
-
-    def positive(self, name: str, default: int | None = None) -> int:
-        """A positive integer of at most `MAX_SIZE`."""
-        if self.get(name, default) is None:
-            raise self.error(f"{name} is missing; it must be a positive integer")
-        return self._integer(name, default, 1, "a positive integer")
-
-    def count(self, name: str, default: int) -> int:
-        """An integer from 0 to `MAX_SIZE`."""
-        return self._integer(name, default, 0, "zero or a positive integer")
-
-    def num_layers(self) -> int:
-        """`num_hidden_layers`."""
-        layers = self.positive("num_hidden_layers")
-        if layers > MAX_LAYERS:
-            raise self.error(f"num_hidden_layers is {layers}; at most {MAX_LAYERS} are supported")
-        return layers
-
-    def _integer(self, name: str, default: int | None, least: int, kind: str) -> int:
-        value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.error(f"{name} is {value!r}; it must be {kind}")
-        if value > MAX_SIZE:
-            raise self.error(f"{name} is larger than {MAX_SIZE}")
-        return value
-
-    def optional_positive(self, name: str) -> int | None:
-        """A positive integer, or None where absent."""
-        return None if self.get(name, None) is None else self.positive(name)
-
-    def number(self, name: str, default: float) -> float:
-        """A positive number."""
-        return self._number(name, self.get(name, default))
-
-    def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of positive numbers; empty where absent."""
-        values = self.get(name, [])
-        if not isinstance(values, list):
-            raise self.error(f"{name} is {values!r}; it must be a list of positive numbers")
-        return tuple(self._number(f"{name}[{i}]", value) for i, value in enumerate(values))
-
-    def _number(self, name: str, value: object) -> float:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
-            raise self.error(f"{name} is {value!r}; it must be a positive number")
-        return float(value)
-
-    def mapping(self, name: str) -> ConfigFields:
-        """The fields of an object in the file; none where it is absent."""
-        value = self.get(name, {})
-        if not isinstance(value, dict):
-            raise self.error(f"{name} is {value!r}; it must be an object")
-        return ConfigFields(value, self.where)
-
-    def filled(self, **defaults: object) -> ConfigFields:
-        """These fields, with values for those that are absent or null."""
-        return ConfigFields({**self._raw, **{name: self.get(name, value) for name, value in defaults.items()}}, self.where)
-
-    def within(self, name: str) -> ConfigFields:
-        """These fields, and those of an object in the file that are not null or absent beside it."""
-        inner = self.mapping(name)._raw
-        return ConfigFields({**inner, **{key: value for key, value in self._raw.items() if value is not None}}, self.where)
-
-    def under(self, name: str) -> ConfigFields:
-        """These fields, with those of an object in the file over them."""
-        return ConfigFields({**self._raw, **self.mapping(name)._raw}, self.where)
-
-    def ids(self, name: str) -> list[int]:
-        """Token ids from a field that may hold none, one or a list."""
-        value = self.get(name, [])
-        ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) <= MAX_SIZE for i in ids):
-            raise self.error(f"{name} is {value!r}; it must be a token id or a list of them")
-        return ids
-
-    def architecture(self) -> str:
-        """The one class name in `architectures`."""
-        names = self.get("architectures", [])
-        if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-            raise self.error(f"architectures is {names!r}; it must name exactly one model class")
-        return names[0]
-
-    def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
-        """The dtype that the weights were saved in; float32 where none is named."""
-        name = str(self.get("dtype", self.get("torch_dtype", "float32"))).removeprefix("torch.")
-        if name not in ("float32", "bfloat16", "float16"):
-            raise self.error(f"dtype is {name!r}; it must be float32, bfloat16 or float16")
-        return name
 
 
 def _read_json(path: Path) -> dict[str, Any]:

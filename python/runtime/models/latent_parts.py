@@ -5,7 +5,7 @@ from __future__ import annotations
 from runtime.distributed.parallel_group import WHOLE, Shard
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionSpec
-from runtime.layers.attention.latent import LatentAttention
+from runtime.layers.latent_attention import LatentAttention
 from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Partition
 from runtime.layers.norm import RMSNorm

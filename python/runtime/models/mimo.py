@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from runtime.models import llama, qwen2
 from runtime.models.config import ModelConfig, MtpConfig
-from runtime.models.hf_config import ConfigFields
+from runtime.models.config_fields import ConfigFields
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import Block

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from runtime.models import mixtral
 from runtime.models.config import ModelConfig
-from runtime.models.hf_config import ConfigFields, decoder_config
+from runtime.models.config_fields import ConfigFields
+from runtime.models.hf_config import decoder_config
 from runtime.models.moe_fields import moe_fields
 
 if TYPE_CHECKING:  # the front process reads configurations without torch

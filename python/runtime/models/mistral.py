@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from runtime.models import llama
 from runtime.models.config import ModelConfig
-from runtime.models.hf_config import ConfigFields, decoder_config, sliding_windows
+from runtime.models.config_fields import ConfigFields
+from runtime.models.hf_config import decoder_config, sliding_windows
 
 
 def parse(fields: ConfigFields) -> ModelConfig:

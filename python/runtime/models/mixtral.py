@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from runtime.models.config import ModelConfig
-from runtime.models.hf_config import ConfigFields, decoder_config, sliding_windows
+from runtime.models.config_fields import ConfigFields
+from runtime.models.hf_config import decoder_config, sliding_windows
 from runtime.models.moe_fields import moe_fields
 
 if TYPE_CHECKING:  # the front process reads configurations without torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runtime.models.config import MoeConfig, Scoring
-from runtime.models.hf_config import ConfigFields
+from runtime.models.config_fields import ConfigFields
 
 COUNTS = ("num_experts", "num_local_experts")
 """Fields that hold the number of experts; transformers 5 writes the second for families whose files had the first."""

@@ -11,11 +11,9 @@ from runtime.distributed.parallel_group import ALONE, ParallelGroup, Shard
 from runtime.errors import ConfigError
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
-from runtime.layers.attention.layer import Attention
-from runtime.layers.attention.row_norms import RowNorms
+from runtime.layers.attention_layer import Attention
 from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp
-from runtime.layers.moe.mlp import SparseMlp
 from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps
@@ -23,6 +21,8 @@ from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.registry import quant_scheme
 from runtime.layers.quantization.scheme import QuantScheme, WeightSlot
 from runtime.layers.rope import RotaryHeads
+from runtime.layers.row_norms import RowNorms
+from runtime.layers.sparse_mlp import SparseMlp
 from runtime.mem_cache.kv_spec import KVSpec
 from runtime.models.block import Block
 from runtime.models.config import ModelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runtime.config.quant_config import BLOCK, QuantConfig
-from runtime.models.hf_config import ConfigFields
+from runtime.models.config_fields import ConfigFields
 
 FIELDS = ("quantization_config", "compression_config")
 SUPPORTED = "fp8 (e4m3, one scale for 128 x 128 entries, a row or a tensor), compressed-tensors in that format, and mxfp4"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from runtime.models import llama
 from runtime.models.config import ModelConfig
-from runtime.models.hf_config import ConfigFields, decoder_config, sliding_windows
+from runtime.models.config_fields import ConfigFields
+from runtime.models.hf_config import decoder_config, sliding_windows
 
 MAX_WINDOW_LAYERS = 28
 """Layers with full attention before the first sliding one, where the file does not say (transformers' default)."""

@@ -27,7 +27,8 @@ from runtime.models import (
     qwen3_moe,
 )
 from runtime.models.config import ModelConfig
-from runtime.models.hf_config import ConfigFields, read_hf_config
+from runtime.models.config_fields import ConfigFields
+from runtime.models.hf_config import read_hf_config
 from runtime.models.quant_fields import read_quantization
 
 if TYPE_CHECKING:

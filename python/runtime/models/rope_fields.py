@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from runtime.models.config import RopeScaling
-
-if TYPE_CHECKING:
-    from runtime.models.hf_config import ConfigFields
+from runtime.models.config_fields import ConfigFields
 
 DEFAULT_THETA = 10000.0
 DEFAULT_CONTEXT = 2048

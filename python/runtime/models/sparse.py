@@ -10,10 +10,10 @@ from runtime.layers.activation import Activation
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.moe.definition import WORD
 from runtime.layers.moe.experts import Experts
-from runtime.layers.moe.mlp import SharedExpert, SparseMlp
 from runtime.layers.moe.router import KEPT_ROWS, Router, RoutingRule
 from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.ops import BlockOps
+from runtime.layers.sparse_mlp import SharedExpert, SparseMlp
 from runtime.models.config import MoeConfig
 from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_weights
 from runtime.models.weights import WeightTable

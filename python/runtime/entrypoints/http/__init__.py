@@ -1,1 +1,1 @@
-"""The HTTP server: connections, limits, keys, request bodies, streams and administration."""
+"""What the APIs share: connections, limits, keys, request bodies, answers and streams."""

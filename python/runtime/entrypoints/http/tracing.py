@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime import __version__
 from runtime.entrypoints.http.auth import OPEN_PATHS, PROBE_PATHS
+from runtime.managers.observers.request_end import RequestEnd
 from runtime.managers.request_context import CURRENT_REQUEST
-from runtime.managers.telemetry.request_end import RequestEnd
 
 UNTRACED = OPEN_PATHS | PROBE_PATHS
 PROPAGATOR = TraceContextTextMapPropagator()

@@ -14,7 +14,8 @@ from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
 from runtime.layers.attention.kernels import cluster_decode
-from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention, warm_up
+from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention, warm_up
+from runtime.layers.attention.kernels.split_keys import SplitKeys
 from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work
 from runtime.layers.attention.kernels.split_shape import MAX_WIDTH, SplitShape, one_of_each_kernel, supports
 from runtime.layers.attention.kernels.tree_tail import TailKeys, merge_tree_tail

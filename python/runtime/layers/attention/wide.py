@@ -12,7 +12,8 @@ from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
-from runtime.layers.attention.kernels.split_decode import SplitKeys, SplitWorkspace, split_attention, warm_up
+from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention, warm_up
+from runtime.layers.attention.kernels.split_keys import SplitKeys
 from runtime.layers.attention.kernels.split_shape import MAX_WIDTH, SplitShape, one_of_each_kernel, supports
 from runtime.layers.attention.kernels.wide_prefill import PromptKeys, wide_prefill
 from runtime.layers.forward_batch import ForwardBatch

@@ -27,8 +27,8 @@ from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
 from runtime.layers.gemm.many_rows import GemmSize, many_rows_config
 from runtime.layers.gemm.resident_gemm import resident_config
 from runtime.layers.gemm.resident_gemm import supports as can_be_resident
-from runtime.layers.gemm.tilings import GemmChoice, describe, wgmma_configs
-from runtime.layers.gemm.timings import GemmTimings
+from runtime.layers.gemm.tilings import wgmma_configs
+from runtime.layers.gemm.timings import GemmChoice, GemmTimings, Timed
 from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import supports
 from runtime.layers.gemm.widening_gemm import MOST_ROWS as MOST_WIDENED_ROWS
@@ -83,18 +83,6 @@ class GemmGroup:
     def dtype(self) -> torch.dtype:
         """Of the weights."""
         return self.linears[0].weight.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """The fastest kernel of a GEMM, and the microseconds of all that fit the GPU, by choice."""
-
-    choice: GemmChoice
-    micros: Mapping[GemmChoice, float]
-
-    def __str__(self) -> str:
-        times = ", ".join(f"{describe(choice)} {micros:.1f} µs" for choice, micros in self.micros.items())
-        return f"{describe(self.choice)} ({times})"
 
 
 def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int], prompts: Collection[int] = ()) -> list[GemmGroup]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from runtime.config.device_tuning import DeviceTuning
-from runtime.config.kernel_configs import FragmentConfig, ResidentConfig, TritonConfig, WideningConfig
 from runtime.layers.gemm.gemm import GemmOp
+from runtime.layers.gemm.timings import GemmChoice
 from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import MAX_TILE, WgmmaConfig
 
-GemmChoice = TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | WideningConfig | None
-"""How a GEMM is computed: by a kernel with a tiling, or cuBLAS (None) with separate kernels for the epilogue."""
 M_BUCKETS = (1, 4, 8, 16, 32, 64, MAX_ROWS, 256, 512, 2048)
 """A GEMM of M rows uses the kernel chosen for the next of these, or for the last. Above `MAX_ROWS` it is a GEMM by WGMMA or cuBLAS."""
 
@@ -43,8 +41,3 @@ def wgmma_configs(op: GemmOp, rows: int, weight_rows: int, num_sms: int, tuning:
         if op == "gate_up":
             found.append(WgmmaConfig(even(2 * waves * num_sms, 8)))
     return tuple(config for config in found if config.tile <= MAX_TILE)
-
-
-def describe(choice: GemmChoice) -> str:
-    """For the log and for tables."""
-    return "cuBLAS" if choice is None else f"Triton {choice}" if isinstance(choice, TritonConfig) else str(choice)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from runtime.config.device_tuning import H200, DeviceTuning
+from runtime.config.kernel_configs import FragmentConfig, ResidentConfig, TritonConfig, WideningConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.gemm.gemm import GemmKey
+from runtime.layers.gemm.wgmma_gemm import WgmmaConfig
 
-if TYPE_CHECKING:  # it imports Triton, which the CPU build of torch does not have
-    from runtime.layers.gemm.autotune import Timed
+GemmChoice = TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | WideningConfig | None
+"""How a GEMM is computed: by a kernel with a tiling, or cuBLAS (None) with separate kernels for the epilogue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """The fastest kernel of a GEMM, and the microseconds of all that fit the GPU, by choice."""
+
+    choice: GemmChoice
+    micros: Mapping[GemmChoice, float]
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{describe(choice)} {micros:.1f} µs" for choice, micros in self.micros.items())
+        return f"{describe(self.choice)} ({times})"
 
 
 class GemmTimings:
@@ -42,3 +56,8 @@ class GemmTimings:
         if key not in self._quantized:
             self._quantized[key] = self._group.agree(measure())
         return self._quantized[key]
+
+
+def describe(choice: GemmChoice) -> str:
+    """For the log and for tables."""
+    return "cuBLAS" if choice is None else f"Triton {choice}" if isinstance(choice, TritonConfig) else str(choice)

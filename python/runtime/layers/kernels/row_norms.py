@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.layers.attention.row_norms import RowNorms
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
+from runtime.layers.row_norms import RowNorms
 
 
 def norm_rows(qkv: torch.Tensor, norms: RowNorms, *, pdl: bool = False) -> torch.Tensor:

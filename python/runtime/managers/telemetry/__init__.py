@@ -1,1 +1,1 @@
-"""Statistics, metrics and heartbeats of the managers."""
+"""Counts and heartbeats of the managers."""

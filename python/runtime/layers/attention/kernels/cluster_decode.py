@@ -20,7 +20,7 @@ from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import RotaryHeads
 
 if TYPE_CHECKING:  # both import Triton
-    from runtime.layers.attention.kernels.split_decode import SplitKeys
+    from runtime.layers.attention.kernels.split_keys import SplitKeys
     from runtime.layers.attention.kernels.split_shape import SplitShape
 
 HEAD_DIMS = (64, 128)

@@ -9,15 +9,14 @@ arXiv:1805.02867).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from runtime.layers.attention.kernels import cluster_decode
-from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work, unpack
+from runtime.layers.attention.kernels.split_keys import SplitKeys
+from runtime.layers.attention.kernels.split_schedule import schedule_work, unpack
 from runtime.layers.attention.kernels.split_shape import SplitShape
 from runtime.layers.attention.kernels.tile_slots import tile_slots
 from runtime.layers.rope import RotaryHeads
@@ -47,25 +46,6 @@ class SplitWorkspace:
 
         rows = max(shape.partial_rows for shape in shapes)
         self.out, self.top, self.total = floats(rows * shapes[0].head_dim), floats(rows), floats(rows)
-
-
-@dataclass(frozen=True, slots=True)
-class SplitKeys:
-    """Location of the keys of each request. Tensors are on the device.
-
-    Attributes:
-        pages: int32 [rows, max_pages], the page table.
-        rows: int32 [B], its row of each request.
-        seq_lens: int32 [B], keys of each request.
-        page_size: slots of a page.
-        schedule: the shares of each program, if the shape's config is scheduled.
-    """
-
-    pages: torch.Tensor
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    page_size: int
-    schedule: WorkSchedule | None = None
 
 
 def split_attention(

@@ -28,13 +28,13 @@ from runtime.entrypoints.http.body_route import IGNORED_HEADER
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
 from runtime.entrypoints.http.key_ring import key_ring
 from runtime.entrypoints.http.limits import MAX_LARGE_BODIES, MIB, BodyLimits, BodyRoom, HeaderLimit, LingeringResponse
-from runtime.entrypoints.http.openapi import describe
 from runtime.entrypoints.http.origin import OriginGate
 from runtime.entrypoints.http.request_names import HEADER, ClientName, RequestId
 from runtime.entrypoints.http.responses import error_body, error_object, error_response, internal_error, json_response, status_response
-from runtime.entrypoints.http.routes import add_routes
+from runtime.entrypoints.server.openapi import describe
+from runtime.entrypoints.server.routes import add_routes
 from runtime.errors import BodyTooLarge, RequestError, ServingError
-from runtime.managers.telemetry.metrics import Metrics
+from runtime.managers.observers.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
 
 if TYPE_CHECKING:

@@ -11,10 +11,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from runtime.entrypoints.anthropic.messages import MessagesApi
 from runtime.entrypoints.anthropic.protocol import AnthropicMessage, TokenCount
-from runtime.entrypoints.http.admin import AdminApi
 from runtime.entrypoints.http.body_route import IGNORED_HEADER, BodyRoute
-from runtime.entrypoints.http.loads import LoadApi, Loads, RankLoad
-from runtime.entrypoints.http.openapi import SCHEMAS
 from runtime.entrypoints.http.responses import ANTHROPIC_PATH, AnthropicError, ErrorBody
 from runtime.entrypoints.native.generate import GenerateApi
 from runtime.entrypoints.native.protocol import (
@@ -40,7 +37,10 @@ from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.pooling.endpoints import EmbeddingApi, RerankApi, ScoreApi
 from runtime.entrypoints.pooling.pooler import Pooler
 from runtime.entrypoints.pooling.protocol import EmbeddingList, Rank, Scores
-from runtime.managers.telemetry.metrics import Metrics
+from runtime.entrypoints.server.admin import AdminApi
+from runtime.entrypoints.server.loads import LoadApi, Loads, RankLoad
+from runtime.entrypoints.server.openapi import SCHEMAS
+from runtime.managers.observers.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from runtime.managers.telemetry.request_end import RequestEnd
+from runtime.managers.observers.request_end import RequestEnd
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 
 from runtime.layers.absorption import TOKEN_TILES
 from runtime.layers.attention.base import AttentionSpec
-from runtime.layers.attention.layer import AttentionLayer
+from runtime.layers.attention_layer import AttentionLayer
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.latent_heads import LatentHeads

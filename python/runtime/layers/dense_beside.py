@@ -9,9 +9,9 @@ import torch
 
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.mlp import GatedMlp
-from runtime.layers.moe.mlp import SparseMlp
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, Stream
+from runtime.layers.sparse_mlp import SparseMlp
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from runtime.entrypoints.http.responses import json_response, status_response
 from runtime.entrypoints.http.sse import until_gone
 from runtime.entrypoints.native.protocol import AbortBody, InternalState, ProfileBody, StateBody
 from runtime.errors import ConfigError, QueueFull, RequestError, ServingError, Unavailable
-from runtime.managers.telemetry.metrics import Metrics
+from runtime.managers.observers.metrics import Metrics
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingParams

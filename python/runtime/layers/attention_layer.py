@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 
 from runtime.layers.attention.base import AttentionSpec
-from runtime.layers.attention.row_norms import RowNorms
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, Stream
 from runtime.layers.pass_context import PassContext
+from runtime.layers.row_norms import RowNorms
 
 
 class AttentionLayer(Protocol):

@@ -1,0 +1,28 @@
+"""Where a split-KV pass finds the keys of each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.layers.attention.kernels.split_schedule import WorkSchedule
+
+
+@dataclass(frozen=True, slots=True)
+class SplitKeys:
+    """Location of the keys of each request. Tensors are on the device.
+
+    Attributes:
+        pages: int32 [rows, max_pages], the page table.
+        rows: int32 [B], its row of each request.
+        seq_lens: int32 [B], keys of each request.
+        page_size: slots of a page.
+        schedule: the shares of each program, if the shape's config is scheduled.
+    """
+
+    pages: torch.Tensor
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    page_size: int
+    schedule: WorkSchedule | None = None

@@ -1,0 +1,1 @@
+"""What watches the requests of the TokenizerManager: metrics and the log of requests that ended."""

@@ -11,14 +11,13 @@ import inspect
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from runtime.config.attention_caps import ATTENTION_CAPS, AttentionCaps
-from runtime.config.quant_config import ON_LOAD
+from runtime.config.quant_config import CPU_ONLY, STORED_ONLY, Quantization
 from runtime.errors import ConfigError
-from runtime.layers.quantization.registry import CPU_ONLY, SCHEMES, described_scheme
 from runtime.models.draft_config import DRAFT_FAMILIES, load_draft_config
 from runtime.models.eagle3_layout import EAGLE3_CLASSES, Eagle3Layout
 from runtime.models.registry import FAMILIES, MTP_FAMILIES, parse_hf_config
@@ -128,16 +127,20 @@ def architectures() -> list[tuple[str, str, str]]:
 
 def schemes() -> list[tuple[str, str, str]]:
     """The schemes of the quantisation package."""
-    found = []
-    for module in ("fp8", "mxfp4"):
-        classes = inspect.getmembers(importlib.import_module(f"runtime.layers.quantization.{module}"), inspect.isclass)
-        for _, scheme in classes:
+    rows = []
+    for module in ("fp8", "mxfp4", "int8"):
+        for _, scheme in inspect.getmembers(importlib.import_module(f"runtime.layers.quantization.{module}"), inspect.isclass):
             if hasattr(scheme, "gemm_caps") and scheme.__module__.endswith(module):
-                chosen = "the checkpoint or `--quantization fp8`" if isinstance(described_scheme(ON_LOAD), scheme) else "the checkpoint"
-                found.append((f"`{scheme.__name__}`", one_line(scheme), chosen))
-    for name, scheme in SCHEMES.items():
-        found.append((f"`{type(scheme).__name__}`", one_line(type(scheme)), f"`--quantization {name}`" + " (CPU)" * (name in CPU_ONLY)))
-    return found
+                rows.append((f"`{scheme.name}`", one_line(scheme), " or ".join(choices(scheme.name))))
+    return rows
+
+
+def choices(scheme: str) -> Iterator[str]:
+    """What chooses a scheme."""
+    if scheme not in CPU_ONLY:
+        yield "the checkpoint"
+    if scheme in get_args(Quantization) and scheme not in STORED_ONLY:
+        yield f"`--quantization {scheme}`" + " (CPU)" * (scheme in CPU_ONLY)
 
 
 def ropes() -> list[tuple[str, str, str]]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
 
+from runtime.config import flag_parser, server_args
+from runtime.config.flag_parser import parse
+from runtime.config.served_model import resolve_model
 from runtime.distributed.parallel_group import ALONE, Shard
 from runtime.errors import ConfigError
 from runtime.layers.gemm.gemm import Gemm
@@ -30,6 +34,7 @@ from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import dummy_weights
 from runtime.models.registry import build_model
 from runtime.models.weights import WeightTable
+from unit.test_server_args import LLAMA
 from unit.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -218,9 +223,12 @@ class NegatedHalves:
 
 
 def test_a_quantisation_scheme_takes_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEMES, "negated-halves", NegatedHalves())
+    monkeypatch.setitem(SCHEMES, "negated-halves", lambda quant: NegatedHalves())
+    monkeypatch.setattr(server_args, "Quantization", Literal["negated-halves"])
+    monkeypatch.setattr(flag_parser, "flags", flag_parser.flags.__wrapped__)
+    name = resolve_model(parse(["--quantization", "negated-halves"]).args, "cpu", LLAMA).quantization
     config = tiny_model(tie_embeddings=False, qkv_bias=True)
-    plain, toy = (build_model(config, TorchOps(), torch.float32, CPU, name) for name in (None, "negated-halves"))
+    plain, toy = (build_model(config, TorchOps(), torch.float32, CPU, name) for name in (None, name))
     weights = dict(dummy_weights(plain.expected_weights(), torch.float32, CPU, seed=3))
     stored = {}
     for name, shape in toy.expected_weights().items():

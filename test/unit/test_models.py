@@ -631,8 +631,3 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     write_config(tmp_path, eos_token_id=[7, 5])
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert load_hf_config(tmp_path).eos_ids == (9, 7, 5)
-
-
-def test_int8_is_refused_off_the_cpu() -> None:
-    with pytest.raises(ConfigError, match="works on --device cpu only"):
-        build_model(tiny().config, TorchOps(), torch.float32, torch.device("meta"), "int8")

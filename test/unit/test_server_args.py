@@ -714,7 +714,7 @@ def test_a_model_with_sinks_gets_a_backend_that_has_them() -> None:
     sinks = replace(LLAMA, sinks=True)
     assert resolve(args(), HOPPER, sinks).device.attention_backend == "fa3"
     assert resolve(args(), AMPERE, sinks).device.attention_backend == "torch_native"
-    with pytest.raises(ConfigError, match="flashinfer is not possible: its kernels take no attention sinks"):
+    with pytest.raises(ConfigError, match="flashinfer is not possible: its kernels do not support attention sinks"):
         resolve(args(attention_backend="flashinfer"), AMPERE, sinks)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from runtime.config.attention_caps import ATTENTION_CAPS, AttentionName
 from runtime.config.refusals import check_ranges
-from runtime.config.runtime_config import AttentionName, CacheConfig, part_of_flags
+from runtime.config.runtime_config import CacheConfig, part_of_flags
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
-DEFAULT_PAGE_SIZE: dict[AttentionName, int] = {"torch_native": 16, "fa3": 64, "flashinfer": 16}
-LONG_CONTEXT, BLOCK_DIM, BLOCK_KEYS = 16384, 128, 128
-"""With contexts of at least so many tokens and this head dimension, a page holds the keys of one block of FA3: prompts then load whole
-pages by Hopper's copy engine, which takes a tenth less time where their contexts are long."""
+LONG_CONTEXT, BLOCK_DIM = 16384, 128
+"""With contexts of at least so many tokens and this head dimension, a page holds the keys of one block of the prompt kernel
+(`AttentionCaps.block_keys`): prompts then load whole pages by Hopper's copy engine, which takes a tenth less time where their contexts
+are long."""
 MAX_PAGE_SIZE = 1024
 
 
@@ -26,8 +27,10 @@ def check_cache(args: ServerArgs) -> None:
 
 def default_page_size(backend: AttentionName, context_length: int, head_dim: int) -> int:
     """The page size where none is asked for."""
-    blocks = backend == "fa3" and context_length >= LONG_CONTEXT and head_dim == BLOCK_DIM
-    return BLOCK_KEYS if blocks else DEFAULT_PAGE_SIZE[backend]
+    caps = ATTENTION_CAPS[backend]
+    if caps.block_keys is not None and context_length >= LONG_CONTEXT and head_dim == BLOCK_DIM:
+        return caps.block_keys
+    return caps.page_size
 
 
 def resolve_cache(args: ServerArgs, backend: AttentionName, context_length: int, head_dim: int) -> CacheConfig:

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.config.host_memory import host_memory
 
 _CC_MAJOR, _CC_MINOR, _NUM_SMS, _MEMORY_KHZ, _BUS_BITS = 75, 76, 16, 36, 37
@@ -34,7 +35,7 @@ class Gpu:
     bandwidth: int = 0
 
 
-KERNEL_PACKAGES = ("sgl_kernel", "flashinfer")
+KERNEL_PACKAGES = tuple(caps.package for caps in ATTENTION_CAPS.values() if caps.package is not None)
 """Packages with attention kernels."""
 
 

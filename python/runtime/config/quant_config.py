@@ -9,6 +9,12 @@ from typing import Literal
 
 from runtime.errors import ConfigError
 
+Quantization = Literal["int8", "fp8", "mxfp4"]
+"""The names of the schemes; `--quantization` takes these and none."""
+CPU_ONLY: frozenset[Quantization] = frozenset({"int8"})
+"""Schemes that only a CPU has kernels for."""
+STORED_ONLY: frozenset[Quantization] = frozenset({"mxfp4"})
+"""Schemes that need a checkpoint in this form."""
 ALWAYS_KEPT = ("lm_head", "embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj", "fc")
 """Layers that no FP8 or MXFP4 checkpoint quantises, whether it lists them or not: heads, routers, inputs of draft heads."""
 BLOCK = 128
@@ -65,8 +71,8 @@ def with_flag(stored: QuantConfig | None, flag: str | None, name: str = "--quant
         return stored
     if stored is not None:
         raise ConfigError(f"{name} {flag} is not possible: the checkpoint's weights are {stored.method} already. Leave it out.")
-    if flag == "mxfp4":
-        raise ConfigError(f"{name} mxfp4 needs a checkpoint in mxfp4. Use fp8, which quantizes 16-bit weights, or leave it out.")
+    if flag in STORED_ONLY:
+        raise ConfigError(f"{name} {flag} needs a checkpoint in {flag}. Use fp8, which quantizes 16-bit weights, or leave it out.")
     return ON_LOAD if flag == "fp8" else None
 
 

@@ -6,8 +6,11 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from runtime.config.attention_caps import AttentionName
 from runtime.config.device_tuning import DeviceTuning, tuning_of
 from runtime.config.machine import Gpu
+from runtime.config.quant_config import Quantization
+from runtime.config.server_args import GrammarBackendName, SpecAlgorithm
 from runtime.config.tuning import SpeculativeTuning
 from runtime.log import LogFormat
 from runtime.pooling import PoolingName
@@ -15,12 +18,8 @@ from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 DeviceKind = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
-AttentionName = Literal["torch_native", "fa3", "flashinfer"]
 SamplingName = Literal["triton", "pytorch"]
-SpecAlgorithm = Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"]
 KVDType = Literal["auto", "fp8_e4m3"]
-Quantization = Literal["int8", "fp8", "mxfp4"]
-GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
 Executor = Literal["mp", "ray"]
 LoadFormat = Literal["safetensors", "gguf", "dummy"]
 Part = TypeVar("Part", bound=msgspec.Struct)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import importlib.util
 import logging
 
+from runtime.config.attention_caps import ATTENTION_CAPS, AttentionName
 from runtime.config.device_tuning import CPU
 from runtime.config.refusals import check_positive, check_ranges
 from runtime.config.runtime_config import (
-    AttentionName,
     DeviceConfig,
     DeviceKind,
-    GrammarBackendName,
     SchedulerConfig,
     SpeculativeConfig,
     part_of_flags,
 )
-from runtime.config.server_args import ServerArgs
+from runtime.config.server_args import GrammarBackendName, ServerArgs
 from runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -97,8 +96,8 @@ def _unmixable(args: ServerArgs, backend: AttentionName, speculative: Speculativ
     """Why decoding cannot share a pass with prompts, or an empty text."""
     if args.chunked_prefill_size == -1:
         return "with --chunked-prefill-size -1 prompts are never cut to make room"
-    if backend == "flashinfer":
-        return "flashinfer plans a prompt pass from exact lengths, which the host does not know for decoding requests"
+    if problem := ATTENTION_CAPS[backend].unmixable:
+        return problem
     if speculative is not None and speculative.algorithm == "NGRAM":
         return "NGRAM looks up its drafts between two steps"
     if speculative is not None and speculative.topk > 1:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from runtime.config.device import asked_dtype
 from runtime.config.model_facts import ModelFacts
-from runtime.config.quant_config import with_flag
+from runtime.config.quant_config import CPU_ONLY, Quantization, with_flag
 from runtime.config.refusals import check_ranges
-from runtime.config.runtime_config import DeviceKind, Quantization, ServedModelConfig, part_of_flags
+from runtime.config.runtime_config import DeviceKind, ServedModelConfig, part_of_flags
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError, InvalidField
 from runtime.sampling_params import SamplingDefaults
@@ -79,13 +79,13 @@ def _preferred(args: ServerArgs) -> SamplingDefaults:
 
 
 def _quantization(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Quantization | None:
-    if args.quantization == "int8" and device == "cuda":
-        raise ConfigError("--quantization int8 runs on CPUs only. Leave it out, or use --device cpu.")
+    if args.quantization in CPU_ONLY and device == "cuda":
+        raise ConfigError(f"--quantization {args.quantization} runs on CPUs only. Leave it out, or use --device cpu.")
     quant = with_flag(model.quant, args.quantization)
     if quant is not None:
         return quant.method
     if args.quantization is not None or not model.embedded or device == "cuda":
-        return "int8" if args.quantization == "int8" else None
+        return None if args.quantization == "none" else args.quantization
     default, dtype = EMBEDDED_CPU_QUANTIZATION, asked_dtype(args)
     if dtype is not None:
         log.info("quantization none: --dtype %s asks for %s weights; --quantization %s makes them smaller", args.dtype, dtype, default)

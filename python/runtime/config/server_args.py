@@ -6,12 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from runtime.config.attention_caps import AttentionName
+from runtime.config.quant_config import Quantization
 from runtime.log import LogFormat
 from runtime.pooling import PoolingName
 
 MODEL, SERVER, DEVICE, SCHEDULING = "model", "server", "device and memory", "scheduling"
 GRAPHS, SPECULATION, OBSERVING = "CUDA graphs", "speculative decoding", "observing"
-AttentionChoice = Literal["torch_native", "fa3", "flashinfer"]
+GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
+SpecAlgorithm = Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"]
 FormatChoice = Literal["auto", "safetensors", "gguf", "dummy"]
 ToolParserChoice = Literal[
     "auto", "hermes", "qwen25", "qwen3_coder", "llama3", "mistral", "deepseekv3", "deepseekv31", "gpt-oss", "glm47", "mimo", "minimax-m2",
@@ -48,7 +51,7 @@ class ServerArgs:
     """Type of weights and activations; auto is float32 on a CPU and the checkpoint's type, or bfloat16, on CUDA."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = _flag(MODEL, "auto")
     """Type of the KV cache: the model's (auto), or fp8_e4m3, which holds twice the tokens (fa3 or torch_native attention)."""
-    quantization: Literal["int8", "fp8", "mxfp4", "none"] | None = _flag(MODEL, None)
+    quantization: Literal[Quantization, "none"] | None = _flag(MODEL, None)
     """fp8 stores the linear weights of all layers in 8 bits (e4m3, a scale for each 128 x 128 entries), int8 on a CPU also the head;
     none turns off the embedded model's default. A quantized checkpoint needs no flag."""
     disable_fp8_activations: bool = _flag(MODEL, False)
@@ -126,11 +129,11 @@ class ServerArgs:
 
     device: Literal["cpu", "cuda"] | None = _flag(DEVICE, None)
     """Device that runs the model; default: cuda if there is a GPU, else cpu."""
-    attention_backend: AttentionChoice | None = _flag(DEVICE, None)
+    attention_backend: AttentionName | None = _flag(DEVICE, None)
     """Attention kernels; default: fa3 on Hopper GPUs, flashinfer on other GPUs, torch_native on a CPU."""
     sampling_backend: Literal["triton", "pytorch", "flashinfer"] | None = _flag(DEVICE, None)
     """Sampling kernels; default: triton on a GPU, pytorch on a CPU; flashinfer is not supported."""
-    grammar_backend: Literal["llguidance", "xgrammar", "none"] = _flag(DEVICE, "llguidance")
+    grammar_backend: GrammarBackendName = _flag(DEVICE, "llguidance")
     """Library that compiles JSON schemas and other grammars; none refuses requests with one."""
     mem_fraction_static: float | None = _flag(DEVICE, None, "SHARE")
     """Share of the device memory for weights and KV cache; default: all that measured activations and graphs leave."""
@@ -191,9 +194,7 @@ class ServerArgs:
     cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")
     """Batch sizes to capture; default: a ladder up to the largest."""
 
-    speculative_algorithm: Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM", "none"] | None = _flag(
-        SPECULATION, None, None, "--speculative-algo"
-    )
+    speculative_algorithm: Literal[SpecAlgorithm, "none"] | None = _flag(SPECULATION, None, None, "--speculative-algo")
     """How tokens are drafted; EAGLE without a draft model is MTP, the layer in the checkpoint itself. The embedded model drafts
     with its own head unless this is none."""
     speculative_draft_model_path: str | None = _flag(SPECULATION, None, "PATH", "--speculative-draft-model")
@@ -222,7 +223,7 @@ class ServerArgs:
     """Accept draft tokens of at least this target probability; below 1 the output distribution changes."""
     speculative_accept_threshold_acc: float | None = _flag(SPECULATION, None, "P")
     """Scale of the accumulated acceptance probability; below 1 the output distribution changes."""
-    speculative_draft_attention_backend: AttentionChoice | None = _flag(SPECULATION, None)
+    speculative_draft_attention_backend: AttentionName | None = _flag(SPECULATION, None)
     """Attention kernels of the draft model; default: the target's."""
     disable_draft_extend_cuda_graph: bool = _flag(SPECULATION, False)
     """Run draft extend eagerly."""

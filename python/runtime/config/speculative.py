@@ -10,12 +10,13 @@ from typing import cast
 from msgspec import structs
 
 from runtime.config.attention import resolve_attention
-from runtime.config.attention_caps import ATTENTION_CAPS, MAX_TREE_BITS
+from runtime.config.attention_caps import ATTENTION_CAPS, MAX_TREE_BITS, AttentionName
 from runtime.config.machine import MachineFacts
 from runtime.config.model_facts import ModelFacts
+from runtime.config.quant_config import Quantization
 from runtime.config.refusals import check_positive, check_ranges, flag_of
-from runtime.config.runtime_config import AttentionName, DeviceConfig, DeviceKind, Quantization, SpecAlgorithm, SpeculativeConfig
-from runtime.config.server_args import SPECULATION, ServerArgs
+from runtime.config.runtime_config import DeviceConfig, DeviceKind, SpeculativeConfig
+from runtime.config.server_args import SPECULATION, ServerArgs, SpecAlgorithm
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.config.tuning import SpeculativeTuning
 from runtime.errors import ConfigError

@@ -22,7 +22,6 @@ __all__ = ["DRAFT_FLAGS", "ModelSource", "default_cache_dir", "resolve_model", "
 logger = logging.getLogger(__name__)
 
 WeightsKind = Literal["safetensors", "dummy"]
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 _TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"]
 _CONFIG_FILES = ["config.json", "generation_config.json"]
 _WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
@@ -106,8 +105,6 @@ def resolve_weights(
     Returns:
         A Hugging Face style folder, and the kind of its weights.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"{flags.load_format} {load_format!r} is unknown; it must be one of {', '.join(LOAD_FORMATS)}")
     path = Path(model_path).expanduser()
     if path.is_dir():
         return str(path), _check_folder(path, load_format, flags)

@@ -69,7 +69,7 @@ class ModelContext:
         """
         if self.quant is None and quant is None:
             return self
-        return replace(self, scheme=quant_scheme(None, quant, self.device), quant=quant)
+        return replace(self, scheme=quant_scheme(quant), quant=quant)
 
 
 class ModelParts:

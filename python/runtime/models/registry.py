@@ -153,6 +153,6 @@ def build_model(
         raise ConfigError(f"--ep-size {ep_size}: {config.architecture} has {count}; use a divisor of their number, or leave the flag out.")
     family = family_of(config.architecture, "the model")
     quant = with_flag(config.quant, quantization)
-    scheme = quant_scheme(quantization, quant, device)
+    scheme = quant_scheme(quant, quantization)
     context = ModelContext(ops, dtype, device, scheme, group or ALONE, quant, ep_size, kv_dtype, exchange, head_group, fuse_shared)
     return DecoderModel(config, context, family.block)

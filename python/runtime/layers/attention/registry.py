@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 
-from runtime.config.attention_caps import ATTENTION_CAPS, AttentionCaps
+from runtime.config.attention_caps import ATTENTION_CAPS, AttentionCaps, AttentionNeeds, unsupported
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.mixed import MixedHeadsAttention
@@ -32,13 +32,11 @@ assert BACKENDS.keys() == ATTENTION_CAPS.keys(), "every backend has capabilities
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    """The class behind a name.
+    """The class of a backend.
 
     Raises:
-        ConfigError: the name is unknown, or a package that the backend needs is not installed.
+        ConfigError: a package that it needs is not installed.
     """
-    if name not in BACKENDS:
-        raise ConfigError(f"--attention-backend {name!r} is unknown; it must be one of {', '.join(BACKENDS)}")
     return _load(name, BACKENDS[name])
 
 
@@ -56,10 +54,10 @@ def build_backend(name: str, shape: AttentionShape, kv_pool: KVPool, page_table:
     """A backend over `kv_pool` and `page_table`, prepared for passes up to `shape`.
 
     Raises:
-        ConfigError: the name is unknown, a package is missing, or the model is not supported.
+        ConfigError: a package is missing, or the model is not supported.
     """
     backend = backend_class(name)
-    if limit := unsupported(backend.caps, shape):
+    if limit := _limit(backend.caps, shape):
         raise ConfigError(
             f"Attention backend {name} does not support {limit}. Use torch_native with --attention-backend, or with "
             "--speculative-draft-attention-backend for a draft model."
@@ -85,34 +83,17 @@ def _heads(layer: AttentionSpec) -> tuple[int, KVSpec, float]:
     return layer.num_q_heads, layer.kv, layer.scale
 
 
-def unsupported(caps: AttentionCaps, shape: AttentionShape) -> str:
+def _limit(caps: AttentionCaps, shape: AttentionShape) -> str:
     """What a model needs that a backend cannot do; an empty text when it supports all of it."""
-    first = shape.layers[0]
-    for layer in shape.layers:
-        if limit := _unsupported_layer(caps, layer):
-            return limit
-        if not caps.mixed_heads and _heads(layer) != _heads(first):
-            return "layers that differ in heads, head dimension or scale"
-    return ""
+    if limit := next(filter(None, (unsupported(caps, _needs(layer)) for layer in shape.layers)), ""):
+        return limit
+    kinds = {_heads(layer) for layer in shape.layers}
+    return "" if caps.mixed_heads or len(kinds) == 1 else "layers that differ in heads, head dimension or scale"
 
 
-def _unsupported_layer(caps: AttentionCaps, layer: AttentionSpec) -> str:
-    kv, dtype = layer.kv, str(layer.kv.dtype).removeprefix("torch.")
-    if kv.kind not in caps.kv_kinds:
-        return f"{kv.kind} KV caches"
-    if kv.kind == "mla":
-        if caps.latent_dims is not None and ((kv.key_dim, kv.value_dim) not in caps.latent_dims or layer.window >= 0):
-            return f"latent KV of {kv.value_dim} + {kv.key_dim - kv.value_dim} columns, only of 512 + 64 without a window"
-    elif caps.head_dims is not None and not {kv.key_dim, kv.value_dim} <= caps.head_dims:
-        return f"head dimension {kv.key_dim}, only {_numbers(caps.head_dims)}"
-    if caps.dtypes is not None and dtype not in caps.dtypes and not kv.scaled:
-        return f"{dtype}, only {' and '.join(sorted(caps.dtypes))}"
-    if kv.scaled and not caps.scaled_kv:
-        return "scaled KV caches"
-    if layer.sinks is not None and not caps.sinks:
-        return "attention sinks"
-    return "" if layer.causal or caps.non_causal else "attention to later tokens"
-
-
-def _numbers(values: frozenset[int]) -> str:
-    return ", ".join(map(str, sorted(values)))
+def _needs(layer: AttentionSpec) -> AttentionNeeds:
+    kv = layer.kv
+    return AttentionNeeds(
+        str(kv.dtype).removeprefix("torch."), kv.kind, kv.key_dim, kv.value_dim, layer.window >= 0, kv.scaled, layer.sinks is not None,
+        layer.causal,
+    )  # fmt: skip

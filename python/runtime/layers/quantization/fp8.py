@@ -18,8 +18,9 @@ E4M3_MAX = 448.0
 
 
 class BlockFp8(QuantScheme):
-    """`QuantScheme` "fp8": `weight` e4m3 [out, in], and `scale` float32 with one number for a block of 128 x 128 entries:
-    block [i, j] stands for `weight * scale[i, j]`.
+    """Weights in FP8 (e4m3), with a float32 scale for each block of 128 x 128 entries.
+
+    `weight` is e4m3 [out, in]; its block [i, j] stands for `weight * scale[i, j]`.
 
     Where a part of a fused layer, or a rank's part of one, starts inside a block of the checkpoint, the blocks of the
     storage are smaller, so that each lies in one block of the checkpoint: their size is the largest power of two that
@@ -83,9 +84,10 @@ class BlockFp8(QuantScheme):
 
 
 class RowFp8(QuantScheme):
-    """`QuantScheme` "fp8-row": `weight` e4m3 [out, in] and `scale` float32 [out]; row i stands for `weight[i] * scale[i]`.
+    """Weights in FP8 (e4m3), with a float32 scale for each row.
 
-    A checkpoint holds a scale for each row, or one for the whole tensor.
+    `weight` is e4m3 [out, in] and `scale` [out]; row i stands for `weight[i] * scale[i]`. A checkpoint
+    holds a scale for each row, or one for the whole tensor.
     """
 
     name = "fp8-row"

@@ -25,8 +25,9 @@ N_MULTIPLE = 4
 
 
 class Int8(QuantScheme):
-    """`QuantScheme` "int8": `weight` int8 [out, in] and `scale` bfloat16 [out]; row i stands for `weight[i] *
-    scale[i]`.
+    """Weights in int8, with a bfloat16 scale for each row.
+
+    `weight` is int8 [out, in] and `scale` [out]; row i stands for `weight[i] * scale[i]`.
 
     Activations are rounded to bfloat16: the kernel's float32 form is not vectorised (measured 14 times slower). Scales
     are bfloat16 numbers and rows are quantised with the rounded scale, so that the scale itself adds no error.

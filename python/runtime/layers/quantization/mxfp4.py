@@ -20,7 +20,9 @@ LARGEST = 128
 
 
 class Mxfp4(QuantScheme):
-    """`QuantScheme` "mxfp4": `weight` uint8 [out, in / 2], two codes in a byte, and `scale` uint8 [out, in / 32].
+    """Weights in MXFP4 (e2m1), with a power of two as the scale of each 32 columns.
+
+    `weight` is uint8 [out, in / 2], two codes in a byte, and `scale` uint8 [out, in / 32].
 
     Each of the 16 bytes that share a scale holds one of its first 16 columns and the column 16 further on (`packed`), so that
     kernels read columns of both in order. Source: OCP Microscaling Formats specification 1.0. Activations stay in their 16

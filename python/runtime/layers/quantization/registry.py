@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import get_args
 
-from runtime.config.quant_config import QuantConfig
-from runtime.errors import ConfigError
+from runtime.config.quant_config import QuantConfig, Quantization
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.fp8 import BlockFp8, RowFp8
 from runtime.layers.quantization.int8 import Int8
 from runtime.layers.quantization.mxfp4 import Mxfp4
 from runtime.layers.quantization.scheme import QuantScheme
 
-SCHEMES: dict[str, QuantScheme] = {"int8": Int8()}
-"""Schemes of flags that apply to every linear layer."""
-CPU_ONLY = frozenset({"int8"})
 
-
-def quant_scheme(flag: str | None, quant: QuantConfig | None, device: torch.device) -> QuantScheme:
-    """The scheme that `--quantization` names, or else the one that `quant` describes; no quantisation where neither does.
-
-    Raises:
-        ConfigError: the name is unknown, or the scheme does not run on this device.
-    """
-    if quant is not None:
-        return described_scheme(quant)
-    if flag is None:
-        return DENSE
-    if flag not in SCHEMES:
-        raise ConfigError(f"--quantization {flag!r} is unknown; use one of: fp8, {', '.join(SCHEMES)}")
-    if flag in CPU_ONLY and device.type != "cpu":
-        raise ConfigError(f"--quantization {flag} works on --device cpu only, not on {device.type}; leave it out")
-    return SCHEMES[flag]
-
-
-def described_scheme(quant: QuantConfig) -> QuantScheme:
-    """The scheme of the layers that `quant` does not keep in 16 bits."""
-    if quant.method == "mxfp4":
-        return Mxfp4()
+def _fp8(quant: QuantConfig | None) -> QuantScheme:
+    assert quant is not None, "`with_flag` describes weights in FP8"
     return BlockFp8(quant.scale_name, quant.stored) if quant.scales == "block" else RowFp8(quant.scale_name)
+
+
+SCHEMES: dict[str, Callable[[QuantConfig | None], QuantScheme]] = {"int8": lambda _: Int8(), "fp8": _fp8, "mxfp4": lambda _: Mxfp4()}
+"""What makes the scheme of each name in `Quantization`, of the model's `QuantConfig` where it has one."""
+assert get_args(Quantization) == tuple(SCHEMES), "every name has a scheme, and the reverse"
+
+
+def quant_scheme(quant: QuantConfig | None, flag: str | None = None) -> QuantScheme:
+    """The scheme of the layers that `quant` does not keep in 16 bits, or else the one that `--quantization` names; none for neither."""
+    name = flag if quant is None else quant.method
+    return DENSE if name is None else SCHEMES[name](quant)

@@ -83,7 +83,7 @@ class Passes:
         torch.manual_seed(0)
         table = page_table(MOST, context + WINDOW, config.cache.page_size, device)
         runner = ModelRunner(model, model.config, config.device.attention_backend, model.dtype, device, tuning=tuning)
-        runner.allocate(MOST * table.max_pages, table, MOST, WINDOW, 1)
+        runner.allocate(MOST * table.max_pages, table, MOST, WINDOW)
         for cache in (*runner.kv_pool.k, *runner.kv_pool.v):
             cache.normal_()
         attention = [run for width in (1, WINDOW) for run in runner.backend.warmup_runs(ROWS, width, tree=False)]

@@ -20,6 +20,7 @@ from benchmark.sweep import names
 from benchmark.tuning.clock import median_us
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
 from benchmark.tuning.world import BF16, SHAPE, D, G, H, attention_world, decode_batch, linear, read_rate
+from runtime.config.device_tuning import H200
 from runtime.layers.attention.base import plan_pass
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.gemm.gemm import Gemm
@@ -143,7 +144,7 @@ def measure(cases: Sequence[Case], record: Record) -> None:
 
     rate = read_rate(record.data["machine"])
     layers, head = model(cases[0].layers)
-    early, plain = CudaOps(GemmTimings()), CudaOps(GemmTimings(), pdl=False)
+    early, plain = CudaOps(GemmTimings(H200)), CudaOps(GemmTimings(H200), pdl=False)
     gemms = [*(gemm for layer in layers for gemm in layer.gemms()), Gemm("logits", head, layers[0].norm)]
     early.autotune(gemms, [case.rows for case in cases])
     plain.choices = dict(early.choices)

@@ -25,6 +25,7 @@ from benchmark.record import Record, Row
 from benchmark.tuning.clock import best_us
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
 from benchmark.tuning.world import BF16, SHAPE, WEIGHTS, linear, read_rate
+from runtime.config.device_tuning import H200
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.linear import Linear
@@ -262,7 +263,7 @@ def sweep(rows: Sequence[int], record: Record) -> None:
 
     compile_all(rows)
     norm = RMSNorm(torch.ones(SHAPE.hidden, dtype=BF16, device="cuda"), 1e-5)
-    ops, rate = CudaOps(GemmTimings(), pdl=True), read_rate(record.data["machine"])
+    ops, rate = CudaOps(GemmTimings(H200), pdl=True), read_rate(record.data["machine"])
     benches = {gemm.name: Bench(ops, gemm, norm) for gemm in GEMMS}
     for m in rows:
         winners: dict[str, TritonConfig] = {}

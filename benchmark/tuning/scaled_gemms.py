@@ -50,7 +50,7 @@ def few_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tens
         return {f"bfloat16 {config}": partial(run, config) for config in H200.gemm_configs("linear", len(x))}
     triton = H200.scaled_configs(len(x)) if len(x) <= MAX_ROWS else ()
     (N, K), num_sms = weights[0].shape, torch.cuda.get_device_properties(x.device).multi_processor_count
-    found = *triton, *H200.fragment_configs(len(x)), *widening_configs(len(x), N, K, num_sms)
+    found = *triton, *H200.fragment_configs(len(x)), *widening_configs(len(x), N, K, num_sms, H200)
     return {f"e4m3 {config}": partial(run, config) for config in found}
 
 

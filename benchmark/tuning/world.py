@@ -10,6 +10,7 @@ import torch
 from benchmark.machine import Machine, slug
 from benchmark.shapes import READ_BYTES_PER_SECOND, TARGET, Shape
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import H200
 from runtime.layers.attention.base import AttentionShape, AttentionSpec
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
@@ -86,7 +87,7 @@ def kv_pool(layers: int, pages: int, page_size: int, device: torch.device = CUDA
 
 def attention_shape(layers: int, size: int, width: int, context: int) -> AttentionShape:
     """The attention shape of passes with full attention."""
-    return AttentionShape(tuple(AttentionSpec(i, H, KV, D**-0.5) for i in range(layers)), size, width, 1, context)
+    return AttentionShape(tuple(AttentionSpec(i, H, KV, D**-0.5) for i in range(layers)), size, width, context, tuning=H200)
 
 
 def attention_world(

@@ -10,9 +10,12 @@ from torch.nn import functional as F
 
 from runtime.batch import ForwardMode
 from runtime.config.attention_caps import AttentionCaps
+from runtime.config.device_tuning import tuning_of
+from runtime.config.machine import probe
 from runtime.layers.attention.base import AttentionBackend, AttentionSpec
 from runtime.layers.backend_selection import select_ops
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.gemm.timings import GemmTimings
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.mem_cache.kv_spec import KVSpec
 from runtime.model_executor.weight_loader import safetensors_weights
@@ -78,7 +81,7 @@ class FrozenTarget:
     def __init__(
         self, folder: str, config: ModelConfig, aux_layers: tuple[int, ...], dtype: torch.dtype, device: torch.device, most_tokens: int
     ) -> None:
-        ops, _ = select_ops(device, dtype)
+        ops, _ = select_ops(device, dtype, GemmTimings(tuning_of(next(iter(probe().gpus), None))))
         self.config, self.aux_layers, self.dtype, self.device = config, aux_layers, dtype, device
         self.model = build_model(config, ops, dtype, device)
         with torch.no_grad():

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import H200
 from runtime.layers.attention.base import plan_pass
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
@@ -28,8 +29,8 @@ class OneRequest:
         self.table = PageTable(3, 256, PAGE, DEVICE)
         pages = np.random.default_rng(0).permutation(64)[: self.table.max_pages] + 1
         self.table.pages[2] = torch.from_numpy(pages.astype(np.int32))
-        self.runner = ModelRunner(model, model.config, backend, dtype, DEVICE)
-        self.runner.allocate(64, self.table, 4, 4, 1)
+        self.runner = ModelRunner(model, model.config, backend, dtype, DEVICE, tuning=H200)
+        self.runner.allocate(64, self.table, 4, 4)
 
     def all_logits(self, ids: torch.Tensor) -> torch.Tensor:
         """float64 [LENGTH, V]: the logits after each of the tokens `ids`, by the passes of `PASSES`."""

@@ -13,7 +13,7 @@ import torch
 
 from gpu.attention_kinds import BF16, CAUSAL_KINDS, FP16, MAX_LEN, SINK_KINDS, TREE_KINDS, Kind
 from runtime.batch import ForwardMode
-from runtime.config.device_tuning import DeviceTuning
+from runtime.config.device_tuning import H200, DeviceTuning
 from runtime.config.resolve import resolve
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec, plan_pass
@@ -85,8 +85,8 @@ def make_world(name: str, kind: Kind, seed: int = 0) -> World:
         layers=tuple(replace(layer, kv_scales=scales) for layer in layers) if scaled else layers,
         max_batch_size=kind.batch,
         max_tokens_per_req=kind.width,
-        max_steps=kind.steps,
         max_context_len=MAX_LEN,
+        tuning=H200,
         dtype=kind.dtype,
     )
     plain_shape = replace(shape, layers=tuple(replace(layer, kv=wide) for layer in layers))

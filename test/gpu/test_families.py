@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 
 from gpu.family_shapes import FAMILIES, VOCAB
 from gpu.one_request import DEVICE, LENGTH, PARTS, OneRequest, errors
+from runtime.config.device_tuning import H200
 from runtime.entrypoints.engine import Engine
 from runtime.layers.backend_selection import select_ops
+from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import dummy_weights
 from runtime.model_files.synthetic_tokenizer import write_synthetic_tokenizer
@@ -64,7 +66,9 @@ def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor
 
 def random_model(folder: Path, torch_ops: bool, dtype: torch.dtype) -> DecoderModel:
     """The model of `folder` with random weights."""
-    model = build_model(load_hf_config(str(folder)), TorchOps() if torch_ops else select_ops(DEVICE, dtype)[0], dtype, DEVICE)
+    model = build_model(
+        load_hf_config(str(folder)), TorchOps() if torch_ops else select_ops(DEVICE, dtype, GemmTimings(H200))[0], dtype, DEVICE
+    )
     model.load(random_weights(model.expected_weights()).items())
     return model
 

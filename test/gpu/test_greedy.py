@@ -119,7 +119,7 @@ def test_every_choice_of_the_head_gives_the_tokens_of_its_logits(rows: int, pdl:
 
     if pdl and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("programmatic dependent launch needs compute capability 9")
-    ops, (width, vocab) = CudaOps(GemmTimings(), pdl=pdl), (1024, 32003)
+    ops, (width, vocab) = CudaOps(GemmTimings(H200), pdl=pdl), (1024, 32003)
     x = torch.randn((rows, width), device="cuda").bfloat16()
     for bias in (None, torch.randn(vocab, device="cuda").bfloat16()):
         head = Linear.dense(torch.randn((vocab, width), device="cuda").bfloat16(), bias)
@@ -144,7 +144,7 @@ def test_a_captured_greedy_pass_reads_the_states_of_its_replay(rows: int) -> Non
     from runtime.layers.cuda_ops import CudaOps
     from runtime.layers.gemm.tilings import m_bucket
 
-    ops, head = CudaOps(GemmTimings()), Linear.dense(torch.randn((50000, 512), device="cuda").bfloat16())
+    ops, head = CudaOps(GemmTimings(H200)), Linear.dense(torch.randn((50000, 512), device="cuda").bfloat16())
     ops.choices[Gemm("logits", head, None).key(m_bucket(rows))] = H200.gemm_configs("logits", rows)[0]
     x, tokens = torch.randn((rows, 512), device="cuda").bfloat16(), torch.empty(rows, dtype=torch.int64, device="cuda")
     ops.greedy(x, head, tokens)

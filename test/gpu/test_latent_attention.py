@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import LatentConfig
 from runtime.layers.attention.base import AttentionShape, AttentionSpec, plan_pass
 from runtime.layers.attention.kernels.latent_decode import LatentKeys, LatentShape, LatentWorkspace, latent_attention
@@ -129,7 +130,7 @@ class Both:
         self.table = PageTable(batch + 1, longest, page_size, self.device)
         count = batch * self.table.max_pages
         self.table.pages[1:] = (torch.randperm(count, generator=self.random, device=self.device) + 1).view(batch, -1).int()
-        shape = AttentionShape((layer,), batch, width, 2, longest)
+        shape = AttentionShape((layer,), batch, width, longest, tuning=H200)
         pools = [KVPool([replace(layer.kv, dtype=dtype)], count, page_size, self.device) for dtype in (torch.bfloat16, torch.float32)]
         pools[0].k[0].normal_(generator=self.random)
         pools[1].k[0].copy_(pools[0].k[0])

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from gpu.one_request import DEVICE, LENGTH, PARTS, OneRequest, errors
+from runtime.config.device_tuning import H200
 from runtime.errors import ConfigError
 from runtime.layers.backend_selection import select_ops
+from runtime.layers.gemm.timings import GemmTimings
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.models.registry import build_model, load_hf_config
 
@@ -91,7 +93,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def one_request(folder: Path, backend: str) -> OneRequest:
     """The model of a folder in bfloat16."""
     dtype = torch.bfloat16
-    model = build_model(load_hf_config(str(folder)), select_ops(DEVICE, dtype)[0], dtype, DEVICE)
+    model = build_model(load_hf_config(str(folder)), select_ops(DEVICE, dtype, GemmTimings(H200))[0], dtype, DEVICE)
     model.load(safetensors_weights(str(folder), progress=False))
     return OneRequest(model, backend, dtype)
 

@@ -295,7 +295,7 @@ def backend() -> Backends:
         for cache in (*pool.k, *pool.v):
             cache.normal_()
         layer = AttentionSpec(0, heads.num_q_heads, kv, heads.head_dim**-0.5, heads=heads)
-        return table, pool, layer, FlashAttention(AttentionShape((layer,), 16, 4, 1, 1024), pool, table)
+        return table, pool, layer, FlashAttention(AttentionShape((layer,), 16, 4, 1024, tuning=H200), pool, table)
 
     return make
 

@@ -35,7 +35,7 @@ ROWS = (1, 5, 16, 40, 200)
 def ops() -> BlockOps:
     from runtime.layers.cuda_ops import CudaOps
 
-    return CudaOps(GemmTimings())
+    return CudaOps(GemmTimings(H200))
 
 
 def rand(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
@@ -163,7 +163,7 @@ def test_a_deferred_norm_is_the_norm(rows: int) -> None:
         ways += [{op: wgmma_configs(op, 128, size[0], 132, H200)[i] for op, size in kinds.items()} for i in (0, 1)]  # type: ignore[arg-type]
         ways += [ways[0] | {"linear_add": ways[1]["linear_add"]}, ways[1] | {"linear_add": ways[0]["linear_add"]}]
     for way in ways:
-        ops = CudaOps(GemmTimings())
+        ops = CudaOps(GemmTimings(H200))
         ops.choices = {Gemm(op, linear, norm).key(m_bucket(rows)): way[op] for op, linear in linears.items()}
         stream = ops.linear_add(x, down, Stream(h.clone()), norm)
         assert stream.deferred is not None
@@ -186,7 +186,7 @@ def test_a_deferred_norm_of_many_rows_is_the_norm(rows: int) -> None:
     down, qkv, gate_up, norm = layer(1024, 1536), layer(960, 1024, bias=True), layer(3072, 1024), gain(1024)
     linears: dict[GemmOp, Linear] = {"linear_add": down, "linear": qkv, "gate_up": gate_up}
     h, x = rand(rows, 1024, dtype=torch.float32, scale=50), rand(rows, 1536)
-    ops = CudaOps(GemmTimings())
+    ops = CudaOps(GemmTimings(H200))
     for op, linear in linears.items():
         size = GemmSize(rows, linear.out_features, linear.in_features, op == "gate_up")
         ops.choices[Gemm(op, linear, norm).key(m_bucket(rows))] = many_rows_config(size, 132)
@@ -213,7 +213,7 @@ def test_prompts_and_decode_passes_of_many_rows_are_tuned_where_there_is_a_choic
     for dtype in (BF16, torch.float16):
         norm = gain(512, dtype)
         gate_up, down, head = layer(2048, 512, dtype=dtype), layer(512, 1024, dtype=dtype), layer(4096, 512, dtype=dtype)
-        ops = CudaOps(GemmTimings())
+        ops = CudaOps(GemmTimings(H200))
         with torch.inference_mode():
             gemms = Gemm("gate_up", gate_up, norm), Gemm("linear_add", down, norm), Gemm("logits", head, norm)
             ops.autotune(gemms, [4, 200], prompt_rows=[64, 700])
@@ -258,7 +258,7 @@ def test_early_launches_change_no_bit_of_a_long_chain(rows: int) -> None:
             stream = ops.linear_add(ops.norm_gate_up(stream, mlp_norm, gate_up), down, stream, next_norm)
         return stream.h
 
-    plain, early = CudaOps(GemmTimings(), pdl=False), CudaOps(GemmTimings(), pdl=True)
+    plain, early = CudaOps(GemmTimings(H200), pdl=False), CudaOps(GemmTimings(H200), pdl=True)
     want = chain(plain)
     assert torch.equal(chain(early), want)
     side = torch.cuda.Stream()

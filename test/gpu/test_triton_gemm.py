@@ -240,7 +240,7 @@ def test_prompts_quantize_their_rows_unless_told_not_to() -> None:
     size = 4096
     linear = Linear(Storage(*quantize_blocks(torch.randn((size, size), device="cuda"))), None, BlockFp8("weight_scale_inv", stored=True))
     norm = RMSNorm(torch.ones(size, device="cuda", dtype=BF16), 1e-5)
-    ops, exact = CudaOps(GemmTimings()), CudaOps(GemmTimings(H200.without_fp8_activations()))
+    ops, exact = CudaOps(GemmTimings(H200)), CudaOps(GemmTimings(H200.without_fp8_activations()))
     lines = [found.autotune([Gemm("linear_add", linear, norm)], rows=(1,)) for found in (ops, exact)]
     assert [any(name.startswith("prompts fp8") for name in report) for report in lines] == [True, False]
     x, h = torch.randn((512, size), device="cuda").to(BF16), torch.zeros((512, size), device="cuda")
@@ -363,7 +363,7 @@ def test_autotune_keeps_a_choice_for_every_gemm_that_then_computes_it() -> None:
         gemms += [Gemm("linear", layer(768, 512), norm), Gemm("linear_add", layer(512, 512), norm)]
         gemms += [Gemm("gate_up", layer(2048, 512), norm), Gemm("linear_add", layer(512, 1024), norm)]
     gemms.append(Gemm("logits", layer(4000, 512), norm))
-    timings, down = GemmTimings(), gemms[3].linear
+    timings, down = GemmTimings(H200), gemms[3].linear
     ops = CudaOps(timings)
     untouched = torch.randn((5, 512), device="cuda")
     report = ops.autotune(gemms, rows=(1, 5))
@@ -376,7 +376,7 @@ def test_autotune_keeps_a_choice_for_every_gemm_that_then_computes_it() -> None:
     got = ops.linear_add(x, down, Stream(untouched.clone())).h
     assert ((got.double() - want).norm() / want.norm()) < 1e-5
     other = layer(320, 512)  # a draft's, which was not timed
-    assert CudaOps(GemmTimings()).choice("linear", other, 20) is not None
+    assert CudaOps(GemmTimings(H200)).choice("linear", other, 20) is not None
     assert ops.choice("linear", other, 5) is not None
     assert ops.choice("linear", other, 20) is None, "other numbers of rows wait for no compiler"
 
@@ -396,7 +396,7 @@ def test_a_partial_sum_is_reduced_before_it_is_added_and_defers_no_norm() -> Non
     weight, x, h = (torch.randn(shape, device="cuda") for shape in ((512, 256), (5, 256), (5, 512)))
     linear = Linear(Storage(weight.to(BF16)), None, DENSE, Partition.ROW, Two())
     norm = RMSNorm(torch.ones(512, device="cuda", dtype=BF16), 1e-5)
-    stream = CudaOps(GemmTimings()).linear_add(x.to(BF16), linear, Stream(h.clone()), norm)
+    stream = CudaOps(GemmTimings(H200)).linear_add(x.to(BF16), linear, Stream(h.clone()), norm)
     assert stream.deferred is None
     want = h.double() + x.to(BF16).double() @ linear.weight.double().T + 1
     assert ((stream.h.double() - want).norm() / want.norm()) < 1e-2

@@ -188,7 +188,7 @@ def test_early_launches_change_no_bit_of_a_chain(N: int, K: int, rows: int) -> N
     back, back_scale, _ = matrices(K, N, (128, 128))
     x = torch.randn((rows, K), device="cuda").to(BF16)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    for there, home in zip(widening_configs(rows, N, K, num_sms), widening_configs(rows, K, N, num_sms), strict=False):
+    for there, home in zip(widening_configs(rows, N, K, num_sms, H200), widening_configs(rows, K, N, num_sms, H200), strict=False):
         results = []
         for pdl in (False, True):
             y = x
@@ -218,7 +218,7 @@ def test_decode_passes_of_many_rows_have_a_choice_and_prompts_keep_theirs() -> N
     assert widening == {(op, rows) for op in ("linear", "linear_add") for rows in (32, 64, 128, 256, 512)}
     assert not any(rows > 128 for op, rows in offered if op == "logits")
     assert not any(rows == 2048 for _, rows in offered)
-    ops = CudaOps(GemmTimings())
+    ops = CudaOps(GemmTimings(H200))
     report = ops.autotune(gemms, rows=(64, 256))
     if report["prompts fp8 5120x2048"].startswith("e4m3 rows"):
         assert ops.choice("linear", qkv, 200, in_prompt=True) is None
@@ -233,7 +233,7 @@ def test_a_deferred_norm_between_two_of_them_is_the_norm(rows: int) -> None:
     norm = RMSNorm(torch.rand(2048, device="cuda").add(0.5).to(BF16), 1e-6)
     qkv, o_proj = scaled_linear(5120, 2048), scaled_linear(2048, 4096)
     x, h = torch.randn((rows, 4096), device="cuda").to(BF16), torch.randn((rows, 2048), device="cuda") * 30
-    ops = CudaOps(GemmTimings())
+    ops = CudaOps(GemmTimings(H200))
     ops.choices = {
         Gemm("linear_add", o_proj, norm).key(m_bucket(rows)): WideningConfig(8),
         Gemm("linear", qkv, norm).key(m_bucket(rows)): WideningConfig(3),

@@ -15,6 +15,7 @@ import torch
 from msgspec import structs
 
 from runtime.batch import ScheduleBatch
+from runtime.config.device_tuning import H200
 from runtime.config.runtime_config import SpeculativeConfig
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.model_executor import verification
@@ -24,7 +25,7 @@ from unit.tiny import tiny_model, tiny_runtime, tiny_speculative, write_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SIZES = [1, 2, 4, 8]
-TIMINGS = GemmTimings()
+TIMINGS = GemmTimings(H200)
 """Shared by all workers, so that equal GEMMs run equal kernels."""
 SHAPE = dict(hidden_size=256, intermediate_size=512, head_dim=64, vocab_size=1000)
 BACKENDS = ["fa3", "flashinfer"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import H200
 from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.forward_batch import ForwardBatch
@@ -74,7 +75,7 @@ class OneRequest:
         pool = KVPool([layer.kv for layer in layers], MAX_LEN // PAGE, PAGE, CPU)
         self.table = PageTable(1, MAX_LEN, PAGE, CPU)
         self.table.pages[0] = torch.arange(1, MAX_LEN // PAGE + 1, dtype=torch.int32)
-        shape = AttentionShape(layers, 1, 1, 1, MAX_LEN)
+        shape = AttentionShape(layers, 1, 1, MAX_LEN, tuning=H200)
         self.backend = build_backend("torch_native", shape, pool, self.table)
         self.model.bind(pool, self.backend)
 

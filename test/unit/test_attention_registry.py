@@ -27,6 +27,7 @@ from gpu.attention_kinds import (
     Kind,
 )
 from runtime.config.attention_caps import ATTENTION_CAPS, AttentionCaps
+from runtime.config.device_tuning import H200
 from runtime.errors import ConfigError
 from runtime.layers.attention import registry, self_check
 from runtime.layers.attention.base import AttentionShape, AttentionSpec
@@ -47,7 +48,7 @@ LAYER = AttentionSpec(0, 8, KV, 0.125)
 
 
 def shape_of(*layers: AttentionSpec) -> AttentionShape:
-    return AttentionShape(tuple(replace(layer, layer_id=i) for i, layer in enumerate(layers)), 4, 1, 1, 128)
+    return AttentionShape(tuple(replace(layer, layer_id=i) for i, layer in enumerate(layers)), 4, 1, 128, tuning=H200)
 
 
 SHAPE = shape_of(LAYER, LAYER)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from runtime import check_acceptance
+from runtime.config.device_tuning import H200
 from runtime.errors import BAD_USE, ConfigError
 from runtime.model_executor.graph_capture import capture_all
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunMode
@@ -315,7 +316,11 @@ def test_graphs_of_short_prompts_are_compared_too(tmp_path: Path, fault: str) ->
     spec = prompt_spec(hidden, len(layers) * hidden, torch.float32, 0)
     inputs = InputBuffers(1, max_tokens=32, device=torch.device("cpu"))
     prompts = GraphRunner(
-        spec, prompt_forward(target.runner.model, layers), inputs, [target.runner.backend], GraphOptions([32], cuda=False)
+        spec,
+        prompt_forward(target.runner.model, layers),
+        inputs,
+        [target.runner.backend],
+        GraphOptions([32], cuda=False, node_bytes=H200.graph_node_bytes),
     )
     with torch.inference_mode():
         capture_all([prompts])

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import H200
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.torch_native import TorchNativeAttention
@@ -188,7 +189,7 @@ class Rig:
         self.pool = pool = KVPool([layer.kv for layer in layers], pages, page_size, CPU)
         self.table = PageTable(3, CONTEXT, page_size, CPU)
         self.table.pages[1:] = (torch.randperm(pages, generator=torch.Generator().manual_seed(1)) + 1).view(2, -1).to(torch.int32)
-        shape = AttentionShape(layers, 2, 4, 1, CONTEXT)
+        shape = AttentionShape(layers, 2, 4, CONTEXT, tuning=H200)
         self.head, self.backend = head, TorchNativeAttention(shape, pool, self.table)
         head.bind(pool, self.backend)
 

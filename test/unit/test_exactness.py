@@ -31,14 +31,14 @@ def test_best_choice_is_near_the_fastest_everywhere() -> None:
 
 
 def test_one_tiling_holds_for_every_number_of_rows() -> None:
-    searched, dtype = GemmTimings(), GEMM.linear.weight.dtype
+    searched, dtype = GemmTimings(H200), GEMM.linear.weight.dtype
     for rows in exactness.ROWS:
         micros = {None: 1.0, "wide": 2.0, "deep": 1.5 if rows < 64 else 9.0}
         searched.keep(dtype, GEMM.key(rows), lambda micros=micros: Measured(None, micros))  # type: ignore[arg-type, return-value]
     found = exactness.one_tiling([GEMM, GEMM], searched, H200)
     chosen = [found.known(dtype, GEMM.key(rows)) for rows in exactness.ROWS]
     assert [one and one.choice for one in chosen] == ["wide"] * 4
-    assert exactness.one_tiling([GEMM], GemmTimings(), H200).known(dtype, GEMM.key(1)) is None
+    assert exactness.one_tiling([GEMM], GemmTimings(H200), H200).known(dtype, GEMM.key(1)) is None
 
 
 def test_searched_tilings_are_the_same_for_any_number_of_rows() -> None:
@@ -69,7 +69,7 @@ def test_passes_compute_the_same_tokens_at_all_sizes(contexts: list[int]) -> Non
 
 def test_windows_and_single_tokens_have_near_logits() -> None:
     config, model_config = prepare(parse([*tiny_model().target_flags]).args)
-    model = exactness.load(config, model_config, GemmTimings())
+    model = exactness.load(config, model_config, GemmTimings(H200))
     with torch.inference_mode():
         passes = exactness.Passes.build(config, model, H200, 20)
         alone = passes.logits(3, 1)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import H200
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.graph_capture import CallPool, GraphKey, GraphPool, Replay, capture_all
@@ -72,7 +73,7 @@ def buffers() -> InputBuffers:
 
 
 def on_cpu(sizes: list[int], padding: bool = True, **more: Any) -> GraphOptions:
-    return GraphOptions(sizes, padding, cuda=False, **more)
+    return GraphOptions(sizes, padding, cuda=False, node_bytes=H200.graph_node_bytes, **more)
 
 
 def make(sizes: list[int], padding: bool = True) -> tuple[GraphRunner, InputBuffers, Recorder]:
@@ -333,7 +334,7 @@ def test_reservations_cover_the_pool_and_graph_nodes() -> None:
     for pooled, lacking in ((0, 5000), (3000, 2000), (9000, 0)):
         assert runner.reserve(pooled) == lacking + nodes
         assert runner.report.reserved_mib == pytest.approx((lacking + nodes + runner.report.output_bytes) / MIB)
-    for options in (on_cpu([2, 4, 8]), GraphOptions([])):
+    for options in (on_cpu([2, 4, 8]), GraphOptions([], node_bytes=H200.graph_node_bytes)):
         assert GraphRunner(spec, probe, buffers(), [], options).reserve(0) == 0
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.batch import EagerSample
+from runtime.config.device_tuning import H200
 from runtime.errors import ConfigError
 from runtime.model_executor import build as worker_build
 from runtime.model_executor import iteration_graph
@@ -205,7 +206,7 @@ def test_all_passes_of_an_iteration_must_have_graphs(tmp_path: Path, monkeypatch
     monkeypatch.setattr(iteration_graph, "MOST_REQUESTS", 2)
     worker = build(tmp_path)
     assert [runner.sizes for runner in worker.iteration_runners] == [[1, 2]]
-    on_gpu = IterationGraphs(worker.parts.iterations._stages, [3], GraphOptions(cuda=True))
+    on_gpu = IterationGraphs(worker.parts.iterations._stages, [3], GraphOptions(cuda=True, node_bytes=H200.graph_node_bytes))
     assert not on_gpu.runners, "torch_native plans on the host"
 
 

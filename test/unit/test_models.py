@@ -40,6 +40,7 @@ from transformers import (
 )
 
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import H200
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.registry import build_backend
@@ -212,7 +213,7 @@ class Runner:
         self.table = PageTable(3, MAX_LEN, page_size, CPU)
         ids = np.random.default_rng(page_size).permutation(3 * pages)[:pages] + 1
         self.table.pages[2] = torch.from_numpy(ids.astype(np.int32))
-        shape = AttentionShape(layers, 4, 4, 1, MAX_LEN)
+        shape = AttentionShape(layers, 4, 4, MAX_LEN, tuning=H200)
         self.backend = build_backend("torch_native", shape, pool, self.table)
         self.model = model
         model.bind(pool, self.backend)

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import H200
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.registry import build_backend
@@ -82,7 +83,7 @@ class Draft:
         pool = KVPool([spec.kv for spec in self.model.attention_specs], 4, 16, CPU)
         self.table = PageTable(2, 64, 16, CPU)
         self.table.pages[1] = torch.tensor([3, 1, 4, 2], dtype=torch.int32)
-        self.backend = build_backend("torch_native", AttentionShape(self.model.attention_specs, 1, 4, 1, 64), pool, self.table)
+        self.backend = build_backend("torch_native", AttentionShape(self.model.attention_specs, 1, 4, 64, tuning=H200), pool, self.table)
         self.model.bind(pool, self.backend)
 
     def run(self, ids: torch.Tensor, hidden: torch.Tensor, start: int, extend: bool) -> torch.Tensor:

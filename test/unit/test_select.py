@@ -9,8 +9,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from runtime.config.device_tuning import H200
 from runtime.layers import random_streams, sampler
 from runtime.layers.backend_selection import select_ops, select_sampling
+from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.sampler import TorchSampling
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor import build
@@ -22,7 +24,7 @@ from unit.predicting import plain, speculating
 def test_a_gpu_without_the_fused_kernels_runs_plain_torch_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sgl_kernel", None)
     monkeypatch.delitem(sys.modules, "runtime.layers.cuda_ops", raising=False)
-    ops, why = select_ops(torch.device("cuda"), torch.bfloat16)
+    ops, why = select_ops(torch.device("cuda"), torch.bfloat16, GemmTimings(H200))
     assert isinstance(ops, TorchOps)
     assert "sgl_kernel" in why
     assert "'cuda' extra" in why

@@ -65,7 +65,7 @@ def short_prompts(target: TargetModel, layers: tuple[int, ...] = (), free: int =
     inputs = InputBuffers(SLOTS, max_tokens=SHARED_SIZES[-1], device=CPU)
 
     def graphs(spec: RunnerSpec, sizes: list[int]) -> GraphRunner:
-        options = GraphOptions(sizes, cuda=False, max_size=sizes[-1], arena=runner.arena)
+        options = GraphOptions(sizes, cuda=False, node_bytes=H200.graph_node_bytes, max_size=sizes[-1], arena=runner.arena)
         return GraphRunner(spec, prompt_forward(runner.model, layers), inputs, [runner.backend], options)
 
     prompts = ShortPrompts(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from runtime.batch import EagerSample
+from runtime.config.device_tuning import H200
 from runtime.distributed.agreement import Agreement
 from runtime.distributed.parallel_group import ALONE, Shard
 from runtime.errors import ConfigError, RankFailed, RanksDiffer
@@ -124,10 +125,10 @@ def test_small_blocks_of_a_draft_are_faster_whole(hidden: int, inner: int, fused
     group = SimpleNamespace(rank=0, size=2, fused=object() if fused else None)
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), group=group)
     on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), group=group)
-    assert draft_group(None, model, on_gpu) is (ALONE if whole else group)
-    assert draft_group(None, model, on_cpu) is group
-    assert draft_group(1, model, on_gpu) is ALONE
-    assert draft_group(2, model, on_gpu) is group
+    assert draft_group(None, model, on_gpu, H200) is (ALONE if whole else group)
+    assert draft_group(None, model, on_cpu, H200) is group
+    assert draft_group(1, model, on_gpu, H200) is ALONE
+    assert draft_group(2, model, on_gpu, H200) is group
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "NGRAM"])

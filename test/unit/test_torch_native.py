@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import H200
 from runtime.layers.attention import torch_native
 from runtime.layers.attention.base import AttentionShape, AttentionSpec, plan_pass
 from runtime.layers.attention.torch_native import TorchNativeAttention
@@ -49,7 +50,7 @@ class World:
         table = PageTable(rows + 1, MAX_LEN, page_size, CPU)
         ids = np.arange(1, rows * per_row + 1) if neighbours else rng.permutation(rows * per_row) + 1
         table.pages[1:] = torch.from_numpy(ids.reshape(rows, per_row).astype(np.int32))
-        shape = AttentionShape(layers, 8, 8, 4, MAX_LEN)
+        shape = AttentionShape(layers, 8, 8, MAX_LEN, tuning=H200)
         return cls(pool, table, TorchNativeAttention(shape, pool, table), layers)
 
 
@@ -276,7 +277,7 @@ def long_world(num_kv_heads: int) -> World:
         cache.copy_(torch.from_numpy(rng.standard_normal(cache.shape).astype(np.float32)))
     table = PageTable(3, LONG, 16, CPU)
     table.pages[1:] = torch.arange(1, 2 * pages + 1, dtype=torch.int32).view(2, pages)
-    return World(pool, table, TorchNativeAttention(AttentionShape(layers, 8, 8, 4, LONG), pool, table), layers)
+    return World(pool, table, TorchNativeAttention(AttentionShape(layers, 8, 8, LONG, tuning=H200), pool, table), layers)
 
 
 @pytest.mark.parametrize("widths", [[1, 1], [4, 4]])

@@ -29,6 +29,7 @@ from eagle_training.vocabulary import answer_counts, coverage, draft_to_target, 
 from safetensors.torch import load_file, save_file
 
 from runtime.batch import ForwardMode
+from runtime.config.device_tuning import H200
 from runtime.layers.attention.base import AttentionShape, plan_pass
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.forward_batch import ForwardBatch
@@ -127,7 +128,7 @@ class ServedModel:
         pool = KVPool([layer.kv for layer in layers], 256, 1, CPU)
         self.table = PageTable(2, 256, 1, CPU)
         self.table.pages[1] = torch.arange(1, 257)
-        shape = AttentionShape(layers, 1, 4, 1, 256)
+        shape = AttentionShape(layers, 1, 4, 256, tuning=H200)
         self.model, self.backend = model, TorchNativeAttention(shape, pool, self.table)
         model.bind(pool, self.backend)
 

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
+from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import WideningConfig
 from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
@@ -112,17 +113,17 @@ def test_lanes_of_experts_hold_even_columns_before_odd_ones() -> None:
 @pytest.mark.parametrize(("weight_rows", "columns"), [(5120, 2048), (2048, 4096), (28672, 4096), (4096, 14336), (8, 16)])
 def test_tilings_are_offered_for_more_rows_than_fragments_take(weight_rows: int, columns: int) -> None:
     for rows in (1, 16, MOST_ROWS + 1, 2048):
-        assert widening_configs(rows, weight_rows, columns, H200_SMS) == ()
+        assert widening_configs(rows, weight_rows, columns, H200_SMS, H200) == ()
     for rows in (17, 32, 64, 100, 128, 256, MOST_ROWS):
-        found = widening_configs(rows, weight_rows, columns, H200_SMS)
+        found = widening_configs(rows, weight_rows, columns, H200_SMS, H200)
         assert len(set(found)) == len(found) >= 1
         assert all(config.split in SPLITS and config.split <= -(-columns // DEPTH) for config in found)
 
 
 def test_clusters_keep_multiprocessors_busy() -> None:
-    assert widening_configs(64, 5120, 2048, H200_SMS)[0] == WideningConfig(2), "40 clusters of three blocks do not run at once"
-    assert widening_configs(64, 2048, 4096, H200_SMS)[0] == WideningConfig(6), "nor do 16 clusters of eight"
-    assert WideningConfig(1) in widening_configs(64, 28672, 4096, H200_SMS), "more tiles than multiprocessors"
+    assert widening_configs(64, 5120, 2048, H200_SMS, H200)[0] == WideningConfig(2), "40 clusters of three blocks do not run at once"
+    assert widening_configs(64, 2048, 4096, H200_SMS, H200)[0] == WideningConfig(6), "nor do 16 clusters of eight"
+    assert WideningConfig(1) in widening_configs(64, 28672, 4096, H200_SMS, H200), "more tiles than multiprocessors"
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

@@ -41,7 +41,7 @@ def _default(device: DeviceKind, dtype: DType, machine: MachineFacts, model: Mod
     if device == "cpu":
         return "torch_native"
     capability = machine.gpus[0].capability
-    name = next(name for name, caps in ATTENTION_CAPS.items() if caps.package is not None and _runs_on(name, capability[0]))
+    name: AttentionName = next(name for name, caps in ATTENTION_CAPS.items() if caps.package and _runs_on(name, capability[0]))
     if missing := _missing_package(name, machine):
         log.warning("attention backend torch_native, which is much slower: %s", missing)
     elif problem := _missing_kernel(name, dtype, model):

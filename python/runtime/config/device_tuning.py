@@ -59,6 +59,7 @@ class DeviceTuning:
         whole_kv_programs: passes of one query per request and at least so many requests times KV heads run so too: a program takes all keys
             of a request and a KV head.
         split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last holds for any batch.
+        wide_split_kv: configuration for head dimensions above 256, of any batch.
         latent: (most queries times heads of a request, configuration of split-KV attention over latent rows), ascending; the last
             holds for any number.
         gemm_candidates: by operation, (largest number of input rows, candidates), ascending.
@@ -67,6 +68,10 @@ class DeviceTuning:
         triton_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS; and
             the WGMMA GEMM is not timed for `logits`.
         wgmma_only_rows: above this many rows, Triton's candidates are not timed where the WGMMA GEMM takes the weights.
+        num_sms: multiprocessors of the GPU that was measured.
+        clusters_at_once: by their blocks, how many clusters run at once there, one block on each multiprocessor.
+        sum_bytes: bytes that the GPU reads while a block's output is summed over the ranks by Talon's own kernel.
+        nccl_sum_bytes: the same for a sum by NCCL.
         experts: the tilings of sparse MLPs.
         fp8_activations: whether prompts round activations to e4m3 for weights in e4m3.
     """
@@ -80,12 +85,17 @@ class DeviceTuning:
     split_kv_queries: int
     whole_kv_programs: int
     split_kv: tuple[tuple[int, SplitConfig], ...]
+    wide_split_kv: SplitConfig
     latent: tuple[tuple[int, LatentConfig], ...]
     gemm_candidates: Mapping[str, tuple[tuple[int, Candidates], ...]]
     scaled_candidates: tuple[tuple[int, Candidates], ...]
     fragment_candidates: tuple[tuple[int, FragmentCandidates], ...]
     triton_gemm_rows: int
     wgmma_only_rows: int
+    num_sms: int
+    clusters_at_once: Mapping[int, int]
+    sum_bytes: float
+    nccl_sum_bytes: float
     experts: ExpertTuning
     fp8_activations: bool = True
 
@@ -104,8 +114,8 @@ class DeviceTuning:
     def split_config(self, head_dim: int, batch: int) -> SplitConfig:
         """The cut of split-KV attention for a head dimension and a batch size; above a head dimension of 128, half tiles."""
         config = next((config for largest, config in self.split_kv if batch <= largest), self.split_kv[-1][1])
-        if head_dim > 256:  # a tile of keys and values is 64 KiB
-            return SplitConfig(32, num_warps=8, stages=3, programs_per_sm=1, max_partial_rows=1024)
+        if head_dim > 256:
+            return self.wide_split_kv
         return config if head_dim <= 128 else dataclasses.replace(config, tile=config.tile // 2)
 
     def latent_config(self, rows: int) -> LatentConfig:
@@ -163,6 +173,8 @@ H200 = DeviceTuning(
         (32, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=3, scheduled=True)),
         (1 << 16, SplitConfig(64, num_warps=4, stages=3, programs_per_sm=1, max_partial_rows=1)),
     ),
+    # A tile of keys and values is 64 KiB.
+    wide_split_kv=SplitConfig(32, num_warps=8, stages=3, programs_per_sm=1, max_partial_rows=1024),
     # The largest tiles that fit registers and shared memory without spills.
     latent=(
         (32, LatentConfig(32, 32, num_warps=8, stages=2)),
@@ -198,7 +210,7 @@ H200 = DeviceTuning(
             (128, (_WIDEST, _SHALLOW)),
         ),
     },
-    # Not measured yet: tiles of as many bytes as those in 16 bits.
+    # Tiles of as many bytes as those in 16 bits. The FP8 models of docs/benchmarks/model_matrix.md run with what start-up chose of them.
     scaled_candidates=(
         (
             16,
@@ -228,11 +240,15 @@ H200 = DeviceTuning(
     ),
     triton_gemm_rows=32,
     wgmma_only_rows=64,
+    num_sms=132,
+    clusters_at_once={1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15},
+    # 2.8 us at 4.3 TB/s; by NCCL 10 us and more.
+    sum_bytes=12e6,
+    nccl_sum_bytes=45e6,
     experts=H200_EXPERTS,
 )
 
 _LISTED = {"H200": H200}
-_H200_SMS = 132
 _FLOPS_PER_SM = {(8, 0): 0.5, (9, 0): 1.0, (10, 0): 2.0, (10, 3): 2.0}
 """Tensor-core FLOP per clock and SM in 16 bits, relative to Hopper; 0.25 for other capabilities (consumer GPUs)."""
 
@@ -264,6 +280,6 @@ def log_tuning(gpu: Gpu) -> None:
 def _estimate(gpu: Gpu) -> DeviceTuning:
     if not gpu.num_sms or not gpu.bandwidth:
         return H200
-    flops = H200.gemm_flops * gpu.num_sms / _H200_SMS * _FLOPS_PER_SM.get(gpu.capability, 0.25)
+    flops = H200.gemm_flops * gpu.num_sms / H200.num_sms * _FLOPS_PER_SM.get(gpu.capability, 0.25)
     # 2 FLOP per parameter and token, 2 bytes per parameter.
     return dataclasses.replace(H200, gemm_flops=flops, weight_read_tokens=max(16, round(flops / gpu.bandwidth / 16) * 16))

@@ -13,11 +13,11 @@ from runtime.layers.sampling_tables import SamplingOps
 from runtime.layers.torch_ops import TorchOps
 
 
-def select_ops(device: torch.device, dtype: torch.dtype, timings: GemmTimings | None = None) -> tuple[BlockOps, str]:
+def select_ops(device: torch.device, dtype: torch.dtype, timings: GemmTimings) -> tuple[BlockOps, str]:
     """The operations for a device, and why they were chosen, for the log.
 
     Args:
-        timings: what `autotune` reads and fills; models that share it compute equal GEMMs alike. A new one by default.
+        timings: what `autotune` reads and fills; models that share it compute equal GEMMs alike.
     """
     if device.type != "cuda":
         return TorchOps(), "torch: the device is a CPU"
@@ -27,7 +27,7 @@ def select_ops(device: torch.device, dtype: torch.dtype, timings: GemmTimings | 
         from runtime.layers.cuda_ops import CudaOps
     except ImportError as error:
         return TorchOps(), f"torch, which is slower: fused kernels cannot be loaded ({error}); install the 'cuda' extra"
-    return CudaOps(timings or GemmTimings()), "fused Triton and sgl_kernel operations: the device is a CUDA GPU"
+    return CudaOps(timings), "fused Triton and sgl_kernel operations: the device is a CUDA GPU"
 
 
 def select_sampling(device: torch.device, backend: Literal["triton", "pytorch"]) -> tuple[SamplingOps, str]:

@@ -161,7 +161,7 @@ def make_parts(
     runner = make_runner(context, model, config)
     target = make_target(context, runner, spec)
     inputs = InputBuffers(context.requests, max_tokens=context.requests * spec.max_width, device=context.device)
-    runner.allocate(1, target.page_table, context.requests, spec.shape.num_draft_tokens, 1)
+    runner.allocate(1, target.page_table, context.requests, spec.shape.num_draft_tokens)
     make = partial(_make_graph_runner, context, inputs)
     verifier = make_verifier(target, spec.shape, spec.feature_width, depths, inputs, lambda s, forward, own: make(s, forward, runner, own))
     drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
@@ -187,7 +187,7 @@ def make_runner(context: WorkerContext, model: DecoderModel, config: ModelConfig
     wanted = context.replay != "none" and context.exchange is None and context.kv_dtype is None
     if context.device.type == "cuda" and wanted and backend_class(attention).caps.cuda_graph:
         sizes = prompt_cost(context, model).sizes(min(context.extend_tokens, context.config.model.context_length))
-    return ModelRunner(model, config, attention, context.dtype, context.device, sizes, context.config.device.tuning, context.group)
+    return ModelRunner(model, config, attention, context.dtype, context.device, sizes, context.group, tuning=context.config.device.tuning)
 
 
 def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) -> TargetModel:
@@ -225,7 +225,7 @@ def graph_options(context: WorkerContext, model: ModelRunner, sizes: Sequence[in
     """Options of a graph runner of `model` that captures `sizes`."""
     captured = () if context.replay == "none" else tuple(sizes)
     padding, node_bytes = context.config.graphs.cuda_graph_padding, context.config.device.tuning.graph_node_bytes
-    return GraphOptions(captured, padding, max_size, context.replay == "cuda", model.arena, node_bytes)
+    return GraphOptions(captured, padding, max_size, context.replay == "cuda", model.arena, node_bytes=node_bytes)
 
 
 def make_policy(context: WorkerContext, spec: DrafterSpec) -> AcceptPolicy:
@@ -292,7 +292,7 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
     experts = sum(mlp.experts.num_bytes for mlp in parts.target.runner.model.sparse_mlps)
     plan = plan_kv(context, activations, reservations, bytes_per_slot, reach, experts)
     for model in models:
-        model.runner.allocate(plan.num_pages, parts.target.page_table, context.requests, model.width, model.num_steps)
+        model.runner.allocate(plan.num_pages, parts.target.page_table, context.requests, model.width)
         for runner in model.graphs:
             runner.rebind([model.runner.backend])
     return plan

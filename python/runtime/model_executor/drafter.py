@@ -61,13 +61,11 @@ class ModelPasses:
         runner: its weights, KV pool and backend.
         graphs: its graph runners.
         width: tokens per request that the backend prepares for.
-        num_steps: passes per plan that the backend prepares for.
     """
 
     runner: ModelRunner
     graphs: list[GraphRunner]
     width: int
-    num_steps: int = 1
 
 
 MakeRunner = Callable[[RunnerSpec, Forward, ModelRunner, DepthBatches, bool], GraphRunner]

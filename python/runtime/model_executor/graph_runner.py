@@ -16,14 +16,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.config.device_tuning import H200
 from runtime.layers.attention.base import AttentionBackend, plan_pass
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.graph_capture import CapturePool, CaptureReport, GraphKey, Replay, device_bytes
@@ -116,7 +115,7 @@ class GraphOptions:
     max_size: int | None = None
     cuda: bool = True
     arena: OutputArena | None = None
-    node_bytes: int = H200.graph_node_bytes
+    node_bytes: int = field(kw_only=True)
 
 
 class GraphRunner:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.batch import ForwardMode
-from runtime.config.device_tuning import H200, DeviceTuning
+from runtime.config.device_tuning import DeviceTuning
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, plan_pass
 from runtime.layers.attention.kernel_choices import KernelChoices
@@ -36,8 +36,9 @@ class ModelRunner:
         dtype: torch.dtype,
         device: torch.device,
         prompt_sizes: Sequence[int] = (),
-        tuning: DeviceTuning = H200,
         group: ParallelGroup = ALONE,
+        *,
+        tuning: DeviceTuning,
     ) -> None:
         self.model, self.config, self.attention = model, config, attention
         self.dtype, self.device, self.prompt_sizes = dtype, device, list(prompt_sizes)
@@ -57,7 +58,6 @@ class ModelRunner:
         page_table: PageTable,
         max_batch_size: int,
         max_width: int,
-        max_steps: int,
     ) -> None:
         """Make the KV pool and the backend, and bind them to the model.
 
@@ -69,7 +69,6 @@ class ModelRunner:
             layers=layers,
             max_batch_size=max_batch_size,
             max_tokens_per_req=max_width,
-            max_steps=max_steps,
             max_context_len=page_table.max_pages * page_table.page_size,
             max_prompt=max(self.prompt_sizes, default=0),
             tuning=self._tuning,

@@ -105,7 +105,8 @@ def load_block_draft(context: WorkerContext, config: SpeculativeConfig, target: 
         ConfigError: draft and target do not fit, or blocks are smaller than the depth.
     """
     folder, draft_config = _draft_config(config, target)
-    draft = DFlashDraftModel(draft_config, target, draft_group(config.draft_tp_size, draft_config.model, target.context))
+    tuning = context.config.device.tuning
+    draft = DFlashDraftModel(draft_config, target, draft_group(config.draft_tp_size, draft_config.model, target.context, tuning))
     check_depth(draft.block.size, config.num_steps)
     draft.load(model_weights(context, draft.expected_weights(), folder, config.draft_load_format))
     log.info("draft: %s, %d layers, blocks of %d tokens", "DFlash", len(draft.layers), config.num_draft_tokens)
@@ -120,12 +121,13 @@ def load_draft(context: WorkerContext, config: SpeculativeConfig, target: Decode
     """
     assert config.algorithm not in ("NGRAM", "DFLASH")
     token_map = load_token_map(config.token_map) if config.token_map else None
+    tuning = context.config.device.tuning
     if config.algorithm == "MTP":
         served = context.config.model
-        group = draft_group(config.draft_tp_size, target.config, target.context)
+        group = draft_group(config.draft_tp_size, target.config, target.context, tuning)
         return _loaded(context, config, MtpDraft(target, token_map, group), served.model_path, served.load_format)
     folder, draft_config = _draft_config(config, target)
-    group = draft_group(config.draft_tp_size, draft_config.model, target.context)
+    group = draft_group(config.draft_tp_size, draft_config.model, target.context, tuning)
     draft: DraftModel
     if config.algorithm == "STANDALONE":
         quantization = "int8" if draft_config.model.quant is None and context.config.model.quantization == "int8" else None

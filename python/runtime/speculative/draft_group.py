@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from runtime.config.device_tuning import DeviceTuning
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.models.config import ModelConfig
 from runtime.models.parts import ModelContext
 
-SUM_BYTES = 12e6
-"""Bytes that a GPU reads while a block's output is summed over the ranks by our own kernel: 2.8 us at 4.3 TB/s, on an H200."""
-NCCL_SUM_BYTES = 45e6
-"""The same for a sum by NCCL: 10 us and more."""
 SUMS = 2
 """Sums of a block: behind attention and behind the MLP."""
 
 
-def draft_group(asked: int | None, draft: ModelConfig, target: ModelContext) -> ParallelGroup:
+def draft_group(asked: int | None, draft: ModelConfig, target: ModelContext, tuning: DeviceTuning) -> ParallelGroup:
     """The ranks that share the blocks of `draft`: with `asked` 1 each rank alone.
 
     A shared block reads fewer weights and takes two sums, so small blocks are faster whole. The same on every rank. The LM head is
@@ -22,15 +19,15 @@ def draft_group(asked: int | None, draft: ModelConfig, target: ModelContext) -> 
     """
     group = target.group
     if asked is None:
-        return ALONE if faster_whole(draft, target) else group
+        return ALONE if faster_whole(draft, target, tuning) else group
     return ALONE if asked == 1 else group
 
 
-def faster_whole(draft: ModelConfig, target: ModelContext) -> bool:
+def faster_whole(draft: ModelConfig, target: ModelContext, tuning: DeviceTuning) -> bool:
     """Whether a decode pass over a dense block takes less time where each rank reads all of it. On a CPU it never does."""
     if target.device.type == "cpu" or draft.moe is not None:
         return False
-    sums = SUMS * (NCCL_SUM_BYTES if target.group.fused is None else SUM_BYTES)
+    sums = SUMS * (tuning.nccl_sum_bytes if target.group.fused is None else tuning.sum_bytes)
     return block_bytes(draft) * (1 - 1 / target.group.size) < sums
 
 

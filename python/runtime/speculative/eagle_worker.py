@@ -56,7 +56,7 @@ class EagleWorker(ModelDrafter):
             to_target=model.to_target,
             to_draft=model.to_draft,
         )
-        super().__init__(spec, runner, config, plans=max(config.num_steps - model.lookahead, 1))
+        super().__init__(spec, runner, config)
         self.state: DraftState
         self._passes: dict[int, DraftPasses] = {}
 

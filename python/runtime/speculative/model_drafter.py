@@ -47,9 +47,8 @@ class ModelDrafter(Drafter):
         catch_up: follows steps without drafts; None where all have some.
     """
 
-    def __init__(self, spec: DrafterSpec, runner: ModelRunner, config: SpeculativeConfig, plans: int = 1) -> None:
-        """`plans`: passes per plan of the draft's backend."""
-        self.spec, self.runner, self._config, self._plans = spec, runner, config, plans
+    def __init__(self, spec: DrafterSpec, runner: ModelRunner, config: SpeculativeConfig) -> None:
+        self.spec, self.runner, self._config = spec, runner, config
         self.graphs: dict[int, DraftRunners] = {}
         self.catch_up: CatchUp | None = None
         self._target: TargetModel
@@ -83,7 +82,7 @@ class ModelDrafter(Drafter):
         """Make a KV pool of one page and the graph runners."""
         target, inputs = setup.target, setup.inputs
         self._target, self._inputs, self._depths = target, inputs, setup.depths
-        self.runner.allocate(1, target.page_table, setup.requests, self._width, self._plans)
+        self.runner.allocate(1, target.page_table, setup.requests, self._width)
         for depth in setup.depths:
             if depth:
                 decode = self._decode_runner(setup, depth)
@@ -105,7 +104,7 @@ class ModelDrafter(Drafter):
     def models(self) -> list[ModelPasses]:
         """The draft model."""
         graphs = [runner for depth in self._depths for runner in self.runners(depth)]
-        return [ModelPasses(self.runner, graphs, self._width, self._plans)]
+        return [ModelPasses(self.runner, graphs, self._width)]
 
     def runners(self, depth: int) -> list[GraphRunner]:
         """The one that drafts, where there is one, and draft-extend's."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from runtime.config.attention_caps import AttentionCaps
-from runtime.config.device_tuning import H200, DeviceTuning
+from runtime.config.device_tuning import DeviceTuning
 from runtime.layers.attention.kernel_choices import KernelChoices
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.rope import RotaryHeads
@@ -53,7 +53,6 @@ class AttentionShape:
         layers: the layers, in order of `layer_id`.
         max_batch_size: requests of a fixed-width pass, padding included.
         max_tokens_per_req: queries of one request in a fixed-width pass.
-        max_steps: passes that one plan may prepare.
         max_context_len: the longest KV, including what a step writes past the committed length.
         max_prompt: queries of the widest fixed-width pass of a single request; 0 when none is wider than
             `max_tokens_per_req`.
@@ -65,10 +64,9 @@ class AttentionShape:
     layers: tuple[AttentionSpec, ...]
     max_batch_size: int
     max_tokens_per_req: int
-    max_steps: int
     max_context_len: int
     max_prompt: int = 0
-    tuning: DeviceTuning = H200
+    tuning: DeviceTuning = field(kw_only=True)
     choices: KernelChoices = field(default_factory=KernelChoices)
     dtype: torch.dtype = torch.bfloat16
 

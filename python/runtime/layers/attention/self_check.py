@@ -47,9 +47,7 @@ class _Check:
         by_window = {layer.window: layer for layer in shape.layers}.values()
         layers = tuple(replace(layer, layer_id=i) for i, layer in enumerate(by_window))
         self._width = min(WIDTH, shape.max_tokens_per_req)
-        self._shape = replace(
-            shape, layers=layers, max_batch_size=4, max_tokens_per_req=self._width, max_steps=1, max_context_len=MAX_LEN, max_prompt=0
-        )
+        self._shape = replace(shape, layers=layers, max_batch_size=4, max_tokens_per_req=self._width, max_context_len=MAX_LEN, max_prompt=0)
         self._device = device
         self._random = torch.Generator(device).manual_seed(0)
         self._table = PageTable(4, MAX_LEN, page_size, device)

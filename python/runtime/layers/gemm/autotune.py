@@ -145,7 +145,7 @@ def _scaled_candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> 
     if _takes_bfloat16(group.op, linear, group.norm, fragments_support):
         found += tuning.fragment_configs(rows)
     if _takes_bfloat16(group.op, linear, group.norm, widening_supports):
-        found += widening_configs(rows, linear.out_features, linear.in_features, num_sms)
+        found += widening_configs(rows, linear.out_features, linear.in_features, num_sms, tuning)
     return found
 
 

@@ -15,6 +15,8 @@ TILE_CYCLES, STORE_RATE = 1000, 50
 SHARING = 2
 """Blocks of a cluster, which have the same weight rows and neighbouring rows of x. Larger clusters leave multiprocessors idle."""
 NARROWEST, STEP = 32, 8
+"""Weight rows of the narrowest tile, and by how many tiles differ. The rates and cycles above are per multiprocessor of a
+Hopper GPU, the only kind that runs the kernel, and choose no more than the tiling that is timed beside cuBLAS."""
 
 
 @dataclass(frozen=True, slots=True)

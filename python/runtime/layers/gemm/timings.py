@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.config.device_tuning import H200, DeviceTuning
+from runtime.config.device_tuning import DeviceTuning
 from runtime.config.kernel_configs import FragmentConfig, ResidentConfig, TritonConfig, WideningConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.gemm.gemm import GemmKey
@@ -35,7 +35,7 @@ class GemmTimings:
     `tuning` holds the device's measured values, which name the candidates.
     """
 
-    def __init__(self, tuning: DeviceTuning = H200, group: ParallelGroup = ALONE) -> None:
+    def __init__(self, tuning: DeviceTuning, group: ParallelGroup = ALONE) -> None:
         self.tuning = tuning
         self._group = group
         self._measured: dict[tuple[torch.dtype, GemmKey], Timed] = {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from runtime.config.device_tuning import DeviceTuning
 from runtime.config.kernel_configs import WideningConfig
 from runtime.layers.gemm.deferred_norm import norms_argument
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
@@ -32,12 +33,12 @@ FEWEST_STAGES, MOST_STAGES = 3, 9
 """The sums of a block take the place of three stages at most; more than nine would delay the first rows of x."""
 SPLITS = (1, 2, 3, 4, 6, 8)
 CANDIDATES = 2
-CLUSTERS_AT_ONCE, NUM_SMS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}, 132
-"""By their blocks, how many clusters an H200 runs at once, one block on each of its multiprocessors."""
 MOST_BLOCKS = 1.25
 """Blocks on a multiprocessor that run as fast as one. Small ones fit there several at a time, but start one after the other."""
 STAGE_CYCLES, BLOCK_CYCLES, PART_CYCLES = 700, 3400, 100
-"""Clock cycles of a stage that bytes and conversions take; of a block beside its stages; of its sums, for each block of the cluster."""
+"""Clock cycles of a stage that bytes and conversions take; of a block beside its stages; of its sums, for each block of the cluster.
+
+They are per multiprocessor of a Hopper GPU, the only kind that runs the kernel."""
 
 
 class _Scales(ctypes.Structure):
@@ -93,21 +94,21 @@ def supports(weight: torch.Tensor, scale: torch.Tensor, gated: bool = False) -> 
     )
 
 
-def widening_configs(rows: int, weight_rows: int, columns: int, num_sms: int) -> tuple[WideningConfig, ...]:
+def widening_configs(rows: int, weight_rows: int, columns: int, num_sms: int, tuning: DeviceTuning) -> tuple[WideningConfig, ...]:
     """The tilings worth timing for `rows` rows of x, by an estimate of their time; none where there are too few rows or too many."""
     if not FEWEST_ROWS <= rows <= MOST_ROWS:
         return ()
     stages = -(-columns // DEPTH)
     configs = [WideningConfig(split) for split in SPLITS if split <= stages]
-    return tuple(sorted(configs, key=lambda config: _cycles(config, rows, weight_rows, stages, num_sms))[:CANDIDATES])
+    return tuple(sorted(configs, key=lambda config: _cycles(config, rows, weight_rows, stages, num_sms, tuning))[:CANDIDATES])
 
 
-def _cycles(config: WideningConfig, rows: int, weight_rows: int, stages: int, num_sms: int) -> float:
+def _cycles(config: WideningConfig, rows: int, weight_rows: int, stages: int, num_sms: int, tuning: DeviceTuning) -> float:
     """Estimated clock cycles of a GEMM."""
     tokens, split = _tokens(rows), config.split
     clusters = -(-weight_rows // ROWS) * -(-rows // tokens)
     on_sm = max((227 << 10) // (ALIGNMENT + ring_stages(tokens, stages * DEPTH, split) * _stage_bytes(tokens)), 1)
-    waves = -(-clusters * NUM_SMS // (CLUSTERS_AT_ONCE[split] * num_sms * on_sm))
+    waves = -(-clusters * tuning.num_sms // (tuning.clusters_at_once[split] * num_sms * on_sm))
     if clusters * split > MOST_BLOCKS * num_sms:
         waves = max(waves, 2)
     # wgmma multiplies 64 x tokens x 16 in tokens / 2 cycles.

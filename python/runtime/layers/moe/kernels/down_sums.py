@@ -31,7 +31,8 @@ REGISTERS = 1 << 16
 GEMM_REGISTERS = {"dense": 256 * 88, "fp8": 256 * 88, "mxfp4": 256 * 120}
 """Of a block of the GEMM before, for up to 8 tokens; for one token in MXFP4 that block fills its multiprocessor."""
 LEAST_REGISTERS = 80
-"""Of a thread of this kernel; with fewer it spills."""
+"""Of a thread of this kernel; with fewer it spills. These counts are the compiler's for the architecture, alike on all Hopper GPUs, which
+alone run the kernel."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ import torch
 
 from benchmark.shapes import CONFIGS
 from runtime.layers.torch_ops import TorchOps
-from runtime.model_executor.weight_loader import DUMMY_STD, FP8_SCALES, INDEX
+from runtime.model_executor.weight_loader import DUMMY_STD, FP8_SCALES
+from runtime.model_files.checkpoint_folder import INDEX
 from runtime.model_files.safetensors_writer import file_start
 from runtime.model_files.synthetic_tokenizer import write_synthetic_tokenizer
 from runtime.models.decoder import DecoderModel

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from runtime.errors import ConfigError
-from runtime.model_executor.weight_loader import INDEX, safetensors_files, safetensors_weights
-from runtime.model_files.checkpoint_folder import SourceFlags, check_shards
+from runtime.model_executor.weight_loader import safetensors_weights
+from runtime.model_files.checkpoint_folder import INDEX, SourceFlags, check_shards, safetensors_files
 from runtime.models.file_tensor import FileTensor, read_packed
 
 CPU = torch.device("cpu")
@@ -54,8 +54,9 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../a.safetensors", "/etc/passwd", "sub/a.safetensors"])
 def test_an_index_may_not_point_outside_its_folder(tmp_path: Path, name: str) -> None:
     write_index(tmp_path, [name])
-    with pytest.raises(ConfigError, match="outside its folder"):
-        safetensors_files(tmp_path)
+    for check in (safetensors_files, lambda folder: check_shards(folder, SourceFlags())):
+        with pytest.raises(ConfigError, match="outside its folder"):
+            check(tmp_path)
 
 
 def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -78,9 +79,10 @@ def test_a_truncated_file_is_a_config_error(tmp_path: Path) -> None:
 
 
 def test_a_broken_index_is_a_config_error(tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text("[]")
-    with pytest.raises(ConfigError, match="is not an index"):
-        safetensors_files(tmp_path)
+    for text, message in (("[]", "must hold a JSON object"), ("{}", "is not an index"), ('{"weight_map": [1]}', "is not an index")):
+        (tmp_path / INDEX).write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            safetensors_files(tmp_path)
 
 
 def test_a_tensor_in_two_files_is_refused_by_name(tmp_path: Path) -> None:
@@ -93,8 +95,6 @@ def test_a_tensor_in_two_files_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_an_index_without_an_end_of_brackets_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match="is not an index"):
-        safetensors_files(tmp_path)
     with pytest.raises(ConfigError, match="is not valid JSON"):
         check_shards(tmp_path, SourceFlags())
 

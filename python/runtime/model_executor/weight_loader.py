@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,10 +11,10 @@ from tqdm import tqdm
 
 from runtime.errors import ConfigError
 from runtime.log import writes_json
+from runtime.model_files.checkpoint_folder import safetensors_files
 from runtime.model_files.safetensors_header import read_header
 from runtime.models.file_tensor import FileTensor, UnreadableTensor, WeightFile, damaged, row_major
 
-INDEX = "model.safetensors.index.json"
 DUMMY_STD = 0.02
 FP8_SCALES = (".weight_scale_inv", ".weight_scale")
 MXFP4_SCALE = 127 - 7
@@ -27,7 +26,6 @@ DTYPES = {
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
 }
 """By safetensors' names."""
-PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
 def safetensors_weights(folder: str | Path, progress: bool = True) -> Iterator[tuple[str, FileTensor | UnreadableTensor]]:
@@ -72,42 +70,6 @@ def dummy_weights(
             yield name, torch.ones(shape, dtype=dtype, device=device)
         else:
             yield name, torch.empty(shape, dtype=dtype, device=device).normal_(0.0, DUMMY_STD, generator=generator)
-
-
-def safetensors_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint: those that its index names, or every safetensors file if there is no index.
-
-    Raises:
-        ConfigError: there are none, or one is missing.
-    """
-    index = folder / INDEX
-    if index.is_file():
-        return _indexed_files(index)
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files
-    pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
-    if pickles:
-        raise ConfigError(
-            f"{folder} holds its weights as pickle ({pickles[0]}), which can run code and is never loaded; "
-            "if you trust the files, convert them: load them with transformers, then save_pretrained(folder, safe_serialization=True)"
-        )
-    raise ConfigError(f"{folder} holds no .safetensors file; download the weights, or use --load-format dummy for random ones")
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{index} is not an index of safetensors files: {error!r}") from error
-    # An index is data from elsewhere: it may name files of its own folder only.
-    outside = [n for n in names if not isinstance(n, str) or Path(n).name != n]
-    if outside:
-        raise ConfigError(f"{index} names a file outside its folder: {outside[0]!r}")
-    missing = [n for n in names if not (index.parent / n).is_file()]
-    if missing:
-        raise ConfigError(f"{index.parent} lacks {len(missing)} of {len(names)} weight files, the first is {missing[0]}; download it again")
-    return [index.parent / n for n in names]
 
 
 def _tensors_of(path: Path, bar: tqdm) -> Iterator[tuple[str, FileTensor | UnreadableTensor]]:

@@ -1,13 +1,15 @@
-"""Checks of a Hugging Face style checkpoint folder before it is loaded."""
+"""The files of a Hugging Face style checkpoint folder, and checks of them before they are loaded."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import ConfigError
+from runtime.json_file import read_object
 from runtime.model_files.safetensors_header import is_whole_safetensors
+
+INDEX = "model.safetensors.index.json"
 
 
 class SourceFlags(NamedTuple):
@@ -17,13 +19,16 @@ class SourceFlags(NamedTuple):
     load_format: str = "--load-format"
 
 
+TARGET_FLAGS = SourceFlags()
+
+
 def check_config(folder: Path) -> dict[str, object]:
     """Return config.json of a model folder.
 
     Raises:
         ConfigError: it is missing or malformed.
     """
-    return _read_object(folder / "config.json", f"{folder} is not a model folder: it lacks a config.json")
+    return read_object(folder / "config.json", f"{folder} is not a model folder: it lacks a config.json")
 
 
 def check_shards(folder: Path, flags: SourceFlags) -> None:
@@ -32,19 +37,37 @@ def check_shards(folder: Path, flags: SourceFlags) -> None:
     Raises:
         ConfigError: what is wrong, and what to do.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = _read_object(index, "").get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise ConfigError(f"{index} names no shards; download it again")
-        files = [folder / str(name) for name in sorted(set(shards.values()))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    for file in safetensors_files(folder, flags):
+        if not is_whole_safetensors(file):
+            raise ConfigError(f"{file} is truncated or damaged; download it again")
+
+
+def safetensors_files(folder: Path, flags: SourceFlags = TARGET_FLAGS) -> list[Path]:
+    """The files of a checkpoint: those that its index names, or every safetensors file if there is no index.
+
+    Raises:
+        ConfigError: there are none, or one is missing.
+    """
+    index = folder / INDEX
+    files = _indexed_files(index) if index.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise _no_weights(folder, flags)
-    for file in files:
-        if not is_whole_safetensors(file):
-            raise ConfigError(f"{file} is {'truncated or damaged' if file.exists() else 'missing'}; download it again")
+    return files
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    shards = read_object(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise ConfigError(f"{index} is not an index of safetensors files; download it again")
+    # An index is data from elsewhere: it may name files of its own folder only.
+    outside = [name for name in shards.values() if not isinstance(name, str) or Path(name).name != name]
+    if outside:
+        raise ConfigError(f"{index} names a file outside its folder: {outside[0]!r}")
+    names = sorted(set(shards.values()))
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ConfigError(f"{index.parent} lacks {len(missing)} of {len(names)} weight files, the first is {missing[0]}; download it again")
+    return [index.parent / name for name in names]
 
 
 def _no_weights(folder: Path, flags: SourceFlags) -> ConfigError:
@@ -58,15 +81,3 @@ def _no_weights(folder: Path, flags: SourceFlags) -> ConfigError:
     if ggufs:
         return ConfigError(f"{folder} holds GGUF files and no safetensors; give one as {flags.path}, for example {folder / ggufs[0]}")
     return ConfigError(f"{folder} holds no .safetensors file; download the weights, or use {flags.load_format} dummy for random ones")
-
-
-def _read_object(path: Path, missing: str) -> dict[str, object]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(missing or f"{path} is missing") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {str(error)[:120]}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not a JSON object")
-    return content

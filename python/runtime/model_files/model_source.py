@@ -10,7 +10,7 @@ import msgspec
 
 from runtime.errors import ConfigError
 from runtime.model_files.cache_folder import build_once, default_cache_dir
-from runtime.model_files.checkpoint_folder import SourceFlags, check_config, check_shards
+from runtime.model_files.checkpoint_folder import TARGET_FLAGS, SourceFlags, check_config, check_shards
 from runtime.model_files.embedded import NAME as EMBEDDED_NAME
 from runtime.model_files.embedded import embedded_folder
 from runtime.model_files.gguf_convert import converted_folder
@@ -27,7 +27,6 @@ _CONFIG_FILES = ["config.json", "generation_config.json"]
 _WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
 
 
-TARGET_FLAGS = SourceFlags()
 DRAFT_FLAGS = SourceFlags("--speculative-draft-model-path", "--speculative-draft-load-format")
 
 

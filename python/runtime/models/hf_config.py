@@ -1,14 +1,12 @@
-"""Reads a Hugging Face config.json: the fields that families share, with errors that name the file and the field. No
-torch.
-"""
+"""Reads a Hugging Face config.json: the fields that families share. No torch."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from runtime.errors import ConfigError, InvalidField
+from runtime.json_file import read_object
 from runtime.models.config import ModelConfig, MoeConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.rope_fields import DEFAULT_THETA, read_rope
@@ -27,9 +25,9 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError(f"--model-path {str(folder)!r} is not a folder; give a Hugging Face folder, a hub id or a .gguf file")
-    raw = _read_json(folder / "config.json")
+    raw = read_object(folder / "config.json")
     if (folder / "generation_config.json").is_file():
-        generation = _read_json(folder / "generation_config.json")
+        generation = read_object(folder / "generation_config.json")
         both = (ConfigFields(generation, f"{folder}/generation_config.json"), ConfigFields(raw, str(folder)))
         raw["eos_token_id"] = [token for fields in both for token in fields.ids("eos_token_id")]
     return raw
@@ -43,7 +41,7 @@ def recommended_sampling(folder: str | Path) -> SamplingDefaults:
     """
     path = Path(folder) / "generation_config.json"
     try:
-        return SamplingDefaults.of(_read_json(path)) if path.is_file() else NO_DEFAULTS
+        return SamplingDefaults.of(read_object(path)) if path.is_file() else NO_DEFAULTS
     except InvalidField as error:
         raise ConfigError(f"{path}: {error} Correct the file, or start with --sampling-defaults openai.") from None
 
@@ -140,15 +138,3 @@ def sliding_windows(fields: ConfigFields, full_layers: int, period: int = 1, def
     if not known:
         raise fields.error(f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers")
     return tuple((size or default_size) - 1 if kind == "sliding_attention" else -1 for kind in kinds)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is missing; a model folder needs config.json") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return raw

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from runtime.errors import ConfigError
+from runtime.json_file import read_object
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _FILE_AS_IT_IS = ("mistral", "mixtral", "ministral")
@@ -189,10 +190,7 @@ def _read(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content = _parse(path, _read(path))
-    return content if isinstance(content, dict) else {}
+    return read_object(path) if path.is_file() else {}
 
 
 def _parse(path: Path, text: str) -> Any:

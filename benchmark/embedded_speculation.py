@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--head", default=str(EMBEDDED_DRAFT), help="folder of another draft head")
     args = parser.parse_args()
     if args.quick:
-        args.shapes, args.batch, args.prompts, args.new_tokens, args.threads, args.quantization = ["2/1/3"], [1, 2], 2, 8, 1, ["int8"]
+        args.shapes, args.batch, args.prompts, args.new_tokens, args.threads, args.quantization = ["2/1/3"], [1, 2], 1, 4, 1, ["int8"]
     record = Record(NAME, KEYS, args.out, args.quick)
     for quantization in args.quantization if args.device == "cpu" else ["none"]:
         common = _options(args, quantization)
@@ -230,6 +230,7 @@ def main() -> None:
 
 def _options(args: Any, quantization: str) -> dict[str, Any]:
     options: dict[str, Any] = {"device": args.device, "context_length": CONTEXT, "max_running_requests": max(args.batch)}
+    options["grammar_backend"] = "none"  # the servers need not load a grammar library each
     if args.device == "cuda":  # otherwise each server would take all of the GPU's memory
         options["max_total_tokens"] = (max(args.batch) + 1) * CONTEXT
     else:

@@ -80,6 +80,7 @@ def in_groups(engine: Engine, prompts: Sequence[list[int]], size: int, new_token
 def options(device: str, threads: int | None) -> dict[str, Any]:
     """The options of all engines of a run."""
     found: dict[str, Any] = {"device": device, "dtype": "float32", "quantization": "none", "context_length": 1024}
+    found["grammar_backend"] = "none"  # the engines need not load a grammar library each
     return found if threads is None else found | {"cpu_threads": threads}
 
 

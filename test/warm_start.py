@@ -277,9 +277,11 @@ def main() -> None:
     asked = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle.setproctitle("warm start")  # finds the place of the title, which is lost with the first environment
+    gc.disable()  # collections during imports find next to nothing, and visit more objects each time
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
+    gc.enable()
     while True:
         order, fds, *_ = socket.recv_fds(asked, 1 << 20, 64)
         if not order:

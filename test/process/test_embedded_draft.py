@@ -19,7 +19,7 @@ from runtime.config.speculative import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS
 from warm_start import ForkedPopen
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 16}
-EXACT = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "context_length": 512}
+EXACT = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "context_length": 512, "grammar_backend": "none"}
 
 
 def answers(shape: str) -> list[Sequence[int]]:

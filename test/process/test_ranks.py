@@ -37,7 +37,8 @@ def assert_ended(server: Server, children: list[psutil.Process]) -> None:
 
 def generate(**options: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     sampling = {"temperature": 0.0, "max_new_tokens": 10, "ignore_eos": True}
-    with Engine(device="cpu", quantization="none", cpu_threads=1, max_total_tokens=4096, **options) as engine:
+    common = {"device": "cpu", "quantization": "none", "cpu_threads": 1, "max_total_tokens": 4096, "grammar_backend": "none"}
+    with Engine(**common, **options) as engine:
         outputs = engine.generate(PROMPTS, sampling, return_logprob=True)
         return outputs, engine.get_server_info()["internal_states"][0]
 

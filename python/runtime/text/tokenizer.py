@@ -32,7 +32,6 @@ class Tokenizer:
     """The tokenizer of a Hugging Face style folder. Thread-safe; loads no torch.
 
     Attributes:
-        vocab_size: highest known id + 1; a model may have more (padded) rows.
         eos_ids: the ids that end a text, from the tokenizer's and the model's configuration.
         bos_id: the id that begins a text, or None.
         special_ids: control tokens, which are left out of visible text.
@@ -54,7 +53,6 @@ class Tokenizer:
         )
         self.special_ids = frozenset(special)
         self.control_ids = frozenset(self._control)
-        self.vocab_size = max(self._hf.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_id = self._named_id("bos_token")
         eos = self._named_id("eos_token")
         self.eos_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *files.eos_ids]))
@@ -82,6 +80,11 @@ class Tokenizer:
     def _named_id(self, name: str) -> int | None:
         token = self._files.named_tokens.get(name)
         return None if token is None else self._hf.token_to_id(token)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The highest known id + 1; a model may have more (padded) rows. Copies the vocabulary once, which takes 35 ms for 49k tokens."""
+        return max(self._hf.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def definition(self) -> str:

@@ -66,6 +66,7 @@ class TokenApi:
         """The tokenizer's named tokens and chat template, for evaluation tools that tokenise through the server."""
         tokenizer = self._tokenizer
         named = {name: tokenizer.named_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_ids": tokenizer.eos_ids, "vocab_size": tokenizer.vocab_size}
+        size = await asyncio.to_thread(lambda: tokenizer.vocab_size)  # the first time it copies the vocabulary
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_ids": tokenizer.eos_ids, "vocab_size": size}
         lengths = {"model_max_length": self._manager.max_context_len}
         return json_response({**named, **ids, **lengths, "chat_template": tokenizer.chat_template})

@@ -129,6 +129,11 @@ class GenerateBody(Body):
         return [given] if self.one_prompt else given
 
     @property
+    def prompt_field(self) -> str:
+        """The field that holds the prompts."""
+        return "input_ids" if self.text is None else "text"
+
+    @property
     def one_prompt(self) -> bool:
         """Whether the prompt came alone, not in an array of prompts."""
         return isinstance(self.text, str) or (self.input_ids is not None and isinstance(self.input_ids[0], int))

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging_setup.setup(args.log_level, "talon::check")
         config, model_config = prepare(args)
         tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
-        prompts = fit(tokenised(tokenizer, read_prompts(options)), config, options.max_new_tokens)
+        prompts = fit(tokenised(tokenizer, read_prompts(options)), config, model_config.vocab_size, options.max_new_tokens)
         return compare(config, model_config, prompts, options.max_new_tokens)
     except ServingError as error:
         return report(error)
@@ -129,8 +129,11 @@ def tokenised(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     return found
 
 
-def fit(prompts: list[list[int]], config: RuntimeConfig, max_new_tokens: int) -> list[list[int]]:
-    """Prompts cut to what leaves room in the context. Raises `ConfigError` where nothing does."""
+def fit(prompts: list[list[int]], config: RuntimeConfig, vocab_size: int, max_new_tokens: int) -> list[list[int]]:
+    """Prompts cut to what leaves room in the context. Raises `ConfigError` where nothing does, or for the tokens of another model."""
+    for number, ids in enumerate(prompts, 1):
+        if max(ids) >= vocab_size:
+            raise ConfigError(f"--prompts: prompt {number} has the token id {max(ids)}, but the model has {vocab_size} tokens")
     room = config.model.context_length - max_new_tokens
     if room < 1:
         raise ConfigError(f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in a context of {config.model.context_length}")

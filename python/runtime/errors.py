@@ -57,6 +57,13 @@ class InvalidField(RequestError):
         super().__init__(f"{subject or field} must be {limit}; got {shown(value)}.", field)
 
 
+class UnknownToken(InvalidField):
+    """A token id is outside the model's vocabulary. `subject`: replaces "FIELD names"."""
+
+    def __init__(self, field: str, token: int, vocab_size: int, subject: str | None = None) -> None:
+        RequestError.__init__(self, f"{subject or f'{field} names'} the token id {shown(token)}; ids go from 0 to {vocab_size - 1}.", field)
+
+
 class UnsupportedField(RequestError):
     """The field belongs to the protocol, but this server does not support it."""
 

@@ -183,7 +183,7 @@ class Scheduler:
         """Let every text of a prompt wait; they share the tokens of the prompt."""
         problem: ServingError | None = None
         try:
-            policy.check_request(message, self.limits)
+            policy.check_memory(message, self.limits)
         except RequestError as error:
             problem = error
         prompt = np.array(message.input_ids, dtype=np.int32) if problem is None else np.empty(0, dtype=np.int32)

@@ -7,7 +7,7 @@ import uuid
 from runtime.entrypoints.generations import Call
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.managers.generation import RequestOptions
-from runtime.sampling_params import GRAMMAR_KINDS, SamplingDefaults
+from runtime.sampling_params import SamplingDefaults, SamplingParams
 
 
 def native_call(body: GenerateBody, defaults: SamplingDefaults) -> Call:
@@ -27,7 +27,7 @@ def native_call(body: GenerateBody, defaults: SamplingDefaults) -> Call:
             cache_salt=body.cache_salt,
             continues_prompt=True,
         ),
-        params={"prompt": body.prompt_field} | {name: f"sampling_params.{name}" for name in ("max_new_tokens", *GRAMMAR_KINDS)},
+        params={"prompt": body.prompt_field} | {name: f"sampling_params.{name}" for name in SamplingParams.__struct_fields__},
     )
 
 

@@ -21,7 +21,7 @@ from runtime.config.flag_parser import parse
 from runtime.config.graphs import default_graph_sizes
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.prepare import prepare
-from runtime.errors import ConfigError, RequestError, ServingError, report
+from runtime.errors import ConfigError, RequestError, ServingError, report, unreadable
 from runtime.managers.messages import GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
 from runtime.models.config import ModelConfig
@@ -97,7 +97,7 @@ def read_prompts(options: Options) -> list[str]:
         # By line feeds alone: JSON may hold other separators of Unicode unescaped.
         lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path}: cannot be read ({type(error).__name__})") from error
+        raise ConfigError(f"--prompts {path} cannot be read: {unreadable(error)}") from error
     if not lines:
         raise ConfigError(f"--prompts {path}: it is empty")
     return [_prompt_of(line) for line in lines[: options.num_prompts]]

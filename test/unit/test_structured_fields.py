@@ -160,6 +160,11 @@ def test_arguments_out_of_bounds_are_refused_by_name(fields: dict[str, Any], nam
     assert caught.value.param == named
 
 
+def test_two_constraints_are_named_in_the_refusal() -> None:
+    with pytest.raises(RequestError, match=r"^json_schema and structured_outputs\.regex cannot be combined\.$"):
+        spec_of({"json_schema": SCHEMA, "structured_outputs": {"regex": "a"}})
+
+
 CHAT = "/v1/chat/completions"
 FUNCTION = {"name": "f", "parameters": SCHEMA}
 

@@ -233,7 +233,7 @@ class Scheduler:
         try:
             return self._perform(message)
         except RequestError as error:
-            return CallFailed(message=str(error), status=error.status, code=error.code)
+            return CallFailed(message=str(error), status=error.status, code=error.code, param=error.param)
         except Exception as error:  # an administrative call must not end the process
             log.exception("%s failed", message.what)
             return CallFailed(message=str(error))

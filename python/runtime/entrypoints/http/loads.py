@@ -91,7 +91,7 @@ class LoadApi:
         """The load of the server, or of each attention group. `include` names sections, separated by commas: core, spec, queues, all."""
         ranks = [str(rank) for rank in range(self._manager.limits.groups)]
         if dp_rank is not None and dp_rank not in ranks:
-            raise InvalidField("dp_rank", dp_rank, f"one of {', '.join(ranks)}")
+            raise InvalidField("dp_rank", dp_rank, " or ".join(ranks))
         if format not in ("json", "prometheus"):
             raise InvalidField("format", format, "json or prometheus")
         wanted = {name.strip() for name in include.split(",")}

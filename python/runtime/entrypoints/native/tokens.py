@@ -56,7 +56,7 @@ class TokenApi:
         lists: list[list[int]] = body.tokens if isinstance(body.tokens[0], list) else [body.tokens]  # pyright: ignore[reportAssignmentType]
         highest, limit = max(max(ids) for ids in lists), self._manager.limits.vocab_size
         if highest >= limit:
-            raise UnknownToken("tokens", highest, limit)
+            raise UnknownToken("tokens", highest, limit, subject="tokens has")
         skip = body.skip_special_tokens
         texts = await asyncio.to_thread(lambda: [self._tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists])
         text = texts if isinstance(body.tokens[0], list) else texts[0]

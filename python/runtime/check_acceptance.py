@@ -21,7 +21,7 @@ from runtime.config.flag_parser import parse
 from runtime.config.graphs import default_graph_sizes
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.prepare import prepare
-from runtime.errors import ConfigError, RequestError, ServingError, report
+from runtime.errors import ConfigError, RequestError, ServingError, report, unreadable
 from runtime.managers.messages import GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
 from runtime.models.config import ModelConfig
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging_setup.setup(args.log_level, "talon::check")
         config, model_config = prepare(args)
         tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
-        prompts = fit(tokenised(tokenizer, read_prompts(options)), config, options.max_new_tokens)
+        prompts = fit(tokenised(tokenizer, read_prompts(options)), config, model_config.vocab_size, options.max_new_tokens)
         return compare(config, model_config, prompts, options.max_new_tokens)
     except ServingError as error:
         return report(error)
@@ -97,7 +97,7 @@ def read_prompts(options: Options) -> list[str]:
         # By line feeds alone: JSON may hold other separators of Unicode unescaped.
         lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path}: cannot be read ({type(error).__name__})") from error
+        raise ConfigError(f"--prompts {path} cannot be read: {unreadable(error)}") from error
     if not lines:
         raise ConfigError(f"--prompts {path}: it is empty")
     return [_prompt_of(line) for line in lines[: options.num_prompts]]
@@ -129,8 +129,11 @@ def tokenised(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     return found
 
 
-def fit(prompts: list[list[int]], config: RuntimeConfig, max_new_tokens: int) -> list[list[int]]:
-    """Prompts cut to what leaves room in the context. Raises `ConfigError` where nothing does."""
+def fit(prompts: list[list[int]], config: RuntimeConfig, vocab_size: int, max_new_tokens: int) -> list[list[int]]:
+    """Prompts cut to what leaves room in the context. Raises `ConfigError` where nothing does, or for the tokens of another model."""
+    for number, ids in enumerate(prompts, 1):
+        if max(ids) >= vocab_size:
+            raise ConfigError(f"--prompts: prompt {number} has the token id {max(ids)}, but the model has {vocab_size} tokens")
     room = config.model.context_length - max_new_tokens
     if room < 1:
         raise ConfigError(f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in a context of {config.model.context_length}")

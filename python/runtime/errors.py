@@ -49,12 +49,20 @@ class InvalidField(RequestError):
         value: what it holds.
         limit: completes the sentence "FIELD must be ...".
         subject: what the sentence calls the field, where the protocols have different names for it.
+        at: where in the field `value` is, if that is not plain.
     """
 
     code = "invalid_value"
 
-    def __init__(self, field: str, value: object, limit: str, *, subject: str | None = None) -> None:
-        super().__init__(f"{subject or field} must be {limit}; got {shown(value)}.", field)
+    def __init__(self, field: str, value: object, limit: str, *, subject: str | None = None, at: str = "") -> None:
+        super().__init__(f"{subject or field} must be {limit}; got {shown(value)}{at and f' at {at}'}.", field)
+
+
+class UnknownToken(InvalidField):
+    """A token id is outside the model's vocabulary. `subject`: replaces "FIELD names"."""
+
+    def __init__(self, field: str, token: int, vocab_size: int, subject: str | None = None) -> None:
+        RequestError.__init__(self, f"{subject or f'{field} names'} the token id {shown(token)}; ids go from 0 to {vocab_size - 1}.", field)
 
 
 class UnsupportedField(RequestError):
@@ -64,6 +72,20 @@ class UnsupportedField(RequestError):
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field} is not supported: {why}. Leave it out.", field)
+
+
+class UnsupportedType(UnsupportedField):
+    """This server does not support a value of a field `type`. `why` says what it supports."""
+
+    def __init__(self, field: str, kind: str, why: str) -> None:
+        RequestError.__init__(self, f"{field} {shown(kind)} is not supported; {why}.", field)
+
+
+class FieldNeedsFlag(UnsupportedField):
+    """The server takes the field only if it was started with a flag."""
+
+    def __init__(self, field: str, flag: str) -> None:
+        RequestError.__init__(self, f"{field} requires a server started with {flag}.", field)
 
 
 class GrammarError(RequestError):
@@ -252,7 +274,7 @@ class RequestTimeout(ServingError):
     code = "timeout"
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"The request took longer than {seconds:g} seconds (--request-timeout). Ask for fewer tokens.")
+        super().__init__(f"The request took longer than {seconds:g} seconds (--request-timeout). Lower max_tokens.")
 
 
 class CompilerBusy(ServingError):
@@ -351,6 +373,11 @@ def report(error: ServingError) -> int:
     return BAD_USE if isinstance(error, ConfigError) else FAILED
 
 
+def unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """Why a text file cannot be read."""
+    return (error.strerror or str(error)).lower() if isinstance(error, OSError) else "it is not UTF-8"
+
+
 def shown(value: object) -> str:
     """`value` in JSON's words; a large value by its size."""
     if isinstance(value, str):
@@ -361,7 +388,7 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, int):
-        return str(value) if value.bit_length() <= 128 else "an integer of more than 128 bits"
+        return str(value) if value.bit_length() <= 64 else "an integer of more than 64 bits"
     if isinstance(value, (list, tuple)):
         return f"an array of {len(value)} items"
     return "an object" if isinstance(value, dict) else str(value)[:MAX_SHOWN]

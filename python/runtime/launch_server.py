@@ -179,8 +179,10 @@ class _Server:
         try:
             start = asyncio.create_task(self._runtime.start())
             await asyncio.sleep(0)  # starts the children; HTTP's modules are imported while they load
+            from runtime.entrypoints.http.connection import check_version
             from runtime.entrypoints.server.server import serve
 
+            check_version()
             status = await self._answer(serve) if await self._finished(start) else 0
         finally:
             await self._runtime.stop()

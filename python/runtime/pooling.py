@@ -6,8 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from runtime.errors import InvalidField
-from runtime.sampling_params import check_token
+from runtime.sampling_params import check_token_ids
 
 MAX_LABELS = 1024
 
@@ -33,8 +32,5 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind == "mean"
 
     def check(self, vocab_size: int) -> None:
-        """Raise `InvalidField` for labels that are missing, too many or outside the vocabulary."""
-        if self.kind == "labels" and not 1 <= len(self.label_ids) <= MAX_LABELS:
-            raise InvalidField("label_token_ids", self.label_ids, f"an array of 1 to {MAX_LABELS} token ids")
-        for token in self.label_ids:
-            check_token("label_token_ids", token, vocab_size)
+        """Raise `UnknownToken` for a label outside the vocabulary."""
+        check_token_ids("label_token_ids", self.label_ids, vocab_size)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from annotated_types import Interval
 
-from runtime.errors import InvalidField, RequestError
+from runtime.errors import InvalidField, UnknownToken
 
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
@@ -17,7 +17,6 @@ MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 1 << 18
-MAX_GRAMMAR_AFTER = 64
 MAX_DRAFT_STEPS = 63
 MAX_TOKENS = (1 << 31) - 1
 TOP_K_ALL = 1 << 30
@@ -102,58 +101,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def check(self, vocab_size: int) -> None:
-        """Raise `InvalidField` for the first value outside its bounds; `param` is the field's name here."""
-        for name, kind in _NUMBERS.items():
-            check_number(name, getattr(self, name), kind)
-        if self.seed is not None:
-            check_number("seed", self.seed, Int64)
-        if self.speculative_num_steps is not None:
-            check_number("speculative_num_steps", self.speculative_num_steps, DraftSteps)
-        if self.min_new_tokens > self.max_new_tokens:
-            raise InvalidField("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens ({self.max_new_tokens})")
-        for name, flag in (("ignore_eos", self.ignore_eos), ("skip_special_tokens", self.skip_special_tokens)):
-            if not isinstance(flag, bool):
-                raise InvalidField(name, flag, "true or false")
-        self._check_stops(vocab_size)
-        self._check_bias(vocab_size)
-        self._check_grammar(vocab_size)
+        """Check what depends on the model, and the size of the grammar, which may be made from an object or from tools.
 
-    def _check_stops(self, vocab_size: int) -> None:
-        if not isinstance(self.stop, tuple) or len(self.stop) > MAX_STOPS:
-            raise InvalidField("stop", self.stop, f"an array of at most {MAX_STOPS} strings")
-        for text in self.stop:
-            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
-                raise InvalidField("stop", text, f"a string of 1 to {MAX_STOP_CHARS} characters")
-            if not _encodable(text):
-                raise InvalidField("stop", text, "valid Unicode, without half of a surrogate pair")
-        if not isinstance(self.stop_token_ids, tuple) or len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise InvalidField("stop_token_ids", self.stop_token_ids, f"an array of at most {MAX_STOP_IDS} token ids")
-        for token in self.stop_token_ids:
-            check_token("stop_token_ids", token, vocab_size)
-        for token in self.shown_token_ids:
-            check_token("shown_token_ids", token, vocab_size)
+        The request bodies hold all other bounds.
 
-    def _check_bias(self, vocab_size: int) -> None:
-        if not isinstance(self.logit_bias, Mapping | None) or len(self.logit_bias or {}) > MAX_LOGIT_BIAS:
-            raise InvalidField("logit_bias", self.logit_bias, f"an object of at most {MAX_LOGIT_BIAS} entries, from token id to bias")
-        for token, bias in (self.logit_bias or {}).items():
-            check_token("logit_bias", token, vocab_size)
-            check_number("logit_bias", bias, Bias)
-
-    def _check_grammar(self, vocab_size: int) -> None:
-        given = [kind for kind in GRAMMAR_KINDS if getattr(self, kind) is not None]
-        if len(given) > 1:
-            raise RequestError(f"{given[0]} and {given[1]} cannot be combined: the output follows one grammar.", given[1])
-        for kind in given:
-            text = getattr(self, kind)
-            if not isinstance(text, str) or len(text) > MAX_GRAMMAR_CHARS:
-                raise InvalidField(kind, text, f"a string of at most {MAX_GRAMMAR_CHARS} characters")
-            if not _encodable(text):
-                raise InvalidField(kind, text, "valid Unicode, without half of a surrogate pair")
-        if not isinstance(self.grammar_after, tuple) or len(self.grammar_after) > MAX_GRAMMAR_AFTER:
-            raise InvalidField("grammar_after", self.grammar_after, f"an array of at most {MAX_GRAMMAR_AFTER} token ids")
-        for token in self.grammar_after:
-            check_token("grammar_after", token, vocab_size)
+        Raises:
+            InvalidField: a token id is outside the vocabulary, or the grammar is too long; `param` is the field's name here.
+        """
+        for name in ("logit_bias", "stop_token_ids", "shown_token_ids", "grammar_after"):
+            check_token_ids(name, getattr(self, name) or (), vocab_size)
+        if (grammar := self.grammar) is not None and len(grammar.text) > MAX_GRAMMAR_CHARS:
+            raise InvalidField(grammar.kind, grammar.text, f"a string of at most {MAX_GRAMMAR_CHARS} characters")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,9 +168,11 @@ def check_number(field: str, value: object, kind: Any) -> None:
         raise InvalidField(field, value, number_limit(whole is int, bounds))
 
 
-def check_token(field: str, token: object, vocab_size: int) -> None:
-    """Raise `InvalidField` unless `token` is an id of the vocabulary."""
-    check_number(field, token, Annotated[int, Interval(ge=0, le=vocab_size - 1)])
+def check_token_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Raise `UnknownToken` unless all ids are in the vocabulary."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise UnknownToken(field, token, vocab_size)
 
 
 def number_limit(whole: bool, bounds: Interval) -> str:
@@ -225,11 +185,3 @@ def _within(value: float, bounds: Interval) -> bool:
     low: Any = bounds.ge if bounds.gt is None else bounds.gt
     high: Any = bounds.le
     return low <= value <= high and value != bounds.gt
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -272,7 +272,8 @@ class Bench:
         """Read and tokenise the prompts; the time counts from here. `opening`: when the worker began to load."""
         started = time.perf_counter()
         tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
-        prompts = fit(tokenised(tokenizer, read_prompts(PromptOptions(options.prompts, None, options.answer))), config, options.answer)
+        texts = read_prompts(PromptOptions(options.prompts, None, options.answer))
+        prompts = fit(tokenised(tokenizer, texts), config, model_config.vocab_size, options.answer)
         random_text = config.model.load_format == "dummy"
         sampling = SamplingParams(temperature=options.temperature, max_new_tokens=options.answer, ignore_eos=random_text)
         return cls(options, config, model_config, prompts, sampling, started, started - opening)

@@ -16,7 +16,7 @@ import pytest
 from fake_worker import alone
 from process.fake import CONTEXT, dummy_model, fake_limits, scheduler_command
 from runtime import Engine
-from runtime.errors import ConfigError, InvalidField, RequestError, ServerDraining, ServingError, WorkerDied
+from runtime.errors import ConfigError, RequestError, ServerDraining, ServingError, WorkerDied
 from runtime.sampling_params import SamplingParams
 from unit.small_tokenizer import write_small_tokenizer
 
@@ -67,6 +67,8 @@ def test_many_prompts_come_back_in_their_order(engine: Engine) -> None:
 def test_a_prompt_that_is_refused_ends_the_other_prompts_of_its_call(engine: Engine) -> None:
     with pytest.raises(RequestError, match="temperature"):
         engine.generate(input_ids=[[5, 6], [5, 7], [5, 8]], sampling_params=[GREEDY, GREEDY, {"temperature": -1.0}])
+    with pytest.raises(RequestError, match="5000"):
+        engine.generate(input_ids=[[5, 6], [5, 7], [5000]], sampling_params=GREEDY)
     assert engine._alive().manager.open_requests == 0
 
 
@@ -96,7 +98,7 @@ def test_a_stream_that_is_left_early_frees_its_request(engine: Engine) -> None:
 def test_log_probabilities_stand_beside_the_tokens(engine: Engine) -> None:
     output = engine.generate(input_ids=[5, 6], sampling_params=GREEDY, return_logprob=True, top_logprobs_num=2)
     meta = output["meta_info"]
-    assert [token for _, token in meta["output_token_logprobs"]] == output["output_ids"]
+    assert [token for _, token, _ in meta["output_token_logprobs"]] == output["output_ids"]
     assert all(len(row) == 2 for row in meta["output_top_logprobs"])
 
 
@@ -135,28 +137,33 @@ def test_bad_calls_are_refused_by_name_and_the_engine_goes_on(engine: Engine) ->
         (lambda: engine.generate(), "prompt"),
         (lambda: engine.generate("a", input_ids=[1]), "prompt"),
         (lambda: engine.generate(["a", "b"], [{}]), "sampling_params"),
-        (lambda: engine.generate("a", {"temprature": 1}), "sampling_params"),
-        (lambda: engine.generate("a", {"n": 0}), "n"),
-        (lambda: engine.generate("a", {"n": 2}, stream=True), "prompt"),
-        (lambda: engine.generate("a", {"temperature": float("nan")}), "temperature"),
-        (lambda: engine.generate(["a", "b"], stream=True), "prompt"),
+        (lambda: engine.generate("a", {"temprature": 1}), "temprature"),
+        (lambda: engine.generate("a", {"n": 0}), "sampling_params.n"),
+        (lambda: engine.generate("a", {"n": 2}, stream=True), "stream"),
+        (lambda: engine.generate("a", {"temperature": float("nan")}), "sampling_params.temperature"),
+        (lambda: engine.generate(["a", "b"], stream=True), "stream"),
         (lambda: engine.generate(input_ids=[5000]), "input_ids"),
         (lambda: engine.generate(5), "prompt"),  # pyright: ignore[reportArgumentType]
         (lambda: engine.generate(b"abc"), "prompt"),  # pyright: ignore[reportArgumentType]
         (lambda: engine.generate(["a", None]), "prompt"),  # pyright: ignore[reportArgumentType]
+        (lambda: engine.generate(["a", ""]), "prompt"),
         (lambda: engine.generate(input_ids=5), "input_ids"),  # pyright: ignore[reportArgumentType]
         (lambda: engine.generate(input_ids=[[1], 2]), "input_ids"),  # pyright: ignore[reportArgumentType]
+        (lambda: engine.generate(input_ids=[[1], []]), "input_ids"),
         (lambda: engine.generate(input_ids=np.array([5, 6])), "input_ids"),  # pyright: ignore[reportArgumentType]
         (lambda: engine.generate("a", 5), "sampling_params"),  # pyright: ignore[reportArgumentType]
         (lambda: engine.generate("a", "abc"), "sampling_params"),  # pyright: ignore[reportArgumentType]
         (lambda: engine.generate(["a"], [5]), "sampling_params"),  # pyright: ignore[reportArgumentType]
-        (lambda: engine.generate("a", {"stop": 5}), "stop"),
-        (lambda: engine.generate("a", {"stop": ["\ud800"]}), "stop"),
-        (lambda: engine.generate("a", {"stop_token_ids": 5}), "stop_token_ids"),
+        (lambda: engine.generate("a", {"stop": 5}), "sampling_params.stop"),
+        (lambda: engine.generate("a", {"stop": ["\ud800"]}), "sampling_params.stop"),
+        (lambda: engine.generate("a", {"stop_token_ids": 5}), "sampling_params.stop_token_ids"),
+        (lambda: engine.generate("a", {"logit_bias": {True: 1}}), "sampling_params.logit_bias"),
     ):
-        with pytest.raises(InvalidField) as caught:
+        with pytest.raises(RequestError) as caught:
             call()
         assert caught.value.param == field
+    with pytest.raises(RequestError, match=r"sampling_params has no field temprature; did you mean temperature\?"):
+        engine.generate("a", {"temprature": 1})
     with pytest.raises(ServingError, match=str(CONTEXT - 1)):
         engine.generate(input_ids=[5] * CONTEXT)
     assert engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)["output_ids"] == expected(engine, [5, 6, 7])
@@ -254,7 +261,7 @@ def test_sglangs_arguments_are_taken_or_refused_by_name(engine: Engine) -> None:
     )  # fmt: skip
     assert [output["meta_info"]["id"] for output in outputs] == ["one", "two"]
     first, second = (output["meta_info"] for output in outputs)
-    assert [token for _, token in first["input_token_logprobs"]] == [6, 7]
+    assert [token for _, token, _ in first["input_token_logprobs"]] == [6, 7]
     assert all(len(row) == 2 for row in first["output_top_logprobs"])
     assert "output_token_logprobs" not in second
     sampled = {**GREEDY, "n": 2, "sampling_seed": 7, "stop_regex": [], "no_stop_trim": False, "custom_params": None}
@@ -274,3 +281,21 @@ def test_sglangs_arguments_are_taken_or_refused_by_name(engine: Engine) -> None:
             engine.generate(input_ids=[5], **{name: value})
     with pytest.raises(RequestError, match="no_stop_trim"):
         engine.generate(input_ids=[5], sampling_params={"no_stop_trim": True})
+
+
+def test_the_engine_takes_what_generate_takes(engine: Engine) -> None:
+    """Also what only Python has: integers as names, tuples, and `SamplingParams`."""
+    expected = engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)["output_ids"]
+    for sampling in (
+        {**GREEDY, "logit_bias": {"9": 0.0}},
+        {**GREEDY, "logit_bias": {9: 0.0}, "stop": (), "stop_token_ids": {400}},
+        SamplingParams(temperature=0.0, max_new_tokens=12, seed=5, stop_token_ids=(400,)),
+    ):
+        assert engine.generate(input_ids=(5, 6, 7), sampling_params=sampling)["output_ids"] == expected
+    schemas = {"type": "object"}, '{"type": "object"}'
+    as_object, as_text = (engine.generate(input_ids=[5], sampling_params={**GREEDY, "json_schema": schema}) for schema in schemas)
+    assert as_object["output_ids"] == as_text["output_ids"]
+    two = engine.generate(["a", "b"], [{**GREEDY, "n": 1}, {**GREEDY, "n": 2}], return_logprob=True, return_text_in_logprobs=True)
+    assert len(two) == 3
+    assert all(isinstance(text, str) for _, _, text in two[0]["meta_info"]["output_token_logprobs"])
+    assert engine.generate([]) == []

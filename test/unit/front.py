@@ -195,7 +195,7 @@ def make_manager(scheduler: ScriptedScheduler, template: str | None = TEMPLATE, 
     """A manager whose messages go to `scheduler`."""
     model = tiny_model(vocab_size=VOCAB, eos_ids=(IM_END,))
     runtime = tiny_runtime(**config)
-    limits = replace(LIMITS, max_context_len=runtime.model.context_length)
+    limits = replace(LIMITS, max_context_len=runtime.model.context_length, groups=max(len(scheduler.stats.groups), 1))
     manager = TokenizerManager(runtime, byte_tokenizer(template), model, limits, scheduler.send)
     manager.health.warm = True
     scheduler.manager = manager

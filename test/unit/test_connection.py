@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import nullcontext
 
 import pytest
 from front import Front, ScriptedScheduler, front, until
 
 from runtime.entrypoints.http import connection
+from runtime.errors import ConfigError
 
 
 async def opened(f: Front) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -129,3 +131,10 @@ def test_a_stream_is_framed_as_its_version_of_http_wants(version: bytes, framed:
             assert all(event.startswith(b"data: ") for event in events[:-1])
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize(("version", "fits"), [("0.33.9", False), ("0.34.0", True), ("0.54.2", True), ("0.55.0", False), ("1.0.0", False)])
+def test_versions_of_uvicorn_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
+    monkeypatch.setattr(connection.uvicorn, "__version__", version)
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"pip install 'uvicorn>=0\.34,<0\.55'"):
+        connection.check_version()

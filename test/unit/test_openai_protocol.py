@@ -17,7 +17,7 @@ from runtime.entrypoints.http.limits import BadBody, deeper_than, parse_json
 from runtime.entrypoints.http.refused import HARMLESS, REFUSED
 from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
 from runtime.entrypoints.openai.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody
-from runtime.errors import InvalidField, RequestError, UnsupportedField
+from runtime.errors import InvalidField, RequestError, UnsupportedField, UnsupportedType
 from runtime.sampling_params import MAX_DRAFT_STEPS, SamplingParams
 
 FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
@@ -154,9 +154,10 @@ def test_non_text_parts_are_refused(kind: object) -> None:
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, "image_url": {"url": "http://127.0.0.1:1/"}}]}
         ]
     }
-    with pytest.raises(UnsupportedField) as caught:
+    with pytest.raises(RequestError) as caught:
         parse_chat(body)
-    assert (caught.value.param or "").startswith("messages[0].content[1].")
+    assert caught.value.param == "messages[0].content[1].type"
+    assert isinstance(caught.value, UnsupportedType) == isinstance(kind, str)
 
 
 def test_text_parts_are_joined_and_developer_is_system() -> None:
@@ -303,6 +304,9 @@ def test_defaults_are_those_of_the_engine() -> None:
     assert fields.params() == SamplingParams()
 
 
+PROMPT = "prompt must be a string, an array of token ids, or an array of 1 to 256 of these, none of them empty"
+
+
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
@@ -326,7 +330,21 @@ def test_defaults_are_those_of_the_engine() -> None:
         (completion(tools=[1]), "tools is not supported: only chat completions take tools. Leave it out."),
         (
             chat(logit_bias={"a": 1}),
-            "logit_bias must be an object of at most 1024 entries, from a token id to a number between -100 and 100.",
+            'logit_bias must be an object of at most 1024 entries, from a token id to a number between -100 and 100; got "a".',
+        ),
+        (completion(prompt=[-1]), f"{PROMPT}; got -1 at prompt[0]."),
+        (completion(prompt=[5, 6, -1]), f"{PROMPT}; got -1 at prompt[2]."),
+        (completion(prompt=["a", 5]), f"{PROMPT}; got 5 at prompt[1]."),
+        (completion(prompt=["a", []]), f"{PROMPT}; got an array of 0 items at prompt[1]."),
+        (completion(prompt=["a"] * 5000), f"{PROMPT}; got an array of 5000 items."),
+        (completion(prompt=5), f"{PROMPT}; got 5."),
+        (
+            chat(seed=1e21),
+            "seed must be an integer between -9223372036854775808 and 9223372036854775807; got an integer of more than 64 bits.",
+        ),
+        (
+            chat(tools=[{"type": "function", "function": {"name": "a b"}}]),
+            'tools[0].function.name must be 1 to 128 letters, digits, or any of "_-.:/"; got "a b".',
         ),
         (chat(user="u", cache_salt="x" * 1000), "cache_salt must be a string of at most 256 characters; got a string of 1000 characters."),
     ],

@@ -25,6 +25,16 @@ def test_the_load_of_attention_groups_is_reported_one_by_one() -> None:
             first, second = (await f.client.get("/get_load")).json()
             assert first == {"dp_rank": 0, "num_reqs": 3, "num_waiting_reqs": 0, "num_tokens": 40}
             assert second == {"dp_rank": 1, "num_reqs": 1, "num_waiting_reqs": 1, "num_tokens": 0}
+            first, second = (await f.client.get("/v1/loads")).json()["loads"]
+            assert (first["dp_rank"], first["num_running_reqs"], first["num_used_tokens"]) == (0, 3, 40)
+            assert (first["max_running_requests"], first["utilization"]) == (8, 3 / 8)
+            assert (second["dp_rank"], second["queues"]) == (1, {"waiting": 1})
+            (only,) = (await f.client.get("/v1/loads?dp_rank=1")).json()["loads"]
+            assert only["dp_rank"] == 1
+            assert (await f.client.get("/v1/loads?dp_rank=2")).status_code == 400
+            text = (await f.client.get("/v1/loads?format=prometheus")).text
+            assert text.count("# TYPE sglang_num_running_reqs gauge") == 1
+            assert 'sglang_num_running_reqs{dp_rank="1"} 0' in text
 
     run(case())
 
@@ -35,7 +45,7 @@ def test_load_is_reported_to_routers() -> None:
             load = (await f.client.get("/get_load")).json()
             assert load == [{"dp_rank": 0, "num_reqs": 6, "num_waiting_reqs": 2, "num_tokens": 300}]
             answer = (await f.client.get("/v1/loads")).json()
-            assert (answer["num_accelerators"], answer["accelerator"]) == (0, None)
+            assert (answer["num_accelerators"], answer["accelerator"], answer["tp_size"]) == (0, None, 1)
             one = answer["loads"][0]
             assert (one["num_running_reqs"], one["num_waiting_reqs"], one["token_usage"], one["utilization"]) == (4, 2, 0.25, 0.5)
             assert one["speculative"] == {"accept_length": 3.0, "accept_rate": 8 / 12}

@@ -13,7 +13,8 @@ from test_http_server import run
 from runtime.config.flag_parser import from_fields
 from runtime.config.resolve import check
 from runtime.entrypoints import prepare
-from runtime.entrypoints.engine_call import Asked, Jobs
+from runtime.entrypoints.engine_call import read_call
+from runtime.entrypoints.native.call import native_call
 from runtime.errors import ConfigError
 from runtime.model_files.model_source import ModelSource
 from runtime.models.hf_config import recommended_sampling
@@ -51,8 +52,8 @@ def test_native_requests_take_only_the_preferred_parameters() -> None:
         assert (await sampled("/generate", {"text": "x", "sampling_params": {"temperature": 0.0}}, **config)).temperature == 0.0
 
     run(case())
-    jobs = Jobs("a", None, [{"top_k": 3, "top_p": None}], PREFERRED, Asked(), {})
-    assert [job.sampling for job in jobs.each] == [SamplingParams(temperature=0.5, top_k=3)]
+    (body,), _ = read_call({"prompt": "a", "sampling_params": [{"top_k": 3, "top_p": None}]})
+    assert native_call(body, PREFERRED).sampling == [SamplingParams(temperature=0.5, top_k=3)]
 
 
 def test_the_defaults_are_shown() -> None:

@@ -15,8 +15,8 @@ from runtime.entrypoints.http.body_schema import BodySchema
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.protocol import ChatBody, CompletionBody
 from runtime.entrypoints.openai.structured import escaped
-from runtime.errors import InvalidField, RequestError
-from runtime.sampling_params import MAX_GRAMMAR_CHARS, GrammarSpec, SamplingParams
+from runtime.errors import RequestError
+from runtime.sampling_params import MAX_GRAMMAR_CHARS, GrammarSpec
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, ensure_ascii=False)
@@ -112,15 +112,57 @@ def test_wrong_constraints_are_refused_by_name(fields: dict[str, Any], named: st
         ({"json_schema": 1}, "json_schema"),
         ({"json_schema": "x" * (MAX_GRAMMAR_CHARS + 1)}, "json_schema"),
         ({"regex": "\ud800"}, "regex"),
-        ({"grammar_after": (100,)}, "grammar_after"),
-        ({"grammar_after": [1]}, "grammar_after"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["\ud800"]}, "stop"),
+        ({"stop": [b"x"]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
+        ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"skip_special_tokens": 0}, "skip_special_tokens"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"seed": 1 << 63}, "seed"),
+        ({"speculative_num_steps": 64}, "speculative_num_steps"),
+        ({"n": 0}, "n"),
+        ({"n": 10_000}, "n"),
+        ({"n": "2"}, "n"),
     ],
 )
-def test_engine_parameters_are_checked(values: dict[str, Any], named: str) -> None:
+def test_sampling_parameters_out_of_bounds_are_refused_by_name(values: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError) as caught:
-        SamplingParams(**values).check(100)
+        read(GenerateBody, {"text": "x", "sampling_params": values}).samplings[0].params()
+    assert (caught.value.param or "").removeprefix("sampling_params.").partition(".")[0] == named
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [-1]}, "input_ids"),
+        ({"input_ids": [1.5]}, "input_ids"),
+        ({"input_ids": [True]}, "input_ids"),
+        ({"input_ids": [1 << 62]}, "input_ids"),
+        ({"text": "x", "rid": ""}, "rid"),
+        ({"text": "x", "top_logprobs_num": 21}, "top_logprobs_num"),
+        ({"text": "x", "top_logprobs_num": 1.5}, "top_logprobs_num"),
+        ({"text": "x", "top_logprobs_num": True}, "top_logprobs_num"),
+    ],
+)
+def test_arguments_out_of_bounds_are_refused_by_name(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(GenerateBody, fields)
     assert caught.value.param == named
-    assert isinstance(caught.value, InvalidField) or "cannot be combined" in str(caught.value)
+
+
+def test_two_constraints_are_named_in_the_refusal() -> None:
+    with pytest.raises(RequestError, match=r"^json_schema and structured_outputs\.regex cannot be combined\.$"):
+        spec_of({"json_schema": SCHEMA, "structured_outputs": {"regex": "a"}})
 
 
 CHAT = "/v1/chat/completions"

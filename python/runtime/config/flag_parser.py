@@ -24,7 +24,7 @@ import yaml
 from runtime.config import sglang_flags
 from runtime.config.refusals import flag_of
 from runtime.config.server_args import ServerArgs
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, unreadable
 
 PROGRAM = "talon"
 """The installed command, the same as `python -m runtime.launch_server`."""
@@ -177,7 +177,7 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read ({type(error).__name__}).") from error
+        raise ConfigError(f"--config {path} cannot be read: {unreadable(error)}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict | None):

@@ -40,10 +40,9 @@ def default_graph_sizes(largest: int) -> tuple[int, ...]:
 
 def _sizes(args: ServerArgs, device: DeviceConfig) -> tuple[int, ...]:
     if problem := _no_graphs(args, device):
-        if args.cuda_graph_bs is not None or args.cuda_graph_max_bs is not None or args.disable_cuda_graph_padding:
-            raise ConfigError(
-                f"--cuda-graph-bs, --cuda-graph-max-bs and --disable-cuda-graph-padding have no effect: {problem}. Leave them out."
-            )
+        for name in ("cuda_graph_bs", "cuda_graph_max_bs", "disable_cuda_graph_padding"):
+            if getattr(args, name) not in (None, False):
+                raise ConfigError(f"{flag_of(name)} has no effect: {problem}. Leave it out.")
         return ()
     if args.cuda_graph_bs is not None:
         return _given_sizes(args, args.cuda_graph_bs)

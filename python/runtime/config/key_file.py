@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{FLAG} {path} cannot be read ({type(error).__name__}).") from error
+        raise ConfigError(f"{FLAG} {path} cannot be read: {unreadable(error)}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{FLAG} {path} is not YAML.") from error  # the text of the error may show a key
     if isinstance(content, (str, int, float)) and not isinstance(content, bool):

@@ -361,7 +361,7 @@ def _synthetic(args: ServerArgs, shape: _DraftShape) -> tuple[float, ...] | None
         if (getattr(args, name) or 1.0) < 1.0:
             raise ConfigError(
                 f"{flag_of(name)} has no effect: --speculative-synthetic-accept-length alone decides what is accepted. "
-                "Please leave one of the two out."
+                f"Leave {flag_of(name)} out."
             )
     by_position = synthetic_acceptance(args.speculative_synthetic_accept_length, shape.num_steps, DEFAULT_STEPS if shape.depths else None)
     log.warning("synthetic acceptance: the output is not the model's; for benchmarks only")

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from runtime import log as logging_setup
 from runtime.config.flag_parser import from_fields
-from runtime.entrypoints.engine_call import Asked, Job, Jobs, SamplingLike
-from runtime.entrypoints.generations import Choice
-from runtime.entrypoints.native.meta_info import meta_info
-from runtime.entrypoints.openai.logprobs import aligned
+from runtime.entrypoints.engine_call import PromptBody, SamplingLike, read_call
+from runtime.entrypoints.generations import Choice, Generations
+from runtime.entrypoints.native.call import native_call
+from runtime.entrypoints.native.output import Output, Outputs
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
 from runtime.errors import ConfigError, ServingError
-from runtime.managers.generation import Generation, RequestOptions
+from runtime.managers.generation import GenerationUpdate
 
 T = TypeVar("T")
 
 MAX_OPEN = 256
 """Prompts of one call that run together; the others wait here, not in the scheduler's queue."""
-
-
-class Output(TypedDict):
-    """The output of one prompt, in the form of SGLang's engine."""
-
-    text: str
-    output_ids: list[int]
-    meta_info: dict[str, Any]
 
 
 class Engine:
@@ -85,14 +78,14 @@ class Engine:
         rid: str | Sequence[str] | None = None,
         priority: int | None = None,
         cache_salt: str | Sequence[str] | None = None,
-        **sglangs: Any,
+        **others: Any,
     ) -> Any:
         """Complete one prompt or several.
 
         Args:
             prompt: a text or a list of texts.
-            sampling_params: a mapping of `SamplingParams` fields for all prompts, or one per prompt; with `max_new_tokens` 0 only the
-                prompt is read, and `n` is the number of texts.
+            sampling_params: `sampling_params` of /generate as a mapping or a `SamplingParams`, for all prompts or one per prompt. With
+                `max_new_tokens` 0 only the prompt is read; `n` is the number of texts.
             input_ids: token ids, or a list of such lists, instead of `prompt`.
             return_logprob: put the log-probabilities of the output tokens into `meta_info`.
             logprob_start_len: also those of the prompt, from this token on; -1 or None for none.
@@ -101,7 +94,7 @@ class Engine:
             rid: the name of the request, or one per prompt.
             priority: higher runs first.
             cache_salt: prompts share cached KV only within the same salt.
-            sglangs: SGLang's other arguments. Those that change nothing are taken, the others are refused by name.
+            others: other fields of /generate; those that this server does not support are refused by name.
 
         Returns:
             An `Output`, or for several prompts or texts a list of them in order, or with `stream` an iterator of growing outputs.
@@ -110,13 +103,13 @@ class Engine:
             RequestError: a value is out of bounds, or an argument is not supported. ServingError: the server failed.
         """
         self._alive()
-        asked = Asked(return_logprob, logprob_start_len, top_logprobs_num, rid, cache_salt)
-        jobs = Jobs(prompt, input_ids, sampling_params, self._defaults, asked, sglangs)
+        named = {"return_logprob": return_logprob, "logprob_start_len": logprob_start_len, "top_logprobs_num": top_logprobs_num}
+        named |= {"prompt": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream}
+        bodies, many = read_call({**others, **named, "rid": rid, "priority": priority, "cache_salt": cache_salt})
         if stream:
-            jobs.check_single()
-            return self._stream_sync(jobs.each[0], priority or 0)
-        outputs = self._wait(self._all(jobs, priority or 0))
-        return outputs if jobs.many else outputs[0]
+            return self._stream_sync(bodies[0])
+        outputs = self._wait(self._all(bodies))
+        return outputs if many else outputs[0]
 
     async def async_generate(
         self,
@@ -124,24 +117,17 @@ class Engine:
         sampling_params: SamplingLike | Sequence[SamplingLike] = None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         *,
-        return_logprob: bool | Sequence[bool] | None = False,
-        logprob_start_len: int | Sequence[int] | None = None,
-        top_logprobs_num: int | Sequence[int] | None = None,
         stream: bool = False,
-        rid: str | Sequence[str] | None = None,
-        priority: int | None = None,
-        cache_salt: str | Sequence[str] | None = None,
-        **sglangs: Any,
+        **others: Any,
     ) -> Any:
-        """`generate` for a running event loop; with `stream` the result is an async iterator."""
+        """`generate` for a running event loop, with the same arguments; with `stream` the result is an async iterator."""
         self._alive()
-        asked = Asked(return_logprob, logprob_start_len, top_logprobs_num, rid, cache_salt)
-        jobs = Jobs(prompt, input_ids, sampling_params, self._defaults, asked, sglangs)
+        named = {"prompt": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "stream": stream}
+        bodies, many = read_call({**others, **named})
         if stream:
-            jobs.check_single()
-            return self._stream_async(jobs.each[0], priority or 0)
-        outputs = await asyncio.wrap_future(self._submit(self._all(jobs, priority or 0)))
-        return outputs if jobs.many else outputs[0]
+            return self._stream_async(bodies[0])
+        outputs = await asyncio.wrap_future(self._submit(self._all(bodies)))
+        return outputs if many else outputs[0]
 
     # ---- administration
 
@@ -198,17 +184,16 @@ class Engine:
                 call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _all(self, jobs: Jobs, priority: int) -> list[Output]:
+    async def _all(self, bodies: list[PromptBody]) -> list[Output]:
         limit = asyncio.Semaphore(MAX_OPEN)
 
-        async def one(job: Job) -> list[Output]:
-            async with limit, await self._open(job, priority, stream=False) as generation:
-                choices = [Choice() for _ in range(job.n)]
-                async for update in generation:
-                    choices[update.index].add(update)
-                return [_output(job, generation, choice) for choice in choices]
+        async def one(body: PromptBody) -> list[Output]:
+            async with limit:
+                outputs = await self._open(body)
+                async with outputs.group as group:
+                    return [outputs.of(0, choice) for choice in (await group.texts())[0]]
 
-        prompts = [asyncio.ensure_future(one(job)) for job in jobs.each]
+        prompts = [asyncio.ensure_future(one(body)) for body in bodies]
         try:
             return [output for outputs in await asyncio.gather(*prompts) for output in outputs]
         finally:  # one that failed ends the others
@@ -216,24 +201,15 @@ class Engine:
                 prompt.cancel()
             await asyncio.gather(*prompts, return_exceptions=True)
 
-    async def _open(self, job: Job, priority: int, *, stream: bool) -> Generation:
-        options = RequestOptions(
-            n=job.n,
-            stream=stream,
-            top_logprobs=job.top_logprobs,
-            prompt_logprobs=job.logprobs_from >= 0,
-            priority=priority,
-            cache_salt=job.cache_salt,
-            continues_prompt=True,
-        )
-        return await self._alive().manager.generate(job.prompt, job.sampling, options, rid=job.rid)
+    async def _open(self, body: PromptBody) -> Outputs:
+        manager, began = self._alive().manager, time.monotonic()
+        return Outputs(manager.tokenizer, body, await Generations.start(manager, native_call(body, self._defaults)), began)
 
-    async def _next(self, job: Job, generation: Generation, choice: Choice) -> Output | None:
-        try:
-            choice.add(await generation.__anext__())
-        except StopAsyncIteration:
-            return None
-        return _output(job, generation, choice)
+    async def _next(self, outputs: Outputs, updates: AsyncGenerator[tuple[int, GenerationUpdate], None], choice: Choice) -> Output | None:
+        async for _, update in updates:
+            choice.add(update)
+            return outputs.of(0, choice)
+        return None
 
     # ---- between the threads
 
@@ -252,44 +228,30 @@ class Engine:
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return self._submit(work).result()
 
-    def _close(self, generation: Generation) -> None:
+    def _close(self, group: Generations) -> None:
         """Abort a generation without waiting: the garbage collector may close an iterator in the loop's own thread."""
         with self._gate:
             if not self._closed:
-                self._loop.call_soon_threadsafe(generation.close)
+                self._loop.call_soon_threadsafe(group.close)
 
-    def _stream_sync(self, job: Job, priority: int) -> Iterator[Output]:
-        generation, choice = self._wait(self._open(job, priority, stream=True)), Choice()
+    def _stream_sync(self, body: PromptBody) -> Iterator[Output]:
+        outputs, choice = self._wait(self._open(body)), Choice()
+        updates = outputs.group.updates()
         try:
-            while (output := self._wait(self._next(job, generation, choice))) is not None:
+            while (output := self._wait(self._next(outputs, updates, choice))) is not None:
                 yield output
         finally:
-            self._close(generation)
+            self._close(outputs.group)
 
-    async def _stream_async(self, job: Job, priority: int) -> AsyncIterator[Output]:
-        generation, choice = await asyncio.wrap_future(self._submit(self._open(job, priority, stream=True))), Choice()
+    async def _stream_async(self, body: PromptBody) -> AsyncIterator[Output]:
+        outputs, choice = await asyncio.wrap_future(self._submit(self._open(body))), Choice()
+        updates = outputs.group.updates()
         try:
-            while (output := await asyncio.wrap_future(self._submit(self._next(job, generation, choice)))) is not None:
+            while (output := await asyncio.wrap_future(self._submit(self._next(outputs, updates, choice)))) is not None:
                 yield output
         finally:
-            self._close(generation)
+            self._close(outputs.group)
 
 
 def _shut_down() -> ServingError:
     return ServingError("The engine was shut down.")
-
-
-def _output(job: Job, generation: Generation, choice: Choice) -> Output:
-    choice = choice.prompt_only() if job.prompt_only else choice
-    assert choice.last is not None
-    meta = meta_info(generation.rid, choice.last)
-    if job.top_logprobs >= 0:
-        meta["output_token_logprobs"] = list(zip(choice.logprobs, choice.token_ids, strict=True))
-        meta["output_top_logprobs"] = [[(value, token) for token, value in row] for row in choice.top]
-    known = choice.prompt_logprobs
-    if known is not None:
-        ids, start = generation.prompt_ids, job.logprobs_from
-        chosen, top = aligned(len(ids), known.chosen, known.top)
-        meta["input_token_logprobs"] = list(zip(chosen[start:], ids[start:], strict=True))
-        meta["input_top_logprobs"] = [[(value, token) for token, value in row] for row in top[start:]]
-    return {"text": choice.text, "output_ids": list(choice.token_ids), "meta_info": meta}

@@ -1,102 +1,95 @@
-"""The arguments of one call of the offline engine, checked and spread over its prompts."""
+"""The arguments of one call of the offline engine, as one body of /generate per prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Mapping, Sequence, Set
+from difflib import get_close_matches
+from typing import Annotated, Any, TypeGuard
 
-from runtime.entrypoints.http.refused import NO_EFFECT, REFUSED, changes_nothing
-from runtime.errors import InvalidField, RequestError, UnsupportedField
-from runtime.sampling_params import SamplingDefaults, SamplingParams
+import msgspec
+from pydantic import Field, ValidationError
 
-Prompt = str | list[int]
+from runtime.entrypoints.http.body import Text, TokenIds
+from runtime.entrypoints.http.body_schema import BodySchema
+from runtime.entrypoints.http.refused import NO_EFFECT, REFUSED
+from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
+from runtime.errors import InvalidField, RequestError
+from runtime.sampling_params import SamplingParams
+
 SamplingLike = Mapping[str, Any] | SamplingParams | None
 
-
-@dataclass(frozen=True)
-class Asked:
-    """What a call asks for beside its prompts: one value for all prompts, or a list with one per prompt."""
-
-    return_logprob: bool | Sequence[bool] | None = False
-    logprob_start_len: int | Sequence[int] | None = None
-    top_logprobs_num: int | Sequence[int] | None = None
-    rid: str | Sequence[str] | None = None
-    cache_salt: str | Sequence[str] | None = None
+TAKES = {
+    "prompt": "a string or a list of strings",
+    "input_ids": "a list of token ids or a list of such lists; use .tolist() of an array",
+}
+EACH = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "cache_salt")
+"""Arguments that take one value for all prompts or a list with one per prompt."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One prompt.
+class PromptBody(GenerateBody):
+    """The arguments for one prompt. `prompt` is the engine's name for `text`."""
 
-    Attributes:
-        top_logprobs: -1 for no log-probabilities, else how many beside each chosen token.
-        logprobs_from: the first prompt token whose log-probability is wanted; -1 for none.
-        n: how many texts.
-        prompt_only: read the prompt and generate nothing.
+    text: Annotated[Text | None, Field(alias="prompt")] = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    input_ids: TokenIds | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def prompt_field(self) -> str:
+        """The argument that holds the prompt."""
+        return "input_ids" if self.text is None else "prompt"
+
+
+def read_call(arguments: Mapping[str, Any]) -> tuple[list[PromptBody], bool]:
+    """One body per prompt, and whether the call is answered with a list.
+
+    Raises:
+        RequestError: an argument is out of bounds or does not exist.
     """
-
-    prompt: Prompt
-    sampling: SamplingParams
-    n: int
-    prompt_only: bool
-    top_logprobs: int
-    logprobs_from: int
-    rid: str | None
-    cache_salt: str
-
-
-class Jobs:
-    """The prompts of one call. `many`: whether it is answered with a list."""
-
-    def __init__(
-        self,
-        prompt: object,
-        input_ids: object,
-        sampling_params: object,
-        defaults: SamplingDefaults,
-        asked: Asked,
-        others: Mapping[str, object],
-    ) -> None:
-        _refuse(others)
-        if (prompt is None) == (input_ids is None):
-            raise InvalidField("prompt", prompt, "given, or input_ids instead")
-        prompts, self.many = _id_lists(input_ids) if prompt is None else _texts(prompt)
-        count = len(prompts)
-        given = list(sampling_params) if _is_list(sampling_params) else [sampling_params] * count
-        if len(given) != count:
-            raise InvalidField("sampling_params", given, f"one mapping, or one per prompt ({count})")
-        names = _each("rid", asked.rid, count)
-        if isinstance(asked.rid, str) and self.many:
-            names = [f"{asked.rid}-{index}" for index in range(count)]
-        columns = zip(
-            prompts,
-            given,
-            _each("return_logprob", asked.return_logprob, count),
-            _each("logprob_start_len", asked.logprob_start_len, count),
-            _each("top_logprobs_num", asked.top_logprobs_num, count),
-            names,
-            _each("cache_salt", asked.cache_salt, count),
-            strict=True,
-        )
-        self.each = [_job(defaults, *row) for row in columns]
-        self.many = self.many or any(job.n != 1 for job in self.each)
-
-    def check_single(self) -> None:
-        """Raise `InvalidField` for several prompts or texts."""
-        if self.many:
-            raise InvalidField("prompt", [job.prompt for job in self.each], "one prompt, with n 1, with stream")
+    _check_names("generate has no argument", arguments, _ARGUMENTS)
+    names = [name for name in TAKES if arguments.get(name) is not None]
+    if len(names) != 1:
+        raise RequestError("Give either prompt or input_ids.", "prompt")
+    name, given = names[0], arguments[names[0]]
+    many = _is_list(given) and not (name == "input_ids" and (not given or isinstance(given[0], int)))
+    prompts = [_prompt(name, one) for one in (given if many else [given])]
+    sampling = arguments.get("sampling_params")
+    values = {**arguments, "sampling_params": [*map(_sampling, sampling)] if _is_list(sampling) else _sampling(sampling)}
+    if many and isinstance(rid := values.get("rid"), str):
+        values["rid"] = [f"{rid}-{index}" for index in range(len(prompts))]
+    columns = {field: _each(field, values.get(field), len(prompts)) for field in EACH}
+    bodies = [
+        _read({**values, name: prompt, **{field: column[index] for field, column in columns.items()}})
+        for index, prompt in enumerate(prompts)
+    ]
+    many = many or any(body.n != 1 for body in bodies)
+    if many and arguments.get("stream"):
+        raise RequestError("stream takes one prompt with n 1.", "stream")
+    return bodies, many
 
 
-def _job(defaults: SamplingDefaults, prompt: Prompt, given: object, logprob: Any, start: Any, top: Any, rid: Any, salt: Any) -> Job:
-    if not isinstance(given, Mapping | SamplingParams | None):
-        raise InvalidField("sampling_params", given, "a mapping, a SamplingParams, or one of these per prompt")
-    values = {name: value for name, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
-    n, prompt_only = values.pop("n", 1), values.get("max_new_tokens") == 0
-    values |= {"max_new_tokens": 1} if prompt_only else {}
-    sampling = given if isinstance(given, SamplingParams) else _sampling(values, defaults)
-    start = -1 if start is None or not logprob else start
-    return Job(prompt, sampling, n, prompt_only, top or 0 if logprob else -1, start, rid, salt or "")
+def _read(values: Mapping[str, Any]) -> PromptBody:
+    try:
+        return PromptBody.model_validate(values)
+    except ValidationError as error:
+        raise BodySchema(PromptBody).refusal(error.errors()) from None
+
+
+def _prompt(name: str, given: object) -> object:
+    if not (isinstance(given, str) if name == "prompt" else _is_list(given)):
+        raise InvalidField(name, given, TAKES[name])
+    return given if isinstance(given, str) else list(given)  # pyright: ignore[reportArgumentType]
+
+
+def _sampling(given: object) -> object:
+    """`sampling_params` of one prompt as JSON has them: with arrays, and with strings as names."""
+    if isinstance(given, SamplingParams):
+        given = {name: value for name, value in msgspec.structs.asdict(given).items() if value not in (None, ())}
+    if not isinstance(given, Mapping):
+        return given
+    _check_names("sampling_params has no field", given, NativeSampling.model_fields)
+    values = {name: list(value) if isinstance(value, tuple | Set) else value for name, value in given.items()}
+    if isinstance(bias := values.get("logit_bias"), Mapping):
+        values["logit_bias"] = {str(token): value for token, value in bias.items()}
+    return values
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
@@ -108,51 +101,16 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
     return list(value)
 
 
-def _refuse(others: Mapping[str, object]) -> None:
-    """Refuse SGLang's arguments that would change the output, and names that are no arguments at all."""
-    for name, value in others.items():
-        if not _without_effect(name, value):
-            raise RequestError(f"generate has no argument {name}.", name)
-
-
-def _without_effect(name: str, value: object) -> bool:
-    """Whether a value that SGLang knows changes nothing here. Raises `UnsupportedField` if it would."""
-    if changes_nothing(name, value) or name in NO_EFFECT:
-        return True
-    if name in REFUSED:
-        raise UnsupportedField(name, REFUSED[name])
-    return False
-
-
-def _texts(prompt: object) -> tuple[list[Prompt], bool]:
-    if isinstance(prompt, str):
-        return [prompt], False
-    if not _is_list(prompt) or not all(isinstance(one, str) for one in prompt):
-        raise InvalidField("prompt", prompt, "a text or a list of texts")
-    return list(prompt), True
-
-
-def _id_lists(input_ids: object) -> tuple[list[Prompt], bool]:
-    """One list per prompt; the manager checks the ids."""
-    if _is_list(input_ids):
-        if not input_ids or isinstance(input_ids[0], int):
-            return [list(input_ids)], False
-        if all(_is_list(row) for row in input_ids):
-            return [list(row) for row in input_ids], True
-    raise InvalidField("input_ids", input_ids, "a list of token ids or a list of such lists; use .tolist() of an array")
+def _check_names(complaint: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse names that no protocol knows; the body itself refuses what this server does not support."""
+    for name in given.keys() - set(known) - REFUSED.keys() - NO_EFFECT:
+        if given[name] is not None:
+            likely = get_close_matches(name, known, 1)
+            raise RequestError(f"{complaint} {name}{f'; did you mean {likely[0]}?' if likely else '.'}", name)
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def _sampling(given: Mapping[str, Any], defaults: SamplingDefaults) -> SamplingParams:
-    values = {**defaults.given(), **given}
-    values["seed"] = values.pop("sampling_seed", values.get("seed"))
-    for name in values.keys() - set(SamplingParams.__struct_fields__):
-        if not _without_effect(name, values.pop(name)):
-            raise InvalidField("sampling_params", name, f"made of n, sampling_seed, {', '.join(SamplingParams.__struct_fields__)}")
-    for name in ("stop", "stop_token_ids"):
-        value = values.get(name, ())
-        values[name] = (value,) if isinstance(value, str) else tuple(value or ()) if isinstance(value, Iterable | None) else value
-    return SamplingParams(**values)
+_ARGUMENTS = {field.alias or name for name, field in PromptBody.model_fields.items()} - {"model"}

@@ -181,11 +181,12 @@ class ProfileAt(Message, frozen=True, kw_only=True):
 
 
 class CallFailed(Message, frozen=True, kw_only=True):
-    """An administrative call failed; `status` is the HTTP status of the error, `code` OpenAI's word for it."""
+    """An administrative call failed; `status` is the HTTP status of the error, `code` OpenAI's word for it, `param` its field."""
 
     message: str
     status: int = 500
     code: str | None = None
+    param: str | None = None
 
 
 class ControlReply(Message, frozen=True, kw_only=True):

@@ -11,8 +11,7 @@ def request_failure(finish: Finish) -> ServingError:
     """The error of a request that the scheduler refused or failed."""
     if finish.param in GRAMMAR_KINDS:
         return GrammarError(finish.param, finish.message)
-    error = _error(finish.message, finish.status, finish.code, StepFailed)
-    error.param = finish.param
+    error = _error(finish, StepFailed)
     if finish.status == QueueFull.status:
         error.kind = QueueFull.kind
     if finish.status in (QueueFull.status, QueueTimeout.status):
@@ -22,10 +21,10 @@ def request_failure(finish: Finish) -> ServingError:
 
 def call_failure(failed: CallFailed) -> ServingError:
     """The error of an administrative call."""
-    return _error(failed.message, failed.status, failed.code, ServingError)
+    return _error(failed, ServingError)
 
 
-def _error(message: str, status: int, code: str | None, server_error: type[ServingError]) -> ServingError:
-    error = RequestError(message) if status < 500 else server_error(message)
-    error.status, error.code = status, code or error.code
+def _error(failed: Finish | CallFailed, server_error: type[ServingError]) -> ServingError:
+    error = RequestError(failed.message) if failed.status < 500 else server_error(failed.message)
+    error.status, error.code, error.param = failed.status, failed.code or error.code, failed.param
     return error

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.batch import WorkerLimits
-from runtime.errors import ContextTooLong, InvalidField, NeverFits
+from runtime.errors import ContextTooLong, NeverFits
 from runtime.managers.messages import GenerateReq
 from runtime.managers.req import Req
 from runtime.mem_cache.radix_cache import agreement, least_reusable
-from runtime.sampling_params import MAX_TOP_LOGPROBS
 
 LPM_QUEUE_LIMIT = 128
 """A longer queue is served in order of arrival: matching every prompt against the cache would cost too much."""
@@ -42,22 +41,9 @@ def best_group(offers: Iterable[GroupOffer]) -> int:
 # ---- admission
 
 
-def check_request(req: GenerateReq, limits: WorkerLimits) -> None:
-    """Raise the `RequestError` that says why this request can never run."""
+def check_memory(req: GenerateReq, limits: WorkerLimits) -> None:
+    """Raise the `RequestError` of a request that this server has no room for; `RequestLimits` and the bodies checked its values."""
     ids = req.input_ids
-    if not ids:
-        raise InvalidField("input_ids", [], "an array of at least one token id")
-    if min(ids) < 0 or max(ids) >= limits.vocab_size:
-        wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
-        limit = f"an integer between 0 and {limits.vocab_size - 1}"
-        raise InvalidField("input_ids", wrong, limit, subject="A token id")
-    req.sampling.check(limits.vocab_size)
-    if req.pooling is not None:
-        req.pooling.check(limits.vocab_size)
-    if not -1 <= req.top_logprobs <= MAX_TOP_LOGPROBS:
-        raise InvalidField("top_logprobs", req.top_logprobs, f"an integer between -1 and {MAX_TOP_LOGPROBS}")
-    if not -(1 << 63) <= req.seed < 1 << 63:
-        raise InvalidField("seed", req.seed, "a signed 64-bit integer")
     if len(ids) >= limits.max_context_len:
         raise ContextTooLong(len(ids), limits.max_context_len)
     total = min(len(ids) + req.sampling.max_new_tokens, limits.max_context_len)

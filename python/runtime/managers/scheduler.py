@@ -183,7 +183,7 @@ class Scheduler:
         """Let every text of a prompt wait; they share the tokens of the prompt."""
         problem: ServingError | None = None
         try:
-            policy.check_request(message, self.limits)
+            policy.check_memory(message, self.limits)
         except RequestError as error:
             problem = error
         prompt = np.array(message.input_ids, dtype=np.int32) if problem is None else np.empty(0, dtype=np.int32)
@@ -233,7 +233,7 @@ class Scheduler:
         try:
             return self._perform(message)
         except RequestError as error:
-            return CallFailed(message=str(error), status=error.status, code=error.code)
+            return CallFailed(message=str(error), status=error.status, code=error.code, param=error.param)
         except Exception as error:  # an administrative call must not end the process
             log.exception("%s failed", message.what)
             return CallFailed(message=str(error))

@@ -163,7 +163,6 @@ class TokenizerManager:
         """
         n, prompt_ids = options.n, prompt
         self._check_open()
-        self._request_limits.check_call(n, options.top_logprobs, rid)
         if call_cost is None:
             call_cost = self.new_cost()
             prompt_ids, sampling = await self.price(call_cost, prompt, sampling, options)

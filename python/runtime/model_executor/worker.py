@@ -239,7 +239,8 @@ class Worker:
     def change_speculation(self, change: SpeculationChange) -> None:
         """Choose depths or accept otherwise, after all steps that were submitted."""
         if change.acceptance is not None and self._followers is not None:
-            raise RequestError("speculative_synthetic_accept_length cannot change where several ranks share the model.")
+            name = "speculative_synthetic_accept_length"
+            raise RequestError(f"{name} cannot change where several ranks share the model.", name)
         self._queue.run(lambda: self._change_speculation(change))
 
     def _change_speculation(self, change: SpeculationChange) -> None:

@@ -91,8 +91,7 @@ class ChatTemplate:
         variables["tools"] = self._control.for_others(tools, mark) or None
         if not continue_final_message:
             return Rendered(self._run(chat, variables, add_generation_prompt), mark)
-        if add_generation_prompt:
-            raise RequestError("continue_final_message requires add_generation_prompt: false.", "continue_final_message")
+        assert not add_generation_prompt, "a message that goes on has no generation prompt after it"
         return Rendered(self._run_unfinished(chat, variables, tag + " "), mark)
 
     def _guarded(self, message: Message, mark: str) -> dict[str, Any]:

@@ -216,7 +216,9 @@ class Tokenizer:
         if chat_template is not None:
             return render_apart(chat_template, self._files.named_tokens, self._control_tokens, messages, options)
         if self._template is None:
-            raise RequestError("This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.")
+            raise RequestError(
+                "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.", "messages"
+            )
         return self._template.render(messages, **options)
 
     def _compile(self, source: str) -> ChatTemplate:

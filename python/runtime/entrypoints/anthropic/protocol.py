@@ -87,7 +87,7 @@ def text_of(content: str | Sequence[Block | TextBlock]) -> str:
 class Tool(Body):
     """A tool that the model may use."""
 
-    OTHER_TYPES = "this server runs no tools itself; send tools with an input_schema"
+    OTHER_TYPES = "send tools with an input_schema"
 
     name: FunctionName
     input_schema: JsonSchema

@@ -66,8 +66,13 @@ Unused = Annotated[Any, Field(description="Accepted without effect.")]
 
 
 def unsupported(field: str, why: str) -> PydanticCustomError:
-    """The error of a field of a body, or of one value of it, that this server does not support."""
+    """The error of a field of a body that this server does not support."""
     return PydanticCustomError("unsupported", "{field} is not supported", {"field": field, "why": why})
+
+
+def unsupported_type(kind: str, why: str) -> PydanticCustomError:
+    """The error of a value of the field `type` that this server does not support."""
+    return PydanticCustomError("unsupported_type", "{kind} is not supported", {"kind": kind, "why": why})
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -89,7 +94,7 @@ class Body(BaseModel):
     `RULES` are rules between the fields of a class for its JSON schema; its validators enforce them. A generator of test data multiplies
     their alternatives out, so a body with many fields states only some of its rules.
 
-    `OTHER_TYPES`: why values of the field `type` that are not listed are not supported; "" refuses them as any other wrong value.
+    `OTHER_TYPES`: what to do about values of the field `type` that are not listed; "" refuses them as any other wrong value.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, json_schema_extra=_describe)
@@ -110,7 +115,7 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         if cls.OTHER_TYPES and isinstance(kind := data.get("type"), str) and kind not in cls._types:
-            raise unsupported(kind[:32], cls.OTHER_TYPES)
+            raise unsupported_type(kind, cls.OTHER_TYPES)
         if not cls._refused_here.isdisjoint(data):
             for name in cls._refused_here & data.keys():
                 if not changes_nothing(name, data[name]):
@@ -195,6 +200,6 @@ class SamplingFields(Body):
         fields["stop_token_ids"] = tuple(self.stop_token_ids)
         constraints = self.constraints()
         if len(constraints) > 1:
-            raise RequestError("Only one field may constrain the output: it follows one grammar.", constraints[1].field)
+            raise RequestError(f"{constraints[0].field} and {constraints[1].field} cannot be combined.", constraints[1].field)
         fields |= {each.kind: each.text for each in constraints}
         return SamplingParams(max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens, **fields)

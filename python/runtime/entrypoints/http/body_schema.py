@@ -11,7 +11,7 @@ from annotated_types import Interval
 from pydantic import BaseModel
 
 from runtime.entrypoints.http.refused import NO_EFFECT, REFUSED
-from runtime.errors import InvalidField, MissingField, RequestError, UnsupportedField
+from runtime.errors import InvalidField, MissingField, RequestError, UnsupportedField, UnsupportedType
 from runtime.sampling_params import number_limit
 
 Json = dict[str, Any]
@@ -27,26 +27,31 @@ class BodySchema:
 
     def refusal(self, errors: Sequence[Any]) -> RequestError:
         """The error for the client, from pydantic's errors without the leading "body" in each `loc`."""
-        error = max(errors, key=lambda one: len(one["loc"]))  # inside a union, the branch that came furthest
-        node, path, param = self._root, "", ""
+        error = max(errors, key=_progress)
+        node, path, param, at = self._root, "", "", ""
         for part in error["loc"]:
             child = None if node.get("description") else self._child(node, part)
             if child is None:
-                continue  # the name of a union's branch
+                at += f"[{part}]" if isinstance(part, int) else ""  # a string is the name of a union's branch
+                continue
             node = self._plain(child)
             path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
             param = path if isinstance(part, str) else param
         if error["type"] == "unsupported":
             return UnsupportedField(f"{path}.{error['ctx']['field']}".lstrip("."), error["ctx"]["why"])
+        if error["type"] == "unsupported_type":
+            return UnsupportedType(f"{path}.type", error["ctx"]["kind"], error["ctx"]["why"])
         if not path:
             return RequestError("The body must be a JSON object.", "body")
         if error["type"] == "missing":
             return MissingField(path, param)
         if error["type"] == "required":
             return MissingField(f"{path}.{error['ctx']['field']}", f"{path}.{error['ctx']['field']}")
-        if node.get("description"):
-            return RequestError(f"{path} must be {node['description']}.", param)
-        refusal = InvalidField(path, error["input"], " or ".join(dict.fromkeys(map(_limit, self._forms(node)))))
+        forms, value = self._forms(node), error["input"]
+        if isinstance(value, float) and abs(value) >= 2**64 and value.is_integer() and any(form.get("type") == "integer" for form in forms):
+            value = int(value)  # the parser makes a float of it
+        limit = node.get("description") or " or ".join(dict.fromkeys(map(_limit, forms)))
+        refusal = InvalidField(path, value, limit, at=at and path + at)
         refusal.param = param
         return refusal
 
@@ -93,6 +98,15 @@ class BodySchema:
             if isinstance(child, dict):
                 return child
         return None
+
+
+def _progress(error: Any) -> tuple[list[float], int]:
+    """How far validation came before an error: of the branches of a union, the one that read most is meant.
+
+    An array that is too long was not read at all; it is meant where no other branch read an item.
+    """
+    read: list[float] = [part for part in error["loc"] if isinstance(part, int)]
+    return [*read, 0.5] if error["type"] == "too_long" else read, len(error["loc"])
 
 
 @functools.cache

@@ -1,4 +1,8 @@
-"""HTTP/1.1 connections with time limits for headers and for slow readers."""
+"""HTTP/1.1 connections with time limits for headers and for slow readers.
+
+`BoundedConnection` uses attributes of uvicorn's protocol that are not public: `conn`, `cycle`, `flow` and `connections`. pyproject.toml
+names the versions that it was tested with, and `check_version` asserts them.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,16 @@ from typing import Any
 
 import h11
 import orjson
+import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from runtime.entrypoints.http.request_names import HEADER, new_request_id
 from runtime.entrypoints.http.responses import error_form
+from runtime.errors import ConfigError
 
+UVICORN = ((0, 34), (0, 54))
+"""The first and the last version that was tested."""
 HEADER_SECONDS = 10.0
 """From the connection, or from the end of the last answer, to the end of the next headers."""
 WRITE_SECONDS = 30.0
@@ -30,6 +38,14 @@ LINGER_SECONDS = 1.0
 MAX_HEADER_BYTES = 32 * 1024
 """Request line and headers together."""
 HEADERS_TOO_LARGE = f"The headers are larger than {MAX_HEADER_BYTES} bytes."
+
+
+def check_version() -> None:
+    """Raises `ConfigError` where this file was not tested with the installed uvicorn."""
+    major, minor = map(int, uvicorn.__version__.split(".")[:2])
+    if not UVICORN[0] <= (major, minor) <= UVICORN[1]:
+        wanted = f"uvicorn>=0.{UVICORN[0][1]},<0.{UVICORN[1][1] + 1}"
+        raise ConfigError(f"The server was not tested with uvicorn {uvicorn.__version__}. Install another with pip install '{wanted}'.")
 
 
 class BoundedConnection(H11Protocol):

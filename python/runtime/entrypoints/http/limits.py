@@ -170,11 +170,19 @@ def parse_json(raw: bytes) -> object:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise BadBody(f"The body is not valid JSON in UTF-8: {error}.") from None
+        raise BadBody(f"The body is not valid JSON: {error}." if _is_utf8(raw) else "The body is not UTF-8.") from None
     # A body with few brackets cannot be deep, so only the others are walked.
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and deeper_than(value, MAX_DEPTH):
         raise BadBody(f"The body is nested more than {MAX_DEPTH} levels deep.")
     return value
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def deeper_than(value: object, limit: int) -> bool:

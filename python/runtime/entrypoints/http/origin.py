@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.entrypoints.http.auth import ADMIN_PATHS
 from runtime.entrypoints.http.responses import error_response
-from runtime.errors import ServingError
+from runtime.errors import ServingError, shown
 
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".test", ".home.arpa")
 """Names below these are not in the public DNS, so no web page can have them."""
@@ -65,7 +65,7 @@ class OriginGate:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._knows(host):
-            return Forbidden(f"The Host {host[:100]!r} is not a name of this server. Add it to --allowed-hosts.")
+            return Forbidden(f"The Host {shown(host)} is not a name of this server. Add it to --allowed-hosts.")
         writes = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         site = headers.get("sec-fetch-site", "none")
         foreign = not self._allows(origin, host) if origin is not None else site not in ("none", "same-origin")
@@ -73,7 +73,7 @@ class OriginGate:
             return Forbidden("Pages of another origin may not use this server. Add the origin to --allow-origins.")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if writes and kind not in JSON_TYPES and not kind.endswith("+json"):
-            return WrongContentType(f"The Content-Type must be application/json; got {kind[:100]!r}.")
+            return WrongContentType(f"The Content-Type must be application/json; got {shown(kind)}.")
         return None
 
     def _knows(self, host: str) -> bool:

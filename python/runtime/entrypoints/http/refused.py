@@ -57,8 +57,6 @@ _NAMES_BY_REASON = {
 
 REFUSED = {name: reason for reason, names in _NAMES_BY_REASON.items() for name in names}
 """Why each field is refused, at every level of a body; a body that declares such a field accepts it."""
-TEMPLATE_REFUSED = "start the server with --trust-request-chat-template to accept templates from requests"
-"""Why `chat_template` is refused by default."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),

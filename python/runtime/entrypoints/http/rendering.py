@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import orjson
@@ -19,6 +19,6 @@ async def off_loop(cells: int, render: Callable[[], T]) -> T:
     return render() if cells <= INLINE_CELLS else await asyncio.to_thread(render)
 
 
-def encoded(choice: dict[str, Any]) -> Any:
+def encoded(choice: Mapping[str, Any]) -> Any:
     """A choice as JSON that goes into an answer as it is, so that no single encoding takes long."""
     return orjson.Fragment(orjson.dumps(choice))

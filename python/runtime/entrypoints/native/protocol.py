@@ -35,7 +35,7 @@ DEFAULT_NEW_TOKENS = 128
 Rid = Annotated[str, Len(1, 256)]
 IdLists = Annotated[
     TokenIds | Annotated[list[TokenIds], items(1, MAX_PROMPTS)],
-    Field(description=f"an array of token ids, or an array of 1 to {MAX_PROMPTS} of these; none may be empty"),
+    Field(description=f"an array of token ids, or an array of 1 to {MAX_PROMPTS} of these, none of them empty"),
 ]
 
 
@@ -127,6 +127,11 @@ class GenerateBody(Body):
         """One entry per prompt."""
         given: Any = self.input_ids if self.text is None else self.text
         return [given] if self.one_prompt else given
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that holds the prompts."""
+        return "input_ids" if self.text is None else "text"
 
     @property
     def one_prompt(self) -> bool:

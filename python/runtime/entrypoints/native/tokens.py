@@ -11,7 +11,7 @@ from runtime.entrypoints.http.rendering import off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.native.protocol import DetokenizeBody, TokenizeBody
 from runtime.entrypoints.openai.chats import Chats
-from runtime.errors import InvalidField
+from runtime.errors import UnknownToken
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
 
@@ -56,7 +56,7 @@ class TokenApi:
         lists: list[list[int]] = body.tokens if isinstance(body.tokens[0], list) else [body.tokens]  # pyright: ignore[reportAssignmentType]
         highest, limit = max(max(ids) for ids in lists), self._manager.limits.vocab_size
         if highest >= limit:
-            raise InvalidField("tokens", highest, f"an integer between 0 and {limit - 1}", subject="A token id")
+            raise UnknownToken("tokens", highest, limit, subject="tokens has")
         skip = body.skip_special_tokens
         texts = await asyncio.to_thread(lambda: [self._tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists])
         text = texts if isinstance(body.tokens[0], list) else texts[0]

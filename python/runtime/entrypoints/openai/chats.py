@@ -9,13 +9,12 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from runtime.entrypoints.generations import Call, Generations
-from runtime.entrypoints.http.refused import TEMPLATE_REFUSED
 from runtime.entrypoints.openai.answer_reader import AnswerReader
 from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatUpdate
 from runtime.entrypoints.openai.messages import rendered_messages
 from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.usage import TokenCounts, UsageCounter
-from runtime.errors import GrammarError, RequestError, UnsupportedField
+from runtime.errors import FieldNeedsFlag, GrammarError
 from runtime.managers.generation import RequestOptions
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.parsers.output_format import OutputFormat, OutputRequest
@@ -126,11 +125,7 @@ class Chats:
     async def prompt_ids(self, body: ChatBody, *, any_length: bool = False) -> list[int]:
         """Token ids of the conversation, and of the beginning of an answer; with `any_length` they need not fit in the context."""
         if body.chat_template is not None and not self._manager.config.server.trust_request_chat_template:
-            raise UnsupportedField("chat_template", TEMPLATE_REFUSED)
-        if not self._tokenizer.has_chat_template and body.chat_template is None:
-            raise RequestError(
-                "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.", "messages"
-            )
+            raise FieldNeedsFlag("chat_template", "--trust-request-chat-template")
         return await self._manager.encoder.encode_chat(
             rendered_messages(body.messages),
             any_length=any_length,

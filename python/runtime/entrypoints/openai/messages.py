@@ -18,17 +18,11 @@ TEXT_PARTS_ONLY = "this server reads text parts only and opens no URL"
 class TextPart(Body):
     """A part of a message. Only text is supported."""
 
+    OTHER_TYPES = TEXT_PARTS_ONLY
+
     type: Literal["text"]
     text: str
     cache_control: Unused = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else "text"
-        if kind != "text":
-            raise unsupported(kind[:32] if isinstance(kind, str) else "type", TEXT_PARTS_ONLY)
-        return data
 
 
 class Message(Body):

@@ -55,7 +55,7 @@ TemplateKwargs = Annotated[
 ]
 Prompt = Annotated[
     Text | TokenIds | Annotated[list[Text | TokenIds], items(1, MAX_PROMPTS)],
-    Field(description=f"a string, an array of token ids, or an array of 1 to {MAX_PROMPTS} of these; none may be empty"),
+    Field(description=f"a string, an array of token ids, or an array of 1 to {MAX_PROMPTS} of these, none of them empty"),
 ]
 
 

@@ -7,12 +7,23 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from runtime.entrypoints.http.body import Body, Int64, Name, SamplingFields, TopLogprobs, Unused, entries, items, unsupported
+from runtime.entrypoints.http.body import (
+    Body,
+    Int64,
+    Name,
+    SamplingFields,
+    TopLogprobs,
+    Unused,
+    entries,
+    items,
+    unsupported,
+    unsupported_type,
+)
 from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, unless
 from runtime.entrypoints.openai.messages import MAX_MESSAGES, TEXT_PARTS_ONLY
 from runtime.entrypoints.openai.protocol import ModelName, ReasoningEffort, TemplateKwargs
 from runtime.entrypoints.openai.tools import MAX_TOOLS, FunctionName, JsonSchema
-from runtime.errors import RequestError
+from runtime.errors import RequestError, shown
 from runtime.sampling_params import NewTokens
 
 MAX_METADATA = 16
@@ -48,7 +59,7 @@ class Part(Body):
     def _only_text(cls, data: Any) -> Any:
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind.startswith(("input_", "output_")) and kind not in ("input_text", "output_text"):
-            raise unsupported(kind[:32], TEXT_PARTS_ONLY)
+            raise unsupported_type(kind, TEXT_PARTS_ONLY)
         return data
 
 
@@ -58,7 +69,7 @@ Parts = Annotated[list[Part], items(0, MAX_MESSAGES)]
 class InputItem(Body):
     """One item of a conversation: a message, a function call, its output, or the reasoning before it."""
 
-    OTHER_TYPES = f"this server knows items of type {', '.join(get_args(ItemType))}"
+    OTHER_TYPES = f"use one of {', '.join(map(shown, get_args(ItemType)))}"
     RULES = (
         any_of(has(type={"enum": ["function_call", "function_call_output", "reasoning"]}), has("role")),
         any_of(unless("type", "function_call"), has("call_id", "arguments", name=TEXT)),
@@ -98,7 +109,7 @@ def text_of(content: str | list[Part]) -> str:
 class FunctionTool(Body):
     """A function that the model may call."""
 
-    OTHER_TYPES = "tools must be of type function"
+    OTHER_TYPES = 'use "function"'
 
     type: Literal["function"]
     name: FunctionName

@@ -15,9 +15,7 @@ from runtime.errors import RequestError
 
 MAX_TOOLS = 512
 
-FunctionName = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$", description="a string of 1 to 128 letters, digits, and the signs _ - . : /")
-]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$", description='1 to 128 letters, digits, or any of "_-.:/"')]
 JsonSchema = Annotated[dict[str, Any], Field(description="a JSON schema, as an object")]
 
 

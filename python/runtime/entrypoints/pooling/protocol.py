@@ -19,7 +19,7 @@ MAX_INPUTS = 2048
 
 Inputs = Annotated[
     Text | TokenIds | Annotated[list[Text | TokenIds], items(1, MAX_INPUTS)],
-    Field(description=f"a string, an array of token ids, or an array of 1 to {MAX_INPUTS} of these; none may be empty"),
+    Field(description=f"a string, an array of token ids, or an array of 1 to {MAX_INPUTS} of these, none of them empty"),
 ]
 Items = Annotated[
     str | Annotated[list[str | list[TokenId]], items(1, MAX_INPUTS)],

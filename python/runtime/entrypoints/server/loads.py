@@ -13,10 +13,10 @@ from starlette.responses import Response
 from runtime import __version__
 from runtime.entrypoints.http.responses import json_response
 from runtime.errors import InvalidField
-from runtime.managers.telemetry.scheduler_stats import SchedulerStats
+from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats
 from runtime.managers.tokenizer_manager import TokenizerManager
 
-Rank = Annotated[str, Query(json_schema_extra={"enum": ["0"]})]
+Rank = Annotated[str | None, Query()]
 LoadFormat = Annotated[str, Query(json_schema_extra={"enum": ["json", "prometheus"]})]
 SECTIONS = ("core", "spec", "queues", "all")
 _SECTION = rf"\s*({'|'.join(SECTIONS)})\s*"
@@ -33,7 +33,7 @@ class RankLoad(BaseModel):
 
 
 class Load(BaseModel):
-    """The load of the server. Rates are shares between 0 and 1."""
+    """The load of the server, or of one attention group, without what is counted for the server alone. Rates are between 0 and 1."""
 
     timestamp: float
     dp_rank: int
@@ -44,9 +44,9 @@ class Load(BaseModel):
     max_total_num_tokens: int
     max_running_requests: int
     token_usage: float
-    gen_throughput: float
-    cache_hit_rate: float
     utilization: float
+    gen_throughput: float | None = None
+    cache_hit_rate: float | None = None
     speculative: dict[str, float] | None = None
     queues: dict[str, int] | None = None
 
@@ -58,6 +58,7 @@ class Loads(BaseModel):
     version: str
     accelerator: str | None
     num_accelerators: int
+    tp_size: int
     loads: list[Load]
 
 
@@ -86,60 +87,78 @@ class LoadApi:
         ]
         return json_response([load.model_dump() for load in loads])
 
-    async def loads(self, dp_rank: Rank = "0", include: Sections = "all", format: LoadFormat = "json") -> Response:
-        """The load of each rank. `include` names sections, separated by commas: core, spec, queues, all."""
-        if dp_rank != "0":
-            raise InvalidField("dp_rank", dp_rank, "0; this server has one rank")
+    async def loads(self, dp_rank: Rank = None, include: Sections = "all", format: LoadFormat = "json") -> Response:
+        """The load of the server, or of each attention group. `include` names sections, separated by commas: core, spec, queues, all."""
+        ranks = [str(rank) for rank in range(self._manager.limits.groups)]
+        if dp_rank is not None and dp_rank not in ranks:
+            raise InvalidField("dp_rank", dp_rank, " or ".join(ranks))
         if format not in ("json", "prometheus"):
             raise InvalidField("format", format, "json or prometheus")
         wanted = {name.strip() for name in include.split(",")}
         if not wanted <= set(SECTIONS):
             raise InvalidField("include", include, f"made of {', '.join(SECTIONS)}, separated by commas")
-        load = self._load(await self._stats() or SchedulerStats(), wanted).model_dump(exclude_none=True)
+        stats = await self._stats() or SchedulerStats()
+        every = [self._group_load(*each, wanted) for each in enumerate(stats.groups)] or [self._load(stats, wanted)]
+        loads = [load.model_dump(exclude_none=True) for load in every if dp_rank in (None, str(load.dp_rank))]
         if format == "prometheus":
-            return Response("".join(_samples("sglang", load)), media_type="text/plain; version=0.0.4; charset=utf-8")
-        gpu = self._manager.config.device.gpu
+            return Response(_samples(loads), media_type="text/plain; version=0.0.4; charset=utf-8")
+        gpu, parallel = self._manager.config.device.gpu, self._manager.config.parallel
         head = {
             "timestamp": _now().isoformat(),
             "version": __version__,
             "accelerator": gpu and gpu.name,
-            "num_accelerators": int(bool(gpu)),
+            "num_accelerators": parallel.tp_size if gpu else 0,
+            "tp_size": parallel.tp_size,
         }
-        return json_response({**head, "loads": [load]})
+        return json_response({**head, "loads": loads})
 
     def _load(self, stats: SchedulerStats, wanted: set[str]) -> Load:
-        rows = self._manager.limits.server_requests
-        load = Load(
-            timestamp=_now().timestamp(),
-            dp_rank=0,
-            num_running_reqs=stats.num_running_reqs,
-            num_waiting_reqs=stats.num_queue_reqs,
-            num_used_tokens=stats.num_used_tokens,
-            num_total_tokens=stats.num_used_tokens,
-            max_total_num_tokens=self._manager.limits.server_tokens,
-            max_running_requests=rows,
-            token_usage=stats.token_usage,
-            gen_throughput=stats.gen_throughput,
-            cache_hit_rate=stats.cache_hit_rate,
-            utilization=max(stats.token_usage, stats.num_running_reqs / rows),
-        )
+        limits = self._manager.limits
+        load = _load_of(0, stats, stats.token_usage, limits.server_tokens, limits.server_requests)
+        load.gen_throughput, load.cache_hit_rate = stats.gen_throughput, stats.cache_hit_rate
         if wanted & {"spec", "all"} and stats.spec.verify_steps:
             load.speculative = {"accept_length": stats.spec.accept_length or 0.0, "accept_rate": stats.spec.accept_rate or 0.0}
         if wanted & {"queues", "all"}:
             load.queues = {"waiting": stats.num_queue_reqs, "retracted": stats.num_retracted_requests_total}
         return load
 
+    def _group_load(self, rank: int, group: GroupLoad, wanted: set[str]) -> Load:
+        limits = self._manager.limits
+        usage = group.num_used_tokens / limits.max_total_tokens
+        load = _load_of(rank, group, usage, limits.max_total_tokens, limits.max_running_requests)
+        if wanted & {"queues", "all"}:
+            load.queues = {"waiting": group.num_queue_reqs}
+        return load
+
+
+def _load_of(rank: int, held: SchedulerStats | GroupLoad, usage: float, tokens: int, rows: int) -> Load:
+    """What the server and a group have in common. `tokens`, `rows`: what may be held."""
+    return Load(
+        timestamp=_now().timestamp(),
+        dp_rank=rank,
+        num_running_reqs=held.num_running_reqs,
+        num_waiting_reqs=held.num_queue_reqs,
+        num_used_tokens=held.num_used_tokens,
+        num_total_tokens=held.num_used_tokens,
+        max_total_num_tokens=tokens,
+        max_running_requests=rows,
+        token_usage=usage,
+        utilization=max(usage, held.num_running_reqs / rows),
+    )
+
 
 def _now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def _samples(prefix: str, values: dict[str, Any]) -> list[str]:
-    """`values` in Prometheus' text format; those of a section carry its name."""
-    lines: list[str] = []
-    for name, value in values.items():
-        if isinstance(value, dict):
-            lines += _samples(f"{prefix}_{'spec' if name == 'speculative' else name}", value)
-        elif name not in ("dp_rank", "timestamp"):
-            lines.append(f'# TYPE {prefix}_{name} gauge\n{prefix}_{name}{{dp_rank="0"}} {value}\n')
-    return lines
+def _samples(loads: list[dict[str, Any]]) -> str:
+    """The values of all ranks in Prometheus' text format; those of a section carry its name."""
+    samples: dict[str, list[str]] = {}
+    for load in loads:
+        rank = load.pop("dp_rank")
+        del load["timestamp"]
+        sections = {"": load, "spec_": load.pop("speculative", {}), "queues_": load.pop("queues", {})}
+        for prefix, values in sections.items():
+            for name, value in values.items():
+                samples.setdefault(f"sglang_{prefix}{name}", []).append(f'{{dp_rank="{rank}"}} {value}\n')
+    return "".join(f"# TYPE {name} gauge\n{''.join(name + each for each in ranks)}" for name, ranks in samples.items())

@@ -28,6 +28,8 @@ def describe(app: FastAPI, manager: TokenizerManager) -> None:
         if "security" not in schema:
             _amend(schema)
             _bound(schema["components"]["schemas"], manager)
+            rank = schema["paths"]["/v1/loads"]["get"]["parameters"][0]
+            rank["schema"] = {"enum": [str(group) for group in range(manager.limits.groups)]}
         return schema
 
     app.openapi = openapi

@@ -116,11 +116,14 @@ async def _body_too_large(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:200]}"
-    said = {404: f"There is no {what}. GET /openapi.json lists the endpoints.", 405: f"{what} is not allowed. Use another method."}
-    headers = dict(error.headers) if error.headers else {}
-    if error.status_code == 405:
-        headers["Allow"] = ", ".join(_allowed(request))
-    return status_response(error.status_code, said.get(error.status_code, str(error.detail)), headers, request.url.path)
+    text, headers = str(error.detail), dict(error.headers) if error.headers else {}
+    if error.status_code == 404:
+        text = f"There is no {what}. GET /openapi.json lists the endpoints."
+    elif error.status_code == 405:
+        allowed = _allowed(request)
+        headers["Allow"] = ", ".join(allowed)
+        text = f"{what} is not allowed. Use {' or '.join(method for method in allowed if method != 'HEAD')}."
+    return status_response(error.status_code, text, headers, request.url.path)
 
 
 def _allowed(request: Request) -> list[str]:

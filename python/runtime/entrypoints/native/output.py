@@ -1,0 +1,64 @@
+"""The outputs of /generate and of the offline engine, in SGLang's form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from runtime.entrypoints.generations import Choice, Generations
+from runtime.entrypoints.native.meta_info import meta_info
+from runtime.entrypoints.native.protocol import GenerateBody
+from runtime.entrypoints.openai.logprobs import Top, aligned, finite
+from runtime.text.tokenizer import Tokenizer
+
+
+class Output(TypedDict):
+    """The output of one prompt, in the form of SGLang's engine."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The outputs of one call; `began` is when it came, in seconds of `time.monotonic`."""
+
+    tokenizer: Tokenizer
+    body: GenerateBody
+    group: Generations
+    began: float
+
+    def of(self, prompt: int, choice: Choice) -> Output:
+        """A text so far of a prompt."""
+        generation, asked = self.group.each[prompt], self.body.logprobs[prompt]
+        choice = choice.prompt_only() if self.body.samplings[prompt].only_prompt else choice
+        assert choice.last is not None
+        meta = meta_info(generation.rid, choice.last)
+        if choice.last.finish is not None:
+            meta["e2e_latency"] = time.monotonic() - self.began
+        if asked.top >= 0:
+            meta["output_token_logprobs"] = self._triples(choice.token_ids, choice.logprobs)
+            known, start = choice.prompt_logprobs if asked.start >= 0 else None, asked.start
+            chosen, top = aligned(len(generation.prompt_ids), known.chosen, known.top) if known is not None else ([], [])
+            if known is not None:
+                meta["input_token_logprobs"] = self._triples(generation.prompt_ids[start:], chosen[start:])
+            if asked.top > 0:
+                meta["output_top_logprobs"] = [self._top(each[: asked.top]) for each in choice.top]
+                meta["input_top_logprobs"] = [self._top(each[: asked.top]) or None for each in top[max(start, 0) :]]
+        return {"text": choice.text, "output_ids": list(choice.token_ids), "meta_info": meta}
+
+    def cells(self, prompt: int, choice: Choice) -> int:
+        """How many values `of` shows."""
+        tokens = len(choice.token_ids) + len(self.group.each[prompt].prompt_ids) * (choice.prompt_logprobs is not None)
+        return tokens * (2 + self.body.logprobs[prompt].top)
+
+    def _triples(self, ids: Sequence[int], logprobs: Sequence[float | None]) -> list[list[Any]]:
+        """(log-probability, id, text or null) of each token."""
+        text = self.tokenizer.token_text if self.body.return_text_in_logprobs else lambda _: None
+        return [[None if value is None else finite(value), token, text(token)] for token, value in zip(ids, logprobs, strict=False)]
+
+    def _top(self, top: Top) -> list[list[Any]]:
+        return self._triples([token for token, _ in top], [value for _, value in top])

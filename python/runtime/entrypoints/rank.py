@@ -166,6 +166,6 @@ def _build(
 
 def _end_process(why: str) -> None:
     """End this process at once: its main thread may wait for a rank that is gone."""
-    log.error("%s; this process ends", why)
+    log.error("%s; this process exits", why)
     sys.stderr.flush()
     os._exit(1)

@@ -99,7 +99,7 @@ class CudaGroup:
         others = range(1, self.size)
         reachable = cuda_driver.available() and all(torch.cuda.can_device_access_peer(0, other) for other in others)
         if not all(self.gather(reachable)):
-            log.warning("the GPUs cannot read each other's memory: sums over the ranks go through NCCL, which takes longer")
+            log.warning("the GPUs cannot read each other's memory: using NCCL all-reduce, which is slower")
             return None
         fused, why = None, ""
         try:
@@ -107,10 +107,10 @@ class CudaGroup:
         except RuntimeError as error:
             why = str(error)
         if not all(self.gather(fused is not None)) or fused is None:
-            log.warning("exchanges of our own do not work here (%s): sums over the ranks go through NCCL", why or "on another rank")
+            log.warning("custom all-reduce disabled: it does not work here (%s); using NCCL", why or "on another rank")
             return None
         if not all(self.gather(self._is_right(fused, device))):
-            log.warning("exchanges of our own give other sums than NCCL: they are not used")
+            log.warning("custom all-reduce disabled: results differ from NCCL")
             return None
         self._time(fused, device)
         return fused
@@ -151,7 +151,7 @@ class CudaGroup:
             self.exchange_micros[str(x.nbytes)] = f"{own:.1f} / {nccl:.1f}"
             limit = x.nbytes if own < nccl else limit
         fused.limit = limit
-        log.info("microseconds of a sum over %d ranks by bytes, own / NCCL: %s", self.size, self.exchange_micros)
+        log.info("all-reduce over %d ranks, microseconds by bytes, custom / NCCL: %s", self.size, self.exchange_micros)
 
     def _micros(self, run: Callable[[], object]) -> float:
         """Rank 0's microseconds of one call in a graph; all ranks replay together."""

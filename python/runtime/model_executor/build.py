@@ -305,7 +305,7 @@ def _drop_depths(parts: WorkerParts, reservations: Mapping[str, int]) -> None:
     log.info("graphs by depth, MiB: %s", ", ".join(f"K={depth} {size / MIB:.0f}" for depth, size in sorted(graph_bytes.items())))
     free = torch.cuda.mem_get_info()[0] if parts.target.device.type == "cuda" else 0
     for depth in depths_to_drop(graph_bytes, int(free * MOST_GRAPH_SHARE)):
-        log.warning("no graphs of depth %d: they would take %.0f MiB", depth, graph_bytes[depth] / MIB)
+        log.warning("no graphs for depth %d: they would take %.0f MiB", depth, graph_bytes[depth] / MIB)
         for runner in runners[depth]:
             runner.leave_out()
 
@@ -411,8 +411,7 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
     mixed = config.scheduler.mixed_chunk and mixed_from <= context.extend_tokens
     if config.scheduler.mixed_chunk and not mixed:
         log.warning(
-            "--enable-mixed-chunk has no effect: a prompt step of this model has at most %d tokens, and such steps run through "
-            "graphs of their own",
+            "--enable-mixed-chunk has no effect: prompt steps of at most %d tokens are captured as CUDA graphs",
             context.extend_tokens,
         )
     limits = WorkerLimits(
@@ -431,7 +430,7 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
         cost_model=CostModel(prompt_cost(context, model).saturating_tokens if on_gpu else CPU.saturating_tokens, mixed_from),
         groups=config.parallel.dp_size,
     )
-    log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,
+    log.info("admission: at most %d running requests, %d KV tokens, %d tokens per prompt step", limits.max_running_requests,
              limits.max_total_tokens, limits.max_extend_tokens)  # fmt: skip
     return limits
 

@@ -76,7 +76,7 @@ def split_batch_sizes(
     largest = max(running, max(sizes, default=1))
     if num_steps == 0 or most_with_drafts is None or most_with_drafts >= running:
         if most_with_drafts is not None:
-            log.info("drafting is never disabled: no more than %d requests run at once", running)
+            log.info("drafting is never disabled: at most %d requests run at once", running)
         return {num_steps: DepthBatches(running, largest, list(sizes), list(sizes) or [1, running])}
     few = captured_up_to(most_with_drafts, sizes, padding)
     many = [size for size in sorted(sizes) if size > most_with_drafts]

@@ -71,9 +71,9 @@ def check_parity(worker: Worker) -> None:
     if worker.iteration_runners and not culprit:
         graphs = run_scratch(worker)
         culprit = "" if graphs == eager else "whole iterations"
-    log.info("acceptance of %d prompts, eager and through graphs:\n%s", PROMPTS, side_by_side(eager.counters, graphs.counters))
+    log.info("acceptance of %d prompts, eager and with graphs:\n%s", PROMPTS, side_by_side(eager.counters, graphs.counters))
     if unreached := not_compared(eager.counters):
-        log.warning("acceptance parity: %s; python -m runtime.check_acceptance compares with prompts of your own", unreached)
+        log.warning("acceptance parity: %s; python -m runtime.check_acceptance compares with your own prompts", unreached)
     if not culprit:
         return
     raise ConfigError(

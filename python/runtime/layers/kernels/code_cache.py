@@ -66,7 +66,7 @@ class CodeCache:
             return None
         digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
         if not code or hashlib.sha256(code).digest() != digest:
-            log.warning("cache of CUDA programs: %s is damaged, it is compiled anew", file)
+            log.warning("CUDA program cache: %s is damaged and will be recompiled", file)
             return None
         return code
 
@@ -91,7 +91,7 @@ class CodeCache:
         """Say the first problem of this process."""
         if not self._warned:
             self._warned = True
-            log.warning("cache of CUDA programs: %s; set XDG_CACHE_HOME to a folder that keeps them", what)
+            log.warning("CUDA program cache: %s; set XDG_CACHE_HOME to a writable folder", what)
 
 
 def _name(inputs: Iterable[bytes]) -> str:

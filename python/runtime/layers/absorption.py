@@ -11,7 +11,7 @@ TOKEN_TILES = (8, 16)
 
 
 def token_tile(tokens: int) -> int:
-    """The smallest of these for so many tokens."""
+    """The smallest of these that covers this many tokens."""
     return next(tile for tile in TOKEN_TILES if tile >= tokens)
 
 

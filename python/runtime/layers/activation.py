@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
-"""Of CLAMPED_SWIGLU: the gate's factor inside the sigmoid, and the bound of gate and up."""
+"""CLAMPED_SWIGLU: the gate's factor inside the sigmoid, and the bound of gate and up."""
 
 
 class Activation(Enum):

@@ -54,7 +54,7 @@ from runtime.layers.rope import Rope, RotaryHeads
 
 log = logging.getLogger(__name__)
 TRIAL_PARTS = 128
-"""Sums of squares per row that a GEMM behind a deferred norm is timed with."""
+"""Partial sums of squares per row with which a GEMM after a deferred norm is timed."""
 
 
 class CudaOps:
@@ -86,7 +86,7 @@ class CudaOps:
     def join(
         self, ids: torch.Tensor, table: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, layout: DraftInput
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Embeddings beside hidden states [T, 2 * hidden], and the start of the stream float32 [T, hidden] or None."""
+        """Embeddings concatenated with hidden states [T, 2 * hidden], and the start of the stream float32 [T, hidden] or None."""
         return join_rows(ids, table, states, positions, layout, self.pdl)
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
@@ -226,7 +226,7 @@ class CudaOps:
     ) -> dict[str, str]:
         """Compile the kernels of a model's GEMMs at the m buckets of `rows`, side by side, time them and keep the fastest.
 
-        A norm beside a GEMM is timed with it where it takes a kernel. The head is timed with the argmax of its logits, which every decode
+        A norm next to a GEMM is timed with it if it needs a kernel. The head is timed with the argmax of its logits, which every decode
         step takes; the choice also holds for logits alone. Prompts of up to `MAX_ROWS` rows use what decode passes have.
         """
         start, gemms = time.perf_counter(), list(gemms)
@@ -299,7 +299,7 @@ class CudaOps:
                 yield lambda _, rows=rows, deferred=deferred: self._run_chain(gemms, rows, deferred)
 
     def _run_chain(self, gemms: Sequence[Gemm], rows: int, deferred: bool) -> None:
-        """Run a model's GEMMs in order, each kind once behind each kind that writes the stream before it."""
+        """Run a model's GEMMs in order, each kind once after each kind that writes the stream before it."""
         norm = next(gemm.norm for gemm in gemms if gemm.norm is not None)
         start = Stream(torch.zeros((rows, norm.weight.shape[0]), device=norm.weight.device))
         streams, done, writer = dict[GemmKey, Stream](), set[tuple[GemmKey | None, GemmKey]](), None

@@ -16,7 +16,7 @@ class StreamStart(IntEnum):
     STATE = 1
     """The hidden state."""
     NORMED_STATE = 2
-    """The hidden state behind its norm, rounded to the model's dtype."""
+    """The normed hidden state, rounded to the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Linear:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that the layer holds."""
+        """All tensors of the layer."""
         return [*self.storage.tensors, *([] if self.bias is None else [self.bias])]
 
     @property
@@ -95,7 +95,7 @@ class Linear:
 
     @property
     def is_partial(self) -> bool:
-        """Whether outputs are partial sums, so that nothing may be fused behind the GEMM before `reduce`."""
+        """Whether outputs are partial sums, so that nothing may be fused after the GEMM before `reduce`."""
         return self.partition is Partition.ROW and self.group.size > 1
 
     @property

@@ -48,7 +48,7 @@ class GatedMlp:
 
     @property
     def active_parameters(self) -> int:
-        """All of its weights."""
+        """The number of all its weights."""
         return self.gate_up_proj.num_parameters + self.down_proj.num_parameters
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:

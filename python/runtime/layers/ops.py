@@ -76,7 +76,7 @@ class BlockOps(Protocol):
     def join(
         self, ids: torch.Tensor, table: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, layout: DraftInput
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What a draft head reads: embeddings beside hidden states, as `layout` says.
+        """The inputs of a draft head: embeddings and hidden states, joined as `layout` says.
 
         Args:
             ids, positions: int64 [T], the tokens and where they stand.
@@ -244,7 +244,7 @@ class BlockOps(Protocol):
 
         Args:
             rows: of decode passes.
-            others: runs of other kernels, which are compiled beside these where these are compiled.
+            others: runs of other kernels, compiled together with these if these need compilation.
             prompt_rows: of prompt passes, few of whose rows have logits.
 
         Returns:

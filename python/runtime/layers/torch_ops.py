@@ -40,7 +40,7 @@ class TorchOps:
     def join(
         self, ids: torch.Tensor, table: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, layout: DraftInput
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Embeddings beside hidden states [T, 2 * hidden], and the start of the stream float32 [T, hidden] or None."""
+        """Embeddings concatenated with hidden states [T, 2 * hidden], and the start of the stream float32 [T, hidden] or None."""
         token, state = F.embedding(ids, table), states
         if layout.blank_start:
             token = token.masked_fill(positions[:, None] == 0, 0.0)

@@ -22,7 +22,7 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 PINNED_BUFFERS = 32
 """Plans in flight: the host is at most one step ahead, and a step plans a few passes and one per draft."""
 EAGER_PLANS = 3
-"""The same for prompts, per window: one on the device, one queued behind it, one in the making."""
+"""The same for prompts, per window: one on the device, one queued, one being filled."""
 MIN_WORKSPACE = 96 << 20
 LARGEST_TILE = 128
 SMALLEST_TILE = 16

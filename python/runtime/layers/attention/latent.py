@@ -75,7 +75,7 @@ class LatentAttention(AttentionLayer):
         yield Gemm("linear_add", self.o_proj, next_norm, after_attention=True)
 
     def warmup_runs(self) -> list[Callable[[], object]]:
-        """Absorption by each kernel: of tokens that fill a tile, and of more than have one, as chunks behind a cached prefix are."""
+        """Absorption by each kernel: for tokens that fill a tile, and for more, as in chunks after a cached prefix."""
         return [partial(self._warm_up, tokens) for tokens in (*TOKEN_TILES, TOKEN_TILES[-1] + 1)]
 
     def _warm_up(self, tokens: int) -> None:

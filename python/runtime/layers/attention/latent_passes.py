@@ -28,7 +28,7 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 TRIAL_LENGTH = 2048
 """Keys of a request while kernels are timed."""
 CLUSTER, SPLIT, OTHER = "cluster", "split", "other"
-"""One kernel of our own, two of our own, and another library's."""
+"""Our single kernel, our two kernels, and another library's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class LatentPasses:
         return self._shape.choices.fastest(self._key(*timed), {}) if len(self._kernels(*timed)) > 1 else SPLIT
 
     def _kernels(self, size: int, width: int) -> tuple[str, ...]:
-        """Those that take causal passes of this size, and with them smaller ones."""
+        """The kernels that support causal passes of this size and smaller ones."""
         page_size, cache = self._table.page_size, self._pool.k[self._shape.layers[0].layer_id]
         clusters = latent_cluster.supports(self._cut(size, width), page_size, cache, pdl=self._pdl)
         return (*((CLUSTER,) if clusters else ()), SPLIT, *(() if self._other is None else (OTHER,)))

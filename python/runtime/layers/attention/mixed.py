@@ -38,5 +38,5 @@ class MixedHeadsAttention(AttentionBackend):
         return self._backends[self._by_layer[layer.layer_id]].forward_rows(qkv, layer, batch)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """Those of all backends."""
+        """The runs of all backends."""
         return [run for backend in self._backends for run in backend.warmup_runs(sizes, width, tree)]

@@ -22,7 +22,7 @@ LATENT_BACKENDS = {
     "fa3": "runtime.layers.attention.latent_fa3:LatentFlashAttention",
     "flashinfer": "runtime.layers.attention.latent_flashinfer:LatentFlashInfer",
 }
-"""Those with a class of their own for models with latent attention."""
+"""Backends with a separate class for models with latent attention."""
 WIDE_BACKENDS = {"fa3": "runtime.layers.attention.wide:WideAttention"}
 """What runs in place of a backend for layers with heads wider than `WIDEST`, where it has no kernels for them."""
 WIDEST = 256
@@ -32,7 +32,7 @@ assert BACKENDS.keys() == ATTENTION_CAPS.keys(), "every backend has capabilities
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    """The class behind a name.
+    """The class for a name.
 
     Raises:
         ConfigError: the name is unknown, or a package that the backend needs is not installed.

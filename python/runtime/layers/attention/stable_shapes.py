@@ -20,7 +20,7 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 
 @dataclass(frozen=True, slots=True)
 class StableShapes:
-    """What a query's bits depend on besides its keys, and how to keep that equal.
+    """What a query's bits depend on in addition to its keys, and how to keep that equal.
 
     The kernel runs one GEMM per block of queries and keys. How a GEMM sums depends on the processor and on the GEMM's shape: with
     AVX-512 GEMMs of three rows and more agree on one processor and of four on another; over at most 256 keys they agree
@@ -88,5 +88,5 @@ class _Trial:
 
 
 def _round_up(stable: Sequence[int]) -> tuple[int, ...]:
-    """For each number of vectors in a block, the least stable number of keys that holds them."""
+    """For each number of vectors in a block, the smallest stable number of keys that contains them."""
     return (0, *(min(keys for keys in stable if keys >= needed) for needed in KEY_COUNTS))

@@ -221,7 +221,7 @@ def query_positions(seq_lens: torch.Tensor, width: int) -> torch.Tensor:
 
 def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, causal: bool = True) -> torch.Tensor:
     """Visibility, bool [B, q, S]: a query sees its own key, those before it, at most `window` of them unless that is -1, and without
-    `causal` those of the queries behind it.
+    `causal` those of the later queries.
     """
     distance = query_pos[:, :, None] - keys
     seen = distance >= 0 if causal else (keys <= query_pos[:, -1:, None]).expand_as(distance)

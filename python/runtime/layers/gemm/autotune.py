@@ -42,7 +42,7 @@ from runtime.layers.norm import RMSNorm
 log = logging.getLogger(__name__)
 REPLAYS = 5
 COMPILE_THREADS = min(2 * len(os.sched_getaffinity(0)) + 4, 32)
-"""More than cores, as some wait for kernels that others compile; few enough that compilers do not fill the host's memory."""
+"""More than cores, because some wait for kernels that others compile; limited so that compilers do not fill the host's memory."""
 ENOUGH_BYTES = 400 << 20
 """Weights to go through while timing: several times any L2, so that each GEMM reads memory as it does in the model."""
 Run = Callable[[int], object]
@@ -71,7 +71,7 @@ class GemmGroup:
 
     @property
     def behind_pause(self) -> bool:
-        """Whether it is timed behind a kernel that leaves the memory idle, as in a pass: this decides whether resident weights pay."""
+        """Whether it is timed after a kernel that leaves the memory idle, as in a pass: this decides whether resident weights pay."""
         return self.after_attention and self.takes_residents
 
     @property
@@ -81,7 +81,7 @@ class GemmGroup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return self.linears[0].weight.dtype
 
 
@@ -138,7 +138,7 @@ def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[Ge
 
 
 def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[ResidentConfig, ...]:
-    """The cut of the GEMM whose weights wait in shared memory, where the time behind attention may fill it.
+    """The tiling of the GEMM that prefetches its weights into shared memory while attention runs.
 
     Elsewhere too where a multiprocessor has at most one block: its warps share the columns, which other kernels of so few blocks walk one
     after the other.
@@ -151,7 +151,7 @@ def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[ResidentConfig, .
 
 
 def _scaled_candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
-    """Those of weights in e4m3."""
+    """Candidates for e4m3 weights."""
     linear, rows = group.linears[0], group.rows
     found: tuple[GemmChoice, ...] = tuning.scaled_configs(rows) if rows <= MAX_ROWS else ()
     if _takes_bfloat16(group.op, linear, group.norm, fragments_support):
@@ -178,7 +178,7 @@ def autotune_gemms(
 
     Args:
         trial: makes the runs of a group by choice.
-        others: runs of other kernels, compiled beside these.
+        others: runs of other kernels, compiled at the same time.
 
     Returns:
         What was found for each group.

@@ -46,5 +46,5 @@ def wgmma_configs(op: GemmOp, rows: int, weight_rows: int, num_sms: int, tuning:
 
 
 def describe(choice: GemmChoice) -> str:
-    """For the log and for tables."""
+    """A description for logs and tables."""
     return "cuBLAS" if choice is None else f"Triton {choice}" if isinstance(choice, TritonConfig) else str(choice)

@@ -30,12 +30,12 @@ SHARED_BYTES = 225 << 10
 MOST_STAGES = 12
 """More stages would delay the first rows of x, which are loaded after the weights."""
 MOST_BLOCKS = 8
-"""Of a cluster, on every GPU."""
+"""Maximum blocks per cluster that every GPU supports."""
 LOAD_REGISTERS = 40
-"""Of a thread of a warpgroup of which one loads boxes."""
+"""Registers per thread of a warpgroup in which only one thread loads boxes."""
 ROW_BYTES = 2 * COLUMNS
 ALIGNMENT = 1024
-"""Of the rings: eight swizzled rows."""
+"""Alignment of the rings in bytes: eight swizzled rows."""
 Store = Literal["NARROW", "SILU", "GELU", "ADD", "FLOAT"]
 """How sums are stored: rounded to 16 bits; gated, then rounded; added to float32; as float32."""
 
@@ -82,7 +82,7 @@ class WgmmaConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a program is compiled for besides the tiling: the `rows` that a block computes, and its epilogue."""
+    """Compile-time parameters besides the tiling: the `rows` per block, and the epilogue."""
 
     rows: int
     write: Store
@@ -192,7 +192,7 @@ class _Boxes:
 
 @cache
 def _boxes(config: WgmmaConfig, rows: int, loaded: int, gated: bool) -> _Boxes:
-    """For blocks that compute `rows` rows of x and have `loaded` of them in a stage."""
+    """For blocks that compute `rows` rows of x and load `loaded` of them per stage."""
     outputs = config.tile // 2 if gated else config.tile
     w_rows = config.tile // config.cluster_m // (2 if gated and config.cluster_m % 2 else 1)
     # Rows that are computed but not loaded lie past the last stage.
@@ -222,7 +222,7 @@ def _kernel(config: WgmmaConfig, variant: _Variant) -> cuda_driver.Kernel:
 
 
 def _loaders(config: WgmmaConfig, variant: _Variant) -> int:
-    """Threads beside those that multiply: a warp, or a warpgroup that leaves its registers to the others where they need more."""
+    """Threads that load: a warp, or a warpgroup that gives up registers if the others need more."""
     warps = variant.rows // 16 + 1  # a quarter of them, rounded up, share 16384 registers
     needed = config.tile // 2 + 48 + (32 if variant.write == "ADD" else 0)
     return 32 if needed <= 512 // -(-warps // 4) else 128

@@ -25,7 +25,7 @@ TOKENS = (32, 64, 128)
 FEWEST_ROWS, MOST_ROWS = 17, 512
 """Rows of x for which it is timed. Fewer need no shared memory; for more, weights are better widened once, or rows rounded to e4m3."""
 X_COLUMNS = 64
-"""Of a box of x."""
+"""Columns of a box of x."""
 SHARED_BYTES, ALIGNMENT = 225 << 10, 1024
 """Dynamic shared memory of a block at most; eight swizzled rows, where its ring begins."""
 FEWEST_STAGES, MOST_STAGES = 3, 9
@@ -33,11 +33,11 @@ FEWEST_STAGES, MOST_STAGES = 3, 9
 SPLITS = (1, 2, 3, 4, 6, 8)
 CANDIDATES = 2
 CLUSTERS_AT_ONCE, NUM_SMS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}, 132
-"""By their blocks, how many clusters an H200 runs at once, one block on each of its multiprocessors."""
+"""Clusters that an H200 runs at once by cluster size, with one block per SM; its number of SMs."""
 MOST_BLOCKS = 1.25
 """Blocks on a multiprocessor that run as fast as one. Small ones fit there several at a time, but start one after the other."""
 STAGE_CYCLES, BLOCK_CYCLES, PART_CYCLES = 700, 3400, 100
-"""Clock cycles of a stage that bytes and conversions take; of a block beside its stages; of its sums, for each block of the cluster."""
+"""Clock cycles per stage for bytes and conversions; fixed cycles per block; cycles per block of the cluster to add the sums."""
 
 
 class _Scales(ctypes.Structure):
@@ -53,7 +53,7 @@ class _Scales(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class WideningVariant:
-    """What a program is compiled for besides the tiling: `tokens` rows of x of a block, stages of its ring, and its epilogue."""
+    """Compile-time parameters besides the tiling: `tokens` rows of x per block, stages of the ring, and the epilogue."""
 
     tokens: int
     stages: int
@@ -70,7 +70,7 @@ class WideningVariant:
 
     @property
     def loaders(self) -> int:
-        """Threads beside those that multiply: a warp, or a warpgroup that leaves its registers to the others where they need more."""
+        """Threads that load: a warp, or a warpgroup that gives up registers if the others need more."""
         return 32 if self.tokens <= 64 else 128
 
     @property
@@ -126,7 +126,7 @@ def _stage_bytes(tokens: int) -> int:
 
 
 def _tokens(rows: int) -> int:
-    """Rows of x of a block, for so many in all."""
+    """Rows of x per block, for `rows` in total."""
     return next((tokens for tokens in TOKENS if rows <= tokens), TOKENS[-1])
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
 DIRECT_ROWS = 32
-"""Up to this many rows the packed int8 kernel multiplies, which gives a row the same bits beside any others; above,
+"""Up to this many rows the packed int8 kernel multiplies, which gives a row the same bits in any batch; above,
 dequantisation and a bfloat16 GEMM. For speed 8 would do (AVX-512), but four windows of 8 tokens, or 32 requests, must
 have the bits of single tokens."""
 DIRECT_HEAD_ROWS = 64

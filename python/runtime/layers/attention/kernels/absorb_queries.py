@@ -78,6 +78,6 @@ def _kernel(nope: int, rank: int, rope: int, interleaved: bool, tokens: int, pdl
 
 
 def source(nope: int, rank: int, rope: int, interleaved: bool, tokens: int, pdl: bool) -> str:
-    """The CUDA program for these widths and up to so many tokens."""
+    """The CUDA program for these widths and at most this many tokens."""
     constants = {"NOPE": nope, "RANK": rank, "ROPE": rope, "INTERLEAVED": int(interleaved), "TOKENS": tokens, "EARLY": int(pdl)}
     return program(constants, Path(__file__).with_name("absorb_queries.cu"))

@@ -168,7 +168,7 @@ def _eps(norm: RMSNorm | None) -> float:
 
 
 def _variant(config: ClusterConfig, head_dim: int, rows: int, early: bool, rotates: bool = False) -> tuple[_Variant, int]:
-    """The program for so many rows, and the clusters that share them."""
+    """The program for this many rows, and the number of clusters that share them."""
     tiles = -(-rows // TILE_ROWS)
     stages = config.stages * HEAD_DIMS[-1] // head_dim
     return _Variant(head_dim, min(tiles, MAX_ROW_TILES), config.warps, stages, early, rotates), -(-tiles // MAX_ROW_TILES)
@@ -181,7 +181,7 @@ def _kernel(kernels: tuple[tuple[cuda_driver.Kernel, int], ...], clusters: int) 
 
 @cache
 def _kernels(variant: _Variant, largest: int) -> tuple[tuple[cuda_driver.Kernel, int], ...]:
-    """One program for clusters of any size, with their blocks, the largest first: no batch size meets one that was not loaded."""
+    """One program for clusters of any size, with their blocks, the largest first. All are loaded, so no batch size loads one later."""
     program, threads = source(variant), 32 * variant.warps
     return tuple(
         (

@@ -66,6 +66,6 @@ def _kernel(rank: int, width: int, tokens: int, pdl: bool) -> cuda_driver.Kernel
 
 
 def source(rank: int, width: int, tokens: int, pdl: bool) -> str:
-    """The CUDA program for latents and values of these widths and up to so many tokens."""
+    """The CUDA program for latents and values of these widths and at most this many tokens."""
     cut = {"FORMAT": 0, "WARPS": rank // COLUMNS, "TALL": TALL, "WIDTH": width}
     return OutputVariant(tokens, bias=False, pdl=pdl).source(Path(__file__).with_name("project_values.cu"), cut)

@@ -19,7 +19,7 @@ BLOCK_ROWS, WIDE_BLOCK_ROWS = 64, 32
 """Most of these rows that one program computes, for head dimensions up to 256 and above."""
 MAX_SPLITS = MAX_SHARES
 MAX_ROTATED = 1 << 14
-"""Entries of a pass's new keys up to which attention that rotates them is as fast as behind a kernel that does."""
+"""Entries of a pass's new keys up to which rotating them inside the attention kernel is as fast as in a separate kernel."""
 
 
 def supports(width: int, num_q_heads: int, num_kv_heads: int) -> bool:

@@ -52,7 +52,7 @@ class Experts:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def without_last(self) -> Experts:
@@ -63,6 +63,6 @@ class Experts:
         return replace(self, gate_up=gate_up, down=down, count=self.count - 1, total=self.total - 1)
 
     def active_parameters(self, chosen: int) -> int:
-        """Weights of this rank that a token of so many experts is multiplied by, on average."""
+        """Number of this rank's weights that multiply a token with `chosen` experts, on average."""
         hidden, inner = self.size
         return 3 * hidden * inner * chosen * self.count // self.total

@@ -24,9 +24,9 @@ from runtime.layers.moe.router import Routing
 
 MOST_TOKENS = 256
 SMALL_PAIRS = 32
-"""Pairs of token and expert that a warp of the GEMMs holds in its registers."""
+"""Pairs of token and expert that a GEMM warp keeps in its registers."""
 SHARED_BYTES = 226 * 1024
-"""Of the blocks of a multiprocessor."""
+"""Shared memory per SM for all its blocks."""
 SCALE_COPY = 8
 """Bytes of MXFP4 scales that a lane copies at once; a tensor is a whole number of them."""
 MOST_TOP_K = 16
@@ -57,7 +57,7 @@ class _Cut:
 TILE_TOKENS = 8
 _ONE_TILE = (_Cut(16, 1, 1, 4), _Cut(16, 1, 1, 3), _Cut(16, 1, 1, 2))
 _FEW, _MANY = (_Cut(8, 2, 1, 4), *_ONE_TILE), (_Cut(16, 1, 2, 4), _Cut(16, 1, 2, 3), *_ONE_TILE)
-"""For up to eight tokens, and for more: the best first, those that need less shared memory after it."""
+"""Configurations for up to eight tokens, and for more: the best first, then those with less shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class _Gemm:
 
     @property
     def tokens(self) -> int:
-        """Most tokens: cuts of few warps are for few of them."""
+        """Maximum tokens: configurations with few warps are for few tokens."""
         return TILE_TOKENS if self.cut.warps < 16 else MOST_TOKENS
 
 
@@ -167,7 +167,7 @@ def _gemm(
 
 
 def _readable(w: ExpertWeights, T: int) -> bool:
-    """Whether lanes can copy these weights, scales and biases, for so many tokens."""
+    """Whether lanes can copy these weights, scales and biases, for this many tokens."""
     columns = w.scale_layout[3]
     scales = w.format != "fp8" or columns % 128 == 0
     if w.format == "mxfp4":
@@ -186,7 +186,7 @@ def _cut(w: ExpertWeights, T: int) -> _Cut | None:
 
 
 def _split(units: float, stages: int, warps: int) -> int:
-    """Warps that share a unit of work, where a block has so many units of so many stages of columns; to share costs about one stage."""
+    """Warps per work unit, for this many units per block and stages per unit. Splitting a unit costs about one stage."""
     return min((n for n in (1, 2, 4, 8, 16) if n <= warps), key=lambda n: -(-units // (warps // n)) * (-(-stages // n) + (n > 1)))
 
 
@@ -197,7 +197,7 @@ def _stride(w: ExpertWeights) -> int:
 
 
 def _shared_bytes(w: ExpertWeights, cut: _Cut, T: int) -> int:
-    """Of a block: rings and tokens."""
+    """Shared memory per block: rings and tokens."""
     return cut.warps * cut.depth * STAGE_BYTES[w.format] + (2 * TILE_TOKENS if cut.tiles == 2 else min(T, TILE_TOKENS)) * _stride(w)
 
 

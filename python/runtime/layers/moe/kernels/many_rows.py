@@ -39,7 +39,7 @@ def experts_many_rows(
     added: Added | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """As `experts_in_triton`, for any number of tokens; outputs of experts are rounded to the dtype of x before they are summed.
+    """Like `experts_in_triton`, for any number of tokens; outputs of experts are rounded to the dtype of x before they are summed.
 
     Args:
         config: the tilings; with `config.fp8_rows` and FP8 weights, activations are rounded to e4m3 with a scale for each row.
@@ -67,7 +67,7 @@ class Added:
     """That sums are added to the residual stream, with what else is added and computed on the way.
 
     Attributes:
-        beside: [T, hidden] in the dtype of activations, added too; None for nothing.
+        beside: [T, hidden] in the dtype of activations, also added; None for nothing.
         norm: the norm that reads the stream next, or None.
         normed: `norm` of the stream [T, hidden] in the dtype of activations, once a kernel has computed it; some do not.
     """

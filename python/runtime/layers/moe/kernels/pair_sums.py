@@ -14,7 +14,7 @@ from runtime.layers.moe.kernels.routing_argument import RoutingArgument
 
 THREADS = 64
 COLUMNS = 4 * THREADS
-"""Of a block."""
+"""Threads and columns per block."""
 SQUARE_COLUMNS = 16
 """Columns of a sum of squares for a deferred norm."""
 

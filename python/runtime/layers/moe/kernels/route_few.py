@@ -19,20 +19,20 @@ PASS = 8
 """Tokens of a cluster, at most; shared memory is that of 1, 2, 4 or 8 tokens."""
 MOST_EXPERTS = 512
 MOST_CHOSEN = 32
-"""Experts of a token: one for each lane of the warp that chooses."""
+"""Maximum experts per token: one per lane of the selecting warp."""
 WARPS = 8
-"""Of a block."""
+"""Warps per block."""
 MOST_BLOCKS = 8
-"""Of a cluster, on any GPU that has clusters."""
+"""Maximum blocks per cluster on any GPU with clusters."""
 COLUMNS = 4 * fragments.COLUMNS["dense"]
-"""Of a chunk."""
+"""Columns per chunk."""
 MOST_IN_REGISTERS = 8
 """Chunks of 16 experts that a warp holds, eight registers of a lane each: with more than that, they are in shared memory."""
 MOST_IN_RING = 12
 """96 KiB of a block."""
 CHUNK_BYTES = 16 * 2 * COLUMNS
 MOST_ROUND = 8
-"""Chunks of a token that a warp keeps in shared memory: half as many beside more than two tiles, whose sums take the registers."""
+"""Chunks of a token that a warp keeps in shared memory: half as many with more than two tiles, whose sums need the registers."""
 SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 
 
@@ -50,7 +50,7 @@ class _Cut:
     token_bytes: int
 
     def shared_bytes(self, tokens: int) -> int:
-        """Of a block, for so many tokens of its cluster."""
+        """Shared memory per block, for this many tokens of its cluster."""
         return WARPS * (self.ring * self.held * self.own * CHUNK_BYTES + tokens * self.token_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The check that all ranks commit the same tokens, made on the device beside an exchange that takes place anyway."""
+"""The check that all ranks commit the same tokens, done on the device as part of an existing exchange."""
 
 from __future__ import annotations
 

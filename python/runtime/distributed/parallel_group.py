@@ -91,7 +91,7 @@ class ParallelGroup(Protocol):
         ...
 
     def split(self, parts: int) -> tuple[ParallelGroup, ParallelGroup]:
-        """Of `parts` equal groups of consecutive ranks this rank's, and the group of those in its place in each. At start-up only."""
+        """This rank's group of `parts` equal groups of consecutive ranks, and the group of ranks at its index in each. Start-up only."""
         ...
 
     def agree(self, value: T) -> T:

@@ -33,7 +33,7 @@ class RankSocket:
 
     @property
     def address(self) -> str:
-        """Where it listens, the port included."""
+        """The address it listens on, including the port."""
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:

@@ -135,10 +135,10 @@ class RankWatch:
 
 
 class RankBeat:
-    """The end of another rank: sends signs of life, and calls `lost` when rank 0 answers none of them or says that it ends.
+    """The side of another rank: sends heartbeats, and calls `lost` if rank 0 answers none of them or says that it exits.
 
     Args:
-        alive: called beside each sign of life.
+        alive: called with each heartbeat.
     """
 
     def __init__(self, address: str, rank: int, lost: Callable[[str], None], alive: Callable[[], None] = lambda: None) -> None:

@@ -1,4 +1,4 @@
-"""Where the ranks of a model meet. No torch."""
+"""The rendezvous of a model's ranks. No torch."""
 
 from __future__ import annotations
 

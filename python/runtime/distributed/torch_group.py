@@ -101,7 +101,7 @@ class TorchGroup:
 
 
 def subgroup(lists: list[list[int]], backend: str, seconds: float) -> dist.ProcessGroup:
-    """The group of this rank among `lists`, which hold every rank once; calls wait so many seconds. All ranks call it together."""
+    """The group of this rank among `lists`, which contain every rank once; calls time out after `seconds`. All ranks call it together."""
     group, _ = dist.new_subgroups_by_enumeration(lists, timedelta(seconds=seconds), backend=backend)
     assert isinstance(group, dist.ProcessGroup), "every rank is in a list"
     return group

@@ -16,7 +16,7 @@ import torch
 from runtime.layers.sampler import draw as torch_draw
 
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""As `sampler.draw`."""
+"""The type of `sampler.draw`."""
 BELOW_ONE = 1.0 - 2.0**-24
 """The largest float32 below 1. Uniform numbers are clamped to it, so that an inverse CDF stays in range."""
 

@@ -71,7 +71,7 @@ def build_worker(
 
     Args:
         replay, sizes: override how graphs are replayed and which batch sizes they have (tests, parity checks).
-        make_drafter: makes the drafter beside the loaded target; plain decoding if not given.
+        make_drafter: creates the drafter for the loaded target; plain decoding if not given.
         with_plain: whether depth 0 can be forced, for comparisons with plain decoding.
         timings: of GEMM kernels; workers that share them compute equal GEMMs with equal kernels.
         group: the ranks that share the model, all of which build their workers at the same time.
@@ -243,7 +243,7 @@ def make_policy(context: WorkerContext, spec: DrafterSpec) -> AcceptPolicy:
 
 
 def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, DepthBatches]) -> None:
-    """Choose the kernel of every GEMM of decode passes and of prompts of many rows; compile other kernels beside them."""
+    """Autotune every GEMM of decode passes and of prompts of many rows; compile other kernels at the same time."""
     target, shape = parts.target, parts.drafter.spec.shape
     model, backend = target.runner.model, target.runner.backend
     rows, warmup_runs = set[int](), parts.drafter.warmup_runs()

@@ -51,7 +51,7 @@ class WorkerContext:
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
-        """Of a KV cache with scales; None for one in `dtype`."""
+        """Dtype of a KV cache with scales; None for one in `dtype`."""
         return torch.float8_e4m3fn if self.config.device.kv_cache_dtype == "fp8_e4m3" else None
 
     @property

@@ -19,15 +19,15 @@ from runtime.sampling_params import MAX_DRAFT_STEPS
 
 log = logging.getLogger(__name__)
 USUAL_STEPS, FEW = 3, 3
-"""The depth that has graphs of all batch sizes, as depth 0 has. With so few depths all of them have."""
+"""The depth with graphs for all batch sizes, like depth 0. With at most `FEW` depths, all of them have."""
 MOST_DRAFTED = {5: 64, 7: 32}
-"""The largest batch of deep windows: with more requests they take longer than shallow ones for any acceptance."""
+"""The largest batch for deep windows: with more requests they are slower than shallow ones at any acceptance."""
 ROUND = {1 << shift for shift in range(16)} | {3 << shift for shift in range(4, 14)}
-"""Batch sizes that graphs of other depths have: common ones, which run without padding."""
+"""Common batch sizes, for which other depths have graphs and which run without padding."""
 THIN = 2.0
-"""The largest factor between the sizes of their graphs."""
+"""The largest factor between neighbouring graph sizes of other depths."""
 LARGE = 64
-"""For larger batches depth 1 is often the best, and has graphs of all sizes too."""
+"""For larger batches depth 1 is often the best, so it has graphs for all these sizes too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class DepthBatches:
 
 
 def choose_depth(batch_size: int, limits: Mapping[int, int]) -> int:
-    """The depth of an iteration: the largest K that serves so many requests. Arguments as for `serving_depths`."""
+    """The depth of an iteration: the largest K for this batch size. Arguments as for `serving_depths`."""
     return max(serving_depths(batch_size, limits))
 
 
 def serving_depths(batch_size: int, limits: Mapping[int, int]) -> list[int]:
-    """The depths that serve so many requests.
+    """The depths available for a batch size.
 
     Args:
         batch_size: requests that decode.
@@ -108,7 +108,7 @@ def captured_up_to(most: int, sizes: Sequence[int], padding: bool) -> list[int]:
 
 
 def thinned(sizes: Sequence[int], up_to: int | None = None) -> list[int]:
-    """Those in `ROUND`, all above `up_to`, the largest, and others where a gap would be wider than `THIN`."""
+    """The sizes in `ROUND`, all above `up_to`, the largest, and others if a gap would exceed `THIN`."""
     ordered, kept = sorted(sizes), list[int]()
     for size, following in zip(ordered, [*ordered[1:], 0], strict=False):
         if not kept or (up_to is not None and size > up_to) or not following or size in ROUND or following > THIN * kept[-1]:
@@ -239,11 +239,11 @@ class DepthControl:
         return chosen.depth
 
     def tracks(self, live: int) -> bool:
-        """Whether the controller measures the acceptance of each of so many requests, whose windows may differ in width."""
+        """Whether the controller measures the acceptance of each of `live` requests, because their windows may differ in width."""
         return bool(self._ragged_passes(live))
 
     def _ragged_passes(self, live: int) -> list[tuple[int, int]]:
-        """As `Sizes.ragged_passes`, at the depth that has some; [] for one request."""
+        """`Sizes.ragged_passes` at the depth that has some; [] for one request."""
         if self._sizes is None or live < 2:
             return []
         return [found for depth in self._ragged for found in self._sizes.ragged_passes(depth, live)]

@@ -12,7 +12,7 @@ from runtime.layers.moe.definition import WORD
 from runtime.layers.moe.mlp import SparseMlp
 
 EVERY = 16
-"""One of so many decode passes is counted."""
+"""One in this many decode passes is counted."""
 RECENT = 64
 """Counted passes that figures are the mean of."""
 
@@ -40,7 +40,7 @@ class ExpertCounter:
             return None
         places = torch.arange(WORD, dtype=torch.int32, device=masks[0].device)
         hit = (torch.stack(masks)[..., None] >> places) & 1
-        return hit.amax(dim=1).flatten(1)[:, :experts].sum().reshape(1)  # a shared expert has the bit behind them
+        return hit.amax(dim=1).flatten(1)[:, :experts].sum().reshape(1)  # a shared expert has the bit after them
 
     def add(self, tokens: int, experts: int) -> None:
         """Take note of one sample that was read."""

@@ -131,7 +131,7 @@ class SharedPending:
 
 @dataclass(frozen=True, slots=True)
 class GroupsPending:
-    """A step of several attention groups. The others send their results when rank 0 wants them, behind the next step."""
+    """A step of several attention groups. The other groups send their results when rank 0 asks, after the next step."""
 
     own: SharedPending
 

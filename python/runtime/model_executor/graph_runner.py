@@ -62,7 +62,7 @@ class RunnerSpec:
         width: tokens per request, so that a size counts requests, or their mean in ragged passes; 0 for passes over prompts, whose
             size counts tokens.
         outputs: results, in the runner's arena.
-        inputs: inputs beside those of every batch; the owner fills them before each run.
+        inputs: inputs in addition to those of every batch; the owner fills them before each run.
         num_steps: passes per run, each with its own attention metadata; 0 where nothing attends.
         tree_tail: keys that the tree mask covers; 0 for causal passes.
         variants: names of the function's variants, each captured for every size.
@@ -251,7 +251,7 @@ class GraphRunner:
         return needed
 
     def eager_peak(self) -> int:
-        """Bytes beside the outputs that an eager run of the largest size takes; 0 on the CPU."""
+        """Bytes that an eager run of the largest size takes besides its outputs; 0 on the CPU."""
         return self._peak(self._max_size) if self._inputs.device.type == "cuda" else 0
 
     def _peak(self, size: int) -> int:

@@ -39,7 +39,7 @@ VARIANTS = {
 MOST_REQUESTS = 32
 """The largest batch with iteration graphs: with more requests the time between graphs is less than 1 % of an iteration."""
 OTHER_LAUNCHES = 100
-"""Kernels beside those of the models, about: inputs, schedules, acceptance and sampling."""
+"""Approximate number of kernels besides the models': inputs, schedules, acceptance and sampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class IterationGraphs:
             launches=OTHER_LAUNCHES + sum(runner.spec.launches for runner in runners),
             fallback="as several graphs",
         )
-        own = replace(options, sizes=sizes, max_size=sizes[-1], arena=None)  # its outputs live beside those of its passes
+        own = replace(options, sizes=sizes, max_size=sizes[-1], arena=None)  # its outputs are alive together with those of its passes
         return GraphRunner(spec, partial(self._forward, depth), self._stages.inputs, [], own)
 
     # ---- inside the graph

@@ -17,7 +17,7 @@ from runtime.batch import Int32
 from runtime.layers.forward_batch import ForwardBatch
 
 Upload = Callable[..., list[torch.Tensor]]
-"""As `StagingRing.upload`."""
+"""The type of `StagingRing.upload`."""
 
 
 @dataclass(frozen=True, slots=True)

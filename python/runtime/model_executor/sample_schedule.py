@@ -14,9 +14,9 @@ from runtime.batch import EagerSample
 from runtime.model_executor.drift_alarm import BLOCK_ITERATIONS, STRONG, SUSPICION, DriftAlarm
 
 FEWEST, LONG_BLOCK = 2, 6
-"""With so few requests blocks of cheap samples are so long: they show few drafts each."""
+"""Up to `FEWEST` requests, blocks of cheap samples have `LONG_BLOCK` iterations, because each shows few drafts."""
 EASY_SHARE = 0.002
-"""Share of the time that samples of one kind take while nothing is suspicious."""
+"""Fraction of the time for samples of one kind while nothing is suspicious."""
 RESERVE, EASY_RESERVE, REFILL = 320.0, 85.0, 0.01
 """Eager samples make n iterations longer by the time of at most `RESERVE` + `REFILL` x n replays, for any n, and of
 `EASY_RESERVE` + `REFILL` x n while the evidence is below `STRONG`."""

@@ -20,9 +20,9 @@ from runtime.model_executor.window import fill_window
 
 MakeRunner = Callable[[RunnerSpec, Forward, DepthBatches], GraphRunner]
 EAGER_STEPS = 8
-"""Eager ragged passes have one of about so many numbers of tokens for each draft."""
+"""Eager ragged passes round the token count to about 8 steps per draft position."""
 LEAST_REQUESTS = 32
-"""The smallest batch with graphs over ragged windows: with fewer requests reading the weights takes most of a pass."""
+"""The smallest batch with graphs over ragged windows: with fewer requests, a pass is bound by reading the weights."""
 
 
 def verify_spec(shape: TreeShape, name: str, vocab: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:

@@ -392,7 +392,7 @@ class Worker:
         decodes: DecodesPending | None,
         grammars: tuple[GrammarStep | None, GrammarStep | None],
     ) -> BatchResult:
-        """On the host, possibly one step later: wait, count, and hand over. `grammars`: of the prompts, of the decode rows."""
+        """On the host, possibly one step later: wait, count, and return the results. `grammars`: of prompts, of decode rows."""
         if decodes is not None and decodes.checked:
             if decodes.ranks_differ:
                 raise RanksDiffer(batch.step)
@@ -421,8 +421,8 @@ class Worker:
     def _observe(self, iteration: Iteration, decoded: BatchResult, now: float, with_prompts: bool) -> None:
         """Count acceptance, and tell the depth controller what the iteration accepted and how long it took.
 
-        Steps follow each other on the device, so an iteration took the time since the results of the step before, or since
-        its own start where that was later, until `now`, when its results had arrived.
+        Steps run one after another on the device, so an iteration took the time from the results of the previous step, or from
+        its own start if that was later, until `now`, when its results had arrived.
         """
         caps, lens, controller = iteration.caps, decoded.accept_lens, self.parts.depths.controller
         counted = lens if caps is None else lens[caps.host >= iteration.depth]

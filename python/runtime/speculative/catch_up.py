@@ -1,8 +1,8 @@
-"""Catch-up: the draft follows the positions of several steps without drafts in one window.
+"""Catch-up: the draft processes the positions of several steps without drafts in one window.
 
-A step without drafts stores what the draft has to read of its one position: the token, and the target's states. Before the next
-step with drafts, and at the latest after `WIDTH` steps, the draft runs over all stored positions together. It computes what it
-would have computed step by step; until then its KV and first guesses are behind.
+A step without drafts stores the draft's inputs for its one position: the token and the target's states. Before the next step
+with drafts, and at the latest after `WIDTH` steps, the draft runs over all stored positions together. It computes what it
+would have computed step by step; until then its KV and first drafts lag behind.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.window import fill_window
 
 WIDTH = 8
-"""Positions that a row holds, and tokens per request of the window."""
+"""Stored positions per row, and tokens per request of the window."""
 PAD_SLOT = 0
-"""Where window positions without a token are written."""
+"""The slot that window positions without a token write to."""
 
 
 def catch_up_spec(variants: tuple[str, ...], launches: int, num_steps: int = 1) -> RunnerSpec:
@@ -62,7 +62,7 @@ class HeldStates:
 
 
 class CatchUp:
-    """Knows how many positions the draft is behind in each row, and runs the window over them.
+    """Counts how many positions the draft lags in each row, and runs the window over them.
 
     Attributes:
         held: the positions to follow.
@@ -77,7 +77,7 @@ class CatchUp:
         inputs.declare(INPUTS, inputs.max_requests, inputs.max_requests * WIDTH)
 
     def admit(self, new_rows: Sequence[RowInit]) -> None:
-        """Requests took rows, whose prompts the draft follows at once."""
+        """Requests took rows; the draft processes their prompts immediately."""
         self._behind[[init.row for init in new_rows]] = 0
 
     def reset(self) -> None:
@@ -97,7 +97,7 @@ class CatchUp:
             eager: run the window eagerly.
 
         Returns:
-            The positions at the end of a row's KV that the draft will not have followed after the iteration, at most.
+            The maximum number of positions at the end of a row's KV that the draft still lags after the iteration.
         """
         if self._in_step:
             return 0
@@ -112,7 +112,7 @@ class CatchUp:
         return most
 
     def add(self, iteration: Iteration, tokens: torch.Tensor, states: torch.Tensor, variant: str) -> None:
-        """Store what an iteration without drafts leaves; arguments as for `HeldStates.add`.
+        """Store the results of an iteration without drafts; arguments as for `HeldStates.add`.
 
         Attention groups share the experts of a draft, so they follow at once and in windows of one size.
         """
@@ -124,7 +124,7 @@ class CatchUp:
             self._run(iteration.host_rows, bounds, one, variant, iteration.sample.precedes, iteration.size)
 
     def _run(self, rows: Int32, bounds: Int32, behind: Int32, variant: str, eager: bool, size: int) -> None:
-        """One window per row that is behind; the others take part as padding."""
+        """One window per row that lags; the other rows are padding."""
         runner, inputs, live = self.runner, self._inputs, len(rows)
         batch, padded, lens = runner.batch(size), np.full(size, PAD_ROW, dtype=np.int64), np.ones(size, dtype=np.int32)
         padded[:live], lens[:live] = np.where(behind > 0, rows, PAD_ROW), np.maximum(behind, 1)

@@ -1,4 +1,4 @@
-"""Which ranks share the blocks of a draft: those that share its target's, or each rank holds them whole."""
+"""Which ranks share a draft's blocks: those of its target, or none, so that each rank replicates them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from runtime.models.config import ModelConfig
 from runtime.models.parts import ModelContext
 
 SUM_BYTES = 12e6
-"""Bytes that a GPU reads while a block's output is summed over the ranks by our own kernel: 2.8 us at 4.3 TB/s, on an H200."""
+"""Bytes that a GPU reads during one all-reduce of a block's output by our own kernel: 2.8 us at 4.3 TB/s, on an H200."""
 NCCL_SUM_BYTES = 45e6
-"""The same for a sum by NCCL: 10 us and more."""
+"""The same for NCCL: 10 us or more."""
 SUMS = 2
-"""Sums of a block: behind attention and behind the MLP."""
+"""All-reduces of a block: after attention and after the MLP."""
 
 
 def draft_group(asked: int | None, draft: ModelConfig, target: ModelContext) -> ParallelGroup:
     """The ranks that share the blocks of `draft`: with `asked` 1 each rank alone.
 
-    A shared block reads fewer weights and takes two sums, so small blocks are faster whole. The same on every rank. The LM head is
-    shared in any case: its exchange carries one token per row.
+    A sharded block reads fewer weights but needs two all-reduces, so small blocks are faster replicated. All ranks decide alike. The LM
+    head is always sharded: its exchange carries one token per row.
     """
     group = target.group
     if asked is None:
@@ -27,7 +27,7 @@ def draft_group(asked: int | None, draft: ModelConfig, target: ModelContext) -> 
 
 
 def faster_whole(draft: ModelConfig, target: ModelContext) -> bool:
-    """Whether a decode pass over a dense block takes less time where each rank reads all of it. On a CPU it never does."""
+    """Whether a decode pass over a dense block is faster if each rank reads all of it. Always False on a CPU."""
     if target.device.type == "cpu" or draft.moe is not None:
         return False
     sums = SUMS * (NCCL_SUM_BYTES if target.group.fused is None else SUM_BYTES)

@@ -40,7 +40,7 @@ KV_ONLY = "kv"
 
 
 def variants(shape: TreeShape) -> tuple[str, ...]:
-    """Those of the draft's graphs: what a tree drafts does not depend on the sampling."""
+    """Variants of the draft's graphs: the drafts of a tree do not depend on sampling."""
     return (GREEDY, SAMPLED) if shape.topk == 1 else (GREEDY,)
 
 
@@ -130,14 +130,14 @@ class DraftPasses:
         drafts: torch.Tensor,
         grammar: GrammarStep | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`guess` behind `drafts`, int64 [B, n], which `grammar` restricts; the token as the target's id."""
+        """`guess` after `drafts`, int64 [B, n], restricted by `grammar`; the token as the target's id."""
         mask = self._mask(drafts[:, None], grammar)
         ids, probs = guess(self.draft, hidden, self.rows.tables, index, positions, mask)
         token = self.draft.map_to_target(ids)
         return (token if mask is None else mask.tokens(token)), probs
 
     def _mask(self, paths: torch.Tensor, grammar: GrammarStep | None) -> DraftMask | None:
-        """What the draft may say behind each of W paths of n drafts, int64 [B, W, n]."""
+        """The tokens that the draft may propose after each of W paths of n drafts, int64 [B, W, n]."""
         allowed = None if grammar is None else grammar.behind(paths)
         return None if allowed is None else DraftMask(allowed, self.draft)
 

@@ -156,8 +156,8 @@ class EagleWorker(ModelDrafter):
         hidden = self.model.forward(batch, extend.chunks.last)
         if self.model.lookahead:
             state.hidden[rows] = hidden
-            # A greedy request may later be verified beside sampled ones: not with the probabilities of the row's last
-            # owner.
+            # A greedy request may later be verified together with sampled ones, but not with the probabilities of the
+            # row's previous owner.
             state.probs.index_fill_(0, rows, 0.0)
             positions = None if extend.needs.all_greedy else batch.seq_lens.to(torch.int64) + 1
             first_guesses(state, self.model, hidden, self._target.rows.tables, rows, positions)

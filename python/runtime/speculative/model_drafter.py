@@ -55,7 +55,7 @@ class ModelDrafter(Drafter):
         self._target: TargetModel
         self._inputs: InputBuffers
 
-    # ---- what a drafter of this kind defines besides `propose` and `follow_prompt`
+    # ---- defined by subclasses, besides `propose` and `follow_prompt`
 
     def _decode_runner(self, setup: DraftSetup, depth: int) -> GraphRunner | None:
         """The runner that drafts."""

@@ -40,7 +40,7 @@ class FusedExchange(Protocol):
         tokens: torch.Tensor | None = None,
         hashed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The likeliest token over all ranks, int64 [N]; `hashed`: a hash, and the flag that is set where ranks differ in it."""
+        """The most likely token over all ranks, int64 [N]; `hashed`: a hash, and the flag that is set where ranks differ in it."""
         ...
 
     def commit(self, hashed: torch.Tensor, tokens: torch.Tensor, lens: torch.Tensor) -> None:
@@ -83,7 +83,7 @@ class ParallelGroup(Protocol):
         ...
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, columns] of every rank one after the other, [size * N, columns]; N is the same on all ranks."""
+        """[N, columns] of every rank one after another, [size * N, columns]; N is the same on all ranks."""
         ...
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ LINGER_MS = 1000
 
 
 class RankSocket:
-    """A ZMQ socket whose messages wait without bound: signs of life, not limits, find a rank that is slow or gone.
+    """A ZMQ socket whose messages wait without bound: heartbeats, not limits, find a rank that is slow or gone.
 
     Args:
         kind: of ZMQ.
@@ -88,7 +88,7 @@ class StepSubscriber(RankSocket):
 
 
 class ResultSocket(RankSocket):
-    """Receives from `senders` groups. A group that is gone is noticed by its signs of life, not here."""
+    """Receives from `senders` groups. A group that is gone is noticed by its heartbeats, not here."""
 
     def __init__(self, bind: str, senders: int) -> None:
         super().__init__(zmq.PULL, bind)

@@ -16,9 +16,9 @@ from runtime.distributed.zmq_socket import open_socket
 log = logging.getLogger(__name__)
 
 PERIOD = 0.5
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 SILENT_TURNS = 10
-"""Turns of half a second without a sign of life after which a rank counts as lost: 5 s. Turns, not seconds: a machine that was
+"""Turns of half a second without a heartbeat after which a rank counts as lost: 5 s. Turns, not seconds: a machine that was
 suspended lost none."""
 
 
@@ -69,7 +69,7 @@ class RankWatch:
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def start(self) -> None:
-        """Begin to expect signs of life."""
+        """Begin to expect heartbeats."""
         self._thread.start()
 
     @contextmanager
@@ -105,7 +105,7 @@ class RankWatch:
                 return
 
     def _tell(self, why: str) -> None:
-        """Let the other ranks end as well, which would otherwise wait for signs of life."""
+        """Let the other ranks end as well, which would otherwise wait for heartbeats."""
         for sender in self._senders.values():
             self._socket.send_multipart((sender, why.encode()), zmq.NOBLOCK)
         self._socket.close(linger=TELL_MS)

@@ -76,7 +76,7 @@ class TorchGroup:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of every rank, one after the other."""
+        """The rows of every rank, one after another."""
         started = time.perf_counter()
         rows = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype)
         dist.all_gather(list(rows.chunk(self.size)), x.contiguous(), group=self._steps)

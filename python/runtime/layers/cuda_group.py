@@ -62,7 +62,7 @@ class CudaGroup:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of every rank, one after the other, by NCCL."""
+        """The rows of every rank, one after another, by NCCL."""
         rows = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype, device=x.device)
         dist.all_gather_into_tensor(rows, x.contiguous(), group=self._nccl)
         return rows

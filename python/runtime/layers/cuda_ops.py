@@ -202,7 +202,7 @@ class CudaOps:
     def prompt_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Causal attention of whole prompts, one after the other: [T, H, value_dim]. Torch's flash kernel needs one width for all."""
+        """Causal attention of whole prompts, one after another: [T, H, value_dim]. Torch's flash kernel needs one width for all."""
         assert batch.extend_lens is not None, "a pass of prompts"
         value_dim = v.shape[2]
         v = F.pad(v, (0, q.shape[2] - value_dim)) if value_dim < q.shape[2] else v

@@ -1,4 +1,4 @@
-"""The LM head: scores of a vocabulary that the ranks of a group share, and the likeliest token of all of them."""
+"""The LM head: scores of a vocabulary that the ranks of a group share, and the most likely token of all of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def greedy(
     logits: torch.Tensor | None = None,
     agreement: Agreement | None = None,
 ) -> torch.Tensor:
-    """The likeliest token of each row, int64 [N], the smallest of equal ones; written to `tokens` where given.
+    """The most likely token of each row, int64 [N], the smallest of equal ones; written to `tokens` where given.
 
     Args:
         logits: this rank's scores are written there where given, float32 [N, own].
@@ -48,7 +48,7 @@ def largest_of_ranks(values: torch.Tensor, ids: torch.Tensor, head: Linear, agre
     One sum over the ranks carries the pairs: each fills its own rows of zeros. Ids are exact in float32 up to 2^24.
 
     Args:
-        values, ids: float32 and int64 [N], this rank's likeliest tokens.
+        values, ids: float32 and int64 [N], this rank's most likely tokens.
     """
     group, count = head.group, len(values)
     pairs = torch.zeros((group.size, count + 1, 2), dtype=torch.float32, device=values.device)

@@ -27,7 +27,7 @@ def forbid(logits: torch.Tensor, requests: torch.Tensor, allowed: torch.Tensor) 
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """Mask rows of the N constrained requests of a batch of B. Read only; made anew in each step.
+    """Mask rows of the N constrained requests of a batch of B. Read only; rebuilt in each step.
 
     Attributes:
         bits: int32 [N, W, ceil(V / 32)]. Bit v % 32 of entry v // 32 says whether token v is allowed at a window position.

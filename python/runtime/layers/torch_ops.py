@@ -157,7 +157,7 @@ class TorchOps:
     def prompt_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Causal attention of whole prompts, one after the other: [T, H, value_dim]."""
+        """Causal attention of whole prompts, one after another: [T, H, value_dim]."""
         assert batch.extend_lens is not None, "a pass of prompts"
         parts = zip(*(x.transpose(0, 1).split(batch.extend_lens.tolist(), dim=1) for x in (q, k, v)), strict=True)
         outs = [F.scaled_dot_product_attention(*one, is_causal=True, scale=layer.scale) for one in parts]

@@ -35,7 +35,7 @@ class AcceptanceMonitor:
         self.reset()
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Restart counting."""
         K = self._num_steps
         self._graph, self._sample, self._eager = AcceptanceCounters(K), AcceptanceCounters(K), AcceptanceCounters(K)
         self.reset_alarm()

@@ -47,7 +47,7 @@ class Followers:
 
     Args:
         ended: called after the last message was sent.
-        pause: within, rank 0 may give no sign of life.
+        pause: within, rank 0 may give no heartbeat.
         failed: called with a sentence when a step failed and rank 0 is about to end.
         results: of the other attention groups; None where there is one group.
 

@@ -235,7 +235,7 @@ class GraphRunner:
     def find_peak(self) -> None:
         """Set `pool_peak` by an eager run of the largest captured size: a graph allocates what an eager run does.
 
-        It is a run of its own even after an `eager_peak` of the same size: a first run's peak may contain what
+        It is a separate run even after an `eager_peak` of the same size: a first run's peak may contain what
         libraries allocate once and keep, which counts as memory in use and not as pool.
         """
         if self.uses_cuda_graphs:

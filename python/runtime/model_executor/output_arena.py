@@ -9,7 +9,7 @@ Outputs of one arena are never alive at the same time. Each `ModelRunner` has on
     draft     draft decode of every depth          the step has accepted: it reads draft probabilities after verify
 
 A step runs either short prompts or one verify pass. Draft-extend has no outputs. An iteration graph writes the outputs of
-its passes here, and its result to an arena of its own. All work is on one stream, so the next
+its passes here, and its result to a separate arena. All work is on one stream, so the next
 pass never overwrites what an earlier copy still reads.
 """
 

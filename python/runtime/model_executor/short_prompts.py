@@ -112,7 +112,7 @@ def prompt_forward(model: DecoderModel, aux_layers: tuple[int, ...]) -> Forward:
 
 
 class ShortPrompts:
-    """Runs the chunks of a batch through the next larger graph, together or one after the other.
+    """Runs the chunks of a batch through the next larger graph, together or one after another.
 
     Attributes:
         runner: the graphs over one prompt. Padding follows the chunk: it writes slot 0, and no token of the chunk sees it.

@@ -55,7 +55,7 @@ class DraftMask:
         return tokens
 
     def branches(self, tokens: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of the `topk` likeliest drafts int64 [B * W, topk] and their log-probabilities: a forced token is the only branch."""
+        """The same of the `topk` most likely drafts int64 [B * W, topk] and their log-probabilities: a forced token is the only branch."""
         if self._forced is None:
             return tokens, scores
         W = self._allowed.shape[1]

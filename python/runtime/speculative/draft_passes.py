@@ -149,7 +149,7 @@ class DraftPasses:
         return self._branches(self.state.hidden[index], mask)
 
     def _branches(self, hidden: torch.Tensor, mask: DraftMask | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `topk` likeliest continuations, as the target's ids, and their log-probabilities."""
+        """The `topk` most likely continuations, as the target's ids, and their log-probabilities."""
         logits = self.draft.logits(hidden)
         ids, scores = top_log_probs(logits if mask is None else mask.logits(logits), self.shape.topk)
         tokens = self.draft.map_to_target(ids)

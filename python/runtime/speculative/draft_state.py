@@ -53,8 +53,8 @@ def guess(
         hidden: [B, hidden], the draft's own.
         rows: int64 [B].
         positions: int64 [B], where the guess will stand: draw it from the draft's distribution at each request's
-            temperature, by a random number keyed by its place; greedy requests take the likeliest all the same. None:
-            all take the likeliest.
+            temperature, by a random number keyed by its place; greedy requests take the most likely all the same. None:
+            all take the most likely.
         mask: what grammars allow at this one position.
 
     Returns:

@@ -46,7 +46,7 @@ class TorchNativeAttention(AttentionBackend):
 
     Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass is one
     segment per request, and a pass over ragged windows one per run of equal widths. Where the lengths are `uneven`, each request
-    has a segment of its own. Layers with sinks use the written-out formula in float32.
+    has a separate segment. Layers with sinks use the written-out formula in float32.
     """
 
     caps = ATTENTION_CAPS["torch_native"]

@@ -140,7 +140,7 @@ def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[Ge
 def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[ResidentConfig, ...]:
     """The tiling of the GEMM that prefetches its weights into shared memory while attention runs.
 
-    Elsewhere too where a multiprocessor has at most one block: its warps share the columns, which other kernels of so few blocks walk one
+    Elsewhere too where an SM has at most one block: its warps share the columns, which other kernels of so few blocks walk one
     after the other.
     """
     if not group.takes_residents:

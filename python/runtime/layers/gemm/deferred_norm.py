@@ -1,4 +1,4 @@
-"""RMS norm without a kernel of its own: the GEMM before it stores what it needs, the GEMM after it applies it.
+"""RMS norm without a separate kernel: the preceding GEMM stores what the norm needs, the next GEMM applies it.
 
 A row of the residual stream h is normed as `h * gain / rms(h)`. The gain works on one column at a time, so the GEMM
 that adds to h also stores `h * gain`, rounded, and the sums of squares of the columns it computes. `1 / rms(h)` is one

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from runtime.layers.gemm.wgmma_gemm import BLOCK_ROWS, COLUMNS, MAX_TILE, ROW_BYTES, WgmmaConfig
 
 SHARED_RATE = 128
-"""Bytes that a multiprocessor's shared memory takes or gives per cycle."""
+"""Bytes that an SM's shared memory takes or gives per cycle."""
 L2_RATE = 40
 """Bytes that an SM loads from L2 per cycle while all SMs load."""
 TILE_CYCLES, STORE_RATE = 1000, 50
 """Fixed cycles per tile; bytes of float32 sums that the epilogue processes per cycle."""
 SHARING = 2
-"""Blocks of a cluster, which have the same weight rows and neighbouring rows of x. Larger clusters leave multiprocessors idle."""
+"""Blocks of a cluster, which have the same weight rows and neighbouring rows of x. Larger clusters leave SMs idle."""
 NARROWEST, STEP = 32, 8
 
 

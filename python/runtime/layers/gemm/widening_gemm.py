@@ -35,7 +35,7 @@ CANDIDATES = 2
 CLUSTERS_AT_ONCE, NUM_SMS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}, 132
 """Clusters that an H200 runs at once by cluster size, with one block per SM; its number of SMs."""
 MOST_BLOCKS = 1.25
-"""Blocks on a multiprocessor that run as fast as one. Small ones fit there several at a time, but start one after the other."""
+"""Blocks on an SM that run as fast as one. Small ones fit there several at a time, but start one after another."""
 STAGE_CYCLES, BLOCK_CYCLES, PART_CYCLES = 700, 3400, 100
 """Clock cycles per stage for bytes and conversions; fixed cycles per block; cycles per block of the cluster to add the sums."""
 

@@ -18,7 +18,7 @@ class CodeCache:
     """A folder with one file for each program, named by the hash of all that its code depends on.
 
     Processes may share it: a file appears complete, under its name, or not at all. It begins with a digest of the code, so that a damaged
-    one is compiled anew. A folder that cannot be read or written, or that others may write to, costs a warning and the time to compile.
+    one is recompiled. A folder that cannot be read or written, or that others may write to, costs a warning and the time to compile.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
     end(state, number);
 }
 
-// The likeliest token of each row over all ranks, of which each gives its own likeliest: the value logits[i, ids[i]] and the token
+// The most likely token of each row over all ranks, of which each gives its own most likely: the value logits[i, ids[i]] and the token
 // ids[i] + first. Of equal values the one of the lower rank wins, of NaN the first. With a hash, *differs becomes 1 where the hash of
 // another rank is not the same.
 extern "C" __global__ void __launch_bounds__(THREADS) largest(

@@ -116,7 +116,7 @@ class PushExchange:
         tokens: torch.Tensor | None = None,
         hashed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The likeliest token over all ranks, int64 [N], written to `tokens` where given.
+        """The most likely token over all ranks, int64 [N], written to `tokens` where given.
 
         Args:
             logits: float32 [N, own], rows contiguous.

@@ -38,7 +38,7 @@ class LatentShape:
         batch, width: requests, padding included, and queries per request.
         num_heads: H.
         rank, rope: columns of the latent, which are the values too, and of the rotated key; powers of two.
-        num_sms: multiprocessors of the device.
+        num_sms: SMs of the device.
         config: how the work is cut.
     """
 

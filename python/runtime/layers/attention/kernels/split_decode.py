@@ -298,7 +298,7 @@ def _gather(
         share = start + tl.arange(0, AT_ONCE)
         inside = (share < used)[:, None] & (m < ROWS)[None, :]
         row = ((first + share) * NUM_KV + g)[:, None] * ROWS + m[None, :]
-        # Other multiprocessors wrote these: bypass L1.
+        # Other SMs wrote these: bypass L1.
         part = tl.load(part_ptr + row[:, :, None] * D + d[None, None, :], mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
         top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
         total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")

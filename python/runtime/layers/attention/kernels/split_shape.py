@@ -34,7 +34,7 @@ class SplitShape:
     Attributes:
         batch, width: requests, padding included, and queries per request.
         num_q_heads, num_kv_heads, head_dim: H, G, D; D is 64, 128, 256 or 512.
-        num_sms: multiprocessors of the device.
+        num_sms: SMs of the device.
         config: how the work is split.
     """
 

@@ -110,7 +110,7 @@ def down_sums(
 
 
 def best_cut(hidden: int, multiprocessors: int) -> _Cut:
-    """The cut by which the multiprocessor with most work has least."""
+    """The cut by which the SM with most work has least."""
 
     def most_tiles(cut: _Cut) -> float:
         return -(-hidden // (ROWS * cut.tiles) * cut.blocks // multiprocessors) * cut.tiles / cut.blocks

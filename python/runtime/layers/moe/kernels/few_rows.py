@@ -165,7 +165,7 @@ def _down_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: `BLOCK_N` outputs of all tokens, summed over the experts that are hit, one after the other."""
+    """One program: `BLOCK_N` outputs of all tokens, summed over the experts that are hit, one after another."""
     pdl_sync(PDL)
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

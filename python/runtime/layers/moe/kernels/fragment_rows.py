@@ -43,7 +43,7 @@ class _Cut:
 
     Attributes:
         warps: of a block.
-        blocks: blocks on each multiprocessor, of 16 warps together.
+        blocks: blocks on each SM, of 16 warps together.
         tiles: times eight tokens of a unit.
         depth: stages of the ring that a warp copies weights into.
     """
@@ -177,7 +177,7 @@ def _readable(w: ExpertWeights, T: int) -> bool:
 
 
 def _cut(w: ExpertWeights, T: int) -> _Cut | None:
-    """The best cut whose blocks fit on a multiprocessor; None if none does. MXFP4 for one token is faster in one block than in two."""
+    """The best cut whose blocks fit on an SM; None if none does. MXFP4 for one token is faster in one block than in two."""
     for cut in _MANY if T > TILE_TOKENS else _ONE_TILE if w.format == "mxfp4" and T == 1 else _FEW:
         fixed = (512 * cut.tiles + 32 * cut.depth) * cut.warps + 4 * w.shape[0] + 2560
         if _shared_bytes(w, cut, T) + fixed <= SHARED_BYTES // cut.blocks:

@@ -27,7 +27,7 @@ MAX_BLOCKS = 4096
 
 
 def new_tickets(device: torch.device) -> torch.Tensor:
-    """Counters for `route`, which leaves them at zero; calls that run one after the other may share them."""
+    """Counters for `route`, which leaves them at zero; calls that run one after another may share them."""
     return torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device)
 
 

@@ -28,7 +28,7 @@ from runtime.text.tokenizer import Tokenizer
 SIDE_BY_SIDE = 64
 """Answers of one call of the engine."""
 HELD_OUT = 10
-"""Every so many-th answer is not counted but measures how much of other text the map covers."""
+"""One answer in this many is not counted but measures how much of other text the map covers."""
 
 
 @dataclass(frozen=True)

@@ -323,7 +323,7 @@ class Bench:
         return tree_plan(shape, rates, measured)
 
     def _answer(self, worker: Worker, trial: DepthTrial, requests: int, rounds: int, until: float) -> None:
-        """Let so many requests run together for so many rounds of the trial; for one round only where `until`, in seconds, is near."""
+        """Run `requests` requests together for `rounds` rounds of the trial; for one round if `until`, in seconds, is near."""
 
         def done() -> bool:
             return trial.rounds >= rounds or self.elapsed >= (until if trial.rounds else max(until, self.options.seconds))

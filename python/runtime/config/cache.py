@@ -9,7 +9,7 @@ from runtime.errors import ConfigError
 
 DEFAULT_PAGE_SIZE: dict[AttentionName, int] = {"torch_native": 16, "fa3": 64, "flashinfer": 16}
 LONG_CONTEXT, BLOCK_DIM, BLOCK_KEYS = 16384, 128, 128
-"""With contexts of at least so many tokens and this head dimension, a page holds the keys of one block of FA3: prompts then load whole
+"""With contexts of at least this many tokens and this head dimension, a page holds the keys of one block of FA3: prompts then load whole
 pages by Hopper's copy engine, which takes a tenth less time where their contexts are long."""
 MAX_PAGE_SIZE = 1024
 

@@ -1,4 +1,4 @@
-"""Signs of life between rank 0 and the other ranks, over a ZMQ socket, so that none waits for a rank that is gone. No torch."""
+"""Heartbeats between rank 0 and the other ranks, over a ZMQ socket, so that none waits for a rank that is gone. No torch."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class RankWatch:
 
     def _silent_rank(self) -> str:
         silent = [rank for rank, turns in self._silent.items() if turns >= SILENT_TURNS]
-        return f"rank {silent[0]} hangs or is gone: no sign of life for {SILENT_TURNS * PERIOD:g} s" if silent else ""
+        return f"rank {silent[0]} hangs or is gone: no heartbeat for {SILENT_TURNS * PERIOD:g} s" if silent else ""
 
 
 class RankBeat:

@@ -36,7 +36,7 @@ STEP_SECONDS = 7.0
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """Where rank 0 listens: for signs of life, for readers of steps on other hosts, and for results of other attention groups; ""
+    """Where rank 0 listens: for heartbeats, for readers of steps on other hosts, and for results of other attention groups; ""
     where there are none.
     """
 

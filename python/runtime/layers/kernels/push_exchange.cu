@@ -16,7 +16,7 @@ struct Ranks {
 };
 
 const u64 TIMEOUT = 10000000000ull;  // ns until a rank that waits gives up; the launch fails then
-const u32 LAST = 0xfffffffeu;        // the exchange after which counting starts anew, at an odd number; flag 0 never occurs
+const u32 LAST = 0xfffffffeu;        // the exchange after which counting restarts, at an odd number; flag 0 never occurs
 
 __device__ __forceinline__ void begin() {
     if (EARLY) launch_next(), wait_for_previous();

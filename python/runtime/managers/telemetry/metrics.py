@@ -177,7 +177,7 @@ class _SchedulerCollector:
         rates = {(str(i),): rate for i, rate in enumerate(stats.spec.accept_rate_by_position)}
         depths = {(depth,): float(count) for depth, count in sorted(stats.spec_depth_steps_total.items())}
         yield self._family(CounterMetricFamily, "talon:spec_depth_steps", "Steps with decode rows, by draft depth.", depths, "depth")
-        help_text = "Fraction of verify steps that accepted the draft at this position."
+        help_text = "Fraction of verify steps of this depth or more that accepted the draft at this position."
         yield self._gauge("talon:spec_accept_rate_by_position", help_text, rates, "position")
         by_context = {(start,): length for start, length in stats.spec_by_context.accept_lengths().items()}
         help_text = "Accept length by context length; the label is the lower bound of the bucket."

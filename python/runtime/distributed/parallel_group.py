@@ -53,10 +53,10 @@ class ParallelGroup(Protocol):
 
     Attributes:
         rank: of this process, 0..size - 1.
-        size: 1 where the model is not sharded.
+        size: 1 if the model is not sharded.
         exchange_seconds: time spent in exchanges within steps so far, where the host waits for them.
-        fused: exchanges by one kernel each; None where there are none.
-        exchange_micros: microseconds of a sum over the ranks by its bytes, as they were measured; empty where nothing was.
+        fused: exchanges by one kernel each; None if there are none.
+        exchange_micros: microseconds of a sum over the ranks by its bytes, as they were measured; empty if nothing was.
     """
 
     @property
@@ -152,7 +152,7 @@ ALONE = SingleProcess()
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `count` parts of a dimension that is cut into units of `unit`, the first parts larger where it does not
+    """One of `count` parts of a dimension that is cut into units of `unit`, the first parts larger if it does not
     divide evenly.
     """
 

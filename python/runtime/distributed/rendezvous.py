@@ -35,7 +35,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
     @classmethod
     def at_address(cls, address: str) -> Rendezvous:
-        """For ranks of several hosts, at HOST:PORT of the first. Raises `ConfigError` where it cannot be reached."""
+        """For ranks of several hosts, at HOST:PORT of the first. Raises `ConfigError` if it cannot be reached."""
         node = NodeAddress.parse(address)
         try:
             target, own = _reach(node)

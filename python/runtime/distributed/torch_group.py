@@ -36,7 +36,7 @@ class TorchGroup:
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, rank: int, size: int, timeout: float) -> TorchGroup:
-        """Join the group and wait for the other ranks. Raises `ConfigError` where they do not meet."""
+        """Join the group and wait for the other ranks. Raises `ConfigError` if they do not meet."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
         whole = [list(range(size))]
         try:
@@ -58,7 +58,7 @@ class TorchGroup:
         return TorchGroup(own.index(self.rank), len(own), steps, steps) if len(own) > 1 else ALONE
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in float32 and the storage of `x` where it has that type."""
+        """The sum over all ranks, in float32 and the storage of `x` if it has that type."""
         started = time.perf_counter()
         total = x if x.dtype is torch.float32 else x.float()
         dist.all_reduce(total, group=self._steps)

@@ -31,7 +31,7 @@ class CudaGroup:
     """`ParallelGroup` on GPUs, one per rank. What is decided at start-up goes through `control`, on the CPU.
 
     Attributes:
-        fused: our own exchanges between GPUs of one host; None where they do not work.
+        fused: our own exchanges between GPUs of one host; None if they do not work.
         exchange_micros: microseconds of a sum over the ranks by bytes, as "own / NCCL"; for the log and the server's info.
     """
 

@@ -10,7 +10,7 @@ from runtime.layers.ops import BlockOps
 
 
 def all_logits(ops: BlockOps, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`head(x)` over the whole vocabulary in float32 [N, V], written to `out` where given."""
+    """`head(x)` over the whole vocabulary in float32 [N, V], written to `out` if given."""
     if not head.is_sharded:
         return ops.logits(x, head, out)
     logits = head.gather(ops.logits(x, head))
@@ -25,10 +25,10 @@ def greedy(
     logits: torch.Tensor | None = None,
     agreement: Agreement | None = None,
 ) -> torch.Tensor:
-    """The most likely token of each row, int64 [N], the smallest of equal ones; written to `tokens` where given.
+    """The most likely token of each row, int64 [N], the smallest of equal ones; written to `tokens` if given.
 
     Args:
-        logits: this rank's scores are written there where given, float32 [N, own].
+        logits: this rank's scores are written there if given, float32 [N, own].
         agreement: compared with the other ranks' by the same exchange.
     """
     if not head.is_sharded:

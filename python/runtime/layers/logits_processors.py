@@ -25,7 +25,7 @@ class LogitsContext:
         rows: int64 [B].
         positions: int64 [B, W]. Sequence position of the token chosen from each window position.
         path: int64 [B, W, A]. Drafts before each window position, -1 for none; they count as output. None: nothing is drafted.
-        mask: what grammars allow at the W positions; None where no request is constrained.
+        mask: what grammars allow at the W positions; None if no request is constrained.
     """
 
     tables: SamplingTables

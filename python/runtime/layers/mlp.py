@@ -18,7 +18,7 @@ class Mlp(Protocol):
     """What a block needs of its MLP, dense or sparse.
 
     Attributes:
-        kernel_launches: of an eager pass, about, the norm before it included.
+        kernel_launches: approximate number per eager pass, the norm before it included.
     """
 
     kernel_launches: int

@@ -164,12 +164,12 @@ class TorchOps:
         return torch.cat(outs, dim=1).transpose(0, 1)
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`head(x)` in float32, [N, vocab], written to `out` where given."""
+        """`head(x)` in float32, [N, vocab], written to `out` if given."""
         scores = head(x).float()
         return scores if out is None else out.copy_(scores)
 
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The argmax of each row of `logits(x, head)`, int64 [N]; both written where given."""
+        """The argmax of each row of `logits(x, head)`, int64 [N]; both written if given."""
         return argmax(self.logits(x, head, logits), tokens)
 
     def autotune(

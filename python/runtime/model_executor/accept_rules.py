@@ -101,7 +101,7 @@ def verify_chain_sampled(
             greedy rows.
         accept_uniforms: float [B, K], in [0, 1).
         final_uniforms: float [B] for the last token, or [B, D] with one for each position that it may stand at.
-        draft: the distributions the drafts were drawn from; None where they were chosen without chance, so that q is
+        draft: the distributions the drafts were drawn from; None if they were chosen without chance, so that q is
             one-hot.
         thresholds: see `AcceptThresholds`.
         draw: how the last token is drawn.
@@ -271,7 +271,7 @@ def _drafted_probs(draft: DraftProbs, tokens_BK: torch.Tensor) -> torch.Tensor:
 
 
 def _residual(target_probs: torch.Tensor, tokens_BK: torch.Tensor, last_B: torch.Tensor, draft: DraftProbs | None) -> torch.Tensor:
-    """Weights [B, V] of the last token: (p - q)+ where a draft was rejected; p where none was, or nothing is left."""
+    """Weights [B, V] of the last token: (p - q)+ where a draft was rejected; p if none was, or nothing is left."""
     rejected = last_B < tokens_BK.shape[1]
     p = _row(target_probs, last_B)
     index = last_B.clamp(max=tokens_BK.shape[1] - 1)

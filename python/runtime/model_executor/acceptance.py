@@ -67,7 +67,7 @@ class AcceptanceCounters:
         return 1.0 + float(self.accepted.sum()) / self.iterations if self.iterations else 1.0
 
     def rates(self) -> list[float]:
-        """Accepted of reached, by position; 0 where none was reached."""
+        """Accepted of reached, by position; 0 if none was reached."""
         return (self.accepted / np.maximum(self.reached, 1)).tolist()
 
     def stats(self) -> AcceptanceCounts:

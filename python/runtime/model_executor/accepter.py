@@ -39,7 +39,7 @@ class AcceptPolicy:
     Attributes:
         thresholds: lossless unless the user asked otherwise.
         synthetic: float32 [K], acceptance of a chain forced by position, or None.
-        to_target, to_draft: maps between the draft's vocabulary and the target's; None where they are the same.
+        to_target, to_draft: maps between the draft's vocabulary and the target's; None if they are the same.
     """
 
     thresholds: AcceptThresholds = LOSSLESS
@@ -200,7 +200,7 @@ class Accepter:
         return self._target.runner.config.vocab_size
 
     def _forced(self, draft: DraftWindow) -> torch.Tensor | None:
-        """Synthetic acceptance of each draft, float32 [K]; None where there is none to force."""
+        """Synthetic acceptance of each draft, float32 [K]; None if there is none to force."""
         synthetic = self._policy.synthetic
         return None if synthetic is None or draft.width == 1 else synthetic[: draft.width - 1]
 

@@ -33,7 +33,7 @@ class WorkerContext:
         timings: of GEMM kernels.
         group: the ranks that share the model.
         attention_group: those of them that share attention and all else but the experts: `group` unless there are several such groups.
-        exchange: between attention groups; None where there is one.
+        exchange: between attention groups; None if there is one.
         info: filled stage by stage.
     """
 

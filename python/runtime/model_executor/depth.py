@@ -101,7 +101,7 @@ def split_by_depth(
 
 
 def captured_up_to(most: int, sizes: Sequence[int], padding: bool) -> list[int]:
-    """The sizes that batches of up to `most` requests run at: one more than `most` where that is padded to it."""
+    """The sizes that batches of up to `most` requests run at: one more than `most` if that is padded to it."""
     fitting = [size for size in sorted(sizes) if size <= most]
     larger = [size for size in sorted(sizes) if size > most]
     return fitting if not padding or most in fitting else fitting + larger[:1]
@@ -150,7 +150,7 @@ class DepthControl:
 
     Attributes:
         limits: by depth, the largest batch that it serves.
-        controller: None where the batch size decides.
+        controller: None if the batch size decides.
         rows: acceptance by request row, for the controller.
     """
 
@@ -205,7 +205,7 @@ class DepthControl:
         return no_ints()
 
     def choose_for(self, batch: ScheduleBatch) -> int:
-        """The depth of the decode rows of a step; 0 where there are none. Called once for each step, in order."""
+        """The depth of the decode rows of a step; 0 if there are none. Called once for each step, in order."""
         if batch.sections:  # the largest attention group decides for all
             most = max(section.num_decodes for section in batch.sections)
             return self.choose(most) if most else 0

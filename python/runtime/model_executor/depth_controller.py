@@ -119,7 +119,7 @@ class DecodeRows:
         greedy: bool [n].
         kv_tokens: upper bound of their KV lengths together.
         rows: int32 [n], their request rows, where windows may differ in width; empty elsewhere.
-        left: int [n], the most tokens that each may still write; empty where that is not known.
+        left: int [n], the most tokens that each may still write; empty if that is not known.
     """
 
     caps: npt.NDArray[np.integer]
@@ -137,7 +137,7 @@ class Observed:
         size: requests, padding included.
         accept_lens: int [n].
         caps, greedy, kv_tokens: as in `DecodeRows`.
-        seconds: time since the results of the iteration before; None where it is not known or not that of usual
+        seconds: time since the results of the iteration before; None if it is not known or not that of usual
             iterations. The draft follows an iteration after its results are read, so that this is an iteration's own time
             only after one of the same depth. After one of depth 0 it includes the window in which the draft catches up.
         width: mean tokens of its windows where they differ, else 0.
@@ -227,7 +227,7 @@ class DepthController:
     ) -> None:
         """
         Args:
-            acceptance: of the first positions, where it was measured before.
+            acceptance: of the first positions, if it was measured before.
             rows: acceptance by request row, where windows may differ in width.
         """
         self.cost, self.rows = cost, rows or RowAcceptance(0)

@@ -53,7 +53,7 @@ class ExpertCounter:
 
     @property
     def spread(self) -> float | None:
-        """How independently tokens choose, from the last counted passes: 1 where each is routed at random, 0 where all choose alike.
+        """How independently tokens choose, from the last counted passes: 1 if each is routed at random, 0 if all choose alike.
 
         None before the first pass of several tokens.
         """

@@ -36,7 +36,7 @@ Paths = Sequence[Sequence[Path]]
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """Committed tokens on their way to the host: int64 [B, D], and the accept lengths where there are any."""
+    """Committed tokens on their way to the host: int64 [B, D], and the accept lengths if there are any."""
 
     constraints: Constraints
     tokens: HostCopy
@@ -112,7 +112,7 @@ class GrammarStep:
         self._window, self._is_tree = self._thread.submit(self._compute, copies), draft.parents is not None
 
     def window_mask(self) -> TokenMask | None:
-        """The mask of the window that `verify` was given: W = D. None where nothing is restricted."""
+        """The mask of the window that `verify` was given: W = D. None if nothing is restricted."""
         assert self._window is not None, "verify comes first"
         paths = self._window.result()
         return self._tree_mask(paths) if self._is_tree else self._chain_mask(paths)
@@ -214,7 +214,7 @@ class GrammarRows:
                 self._constraints[init.row] = constraint
 
     def step(self, rows: Int32, size: int, width: int = 1, wanted: Bool | None = None) -> GrammarStep | None:
-        """The constrained requests among int32 [B] rows of a batch of `size`; None where there are none.
+        """The constrained requests among int32 [B] rows of a batch of `size`; None if there are none.
 
         Waits for the tokens that were committed to constrained requests before, unless the first mask is that of the target's
         pass: then there are no drafts, and `GrammarStep.verify` has them waited for in the thread.

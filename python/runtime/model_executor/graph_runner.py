@@ -41,7 +41,7 @@ Forward = Callable[[ForwardBatch, Outputs, str], None]
 class RunMode(Enum):
     """How a runner runs. The eager modes are references that graphs are compared with.
 
-    REPLAY replays the graph of a padded size, or runs eagerly at its own size where there is none. EAGER_PADDED runs
+    REPLAY replays the graph of a padded size, or runs eagerly at its own size if there is none. EAGER_PADDED runs
     eagerly over the inputs that a graph would read. EAGER runs eagerly without padding. RECORDED runs as part of a larger
     graph while that is captured, and is not counted.
     """
@@ -63,7 +63,7 @@ class RunnerSpec:
             size counts tokens.
         outputs: results, in the runner's arena.
         inputs: inputs in addition to those of every batch; the owner fills them before each run.
-        num_steps: passes per run, each with its own attention metadata; 0 where nothing attends.
+        num_steps: passes per run, each with its own attention metadata; 0 if nothing attends.
         tree_tail: keys that the tree mask covers; 0 for causal passes.
         variants: names of the function's variants, each captured for every size.
         launches: approximate number of kernels per run; each takes device memory in every graph.
@@ -182,7 +182,7 @@ class GraphRunner:
         return next(fitting, live)
 
     def batch(self, size: int, tokens: int = 0) -> ForwardBatch:
-        """The persistent inputs of a pass of `size`, padding included; of a ragged pass with `tokens` tokens, where given."""
+        """The persistent inputs of a pass of `size`, padding included; of a ragged pass with `tokens` tokens, if given."""
         requests, usual = self.spec.shape(size)
         return self._inputs.view(self.spec.mode, requests, tokens or usual, self.spec.tree_tail, self.spec.most_queries(size))
 

@@ -69,7 +69,7 @@ class IterationStages:
 
 
 def hot_depths(depths: Iterable[int], config: RuntimeConfig) -> list[int]:
-    """Those depths of the table that have graphs of all batch sizes: 0, the usual one, and a fixed one. None where iteration graphs are
+    """Those depths of the table that have graphs of all batch sizes: 0, the usual one, and a fixed one. None if iteration graphs are
     not wanted, or where ranks exchange between the passes.
     """
     if not config.graphs.iteration_graph or config.parallel.tp_size > 1:
@@ -83,7 +83,7 @@ class IterationGraphs:
     """Owner of one graph runner per depth.
 
     Attributes:
-        runners: by depth; empty where iterations always run as three graphs.
+        runners: by depth; empty if iterations always run as three graphs.
     """
 
     def __init__(self, stages: IterationStages, depths: Sequence[int], options: GraphOptions) -> None:

@@ -116,7 +116,7 @@ class ShortPrompts:
 
     Attributes:
         runner: the graphs over one prompt. Padding follows the chunk: it writes slot 0, and no token of the chunk sees it.
-        shared: the graphs over several prompts; None where attention cannot capture ragged passes.
+        shared: the graphs over several prompts; None if attention cannot capture ragged passes.
     """
 
     def __init__(self, runner: GraphRunner, page_table: PageTable, cost: PromptCost, shared: GraphRunner | None = None) -> None:

@@ -84,7 +84,7 @@ class TargetModel:
 
     Attributes:
         aux_layers: layers whose states passes return in addition to the last hidden states.
-        short_prompts: graphs for short prompts, set once before memory is planned; None where all prompts run eagerly.
+        short_prompts: graphs for short prompts, set once before memory is planned; None if all prompts run eagerly.
         agreement: the check that all ranks commit the same tokens.
         reads_results: whether this rank copies results to the host.
     """

@@ -162,7 +162,7 @@ class Worker:
         """
         Args:
             group: the ranks that share the model.
-            exchange: between attention groups; None where there is one.
+            exchange: between attention groups; None if there is one.
             followers: the other ranks of the model, on rank 0 of several.
         """
         self.parts, self._limits, self._info, self._followers = parts, limits, info, followers
@@ -203,7 +203,7 @@ class Worker:
 
     @property
     def answering_group(self) -> int | None:
-        """The attention group whose results this rank sends to rank 0; None where it sends none."""
+        """The attention group whose results this rank sends to rank 0; None if it sends none."""
         leads = self._exchange is not None and self._group.rank > 0 and self.parts.target.runner.model.context.group.rank == 0
         return self._exchange.group.rank if self._exchange is not None and leads else None
 

@@ -14,7 +14,7 @@ class DraftVocabulary(Protocol):
 
     Attributes:
         vocab_size: Vd, the ids of its logits.
-        to_target, to_draft: int64 [Vd] and [V], maps between the vocabularies; None where they are the same.
+        to_target, to_draft: int64 [Vd] and [V], maps between the vocabularies; None if they are the same.
     """
 
     vocab_size: int
@@ -46,7 +46,7 @@ class DraftMask:
         return masked
 
     def tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Copy of drafts, the target's ids int64 [B * W], in which forced tokens stand where there is one."""
+        """A copy of the drafts, the target's ids int64 [B * W], with forced tokens substituted."""
         if self._forced is None:
             return tokens
         tokens = tokens.clone()
@@ -55,7 +55,7 @@ class DraftMask:
         return tokens
 
     def branches(self, tokens: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of the `topk` most likely drafts int64 [B * W, topk] and their log-probabilities: a forced token is the only branch."""
+        """The same for the `topk` most likely drafts int64 [B * W, topk] and their log-probabilities: a forced token is the only branch."""
         if self._forced is None:
             return tokens, scores
         W = self._allowed.shape[1]

@@ -32,7 +32,7 @@ States = Callable[[ForwardBatch], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DraftRunners:
-    """The draft's graph runners at one depth. `decode` is None where the first guess is all there is to draft."""
+    """The draft's graph runners at one depth. `decode` is None if the first guess is all there is to draft."""
 
     decode: GraphRunner | None
     extend: GraphRunner
@@ -44,7 +44,7 @@ class ModelDrafter(Drafter):
     Attributes:
         runner: weights, KV pool and attention backend of the draft.
         graphs: by depth, from 1 on.
-        catch_up: follows steps without drafts; None where all have some.
+        catch_up: follows steps without drafts; None if all have some.
     """
 
     def __init__(self, spec: DrafterSpec, runner: ModelRunner, config: SpeculativeConfig, plans: int = 1) -> None:
@@ -108,7 +108,7 @@ class ModelDrafter(Drafter):
         return [ModelPasses(self.runner, graphs, self._width, self._plans)]
 
     def runners(self, depth: int) -> list[GraphRunner]:
-        """The one that drafts, where there is one, and draft-extend's."""
+        """The one that drafts, if there is one, and draft-extend's."""
         if depth == 0:
             return [] if self.catch_up is None else [self.catch_up.runner]
         found = self.graphs[depth]
@@ -158,5 +158,5 @@ class ModelDrafter(Drafter):
 
 
 def restricting(iteration: Iteration) -> GrammarStep | None:
-    """The grammars that the drafts must follow; None where none restricts the next token."""
+    """The grammars that the drafts must follow; None if none restricts the next token."""
     return iteration.grammar if iteration.grammar is not None and iteration.grammar.restricts else None

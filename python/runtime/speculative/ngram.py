@@ -47,7 +47,7 @@ class NgramHistory:
                 self._follows[n].update((_hash(self._tokens[p - n : p]), p) for p in range(start, len(self._tokens)))
 
     def propose(self, count: int) -> list[int]:
-        """`count` guesses after the longest known ending, the latest occurrence of it; empty where nothing matches.
+        """`count` guesses after the longest known ending, the latest occurrence of it; empty if nothing matches.
 
         A continuation that runs into the end of the text goes on with itself, which continues a repetition.
         """
@@ -73,7 +73,7 @@ class NgramHistory:
 
 
 def propose_batch(histories: Sequence[NgramHistory], count: int) -> Int32:
-    """Guesses int32 [B, count] of each request; token 0 where nothing matches."""
+    """Guesses int32 [B, count] of each request; token 0 if nothing matches."""
     guesses = np.zeros((len(histories), count), dtype=np.int32)
     for row, history in enumerate(histories):
         proposal = history.propose(count)

@@ -125,7 +125,7 @@ class AttentionBackend(Protocol):
         ...
 
     def forward_rows(self, qkv: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor | None:
-        """`rope_and_cache` and `forward` in one kernel, where there is one for the planned pass and `layer.heads`; may be captured.
+        """`rope_and_cache` and `forward` in one kernel, if there is one for the planned pass and `layer.heads`; may be captured.
 
         Args:
             qkv: [T, (H + 2 G) * head_dim], contiguous.

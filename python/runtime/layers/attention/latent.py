@@ -30,11 +30,11 @@ class LatentAttention(AttentionLayer):
     Attributes:
         spec: what the backend reads; its KV is of kind "mla".
         heads: widths, norms and rotary table.
-        down_proj: `in_proj`: hidden -> the queries' latent (all heads where there is none), the latent and the shared key.
-        q_proj: the queries' latent -> all heads; None where `down_proj` makes them.
+        down_proj: `in_proj`: hidden -> the queries' latent (all heads if there is none), the latent and the shared key.
+        q_proj: the queries' latent -> all heads; None if `down_proj` makes them.
         kv_b_proj: the latent -> keys without rotation and values of all heads.
         o_proj: all heads' values -> hidden.
-        kernel_launches: of an eager pass, about: norm, projections, norms and KV write, absorption, attention, output.
+        kernel_launches: approximate number per eager pass: norm, projections, norms and KV write, absorption, attention, output.
     """
 
     kernel_launches = 10

@@ -73,7 +73,7 @@ class LatentPasses:
     """
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable, other: CausalKernel | None, name: str) -> None:
-        """`other`: the kernel to compare with, called `name` in flags; None where there is none for fixed-width passes."""
+        """`other`: the kernel to compare with, called `name` in flags; None if there is none for fixed-width passes."""
         self._shape, self._pool, self._table, self._other, self._name = shape, kv_pool, page_table, other, name
         self._dtype, self._device = kv_pool.k[0].dtype, kv_pool.k[0].device
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count

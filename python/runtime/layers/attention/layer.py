@@ -23,7 +23,7 @@ class AttentionLayer(Protocol):
         spec: what the backend reads.
         in_proj, o_proj: the first and the output projection.
         ops: operations of the model.
-        kernel_launches: of an eager pass, about.
+        kernel_launches: approximate number per eager pass.
     """
 
     spec: AttentionSpec
@@ -73,7 +73,7 @@ class Attention(AttentionLayer):
         spec: what the backend reads: KV, scale, window, sinks, heads.
         heads: how a qkv row becomes heads, as in `spec`.
         qkv_proj: `in_proj`: the rows [T, (H + 2 G) * head_dim].
-        kernel_launches: of an eager pass, about: norm, qkv, rotary and KV write, attention, output.
+        kernel_launches: approximate number per eager pass: norm, qkv, rotary and KV write, attention, output.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Attention(AttentionLayer):
         yield Gemm("linear" if next_norm is None else "linear_add", self.o_proj, next_norm, after_attention=True)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
-        """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`. The backend does both where it can."""
+        """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`. The backend does both if it can."""
         if self._row_norms is not None:
             qkv = self.ops.norm_rows(qkv, self._row_norms)
         attended = context.backend.forward_rows(qkv, self.spec, context.batch)

@@ -24,7 +24,7 @@ LATENT_BACKENDS = {
 }
 """Backends with a separate class for models with latent attention."""
 WIDE_BACKENDS = {"fa3": "runtime.layers.attention.wide:WideAttention"}
-"""What runs in place of a backend for layers with heads wider than `WIDEST`, where it has no kernels for them."""
+"""Replacements for a backend in layers with heads wider than `WIDEST`, if it has no kernels for them."""
 WIDEST = 256
 APART = frozenset({"fa3"})
 """Backends that need one instance for each kind of heads."""

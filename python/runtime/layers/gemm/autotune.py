@@ -98,7 +98,7 @@ class Timed:
 
 
 def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int], prompts: Collection[int] = ()) -> list[GemmGroup]:
-    """The GEMMs of a model by kind, in the order in which the kinds first occur, at each m bucket where there is a choice.
+    """The GEMMs of a model by kind, in the order in which the kinds first occur, at each m bucket if there is a choice.
 
     Args:
         prompts: those of `buckets` that prompt passes alone have: few of their rows have logits.

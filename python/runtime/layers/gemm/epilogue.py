@@ -53,7 +53,7 @@ class Epilogue:
         """Assert that the parts fit together and fit the GEMM.
 
         Args:
-            out: what is written; None where only the argmax of each tile is.
+            out: what is written; None if only the argmax of each tile is.
             rows: of x.
             weight_rows: of the weight.
             parts: columns of `deferred.squares`, or tiles of `argmax`, as the GEMM is tiled.

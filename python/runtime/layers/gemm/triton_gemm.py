@@ -49,7 +49,7 @@ def triton_gemm(
     Args:
         x: [M, K] contiguous, M <= 128, K a multiple of 16, bfloat16 or float16.
         weight: [N, K] contiguous, the dtype of x, or e4m3, which is widened in registers.
-        out: [M, `epilogue.columns(N)`] contiguous, any float dtype; None where only the argmax is wanted.
+        out: [M, `epilogue.columns(N)`] contiguous, any float dtype; None if only the argmax is wanted.
         config: the tiling; `swap` and no `tma` for e4m3.
         epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row, an argmax as
             many tiles.

@@ -18,7 +18,7 @@ from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.cuda_program import program
 
 PARTS = Path(__file__).with_name("wgmma_parts.cu")
-"""What GEMMs by WGMMA share."""
+"""The part common to all WGMMA GEMMs."""
 BLOCK_ROWS = 128
 """Rows of x of a block; 64 if there are no more."""
 COLUMNS = 64
@@ -123,7 +123,7 @@ def wgmma_gemm(
         x: [M, K] contiguous, the weight's dtype.
         weight: [N, K], one that the kernel `supports`.
         out: [M, `epilogue.columns(N)`] contiguous, at a multiple of 16 bytes, the weight's dtype with `silu` or `gelu`, float32 with `add`,
-            else either; None where only the argmax is wanted.
+            else either; None if only the argmax is wanted.
         config: the tiling.
         epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row, an argmax as
             many tiles.

@@ -94,7 +94,7 @@ def supports(weight: torch.Tensor, scale: torch.Tensor, gated: bool = False) -> 
 
 
 def widening_configs(rows: int, weight_rows: int, columns: int, num_sms: int) -> tuple[WideningConfig, ...]:
-    """The tilings worth timing for `rows` rows of x, by an estimate of their time; none where there are too few rows or too many."""
+    """The tilings worth timing for `rows` rows of x, by an estimate of their time; none if there are too few rows or too many."""
     if not FEWEST_ROWS <= rows <= MOST_ROWS:
         return ()
     stages = -(-columns // DEPTH)

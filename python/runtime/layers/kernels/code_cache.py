@@ -30,7 +30,7 @@ class CodeCache:
 
         Args:
             inputs: all that the code depends on: source, options, compiler.
-            compile_code: called where there is none yet.
+            compile_code: called if there is none yet.
         """
         file = self._folder / f"{_name(inputs)}.cubin"
         owned = self._is_own()
@@ -56,7 +56,7 @@ class CodeCache:
         return True
 
     def _read(self, file: Path) -> bytes | None:
-        """The code of a file; None where it is missing or damaged."""
+        """The code of a file; None if it is missing or damaged."""
         try:
             content = file.read_bytes()
         except FileNotFoundError:

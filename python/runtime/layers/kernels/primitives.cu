@@ -158,7 +158,7 @@ __device__ __forceinline__ float exp2_of(float x) {
     return y;
 }
 
-// The largest score so far, or 0 where there is none.
+// The largest score so far, or 0 if there is none.
 #define NO_SCORE __int_as_float(0xFF800000)  // minus infinity, which NVRTC has no constant for
 __device__ __forceinline__ float finite_top(float top) { return top == NO_SCORE ? 0.0f : top; }
 

@@ -1,4 +1,4 @@
-"""An MLP that is dense and sparse at once: both read the stream through norms of their own, and both outputs are normed and added."""
+"""An MLP that is both dense and sparse: each part reads the stream through its own norm, and both outputs are normed and added."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DenseBesideSparse:
         dense_out, sparse_in, sparse_out: norms after the dense MLP, before the experts and after them.
         router_norm: before the router, whose input is also multiplied by hidden ** -0.5.
         expert_scale: [E]: factors of the experts' weights.
-        kernel_launches: of an eager pass, about.
+        kernel_launches: approximate number per eager pass.
     """
 
     dense: GatedMlp

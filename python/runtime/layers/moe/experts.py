@@ -15,7 +15,7 @@ from runtime.layers.quantization.scheme import QuantScheme, Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The stacked weights of `count` experts. Outputs are partial sums where the group has more than one rank.
+    """The stacked weights of `count` experts. Outputs are partial sums if the group has more than one rank.
 
     All of them are routed experts, or the last is the shared one (`RoutingRule.shared`).
 
@@ -23,12 +23,12 @@ class Experts:
         gate_up: [count, 2 * I, hidden]: the gate's I rows, then the up projection's, however the checkpoint orders them.
         down: [count, hidden, I].
         gate_up_bias: [count, 2 * I], or None.
-        down_bias: [count, hidden], or None; on one rank alone where several share an expert.
-        count: experts that this rank holds.
-        first: id of the first of them.
+        down_bias: [count, hidden], or None; on one rank alone if several share an expert.
+        count: experts on this rank.
+        first: id of the first one.
         total: experts of all ranks.
         size: (hidden, I) of the weights on this rank.
-        exchange: brings the tokens of other attention groups; None where all ranks have the same tokens.
+        exchange: brings the tokens of other attention groups; None if all ranks have the same tokens.
     """
 
     gate_up: Storage

@@ -17,9 +17,9 @@ from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, Stream
 
 FUSED_TOKENS = 8
-"""Tokens up to which a shared expert in the stack runs with the others: a tile of the kernels for few tokens.
+"""Maximum tokens for which a stacked shared expert runs with the others: a tile of the kernels for few tokens.
 
-Of more tokens it would have several tiles where most experts have one, and the blocks that compute it would end last.
+With more tokens it would have several tiles where most experts have one, and the blocks that compute it would finish last.
 """
 
 
@@ -29,7 +29,7 @@ class SharedExpert:
 
     Attributes:
         gate_up_proj, down_proj: its weights, or this rank's part of them.
-        gate: [1, hidden]: the output is multiplied by the sigmoid of this projection. None where it is added as it is.
+        gate: [1, hidden]: the output is multiplied by the sigmoid of this projection. None if it is added as it is.
     """
 
     gate_up_proj: Linear
@@ -48,7 +48,7 @@ class SparseMlp:
     Attributes:
         router: chooses the experts.
         experts: the routed experts, perhaps with the shared one as their last, or this rank's part of them.
-        shared: the expert of all tokens; None where there is none. Where `router.rule.shared`, its weights are views of the last of
+        shared: the expert of all tokens; None if there is none. Where `router.rule.shared`, its weights are views of the last of
             `experts`, and passes of at most `FUSED_TOKENS` tokens do not use them.
     """
 
@@ -60,7 +60,7 @@ class SparseMlp:
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied by: those of its experts, the shared one and the router."""
+        """Number of weights that multiply one token: those of its experts, the shared one and the router."""
         shared = 0 if self.shared is None else self.shared.num_parameters
         return self._routed.active_parameters(self.router.rule.top_k) + shared + self.router.weight.numel()
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 KEPT_ROWS = 256
-"""Tokens of a pass whose masks a router keeps."""
+"""Maximum tokens of a pass for which a router keeps the masks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class RoutingRule:
 
     @property
     def chosen(self) -> int:
-        """Experts of a token: the routed ones, and the shared one where it is in their stack."""
+        """Experts of a token: the routed ones, and the shared one if it is stacked with them."""
         return self.top_k + self.shared
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The weights of a router, which every rank holds whole.
+    """The weights of a router, replicated on every rank.
 
     Attributes:
         weight: [E, hidden] in the model's dtype.
@@ -62,7 +62,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which experts T tokens run through: k routed ones, then the shared one where it is in their stack.
+    """The experts of T tokens: k routed ones, then the shared one if it is stacked with them.
 
     Attributes:
         ids: int32 [T, k] or [T, k + 1], the best first; ids of the whole layer, on every rank. The shared expert's is the last of all, E.

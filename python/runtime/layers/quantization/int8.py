@@ -19,7 +19,7 @@ DIRECT_HEAD_ROWS = 64
 """The same for matrices of at least `HEAD_SIZE` weights: dequantised, they do not stay in the caches."""
 HEAD_SIZE = 2**23
 QUANTIZED_AT_ONCE = 2**18
-"""Weights whose float32 values are quantised together: a whole matrix would not stay in the caches (measured 5 times slower)."""
+"""Weights quantised at a time: the float32 values of a whole matrix would not stay in the caches (measured 5 times slower)."""
 K_MULTIPLE = 32
 N_MULTIPLE = 4
 
@@ -90,7 +90,7 @@ def blocked_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def block_rows() -> int:
-    """Rows of the GEMMs that a prompt is cut into: more where AMX makes padded rows nearly free."""
+    """Rows of the GEMMs that a prompt is split into: more if AMX makes padded rows nearly free."""
     cpu = Path("/proc/cpuinfo")
     return 128 if cpu.is_file() and "amx_bf16" in cpu.read_text() else 32
 

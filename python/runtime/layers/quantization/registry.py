@@ -18,7 +18,7 @@ CPU_ONLY = frozenset({"int8"})
 
 
 def quant_scheme(flag: str | None, quant: QuantConfig | None, device: torch.device) -> QuantScheme:
-    """The scheme that `--quantization` names, or else the one that `quant` describes; no quantisation where neither does.
+    """The scheme named by `--quantization`, otherwise the one that `quant` describes, otherwise none.
 
     Raises:
         ConfigError: the name is unknown, or the scheme does not run on this device.

@@ -73,7 +73,7 @@ class LatentShape:
 
     @property
     def partial_rows(self) -> int:
-        """Rows of all partial results of a pass; 0 where one program takes all keys."""
+        """Rows of all partial results of a pass; 0 if one program takes all keys."""
         return self.batch * self.splits * self.rows if self.splits > 1 else 0
 
 

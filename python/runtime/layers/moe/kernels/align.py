@@ -34,8 +34,8 @@ class Aligned:
         experts: int32 [tiles]: the expert of each tile; undefined from tile `used` on.
         places: int32 [tiles, 2]: how many tiles of its expert lie before a tile, and its expert's pairs from this tile on; undefined from
             tile `used` on.
-        used: int32 [1]: tiles that hold pairs.
-        rows: of a tile.
+        used: int32 [1]: tiles with pairs.
+        rows: rows per tile.
     """
 
     pairs: torch.Tensor

@@ -66,7 +66,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     const Targets copied = targets_in(shared_address(ring));
     const u32 tokens_copied = shared_address(ring) + STAGE_BYTES + lane / PIECES * TOKEN_BYTES + lane % PIECES * 16;
 
-    // A place in the stages of this warp: units still to come, the next stage of the first of them, and where that is in the ring.
+    // A position in the stages of this warp: remaining units, the next stage of the first of them, and its position in the ring.
     struct Place {
         u32 units;
         int stage, at;

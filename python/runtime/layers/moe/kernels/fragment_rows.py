@@ -30,11 +30,11 @@ SHARED_BYTES = 226 * 1024
 SCALE_COPY = 8
 """Bytes of MXFP4 scales that a lane copies at once; a tensor is a whole number of them."""
 MOST_TOP_K = 16
-"""Experts of a token, at most: the list of pairs lies in shared memory that sums take later."""
+"""Maximum experts per token: the list of pairs is in shared memory that sums reuse later."""
 SEGMENTS = 12
-"""Sets of tokens that a block goes through, at most: its cost is up to 5 / 4 of that of `SEGMENTS - 4` passes, and it may cut two more."""
+"""Maximum sets of tokens per block: its cost is up to 5 / 4 of that of `SEGMENTS - 4` passes, and it may split two more."""
 ROW_OFFSETS = {"dense": 64, "fp8": 16, "mxfp4": 64}
-"""Bytes by which the next token in shared memory lies further on the 128 bytes of its banks."""
+"""Offset of the next token in shared memory modulo the 128 bytes of the banks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def experts_by_fragments(
 ) -> torch.Tensor:
     """`experts_in_triton`, for what the kernels `supports`; `deferred.squares` has hidden / 16 columns.
 
-    Sums run in an order that the shapes and the routing of all tokens fix.
+    The order of sums depends only on the shapes and the routing of all tokens.
     """
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routing.ids.shape[1]
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
@@ -177,7 +177,7 @@ def _readable(w: ExpertWeights, T: int) -> bool:
 
 
 def _cut(w: ExpertWeights, T: int) -> _Cut | None:
-    """The best cut whose blocks fit on an SM; None if none does. MXFP4 for one token is faster in one block than in two."""
+    """The best configuration whose blocks fit on an SM; None if none does. MXFP4 for one token is faster in one block than in two."""
     for cut in _MANY if T > TILE_TOKENS else _ONE_TILE if w.format == "mxfp4" and T == 1 else _FEW:
         fixed = (512 * cut.tiles + 32 * cut.depth) * cut.warps + 4 * w.shape[0] + 2560
         if _shared_bytes(w, cut, T) + fixed <= SHARED_BYTES // cut.blocks:

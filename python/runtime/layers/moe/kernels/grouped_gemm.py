@@ -22,7 +22,7 @@ from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
 from runtime.layers.moe.router import Routing
 
 GROUPED_PARTS = Path(__file__).with_name("grouped_parts.cu")
-"""What grouped GEMMs share."""
+"""The part common to grouped GEMMs."""
 SHARED_BYTES = 227 << 10
 """All shared memory that a block may have: stages, then results on their way to memory, then barriers."""
 BARRIER_BYTES = 256
@@ -63,7 +63,7 @@ class _Variant:
 
     @property
     def stored(self) -> int:
-        """Columns of the output that are staged together."""
+        """Columns of the output per staging pass."""
         return next(columns for columns in (64, 32, 16) if self.outputs % columns == 0)
 
     @property

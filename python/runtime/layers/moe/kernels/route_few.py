@@ -1,4 +1,4 @@
-"""Routing for few tokens in CUDA C++: a cluster of blocks holds the router's weights before the tokens are ready (`route_few.cu`)."""
+"""Routing for few tokens in CUDA C++: a cluster of blocks prefetches the router's weights before the tokens are ready (`route_few.cu`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_BLOCKS = 8
 COLUMNS = 4 * fragments.COLUMNS["dense"]
 """Columns per chunk."""
 MOST_IN_REGISTERS = 8
-"""Chunks of 16 experts that a warp holds, eight registers of a lane each: with more than that, they are in shared memory."""
+"""Chunks of 16 experts per warp, eight registers per lane each: with more, they are in shared memory."""
 MOST_IN_RING = 12
 """96 KiB of a block."""
 CHUNK_BYTES = 16 * 2 * COLUMNS
@@ -38,7 +38,7 @@ SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a cluster shares a router: the constants of the same names in the CUDA source."""
+    """How a cluster splits a router: the constants of the same names in the CUDA source."""
 
     cluster: int
     parts: int
@@ -106,7 +106,7 @@ def route_few(
 ) -> Routing:
     """`route`, for what the kernel `supports`; fills and returns `routed`.
 
-    A row's result depends on its own row only, summed in an order that the router's shape fixes.
+    A row's result depends only on its own row, summed in an order fixed by the router's shape.
     """
     T, (E, K) = len(x), weight.shape
     scoring, biased, corrected = SCORINGS.index(rule.scoring), bias is not None, correction_bias is not None
@@ -134,7 +134,7 @@ def _kernels(variant: _Variant) -> tuple[int, tuple[cuda_driver.Kernel, ...]]:
 
 
 def _cut(experts: int, columns: int) -> _Cut:
-    """Few experts leave blocks that share their columns; with many, each block has several tiles of 16."""
+    """With few experts, several blocks split their columns; with many, each block has several tiles of 16."""
     tiles = -(-experts // 16)
     own = -(-tiles // MOST_BLOCKS)
     parts = max(1, MOST_BLOCKS >> (tiles - 1).bit_length())

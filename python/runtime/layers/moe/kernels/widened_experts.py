@@ -22,7 +22,7 @@ from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
 from runtime.layers.moe.router import Routing
 
 GROUP = 32
-"""Columns of a row of MXFP4 that share a scale."""
+"""Columns of an MXFP4 row with a common scale."""
 MATRIX = 64
 """Weight rows of a matrix that is loaded at once; a warpgroup multiplies by two."""
 DEPTH = 128
@@ -56,7 +56,7 @@ class _Tile:
 
     Attributes:
         fewer: tiles with at most this many pairs use smaller instructions.
-        groups: warpgroups that multiply, as many as have the registers: while one waits, others convert weights.
+        groups: warpgroups that multiply, limited by registers: while one waits, others convert weights.
     """
 
     fewer: int
@@ -94,12 +94,12 @@ class _Variant:
 
     @property
     def bfloat16(self) -> bool:
-        """Whether results are bfloat16: those of the second GEMM, and what e4m3 has between them, which any activation may give."""
+        """Whether results are bfloat16: those of the second GEMM, and e4m3's rows between the GEMMs, whose activation is not clamped."""
         return not self.gated or self.format == "fp8"
 
     @property
     def operands(self) -> Literal["bf16", "f16"]:
-        """What the tensor cores multiply: rows that were prepared are float16, and so is what MXFP4 has between the GEMMs."""
+        """The dtype that the tensor cores multiply: prepared rows are float16, and so are MXFP4's rows between the GEMMs."""
         return "f16" if self.gated or self.format == "mxfp4" else "bf16"
 
     @property
@@ -118,7 +118,7 @@ def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, act: 
 
 
 def _takes(gate_up: ExpertWeights, down: ExpertWeights, act: GatedAct, pairs: int) -> bool:
-    """Whether both GEMMs take these weights: hidden and inner size are multiples of 64, so that matrices have all their rows."""
+    """Whether both GEMMs support these weights: hidden and inner size are multiples of 64, so that matrices are full."""
     if gate_up.format != down.format or gate_up.format not in CODE_BITS:
         return False
     if gate_up.format == "mxfp4" and not (act.kind == CLAMPED_SWIGLU.value and act.limit <= MOST_GATED):
@@ -154,7 +154,7 @@ def widened_experts(
     """Like `experts_many_rows`, for what the kernels support.
 
     Args:
-        pairs: of a tile, one of `TILES` of the format: about as many as an expert has.
+        pairs: pairs per tile, one of `TILES` of the format: about as many as an expert has.
     """
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
     check_experts(x, gate_up, down, out)

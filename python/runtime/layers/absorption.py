@@ -1,4 +1,4 @@
-"""Absorbed latent attention's two GEMMs per head, by `torch.bmm`: the definition, and what passes of many tokens run."""
+"""Absorbed latent attention's two GEMMs per head, by `torch.bmm`: the reference, also used for many tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def token_tile(tokens: int) -> int:
 
 
 def absorb_by_bmm(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor) -> torch.Tensor:
-    """Queries over latent rows, whose rotated columns are still to be written.
+    """Queries over latent rows, without their rotated columns.
 
     Args:
         q: [T, H, query_dim].

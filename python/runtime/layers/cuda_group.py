@@ -1,4 +1,4 @@
-"""The ranks of a model on GPUs: NCCL for large arrays, kernels of our own for those of decode steps."""
+"""The ranks of a model on GPUs: NCCL for large arrays, our own kernels for the small ones of decode steps."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TOLERANCE = 1e-2
 
 
 class CudaGroup:
-    """`ParallelGroup` on GPUs, one per rank. What is decided at start-up goes through `control`, on the CPU.
+    """`ParallelGroup` on GPUs, one per rank. Decisions at start-up go through `control`, on the CPU.
 
     Attributes:
         fused: our own exchanges between GPUs of one host; None if they do not work.
-        exchange_micros: microseconds of a sum over the ranks by bytes, as "own / NCCL"; for the log and the server's info.
+        exchange_micros: microseconds of an all-reduce by bytes, as "own / NCCL"; for the log and the server's info.
     """
 
     exchange_seconds = 0.0
@@ -116,7 +116,7 @@ class CudaGroup:
         return fused
 
     def _is_right(self, fused: PushExchange, device: torch.device) -> bool:
-        """Whether sums, tokens and hashes are what NCCL and torch give."""
+        """Whether sums, tokens and hashes equal those of NCCL and torch."""
         right = True
         for rows in (1, 3, 128):
             x = torch.randn((rows, COLUMNS), generator=_seeded(device, self.rank), device=device).to(torch.bfloat16)

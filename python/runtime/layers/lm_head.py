@@ -1,4 +1,4 @@
-"""The LM head: scores of a vocabulary that the ranks of a group share, and the most likely token of all of them."""
+"""The LM head: scores of a vocabulary sharded over the ranks of a group, and the most likely token over all ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def greedy(
 def largest_of_ranks(values: torch.Tensor, ids: torch.Tensor, head: Linear, agreement: Agreement | None = None) -> torch.Tensor:
     """The id of the largest value of all ranks, int64 [N]; of equal values the one of the lowest rank, whose ids are smaller.
 
-    One sum over the ranks carries the pairs: each fills its own rows of zeros. Ids are exact in float32 up to 2^24.
+    One all-reduce carries the pairs: each rank fills its own rows of zeros. Ids are exact in float32 up to 2^24.
 
     Args:
         values, ids: float32 and int64 [N], this rank's most likely tokens.

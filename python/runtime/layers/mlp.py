@@ -52,7 +52,7 @@ class GatedMlp:
         return self.gate_up_proj.num_parameters + self.down_proj.num_parameters
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
-        """Gate and up, then down, which is not added to the stream where `next_norm` is None."""
+        """Gate and up, then down, which is not added to the stream if `next_norm` is None."""
         yield Gemm("gate_up", self.gate_up_proj, norm, self._activation)
         yield Gemm("linear", self.down_proj, None) if next_norm is None else Gemm("linear_add", self.down_proj, next_norm)
 

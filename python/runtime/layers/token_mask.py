@@ -31,7 +31,7 @@ class TokenMask:
 
     Attributes:
         bits: int32 [N, W, ceil(V / 32)]. Bit v % 32 of entry v // 32 says whether token v is allowed at a window position.
-        index: int64 [B]. The row of `bits` that belongs to each request; 0 for requests that are not constrained.
+        index: int64 [B]. The row of `bits` of each request; 0 for unconstrained requests.
         requests: int64 [N], positions in the batch of the constrained requests, rising.
         selected: the same on the host.
     """

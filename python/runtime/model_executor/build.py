@@ -51,7 +51,7 @@ from runtime.worker_info import GraphInfo, RankInfo, SpeculativeInfo
 log = logging.getLogger(__name__)
 MakeDrafter = Callable[[WorkerContext, DecoderModel], Drafter]
 MOST_GRAPH_SHARE = 0.05
-"""Share of the free memory that the graphs of all depths may take."""
+"""Fraction of the free memory that the graphs of all depths may take."""
 PAGE_LOOKAHEAD_STEPS = 4
 """Steps by which a row's pages exceed its length: one in flight, one submitted, and both of a finished request."""
 
@@ -122,7 +122,7 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
 
 
 def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
-    """Raise `ConfigError` where GPUs would hold parts of different sizes: they share the kernels that rank 0 chooses."""
+    """Raise `ConfigError` if GPUs would have shards of different sizes, because all ranks use the kernels that rank 0 chooses."""
     shapes = context.group.gather(
         ([gemm.key(0) for gemm in model.gemms()], [(mlp.experts.count, mlp.experts.size) for mlp in model.sparse_mlps])
     )
@@ -266,7 +266,7 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
 
 
 def prompt_rows(graph_sizes: Sequence[int], most: int) -> list[int]:
-    """Rows of the prompt passes that kernels are chosen for: the sizes of graphs, and those of longer passes, up to `most`, 64 apart."""
+    """Rows of prompt passes to autotune: the sizes of graphs, and those of longer passes up to `most`, 64 apart."""
     return [*graph_sizes, *range(most, max(graph_sizes, default=0), -64)]
 
 
@@ -274,7 +274,7 @@ def prompt_rows(graph_sizes: Sequence[int], most: int) -> list[int]:
 
 
 def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPasses], activations: int) -> MemoryPlan:
-    """Ask every graph runner what capturing will take, and give KV the rest. `activations`: bytes of their peak."""
+    """Ask every graph runner how much memory capturing takes, and give KV the rest. `activations`: their peak in bytes."""
     reservations = dict[str, int]()
     with torch.inference_mode():
         for model in models:
@@ -332,7 +332,7 @@ def model_passes(context: WorkerContext, parts: WorkerParts) -> list[ModelPasses
 
 
 def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[GraphRunner]:
-    """Let short prompts of the target run through graphs where its runner has sizes for them.
+    """Let short prompts of the target run through graphs if its runner has sizes for them.
 
     Returns:
         Their graph runners, or nothing.
@@ -358,7 +358,7 @@ def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[Graph
 def plan_kv(
     context: WorkerContext, activations: int, reservations: dict[str, int], bytes_per_slot: int, tokens_per_step: int, experts: int
 ) -> MemoryPlan:
-    """Give KV what is left."""
+    """Give KV the remaining memory."""
     cache, length = context.config.cache, context.config.model.context_length
     wanted = cache.max_total_tokens
     least = min(length, 1024) + 2 * tokens_per_step + cache.page_size
@@ -384,7 +384,7 @@ def plan_kv(
 
 
 def capture_graphs(context: WorkerContext, models: list[ModelPasses], plan: MemoryPlan) -> None:
-    """Capture all graphs; log their cost, and the memory plan against what was used."""
+    """Capture all graphs; log their cost, and planned against used memory."""
     with torch.inference_mode(), context.timed("capture_graphs"):
         runners = [runner for model in models for runner in _in_capture_order(model)]
         reports = capture_all(runners)

@@ -117,10 +117,10 @@ def thinned(sizes: Sequence[int], up_to: int | None = None) -> list[int]:
 
 
 def depths_to_drop(graph_bytes: Mapping[int, int], most_bytes: int) -> list[int]:
-    """Depths without which the others' graphs take at most `most_bytes`: the deepest first, never 0 nor the usual one.
+    """Depths to drop so that the other graphs take at most `most_bytes`: the deepest first, never 0 or the usual one.
 
     Args:
-        graph_bytes: by depth, what its graphs take.
+        graph_bytes: bytes of the graphs by depth.
     """
     dropped: list[int] = []
     for depth in sorted(set(graph_bytes) - {0, USUAL_STEPS}, reverse=True):
@@ -182,7 +182,7 @@ class DepthControl:
         return choose_depth(batch_size, self.limits) if self._forced is None else self._forced
 
     def plan(self, batch: ScheduleBatch) -> None:
-        """Set the depth of a step and, where its windows are to differ, their widths. Called once for each step, in order."""
+        """Set the depth of a step and, if its windows differ, their widths. Called once per step, in order."""
         self._widths = no_ints()
         batch.depth, batch.widths = self.choose_for(batch), self._widths
         if self._learns:

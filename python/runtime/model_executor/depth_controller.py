@@ -23,10 +23,10 @@ from runtime.worker_info import DepthClass, DepthInfo
 
 Floats = npt.NDArray[np.float64]
 HYSTERESIS = 0.012
-"""Another depth is taken if it promises more tokens per second than the current one by this share."""
+"""Another depth is used if it promises this fraction more tokens per second than the current one."""
 SCATTER, MOST_SCATTER = 0.006, 0.02
-"""Share, for each request, by which drafts must be worth more than none, and the largest: measured times have errors, and few requests
-gain by more than those. What `share_lost` expects comes on top."""
+"""Margin per request by which drafts must be better than no drafts, and its maximum: measured times have errors, but with few requests
+the gain exceeds them. The loss estimated by `share_lost` is added."""
 PROBE_SHARE = 0.004
 """Fraction of the time that probes of other depths may cost."""
 PROBE_DISTANCE, BLIND_DISTANCE, PARTING_DISTANCE = 8, 32, 64
@@ -118,7 +118,7 @@ class DecodeRows:
         caps: int [n], the most drafts that each request takes.
         greedy: bool [n].
         kv_tokens: upper bound of their KV lengths together.
-        rows: int32 [n], their request rows, where windows may differ in width; empty elsewhere.
+        rows: int32 [n], their request rows, if windows may differ in width; else empty.
         left: int [n], the most tokens that each may still write; empty if that is not known.
     """
 
@@ -140,7 +140,7 @@ class Observed:
         seconds: time since the results of the iteration before; None if it is not known or not that of usual
             iterations. The draft follows an iteration after its results are read, so that this is an iteration's own time
             only after one of the same depth. After one of depth 0 it includes the window in which the draft catches up.
-        width: mean tokens of its windows where they differ, else 0.
+        width: mean tokens of its windows if they differ, else 0.
         rows: as in `DecodeRows`.
     """
 
@@ -161,7 +161,7 @@ class Option:
 
     Attributes:
         widths: int32 [size], tokens of each window where they differ; None for full ones.
-        margin: share by which it must be worth more than other options.
+        margin: fraction by which it must be better than other options.
     """
 
     depth: int
@@ -189,7 +189,7 @@ def best_option(options: Sequence[Option], current: int | None) -> Option:
 
 
 class DepthChooser(Protocol):
-    """Chooses the depth of each iteration and sees what became of it."""
+    """Chooses the depth of each iteration and observes its result."""
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
         """The depth of the next iteration; `sizes`: its requests, padding included, at each depth that it can run at."""
@@ -208,7 +208,7 @@ class DepthChooser(Protocol):
         ...
 
     def info(self) -> DepthInfo | None:
-        """What it goes by, as it is reported."""
+        """The values behind the choice, for reports."""
         ...
 
 
@@ -277,9 +277,9 @@ class DepthController:
         return best
 
     def _lost_at_ends(self, rows: DecodeRows, sizes: Mapping[int, int], tokens: Sequence[float]) -> float:
-        """The share by which drafts must be worth more than none because requests end further apart. The last request runs alone.
+        """The margin of drafts over no drafts, because requests finish at different times. The last request runs alone.
 
-        Deep windows are seldom in doubt, so that what the shallowest loses counts for all.
+        Deep windows are rarely in doubt, so the loss of the shallowest one counts for all.
         """
         shallowest = min((depth for depth in sizes if depth), default=0)
         if not shallowest or len(rows.left) < 2:
@@ -369,8 +369,8 @@ class DepthController:
         return total.tolist()
 
     def _save(self, seconds: float, live: int) -> None:
-        """Put a share of the time of an iteration aside for probes, and what they gained. Where requests end together they gain nothing:
-        the last one ends no earlier.
+        """Save a fraction of an iteration's time for probes, and what they gained. If requests finish together they gain nothing:
+        the last one finishes no earlier.
         """
         returned, most = self._returned, max(MOST_SAVED * min(FEW / live, 1.0), LEAST_SAVED)
         share = PROBE_SHARE if self._steps > 1 else most / 2
@@ -378,9 +378,9 @@ class DepthController:
         self._returned_before = returned
 
     def _probe(self, options: Sequence[Option], best: Option) -> int:
-        """The depth to run: that of `best`, or now and then one that did not run lately, if what it may lose was put aside.
+        """The depth to run: that of `best`, or occasionally one that did not run recently, if enough time was saved for its possible loss.
 
-        At depth 0 no draft is seen, so that the shallowest one is always worth a probe. From another depth, only the second
+        At depth 0 no acceptance is observed, so the shallowest depth is always worth a probe. From another depth, only the second
         iteration of a probe shows its time.
         """
         repeated, self._repeated = self._repeated, -1

@@ -16,7 +16,7 @@ BLOCK, FIRST = 4, 1
 ENOUGH_WINDOWS = 64
 """From this many windows on, acceptance is known well enough to drop slow depths."""
 HOPELESS = 0.8
-"""Depths with less than this share of the best depth's tokens per second do not run in later rounds."""
+"""Depths with less than this fraction of the best depth's tokens per second are dropped in later rounds."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The drafter: proposes tokens for the target to verify, and follows what is committed. Adding one takes one class."""
+"""The drafter: proposes tokens for the target to verify, and processes the committed tokens. A new drafter is one class."""
 
 from __future__ import annotations
 

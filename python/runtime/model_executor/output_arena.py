@@ -1,4 +1,4 @@
-"""Memory that graph runners share for their outputs.
+"""The memory shared by graph runners for their outputs.
 
 Outputs of one arena are never alive at the same time. Each `ModelRunner` has one, sized for its largest graph runner:
 
@@ -26,11 +26,11 @@ ALIGNMENT = 512
 
 
 class OutputArena:
-    """Owner of the storage. It grows until the first graph holds its address.
+    """Owner of the storage. It grows until a captured graph refers to its address.
 
     Attributes:
         storage: uint8 [bytes of the largest runner's outputs].
-        frozen: whether a captured graph holds the address.
+        frozen: whether a captured graph refers to the address.
     """
 
     def __init__(self, device: torch.device) -> None:

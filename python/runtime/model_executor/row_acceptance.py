@@ -39,9 +39,9 @@ class RowAcceptance:
         self._accepted[rows] = keep * self._accepted[rows] + (accept_lens - 1)
 
     def gains(self, rows: Int32, usual: Floats, K: int) -> Floats:
-        """What each draft of each request is expected to add, [n, K], falling in each row.
+        """The expected gain of each draft of each request, [n, K], decreasing in each row.
 
-        All drafts of a request have one rate, given those before: what differs by position in averages over many requests is mostly
+        All drafts of a request have the same conditional rate: differences by position in averages over many requests mostly reflect
         which requests get that far.
 
         Args:

@@ -29,15 +29,15 @@ MOST_REQUESTS = 3
 SLOTS = 8
 """Slots of a pass over several prompts; the last one is for the padding."""
 SMALLEST_SHARED = 64
-"""Tokens of the smallest graph over several prompts: below, reading the weights takes all the time."""
+"""Tokens of the smallest graph over several prompts: below, reading the weights dominates."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCost:
-    """Token counts at which the bottleneck of a model's prompt pass changes.
+    """Token counts at which the bottleneck of a prompt pass changes.
 
     Attributes:
-        free_tokens: a pass of this many takes the GPU as long as the host takes to launch its kernels one by one.
+        free_tokens: for a pass of this many, GPU time equals the host time of launching its kernels one by one.
         read_tokens: GEMMs over this many take as long as reading the weights once, which every replay does.
     """
 

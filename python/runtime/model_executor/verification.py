@@ -172,7 +172,7 @@ class Verifier:
         return self._result(iteration, outputs, graph)
 
     def result_of(self, iteration: Iteration, states: States) -> VerifyResult:
-        """The result of an eager pass over the live windows, whose states are given; padding rows hold zeros."""
+        """The result of an eager pass over the live windows, from its states; padding rows are zeros."""
         outputs = self.runners[iteration.depth].outputs(iteration.size)
         tokens = len(states.hidden)
         _write_outputs(self._target, states, {name: tensor[:tokens] for name, tensor in outputs.items()})

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """What a worker is made of.
+    """The parts of a worker.
 
     Attributes:
         inputs: persistent inputs that the fixed-width passes of target and drafter share.
@@ -177,7 +177,7 @@ class Worker:
 
     @property
     def limits(self) -> WorkerLimits:
-        """What the device side can hold."""
+        """The limits of the device side."""
         return self._limits
 
     @property
@@ -186,13 +186,13 @@ class Worker:
         return (*self.runners, *self.ragged_runners, *self.iteration_runners, *self.parts.target.prompt_runners)
 
     def submit(self, batch: ScheduleBatch) -> Pending:
-        """Queue one step and return at once."""
+        """Queue one step and return immediately."""
         if self._group.rank == 0:
             self.parts.depths.plan(batch)
             batch.sample = self.parts.monitor.next_iteration(batch.most_decodes, batch.depth)
             for section in batch.sections:
                 section.depth, section.sample = batch.depth, batch.sample
-        # A batch without sections runs in all attention groups alike.
+        # A batch without sections runs identically in all attention groups.
         own = batch.sections[self._exchange.group.rank] if self._exchange is not None and batch.sections else batch
         if self._followers is None:
             return self._queue.submit(own)
@@ -259,7 +259,7 @@ class Worker:
             return self._queue.run(self._profiler.stop)
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish the steps in flight."""
         self._queue.close()
         self.parts.grammars.close()
         if self._followers is not None:
@@ -412,7 +412,7 @@ class Worker:
         return result
 
     def _count_experts(self, tokens: int, hit: int) -> None:
-        """Take note of the experts that a pass hit, and correct what depths cost by it."""
+        """Record the experts that a pass hit, and correct the cost of depths accordingly."""
         self.parts.experts.add(tokens, hit)
         controller, spread = self.parts.depths.controller, self.parts.experts.spread
         if controller is not None and spread is not None:

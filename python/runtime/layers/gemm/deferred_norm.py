@@ -28,7 +28,7 @@ class DeferredNorm:
     squares: torch.Tensor
 
     def check(self, rows: int, columns: int, parts: int) -> None:
-        """Assert that the buffers fit a GEMM whose output is [rows, columns], cut into `parts` programs per row."""
+        """Assert that the buffers fit a GEMM with output [rows, columns] in `parts` programs per row."""
         shapes = tuple(tuple(tensor.shape) for tensor in (self.gain, self.scaled, self.squares))
         expected = ((columns,), (rows, columns), (rows, parts))
         assert shapes == expected, f"expected gain, scaled and squares of shapes {expected}; got {shapes}"

@@ -27,8 +27,8 @@ class Gemm:
         norm: the norm fused with it: the preceding one for "linear" and "gate_up", the next one for "linear_add"; None for a "linear"
             whose rows are not normed.
         activation: of "gate_up".
-        after_attention: whether it directly follows attention, which lets it start early and leaves the memory idle where contexts are
-            short.
+        after_attention: whether it directly follows attention, which lets it start early and leaves the memory idle for short
+            contexts.
     """
 
     op: GemmOp

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from runtime.layers.gemm.wgmma_gemm import BLOCK_ROWS, COLUMNS, MAX_TILE, ROW_BYTES, WgmmaConfig
 
 SHARED_RATE = 128
-"""Bytes that an SM's shared memory takes or gives per cycle."""
+"""Shared-memory bandwidth per SM, in bytes per cycle."""
 L2_RATE = 40
 """Bytes that an SM loads from L2 per cycle while all SMs load."""
 TILE_CYCLES, STORE_RATE = 1000, 50

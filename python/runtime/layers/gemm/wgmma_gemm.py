@@ -1,6 +1,6 @@
-"""GEMMs on Hopper: the copy engine streams weights through shared memory while the tensor cores multiply (WGMMA).
+"""GEMMs on Hopper: TMA streams weights through shared memory while the tensor cores multiply (WGMMA).
 
-The kernel is `wgmma_gemm.cu`. It is compiled when the server starts, for the tilings that are tried.
+The kernel is `wgmma_gemm.cu`. It is compiled at start-up for the tilings that are timed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Store = Literal["NARROW", "SILU", "GELU", "ADD", "FLOAT"]
 
 @dataclass(frozen=True, slots=True)
 class WgmmaConfig:
-    """Tiling of the WGMMA GEMM: tiles of rows of x by rows of the weight, and clusters of blocks that share what they load.
+    """Tiling of the WGMMA GEMM: tiles of rows of x by rows of the weight, and clusters of blocks that share loads.
 
     Attributes:
         tile: weight rows of a block, at most 256; a multiple of 8 * split, and of 16 for gate and up rows.
@@ -129,7 +129,7 @@ def wgmma_gemm(
             many tiles.
         pdl: start before the previous kernel has ended, load weights and wait (programmatic dependent launch).
 
-    Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
+    Each row of `out` depends only on its own row of x, summed in an order fixed by K and `config`.
     """
     (M, K), N = x.shape, weight.shape[0]
     assert M > 0, "expected rows"
@@ -195,7 +195,7 @@ def _boxes(config: WgmmaConfig, rows: int, loaded: int, gated: bool) -> _Boxes:
     """For blocks that compute `rows` rows of x and load `loaded` of them per stage."""
     outputs = config.tile // 2 if gated else config.tile
     w_rows = config.tile // config.cluster_m // (2 if gated and config.cluster_m % 2 else 1)
-    # Rows that are computed but not loaded lie past the last stage.
+    # Rows that are computed but not loaded are past the last stage.
     stages = min((SHARED_BYTES - ALIGNMENT - (rows - loaded) * ROW_BYTES) // ((loaded + config.tile) * ROW_BYTES), MOST_STAGES)
     exchanged = rows * config.tile * 4 if config.split > 1 else 0
     assert exchanged <= stages * (loaded + config.tile) * ROW_BYTES, f"the sums of {config} exceed the ring"

@@ -1,4 +1,4 @@
-"""GEMMs by e4m3 weights on Hopper whose activations keep 16 bits: weights become fragments of the tensor cores (`widening_gemm.cu`)."""
+"""GEMMs with e4m3 weights and 16-bit activations on Hopper: weights become tensor-core fragments (`widening_gemm.cu`)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from runtime.layers.kernels.scale_layout import scale_layout
 ROWS, DEPTH = 128, 128
 """Weight rows of a block; columns of a stage."""
 TOKENS = (32, 64, 128)
-"""Rows of x that a block may be compiled for; more take several blocks."""
+"""Possible numbers of rows of x per block; more need several blocks."""
 FEWEST_ROWS, MOST_ROWS = 17, 512
 """Rows of x for which it is timed. Fewer need no shared memory; for more, weights are better widened once, or rows rounded to e4m3."""
 X_COLUMNS = 64
 """Columns of a box of x."""
 SHARED_BYTES, ALIGNMENT = 225 << 10, 1024
-"""Dynamic shared memory of a block at most; eight swizzled rows, where its ring begins."""
+"""Maximum dynamic shared memory per block; the ring's alignment, eight swizzled rows."""
 FEWEST_STAGES, MOST_STAGES = 3, 9
-"""The sums of a block take the place of three stages at most; more than nine would delay the first rows of x."""
+"""Stages: the sums of a block reuse at most three of them; more than nine would delay the first rows of x."""
 SPLITS = (1, 2, 3, 4, 6, 8)
 CANDIDATES = 2
 CLUSTERS_AT_ONCE, NUM_SMS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}, 132

@@ -1,4 +1,4 @@
-"""Machine code of CUDA programs on disk, so that a server compiles each program at its first start only."""
+"""A disk cache of compiled CUDA programs, so that a server compiles each program only at its first start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class CodeCache:
-    """A folder with one file for each program, named by the hash of all that its code depends on.
+    """A folder with one file per program, named by the hash of everything its code depends on.
 
     Processes may share it: a file appears complete, under its name, or not at all. It begins with a digest of the code, so that a damaged
     one is recompiled. A folder that cannot be read or written, or that others may write to, costs a warning and the time to compile.

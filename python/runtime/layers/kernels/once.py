@@ -1,4 +1,4 @@
-"""Values that are made once: threads that ask for the same one wait for the first of them."""
+"""Values that are created once: threads that ask for the same value wait for the first of them."""
 
 from __future__ import annotations
 

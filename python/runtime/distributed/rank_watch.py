@@ -42,8 +42,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankWatch:
-    """Rank 0's end: hears the other ranks, answers each, and calls `lost` with a sentence about the first that is gone, of which the
-    others hear too.
+    """Rank 0's side: listens to the other ranks, answers each, and calls `lost` with a sentence about the first that is gone; the
+    others are told too.
 
     Args:
         address: where the other ranks connect.

@@ -39,7 +39,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
         node = NodeAddress.parse(address)
         try:
             target, own = _reach(node)
-        except (OSError, UnicodeError) as error:  # the latter for names that no DNS can hold
+        except (OSError, UnicodeError) as error:  # the latter for names that are invalid in DNS
             why = error.strerror if isinstance(error, OSError) else None
             raise ConfigError(f"--dist-init-addr {address} cannot be reached: {why or error}") from error
         host = f"[{target}]" if ":" in target else target

@@ -1,4 +1,4 @@
-"""`ParallelGroup` over torch.distributed: gloo between CPUs, and for what the ranks agree on at start-up."""
+"""`ParallelGroup` over torch.distributed: gloo between CPUs, and for decisions at start-up."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ PAD_SLOT = 0
 
 
 def catch_up_spec(variants: tuple[str, ...], launches: int, num_steps: int = 1) -> RunnerSpec:
-    """The runner over windows of held positions, which its function reads itself. Input: `accept_lens` int32 [B], how many they are."""
+    """The runner over windows of stored positions, which its function reads itself. Input: `accept_lens` int32 [B], their number."""
     inputs = (BufferSpec("accept_lens", "req", torch.int32, 1),)
     return RunnerSpec("draft extend K=0", ForwardMode.DRAFT_EXTEND, WIDTH, (), inputs, num_steps, 0, variants, launches)
 
@@ -37,7 +37,7 @@ class HeldStates:
     """Owner of the positions that wait for the draft, by request row: position p is at index p % `WIDTH`. Row 0 is padding."""
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype, inputs: InputBuffers) -> None:
-        """`width`: of the target's states at one position; `inputs`: hold the KV lengths that windows begin at."""
+        """`width`: of the target's states at one position; `inputs`: with the KV lengths at which windows begin."""
         self._inputs = inputs
         self._tokens = torch.zeros((rows, WIDTH), dtype=torch.int64, device=inputs.device)
         self._states = torch.zeros((rows, WIDTH, width), dtype=dtype, device=inputs.device)
@@ -114,7 +114,7 @@ class CatchUp:
     def add(self, iteration: Iteration, tokens: torch.Tensor, states: torch.Tensor, variant: str) -> None:
         """Store the results of an iteration without drafts; arguments as for `HeldStates.add`.
 
-        Attention groups share the experts of a draft, so they follow at once and in windows of one size.
+        Attention groups share the experts of a draft, so they follow immediately, in windows of one size.
         """
         self.held.add(iteration.rows, iteration.kv_lens, tokens, states)
         if self._in_step:

@@ -48,7 +48,7 @@ def start_controller(worker: Worker, tuning: SpeculativeTuning | None = None) ->
 
 
 def measure(worker: Worker) -> Iterator[CostPoint]:
-    """Time iterations over the first rows and pages, of which nothing is left. One request at depth 0 is always measured.
+    """Time iterations over the first rows and pages, then free them. One request at depth 0 is always measured.
 
     One request is measured twice at each depth: the first drafts after the start load kernels for more than one iteration.
     """
@@ -71,8 +71,8 @@ def measure(worker: Worker) -> Iterator[CostPoint]:
 
 
 def without_delays(points: Sequence[CostPoint]) -> list[CostPoint]:
-    """Each size and depth once, with a time of at most those of about as many requests at greater depths: fewer drafts are less work, so
-    that a longer time shows a delay of the machine, after which the controller would hardly try that depth again.
+    """Each size and depth once, with a time of at most those of about as many requests at greater depths. Fewer drafts are less work, so
+    a longer time shows a delay of the machine, after which the controller would hardly try that depth again.
     """
 
     def least(point: CostPoint) -> float:
@@ -83,7 +83,7 @@ def without_delays(points: Sequence[CostPoint]) -> list[CostPoint]:
 
 
 def _sizes(worker: Worker) -> list[int]:
-    """Batch sizes to measure: one request, the most, and some between; only those that the KV cache holds."""
+    """Batch sizes to measure: one request, the maximum, and some between; only those that fit into the KV cache."""
     limits, pages = worker.limits, _pages(worker)
     most = min(limits.max_running_requests, limits.max_total_tokens // limits.page_size // pages, limits.max_extend_tokens)
     return [1, *([most] if most > 1 else []), *(size for size in SIZES if 1 < size < most)]
@@ -95,7 +95,7 @@ def _pages(worker: Worker) -> int:
 
 
 class ScratchRows:
-    """Requests of one random token each in the first rows, with pages of their own. Equal ones would share experts."""
+    """Requests of one random token each in the first rows, with their own pages. Equal ones would share experts."""
 
     def __init__(self, worker: Worker, size: int) -> None:
         self._worker, self._size = worker, size

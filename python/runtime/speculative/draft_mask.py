@@ -23,10 +23,10 @@ class DraftVocabulary(Protocol):
 
 
 class DraftMask:
-    """What grammars allow the draft to say at W positions of each request of a batch of B.
+    """The tokens that grammars allow the draft to propose at W positions of each request of a batch of B.
 
-    A draft that cannot say any of the allowed tokens stays free: what it says is rejected. Where the grammar allows one
-    token, that token is the draft, whether the draft model can say it or not.
+    A draft that cannot produce any of the allowed tokens is unconstrained: its proposal is rejected. If the grammar allows
+    only one token, that token is the draft, whether the draft model can produce it or not.
     """
 
     def __init__(self, mask: TokenMask, draft: DraftVocabulary) -> None:

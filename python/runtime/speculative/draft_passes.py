@@ -5,10 +5,10 @@ lookahead runs K. Row width is topk. Pass `i` writes draft KV at `kv_len + i * t
 `kv_len + i`. It sees the committed KV and, through the tree mask, its own ancestors. The draft's probabilities are outputs, not
 tensors of the graphs' memory pool: they are read after the target's graph has run.
 
-Draft-extend runs over the whole window, rejected positions included: the shape is fixed, so that no host value is needed between
-verify and the next draft. Position `j` of the window carries the committed token that follows it and the target's hidden state at
-it. Beyond the accepted tokens it carries anything valid; the next iteration overwrites the KV written there before it is read. The
-LM head runs on each request's last accepted position only.
+Draft-extend runs over the whole window, including rejected positions: the shape is fixed, so no host value is needed between
+verify and the next draft. Position `j` of the window has the committed token after it and the target's hidden state at it. Past
+the accepted tokens it has arbitrary valid values; the next iteration overwrites the KV written there before it is read. The
+LM head runs only on each request's last accepted position.
 """
 
 from __future__ import annotations

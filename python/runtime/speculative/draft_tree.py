@@ -20,7 +20,7 @@ from runtime.model_executor.draft_window import DraftWindow, TreeShape
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A tree as far as it has grown. `level` passes of the draft have been folded in.
+    """A partly grown tree, after `level` passes of the draft.
 
     Attributes:
         tokens: int64 [B, topk], the inputs of the next draft pass, best first.

@@ -124,7 +124,7 @@ class EagleWorker(ModelDrafter):
         return DraftWindow(outputs["tokens"], outputs["parents"], outputs["depths"], outputs["mask"])
 
     def _first_window(self, iteration: Iteration, passes: DraftPasses, grammar: GrammarStep | None) -> DraftWindow:
-        """The last token and the guesses of draft-extend, which are all drafts where K = 1."""
+        """The last token and the guesses of draft-extend, which are all drafts if K = 1."""
         state, rows, sampled = self.state, iteration.rows, self._variant(iteration.needs) == SAMPLED
         if self.spec.shape.topk > 1:
             return select(begin(*passes.first_guesses(rows, grammar)), iteration.last_tokens, self.spec.shape)

@@ -1,8 +1,8 @@
-"""ModelDrafter: what drafters with a model of their own have in common, above all how the draft follows the target.
+"""ModelDrafter: the common part of drafters with a draft model, in particular draft extend.
 
-After each iteration the draft runs over the whole window with the target's states (draft-extend), rejected positions included: what it
-wrote for those lies where the next window is written. After steps without drafts it does so later, in `CatchUp`. The draft has a KV pool
-over the target's page table, so its KV length is always the target's.
+After each iteration the draft runs over the whole window with the target's states (draft-extend), including rejected positions, whose
+KV the next window overwrites. After steps without drafts it does so later, in `CatchUp`. The draft has a KV pool over the target's page
+table, so its KV length is always the target's.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ModelDrafter(Drafter):
         return [ModelPasses(self.runner, graphs, self._width, self._plans)]
 
     def runners(self, depth: int) -> list[GraphRunner]:
-        """The one that drafts, if there is one, and draft-extend's."""
+        """The drafting runner, if there is one, and that of draft-extend."""
         if depth == 0:
             return [] if self.catch_up is None else [self.catch_up.runner]
         found = self.graphs[depth]
@@ -131,7 +131,7 @@ class ModelDrafter(Drafter):
         return 0 if self.catch_up is None else self.catch_up.before(rows, bounds, depth, self._variant(needs), eager)
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
-        """Run draft-extend over the whole window, rejected positions included; of a step without drafts only store what it reads."""
+        """Run draft-extend over the whole window, including rejected positions; after a step without drafts only store its inputs."""
         tokens, features, variant = self._followed(accepted), accepted.features, self._variant(iteration.needs)
         if iteration.depth == 0:
             assert self.catch_up is not None, "depth 0 is in the table"
@@ -150,7 +150,7 @@ class ModelDrafter(Drafter):
         runner.run(batch, variant, iteration.sample.precedes)
 
     def _decode(self, iteration: Iteration, runner: GraphRunner, restricted: Forward | None) -> Outputs:
-        """Run the runner that drafts, or eagerly what `restricted` does instead of it."""
+        """Run the drafting runner, or `restricted` eagerly instead."""
         batch, width = runner.batch(iteration.size), runner.spec.width
         batch.seq_len_bounds[:] = iteration.bounds + width
         torch.add(iteration.kv_lens, width, out=batch.seq_lens)

@@ -68,8 +68,8 @@ class _Plan:
 class LatentPasses:
     """Owner of the workspace and of the plans of fixed-width passes.
 
-    Which kernel runs a size is timed when the first of these objects is made for a model; `AttentionShape.choices` keeps it.
-    Tree passes run by Triton's split-KV attention, whose mask covers the tail.
+    The kernel for each size is timed when the first of these objects is created for a model; `AttentionShape.choices` stores it.
+    Tree passes use Triton's split-KV attention, whose mask covers the tail.
     """
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable, other: CausalKernel | None, name: str) -> None:
@@ -138,7 +138,7 @@ class LatentPasses:
         return LatentShape(size, width, layer.num_q_heads, kv.value_dim, kv.key_dim - kv.value_dim, self._num_sms, config)
 
     def _chosen(self, size: int, width: int) -> str:
-        """Which kernel runs causal passes of this size: what was timed for the next larger one."""
+        """The kernel for causal passes of this size: the one timed for the next larger size."""
         if width > self._shape.max_tokens_per_req:  # a short prompt
             return SPLIT if self._other is None else OTHER
         sizes, widths = self._timed()
@@ -160,7 +160,7 @@ class LatentPasses:
         return "latent", layer.num_q_heads, "heads", size, "x", width, "queries, pages of", self._table.page_size
 
     def _choose(self) -> None:
-        """Compile and time what is not known yet."""
+        """Compile and time the kernels that have no times yet."""
         sizes, widths = self._timed()
         several = [(size, width) for width in widths for size in sizes if len(self._kernels(size, width)) > 1]
         unknown = [one for one in several if not self._shape.choices.known(self._key(*one))]

@@ -17,7 +17,7 @@ from runtime.layers.pass_context import PassContext
 
 
 class AttentionLayer(Protocol):
-    """What a block needs of its attention: project, write KV and attend, add the output to the residual stream. Subclass it explicitly.
+    """The interface of a block's attention: project, write KV and attend, add the output to the residual stream. Subclass it explicitly.
 
     Attributes:
         spec: what the backend reads.
@@ -38,7 +38,7 @@ class AttentionLayer(Protocol):
         ...
 
     def weights_filled(self) -> None:
-        """Compute what follows from the weights. Called after they are loaded."""
+        """Compute derived weights. Called after loading."""
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
         """Its GEMMs that are to be autotuned, in order, between these norms."""
@@ -58,7 +58,7 @@ class AttentionLayer(Protocol):
         return self.ops.linear(x, self.in_proj)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
-        """Write KV to the pool and attend: what `o_proj` reads, [T, H * value_dim], from the first projection."""
+        """Write KV to the pool and attend: from the first projection to the input of `o_proj`, [T, H * value_dim]."""
         ...
 
     def add_output(self, attended: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
@@ -96,7 +96,7 @@ class Attention(AttentionLayer):
         return self.qkv_proj.num_parameters + self.o_proj.num_parameters
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
-        """Its GEMMs, in order; the output is not added to the stream where `next_norm` is None."""
+        """Its GEMMs, in order; the output is not added to the stream if `next_norm` is None."""
         yield Gemm("linear", self.qkv_proj, norm)
         yield Gemm("linear" if next_norm is None else "linear_add", self.o_proj, next_norm, after_attention=True)
 

@@ -1,4 +1,4 @@
-"""Attention of a model whose layers differ in heads: one backend for each kind of them."""
+"""Attention of a model whose layers have different heads: one backend for each kind."""
 
 from __future__ import annotations
 

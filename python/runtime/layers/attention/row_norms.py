@@ -1,4 +1,4 @@
-"""RMS norms of q and of k over all heads at once, which several ranks may share."""
+"""RMS norms of q and k over all heads together, which may be sharded over several ranks."""
 
 from __future__ import annotations
 

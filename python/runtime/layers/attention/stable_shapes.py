@@ -10,12 +10,12 @@ import torch
 from torch.nn import functional as F
 
 ROW_BLOCK, KEY_BLOCK = 32, 512
-"""Queries and keys that torch's kernel multiplies at once; for long prompts blocks have 64 and 256 queries."""
+"""Queries and keys per block of torch's kernel; for long prompts blocks have 64 and 256 queries."""
 KEY_VECTOR = 16
 """Keys beyond a multiple of it go through another exponential."""
 KEY_COUNTS = range(KEY_VECTOR, KEY_BLOCK + 1, KEY_VECTOR)
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
-"""Numbers of queries that are tried."""
+"""Numbers of queries to test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class StableShapes:
     with GEMMs over 512 keys of which the rest is masked on the first, over at most 192 or at least 384 on the second.
 
     Attributes:
-        min_rows: the least number of queries in a block.
+        min_rows: minimum number of queries in a block.
         last_keys: for each number of vectors of keys in the last block, 0 to all, the number of keys to attend over instead.
     """
 
@@ -35,7 +35,7 @@ class StableShapes:
     last_keys: tuple[int, ...]
 
     def key_count(self, num_keys: int) -> int:
-        """Keys to attend over, at least `num_keys`, so that the masked ones do not change the result."""
+        """Keys to attend over, at least `num_keys`, such that the masked ones do not change the result."""
         blocks, rest = divmod(num_keys, KEY_BLOCK)
         return blocks * KEY_BLOCK + self.last_keys[-(-rest // KEY_VECTOR)]
 

@@ -17,7 +17,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 PADDED_KEYS = 128
-"""Keys added per request, on average, above which requests are not attended together: a call costs as much as about 100 keys."""
+"""Padding keys per request, on average, above which requests are attended separately: a call costs as much as about 100 keys."""
 
 
 @dataclass(frozen=True, slots=True)

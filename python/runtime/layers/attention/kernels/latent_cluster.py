@@ -80,7 +80,7 @@ def cut_of(at_once: Mapping[ClusterCut, int], batch: int, rows: int) -> ClusterC
 
 
 def supports(shape: LatentShape, page_size: int, cache: torch.Tensor, *, pdl: bool) -> bool:
-    """Whether the kernel takes causal passes of this shape over this cache on its device."""
+    """Whether the kernel supports causal passes of this shape over this cache on its device."""
     return (
         (shape.rank, shape.rope) == (RANK, ROPE)
         and cache.dtype is torch.bfloat16

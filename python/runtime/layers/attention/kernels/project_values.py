@@ -1,4 +1,4 @@
-"""Values of absorbed latent attention in CUDA C++: blocks hold their weights while attention still runs (`project_values.cu`)."""
+"""Values of absorbed latent attention in CUDA C++: blocks prefetch their weights while attention still runs (`project_values.cu`)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Masks are timed as the worker computes them for one request and step: with a window of three drafts after the last committed
 token, and without drafts. Each figure is the best CPU time of five runs; the 99th percentile is of the first run. The same server answers
 the same prompts alternately with and without a schema, with the same number of tokens. Each hostile grammar is sent twice while another
-client streams: the first time it is compiled, the second time it is remembered. The last table shows `talon::grammars` after its first grammar.
+client streams: first it is compiled, then it is remembered. The last table shows `talon::grammars` after its first grammar.
 """
 
 from __future__ import annotations

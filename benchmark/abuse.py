@@ -1,5 +1,5 @@
-"""A good client beside four others: how long `/health` and its first token take when they are well-behaved, and when they send the
-worst requests that the server allows.
+"""A good client and four others: how long `/health` and the good client's first token take if the others are well-behaved, and if
+they send the worst requests that the server allows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Throughput by concurrency without drafts, at fixed depths, and at the depth that the controller chooses.
 
-One server drafts, another does not. Acceptance is synthetic and set while the server runs; K is the fixed depth or auto. In the
-rows with an arrow acceptance changes twice during one burst, after each third of its tokens, and the fixed depths do not run.
-Fixed depths run at one acceptance; at another, unless they ran there too, prompts and each iteration take as long (`estimate`).
+One server drafts, another does not. Acceptance is synthetic and set while the server runs; K is the fixed depth or auto. In
+rows with an arrow, acceptance changes after each third of a burst's tokens, and fixed depths do not run. Fixed depths run at one
+acceptance; for others, unless measured, an `estimate` assumes the same time for prompts and for each iteration.
 """
 
 from __future__ import annotations

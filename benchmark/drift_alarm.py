@@ -1,10 +1,10 @@
 """How early the drift alarm reports graphs that lose acceptance, and how rarely it is wrong.
 
-Acceptance of the embedded model is recorded once, request by request. The simulation runs B requests at a time, each of
-which repeats a recorded one; graphs with a fault accept fewer first drafts. The live row is the embedded model itself, 16
-requests together, with an error put into the draft-extend graph runner: the next drafts start from the slot behind the last
-accepted one. Times are those of the 8B shape on an H200, where an eager iteration takes as long as five replays for one
-request, and an iteration whose draft alone runs eagerly is taken to be 5 % longer than a replay.
+Acceptance of the embedded model is recorded once, request by request. The simulation runs B requests at a time; each
+repeats a recorded one, and faulty graphs accept fewer first drafts. The live row is the embedded model itself with 16
+concurrent requests and an error injected into the draft-extend graph runner: the next drafts start from the slot after the
+last accepted one. Times are those of the 8B shape on an H200, where an eager iteration of one request takes as long as
+five replays. An iteration with only the draft eager is assumed to be 5 % longer than a replay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The price of exactness in bfloat16 on a GPU: passes with kernels chosen by their size, and with the same for all sizes.
+"""The price of exactness in bfloat16 on a GPU: passes with kernels chosen by size, and with the same kernels for all sizes.
 
-Passes of up to 64 rows run in graphs: with the default choices, with one tiling for each GEMM, and with one part for
-the keys of each request too. Beside the times stand the tokens whose logits differ in any bit from those of 64 requests
+Passes of up to 64 rows run in graphs: with the default choices, with one tiling per GEMM, and also with the keys of each
+request in one part (no split-KV). The table also counts the tokens whose logits differ in any bit from those of 64 requests
 decoded token by token. The second table compares greedy answers of the embedded model with and without drafts.
 """
 

@@ -1,9 +1,9 @@
 """Structured output: the cost of masks, throughput and acceptance of the embedded model with and without a schema, and hostile grammars.
 
-Masks are timed as the worker computes them, of one request and step: with a window of three drafts behind the last committed
-token, and without drafts. Each is the best CPU time of five, but for the 99th percentile, which is of the first. With and without a
-schema the same server answers the same prompts in turns, with the same number of tokens. Each hostile grammar is sent twice while another
-client streams: it is tried first, and remembered then. The last table has the process `talon::grammars` after its first grammar.
+Masks are timed as the worker computes them for one request and step: with a window of three drafts after the last committed
+token, and without drafts. Each figure is the best CPU time of five runs; the 99th percentile is of the first run. The same server answers
+the same prompts alternately with and without a schema, with the same number of tokens. Each hostile grammar is sent twice while another
+client streams: first it is compiled, then it is remembered. The last table shows `talon::grammars` after its first grammar.
 """
 
 from __future__ import annotations

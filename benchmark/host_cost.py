@@ -1,9 +1,9 @@
 """CPU time of each process of the server for one request in one step, without a device.
 
-The scheduler plans, submits and answers steps of a worker that answers at once, and encodes its replies. The detokenizer
+The scheduler plans and submits steps to a worker that answers immediately, and encodes the replies. The detokenizer
 reads such replies. The HTTP process writes chunks of streaming chats to sockets that another process reads. The figure is
-CPU time of the thread, the 10th percentile of many steps, so that other work on the machine counts little. With `--base`
-another checkout runs in turn with this one.
+the 10th percentile of the thread's CPU time over many steps, so other load on the machine matters little. With `--base`,
+another checkout alternates with this one.
 """
 
 from __future__ import annotations

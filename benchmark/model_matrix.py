@@ -1,6 +1,6 @@
 """Throughput of sparse, quantised and latent models with random weights, with and without drafts, against their roofs.
 
-A roof counts the experts that tokens would hit if each chose by itself. Tokens of a window choose alike and hit fewer, so that a
+A roof assumes that tokens choose experts independently. Tokens of a window choose similar experts and hit fewer of them, so the
 share with drafts can exceed 100 %.
 """
 

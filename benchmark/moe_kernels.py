@@ -1,7 +1,7 @@
 """One sparse layer of public models by number of tokens: routing, experts, both, and their share of the roof.
 
-Weights and routers are random, graphs go through several layers, and each call has tokens of its own. The roof reads each
-expert that is hit once; for prompts the reference is cuBLAS with as many FLOP in bfloat16.
+Weights and routers are random, graphs run through several layers, and each call has different tokens. The roof reads each
+selected expert once; for prompts the reference is cuBLAS with the same number of FLOPs in bfloat16.
 """
 
 from __future__ import annotations

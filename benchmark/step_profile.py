@@ -1,7 +1,7 @@
 """One EAGLE iteration by phase, without iteration graphs: eager, with the draft-decode graph only, and with both draft graphs.
 
-Host time is what the host spends in a phase. GPU time is the sum of the kernels launched in the phase. A kernel that is
-launched early waits for the one before it, and the wait counts, so GPU phases add up to more than the iteration. The
+Host time is the time that the host spends in a phase. GPU time is the sum of the kernels launched in the phase. A kernel
+launched early waits for the preceding one, and the wait counts, so GPU phases add up to more than the iteration. The
 GPU's idle share counts every moment once.
 """
 

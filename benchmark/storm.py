@@ -1,7 +1,7 @@
 """A storm of good and hostile clients: requests lost, pages leaked, growth of every process, latency of the good clients.
 
-Four phases: calm (good clients only), storm (half of the clients hostile, on the same server, whose KV is tiny), kills on one rank, and
-kills on two. A killed server must end with a failure within its time, leave no process and no file, and answer or cut every request.
+Four phases: calm (good clients only), storm (half of the clients hostile, on the same server with a tiny KV cache), kills on one rank,
+and kills on two. A killed server must exit with a failure in time, leave no process or file, and answer or cut every request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What `runtime.tune` chooses, against every cell of a grid of steps, branches and draft tokens, as servers on the same text.
+"""The choice of `runtime.tune` compared with every cell of a grid of steps, branches and draft tokens, as servers on the same text.
 
-All servers are up at the same time and take turns; a figure is the median of the bursts. `tuned` starts with the tuning file.
+All servers run at the same time and take turns; a figure is the median of the bursts. `tuned` starts with the tuning file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Throughput of the 8B shape on different workloads, without drafts and at the depth that the controller chooses, next to SGLang.
 
 Short and long prompts, small and large batches, a shared prompt, and sampling. Only the shared prompt is found in the prefix
-cache. Target and draft head are told a context of 32,768 tokens, for the longest prompts.
+cache. The configured context length of target and draft head is 32,768 tokens, for the longest prompts.
 """
 
 from __future__ import annotations

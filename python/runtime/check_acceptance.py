@@ -74,16 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """Our own options, and the server's flags that are left."""
+    """This command's options, and the remaining server flags."""
     parser = argparse.ArgumentParser(
         prog="python -m runtime.check_acceptance",
         description="Run prompts eagerly, through every graph runner and without drafts; compare acceptance by position, and text. "
         "Takes the server's flags too.",
         allow_abbrev=False,
     )
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines with a prompt each, or plain lines; default: 80 own ones.")
-    parser.add_argument("--num-prompts", type=int, metavar="N", help="Take the first N only.")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="Tokens to generate for each; default 64.")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON or plain lines, one prompt each; default: 80 built-in prompts.")
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="Use only the first N prompts.")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="Tokens to generate per prompt; default 64.")
     own, rest = parser.parse_known_args(list(argv))
     if own.max_new_tokens < 2 or (own.num_prompts is not None and own.num_prompts < 1):
         raise ConfigError("--max-new-tokens must be at least 2 and --num-prompts at least 1")
@@ -91,10 +91,10 @@ def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def read_prompts(options: Options) -> list[str]:
-    """The prompts asked for. Raises `ConfigError` where there are none."""
+    """The requested prompts. Raises `ConfigError` if there are none."""
     path = options.prompts or EMBEDDED_PROMPTS
     try:
-        # By line feeds alone: JSON may hold other separators of Unicode unescaped.
+        # Split at line feeds only: JSON may contain other Unicode line separators unescaped.
         lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read: {unreadable(error)}") from error
@@ -125,7 +125,7 @@ def tokenised(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
         except RequestError as error:
             raise ConfigError(f"--prompts: prompt {number}: {error}") from error
         if not found[-1]:
-            raise ConfigError(f"--prompts: prompt {number} is empty, and the model begins no text with a token of its own; leave it out")
+            raise ConfigError(f"--prompts: prompt {number} is empty and the tokenizer adds no BOS token. Remove it.")
     return found
 
 

@@ -192,7 +192,7 @@ class BodyTooLarge(ServingError):
 
 
 class BodyTooComplex(BodyTooLarge):
-    """The request body has so many values that checking them would keep other requests waiting."""
+    """The request body has too many values to check without keeping other requests waiting."""
 
     def __init__(self, values: int, limit_ms: int) -> None:
         ServingError.__init__(

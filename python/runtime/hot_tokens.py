@@ -28,7 +28,7 @@ from runtime.text.tokenizer import Tokenizer
 SIDE_BY_SIDE = 64
 """Answers of one call of the engine."""
 HELD_OUT = 10
-"""Every so many-th answer is not counted but measures how much of other text the map covers."""
+"""One answer in this many is not counted but measures how much of other text the map covers."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """Our own options, and the server's flags that are left. Raises `ConfigError` for values out of range."""
+    """This command's options, and the remaining server flags. Raises `ConfigError` for values out of range."""
     parser = argparse.ArgumentParser(
         prog="python -m runtime.hot_tokens",
         description="Let a model write, and save its most frequent tokens for --speculative-token-map. Takes the server's flags too.",
         allow_abbrev=False,
     )
-    parser.add_argument("--size", type=int, default=32768, metavar="N", help="Ids of the map; default 32768.")
-    parser.add_argument("--tokens", type=int, default=200_000, metavar="N", help="Tokens that the model writes; default 200000.")
-    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="Of one answer; default 512.")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="Of sampling; default 1.")
-    parser.add_argument("--output", type=Path, default=Path("hot_tokens.pt"), metavar="FILE", help="Default hot_tokens.pt.")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines with a prompt each, or plain lines; default: 80 own ones.")
+    parser.add_argument("--size", type=int, default=32768, metavar="N", help="Number of token ids in the map; default 32768.")
+    parser.add_argument("--tokens", type=int, default=200_000, metavar="N", help="Tokens to generate; default 200000.")
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="Tokens per answer; default 512.")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="Sampling temperature; default 1.")
+    parser.add_argument("--output", type=Path, default=Path("hot_tokens.pt"), metavar="FILE", help="Output file; default hot_tokens.pt.")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON or plain lines, one prompt each; default: 80 built-in prompts.")
     own, rest = parser.parse_known_args(list(argv))
     if min(own.size, own.tokens, own.max_new_tokens) < 1 or not 0.0 <= own.temperature <= 2.0:
         raise ConfigError("--size, --tokens and --max-new-tokens must be at least 1, and --temperature between 0 and 2")

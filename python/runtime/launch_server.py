@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
 
 def _reload_later(*_: object) -> None:
     """A SIGHUP before there is an HTTP server to reload the keys must not end the start."""
-    log.info("SIGHUP: the API keys are read when the server is ready")
+    log.info("SIGHUP: the API keys will be read when the server is ready")
 
 
 def allow_many_files() -> None:

@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """Our own options, and the server's flags that are left. Raises `ConfigError` for values out of range."""
+    """This command's options, and the remaining server flags. Raises `ConfigError` for values out of range."""
     parser = argparse.ArgumentParser(
         prog="python -m runtime.tune",
         description="Find steps, branches and draft tokens of speculative decoding, and the best depth for each batch size. "
@@ -108,12 +108,12 @@ def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--output", type=Path, default=Path("tuning.json"), metavar="FILE", help="Default tuning.json.")
-    add("--prompts", type=Path, metavar="FILE", help="JSON lines with a prompt each, or plain lines; default: 80 own ones.")
+    add("--output", type=Path, default=Path("tuning.json"), metavar="FILE", help="Output file; default tuning.json.")
+    add("--prompts", type=Path, metavar="FILE", help="JSON or plain lines, one prompt each; default: 80 built-in prompts.")
     add("--seconds", type=float, default=55.0, metavar="S", help="Time for all measurements after loading; default 55.")
-    add("--batch-sizes", type=int, nargs="+", metavar="N", help="Default: powers of two up to the most requests that run together.")
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="Of one answer; default 256.")
-    add("--temperature", type=float, default=0.0, metavar="T", help="Of sampling; default 0.")
+    add("--batch-sizes", type=int, nargs="+", metavar="N", help="Default: powers of two up to the most running requests.")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="Tokens per answer; default 256.")
+    add("--temperature", type=float, default=0.0, metavar="T", help="Sampling temperature; default 0.")
     own, rest = parser.parse_known_args(list(argv))
     sizes = None if own.batch_sizes is None else tuple(sorted(set(own.batch_sizes)))
     if min(own.max_new_tokens, *(sizes or (1,))) < 1 or not own.seconds > 0 or not 0.0 <= own.temperature <= 2.0:
@@ -324,7 +324,7 @@ class Bench:
         return tree_plan(shape, rates, measured)
 
     def _answer(self, worker: Worker, trial: DepthTrial, requests: int, rounds: int, until: float) -> None:
-        """Let so many requests run together for so many rounds of the trial; for one round only where `until`, in seconds, is near."""
+        """Run `requests` requests together for `rounds` rounds of the trial; for one round if `until`, in seconds, is near."""
 
         def done() -> bool:
             return trial.rounds >= rounds or self.elapsed >= (until if trial.rounds else max(until, self.options.seconds))

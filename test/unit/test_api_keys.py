@@ -91,7 +91,7 @@ def test_sighup_reads_the_file_again(file: Path, caplog: pytest.LogCaptureFixtur
             assert await status("sk-dora") == 200
 
     run(case())
-    assert "the API keys stay as they were" in caplog.text
+    assert "the API keys are unchanged" in caplog.text
     assert "sk-" not in caplog.text
 
 

@@ -18,7 +18,7 @@ MAX_MEDIAN_FUNCTION_LINES = 6
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 PRIVATE_WORDS = (
     "riders?", "twins?", "nobody", "everyone", "everybody", "whoever", "somebody", r"judg\w+", r"settl\w+", "the office", "the cellar",
-    "products of few rows",
+    "products of few rows", "so many", "the kernel before", "anew", "signs? of life",
 )  # fmt: skip
 """Words of this project's past that a native-English engineer would not use here; `docs/glossary.md` has the field's words."""
 TEXT_FILES = {".py", ".md", ".cu", ".html", ".toml"}

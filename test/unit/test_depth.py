@@ -275,7 +275,7 @@ def test_runners_that_are_left_out_capture_nothing(
 ) -> None:
     monkeypatch.setattr(build, "depths_to_drop", lambda graph_bytes, most: [7])
     worker: Any = speculating(tmp_path, "EAGLE", "eager", [1, 2, 4, 40], **AUTO)
-    assert "no graphs of depth 7" in caplog.text
+    assert "no graphs for depth 7" in caplog.text
     assert [runner.sizes for runner in (worker.parts.verifier.runners[7], *worker.parts.drafter.runners(7))] == [[], [], []]
     driver = Driver(worker)
     driver.generate(PROMPTS, 24, room=160)

@@ -409,7 +409,7 @@ def test_graph_sizes_are_split_by_depth(tmp_path: Path, sizes: list[int], paddin
 def test_a_limit_above_admission_never_disables_drafting(tmp_path: Path, caplog: pytest.LogCaptureFixture, above: int) -> None:
     with caplog.at_level("INFO"):
         worker = pausing(tmp_path, "chain", above, max_running_requests=8)
-    assert "drafting is never disabled: no more than 8 requests run at once" in caplog.text
+    assert "drafting is never disabled: at most 8 requests run at once" in caplog.text
     assert len(worker.runners) == 3
     assert worker.parts.depths.limits == {3: 8}
 

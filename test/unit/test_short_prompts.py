@@ -472,6 +472,6 @@ def test_prompts_with_graphs_of_their_own_take_nobody_along(target: TargetModel,
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     with caplog.at_level("WARNING"):
         assert not limits(target, mixed_chunk=True, chunked_prefill_size=SIZES[-1]).mixed
-    assert "--enable-mixed-chunk has no effect: a prompt step of this model has at most 16 tokens" in caplog.text
+    assert "--enable-mixed-chunk has no effect: prompt steps of at most 16 tokens are captured as CUDA graphs" in caplog.text
     target.short_prompts.runner.keep([])
     assert limits(target, mixed_chunk=True).cost_model.piggyback_min_tokens == 1, "no graph fitted into memory"

@@ -133,4 +133,4 @@ def test_the_log_tells_the_graphs_of_each_runner_and_the_admission_limits(tmp_pa
         speculating(tmp_path, replay="eager", sizes=[1, 2, 4])
     for name in ("draft decode", "verify", "draft extend"):
         assert re.search(rf"graphs: {name} +3 sizes up to +4, +[\d.]+ s, reserved +[\d.]+ MiB, used +[\d.]+ MiB", caplog.text)
-    assert "admission: at most 40 requests at once, 8192 tokens of KV, 64 tokens a prompt step" in caplog.text
+    assert "admission: at most 40 running requests, 8192 KV tokens, 64 tokens per prompt step" in caplog.text

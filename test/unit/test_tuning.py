@@ -219,7 +219,7 @@ def test_flags_win_over_the_file_and_the_log_says_so(caplog: pytest.LogCaptureFi
     found = resolved(CHAIN, **given)
     assert found.tuning is None
     assert found.num_steps == (3 if "speculative_eagle_topk" in given else 2)
-    assert "was given, so the file's depths are not used" in caplog.text
+    assert "overrides the file's depths" in caplog.text
 
 
 def test_attention_groups_and_a_server_without_drafts_refuse_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,7 @@ def _dataset(group: argparse._ArgumentGroup) -> None:
         help="lengths are drawn from RATIO * LEN to LEN; 1: all equal (default %(default)s)",
     )
     add("--apply-chat-template", action="store_true", help="apply the tokenizer's chat template to real text (for backends without chat)")
-    add("--prompt-suffix", default="", help="text to append to each prompt of real text, followed by 'Assistant:'")
+    add("--prompt-suffix", default="", help="text to append to each real-text prompt, followed by 'Assistant:'")
     add("--tokenize-prompt", action="store_true", help="send token ids instead of text, for exact lengths")
     add("--gsp-num-groups", type=_positive, default=64, help="generated-shared-prefix: number of groups (default %(default)s)")
     add("--gsp-prompts-per-group", type=_positive, default=16, help="prompts per shared prefix (default %(default)s)")
@@ -111,7 +111,7 @@ def _dataset(group: argparse._ArgumentGroup) -> None:
 def _load(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--request-rate", type=_rate, default=float("inf"), help="arrivals per second (Poisson); inf: all at once (default)")
-    add("--max-concurrency", type=_positive, help="maximum number of open requests; the others wait at the client")
+    add("--max-concurrency", type=_positive, help="maximum number of open requests; others wait in the client")
     add("--warmup-requests", type=_count, default=1, help="requests before the run, not counted (default %(default)s)")
     add("--flush-cache", action="store_true", help="flush the server's prefix cache after the warm-up")
     add("--profile", action="store_true", help="profile the server during the run (/start_profile, /stop_profile)")
@@ -119,8 +119,8 @@ def _load(group: argparse._ArgumentGroup) -> None:
 
 def _generation(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--disable-stream", action="store_true", help="request unstreamed answers; there is no TTFT then")
-    add("--disable-ignore-eos", action="store_true", help="let the model end its answers")
+    add("--disable-stream", action="store_true", help="request non-streaming answers; TTFT is then not measured")
+    add("--disable-ignore-eos", action="store_true", help="let the model stop its answers")
     add("--temperature", type=float, default=0.0, help="default %(default)s")
     add("--top-p", type=float, default=1.0, help="default %(default)s")
     add("--return-logprob", action="store_true", help="request log-probabilities")
@@ -139,8 +139,8 @@ def _output(group: argparse._ArgumentGroup) -> None:
         "--plot-throughput",
         "--plot",
         action="store_true",
-        help="chart tokens and requests over time, with matplotlib also as PNG",
+        help="plot tokens and requests over time; with matplotlib also as PNG",
     )
     add("--cache-report", action="store_true", help="show the prefix cache hit rate")
     add("--disable-tqdm", action="store_true", help="no progress bar")
-    add("--tag", help="label that is written to the output file")
+    add("--tag", help="label for the output file")

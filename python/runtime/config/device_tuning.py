@@ -55,8 +55,8 @@ class DeviceTuning:
         graph_node_bytes: device memory of one kernel node of an instantiated graph.
         split_kv_batches: batch sizes, first and last, whose fixed-width passes run by split-KV attention, not FA3.
         split_kv_width: most queries per request of such a pass.
-        split_kv_queries: passes of more queries per request run so if they have at most so many together.
-        whole_kv_programs: passes of one query per request and at least so many requests times KV heads run so too: a program takes all keys
+        split_kv_queries: passes of more queries per request also use split-KV if they have at most this many in total.
+        whole_kv_programs: so do passes of one query per request and at least this many requests times KV heads: a program takes all keys
             of a request and a KV head.
         split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last holds for any batch.
         wide_split_kv: configuration for head dimensions above 256, of any batch.
@@ -119,7 +119,7 @@ class DeviceTuning:
         return config if head_dim <= 128 else dataclasses.replace(config, tile=config.tile // 2)
 
     def latent_config(self, rows: int) -> LatentConfig:
-        """The cut of split-KV attention over latent rows for so many queries times heads."""
+        """The split-KV configuration over latent rows for `rows` queries times heads."""
         return next((config for largest, config in self.latent if rows <= largest), self.latent[-1][1])
 
     def gemm_configs(self, op: str, rows: int) -> Candidates:

@@ -59,7 +59,7 @@ def _no_graphs(args: ServerArgs, device: DeviceConfig) -> str:
         # Command lines written for a GPU may name what a CPU does not have.
         for name in ("disable_cuda_graph", "disable_draft_extend_cuda_graph", "disable_draft_decode_cuda_graph", "enable_iteration_graph"):
             if getattr(args, name):
-                log.warning("%s: no effect, there are no graphs on a CPU", flag_of(name))
+                log.warning("%s: no effect because there are no graphs on a CPU", flag_of(name))
         return "CUDA graphs need CUDA, and this server runs on a CPU"
     if not ATTENTION_CAPS[device.attention_backend].cuda_graph:
         log.info("no CUDA graphs: %s attention cannot be captured", device.attention_backend)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009  (`_flag` returns a field)
-"""What the user asked for: `ServerArgs`. Each field is a flag, and the docstring below it is the flag's help."""
+"""The server's flags: `ServerArgs`. Each field is a flag, and the docstring below it is its help text."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ReasoningParserChoice = Literal["auto", "none", "deepseek-r1", "qwen3", "gpt-oss
 
 
 def _flag(group: str, default: object, metavar: str | None = None, *aliases: str) -> Any:
-    """A field with its group in `--help`, its default, the name of its value there, and other spellings."""
+    """A field with its `--help` group, default, metavar and aliases."""
     return field(default=default, metadata={"group": group, "metavar": metavar, "aliases": aliases})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs:
-    """The flags, spelled as SGLang spells them. None means that the flag was not given.
+    """The flags, with SGLang's names. None means that the flag was not given.
 
     `runtime.config.flag_parser` builds the command line from the fields, `runtime.config.resolve` the `RuntimeConfig`.
     """
@@ -44,9 +44,9 @@ class ServerArgs:
     revision: str | None = _flag(MODEL, None)
     """Branch, tag or commit of a hub id."""
     download_dir: str | None = _flag(MODEL, None, "FOLDER")
-    """Folder that models of the hub are downloaded to; default: the hub's own cache."""
+    """Folder to download hub models to; default: the hub's own cache."""
     load_format: FormatChoice = _flag(MODEL, "auto")
-    """Format of the weights; dummy makes random weights from the model's config alone."""
+    """Format of the weights; dummy creates random weights from just the model's config."""
     dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = _flag(MODEL, "auto")
     """Type of weights and activations; auto is float32 on a CPU and the checkpoint's type, or bfloat16, on CUDA."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = _flag(MODEL, "auto")
@@ -55,27 +55,27 @@ class ServerArgs:
     """fp8 stores the linear weights of all layers in 8 bits (e4m3, a scale for each 128 x 128 entries), int8 on a CPU also the head;
     none turns off the embedded model's default. A quantized checkpoint needs no flag."""
     disable_fp8_activations: bool = _flag(MODEL, False)
-    """Keep activations in 16 bits for weights in FP8; by default prompts, and experts of many tokens, round them to 8 bits on a GPU."""
+    """Keep 16-bit activations with FP8 weights; by default, prompts and experts with many tokens round them to 8 bits on a GPU."""
     disable_shared_experts_fusion: bool = _flag(MODEL, False)
-    """Run the shared expert of a sparse model with GEMMs of its own; by default, passes with few tokens run it as one of the stacked
+    """Run the shared expert of a sparse model with separate GEMMs; by default, passes with few tokens run it as one of the stacked
     experts if it has the same shape and format."""
     context_length: int | None = _flag(MODEL, None, "TOKENS")
     """Maximum tokens of prompt and output together; default: the model's."""
     chat_template: str | None = _flag(MODEL, None, "TEMPLATE")
     """Jinja chat template, a file or the text itself; default: the model's own."""
     sampling_defaults: Literal["model", "openai"] = _flag(MODEL, "model")
-    """Sampling of OpenAI requests that leave a field out: as the model's generation_config.json says, or OpenAI's (temperature 1)."""
+    """Defaults for sampling fields missing from OpenAI requests: the model's generation_config.json, or OpenAI's (temperature 1)."""
     preferred_sampling_params: str | None = _flag(MODEL, None, "JSON")
-    """Sampling of all requests that leave a field out, such as '{"temperature": 0.7}'; comes before --sampling-defaults."""
+    """Defaults for sampling fields missing from any request, such as '{"temperature": 0.7}'; overrides --sampling-defaults."""
     trust_remote_code: bool = _flag(MODEL, False)
     """Accepted without effect: code in model folders never runs."""
 
     host: str = _flag(SERVER, "127.0.0.1")
-    """Address to listen at; 0.0.0.0 opens the server to the network."""
+    """Address to listen on; 0.0.0.0 opens the server to the network."""
     port: int = _flag(SERVER, 30000)
-    """TCP port to listen at; 0 picks a free one."""
+    """TCP port to listen on; 0 picks a free one."""
     uds: str | None = _flag(SERVER, None, "PATH")
-    """Unix socket to listen at instead of a TCP port."""
+    """Unix socket to listen on instead of a TCP port."""
     ssl_keyfile: str | None = _flag(SERVER, None, "PATH")
     """Private key for HTTPS, in PEM format; needs --ssl-certfile."""
     ssl_certfile: str | None = _flag(SERVER, None, "PATH")
@@ -85,45 +85,45 @@ class ServerArgs:
     api_key: str | None = _flag(SERVER, None, "KEY")
     """Key that every request must send as 'Authorization: Bearer KEY'; default: the environment variable TALON_API_KEY."""
     api_key_file: str | None = _flag(SERVER, None, "PATH")
-    """File with one key, or YAML with several, their names and limits; SIGHUP reads it again."""
+    """File with one key, or YAML with several, their names and limits; SIGHUP reloads it."""
     admin_api_key: str | None = _flag(SERVER, None, "KEY")
     """Key for administrative endpoints (flush, profile, abort); default: the API key."""
     protect_metrics: bool = _flag(SERVER, False)
-    """Ask for the key at /metrics and /health_generate too; without this flag they are open to probes."""
+    """Require the key for /metrics and /health_generate too; without this flag they are open to probes."""
     allow_origins: str | None = _flag(SERVER, None, "ORIGINS")
     """Origins whose web pages may use the API, separated by commas, such as https://app.example; * allows all."""
     allowed_hosts: str | None = _flag(SERVER, None, "HOSTS")
     """Public host names by which clients without a key reach the server, separated by commas; * allows all."""
     max_queued_requests: int = _flag(SERVER, 4096, "N")
-    """Requests that may wait; further requests are answered with status 429."""
+    """Most waiting requests; further requests get status 429."""
     max_queued_tokens: int | None = _flag(SERVER, None, "TOKENS")
-    """Prompt tokens that may wait, and that one call may send; default: 524288 on a CPU, 8388608 on CUDA."""
+    """Most prompt tokens that may wait or that one call may send; default: 524288 on a CPU, 8388608 on CUDA."""
     max_body_mib: int = _flag(SERVER, 8, "MIB")
-    """Size of a request body; a larger one is answered with status 413."""
+    """Largest request body; larger bodies get status 413."""
     max_parse_ms: int = _flag(SERVER, 50, "MS")
-    """Estimated time to parse and check a request body, which other requests wait for; a slower one gets status 413."""
+    """Largest estimated time to parse a body, which blocks other requests; larger bodies get status 413."""
     max_logprob_cells: int | None = _flag(SERVER, None, "N")
-    """Log-probabilities in all answers of one call; default: 128 times the context length."""
+    """Most log-probabilities in all answers of one call; default: 128 times the context length."""
     queue_timeout: float | None = _flag(SERVER, None, "SECONDS")
-    """Seconds that a request may wait for its first step; then it is answered with status 503; default: no limit."""
+    """Seconds that a request may wait for its first step before it gets status 503; default: no limit."""
     request_timeout: float | None = _flag(SERVER, None, "SECONDS")
-    """Seconds that a request may take in all; then it is ended with status 504; default: no limit."""
+    """Seconds that a request may take in total before it ends with status 504; default: no limit."""
     max_priority: int = _flag(SERVER, 0, "N")
-    """Highest priority that counts between clients; among the requests of one client every priority counts."""
+    """Caps `priority` when comparing requests of different clients; requests of one client are compared uncapped."""
     trust_request_chat_template: bool = _flag(SERVER, False)
-    """Allow requests to bring their own chat template (it runs in a sandbox)."""
+    """Allow requests to include their own chat template (it runs in a sandbox)."""
     strict_request_fields: bool = _flag(SERVER, False)
-    """Refuse requests with unknown fields; otherwise they are ignored, and a header of the answer names them."""
+    """Refuse requests with unknown fields; by default unknown fields are ignored and named in a response header."""
     tool_call_parser: ToolParserChoice = _flag(SERVER, "auto")
     """Format of the model's tool calls; auto picks it by architecture and chat template."""
     reasoning_parser: ReasoningParserChoice = _flag(SERVER, "auto")
-    """Format of the model's thinking; auto picks it by architecture and chat template, none leaves thinking in the text."""
+    """Format of the model's reasoning; auto picks it by architecture and chat template, none leaves reasoning in the text."""
     embedding_pooling: PoolingName = _flag(SERVER, "mean")
-    """How /v1/embeddings reduces a prompt: mean of its hidden states, or the state of its last token."""
+    """How /v1/embeddings reduces a prompt: to the mean of its hidden states, or to the state of its last token."""
     skip_server_warmup: bool = _flag(SERVER, False)
     """Report ready without generating a first token."""
     shutdown_timeout: float = _flag(SERVER, 30.0, "SECONDS")
-    """Seconds that open requests may still take after SIGTERM."""
+    """Seconds that open requests may take after SIGTERM."""
     watchdog_timeout: float = _flag(SERVER, 300.0, "SECONDS")
     """Seconds that one scheduler step may take before the server counts as hung and exits."""
 
@@ -136,7 +136,7 @@ class ServerArgs:
     grammar_backend: GrammarBackendName = _flag(DEVICE, "llguidance")
     """Library that compiles JSON schemas and other grammars; none refuses requests with one."""
     mem_fraction_static: float | None = _flag(DEVICE, None, "SHARE")
-    """Share of the device memory for weights and KV cache; default: all that measured activations and graphs leave."""
+    """Fraction of device memory for weights and KV cache; default: all that is left after activations and graphs."""
     max_total_tokens: int | None = _flag(DEVICE, None, "TOKENS")
     """KV slots; default: as many as fit."""
     max_running_requests: int | None = _flag(DEVICE, None, "N")
@@ -144,36 +144,36 @@ class ServerArgs:
     page_size: int | None = _flag(DEVICE, None, "SLOTS")
     """KV slots per page; default: 64 with fa3 (128 for contexts of 16,384 tokens and more, if the head dimension is 128), else 16."""
     tp_size: int = _flag(DEVICE, 1, "N", "--tensor-parallel-size", "--tp")
-    """GPUs, or CPU processes, that share one model."""
+    """Tensor-parallel size: the number of GPUs, or CPU processes, that share one model."""
     nnodes: int = _flag(DEVICE, 1, "N")
     """Hosts that share one model, each with the same number of its ranks; start the same command on all of them."""
     node_rank: int = _flag(DEVICE, 0, "I")
-    """Number of this host, from 0; node 0 serves HTTP, the others wait until it ends."""
+    """Number of this host, from 0; node 0 serves HTTP, the others run until it exits."""
     dist_init_addr: str | None = _flag(DEVICE, None, "HOST:PORT", "--nccl-init-addr")
-    """Address of node 0 at which the ranks meet, an IPv6 one as [HOST]:PORT; in a private network: nothing is encrypted."""
+    """Rendezvous address on node 0, for IPv6 [HOST]:PORT; use a private network, because nothing is encrypted."""
     dist_timeout: float = _flag(DEVICE, 600.0, "SECONDS")
     """Seconds that the ranks wait for each other at start-up."""
     distributed_executor_backend: Literal["mp", "ray"] = _flag(DEVICE, "mp")
-    """What starts the ranks: the server of each node (mp), or Ray actors from node 0 alone (needs talon-runtime[ray])."""
+    """How ranks are started: by the server on each node (mp), or as Ray actors from node 0 (needs talon-runtime[ray])."""
     dp_size: int = _flag(DEVICE, 1, "N", "--data-parallel-size", "--dp")
-    """Attention groups of --enable-dp-attention, a divisor of --tp-size; whole copies of a model are servers of their own."""
+    """Attention groups of --enable-dp-attention, a divisor of --tp-size; for whole copies of a model, start several servers."""
     enable_dp_attention: bool = _flag(DEVICE, False)
-    """Let each of --dp-size groups of ranks hold attention and the KV cache of its own requests; all ranks share the experts."""
+    """Give each of --dp-size groups of ranks its own attention and the KV cache of its own requests; all ranks share the experts."""
     ep_size: int = _flag(DEVICE, 1, "N", "--expert-parallel-size", "--ep")
-    """Groups of the tensor-parallel ranks that a sparse model's experts are placed on, a divisor of --tp-size."""
+    """Expert-parallel size: the number of rank groups over which experts are distributed, a divisor of --tp-size."""
     cpu_threads: int | None = _flag(DEVICE, None, "N")
-    """Threads of one CPU operation; default: OMP_NUM_THREADS, or else the number of cores, shared by the ranks of a sharded model."""
+    """Threads per CPU operation; default: OMP_NUM_THREADS, or the number of cores, divided among the ranks of a sharded model."""
 
     chunked_prefill_size: int | None = _flag(SCHEDULING, None, "TOKENS")
-    """Prompt tokens per step; longer prompts are cut, -1 never cuts; default: 512 on a CPU, 2048 on CUDA."""
+    """Prompt tokens per step; longer prompts run in chunks, -1 disables chunking; default: 512 on a CPU, 2048 on CUDA."""
     max_prefill_tokens: int | None = _flag(SCHEDULING, None, "TOKENS")
-    """Prompt tokens of all requests that run before a decode step; default: one chunk on a CPU, 8192 on CUDA."""
+    """Most prompt tokens, over all requests, that run before a decode step; default: one chunk on a CPU, 8192 on CUDA."""
     enable_mixed_chunk: bool = _flag(SCHEDULING, False)
-    """Run decoding requests in the same pass as prompt chunks; output stalls less, first tokens take longer."""
+    """Run decoding requests in the same pass as prompt chunks; output stalls less, TTFT increases."""
     schedule_policy: Literal["fcfs", "lpm"] = _flag(SCHEDULING, "fcfs")
-    """Order of the queue: first come first served, or longest prefix match."""
+    """Queue order: first come first served, or longest prefix match."""
     schedule_conservativeness: float = _flag(SCHEDULING, 1.0, "FACTOR")
-    """A larger factor admits requests later and retracts fewer."""
+    """A larger factor admits requests later and causes fewer retractions."""
     disable_radix_cache: bool = _flag(SCHEDULING, False)
     """Never reuse the KV cache of earlier prompts."""
     disable_overlap_schedule: bool = _flag(SCHEDULING, False)
@@ -188,11 +188,11 @@ class ServerArgs:
     disable_cuda_graph_padding: bool = _flag(GRAPHS, False)
     """Replay a graph only for exactly the batch size it was captured for."""
     enable_iteration_graph: bool = _flag(GRAPHS, False)
-    """Replay one graph per iteration, where it covers one, instead of those of draft decode, verify and draft extend one by one."""
+    """Capture draft decode, verify and draft extend as one graph where possible."""
     cuda_graph_max_bs: int | None = _flag(GRAPHS, None, "N", "--cuda-graph-max-bs-decode")
     """Largest captured batch size; default: 256, or --max-running-requests if that is smaller."""
     cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")
-    """Batch sizes to capture; default: a ladder up to the largest."""
+    """Batch sizes to capture; default: increasing steps up to the largest."""
 
     speculative_algorithm: Literal[SpecAlgorithm, "none"] | None = _flag(SPECULATION, None, None, "--speculative-algo")
     """How tokens are drafted; EAGLE without a draft model is MTP, the layer in the checkpoint itself. The embedded model drafts
@@ -200,27 +200,27 @@ class ServerArgs:
     speculative_draft_model_path: str | None = _flag(SPECULATION, None, "PATH", "--speculative-draft-model")
     """Folder or hub id of the draft model."""
     speculative_draft_model_quantization: Literal["unquant", "fp8"] | None = _flag(SPECULATION, None)
-    """fp8 quantizes the layers of a 16-bit draft model; default: as its checkpoint stores them (int8 where the target is int8)."""
+    """fp8 quantizes the layers of a 16-bit draft model; default: as stored in its checkpoint (int8 if the target is int8)."""
     speculative_draft_load_format: FormatChoice | None = _flag(SPECULATION, None)
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
     speculative_draft_tp_size: int | None = _flag(SPECULATION, None, "N")
-    """Ranks that share the blocks of the draft: 1, each holds them whole, or as many as share the target's; default: the faster."""
+    """Tensor-parallel size of the draft: 1 (replicated) or the target's; default: the one estimated to be faster."""
     speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K")
-    """Depth of the drafts, K; auto: each iteration runs at the depth, 0 to 7, that gives the most tokens per second. Default:
-    auto for chains; D - 1 if D is given, all masked tokens of a DFLASH draft's blocks, 3 for trees and attention groups; embedded
-    model: 3, on a GPU 4."""
+    """Draft depth K; auto: each iteration runs at the depth, 0 to 7, with the most expected tokens per second. Default: auto for
+    chains; D - 1 if D is given; all masked tokens of a DFLASH block; 3 for trees and attention groups; for the embedded model 3,
+    or 4 on a GPU."""
     speculative_eagle_topk: int | None = _flag(SPECULATION, None, "N")
     """Branches per draft node; default: 1, a chain."""
     speculative_num_draft_tokens: int | None = _flag(SPECULATION, None, "D")
-    """Tokens that one verify pass checks per request, the root included; a chain has K + 1."""
+    """Tokens per request in a verify pass, including the root; a chain has K + 1."""
     speculative_disable_by_batch_size: int | None = _flag(SPECULATION, None, "N")
     """Do not draft in steps of more than N requests; default: no limit, or as measured for the embedded model on a CPU."""
     speculative_tuning: str | None = _flag(SPECULATION, None, "PATH")
-    """File, written by `python -m runtime.tune`, with the shape of the drafts and the best depth for each batch; other flags win."""
+    """File, written by `python -m runtime.tune`, with the draft shape and the best depth by batch size; other flags override it."""
     speculative_token_map: str | None = _flag(SPECULATION, None, "PATH")
     """File, written by torch.save or `python -m runtime.hot_tokens`, with the token ids that an EAGLE or MTP draft may propose."""
     speculative_accept_threshold_single: float | None = _flag(SPECULATION, None, "P")
-    """Accept draft tokens of at least this target probability; below 1 the output distribution changes."""
+    """Accept draft tokens with at least this target probability; below 1 the output distribution changes."""
     speculative_accept_threshold_acc: float | None = _flag(SPECULATION, None, "P")
     """Scale of the accumulated acceptance probability; below 1 the output distribution changes."""
     speculative_draft_attention_backend: AttentionName | None = _flag(SPECULATION, None)
@@ -237,16 +237,16 @@ class ServerArgs:
     log_level: Literal["debug", "info", "warning", "error"] = _flag(OBSERVING, "info")
     """Lowest level to log."""
     log_level_http: Literal["debug", "info", "warning", "error"] | None = _flag(OBSERVING, None)
-    """Lowest level to log of the HTTP server; default: --log-level."""
+    """Lowest level to log in the HTTP server; default: --log-level."""
     log_requests: bool = _flag(OBSERVING, False)
-    """Log every HTTP request, and the lengths and times of each generation, never its text."""
+    """Log every HTTP request, and the lengths and times of each generation, but never its text."""
     log_slow_requests: float | None = _flag(OBSERVING, None, "SECONDS")
-    """Log generations that take at least this long, with the phase that took longest: queue, prefill or decode."""
+    """Log generations that take at least this long, with their slowest phase: queue, prefill or decode."""
     log_format: LogFormat = _flag(OBSERVING, "text")
-    """Form of the log: text, or one JSON object per line with the id of the request."""
+    """Log format: text, or one JSON object per line with the request id."""
     otlp_traces_endpoint: str | None = _flag(OBSERVING, None, "URL")
-    """Send a trace of every request to this OpenTelemetry collector, by OTLP over HTTP, such as http://localhost:4318."""
+    """OpenTelemetry collector that gets a trace of every request, by OTLP over HTTP, such as http://localhost:4318."""
     enable_metrics: bool = _flag(OBSERVING, True)
     """Serve Prometheus metrics at /metrics; on unless set to false."""
     profile: str | None = _flag(OBSERVING, None, "FOLDER")
-    """Folder for the traces of /start_profile."""
+    """Folder for traces from /start_profile."""

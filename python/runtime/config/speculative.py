@@ -101,7 +101,7 @@ def within_block(config: SpeculativeConfig, block_size: int) -> SpeculativeConfi
         check_depth(block_size, config.num_steps)
         return config
     depths = tuple(sorted({min(depth, whole) for depth in config.depths}))
-    log.info("blocks of %d tokens have the depths %s", block_size, depths)
+    log.info("depths for blocks of %d tokens: %s", block_size, depths)
     forced = None if config.synthetic_accept is None else config.synthetic_accept[:whole]
     return structs.replace(config, depths=depths, num_steps=whole, num_draft_tokens=block_size, synthetic_accept=forced)
 
@@ -252,7 +252,7 @@ def _draft_shape(args: ServerArgs, device: DeviceKind) -> _DraftShape:
     if topk > 1:
         return _tree_shape(args, steps, topk)
     if asked is not None and asked != steps + 1:
-        log.warning("speculative num draft tokens %d, not %d: a chain of %d steps verifies one token more", steps + 1, asked, steps)
+        log.warning("speculative num draft tokens %d, not %d: a chain of %d steps verifies one more token", steps + 1, asked, steps)
     return _DraftShape(steps, 1, steps + 1)
 
 
@@ -267,7 +267,7 @@ def _applied(args: ServerArgs, tuning: SpeculativeTuning | None) -> SpeculativeT
     asked = {"speculative_num_steps": None, "speculative_num_draft_tokens": None, "speculative_eagle_topk": tuning.topk}
     for name, same in asked.items():
         if (value := getattr(args, name)) not in (None, same):
-            log.warning("speculative tuning: %s %s was given, so the file's depths are not used", flag_of(name), value)
+            log.warning("speculative tuning: %s %s overrides the file's depths", flag_of(name), value)
             return None
     shape = (tuning.num_steps, tuning.topk, tuning.num_draft_tokens)
     log.info("speculative tuning of %s on %s: %d/%d/%d (steps, topk, draft tokens)", tuning.measurement.at, tuning.made_for.device, *shape)
@@ -321,7 +321,7 @@ def _default_steps(args: ServerArgs, device: DeviceKind, topk: int) -> int:
     """The depth if it is not given; the width of a chain determines it."""
     asked = args.speculative_num_draft_tokens
     if topk == 1 and asked is not None:
-        log.info("speculative num steps %d: a chain of %d draft tokens has one step less", asked - 1, asked)
+        log.info("speculative num steps %d: a chain of %d draft tokens has one step fewer", asked - 1, asked)
         return asked - 1
     return EMBEDDED_DRAFT_STEPS[device] if args.speculative_draft_model_path == str(EMBEDDED_DRAFT) else DEFAULT_STEPS
 

@@ -58,7 +58,7 @@ class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BatchDepth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of a depth table: from so many requests on, up to the next line, this depth is the best."""
+    """One line of a depth table: the best depth from this batch size up to that of the next line."""
 
     requests: Count
     depth: Depth

@@ -1,4 +1,4 @@
-"""The constraint of one request: free text first where that was asked for, then its grammar, then the end of the text."""
+"""The constraint of one request: optional free text, then its grammar, then the end of the text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from time import perf_counter, thread_time
 from runtime.constrained.grammar import MaskRow, Matcher
 
 SLOW = 0.01
-"""Seconds by the clock after which the request's masks are metered; a busy machine reaches them too."""
+"""Wall-clock seconds of a mask after which the request's masks are metered; a busy machine may also exceed this."""
 SPARE = 0.5
-"""CPU seconds that metered masks may take in all..."""
+"""CPU seconds that all metered masks of a request may take in addition to `PER_MASK` each."""
 PER_MASK = 0.01
-"""...beyond so many each."""
+"""CPU seconds that a metered mask may take without using up `SPARE`."""
 
 
 class MaskMeter:

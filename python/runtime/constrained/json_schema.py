@@ -1,4 +1,4 @@
-"""JSON schemas: text that is none, and schemas that no finite value can satisfy."""
+"""Rejects invalid and unsatisfiable JSON schemas."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class TrialProcess:
     def _replace(self) -> None:
         if self._closed:
             raise CompilerBusy
-        log.warning("the process that tries grammars has ended or does not answer; another one starts")
+        log.warning("the process that test-compiles grammars died or does not respond; restarting it")
         self._end()
         self._connection.close()
         self._start()

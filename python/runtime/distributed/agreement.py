@@ -1,4 +1,4 @@
-"""The check that all ranks commit the same tokens, made on the device beside an exchange that takes place anyway."""
+"""The check that all ranks commit the same tokens, done on the device as part of an existing exchange."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MIX, _TOKEN, _PLACE = 0x2545F491, 0x5BD1E995, 0x1B873593
 class Agreement:
     """A 32-bit hash of all tokens and lengths that this rank committed, compared with the other ranks' in every decode step.
 
-    The hash of a step travels with the exchange of the next one: a rank whose tokens differ is found within one step.
-    It covers all earlier steps, so no difference is lost. Nothing here is read by the host but `differs`.
+    The hash of a step is sent with the exchange of the next one: a rank whose tokens differ is found within one step.
+    It covers all earlier steps, so no difference is lost. The host reads only `differs`.
 
     Attributes:
         differs: int32 [1] on the device; 1 from the first exchange on that found different hashes.
@@ -33,12 +33,12 @@ class Agreement:
         return self._group.size > 1
 
     def words(self) -> torch.Tensor:
-        """The hash as two float32 [2] that hold 16 bits each, which sums with zeros keep exact. Inside a graph."""
+        """The hash as two float32 [2] of 16 bits each, which stay exact in sums with zeros. Inside a graph."""
         return torch.cat([self._hash >> HALF_BITS, self._hash & ((1 << HALF_BITS) - 1)]).to(torch.float32)
 
     @property
     def hashed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The hash, and the flag that is set where ranks differ, for kernels that compare."""
+        """The hash, and the flag that is set if ranks differ, for kernels that compare."""
         return self._hash, self.differs
 
     def compare(self, words: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ class Agreement:
         self.differs.logical_or_((words != words[:1]).any())
 
     def commit(self, tokens: torch.Tensor, lens: torch.Tensor) -> None:
-        """Add what a step committed: tokens int64 [B, D], of which the first `lens` int32 [B] of each row count."""
+        """Add the committed tokens of a step: int64 [B, D], of which the first `lens` int32 [B] of each row count."""
         if not self.active:
             return
         if self._group.fused is not None:

@@ -1,4 +1,4 @@
-"""The processes that share one model, handed to everything that is sharded."""
+"""The processes that share one model, passed to everything that is sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class FusedExchange(Protocol):
-    """Exchanges of small arrays by one kernel each, with what stands around them. Every method may be captured."""
+    """Exchanges of small arrays in one kernel each, fused with the adjacent operations. Every method may be captured."""
 
     def fits(self, x: torch.Tensor) -> bool:
         """Whether `add` takes this array; the same on every rank."""
@@ -40,7 +40,7 @@ class FusedExchange(Protocol):
         tokens: torch.Tensor | None = None,
         hashed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The likeliest token over all ranks, int64 [N]; `hashed`: a hash, and the flag that is set where ranks differ in it."""
+        """The most likely token over all ranks, int64 [N]; `hashed`: a hash, and the flag that is set if ranks differ in it."""
         ...
 
     def commit(self, hashed: torch.Tensor, tokens: torch.Tensor, lens: torch.Tensor) -> None:
@@ -53,10 +53,10 @@ class ParallelGroup(Protocol):
 
     Attributes:
         rank: of this process, 0..size - 1.
-        size: 1 where the model is not sharded.
-        exchange_seconds: time spent in exchanges within steps so far, where the host waits for them.
-        fused: exchanges by one kernel each; None where there are none.
-        exchange_micros: microseconds of a sum over the ranks by its bytes, as they were measured; empty where nothing was.
+        size: 1 if the model is not sharded.
+        exchange_seconds: time spent in exchanges within steps so far, if the host waits for them.
+        fused: exchanges by one kernel each; None if there are none.
+        exchange_micros: measured microseconds of an all-reduce by bytes; empty if not measured.
     """
 
     @property
@@ -79,11 +79,11 @@ class ParallelGroup(Protocol):
         ...
 
     def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
-        """[N, own] of every rank side by side: [N, `columns`], where rank r holds `Shard(r, size).of(columns)`."""
+        """[N, own] of every rank concatenated: [N, `columns`], of which rank r has `Shard(r, size).of(columns)`."""
         ...
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, columns] of every rank one after the other, [size * N, columns]; N is the same on all ranks."""
+        """[N, columns] of every rank one after another, [size * N, columns]; N is the same on all ranks."""
         ...
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ class ParallelGroup(Protocol):
         ...
 
     def split(self, parts: int) -> tuple[ParallelGroup, ParallelGroup]:
-        """Of `parts` equal groups of consecutive ranks this rank's, and the group of those in its place in each. At start-up only."""
+        """This rank's group of `parts` equal groups of consecutive ranks, and the group of ranks at its index in each. Start-up only."""
         ...
 
     def agree(self, value: T) -> T:
@@ -152,7 +152,7 @@ ALONE = SingleProcess()
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `count` parts of a dimension that is cut into units of `unit`, the first parts larger where it does not
+    """One of `count` parts of a dimension that is cut into units of `unit`, the first parts larger if it does not
     divide evenly.
     """
 
@@ -169,7 +169,7 @@ class Shard:
 
 
 def split_ranks(size: int, parts: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The ranks of `parts` equal groups of consecutive ranks, and of the groups of those in the same place in each."""
+    """The ranks of `parts` equal groups of consecutive ranks, and of the groups of ranks with the same index in each."""
     each = size // parts
     return [list(range(i * each, (i + 1) * each)) for i in range(parts)], [list(range(i, size, each)) for i in range(each)]
 

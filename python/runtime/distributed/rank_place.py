@@ -13,7 +13,7 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """What a process must know to be one of the ranks.
 
     Attributes:
-        ring: file descriptors of the ring that carries steps between ranks of rank 0's host; None where this rank does not
+        ring: file descriptors of the ring that carries steps between ranks of rank 0's host; None if this rank does not
             inherit them: steps then come through a socket. Rank R reads it as reader R - 1.
     """
 

@@ -17,12 +17,12 @@ LINGER_MS = 1000
 
 
 class RankSocket:
-    """A ZMQ socket whose messages wait without bound: signs of life, not limits, find a rank that is slow or gone.
+    """A ZMQ socket with an unbounded queue: heartbeats, not limits, detect a rank that is slow or gone.
 
     Args:
         kind: of ZMQ.
         address: that the socket will bind or connect to.
-        linger: milliseconds for which `close` waits until what was sent has left.
+        linger: milliseconds that `close` waits for sent messages to leave.
     """
 
     def __init__(self, kind: int, address: str, linger: int = 0) -> None:
@@ -33,7 +33,7 @@ class RankSocket:
 
     @property
     def address(self) -> str:
-        """Where it listens, the port included."""
+        """The address it listens on, including the port."""
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class StepPublisher(RankSocket):
         self._number = 0
 
     def await_readers(self, count: int, timeout: float) -> None:
-        """Wait until `count` readers have subscribed: what is published before is lost. Raises `ServerFault`."""
+        """Wait until `count` readers have subscribed: earlier messages are lost. Raises `ServerFault`."""
         deadline = time.monotonic() + timeout
         for _ in range(count):
             if not self._socket.poll(max(int(1000 * (deadline - time.monotonic())), 0)):
@@ -88,7 +88,7 @@ class StepSubscriber(RankSocket):
 
 
 class ResultSocket(RankSocket):
-    """Receives from `senders` groups. A group that is gone is noticed by its signs of life, not here."""
+    """Receives from `senders` groups. A group that is gone is noticed by its heartbeats, not here."""
 
     def __init__(self, bind: str, senders: int) -> None:
         super().__init__(zmq.PULL, bind)

@@ -1,4 +1,4 @@
-"""Signs of life between rank 0 and the other ranks, over a ZMQ socket, so that none waits for a rank that is gone. No torch."""
+"""Heartbeats between rank 0 and the other ranks, over a ZMQ socket, so that none waits for a rank that is gone. No torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from runtime.distributed.zmq_socket import open_socket
 log = logging.getLogger(__name__)
 
 PERIOD = 0.5
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 SILENT_TURNS = 10
-"""Turns of half a second without a sign of life after which a rank counts as lost: 5 s. Turns, not seconds: a machine that was
+"""Turns of half a second without a heartbeat after which a rank counts as lost: 5 s. Turns, not seconds: a machine that was
 suspended lost none."""
 
 
@@ -42,8 +42,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankWatch:
-    """Rank 0's end: hears the other ranks, answers each, and calls `lost` with a sentence about the first that is gone, of which the
-    others hear too.
+    """Rank 0's side: listens to the other ranks, answers each, and calls `lost` with a sentence about the first that is gone; the
+    others are told too.
 
     Args:
         address: where the other ranks connect.
@@ -69,7 +69,7 @@ class RankWatch:
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def start(self) -> None:
-        """Begin to expect signs of life."""
+        """Begin to expect heartbeats."""
         self._thread.start()
 
     @contextmanager
@@ -105,7 +105,7 @@ class RankWatch:
                 return
 
     def _tell(self, why: str) -> None:
-        """Let the other ranks end as well, which would otherwise wait for signs of life."""
+        """Let the other ranks end as well, which would otherwise wait for heartbeats."""
         for sender in self._senders.values():
             self._socket.send_multipart((sender, why.encode()), zmq.NOBLOCK)
         self._socket.close(linger=TELL_MS)
@@ -131,14 +131,14 @@ class RankWatch:
 
     def _silent_rank(self) -> str:
         silent = [rank for rank, turns in self._silent.items() if turns >= SILENT_TURNS]
-        return f"rank {silent[0]} hangs or is gone: no sign of life for {SILENT_TURNS * PERIOD:g} s" if silent else ""
+        return f"rank {silent[0]} hangs or is gone: no heartbeat for {SILENT_TURNS * PERIOD:g} s" if silent else ""
 
 
 class RankBeat:
-    """The end of another rank: sends signs of life, and calls `lost` when rank 0 answers none of them or says that it ends.
+    """The side of another rank: sends heartbeats, and calls `lost` if rank 0 answers none of them or says that it exits.
 
     Args:
-        alive: called beside each sign of life.
+        alive: called with each heartbeat.
     """
 
     def __init__(self, address: str, rank: int, lost: Callable[[str], None], alive: Callable[[], None] = lambda: None) -> None:

@@ -1,4 +1,4 @@
-"""Where the ranks of a model meet. No torch."""
+"""The rendezvous of a model's ranks. No torch."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
     @classmethod
     def at_address(cls, address: str) -> Rendezvous:
-        """For ranks of several hosts, at HOST:PORT of the first. Raises `ConfigError` where it cannot be reached."""
+        """For ranks of several hosts, at HOST:PORT of the first. Raises `ConfigError` if it cannot be reached."""
         node = NodeAddress.parse(address)
         try:
             target, own = _reach(node)
-        except (OSError, UnicodeError) as error:  # the latter for names that no DNS can hold
+        except (OSError, UnicodeError) as error:  # the latter for names that are invalid in DNS
             why = error.strerror if isinstance(error, OSError) else None
             raise ConfigError(f"--dist-init-addr {address} cannot be reached: {why or error}") from error
         host = f"[{target}]" if ":" in target else target

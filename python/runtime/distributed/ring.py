@@ -1,7 +1,7 @@
 """A ring of bytes in shared memory from one writer to several readers on one host. No torch.
 
-The memory is an anonymous file without a name, which ends with the last process that holds it: nothing can be left behind.
-Positions count bytes since the start. A reader that finds nothing spins for 20 µs, then sleeps until the writer wakes it.
+The memory is an anonymous file, which is freed with the last process that has it open, so nothing can be left over.
+Positions count bytes since the start. A reader that finds nothing spins for 20 µs, then sleeps until the writer wakes it up.
 
     0           position of the writer
     64, 128...  position of each reader
@@ -42,14 +42,14 @@ class RingFds(msgspec.Struct, frozen=True):
 
     @classmethod
     def create(cls, readers: int) -> RingFds:
-        """A new ring for so many readers."""
+        """A new ring for `readers` readers."""
         memory = os.memfd_create("talon-steps")
         os.ftruncate(memory, _data_start(readers) + CAPACITY)
         return cls(memory, tuple(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(readers)))
 
     @property
     def all(self) -> tuple[int, ...]:
-        """All of them."""
+        """All file descriptors."""
         return (self.memory, *self.wake)
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class RingReader:
 
 
 def _checksum(part: bytes | memoryview, position: int, last: bool) -> int:
-    """Of a frame at a position, a multiple of 16."""
+    """The checksum of a frame at a position, a multiple of 16."""
     return zlib.crc32(part, (position + last) & 0xFFFFFFFF)
 
 

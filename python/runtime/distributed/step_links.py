@@ -9,7 +9,7 @@ class StepSender(Protocol):
     """Rank 0's end."""
 
     def send(self, message: bytes) -> None:
-        """Hand one message to every other rank, in order. Raises `ServingError` where a rank does not read."""
+        """Hand one message to every other rank, in order. Raises `ServingError` if a rank does not read."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`ParallelGroup` over torch.distributed: gloo between CPUs, and for what the ranks agree on at start-up."""
+"""`ParallelGroup` over torch.distributed: gloo between CPUs, and for decisions at start-up."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TorchGroup:
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, rank: int, size: int, timeout: float) -> TorchGroup:
-        """Join the group and wait for the other ranks. Raises `ConfigError` where they do not meet."""
+        """Join the group and wait for the other ranks. Raises `ConfigError` if they do not meet."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
         whole = [list(range(size))]
         try:
@@ -58,7 +58,7 @@ class TorchGroup:
         return TorchGroup(own.index(self.rank), len(own), steps, steps) if len(own) > 1 else ALONE
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in float32 and the storage of `x` where it has that type."""
+        """The sum over all ranks, in float32 and the storage of `x` if it has that type."""
         started = time.perf_counter()
         total = x if x.dtype is torch.float32 else x.float()
         dist.all_reduce(total, group=self._steps)
@@ -76,7 +76,7 @@ class TorchGroup:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of every rank, one after the other."""
+        """The rows of every rank, one after another."""
         started = time.perf_counter()
         rows = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype)
         dist.all_gather(list(rows.chunk(self.size)), x.contiguous(), group=self._steps)
@@ -101,7 +101,7 @@ class TorchGroup:
 
 
 def subgroup(lists: list[list[int]], backend: str, seconds: float) -> dist.ProcessGroup:
-    """The group of this rank among `lists`, which hold every rank once; calls wait so many seconds. All ranks call it together."""
+    """The group of this rank among `lists`, which contain every rank once; calls time out after `seconds`. All ranks call it together."""
     group, _ = dist.new_subgroups_by_enumeration(lists, timedelta(seconds=seconds), backend=backend)
     assert isinstance(group, dist.ProcessGroup), "every rank is in a list"
     return group

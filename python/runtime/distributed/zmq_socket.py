@@ -6,7 +6,7 @@ import zmq
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
-    """A socket that can bind or connect to `address`; ZMQ takes an IPv6 address only where an option allows it."""
+    """A socket that can bind or connect to `address`; ZMQ accepts IPv6 addresses only with an option."""
     opened = context.socket(kind)
     # Elsewhere the option would turn IPv4 addresses into ::ffff:A.B.C.D, which hosts without IPv6 do not know.
     if address.startswith("tcp://["):

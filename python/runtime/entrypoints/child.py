@@ -73,7 +73,7 @@ class ChildFinished(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildAlive(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life of a rank on another node than rank 0's, for the parent there."""
+    """A heartbeat of a rank on another node than rank 0's, for the parent there."""
 
 
 ChildStatus = ChildReady | ChildFailed | ChildFinished | ChildAlive

@@ -18,7 +18,7 @@ in every step.
 PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 """oneDNN compiles GEMM kernels by number of rows, 0.2 MiB each, and keeps the latest 1024; so does torch, in a cache of its own.
 
-To compile one anew takes 0.6 ms.
+Recompiling one takes 0.6 ms.
 """
 TRIM_SECONDS = 10.0
 """How often free memory goes back to the system, which takes some ms; steps of many sizes touch ever more of it."""

@@ -65,7 +65,7 @@ async def _watch(ranks: Sequence[ChildProcess], stop: asyncio.Event) -> int:
             waiting = [end for end in ends if not end.done()]
             done, _ = await asyncio.wait([stopped, *waiting], timeout=TURN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not done and (hung := watchdog.turn({role: rank.beats for role, rank in by_role.items()}, writes_trace=False)):
-                log.error("the %s process hangs: no sign of life for %g s; its stacks follow", hung, watchdog.patience * TURN_SECONDS)
+                log.error("the %s process hangs: no heartbeat for %g s; its stacks follow", hung, watchdog.patience * TURN_SECONDS)
                 by_role[hung].dump_stacks()
                 await asyncio.sleep(DUMP_SECONDS)
                 return 1

@@ -36,7 +36,7 @@ STEP_SECONDS = 7.0
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """Where rank 0 listens: for signs of life, for readers of steps on other hosts, and for results of other attention groups; ""
+    """Where rank 0 listens: for heartbeats, for readers of steps on other hosts, and for results of other attention groups; ""
     where there are none.
     """
 
@@ -166,6 +166,6 @@ def _build(
 
 def _end_process(why: str) -> None:
     """End this process at once: its main thread may wait for a rank that is gone."""
-    log.error("%s; this process ends", why)
+    log.error("%s; this process exits", why)
     sys.stderr.flush()
     os._exit(1)

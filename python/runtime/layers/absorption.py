@@ -1,4 +1,4 @@
-"""Absorbed latent attention's two GEMMs per head, by `torch.bmm`: the definition, and what passes of many tokens run."""
+"""Absorbed latent attention's two GEMMs per head, by `torch.bmm`: the reference, also used for many tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ TOKEN_TILES = (8, 16)
 
 
 def token_tile(tokens: int) -> int:
-    """The smallest of these for so many tokens."""
+    """The smallest of these that covers this many tokens."""
     return next(tile for tile in TOKEN_TILES if tile >= tokens)
 
 
 def absorb_by_bmm(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor) -> torch.Tensor:
-    """Queries over latent rows, whose rotated columns are still to be written.
+    """Queries over latent rows, without their rotated columns.
 
     Args:
         q: [T, H, query_dim].

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
-"""Of CLAMPED_SWIGLU: the gate's factor inside the sigmoid, and the bound of gate and up."""
+"""CLAMPED_SWIGLU: the gate's factor inside the sigmoid, and the bound of gate and up."""
 
 
 class Activation(Enum):
@@ -22,7 +22,7 @@ class Activation(Enum):
 
 
 def gated(activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
-    """`activation(gate) * up` of rows [T, 2 * I] that hold the gate, then up: [T, I].
+    """`activation(gate) * up` of rows [T, 2 * I], gate first, then up: [T, I].
 
     With CLAMPED_SWIGLU both are clamped, and 1 is added to up (gpt-oss).
     """

@@ -17,13 +17,13 @@ from runtime.layers.row_norms import RowNorms
 
 
 class AttentionLayer(Protocol):
-    """What a block needs of its attention: project, write KV and attend, add the output to the residual stream. Subclass it explicitly.
+    """The interface of a block's attention: project, write KV and attend, add the output to the residual stream. Subclass it explicitly.
 
     Attributes:
         spec: what the backend reads.
         in_proj, o_proj: the first and the output projection.
         ops: operations of the model.
-        kernel_launches: of an eager pass, about.
+        kernel_launches: approximate number per eager pass.
     """
 
     spec: AttentionSpec
@@ -38,7 +38,7 @@ class AttentionLayer(Protocol):
         ...
 
     def weights_filled(self) -> None:
-        """Compute what follows from the weights. Called after they are loaded."""
+        """Compute derived weights. Called after loading."""
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
         """Its GEMMs that are to be autotuned, in order, between these norms."""
@@ -58,7 +58,7 @@ class AttentionLayer(Protocol):
         return self.ops.linear(x, self.in_proj)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
-        """Write KV to the pool and attend: what `o_proj` reads, [T, H * value_dim], from the first projection."""
+        """Write KV to the pool and attend: from the first projection to the input of `o_proj`, [T, H * value_dim]."""
         ...
 
     def add_output(self, attended: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
@@ -73,7 +73,7 @@ class Attention(AttentionLayer):
         spec: what the backend reads: KV, scale, window, sinks, heads.
         heads: how a qkv row becomes heads, as in `spec`.
         qkv_proj: `in_proj`: the rows [T, (H + 2 G) * head_dim].
-        kernel_launches: of an eager pass, about: norm, qkv, rotary and KV write, attention, output.
+        kernel_launches: approximate number per eager pass: norm, qkv, rotary and KV write, attention, output.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class Attention(AttentionLayer):
         return self.qkv_proj.num_parameters + self.o_proj.num_parameters
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
-        """Its GEMMs, in order; the output is not added to the stream where `next_norm` is None."""
+        """Its GEMMs, in order; the output is not added to the stream if `next_norm` is None."""
         yield Gemm("linear", self.qkv_proj, norm)
         yield Gemm("linear" if next_norm is None else "linear_add", self.o_proj, next_norm, after_attention=True)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
-        """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`. The backend does both where it can."""
+        """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`. The backend does both if it can."""
         if self._row_norms is not None:
             qkv = self.ops.norm_rows(qkv, self._row_norms)
         attended = context.backend.forward_rows(qkv, self.spec, context.batch)

@@ -1,4 +1,4 @@
-"""The ranks of a model on GPUs: NCCL for large arrays, kernels of our own for those of decode steps."""
+"""The ranks of a model on GPUs: NCCL for large arrays, our own kernels for the small ones of decode steps."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TOLERANCE = 1e-2
 
 
 class CudaGroup:
-    """`ParallelGroup` on GPUs, one per rank. What is decided at start-up goes through `control`, on the CPU.
+    """`ParallelGroup` on GPUs, one per rank. Decisions at start-up go through `control`, on the CPU.
 
     Attributes:
-        fused: our own exchanges between GPUs of one host; None where they do not work.
-        exchange_micros: microseconds of a sum over the ranks by bytes, as "own / NCCL"; for the log and the server's info.
+        fused: our own exchanges between GPUs of one host; None if they do not work.
+        exchange_micros: microseconds of an all-reduce by bytes, as "own / NCCL"; for the log and the server's info.
     """
 
     exchange_seconds = 0.0
@@ -62,7 +62,7 @@ class CudaGroup:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of every rank, one after the other, by NCCL."""
+        """The rows of every rank, one after another, by NCCL."""
         rows = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype, device=x.device)
         dist.all_gather_into_tensor(rows, x.contiguous(), group=self._nccl)
         return rows
@@ -99,7 +99,7 @@ class CudaGroup:
         others = range(1, self.size)
         reachable = cuda_driver.available() and all(torch.cuda.can_device_access_peer(0, other) for other in others)
         if not all(self.gather(reachable)):
-            log.warning("the GPUs cannot read each other's memory: sums over the ranks go through NCCL, which takes longer")
+            log.warning("the GPUs cannot read each other's memory: using NCCL all-reduce, which is slower")
             return None
         fused, why = None, ""
         try:
@@ -107,16 +107,16 @@ class CudaGroup:
         except RuntimeError as error:
             why = str(error)
         if not all(self.gather(fused is not None)) or fused is None:
-            log.warning("exchanges of our own do not work here (%s): sums over the ranks go through NCCL", why or "on another rank")
+            log.warning("custom all-reduce disabled: it does not work here (%s); using NCCL", why or "on another rank")
             return None
         if not all(self.gather(self._is_right(fused, device))):
-            log.warning("exchanges of our own give other sums than NCCL: they are not used")
+            log.warning("custom all-reduce disabled: results differ from NCCL")
             return None
         self._time(fused, device)
         return fused
 
     def _is_right(self, fused: PushExchange, device: torch.device) -> bool:
-        """Whether sums, tokens and hashes are what NCCL and torch give."""
+        """Whether sums, tokens and hashes equal those of NCCL and torch."""
         right = True
         for rows in (1, 3, 128):
             x = torch.randn((rows, COLUMNS), generator=_seeded(device, self.rank), device=device).to(torch.bfloat16)
@@ -151,7 +151,7 @@ class CudaGroup:
             self.exchange_micros[str(x.nbytes)] = f"{own:.1f} / {nccl:.1f}"
             limit = x.nbytes if own < nccl else limit
         fused.limit = limit
-        log.info("microseconds of a sum over %d ranks by bytes, own / NCCL: %s", self.size, self.exchange_micros)
+        log.info("all-reduce over %d ranks, microseconds by bytes, custom / NCCL: %s", self.size, self.exchange_micros)
 
     def _micros(self, run: Callable[[], object]) -> float:
         """Rank 0's microseconds of one call in a graph; all ranks replay together."""

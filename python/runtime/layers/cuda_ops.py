@@ -1,4 +1,4 @@
-"""The block operations on a CUDA GPU: GEMM kernels with fused epilogues, or cuBLAS with separate kernels where that is faster."""
+"""The block operations on a CUDA GPU: GEMM kernels with fused epilogues, or cuBLAS with separate kernels if that is faster."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from runtime.layers.row_norms import RowNorms
 
 log = logging.getLogger(__name__)
 TRIAL_PARTS = 128
-"""Sums of squares per row that a GEMM behind a deferred norm is timed with."""
+"""Partial sums of squares per row with which a GEMM after a deferred norm is timed."""
 
 
 class CudaOps:
@@ -86,7 +86,7 @@ class CudaOps:
     def join(
         self, ids: torch.Tensor, table: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, layout: DraftInput
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Embeddings beside hidden states [T, 2 * hidden], and the start of the stream float32 [T, hidden] or None."""
+        """Embeddings concatenated with hidden states [T, 2 * hidden], and the start of the stream float32 [T, hidden] or None."""
         return join_rows(ids, table, states, positions, layout, self.pdl)
 
     def norm(self, h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype) -> torch.Tensor:
@@ -202,7 +202,7 @@ class CudaOps:
     def prompt_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Causal attention of whole prompts, one after the other: [T, H, value_dim]. Torch's flash kernel needs one width for all."""
+        """Causal attention of whole prompts, one after another: [T, H, value_dim]. Torch's flash kernel needs one width for all."""
         assert batch.extend_lens is not None, "a pass of prompts"
         value_dim = v.shape[2]
         v = F.pad(v, (0, q.shape[2] - value_dim)) if value_dim < q.shape[2] else v
@@ -211,23 +211,23 @@ class CudaOps:
         return torch.cat(outs, dim=1).transpose(0, 1)[..., :value_dim]
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`head(x)` in float32, [N, vocab], written to `out` where given; summed and kept in float32 throughout."""
+        """`head(x)` in float32, [N, vocab], written to `out` if given; summed and kept in float32 throughout."""
         return self._logits(x, head, out, self.choice("logits", head, x.shape[0]))
 
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The argmax of each row of `logits(x, head)`, bit for bit: int64 [N], written to `tokens` where given, as `logits` is.
+        """The argmax of each row of `logits(x, head)`, bit for bit: int64 [N], written to `tokens` if given, as `logits` is.
 
-        A GEMM kernel of ours reduces each tile in its epilogue; cuBLAS stores the logits, in scratch memory where none are wanted.
+        A GEMM kernel of ours reduces each tile in its epilogue; cuBLAS stores the logits, in scratch memory if none are wanted.
         """
         return self._greedy(x, head, tokens, logits, self.choice("logits", head, x.shape[0]))
 
     def autotune(
         self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()
     ) -> dict[str, str]:
-        """Compile the kernels of a model's GEMMs at the m buckets of `rows`, side by side, time them and keep the fastest.
+        """Compile the kernels of a model's GEMMs at the m buckets of `rows` in parallel, time them and keep the fastest.
 
-        A norm beside a GEMM is timed with it where it takes a kernel. The head is timed with the argmax of its logits, which every decode
-        step takes; the choice also holds for logits alone. Prompts of up to `MAX_ROWS` rows use what decode passes have.
+        A norm next to a GEMM is timed with it if it needs a kernel. The head is timed with the argmax of its logits, which every decode
+        step takes; the choice also applies to logits alone. Prompts of up to `MAX_ROWS` rows use the kernels of decode passes.
         """
         start, gemms = time.perf_counter(), list(gemms)
         decoding = {m_bucket(count) for count in rows}
@@ -299,7 +299,7 @@ class CudaOps:
                 yield lambda _, rows=rows, deferred=deferred: self._run_chain(gemms, rows, deferred)
 
     def _run_chain(self, gemms: Sequence[Gemm], rows: int, deferred: bool) -> None:
-        """Run a model's GEMMs in order, each kind once behind each kind that writes the stream before it."""
+        """Run a model's GEMMs in order, each kind once after each kind that writes the stream before it."""
         norm = next(gemm.norm for gemm in gemms if gemm.norm is not None)
         start = Stream(torch.zeros((rows, norm.weight.shape[0]), device=norm.weight.device))
         streams, done, writer = dict[GemmKey, Stream](), set[tuple[GemmKey | None, GemmKey]](), None
@@ -324,12 +324,12 @@ class CudaOps:
                 writer = key
 
     def _after_experts(self, h: torch.Tensor, norm: RMSNorm, deferred: bool) -> Stream:
-        """A stream that the experts of a sparse MLP, whose kernels are no GEMMs, have written for `norm`."""
+        """A stream that the experts of a sparse MLP have written for `norm`; their kernels are not among these GEMMs."""
         few = self._timings.tuning.experts.few_rows("dense", h.shape[0])
         return Stream(h, norm, self._deferred(h, norm, few[1].parts(h.shape[1])) if deferred and few is not None else None)
 
     def _compile_add(self, x: torch.Tensor, linear: Linear, stream: Stream, norm: RMSNorm | None) -> Stream:
-        """`linear_add`, without the other ranks where it sums over them: they compile in another order."""
+        """`linear_add` without the all-reduce: the other ranks compile in another order."""
         if not linear.is_partial:
             return self.linear_add(x, linear, stream, norm)
         part = self._linear(x, None, linear, self.choice("linear_add", linear, x.shape[0]))
@@ -384,7 +384,7 @@ class CudaOps:
         return Stream(h if linear.bias is None else h.add_(linear.bias), in_prompt=in_prompt)
 
     def _many_rows(self, x: torch.Tensor, linear: Linear, in_prompt: bool) -> torch.Tensor:
-        """`linear(x)` by cuBLAS; prompts quantize their rows where that was found faster."""
+        """`linear(x)` by cuBLAS; prompts quantize their rows if that was found faster."""
         scale = linear.storage.scale
         if not (in_prompt and self._quantizes(linear, len(x)) and x.dtype is torch.bfloat16) or scale is None:
             return widened_linear(x, linear)
@@ -398,7 +398,7 @@ class CudaOps:
     def _add_of_ranks(
         self, part: torch.Tensor, group: ParallelGroup, h: torch.Tensor, next_norm: RMSNorm | None, in_prompt: bool = False
     ) -> Stream:
-        """Add the sum of the ranks' outputs to the stream: by one kernel where the array is small enough."""
+        """All-reduce the outputs and add them to the stream, in one kernel if the array is small enough."""
         fused = group.fused
         if fused is None or not fused.fits(part):
             return Stream(h.add_(group.all_reduce(part)), in_prompt=in_prompt)
@@ -412,13 +412,13 @@ class CudaOps:
     def _deferred_of_ranks(
         self, part: torch.Tensor, h: torch.Tensor, norm: RMSNorm | None, fused: FusedExchange | None
     ) -> DeferredNorm | None:
-        """Buffers for a norm that the sum over the ranks prepares. None where it does not."""
+        """Buffers for a norm that the all-reduce prepares. None if it does not."""
         return None if fused is None or not fused.fits(part) else self._deferred(h, norm, fused.parts(h.shape[1]))
 
     def _deferred(self, h: torch.Tensor, norm: RMSNorm | None, parts: int) -> DeferredNorm | None:
         """Buffers for a deferred norm, with `parts` sums of squares per row.
 
-        None for float16, which cannot hold every model's stream before it is normed.
+        None for float16, whose range is too small for every model's stream before the norm.
         """
         if norm is None or norm.weight.dtype is not torch.bfloat16:
             return None

@@ -1,4 +1,4 @@
-"""An MLP that is dense and sparse at once: both read the stream through norms of their own, and both outputs are normed and added."""
+"""An MLP that is both dense and sparse: each part reads the stream through its own norm, and both outputs are normed and added."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class DenseBesideSparse:
     """`dense_out(dense(x)) + sparse_out(experts(sparse_in(h)))`, as Gemma 4 has it.
 
     Attributes:
-        dense_out, sparse_in, sparse_out: norms behind the dense MLP, before the experts and behind them.
+        dense_out, sparse_in, sparse_out: norms after the dense MLP, before the experts and after them.
         router_norm: before the router, whose input is also multiplied by hidden ** -0.5.
         expert_scale: [E]: factors of the experts' weights.
-        kernel_launches: of an eager pass, about.
+        kernel_launches: approximate number per eager pass.
     """
 
     dense: GatedMlp
@@ -41,7 +41,7 @@ class DenseBesideSparse:
         return self.dense.active_parameters + self.sparse.active_parameters
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
-        """Those of the dense MLP; the experts have kernels of their own."""
+        """The GEMMs of the dense MLP; the experts have separate kernels."""
         yield from self.dense.gemms(norm, next_norm)
 
     def output(self, stream: Stream, norm: RMSNorm) -> torch.Tensor:

@@ -16,7 +16,7 @@ class StreamStart(IntEnum):
     STATE = 1
     """The hidden state."""
     NORMED_STATE = 2
-    """The hidden state behind its norm, rounded to the model's dtype."""
+    """The normed hidden state, rounded to the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class DraftInput:
     """The layout of one head.
 
     Attributes:
-        norms: of the embedding, and of the hidden state; None where neither is normed.
+        norms: of the embedding, and of the hidden state; None if neither is normed.
         state_first: whether the columns of the hidden state come first.
         blank_start: whether the embedding of the token at position 0 is zeros.
         stream: what the residual stream begins with.

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one low-rank row per token is stored, from which all heads' keys and values follow.
+"""Multi-head latent attention: one low-rank row is stored per token; all heads' keys and values are computed from it.
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1. Passes over cached rows use the absorbed form: queries are multiplied by
 the key half of `kv_b_proj`, so that all heads attend over the latent rows themselves, and the value half is applied to the
@@ -25,16 +25,16 @@ from runtime.layers.pass_context import PassContext
 
 
 class LatentAttention(AttentionLayer):
-    """`AttentionLayer`: latent attention of one layer, or this rank's heads of it over rows that every rank holds. Owner of its weights.
+    """`AttentionLayer`: latent attention of one layer, or this rank's heads over rows replicated on every rank. Owner of its weights.
 
     Attributes:
         spec: what the backend reads; its KV is of kind "mla".
         heads: widths, norms and rotary table.
-        down_proj: `in_proj`: hidden -> the queries' latent (all heads where there is none), the latent and the shared key.
-        q_proj: the queries' latent -> all heads; None where `down_proj` makes them.
+        down_proj: `in_proj`: hidden -> the queries' latent (all heads if there is none), the latent and the shared key.
+        q_proj: the queries' latent -> all heads; None if `down_proj` computes them.
         kv_b_proj: the latent -> keys without rotation and values of all heads.
         o_proj: all heads' values -> hidden.
-        kernel_launches: of an eager pass, about: norm, projections, norms and KV write, absorption, attention, output.
+        kernel_launches: approximate number per eager pass: norm, projections, norms and KV write, absorption, attention, output.
     """
 
     kernel_launches = 10
@@ -75,11 +75,11 @@ class LatentAttention(AttentionLayer):
         yield Gemm("linear_add", self.o_proj, next_norm, after_attention=True)
 
     def warmup_runs(self) -> list[Callable[[], object]]:
-        """Absorption by each kernel: of tokens that fill a tile, and of more than have one, as chunks behind a cached prefix are."""
+        """Absorption by each kernel: for tokens that fill a tile, and for more, as in chunks after a cached prefix."""
         return [partial(self._warm_up, tokens) for tokens in (*TOKEN_TILES, TOKEN_TILES[-1] + 1)]
 
     def _warm_up(self, tokens: int) -> None:
-        """Laid out as in `attend`: kernels depend on the alignment of what they read."""
+        """Laid out as in `attend`: kernels depend on the alignment of their inputs."""
         heads, key, value = self.heads, *self._kv_weights()
         positions = torch.zeros(tokens, dtype=torch.int64, device=key.device)  # there when `rows` are: it may be read early
         rows = torch.zeros((tokens, (self.q_proj or self.down_proj).out_features), dtype=key.dtype, device=key.device)

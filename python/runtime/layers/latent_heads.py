@@ -20,7 +20,7 @@ class LatentHeads:
         value_dim: columns of a value.
         kv_norm: over the latent; its width is `kv_rank`.
         rope: rotates the shared key and the end of each query.
-        q_norm: over the queries' latent; None where queries are projected in one step.
+        q_norm: over the queries' latent; None if queries are projected in one step.
     """
 
     num_heads: int

@@ -12,7 +12,7 @@ from runtime.layers.quantization.scheme import QuantScheme, Storage
 
 
 class Partition(Enum):
-    """How the ranks of a group share a linear layer."""
+    """How a linear layer is sharded over the ranks of a group."""
 
     REPLICATED = "every rank holds the whole weight"
     COLUMN = "each rank holds some output rows; outputs stay sharded"
@@ -80,7 +80,7 @@ class Linear:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that the layer holds."""
+        """All tensors of the layer."""
         return [*self.storage.tensors, *([] if self.bias is None else [self.bias])]
 
     @property
@@ -95,7 +95,7 @@ class Linear:
 
     @property
     def is_partial(self) -> bool:
-        """Whether outputs are partial sums, so that nothing may be fused behind the GEMM before `reduce`."""
+        """Whether outputs are partial sums, so that nothing may be fused after the GEMM before `reduce`."""
         return self.partition is Partition.ROW and self.group.size > 1
 
     @property
@@ -109,7 +109,7 @@ class Linear:
         return Shard(self.group.rank, self.group.size).of(self.whole) if self.is_sharded else slice(0, self.whole)
 
     def reduce(self, out: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' outputs where they are partial."""
+        """All-reduce the outputs if they are partial."""
         return self.group.all_reduce(out) if self.is_partial else out
 
     def gather(self, out: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Linear:
         return self.group.gather_columns(out, self.whole) if self.is_sharded else out
 
     def tail(self, start: int) -> Linear:
-        """A layer of this rank's outputs from `start` on: over the same weight where it is unquantised, else over a copy. At load
+        """A layer of this rank's outputs from `start` on: over the same weight if it is unquantised, else over a copy. At load
         time only.
         """
         own = slice(start, self.out_features)
@@ -133,7 +133,7 @@ class Linear:
         return Linear(self.scheme.select_rows(self.storage, rows), bias, self.scheme, self.partition, self.group)
 
     def _select_sharded(self, rows: torch.Tensor) -> Linear:
-        """`select_rows` where each row lies on one rank: sums with the zeros of the others bring it to all."""
+        """`select_rows` for rows that are on one rank each: an all-reduce with the zeros of the others brings them to all."""
         assert self.bias is None, "an LM head has no bias"
         own = self.own_rows
         held = (rows >= own.start) & (rows < own.stop)

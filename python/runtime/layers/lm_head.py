@@ -1,4 +1,4 @@
-"""The LM head: scores of a vocabulary that the ranks of a group share, and the likeliest token of all of them."""
+"""The LM head: scores of a vocabulary sharded over the ranks of a group, and the most likely token over all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.layers.ops import BlockOps
 
 
 def all_logits(ops: BlockOps, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`head(x)` over the whole vocabulary in float32 [N, V], written to `out` where given."""
+    """`head(x)` over the whole vocabulary in float32 [N, V], written to `out` if given."""
     if not head.is_sharded:
         return ops.logits(x, head, out)
     logits = head.gather(ops.logits(x, head))
@@ -25,10 +25,10 @@ def greedy(
     logits: torch.Tensor | None = None,
     agreement: Agreement | None = None,
 ) -> torch.Tensor:
-    """The likeliest token of each row, int64 [N], the smallest of equal ones; written to `tokens` where given.
+    """The most likely token of each row, int64 [N], the smallest of equal ones; written to `tokens` if given.
 
     Args:
-        logits: this rank's scores are written there where given, float32 [N, own].
+        logits: this rank's scores are written there if given, float32 [N, own].
         agreement: compared with the other ranks' by the same exchange.
     """
     if not head.is_sharded:
@@ -45,10 +45,10 @@ def greedy(
 def largest_of_ranks(values: torch.Tensor, ids: torch.Tensor, head: Linear, agreement: Agreement | None = None) -> torch.Tensor:
     """The id of the largest value of all ranks, int64 [N]; of equal values the one of the lowest rank, whose ids are smaller.
 
-    One sum over the ranks carries the pairs: each fills its own rows of zeros. Ids are exact in float32 up to 2^24.
+    One all-reduce carries the pairs: each rank fills its own rows of zeros. Ids are exact in float32 up to 2^24.
 
     Args:
-        values, ids: float32 and int64 [N], this rank's likeliest tokens.
+        values, ids: float32 and int64 [N], this rank's most likely tokens.
     """
     group, count = head.group, len(values)
     pairs = torch.zeros((group.size, count + 1, 2), dtype=torch.float32, device=values.device)

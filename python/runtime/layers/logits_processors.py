@@ -18,14 +18,14 @@ from runtime.layers.token_mask import TokenMask, forbid
 
 @dataclass(frozen=True, slots=True)
 class LogitsContext:
-    """What processors read beside the logits. B requests, W window positions (1 in plain decoding), A ancestors.
+    """The inputs of processors besides the logits. B requests, W window positions (1 in plain decoding), A ancestors.
 
     Attributes:
         tables: sampling state by request row.
         rows: int64 [B].
         positions: int64 [B, W]. Sequence position of the token chosen from each window position.
         path: int64 [B, W, A]. Drafts before each window position, -1 for none; they count as output. None: nothing is drafted.
-        mask: what grammars allow at the W positions; None where no request is constrained.
+        mask: what grammars allow at the W positions; None if no request is constrained.
     """
 
     tables: SamplingTables
@@ -118,7 +118,7 @@ class GrammarEnd:
         return sorted(set(needs.constrained) & set(needs.min_length))
 
     def apply(self, logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
-        """Where nothing is left, make all that the grammar allows equally likely."""
+        """If no token is left, make all tokens that the grammar allows equally likely."""
         assert context.mask is not None, "constrained requests come with a mask"
         allowed, masked = context.mask.allowed(selected, logits.shape[-1]), logits[selected]
         nothing_left = masked.amax(-1, keepdim=True) == -torch.inf

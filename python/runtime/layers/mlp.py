@@ -18,7 +18,7 @@ class Mlp(Protocol):
     """What a block needs of its MLP, dense or sparse.
 
     Attributes:
-        kernel_launches: of an eager pass, about, the norm before it included.
+        kernel_launches: approximate number per eager pass, the norm before it included.
     """
 
     kernel_launches: int
@@ -48,11 +48,11 @@ class GatedMlp:
 
     @property
     def active_parameters(self) -> int:
-        """All of its weights."""
+        """The number of all its weights."""
         return self.gate_up_proj.num_parameters + self.down_proj.num_parameters
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
-        """Gate and up, then down, which is not added to the stream where `next_norm` is None."""
+        """Gate and up, then down, which is not added to the stream if `next_norm` is None."""
         yield Gemm("gate_up", self.gate_up_proj, norm, self._activation)
         yield Gemm("linear", self.down_proj, None) if next_norm is None else Gemm("linear_add", self.down_proj, next_norm)
 

@@ -1,4 +1,4 @@
-"""The RMS norm as models hold it: its weight and epsilon. The block operations compute it."""
+"""The weight and epsilon of an RMS norm. The block operations compute it."""
 
 from __future__ import annotations
 

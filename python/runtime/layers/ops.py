@@ -44,10 +44,10 @@ class Stream:
 
     Attributes:
         h: float32 [T, hidden].
-        norm: the norm that reads `h` next, where it is deferred or computed.
+        norm: the norm that reads `h` next, if it is deferred or computed.
         deferred: what the operation that wrote `h` stored for `norm`; only the operations read it.
-        normed: `norm(h)` [T, hidden] in the model's dtype, where the operation that wrote `h` computed it.
-        in_prompt: whether the rows are of a prompt pass: int8 on a CPU then computes a row alike in every pass.
+        normed: `norm(h)` [T, hidden] in the model's dtype, if the operation that wrote `h` computed it.
+        in_prompt: whether the rows are of a prompt pass: int8 on a CPU then computes a row identically in every pass.
     """
 
     h: torch.Tensor
@@ -76,10 +76,10 @@ class BlockOps(Protocol):
     def join(
         self, ids: torch.Tensor, table: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, layout: DraftInput
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What a draft head reads: embeddings beside hidden states, as `layout` says.
+        """The inputs of a draft head: embeddings and hidden states, joined as `layout` says.
 
         Args:
-            ids, positions: int64 [T], the tokens and where they stand.
+            ids, positions: int64 [T], the tokens and their positions.
             table: [V, hidden] in the model's dtype.
             states: [T, hidden], any float dtype.
 
@@ -104,7 +104,7 @@ class BlockOps(Protocol):
         """Matmul, reduce, add, leave the norm: `h + linear.reduce(linear(x))` in float32, which may reuse the storage
         of `h`.
 
-        `next_norm`: the norm that reads the stream next, which the operation may prepare; not where outputs are partial
+        `next_norm`: the norm that reads the stream next. The operation may prepare it, except if outputs are partial
         sums.
         """
         ...
@@ -122,7 +122,7 @@ class BlockOps(Protocol):
         ...
 
     def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear, activation: Activation = Activation.SILU) -> torch.Tensor:
-        """`activation(gate) * up` of the normed stream; `gate_up` holds the gate's rows, then the up's. [T,
+        """`activation(gate) * up` of the normed stream; `gate_up` has the gate's rows, then the up's. [T,
         intermediate].
         """
         ...
@@ -136,7 +136,7 @@ class BlockOps(Protocol):
         ...
 
     def experts(self, x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: bool = False) -> torch.Tensor:
-        """The weighted sum of the outputs of each row's experts that this rank holds: [T, hidden] in float32 or the model's dtype.
+        """The weighted sum of the outputs of each row's experts on this rank: [T, hidden] in float32 or the model's dtype.
 
         `in_prompt`: rows of a prompt pass.
         """
@@ -162,7 +162,7 @@ class BlockOps(Protocol):
         ...
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
-        """Norm q and k per head where `heads` asks for it, rotate them, and write k and v of layer `layer_id` to the
+        """Norm q and k per head if `heads` asks for it, rotate them, and write k and v of layer `layer_id` to the
         batch's slots.
 
         Args:
@@ -183,7 +183,7 @@ class BlockOps(Protocol):
             rows: [T, q_columns + row_dim].
 
         Returns:
-            The queries' columns [T, q_columns], normed where they are a latent, and the KV rows [T, row_dim], contiguous.
+            The queries' columns [T, q_columns], normed if they are a latent, and the KV rows [T, row_dim], contiguous.
         """
         ...
 
@@ -223,14 +223,14 @@ class BlockOps(Protocol):
         ...
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`head(x)` in float32, [N, vocab], written to `out` where given."""
+        """`head(x)` in float32, [N, vocab], written to `out` if given."""
         ...
 
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
         """The argmax of each row of `logits(x, head)`, the first of equal entries: int64 [N], written to `tokens` where
         given.
 
-        `logits` float32 [N, vocab] is written where given; otherwise the logits may never be stored.
+        `logits` float32 [N, vocab] is written if given; otherwise the logits may never be stored.
         """
         ...
 
@@ -243,11 +243,11 @@ class BlockOps(Protocol):
         Call it before any graph is captured; weights may be random.
 
         Args:
-            rows: of decode passes.
-            others: runs of other kernels, which are compiled beside these where these are compiled.
-            prompt_rows: of prompt passes, few of whose rows have logits.
+            rows: numbers of rows of decode passes.
+            others: runs of other kernels, compiled together with these if these need compilation.
+            prompt_rows: numbers of rows of prompt passes, only a few of which have logits.
 
         Returns:
-            A line per GEMM, for the log and the server's info; empty where there is nothing to choose.
+            A line per GEMM, for the log and the server's info; empty if there is nothing to choose.
         """
         ...

@@ -1,4 +1,4 @@
-"""RMS norms of q and of k over all heads at once, which several ranks may share."""
+"""RMS norms of q and k over all heads together, which may be sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RowNorms:
 
     @property
     def kernel_launches(self) -> int:
-        """Of an eager pass, about: both kernels, and a sum over ranks, for which a graph keeps as much as for about eight."""
+        """Approximate number: both kernels, and an all-reduce, which counts as eight because a graph keeps that much memory for it."""
         return 2 if self.group.size == 1 else 10
 
     def __call__(self, qkv: torch.Tensor) -> torch.Tensor:

@@ -21,15 +21,15 @@ class SamplingOps(Protocol):
     """Sampling operations that are slow over a large vocabulary. A row's result depends on that row alone."""
 
     def filter(self, probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-        """As `filter_probs`; rows without a filter keep their bits. May reuse the storage of `probs`."""
+        """Like `filter_probs`; rows without a filter keep their bits. May reuse the storage of `probs`."""
         ...
 
     def draw(self, probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """As `draw`."""
+        """Like `draw`."""
         ...
 
     def uniforms(self, seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
-        """As `uniforms`, bit for bit."""
+        """Like `uniforms`, bit for bit."""
         ...
 
 

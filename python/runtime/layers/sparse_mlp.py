@@ -1,4 +1,4 @@
-"""The sparse MLP of a block: the experts that the router chooses for each token, beside those that all tokens run through."""
+"""The sparse MLP of a block: the experts that the router selects for each token, and those that all tokens use."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, Stream
 
 FUSED_TOKENS = 8
-"""Tokens up to which a shared expert in the stack runs with the others: a tile of the kernels for few tokens.
+"""Maximum tokens for which a stacked shared expert runs with the others: a tile of the kernels for few tokens.
 
-Of more tokens it would have several tiles where most experts have one, and the blocks that compute it would end last.
+With more tokens it would have several tiles where most experts have one, and the blocks that compute it would finish last.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """The dense gated MLP that every token runs through beside its own experts; several of them are one wider MLP.
+    """The dense gated MLP that every token uses in addition to its routed experts; several of them form one wider MLP.
 
     Attributes:
         gate_up_proj, down_proj: its weights, or this rank's part of them.
-        gate: [1, hidden]: the output is multiplied by the sigmoid of this projection. None where it is added as it is.
+        gate: [1, hidden]: the output is multiplied by the sigmoid of this projection. None if it is added as it is.
     """
 
     gate_up_proj: Linear
@@ -48,7 +48,7 @@ class SparseMlp:
     Attributes:
         router: chooses the experts.
         experts: the routed experts, perhaps with the shared one as their last, or this rank's part of them.
-        shared: the expert of all tokens; None where there is none. Where `router.rule.shared`, its weights are views of the last of
+        shared: the expert of all tokens; None if there is none. Where `router.rule.shared`, its weights are views of the last of
             `experts`, and passes of at most `FUSED_TOKENS` tokens do not use them.
     """
 
@@ -60,12 +60,12 @@ class SparseMlp:
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied by: those of its experts, the shared one and the router."""
+        """Number of weights that multiply one token: those of its experts, the shared one and the router."""
         shared = 0 if self.shared is None else self.shared.num_parameters
         return self._routed.active_parameters(self.router.rule.top_k) + shared + self.router.weight.numel()
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
-        """Those of the shared expert; stacked experts have other kernels."""
+        """The GEMMs of the shared expert; stacked experts have other kernels."""
         if self.shared is not None:
             yield Gemm("gate_up", self.shared.gate_up_proj, norm)
             yield Gemm("linear", self.shared.down_proj, None)
@@ -85,13 +85,13 @@ class SparseMlp:
         return self._ops.experts_add(x, experts, routing, stream, next_norm, beside)
 
     def _parts(self, tokens: int) -> tuple[Experts, SharedExpert | None]:
-        """The stacked experts of a pass, which leave out ids behind their last, and the expert beside them."""
+        """The stacked experts of a pass, which ignore ids after their last, and the separate shared expert."""
         if self.router.rule.shared and tokens <= FUSED_TOKENS:
             return self.experts, None
         return self._routed, self.shared
 
     def warmup_runs(self, norm: RMSNorm, rows: Iterable[int]) -> list[Callable[[], object]]:
-        """Runs over so many rows each, for compiling kernels; without the other ranks, which compile in another order."""
+        """Runs over this many rows each, for compiling kernels; without the other ranks, which compile in another order."""
         groups = 1 if self.experts.exchange is None else self.experts.exchange.group.size
         counts = sorted({count * factor for count in rows for factor in (1, groups)})
         return [partial(self._warm_up, norm, count) for count in counts]

@@ -27,11 +27,11 @@ def forbid(logits: torch.Tensor, requests: torch.Tensor, allowed: torch.Tensor) 
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """Mask rows of the N constrained requests of a batch of B. Read only; made anew in each step.
+    """Mask rows of the N constrained requests of a batch of B. Read only; rebuilt in each step.
 
     Attributes:
         bits: int32 [N, W, ceil(V / 32)]. Bit v % 32 of entry v // 32 says whether token v is allowed at a window position.
-        index: int64 [B]. The row of `bits` that belongs to each request; 0 for requests that are not constrained.
+        index: int64 [B]. The row of `bits` of each request; 0 for unconstrained requests.
         requests: int64 [N], positions in the batch of the constrained requests, rising.
         selected: the same on the host.
     """

@@ -40,7 +40,7 @@ class TorchOps:
     def join(
         self, ids: torch.Tensor, table: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, layout: DraftInput
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Embeddings beside hidden states [T, 2 * hidden], and the start of the stream float32 [T, hidden] or None."""
+        """Embeddings concatenated with hidden states [T, 2 * hidden], and the start of the stream float32 [T, hidden] or None."""
         token, state = F.embedding(ids, table), states
         if layout.blank_start:
             token = token.masked_fill(positions[:, None] == 0, 0.0)
@@ -157,19 +157,19 @@ class TorchOps:
     def prompt_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Causal attention of whole prompts, one after the other: [T, H, value_dim]."""
+        """Causal attention of whole prompts, one after another: [T, H, value_dim]."""
         assert batch.extend_lens is not None, "a pass of prompts"
         parts = zip(*(x.transpose(0, 1).split(batch.extend_lens.tolist(), dim=1) for x in (q, k, v)), strict=True)
         outs = [F.scaled_dot_product_attention(*one, is_causal=True, scale=layer.scale) for one in parts]
         return torch.cat(outs, dim=1).transpose(0, 1)
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`head(x)` in float32, [N, vocab], written to `out` where given."""
+        """`head(x)` in float32, [N, vocab], written to `out` if given."""
         scores = head(x).float()
         return scores if out is None else out.copy_(scores)
 
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The argmax of each row of `logits(x, head)`, int64 [N]; both written where given."""
+        """The argmax of each row of `logits(x, head)`, int64 [N]; both written if given."""
         return argmax(self.logits(x, head, logits), tokens)
 
     def autotune(

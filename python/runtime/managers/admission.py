@@ -211,7 +211,7 @@ class Admission:
         req = policy.youngest(self.running)
         self._retract(req)
         self.new_token_ratio.reset()
-        log.info("KV cache is full: retracted a request of %d tokens; %d are running", req.length, len(self.running))
+        log.info("KV cache is full: retracted a request of %d tokens; %d requests are running", req.length, len(self.running))
 
     def crowded(self) -> Req | None:
         """The request that has to make way for the first waiting one, if there is one."""

@@ -197,7 +197,7 @@ class ControlReply(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """A sign of life of a process. `stats` are the scheduler's."""
+    """A heartbeat of a process. `stats` are the scheduler's."""
 
     who: Literal["scheduler", "detokenizer"]
     count: int

@@ -21,7 +21,7 @@ LONG_TEXT = 2048
 HUGE_TEXT = 65536
 """Texts of at least this many characters have a thread of their own, so they do not keep shorter ones waiting."""
 MIN_CHARS = 64
-"""A shorter text costs as much as one of so many characters."""
+"""Minimum cost of a text, in characters."""
 
 
 class PromptEncoder:

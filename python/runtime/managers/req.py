@@ -16,7 +16,7 @@ from runtime.managers.telemetry.progress import Progress
 from runtime.mem_cache.kv_page_manager import RequestPages
 
 MOST_UNWRITTEN = 64
-"""Tokens are written to the array of all tokens so many at a time: one write costs as much for many as for one."""
+"""Tokens written to the array of all tokens at a time: one write costs as much for many as for one."""
 
 
 class Phase(enum.Enum):

@@ -26,7 +26,7 @@ REQUEST_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class GroupOffer:
-    """What an attention group has for a request: a cached prefix of so many tokens, beside so many requests."""
+    """An attention group as seen by a request: the length of its cached prefix, and its number of requests."""
 
     cached_len: int
     requests: int

@@ -428,6 +428,6 @@ class Scheduler:
         return self.stats
 
     def heartbeat(self) -> Heartbeat:
-        """A sign of life, with the statistics. Called on the heartbeat thread."""
+        """A heartbeat, with the statistics. Called on the heartbeat thread."""
         self._beats += 1
         return Heartbeat(who="scheduler", count=self._beats, stats=self.current_stats())

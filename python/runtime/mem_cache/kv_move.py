@@ -1,4 +1,4 @@
-"""Moves KV slots of all layers in one launch: a tree's accepted path after verify, or the fronts of cached pages."""
+"""Moves KV slots of all layers in one launch: a tree's accepted path after verify, or the first positions of cached pages."""
 
 # Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false

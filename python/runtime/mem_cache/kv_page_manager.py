@@ -73,7 +73,7 @@ class KVPageManager:
         return self.num_pages - self.available
 
     def pages_for(self, slots: int) -> int:
-        """Pages that hold `slots` positions."""
+        """Pages needed for `slots` positions."""
         return -(-slots // self.page_size)
 
     def open(self, ids: Int32, salt: str, reuse: bool = True) -> RequestPages:
@@ -93,13 +93,13 @@ class KVPageManager:
         return pages
 
     def drop_partial(self, pages: RequestPages) -> None:
-        """Unlock the page that is reused in part: its copy was submitted, or will not be."""
+        """Unlock the partly reused page: its copy was submitted, or will not be."""
         if pages.partial is not None:
             self.cache.unlock(pages.partial.node)
             pages.partial = None
 
     def reused_len(self, pages: RequestPages) -> int:
-        """Positions of a request just opened that it need not compute."""
+        """Cached positions of a request that was just opened."""
         return pages.shared * self.page_size + (0 if pages.partial is None else pages.partial.count)
 
     def cached_len(self, ids: Int32, salt: str) -> int:
@@ -125,7 +125,7 @@ class KVPageManager:
         return ids
 
     def publish(self, pages: RequestPages, ids: Int32, kv_len: int) -> None:
-        """Cache the first `kv_len` positions of a request that goes on, unless they are cached from another request."""
+        """Cache the first `kv_len` positions of a running request, unless they are cached from another request."""
         if not self.cache_prefixes:
             return
         self.drop_partial(pages)

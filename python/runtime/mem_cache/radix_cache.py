@@ -12,7 +12,7 @@ import numpy as np
 from runtime.batch import Int32, no_ints
 
 LEAST_COPIED = 8
-"""Positions of a page from which copying them is better than computing them. Prompts that share fewer have little in common but
+"""Minimum positions of a page for which copying is better than computing. Prompts that share fewer have little in common but
 begin-of-text and the first tokens of a chat template, and would all copy those."""
 
 
@@ -39,9 +39,9 @@ class Node:
 
 
 class Children:
-    """The edges below a node by the bytes of their first page's key, which are kept in order as well.
+    """The edges below a node by the bytes of their first page's key, which are also kept sorted.
 
-    Of all keys, a neighbour of some bytes in this order agrees with them longest.
+    The key with the longest common prefix with some bytes is one of their neighbours in this order.
     """
 
     __slots__ = ("_keys", "_nodes")
@@ -79,7 +79,7 @@ class Children:
 
 @dataclass(frozen=True, slots=True)
 class PartialPage:
-    """The front of a cached page, to be copied.
+    """The first positions of a cached page, to be copied.
 
     Attributes:
         node: an edge of this page alone.
@@ -136,7 +136,7 @@ class RadixCache:
         return whole_pages(self._walk(self._reusable(ids), salt))
 
     def cached_len(self, ids: Int32, salt: str) -> int:
-        """Positions of that prefix, those of a page that is reused in part included. Read-only."""
+        """Positions of that prefix, including those of a partly reused page. Read-only."""
         ids = self._reusable(ids)
         path = self._walk(ids, salt)
         return whole_pages(path) * self.page_size + self._partial(path, ids, salt)[1]
@@ -154,7 +154,7 @@ class RadixCache:
     # ---- writing
 
     def insert(self, ids: Int32, pages: Int32, salt: str) -> tuple[int, Node | None]:
-        """Add the prefix that `pages` int32 [n] holds; `ids` has at least n * page_size + lookahead tokens.
+        """Add the prefix stored in `pages` int32 [n]; `ids` has at least n * page_size + lookahead tokens.
 
         Returns:
             How many leading pages were cached already, and the node that ends the prefix (None when n is 0). The caller
@@ -257,7 +257,7 @@ class RadixCache:
         return path
 
     def _partial(self, path: list[tuple[Node, int]], ids: Int32, salt: str) -> tuple[Node | None, int]:
-        """How many positions behind a walked path can be reused of one page, and the edge that this page is on. (None, 0): too few.
+        """How many positions of one page after a walked path can be reused, and the edge that this page is on. (None, 0): too few.
 
         It follows on the path's last edge, or is the first page of an edge below.
         """
@@ -273,7 +273,7 @@ class RadixCache:
         return (edge, count) if count >= LEAST_COPIED else (None, 0)
 
     def _first_page(self, edge: Node) -> Node:
-        """Cut the first page of an edge off, so that it can be locked alone, and mark it as used with the path above."""
+        """Split off the first page of an edge, so that it can be locked alone, and mark it as used with the path above."""
         node = self._cut(edge, 1)
         node.last_use = self._clock
         return node

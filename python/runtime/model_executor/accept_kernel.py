@@ -1,7 +1,7 @@
-"""Greedy and synthetic acceptance of a chain, and what it commits, as one kernel.
+"""Greedy and synthetic acceptance of a chain and its commit, as one kernel.
 
-The plain form is `Accepter.decide` and its commit: about forty launches, which take longer than
-the draft's layer does.
+The plain form, `Accepter.decide` and its commit, has about forty launches, which take longer than
+the draft's layer.
 """
 
 # pyright: reportIndexIssue=false

@@ -2,7 +2,7 @@
 
 All functions run on the device without host reads, at fixed shapes, so that they can be captured. B requests, D draft
 tokens (column or node 0 is the last committed token), K drafts (chain: D = K + 1), V target vocabulary, Vd draft
-vocabulary. Padding rows may hold anything, NaN and -1 included: their results are meaningless, but every index is
+vocabulary. Padding rows may contain anything, including NaN and -1: their results are meaningless, but every index is
 valid.
 """
 
@@ -16,7 +16,7 @@ import torch
 from runtime.layers.sampler import draw as torch_draw
 
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""As `sampler.draw`."""
+"""The type of `sampler.draw`."""
 BELOW_ONE = 1.0 - 2.0**-24
 """The largest float32 below 1. Uniform numbers are clamped to it, so that an inverse CDF stays in range."""
 
@@ -100,8 +100,8 @@ def verify_chain_sampled(
         target_probs: float [B, D, V]. p after each column, after temperature, top-k, top-p and min-p; one-hot for
             greedy rows.
         accept_uniforms: float [B, K], in [0, 1).
-        final_uniforms: float [B] for the last token, or [B, D] with one for each position that it may stand at.
-        draft: the distributions the drafts were drawn from; None where they were chosen without chance, so that q is
+        final_uniforms: float [B] for the last token, or [B, D] with one for each of its possible positions.
+        draft: the distributions the drafts were drawn from; None if they were chosen without chance, so that q is
             one-hot.
         thresholds: see `AcceptThresholds`.
         draw: how the last token is drawn.
@@ -144,7 +144,7 @@ def tree_targets_sampled(
 ) -> torch.Tensor:
     """Draw the target's token after every node of a tree: int64 [B, D], for `verify_tree`.
 
-    The lossless rule draws x from p and goes to the child that carries x, if there is one. With thresholds below 1,
+    The lossless rule draws x from p and goes to the child with token x, if there is one. With thresholds below 1,
     SGLang's rule: children in order, accepted when a coin is at most their summed p / acc or when p >= single; else a
     draw from p without the children.
 
@@ -210,7 +210,7 @@ def verify_tree(
 
 
 def compaction(window_slots_BD: torch.Tensor, path_BP: torch.Tensor, accept_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The arguments of `KVPool.move` that bring an accepted path to the front of its verify window.
+    """The arguments of `KVPool.move` that move an accepted path to the front of its verify window.
 
     Args:
         window_slots_BD: int64 [B, D]. The KV slot of each node, as verified: not from the page table, whose row may
@@ -271,7 +271,7 @@ def _drafted_probs(draft: DraftProbs, tokens_BK: torch.Tensor) -> torch.Tensor:
 
 
 def _residual(target_probs: torch.Tensor, tokens_BK: torch.Tensor, last_B: torch.Tensor, draft: DraftProbs | None) -> torch.Tensor:
-    """Weights [B, V] of the last token: (p - q)+ where a draft was rejected; p where none was, or nothing is left."""
+    """Weights [B, V] of the last token: (p - q)+ if a draft was rejected; p if none was, or if nothing is left."""
     rejected = last_B < tokens_BK.shape[1]
     p = _row(target_probs, last_B)
     index = last_B.clamp(max=tokens_BK.shape[1] - 1)
@@ -286,7 +286,7 @@ def _residual(target_probs: torch.Tensor, tokens_BK: torch.Tensor, last_B: torch
 
 
 def _or_else(weights: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
-    """`weights` by row, or `fallback` where a row has none left: there p and q are equal, so p itself is right."""
+    """`weights` by row, or `fallback` if a row has none left: p and q are then equal, so p itself is correct."""
     return torch.where((weights > 0).any(1, keepdim=True), weights, fallback)
 
 

@@ -1,7 +1,7 @@
-"""Acceptance of drafts by position: counted and compared. On the host; no torch.
+"""Counts and compares acceptance of drafts by position. On the host; no torch.
 
-Rates are conditional: of the drafts whose predecessors were all accepted, the share that was accepted too. They are
-independent from position to position, so that one bad position shows as one bad number.
+Rates are conditional: the fraction of drafts accepted among those with all predecessors accepted. They are
+independent between positions, so one bad position shows as one bad number.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class AcceptanceCounters:
         return 1.0 + float(self.accepted.sum()) / self.iterations if self.iterations else 1.0
 
     def rates(self) -> list[float]:
-        """Accepted of reached, by position; 0 where none was reached."""
+        """Accepted of reached, by position; 0 if none was reached."""
         return (self.accepted / np.maximum(self.reached, 1)).tolist()
 
     def stats(self) -> AcceptanceCounts:

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 class AcceptanceMonitor:
     """Owner of the acceptance counters. Iterations without drafts are not counted.
 
-    The eager sample is some of the iterations: their drafts run eagerly, as does draft-extend of the iteration before them, whose
-    first guesses they start from, and in some of them verification, whose features the draft reads.
+    In iterations of the eager sample, drafts run eagerly; so does draft extend of the previous iteration, because it makes their
+    first drafts, and in some of them verification, because the draft reads its features.
 
     Attributes:
         schedule: chooses the sample.
@@ -35,7 +35,7 @@ class AcceptanceMonitor:
         self.reset()
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Restart counting."""
         K = self._num_steps
         self._graph, self._sample, self._eager = AcceptanceCounters(K), AcceptanceCounters(K), AcceptanceCounters(K)
         self.reset_alarm()
@@ -45,7 +45,7 @@ class AcceptanceMonitor:
         self.alarm = DriftAlarm(self._num_steps)
 
     def next_iteration(self, live: int, depth: int) -> EagerSample:
-        """Count an iteration of `live` requests. Returns what of it may run eagerly.
+        """Count an iteration of `live` requests. Returns which of its parts may run eagerly.
 
         An iteration without drafts is in no sample, and runs eagerly before none: the draft follows it within the sample.
         """

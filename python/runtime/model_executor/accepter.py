@@ -29,7 +29,7 @@ from runtime.model_executor.iteration import AcceptResult, Iteration, VerifyResu
 from runtime.model_executor.target_model import TargetModel
 
 ROWS_ACCEPTED_TOGETHER = 256
-"""Window positions whose distributions exist at the same time: 256 of 128,256 tokens take 0.13 GiB."""
+"""Maximum window positions with distributions in memory at a time: 256 of 128,256 tokens take 0.13 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class AcceptPolicy:
     Attributes:
         thresholds: lossless unless the user asked otherwise.
         synthetic: float32 [K], acceptance of a chain forced by position, or None.
-        to_target, to_draft: maps between the draft's vocabulary and the target's; None where they are the same.
+        to_target, to_draft: maps between the draft's vocabulary and the target's; None if they are the same.
     """
 
     thresholds: AcceptThresholds = LOSSLESS
@@ -159,7 +159,7 @@ class Accepter:
             return AcceptResult(*verify_chain_greedy(tokens, target))
         draw, final = self._target.rows.tables.ops.draw, self._uniforms(iteration, positions, RandomStream.TARGET)
         if draft.probs is None and policy.thresholds.lossless:
-            # Drafts chosen without chance: draw the target's tokens as plain decoding does, so that a seed keeps its
+            # Deterministic drafts: draw the target's tokens as plain decoding does, so that a seed keeps its
             # text.
             chosen = draw(probs.flatten(0, 1), final.flatten()).view_as(target)
             return AcceptResult(*verify_chain_greedy(tokens, chosen))
@@ -200,7 +200,7 @@ class Accepter:
         return self._target.runner.config.vocab_size
 
     def _forced(self, draft: DraftWindow) -> torch.Tensor | None:
-        """Synthetic acceptance of each draft, float32 [K]; None where there is none to force."""
+        """Synthetic acceptance of each draft, float32 [K]; None if there is none to force."""
         synthetic = self._policy.synthetic
         return None if synthetic is None or draft.width == 1 else synthetic[: draft.width - 1]
 

@@ -51,7 +51,7 @@ from runtime.worker_info import GraphInfo, RankInfo, SpeculativeInfo
 log = logging.getLogger(__name__)
 MakeDrafter = Callable[[WorkerContext, DecoderModel], Drafter]
 MOST_GRAPH_SHARE = 0.05
-"""Share of the free memory that the graphs of all depths may take."""
+"""Fraction of the free memory that the graphs of all depths may take."""
 PAGE_LOOKAHEAD_STEPS = 4
 """Steps by which a row's pages exceed its length: one in flight, one submitted, and both of a finished request."""
 
@@ -71,7 +71,7 @@ def build_worker(
 
     Args:
         replay, sizes: override how graphs are replayed and which batch sizes they have (tests, parity checks).
-        make_drafter: makes the drafter beside the loaded target; plain decoding if not given.
+        make_drafter: creates the drafter for the loaded target; plain decoding if not given.
         with_plain: whether depth 0 can be forced, for comparisons with plain decoding.
         timings: of GEMM kernels; workers that share them compute equal GEMMs with equal kernels.
         group: the ranks that share the model, all of which build their workers at the same time.
@@ -122,7 +122,7 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
 
 
 def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
-    """Raise `ConfigError` where GPUs would hold parts of different sizes: they share the kernels that rank 0 chooses."""
+    """Raise `ConfigError` if GPUs would have shards of different sizes, because all ranks use the kernels that rank 0 chooses."""
     shapes = context.group.gather(
         ([gemm.key(0) for gemm in model.gemms()], [(mlp.experts.count, mlp.experts.size) for mlp in model.sparse_mlps])
     )
@@ -243,7 +243,7 @@ def make_policy(context: WorkerContext, spec: DrafterSpec) -> AcceptPolicy:
 
 
 def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, DepthBatches]) -> None:
-    """Choose the kernel of every GEMM of decode passes and of prompts of many rows; compile other kernels beside them."""
+    """Autotune every GEMM of decode passes and of prompts of many rows; compile other kernels at the same time."""
     target, shape = parts.target, parts.drafter.spec.shape
     model, backend = target.runner.model, target.runner.backend
     rows, warmup_runs = set[int](), parts.drafter.warmup_runs()
@@ -266,7 +266,7 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
 
 
 def prompt_rows(graph_sizes: Sequence[int], most: int) -> list[int]:
-    """Rows of the prompt passes that kernels are chosen for: the sizes of graphs, and those of longer passes, up to `most`, 64 apart."""
+    """Rows of prompt passes to autotune: the sizes of graphs, and those of longer passes up to `most`, 64 apart."""
     return [*graph_sizes, *range(most, max(graph_sizes, default=0), -64)]
 
 
@@ -274,7 +274,7 @@ def prompt_rows(graph_sizes: Sequence[int], most: int) -> list[int]:
 
 
 def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPasses], activations: int) -> MemoryPlan:
-    """Ask every graph runner what capturing will take, and give KV the rest. `activations`: bytes of their peak."""
+    """Ask every graph runner how much memory capturing takes, and give KV the rest. `activations`: their peak in bytes."""
     reservations = dict[str, int]()
     with torch.inference_mode():
         for model in models:
@@ -305,7 +305,7 @@ def _drop_depths(parts: WorkerParts, reservations: Mapping[str, int]) -> None:
     log.info("graphs by depth, MiB: %s", ", ".join(f"K={depth} {size / MIB:.0f}" for depth, size in sorted(graph_bytes.items())))
     free = torch.cuda.mem_get_info()[0] if parts.target.device.type == "cuda" else 0
     for depth in depths_to_drop(graph_bytes, int(free * MOST_GRAPH_SHARE)):
-        log.warning("no graphs of depth %d: they would take %.0f MiB", depth, graph_bytes[depth] / MIB)
+        log.warning("no graphs for depth %d: they would take %.0f MiB", depth, graph_bytes[depth] / MIB)
         for runner in runners[depth]:
             runner.leave_out()
 
@@ -332,7 +332,7 @@ def model_passes(context: WorkerContext, parts: WorkerParts) -> list[ModelPasses
 
 
 def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[GraphRunner]:
-    """Let short prompts of the target run through graphs where its runner has sizes for them.
+    """Let short prompts of the target run through graphs if its runner has sizes for them.
 
     Returns:
         Their graph runners, or nothing.
@@ -358,7 +358,7 @@ def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[Graph
 def plan_kv(
     context: WorkerContext, activations: int, reservations: dict[str, int], bytes_per_slot: int, tokens_per_step: int, experts: int
 ) -> MemoryPlan:
-    """Give KV what is left."""
+    """Give KV the remaining memory."""
     cache, length = context.config.cache, context.config.model.context_length
     wanted = cache.max_total_tokens
     least = min(length, 1024) + 2 * tokens_per_step + cache.page_size
@@ -384,7 +384,7 @@ def plan_kv(
 
 
 def capture_graphs(context: WorkerContext, models: list[ModelPasses], plan: MemoryPlan) -> None:
-    """Capture all graphs; log their cost, and the memory plan against what was used."""
+    """Capture all graphs; log their cost, and planned against used memory."""
     with torch.inference_mode(), context.timed("capture_graphs"):
         runners = [runner for model in models for runner in _in_capture_order(model)]
         reports = capture_all(runners)
@@ -411,8 +411,7 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
     mixed = config.scheduler.mixed_chunk and mixed_from <= context.extend_tokens
     if config.scheduler.mixed_chunk and not mixed:
         log.warning(
-            "--enable-mixed-chunk has no effect: a prompt step of this model has at most %d tokens, and such steps run through "
-            "graphs of their own",
+            "--enable-mixed-chunk has no effect: prompt steps of at most %d tokens are captured as CUDA graphs",
             context.extend_tokens,
         )
     limits = WorkerLimits(
@@ -431,7 +430,7 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
         cost_model=CostModel(prompt_cost(context, model).saturating_tokens if on_gpu else CPU.saturating_tokens, mixed_from),
         groups=config.parallel.dp_size,
     )
-    log.info("admission: at most %d requests at once, %d tokens of KV, %d tokens a prompt step", limits.max_running_requests,
+    log.info("admission: at most %d running requests, %d KV tokens, %d tokens per prompt step", limits.max_running_requests,
              limits.max_total_tokens, limits.max_extend_tokens)  # fmt: skip
     return limits
 

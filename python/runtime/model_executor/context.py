@@ -1,4 +1,4 @@
-"""What every stage of building a worker reads: device, dtype, sizes; and what the stages report."""
+"""The inputs of every stage of building a worker (device, dtype, sizes), and the report of the stages."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class WorkerContext:
     """Decisions made before the first weight is loaded.
 
     Attributes:
-        running: most requests that run together, of one attention group.
+        running: maximum running requests of one attention group.
         sizes: batch sizes to capture.
         replay: how captured sizes are replayed.
         timings: of GEMM kernels.
         group: the ranks that share the model.
-        attention_group: those of them that share attention and all else but the experts: `group` unless there are several such groups.
-        exchange: between attention groups; None where there is one.
+        attention_group: the ranks that share attention and everything but the experts: `group` unless there are several groups.
+        exchange: between attention groups; None if there is one.
         info: filled stage by stage.
     """
 
@@ -51,17 +51,17 @@ class WorkerContext:
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
-        """Of a KV cache with scales; None for one in `dtype`."""
+        """Dtype of a KV cache with scales; None for one in `dtype`."""
         return torch.float8_e4m3fn if self.config.device.kv_cache_dtype == "fp8_e4m3" else None
 
     @property
     def requests(self) -> int:
-        """Most requests of one pass, padding included."""
+        """Maximum requests per pass, including padding."""
         return max(self.running, max(self.sizes, default=1))
 
     @property
     def extend_tokens(self) -> int:
-        """Most prompt tokens of one step: the chunk size, or the longest prompt where prompts are not cut."""
+        """Maximum prompt tokens per step: the chunk size, or the longest prompt without chunking."""
         chunk = self.config.scheduler.chunked_prefill_size
         return chunk if chunk > 0 else self.config.model.context_length
 

@@ -19,15 +19,15 @@ from runtime.sampling_params import MAX_DRAFT_STEPS
 
 log = logging.getLogger(__name__)
 USUAL_STEPS, FEW = 3, 3
-"""The depth that has graphs of all batch sizes, as depth 0 has. With so few depths all of them have."""
+"""The depth with graphs for all batch sizes, like depth 0. With at most `FEW` depths, all of them have."""
 MOST_DRAFTED = {5: 64, 7: 32}
-"""The largest batch of deep windows: with more requests they take longer than shallow ones for any acceptance."""
+"""The largest batch for deep windows: with more requests they are slower than shallow ones at any acceptance."""
 ROUND = {1 << shift for shift in range(16)} | {3 << shift for shift in range(4, 14)}
-"""Batch sizes that graphs of other depths have: common ones, which run without padding."""
+"""Common batch sizes, for which other depths have graphs and which run without padding."""
 THIN = 2.0
-"""The largest factor between the sizes of their graphs."""
+"""The largest factor between neighbouring graph sizes of other depths."""
 LARGE = 64
-"""For larger batches depth 1 is often the best, and has graphs of all sizes too."""
+"""For larger batches depth 1 is often the best, so it has graphs for all these sizes too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class DepthBatches:
 
 
 def choose_depth(batch_size: int, limits: Mapping[int, int]) -> int:
-    """The depth of an iteration: the largest K that serves so many requests. Arguments as for `serving_depths`."""
+    """The depth of an iteration: the largest K for this batch size. Arguments as for `serving_depths`."""
     return max(serving_depths(batch_size, limits))
 
 
 def serving_depths(batch_size: int, limits: Mapping[int, int]) -> list[int]:
-    """The depths that serve so many requests.
+    """The depths available for a batch size.
 
     Args:
         batch_size: requests that decode.
@@ -76,7 +76,7 @@ def split_batch_sizes(
     largest = max(running, max(sizes, default=1))
     if num_steps == 0 or most_with_drafts is None or most_with_drafts >= running:
         if most_with_drafts is not None:
-            log.info("drafting is never disabled: no more than %d requests run at once", running)
+            log.info("drafting is never disabled: at most %d requests run at once", running)
         return {num_steps: DepthBatches(running, largest, list(sizes), list(sizes) or [1, running])}
     few = captured_up_to(most_with_drafts, sizes, padding)
     many = [size for size in sorted(sizes) if size > most_with_drafts]
@@ -101,14 +101,14 @@ def split_by_depth(
 
 
 def captured_up_to(most: int, sizes: Sequence[int], padding: bool) -> list[int]:
-    """The sizes that batches of up to `most` requests run at: one more than `most` where that is padded to it."""
+    """The sizes that batches of up to `most` requests run at: one more than `most` if that is padded to it."""
     fitting = [size for size in sorted(sizes) if size <= most]
     larger = [size for size in sorted(sizes) if size > most]
     return fitting if not padding or most in fitting else fitting + larger[:1]
 
 
 def thinned(sizes: Sequence[int], up_to: int | None = None) -> list[int]:
-    """Those in `ROUND`, all above `up_to`, the largest, and others where a gap would be wider than `THIN`."""
+    """The sizes in `ROUND`, all above `up_to`, the largest, and others if a gap would exceed `THIN`."""
     ordered, kept = sorted(sizes), list[int]()
     for size, following in zip(ordered, [*ordered[1:], 0], strict=False):
         if not kept or (up_to is not None and size > up_to) or not following or size in ROUND or following > THIN * kept[-1]:
@@ -117,10 +117,10 @@ def thinned(sizes: Sequence[int], up_to: int | None = None) -> list[int]:
 
 
 def depths_to_drop(graph_bytes: Mapping[int, int], most_bytes: int) -> list[int]:
-    """Depths without which the others' graphs take at most `most_bytes`: the deepest first, never 0 nor the usual one.
+    """Depths to drop so that the other graphs take at most `most_bytes`: the deepest first, never 0 or the usual one.
 
     Args:
-        graph_bytes: by depth, what its graphs take.
+        graph_bytes: bytes of the graphs by depth.
     """
     dropped: list[int] = []
     for depth in sorted(set(graph_bytes) - {0, USUAL_STEPS}, reverse=True):
@@ -150,7 +150,7 @@ class DepthControl:
 
     Attributes:
         limits: by depth, the largest batch that it serves.
-        controller: None where the batch size decides.
+        controller: None if the batch size decides.
         rows: acceptance by request row, for the controller.
     """
 
@@ -182,7 +182,7 @@ class DepthControl:
         return choose_depth(batch_size, self.limits) if self._forced is None else self._forced
 
     def plan(self, batch: ScheduleBatch) -> None:
-        """Set the depth of a step and, where its windows are to differ, their widths. Called once for each step, in order."""
+        """Set the depth of a step and, if its windows differ, their widths. Called once per step, in order."""
         self._widths = no_ints()
         batch.depth, batch.widths = self.choose_for(batch), self._widths
         if self._learns:
@@ -205,7 +205,7 @@ class DepthControl:
         return no_ints()
 
     def choose_for(self, batch: ScheduleBatch) -> int:
-        """The depth of the decode rows of a step; 0 where there are none. Called once for each step, in order."""
+        """The depth of the decode rows of a step; 0 if there are none. Called once for each step, in order."""
         if batch.sections:  # the largest attention group decides for all
             most = max(section.num_decodes for section in batch.sections)
             return self.choose(most) if most else 0
@@ -239,11 +239,11 @@ class DepthControl:
         return chosen.depth
 
     def tracks(self, live: int) -> bool:
-        """Whether the controller measures the acceptance of each of so many requests, whose windows may differ in width."""
+        """Whether the controller measures the acceptance of each of `live` requests, because their windows may differ in width."""
         return bool(self._ragged_passes(live))
 
     def _ragged_passes(self, live: int) -> list[tuple[int, int]]:
-        """As `Sizes.ragged_passes`, at the depth that has some; [] for one request."""
+        """`Sizes.ragged_passes` at the depth that has some; [] for one request."""
         if self._sizes is None or live < 2:
             return []
         return [found for depth in self._ragged for found in self._sizes.ragged_passes(depth, live)]

@@ -23,39 +23,39 @@ from runtime.worker_info import DepthClass, DepthInfo
 
 Floats = npt.NDArray[np.float64]
 HYSTERESIS = 0.012
-"""Another depth is taken if it promises more tokens per second than the current one by this share."""
+"""Another depth is used if it promises this fraction more tokens per second than the current one."""
 SCATTER, MOST_SCATTER = 0.006, 0.02
-"""Share, for each request, by which drafts must be worth more than none, and the largest: measured times have errors, and few requests
-gain by more than those. What `share_lost` expects comes on top."""
+"""Margin per request by which drafts must be better than no drafts, and its maximum: measured times have errors, but with few requests
+the gain exceeds them. The loss estimated by `share_lost` is added."""
 PROBE_SHARE = 0.004
-"""Share of the time that probes of other depths may lose."""
+"""Fraction of the time that probes of other depths may cost."""
 PROBE_DISTANCE, BLIND_DISTANCE, PARTING_DISTANCE = 8, 32, 64
-"""Least iterations between two probes; from depth 0 the second number, and the third where a probe makes requests end apart that would end
-together. That costs up to an iteration: with 128 tokens each, a distance of 32 lost about 1 % in the simulated server, and with 96
-acceptance that came back was seen so late that throughput fell below 97 % of the best fixed depth."""
+"""Minimum iterations between two probes; from depth 0 the second number, or the third if a probe would separate requests that finish
+together. That costs up to an iteration: with 128 tokens each, a distance of 32 lost about 1 % in the simulated server. With 96,
+recovered acceptance was noticed so late that throughput fell below 97 % of the best fixed depth."""
 STALE, PATIENCE = 64, 8
-"""A depth whose time was not seen for so many iterations is probed: its time may have changed. If the current one promises r times the
-tokens per second, r ** `PATIENCE` times as many iterations pass: a hopeless depth is seldom tried, but never forgotten."""
+"""A depth is probed after `STALE` iterations without a measured time, which may have changed. If the current depth promises r times
+the tokens per second, the wait is r ** `PATIENCE` times longer: a hopeless depth is tried rarely, but never forgotten."""
 MOST_SAVED, FEW, LEAST_SAVED = 8, 8, 2
-"""Iterations whose time probes may lose in a row, after none for long, and half of that at the start, whose measurement may be wrong. So
-many for up to `FEW` requests. More of them show more windows in a probe: less is put aside, but at least the time of the last number."""
+"""Iterations whose time a series of probes may cost after a long pause, and half of that at the start, whose measurement may be wrong. This
+holds for up to `FEW` requests. More requests show more windows per probe: less is saved up, but at least `LEAST_SAVED` iterations."""
 FIRST_RATE = 0.6
 """Acceptance of the first draft, before any is seen."""
 PRIOR = 4.0
-"""Drafts that the estimate from the position before counts for."""
+"""The estimate from the previous position counts as this many drafts."""
 MEASURED = 64
-"""Windows that acceptance measured before the start counts as."""
+"""Acceptance measured before the start counts as this many windows."""
 SHORT, LONG = 16, 512
-"""Windows that the two averages of acceptance remember."""
+"""Length of the two acceptance averages, in windows."""
 LEAST_KEEP_SHORT, LEAST_KEEP_LONG = 0.5, 1 - 1 / 16
-"""What they keep of the past at least in an iteration of many windows."""
+"""Minimum weight of the past in an iteration with many windows, for both averages."""
 SHIFT, SHIFT_DEVIATIONS = 0.1, 3.5
-"""Acceptance has changed where the two differ by this much, and by so many standard deviations."""
+"""Acceptance has changed if the averages differ by `SHIFT` and by this many standard deviations."""
 
 RAGGED_GAIN = 0.01
-"""Windows of different widths are taken if they promise more tokens per second by this share, and kept while they promise more at all."""
+"""Windows of different widths are used if they promise this fraction more tokens per second, and kept while they promise more at all."""
 RAGGED_EVERY = 8
-"""Iterations between two looks at them while they are not in use and all requests allow as many drafts."""
+"""Iterations between two checks of them while they are not in use and all requests allow equally many drafts."""
 
 
 class AcceptanceAverages:
@@ -66,7 +66,7 @@ class AcceptanceAverages:
     """
 
     def __init__(self, most_steps: int, measured: Sequence[float] = ()) -> None:
-        """`measured`: acceptance of the first positions given the ones before, which counts as `MEASURED` windows."""
+        """`measured`: acceptance of the first positions given the previous ones, which counts as `MEASURED` windows."""
         self._most = most_steps
         self._short, self._long = np.zeros((2, most_steps)), np.zeros((2, most_steps))  # reached, accepted
         reach = np.concatenate([[1.0], np.cumprod(measured[:most_steps])])
@@ -87,7 +87,7 @@ class AcceptanceAverages:
         self.expected = self._expected()
 
     def rates(self) -> list[float]:
-        """Acceptance of each position given the ones before; a position that was seldom reached goes by the one before."""
+        """Acceptance of each position given the previous ones; a rarely reached position uses the estimate of the previous one."""
         found, rate = [], FIRST_RATE
         for reached, accepted in self._long.T.tolist():
             rate = (accepted + PRIOR * rate) / (reached + PRIOR)
@@ -118,8 +118,8 @@ class DecodeRows:
         caps: int [n], the most drafts that each request takes.
         greedy: bool [n].
         kv_tokens: upper bound of their KV lengths together.
-        rows: int32 [n], their request rows, where windows may differ in width; empty elsewhere.
-        left: int [n], the most tokens that each may still write; empty where that is not known.
+        rows: int32 [n], their request rows, if windows may differ in width; else empty.
+        left: int [n], the most tokens that each may still write; empty if that is not known.
     """
 
     caps: npt.NDArray[np.integer]
@@ -137,10 +137,10 @@ class Observed:
         size: requests, padding included.
         accept_lens: int [n].
         caps, greedy, kv_tokens: as in `DecodeRows`.
-        seconds: time since the results of the iteration before; None where it is not known or not that of usual
+        seconds: time since the results of the iteration before; None if it is not known or not that of usual
             iterations. The draft follows an iteration after its results are read, so that this is an iteration's own time
             only after one of the same depth. After one of depth 0 it includes the window in which the draft catches up.
-        width: mean tokens of its windows where they differ, else 0.
+        width: mean tokens of its windows if they differ, else 0.
         rows: as in `DecodeRows`.
     """
 
@@ -161,7 +161,7 @@ class Option:
 
     Attributes:
         widths: int32 [size], tokens of each window where they differ; None for full ones.
-        margin: share by which it must be worth more than other options.
+        margin: fraction by which it must be better than other options.
     """
 
     depth: int
@@ -189,7 +189,7 @@ def best_option(options: Sequence[Option], current: int | None) -> Option:
 
 
 class DepthChooser(Protocol):
-    """Chooses the depth of each iteration and sees what became of it."""
+    """Chooses the depth of each iteration and observes its result."""
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
         """The depth of the next iteration; `sizes`: its requests, padding included, at each depth that it can run at."""
@@ -208,7 +208,7 @@ class DepthChooser(Protocol):
         ...
 
     def info(self) -> DepthInfo | None:
-        """What it goes by, as it is reported."""
+        """The values behind the choice, for reports."""
         ...
 
 
@@ -227,7 +227,7 @@ class DepthController:
     ) -> None:
         """
         Args:
-            acceptance: of the first positions, where it was measured before.
+            acceptance: of the first positions, if it was measured before.
             rows: acceptance by request row, where windows may differ in width.
         """
         self.cost, self.rows = cost, rows or RowAcceptance(0)
@@ -277,9 +277,9 @@ class DepthController:
         return best
 
     def _lost_at_ends(self, rows: DecodeRows, sizes: Mapping[int, int], tokens: Sequence[float]) -> float:
-        """The share by which drafts must be worth more than none because requests end further apart. The last request runs alone.
+        """The margin of drafts over no drafts, because requests finish at different times. The last request runs alone.
 
-        Deep windows are seldom in doubt, so that what the shallowest loses counts for all.
+        Deep windows are rarely in doubt, so the loss of the shallowest one counts for all.
         """
         shallowest = min((depth for depth in sizes if depth), default=0)
         if not shallowest or len(rows.left) < 2:
@@ -332,11 +332,11 @@ class DepthController:
             self._returned += (float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens)
 
     def _expected_seconds(self, read: Observed) -> float:
-        """Its time as predicted. A longer one after depth 0 may be that of the draft, and says nothing about the depth."""
+        """The predicted time of an iteration. A longer one after depth 0 may include the draft's catch-up."""
         return self.cost.seconds(read.size, read.depth, read.kv_tokens, read.width)
 
     def correct(self, spread: float) -> None:
-        """Expect that iterations read so many experts."""
+        """Set how independently tokens choose experts."""
         self.cost.correct(spread)
 
     def info(self) -> DepthInfo:
@@ -369,8 +369,8 @@ class DepthController:
         return total.tolist()
 
     def _save(self, seconds: float, live: int) -> None:
-        """Put a share of the time of an iteration aside for probes, and what they gained. Where requests end together they gain nothing:
-        the last one ends no earlier.
+        """Save a fraction of an iteration's time for probes, and what they gained. If requests finish together they gain nothing:
+        the last one finishes no earlier.
         """
         returned, most = self._returned, max(MOST_SAVED * min(FEW / live, 1.0), LEAST_SAVED)
         share = PROBE_SHARE if self._steps > 1 else most / 2
@@ -378,9 +378,9 @@ class DepthController:
         self._returned_before = returned
 
     def _probe(self, options: Sequence[Option], best: Option) -> int:
-        """The depth to run: that of `best`, or now and then one that did not run lately, if what it may lose was put aside.
+        """The depth to run: that of `best`, or occasionally one that did not run recently, if enough time was saved for its possible loss.
 
-        At depth 0 no draft is seen, so that the shallowest one is always worth a probe. From another depth, only the second
+        At depth 0 no acceptance is observed, so the shallowest depth is always worth a probe. From another depth, only the second
         iteration of a probe shows its time.
         """
         repeated, self._repeated = self._repeated, -1

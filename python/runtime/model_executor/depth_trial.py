@@ -14,9 +14,9 @@ from runtime.worker_info import DepthInfo
 BLOCK, FIRST = 4, 1
 """Iterations at one depth before the next, and how many of them are not timed: the first may follow steps without drafts."""
 ENOUGH_WINDOWS = 64
-"""From so many windows on acceptance is known well enough to leave slow depths out."""
+"""From this many windows on, acceptance is known well enough to drop slow depths."""
 HOPELESS = 0.8
-"""Depths with less than this share of the best depth's tokens per second do not run in later rounds."""
+"""Depths with less than this fraction of the best depth's tokens per second are dropped in later rounds."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Cell:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration, the lower quartile: other load on the machine only adds time."""
+        """Time of an iteration, as the lower quartile: other load on the machine only adds time."""
         return float(np.quantile(self.times, 0.25))
 
 
@@ -50,7 +50,7 @@ class DepthTrial:
         self._last: int | None = None
 
     def begin(self, requests: int) -> None:
-        """From now on compare depths for so many requests; iterations of fewer or more are not timed."""
+        """From now on compare depths for `requests` requests; iterations of fewer or more are not timed."""
         self._requests, self._running = requests, self._depths
         self._at = self.rounds = 0
 
@@ -72,7 +72,7 @@ class DepthTrial:
         return Option(self.choose(rows, sizes), 0.0, 0.0)
 
     def observe(self, read: Observed) -> None:
-        """Count the accepted tokens, and the time if this depth also ran the step before."""
+        """Count the accepted tokens, and the time if the previous step ran at the same depth."""
         if read.depth:
             self.acceptance.add(read.accept_lens, read.depth)
         self._in_row = self._in_row + 1 if read.depth == self._last else 1

@@ -74,7 +74,7 @@ class DraftWindow:
         depths: int64 [B, D]. Distance of each node of a tree from the root; None for a chain.
         mask: int64 [B, D], for `ForwardBatch.tree_mask` with `tree_tail` D: bit j of node i is set if j is i or above
             it; None for a chain.
-        probs: float32 [B, K, Vd], the distributions that a chain was drawn from; None where drafts were chosen without
+        probs: float32 [B, K, Vd], the distributions that a chain was drawn from; None if drafts were chosen without
             chance.
     """
 

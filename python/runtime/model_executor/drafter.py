@@ -1,4 +1,4 @@
-"""The drafter: proposes tokens for the target to verify, and follows what is committed. Adding one takes one class."""
+"""The drafter: proposes tokens for the target to verify, and processes the committed tokens. A new drafter is one class."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class DrafterSpec:
 
     Attributes:
         shape: windows at full depth.
-        prefix_lookahead: 1 where draft KV at a position also depends on the next token, else 0.
+        prefix_lookahead: 1 if draft KV at a position also depends on the next token, else 0.
         needs_history: whether every `RowInit` must carry its history.
         overlap: whether drafts can be proposed before the last step is read on the host.
         capturable: whether `propose` and `follow` only launch work, so that a graph can record them.
         aux_layers: layers of the target whose states are features, instead of the last hidden states.
         feature_width: width of the target's states that `follow` reads at each window position; 0 for none.
         catch_up: tokens per request of the window in which the drafter follows steps without drafts; 0 for none.
-        to_target, to_draft: int64 [Vd] and [V], maps between the vocabularies; None where they are the same.
+        to_target, to_draft: int64 [Vd] and [V], maps between the vocabularies; None if they are the same.
     """
 
     shape: TreeShape

@@ -127,7 +127,7 @@ class Comparison:
 
     @property
     def suspicion(self) -> float:
-        """As `DriftAlarm.suspicion`."""
+        """Like `DriftAlarm.suspicion`."""
         return max(self._latest, STRONG if self.blocks_to_probe else 0.0)
 
     def drifts(self, graph: Iterable[AcceptanceCounters]) -> list[Drift]:
@@ -215,7 +215,7 @@ def _log_binomial(n: int, k: npt.NDArray[np.int64]) -> Floats:
 
 @cache
 def _log_factorials(bits: int) -> Floats:
-    """Of 0 to 2 ** bits - 1."""
+    """Logarithms of the factorials of 0 to 2 ** bits - 1."""
     return np.concatenate([[0.0], np.log(np.arange(1, 1 << bits)).cumsum()])
 
 

@@ -35,7 +35,7 @@ def measure_activations(context: WorkerContext, parts: WorkerParts) -> int:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.inference_mode():
-        if any(spec.kv.kind == "mla" for spec in target.runner.model.attention_specs):  # another form behind a prefix
+        if any(spec.kv.kind == "mla" for spec in target.runner.model.attention_specs):  # another form after a prefix
             run_padding_prompt(context, parts, prefix=1)
         extend, prompts = run_padding_prompt(context, parts)
         if not context.config.scheduler.mixed_chunk:  # else decode rows are accepted while the prompts' states exist
@@ -61,7 +61,7 @@ def run_padding_prompt(context: WorkerContext, parts: WorkerParts, prefix: int =
 
 
 def padding_prompt(context: WorkerContext, prefix: int = 0) -> ScheduleBatch:
-    """The largest prompt step, in the padding row: as many prompts as can run, the first ones as long as fits, each behind
+    """The largest prompt step, in the padding row: as many prompts as can run, the first ones as long as fits, each after
     `prefix` cached tokens.
     """
     count = max(min(context.running, context.extend_tokens // 2), 1)

@@ -1,7 +1,7 @@
-"""What one draft for each request loses because requests that would end together end apart. On the host; no torch.
+"""Throughput lost because drafting makes requests finish at different times. Runs on the host, without torch.
 
-Without drafts, requests that start together and write as many tokens end in one iteration. With drafts each accepts others, and the last
-ones run in small batches while prompts that follow need steps of their own. Where requests end apart anyway, drafts change little.
+Without drafts, requests that start together and write equally many tokens finish in one iteration. With drafts their acceptance differs:
+the last ones run in small batches, and new prompts need separate steps. If requests finish at different times anyway, drafts change little.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 HALF_SPAN = 1.35
-"""Standard deviations in the shortest span that holds half of a normal distribution."""
+"""Standard deviations in the shortest interval with half of a normal distribution."""
 LEAST_LEFT = 16
-"""What a request still writes is known less the drafts in flight, up to 8 tokens: a smaller number would be mostly that error."""
+"""Minimum of tokens left: the number is known only up to the drafts in flight, up to 8 tokens, so a smaller one would be mostly error."""
 
 
 def share_lost(left: npt.NDArray[np.integer], rate: float) -> float:
-    """How much later than the mean the last of n requests ends, as a share of the time until then; without what it ends later anyway.
+    """How much later than the mean the last of n requests finishes because of drafts, as a fraction of the time until then.
 
-    Ends are taken as normal. Each iteration adds the variance of one draft, `rate` * (1 - `rate`), to what a request has written.
+    End times are assumed normal. Each iteration adds the variance of one draft, `rate` * (1 - `rate`), to a request's number of tokens.
 
     Args:
-        left: int [n], the most tokens that each may still write. The half of them that end closest together counts.
-        rate: share of drafts that are accepted.
+        left: int [n], the maximum of tokens that each may still write. The half that finishes closest together counts.
+        rate: fraction of drafts that are accepted.
     """
     n, ordered = len(left), np.sort(left)
     half, mean = n // 2, 1 + rate

@@ -12,7 +12,7 @@ from runtime.layers.moe.definition import WORD
 from runtime.layers.sparse_mlp import SparseMlp
 
 EVERY = 16
-"""One of so many decode passes is counted."""
+"""One in this many decode passes is counted."""
 RECENT = 64
 """Counted passes that figures are the mean of."""
 
@@ -40,7 +40,7 @@ class ExpertCounter:
             return None
         places = torch.arange(WORD, dtype=torch.int32, device=masks[0].device)
         hit = (torch.stack(masks)[..., None] >> places) & 1
-        return hit.amax(dim=1).flatten(1)[:, :experts].sum().reshape(1)  # a shared expert has the bit behind them
+        return hit.amax(dim=1).flatten(1)[:, :experts].sum().reshape(1)  # a shared expert has the bit after them
 
     def add(self, tokens: int, experts: int) -> None:
         """Take note of one sample that was read."""
@@ -53,7 +53,7 @@ class ExpertCounter:
 
     @property
     def spread(self) -> float | None:
-        """How independently tokens choose, from the last counted passes: 1 where each is routed at random, 0 where all choose alike.
+        """How independently tokens choose, from the last counted passes: 1 if each is routed at random, 0 if all choose alike.
 
         None before the first pass of several tokens.
         """

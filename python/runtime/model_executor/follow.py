@@ -17,8 +17,8 @@ from runtime.model_executor.worker import Worker
 def follow(worker: Worker, receiver: StepReceiver, rank: int, results: ResultPusher | None = None) -> None:
     """Run steps until rank 0 sends no more.
 
-    Nothing is read from the device here, so rank 0 is never waited for on the host; but the first rank of another attention
-    group reads a step when rank 0 asks for its result, which it does behind the next step where steps overlap.
+    Nothing is read from the device here, so the host never waits for rank 0. Only the first rank of another attention
+    group reads a step, when rank 0 asks for its result; if steps overlap, that is after the next step.
 
     Raises:
         RankFailed: a step failed on this rank.

@@ -35,7 +35,7 @@ class StepWait:
             self._waits = None
 
     def longer_than(self, seconds: float) -> str:
-        """A sentence about a step that takes longer; "" where there is none. Any thread may ask."""
+        """A sentence about a step that takes longer; "" if there is none. Any thread may ask."""
         waits = self._waits
         if waits is None or time.monotonic() - waits[1] <= seconds:
             return ""
@@ -47,9 +47,9 @@ class Followers:
 
     Args:
         ended: called after the last message was sent.
-        pause: within, rank 0 may give no sign of life.
+        pause: within, rank 0 may give no heartbeat.
         failed: called with a sentence when a step failed and rank 0 is about to end.
-        results: of the other attention groups; None where there is one group.
+        results: of the other attention groups; None if there is one group.
 
     Attributes:
         start: the step that rank 0 sends and launches.
@@ -131,7 +131,7 @@ class SharedPending:
 
 @dataclass(frozen=True, slots=True)
 class GroupsPending:
-    """A step of several attention groups. The others send their results when rank 0 wants them, behind the next step."""
+    """A step of several attention groups. The other groups send their results when rank 0 asks, after the next step."""
 
     own: SharedPending
 

@@ -1,6 +1,6 @@
-"""The grammars of the requests in rows: they follow the committed tokens and mask the draft windows, on the host.
+"""The grammars of the requests in rows: on the host, they track the committed tokens and mask the draft windows.
 
-Masks need tokens on the host, so a step with drafts and constrained requests waits for the tokens of the step before it and
+Masks need tokens on the host, so a step with drafts and constrained requests waits for the tokens of the previous step and
 for its own drafts. The masks of its window are computed in a thread while the target runs; without drafts that thread also
 waits for the tokens.
 """
@@ -31,12 +31,12 @@ Bool = npt.NDArray[np.bool_]
 Constraints = list[tuple[int, Constraint]]
 """Position in the batch and constraint of each constrained request, rising."""
 Paths = Sequence[Sequence[Path]]
-"""For each constrained request as many paths of drafts."""
+"""The paths of drafts of each constrained request, equally many for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """Committed tokens on their way to the host: int64 [B, D], and the accept lengths where there are any."""
+    """Committed tokens on their way to the host: int64 [B, D], and the accept lengths if there are any."""
 
     constraints: Constraints
     tokens: HostCopy
@@ -85,15 +85,15 @@ class GrammarStep:
 
     @property
     def restricts(self) -> bool:
-        """Whether a grammar restricts the token behind the last committed one."""
+        """Whether a grammar restricts the token after the last committed one."""
         return any(constraint.restricts for _, constraint in self.constraints)
 
     def first(self) -> TokenMask | None:
-        """What may follow the last committed token: W = 1. None where nothing is restricted."""
+        """The tokens that may follow the last committed token: W = 1. None if nothing is restricted."""
         return self._chain_mask([[()]] * len(self._windows))
 
     def behind(self, paths: torch.Tensor) -> TokenMask | None:
-        """What may follow each of W paths of n drafts, int64 [size, W, n]. Waits for the device."""
+        """The tokens that may follow each of W paths of n drafts, int64 [size, W, n]. Waits for the device."""
         on_host = paths.tolist()
         found = [[tuple(path) for path in on_host[request]] for request in self._selected]
         return self._chain_mask(found) if paths.shape[1] == 1 else self._tree_mask(found)
@@ -112,7 +112,7 @@ class GrammarStep:
         self._window, self._is_tree = self._thread.submit(self._compute, copies), draft.parents is not None
 
     def window_mask(self) -> TokenMask | None:
-        """The mask of the window that `verify` was given: W = D. None where nothing is restricted."""
+        """The mask of the window that `verify` was given: W = D. None if nothing is restricted."""
         assert self._window is not None, "verify comes first"
         paths = self._window.result()
         return self._tree_mask(paths) if self._is_tree else self._chain_mask(paths)
@@ -131,7 +131,7 @@ class GrammarStep:
         return {request: error for request, error in found.items() if error}
 
     def _compute(self, copies: HostCopy) -> Paths:
-        """The paths of a window, once the masks behind them are known; in the thread, which puts nothing on the device."""
+        """The paths of a window, once the masks after them are known; runs in the thread, which uploads nothing to the device."""
         self._late()
         tokens, *parents = (array.tolist() for array in copies.wait())
         paths = [
@@ -143,7 +143,7 @@ class GrammarStep:
         return paths
 
     def _chain_mask(self, paths: Paths) -> TokenMask | None:
-        """What may follow each request's paths, of which each is a draft longer than the one before."""
+        """The tokens that may follow each request's paths; each path is one draft longer than the previous."""
         restricted = [window.write(path) for window, found in zip(self._windows, paths, strict=True) for path in found]
         if not any(restricted):
             return None
@@ -200,7 +200,7 @@ class GrammarRows:
         self._thread.shutdown()
 
     def admit(self, new_rows: Sequence[RowInit]) -> None:
-        """Requests took rows. A resumed one goes on behind the output it has."""
+        """Requests took rows. A resumed request continues after its output so far."""
         for init in new_rows:
             self._constraints.pop(init.row, None)
             grammar, spec = init.grammar, init.sampling.grammar
@@ -214,7 +214,7 @@ class GrammarRows:
                 self._constraints[init.row] = constraint
 
     def step(self, rows: Int32, size: int, width: int = 1, wanted: Bool | None = None) -> GrammarStep | None:
-        """The constrained requests among int32 [B] rows of a batch of `size`; None where there are none.
+        """The constrained requests among int32 [B] rows of a batch of `size`; None if there are none.
 
         Waits for the tokens that were committed to constrained requests before, unless the first mask is that of the target's
         pass: then there are no drafts, and `GrammarStep.verify` has them waited for in the thread.

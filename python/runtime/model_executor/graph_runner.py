@@ -40,7 +40,7 @@ Forward = Callable[[ForwardBatch, Outputs, str], None]
 class RunMode(Enum):
     """How a runner runs. The eager modes are references that graphs are compared with.
 
-    REPLAY replays the graph of a padded size, or runs eagerly at its own size where there is none. EAGER_PADDED runs
+    REPLAY replays the graph of a padded size, or runs eagerly at its own size if there is none. EAGER_PADDED runs
     eagerly over the inputs that a graph would read. EAGER runs eagerly without padding. RECORDED runs as part of a larger
     graph while that is captured, and is not counted.
     """
@@ -61,8 +61,8 @@ class RunnerSpec:
         width: tokens per request, so that a size counts requests, or their mean in ragged passes; 0 for passes over prompts, whose
             size counts tokens.
         outputs: results, in the runner's arena.
-        inputs: inputs beside those of every batch; the owner fills them before each run.
-        num_steps: passes per run, each with its own attention metadata; 0 where nothing attends.
+        inputs: inputs in addition to those of every batch; the owner fills them before each run.
+        num_steps: passes per run, each with its own attention metadata; 0 if nothing attends.
         tree_tail: keys that the tree mask covers; 0 for causal passes.
         variants: names of the function's variants, each captured for every size.
         launches: approximate number of kernels per run; each takes device memory in every graph.
@@ -181,7 +181,7 @@ class GraphRunner:
         return next(fitting, live)
 
     def batch(self, size: int, tokens: int = 0) -> ForwardBatch:
-        """The persistent inputs of a pass of `size`, padding included; of a ragged pass with `tokens` tokens, where given."""
+        """The persistent inputs of a pass of `size`, padding included; of a ragged pass with `tokens` tokens, if given."""
         requests, usual = self.spec.shape(size)
         return self._inputs.view(self.spec.mode, requests, tokens or usual, self.spec.tree_tail, self.spec.most_queries(size))
 
@@ -234,7 +234,7 @@ class GraphRunner:
     def find_peak(self) -> None:
         """Set `pool_peak` by an eager run of the largest captured size: a graph allocates what an eager run does.
 
-        It is a run of its own even after an `eager_peak` of the same size: a first run's peak may contain what
+        It is a separate run even after an `eager_peak` of the same size: a first run's peak may contain what
         libraries allocate once and keep, which counts as memory in use and not as pool.
         """
         if self.uses_cuda_graphs:
@@ -250,7 +250,7 @@ class GraphRunner:
         return needed
 
     def eager_peak(self) -> int:
-        """Bytes beside the outputs that an eager run of the largest size takes; 0 on the CPU."""
+        """Bytes that an eager run of the largest size takes besides its outputs; 0 on the CPU."""
         return self._peak(self._max_size) if self._inputs.device.type == "cuda" else 0
 
     def _peak(self, size: int) -> int:

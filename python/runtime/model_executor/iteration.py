@@ -19,7 +19,7 @@ from runtime.model_executor.ragged_windows import RaggedWindows
 
 @dataclass(frozen=True, slots=True)
 class DraftCaps:
-    """The most drafts that each request takes, where that is less than an iteration's depth for any of them.
+    """The most drafts that each request takes, if that is less than an iteration's depth for any of them.
 
     Attributes:
         host: int [live].
@@ -44,11 +44,11 @@ class Iteration:
         needs: what the sampler has to do.
         top_logprobs: number of most likely tokens to report for each token; -1 for no log-probabilities.
         sample: what of it runs eagerly, to be compared with replays.
-        grammar: the constrained requests; None where there are none.
-        mask: what grammars allow at the positions of the window, once it is known; None where nothing is restricted.
-        caps: None where every request takes all drafts.
-        ragged: the windows where they differ in width; None where all have `depth` + 1 tokens.
-        greedy: bool [live], which requests are greedy; None where the depth is fixed.
+        grammar: the constrained requests; None if there are none.
+        mask: what grammars allow at the positions of the window, once it is known; None if nothing is restricted.
+        caps: None if every request takes all drafts.
+        ragged: the windows where they differ in width; None if all have `depth` + 1 tokens.
+        greedy: bool [live], which requests are greedy; None if the depth is fixed.
         started: when it was submitted to the device, in seconds.
         unfollowed: positions at the end of a row's KV that the draft will not have followed after it, at most.
     """
@@ -144,7 +144,7 @@ class AcceptResult:
     path: torch.Tensor | None = None
 
     def emitted(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """What the host reads, written to `out` where given: int64 [size, D + 1], the tokens and then the accept length, or the tokens
+        """What the host reads, written to `out` if given: int64 [size, D + 1], the tokens and then the accept length, or the tokens
         alone where D = 1.
         """
         if self.tokens.shape[1] == 1:

@@ -12,21 +12,21 @@ import numpy.typing as npt
 MEMORY = 200
 """Iterations over which the scale and the cost of context are averaged."""
 CELL_RATE, FIRST_RUNS = 0.02, 5
-"""Share of an error that a single batch size and depth takes, the scale takes most of it; at first 1 / (runs + `FIRST_RUNS`)."""
+"""Fraction of an error assigned to a single batch size and depth, at first 1 / (runs + `FIRST_RUNS`); the scale gets most of the rest."""
 MOST_CELL, MOST_LATE = math.log(3.0), math.log(1.25)
 """The largest correction of a single batch size and depth, as a logarithm, and the largest error towards a longer time that one iteration
 counts as: a delay of the machine only adds time, and a depth that seems slow is seldom tried again."""
 OUTLIER = 2.0
 """A time further from the expected one than this factor counts as this factor."""
 CONTEXT_UNIT = 32768
-"""Tokens of context that are taken to cost about as much as one plain iteration, until they are measured."""
+"""Tokens of context assumed to cost about as much as one plain iteration, until measured."""
 PRIOR_SCALE, PRIOR_CONTEXT = 1.0, 0.1
 """Weights, in iterations, of the start-up measurement and of context that costs nothing."""
 
 LEAST_FIXED = 0.1
-"""Share of the shortest time that does not depend on size or depth, at the least."""
+"""Minimum fraction of the shortest time that does not depend on size or depth."""
 SWEEPS = 100
-"""Rounds of the fit to the points of the start-up."""
+"""Iterations of the fit to the start-up measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Routing:
     spread: float = 1.0
 
     def distinct(self, tokens: int) -> float:
-        """Expected number of distinct experts that so many tokens hit in one layer."""
+        """Expected number of distinct experts that `tokens` tokens hit in one layer."""
         return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** (1 + self.spread * (tokens - 1)))
 
 

@@ -39,7 +39,7 @@ VARIANTS = {
 MOST_REQUESTS = 32
 """The largest batch with iteration graphs: with more requests the time between graphs is less than 1 % of an iteration."""
 OTHER_LAUNCHES = 100
-"""Kernels beside those of the models, about: inputs, schedules, acceptance and sampling."""
+"""Approximate number of kernels besides the models': inputs, schedules, acceptance and sampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class IterationStages:
 
 
 def hot_depths(depths: Iterable[int], config: RuntimeConfig) -> list[int]:
-    """Those depths of the table that have graphs of all batch sizes: 0, the usual one, and a fixed one. None where iteration graphs are
+    """Those depths of the table that have graphs of all batch sizes: 0, the usual one, and a fixed one. None if iteration graphs are
     not wanted, or where ranks exchange between the passes.
     """
     if not config.graphs.iteration_graph or config.parallel.tp_size > 1:
@@ -83,7 +83,7 @@ class IterationGraphs:
     """Owner of one graph runner per depth.
 
     Attributes:
-        runners: by depth; empty where iterations always run as three graphs.
+        runners: by depth; empty if iterations always run as three graphs.
     """
 
     def __init__(self, stages: IterationStages, depths: Sequence[int], options: GraphOptions) -> None:
@@ -132,7 +132,7 @@ class IterationGraphs:
             launches=OTHER_LAUNCHES + sum(runner.spec.launches for runner in runners),
             fallback="as several graphs",
         )
-        own = replace(options, sizes=sizes, max_size=sizes[-1], arena=None)  # its outputs live beside those of its passes
+        own = replace(options, sizes=sizes, max_size=sizes[-1], arena=None)  # its outputs are alive together with those of its passes
         return GraphRunner(spec, partial(self._forward, depth), self._stages.inputs, [], own)
 
     # ---- inside the graph

@@ -47,7 +47,7 @@ class MemoryPlan:
     table: dict[str, int]
 
     def with_pages(self, num_pages: int, page_bytes: int) -> MemoryPlan:
-        """The plan with fewer pages of so many bytes, which leaves more free."""
+        """The plan with fewer pages of `page_bytes` bytes, which leaves more free."""
         kv = (num_pages + 1) * page_bytes
         left = self.table["left free"] + self.table["KV cache"] - kv
         return MemoryPlan(num_pages, {**self.table, "KV cache": kv, "left free": left})

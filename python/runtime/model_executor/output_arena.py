@@ -1,4 +1,4 @@
-"""Memory that graph runners share for their outputs.
+"""The memory shared by graph runners for their outputs.
 
 Outputs of one arena are never alive at the same time. Each `ModelRunner` has one, sized for its largest graph runner:
 
@@ -9,7 +9,7 @@ Outputs of one arena are never alive at the same time. Each `ModelRunner` has on
     draft     draft decode of every depth          the step has accepted: it reads draft probabilities after verify
 
 A step runs either short prompts or one verify pass. Draft-extend has no outputs. An iteration graph writes the outputs of
-its passes here, and its result to an arena of its own. All work is on one stream, so the next
+its passes here, and its result to a separate arena. All work is on one stream, so the next
 pass never overwrites what an earlier copy still reads.
 """
 
@@ -26,11 +26,11 @@ ALIGNMENT = 512
 
 
 class OutputArena:
-    """Owner of the storage. It grows until the first graph holds its address.
+    """Owner of the storage. It grows until a captured graph refers to its address.
 
     Attributes:
         storage: uint8 [bytes of the largest runner's outputs].
-        frozen: whether a captured graph holds the address.
+        frozen: whether a captured graph refers to the address.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Ragged windows: the windows of one iteration where requests take different numbers of drafts.
+"""Ragged windows: the windows of an iteration whose requests have different numbers of drafts.
 
 The target runs over T = sum of the widths tokens instead of B * D. Its states are spread over windows of full width before
 the LM head, so that acceptance and the drafter see the shapes of any iteration. Drafts beyond a request's own width were not
@@ -17,7 +17,7 @@ from runtime.batch import Int32
 from runtime.layers.forward_batch import ForwardBatch
 
 Upload = Callable[..., list[torch.Tensor]]
-"""As `StagingRing.upload`."""
+"""The type of `StagingRing.upload`."""
 
 
 @dataclass(frozen=True, slots=True)

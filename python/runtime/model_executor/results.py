@@ -31,7 +31,7 @@ class LogprobCopy:
 def copy_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, k: int, index: torch.Tensor | None = None, mask: TokenMask | None = None
 ) -> LogprobCopy | None:
-    """Start the copy of `top_logprobs(logits, tokens, k, index)`; None where k < 0.
+    """Start the copy of `top_logprobs(logits, tokens, k, index)`; None if k < 0.
 
     Constrained requests report the distribution over the tokens that their grammar allows.
 

@@ -1,6 +1,6 @@
-"""How a request's drafts are accepted, measured by request row, beside the averages of all requests. No torch.
+"""Acceptance per request row, in addition to the averages of all requests. No torch.
 
-`admit` and `gains` run on the thread that submits steps and `add` on the one that reads them; each writes only its own fields.
+`admit` and `gains` run on the thread that submits steps, `add` on the one that reads them; each writes only its own fields.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import numpy.typing as npt
 from runtime.batch import Int32
 
 KEEP = 1 - 1 / 64
-"""What a row's counts keep of the past in each iteration, whether it took drafts or not: a row without is tried again."""
+"""Decay of a row's counts per iteration, with or without drafts, so that a row without drafts is tried again."""
 PRIOR = 6.0
-"""Drafts that the average of all requests counts for."""
+"""The average of all requests counts as this many drafts."""
 MOST = 0.98
-"""The highest rate that is expected of any draft."""
+"""The highest rate expected of any draft."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -39,9 +39,9 @@ class RowAcceptance:
         self._accepted[rows] = keep * self._accepted[rows] + (accept_lens - 1)
 
     def gains(self, rows: Int32, usual: Floats, K: int) -> Floats:
-        """What each draft of each request is expected to add, [n, K], falling in each row.
+        """The expected gain of each draft of each request, [n, K], decreasing in each row.
 
-        All drafts of a request have one rate, given those before: what differs by position in averages over many requests is mostly
+        All drafts of a request have the same conditional rate: differences by position in averages over many requests mostly reflect
         which requests get that far.
 
         Args:

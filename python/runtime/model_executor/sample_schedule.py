@@ -1,7 +1,7 @@
-"""When iterations run eagerly, to be compared with graphs: few, more of them under suspicion, within a bound on their time.
+"""Decides when iterations run eagerly for comparison with graphs: rarely, more often under suspicion, within a time limit.
 
-A draft's passes are few launches, which a large model's verification hides, so samples of the draft alone cost next to nothing there.
-Verification runs eagerly in samples of their own, which take as long as launching all kernels of the target.
+A draft pass has few launches, which a large model's verification hides, so samples of only the draft cost almost nothing there.
+Verification runs eagerly in separate samples, which take as long as launching all kernels of the target.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from runtime.batch import EagerSample
 from runtime.model_executor.drift_alarm import BLOCK_ITERATIONS, STRONG, SUSPICION, DriftAlarm
 
 FEWEST, LONG_BLOCK = 2, 6
-"""With so few requests blocks of cheap samples are so long: they show few drafts each."""
+"""Up to `FEWEST` requests, blocks of cheap samples have `LONG_BLOCK` iterations, because each shows few drafts."""
 EASY_SHARE = 0.002
-"""Share of the time that samples of one kind take while nothing is suspicious."""
+"""Fraction of the time for samples of one kind while nothing is suspicious."""
 RESERVE, EASY_RESERVE, REFILL = 320.0, 85.0, 0.01
 """Eager samples make n iterations longer by the time of at most `RESERVE` + `REFILL` x n replays, for any n, and of
 `EASY_RESERVE` + `REFILL` x n while the evidence is below `STRONG`."""
 SUSPICIOUS_SHARE = 0.01
-"""Share of the time that samples may take by the odds of a drift, exp(evidence): healthy graphs seldom look very suspicious."""
+"""Fraction of the time that samples may take by the odds of a drift, exp(evidence): healthy graphs rarely look very suspicious."""
 LEAST_EXTRA, MOST_EXTRA = 0.05, 16.0
-"""Replays by which an eager iteration takes longer, at the least, and at the most: its first run may compile kernels."""
+"""Minimum and maximum extra time of an eager iteration, in replays: its first run may compile kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What samples of one kind begin with.
+    """Initial values for samples of one kind.
 
     Attributes:
         gap: iterations before the first block, and between it and the others of the first `blocks`.
         extra: replays by which an eager iteration takes longer, before any is timed.
-        share: the most that they take of the time that samples may take.
+        share: their maximum fraction of the time for samples.
     """
 
     gap: int

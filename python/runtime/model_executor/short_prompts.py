@@ -1,9 +1,9 @@
-"""Graphs of the target over short prompts, where kernels take less time than their launches.
+"""Graphs of the target for short prompts, whose kernels take less time than their launches.
 
 "Short" depends on the model: an eager pass takes as long to launch for few tokens as for many; a replay takes as long
 as the GPU needs, which grows with tokens and parameters. Prompts of a large model are short up to a few hundred tokens,
-those of a small model up to a whole chunk. Several prompts whose tokens together are that few share one replay, which reads
-the weights once; with attention that cannot capture ragged passes a few of them are replayed one after the other.
+those of a small model up to a whole chunk. Several prompts share one replay if their total is within this limit, so the weights
+are read once; with attention that cannot capture ragged passes, a few of them are replayed one after another.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ SMALLEST, LARGEST = 32, 2048
 """Tokens of the smallest and of the largest graph. Beyond, the cost of attention grows with the square, and the graph
 pool would hold the activations of passes that are rare."""
 MOST_REQUESTS = 3
-"""Prompts of one batch that are replayed one after the other; the kernel count bounds the replays of small models."""
+"""Maximum prompts of a batch that are replayed one after another; the kernel count limits the replays of small models."""
 SLOTS = 8
-"""Requests of a pass over several prompts; the last one holds the padding."""
+"""Slots of a pass over several prompts; the last one is for the padding."""
 SMALLEST_SHARED = 64
-"""Tokens of the smallest graph over several prompts: below, reading the weights takes all the time."""
+"""Tokens of the smallest graph over several prompts: below, reading the weights dominates."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCost:
-    """Token counts at which the bottleneck of a model's prompt pass changes.
+    """Token counts at which the bottleneck of a prompt pass changes.
 
     Attributes:
-        free_tokens: a pass of this many takes the GPU as long as the host takes to launch its kernels one by one.
+        free_tokens: for a pass of this many, GPU time equals the host time of launching its kernels one by one.
         read_tokens: GEMMs over this many take as long as reading the weights once, which every replay does.
     """
 
@@ -112,11 +112,11 @@ def prompt_forward(model: DecoderModel, aux_layers: tuple[int, ...]) -> Forward:
 
 
 class ShortPrompts:
-    """Runs the chunks of a batch through the next larger graph, together or one after the other.
+    """Runs the chunks of a batch through the next larger graph, together or one after another.
 
     Attributes:
         runner: the graphs over one prompt. Padding follows the chunk: it writes slot 0, and no token of the chunk sees it.
-        shared: the graphs over several prompts; None where attention cannot capture ragged passes.
+        shared: the graphs over several prompts; None if attention cannot capture ragged passes.
     """
 
     def __init__(self, runner: GraphRunner, page_table: PageTable, cost: PromptCost, shared: GraphRunner | None = None) -> None:
@@ -160,8 +160,8 @@ class ShortPrompts:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run all requests at `size` tokens; views of the runner's outputs.
 
-        The slots behind them have no tokens, and the last one has the padding: a prompt of the padding row, which writes and reads
-        page 0 alone.
+        The slots after them have no tokens, and the last one has the padding: a prompt of the padding row, which writes and reads
+        only page 0.
         """
         padded, B, T = runner.batch(size), len(lens), batch.num_tokens
         assert padded.extend_lens is not None
@@ -183,7 +183,7 @@ class ShortPrompts:
         return all(seq_len - length + size <= self._positions for seq_len, length, size in ends)
 
     def _replay_all(self, batch: ForwardBatch, lens: list[int], sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Results of all requests, concatenated; copied, since each replay overwrites the one before."""
+        """Results of all requests, concatenated; copied, since each replay overwrites the previous one."""
         whole: list[torch.Tensor] = []
         start = 0
         for i, (length, size) in enumerate(zip(lens, sizes, strict=True)):
@@ -206,7 +206,7 @@ class ShortPrompts:
 
 
 def _copy_tokens(batch: ForwardBatch, padded: ForwardBatch, chunk: slice) -> None:
-    """Copy the inputs of some tokens to the front; those behind them write slot 0."""
+    """Copy the inputs of some tokens to the front; the tokens after them write to slot 0."""
     length = chunk.stop - chunk.start
     padded.input_ids[:length].copy_(batch.input_ids[chunk])
     padded.positions[:length].copy_(batch.positions[chunk])

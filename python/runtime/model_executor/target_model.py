@@ -25,7 +25,7 @@ from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.window import prompts_and_windows
 
 LOGPROB_CHUNK = 256
-"""Prompt positions whose logits exist at the same time, where prompt log-probabilities are wanted."""
+"""Maximum prompt positions with logits in memory at a time, if prompt log-probabilities are requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Chunks:
         batch: the ragged inputs.
         rows: int64 [E].
         last: int64 [E]. Index among the T tokens of each chunk's last one.
-        given: int64 [E]. The prompt token after the chunk, or -1 where one is sampled.
+        given: int64 [E]. The prompt token after the chunk, or -1 if one is sampled.
     """
 
     batch: ForwardBatch
@@ -83,8 +83,8 @@ class TargetModel:
     """Owner of the target's runner, the rows, the page table and the staging ring.
 
     Attributes:
-        aux_layers: layers whose states passes return beside the last hidden states.
-        short_prompts: graphs for short prompts, set once before memory is planned; None where all prompts run eagerly.
+        aux_layers: layers whose states passes return in addition to the last hidden states.
+        short_prompts: graphs for short prompts, set once before memory is planned; None if all prompts run eagerly.
         agreement: the check that all ranks commit the same tokens.
         reads_results: whether this rank copies results to the host.
     """
@@ -107,7 +107,7 @@ class TargetModel:
     # ---- outside any graph
 
     def reset(self) -> None:
-        """Forget every request: lengths, last tokens and pages. What KV holds is not read after that."""
+        """Forget every request: lengths, last tokens and pages. The KV contents are not read after that."""
         self.rows.kv_lens.zero_()
         self.rows.last_tokens.zero_()
         self.page_table.pages.zero_()
@@ -145,7 +145,7 @@ class TargetModel:
     def stage_chunks(self, batch: ScheduleBatch, rows: torch.Tensor) -> Chunks:
         """The inputs of the prompt chunks. rows int64 [E], from `stage_rows`.
 
-        The device does nothing until they are there, so that each kernel that the host saves brings the first token nearer.
+        The device is idle until they arrive, so each kernel that the host saves reduces TTFT.
         """
         lens, table = batch.extend_lens, self.page_table
         ends = lens.cumsum(dtype=np.int64)
@@ -186,10 +186,10 @@ class TargetModel:
     def sample_next(
         self, batch: ScheduleBatch, chunks: Chunks, states: States, mask: TokenMask | None = None
     ) -> tuple[ExtendPass, PromptsPending]:
-        """Sample where a prompt ends, set the rows' lengths and last tokens, and send the tokens to the host.
+        """Sample for chunks that end a prompt, set the rows' lengths and last tokens, and send the tokens to the host.
 
         Args:
-            mask: what grammars allow the first tokens to be.
+            mask: the tokens that grammars allow first.
         """
         rows, positions = chunks.rows, chunks.batch.seq_lens.to(torch.int64)
         needs = self.rows.needs(batch.rows[: batch.num_prompts])

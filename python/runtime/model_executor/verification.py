@@ -20,9 +20,9 @@ from runtime.model_executor.window import fill_window
 
 MakeRunner = Callable[[RunnerSpec, Forward, DepthBatches], GraphRunner]
 EAGER_STEPS = 8
-"""Eager ragged passes have one of about so many numbers of tokens for each draft."""
+"""Eager ragged passes round the token count to about 8 steps per draft position."""
 LEAST_REQUESTS = 32
-"""The smallest batch with graphs over ragged windows: with fewer requests reading the weights takes most of a pass."""
+"""The smallest batch with graphs over ragged windows: with fewer requests, a pass is bound by reading the weights."""
 
 
 def verify_spec(shape: TreeShape, name: str, vocab: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
@@ -172,7 +172,7 @@ class Verifier:
         return self._result(iteration, outputs, graph)
 
     def result_of(self, iteration: Iteration, states: States) -> VerifyResult:
-        """The result of an eager pass over the live windows, whose states are given; padding rows hold zeros."""
+        """The result of an eager pass over the live windows, from its states; padding rows are zeros."""
         outputs = self.runners[iteration.depth].outputs(iteration.size)
         tokens = len(states.hidden)
         _write_outputs(self._target, states, {name: tensor[:tokens] for name, tensor in outputs.items()})

@@ -1,4 +1,4 @@
-"""Where a model's tensors come from: safetensors files, read by slice, or random numbers; as (name, tensor) pairs."""
+"""The sources of a model's tensors, safetensors files read by slice or random numbers, as (name, tensor) pairs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def dummy_weights(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Random weights that depend on the seed and the order of `shapes` alone: norms are one, biases zero, the rest
-    normal with std 0.02. Quantised weights are random in their own format, beside equal scales.
+    normal with std 0.02. Quantised weights are random in their own format, with equal scales.
 
     The variance of the residual stream then stays bounded, so activations are finite at any depth. Tensors are whole,
     and equal on every rank.

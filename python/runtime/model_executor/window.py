@@ -26,7 +26,7 @@ def fill_window(
         kv_lens: int32 [B]. KV length before the pass; 0 for padding.
         tokens: int64 [B, W].
         depths: int64 [B, W], the distance of each token from the first in the sequence (trees); None: 0, 1, 2, …
-        ahead: KV positions that passes before this one wrote behind `kv_lens`.
+        ahead: KV positions that earlier passes wrote after `kv_lens`.
     """
     if kv_lens.is_cuda:
         from runtime.model_executor.window_kernel import fill_window_cuda

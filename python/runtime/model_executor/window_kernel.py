@@ -1,4 +1,4 @@
-"""The inputs of fixed-width passes as two kernels, of `load_rows` and of `fill_window`: each small launch takes 2.5 microseconds."""
+"""Two kernels for the inputs of fixed-width passes, `load_rows` and `fill_window`: each small launch takes 2.5 microseconds."""
 
 # Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false

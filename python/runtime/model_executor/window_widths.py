@@ -9,10 +9,10 @@ from runtime.batch import Int32
 
 
 def allot(gains: npt.NDArray[np.floating], size: int, tokens: int) -> Int32:
-    """Give each draft that promises most a token of the pass.
+    """Assign the tokens of a pass to the most promising drafts.
 
     Args:
-        gains: float [n, K], what each draft of each request is expected to add; falling in each row, 0 where it cannot be
+        gains: float [n, K], what each draft of each request is expected to add; falling in each row, 0 if it cannot be
             accepted.
         size: requests, padding included.
         tokens: of the pass, `size` to `size` * (K + 1).

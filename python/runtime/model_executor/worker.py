@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """What a worker is made of.
+    """The parts of a worker.
 
     Attributes:
         inputs: persistent inputs that the fixed-width passes of target and drafter share.
@@ -162,7 +162,7 @@ class Worker:
         """
         Args:
             group: the ranks that share the model.
-            exchange: between attention groups; None where there is one.
+            exchange: between attention groups; None if there is one.
             followers: the other ranks of the model, on rank 0 of several.
         """
         self.parts, self._limits, self._info, self._followers = parts, limits, info, followers
@@ -177,7 +177,7 @@ class Worker:
 
     @property
     def limits(self) -> WorkerLimits:
-        """What the device side can hold."""
+        """The limits of the device side."""
         return self._limits
 
     @property
@@ -186,13 +186,13 @@ class Worker:
         return (*self.runners, *self.ragged_runners, *self.iteration_runners, *self.parts.target.prompt_runners)
 
     def submit(self, batch: ScheduleBatch) -> Pending:
-        """Queue one step and return at once."""
+        """Queue one step and return immediately."""
         if self._group.rank == 0:
             self.parts.depths.plan(batch)
             batch.sample = self.parts.monitor.next_iteration(batch.most_decodes, batch.depth)
             for section in batch.sections:
                 section.depth, section.sample = batch.depth, batch.sample
-        # A batch without sections runs in all attention groups alike.
+        # A batch without sections runs identically in all attention groups.
         own = batch.sections[self._exchange.group.rank] if self._exchange is not None and batch.sections else batch
         if self._followers is None:
             return self._queue.submit(own)
@@ -203,7 +203,7 @@ class Worker:
 
     @property
     def answering_group(self) -> int | None:
-        """The attention group whose results this rank sends to rank 0; None where it sends none."""
+        """The attention group whose results this rank sends to rank 0; None if it sends none."""
         leads = self._exchange is not None and self._group.rank > 0 and self.parts.target.runner.model.context.group.rank == 0
         return self._exchange.group.rank if self._exchange is not None and leads else None
 
@@ -260,7 +260,7 @@ class Worker:
             return self._queue.run(self._profiler.stop)
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish the steps in flight."""
         self._queue.close()
         self.parts.grammars.close()
         if self._followers is not None:
@@ -393,7 +393,7 @@ class Worker:
         decodes: DecodesPending | None,
         grammars: tuple[GrammarStep | None, GrammarStep | None],
     ) -> BatchResult:
-        """On the host, possibly one step later: wait, count, and hand over. `grammars`: of the prompts, of the decode rows."""
+        """On the host, possibly one step later: wait, count, and return the results. `grammars`: of prompts, of decode rows."""
         if decodes is not None and decodes.checked:
             if decodes.ranks_differ:
                 raise RanksDiffer(batch.step)
@@ -413,7 +413,7 @@ class Worker:
         return result
 
     def _count_experts(self, tokens: int, hit: int) -> None:
-        """Take note of the experts that a pass hit, and correct what depths cost by it."""
+        """Record the experts that a pass hit, and correct the cost of depths accordingly."""
         self.parts.experts.add(tokens, hit)
         controller, spread = self.parts.depths.controller, self.parts.experts.spread
         if controller is not None and spread is not None:
@@ -422,8 +422,8 @@ class Worker:
     def _observe(self, iteration: Iteration, decoded: BatchResult, now: float, with_prompts: bool) -> None:
         """Count acceptance, and tell the depth controller what the iteration accepted and how long it took.
 
-        Steps follow each other on the device, so an iteration took the time since the results of the step before, or since
-        its own start where that was later, until `now`, when its results had arrived.
+        Steps run one after another on the device, so an iteration took the time from the results of the previous step, or from
+        its own start if that was later, until `now`, when its results had arrived.
         """
         caps, lens, controller = iteration.caps, decoded.accept_lens, self.parts.depths.controller
         counted = lens if caps is None else lens[caps.host >= iteration.depth]

@@ -187,6 +187,6 @@ def _synthetic(weights: Path, cache_dir: Path) -> Path:
     vocab_size = (text if isinstance(text, dict) else config).get("vocab_size")
     if not isinstance(vocab_size, int) or not 0 < vocab_size <= 1 << 22:
         raise ConfigError(f"{weights / 'config.json'} has no usable vocab_size")
-    logger.info("the dummy weights have no tokenizer: using a synthetic one of %d ids", vocab_size)
+    logger.info("dummy weights have no tokenizer: using a synthetic one with %d ids", vocab_size)
     build = lambda folder: write_synthetic_tokenizer(folder, vocab_size)  # noqa: E731
     return build_once(cache_dir, f"synthetic-tokenizer-{vocab_size}", build, is_synthetic_tokenizer)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention, experts chosen within groups, and a layer for multi-token prediction."""
+"""DeepSeek-V3 and R1: latent attention, experts chosen within groups, and a multi-token prediction layer."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ COUNTED_BY_FIRST = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Layout:
-    """What heads differ in.
+    """Options in which EAGLE-3 heads differ.
 
     Attributes:
-        norm_before_fc: the target's states are normed side by side before they are projected (`input_norm`).
-        fc_norm: each of them is normed by itself (`fc_norm.0` and so on).
-        norm_before_residual: the stream begins with the normed state instead of the state.
-        norm_output: deeper steps are fed the final-normed state.
+        norm_before_fc: the concatenated target states are normed before the projection (`input_norm`).
+        fc_norm: each target state is normed separately (`fc_norm.0` and so on).
+        norm_before_residual: the residual stream starts with the normed state instead of the state.
+        norm_output: deeper steps read the final-normed state.
     """
 
     norm_before_fc: bool = False

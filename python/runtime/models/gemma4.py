@@ -1,4 +1,4 @@
-"""Gemma 4, the text decoder: layers with a window beside global ones with wider heads, and experts beside the dense MLP in some."""
+"""Gemma 4, the text decoder: window layers and global layers with wider heads; some models add experts to the dense MLP."""
 
 from __future__ import annotations
 

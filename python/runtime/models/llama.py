@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and everything published under their class name."""
+"""Llama 2 and 3, and other models with their class name."""
 
 from __future__ import annotations
 

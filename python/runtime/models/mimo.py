@@ -1,4 +1,4 @@
-"""MiMo-7B: Qwen 2's layers, and a layer for multi-token prediction that reads the hidden state first."""
+"""MiMo-7B: Qwen 2's layers, and a multi-token prediction layer that reads the hidden state first."""
 
 from __future__ import annotations
 

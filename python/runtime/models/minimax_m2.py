@@ -1,4 +1,4 @@
-"""MiniMax M2: a sigmoid router with correction bias, norms of q and k over all heads, rotary embedding of a part of each head."""
+"""MiniMax M2: a sigmoid router with correction bias, norms of q and k over all heads, rotary embedding on part of each head."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class ModelParts:
         more; with fewer, each is held by several ranks, which share its query heads.
 
         Raises:
-            ConfigError: the heads cannot be shared by so many ranks.
+            ConfigError: the heads cannot be sharded over this many ranks.
         """
         c, group = self.config, self.context.group
         per_kv, copies = c.num_q_heads // c.num_kv_heads, group.size // c.num_kv_heads

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: biases on q, k and v, and a sliding window on the later layers where it is switched on."""
+"""Qwen 2 and 2.5: biases on q, k and v, and a sliding window on the later layers if enabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 2 with sparse MLPs: a softmax router, and a shared expert behind a sigmoid gate; some layers may be dense."""
+"""Qwen 2 with sparse MLPs: a softmax router, and a shared expert with a sigmoid gate; some layers may be dense."""
 
 from __future__ import annotations
 

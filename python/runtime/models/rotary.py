@@ -35,7 +35,7 @@ def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None, max
     """Angle per position of each pair of a head, float32 [dim / 2].
 
     `dynamic` and `longrope` depend on the length of the text in transformers, so that keys of one text would be rotated
-    anew while it grows. Here they depend on the longest context that is served.
+    again while it grows. Here they depend on the longest context that is served.
 
     Args:
         dim: entries of a head that are rotated.

@@ -1,4 +1,4 @@
-"""From a configuration to a worker with the drafter that it asks for."""
+"""Builds a worker with the configured drafter."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def build_speculative_worker(
 
 
 def make_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
-    """The drafter that the configuration asks for, loaded beside its target."""
+    """The configured drafter, loaded for its target."""
     config = context.config.speculative
     assert config is not None
     if config.algorithm == "NGRAM":

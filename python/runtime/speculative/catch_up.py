@@ -1,8 +1,8 @@
-"""Catch-up: the draft follows the positions of several steps without drafts in one window.
+"""Catch-up: the draft processes the positions of several steps without drafts in one window.
 
-A step without drafts stores what the draft has to read of its one position: the token, and the target's states. Before the next
-step with drafts, and at the latest after `WIDTH` steps, the draft runs over all stored positions together. It computes what it
-would have computed step by step; until then its KV and first guesses are behind.
+A step without drafts stores the draft's inputs for its one position: the token and the target's states. Before the next step
+with drafts, and at the latest after `WIDTH` steps, the draft runs over all stored positions together. It computes what it
+would have computed step by step; until then its KV and first drafts lag behind.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.window import fill_window
 
 WIDTH = 8
-"""Positions that a row holds, and tokens per request of the window."""
+"""Stored positions per row, and tokens per request of the window."""
 PAD_SLOT = 0
-"""Where window positions without a token are written."""
+"""The slot that window positions without a token write to."""
 
 
 def catch_up_spec(variants: tuple[str, ...], launches: int, num_steps: int = 1) -> RunnerSpec:
-    """The runner over windows of held positions, which its function reads itself. Input: `accept_lens` int32 [B], how many they are."""
+    """The runner over windows of stored positions, which its function reads itself. Input: `accept_lens` int32 [B], their number."""
     inputs = (BufferSpec("accept_lens", "req", torch.int32, 1),)
     return RunnerSpec("draft extend K=0", ForwardMode.DRAFT_EXTEND, WIDTH, (), inputs, num_steps, 0, variants, launches)
 
@@ -37,7 +37,7 @@ class HeldStates:
     """Owner of the positions that wait for the draft, by request row: position p is at index p % `WIDTH`. Row 0 is padding."""
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype, inputs: InputBuffers) -> None:
-        """`width`: of the target's states at one position; `inputs`: hold the KV lengths that windows begin at."""
+        """`width`: of the target's states at one position; `inputs`: with the KV lengths at which windows begin."""
         self._inputs = inputs
         self._tokens = torch.zeros((rows, WIDTH), dtype=torch.int64, device=inputs.device)
         self._states = torch.zeros((rows, WIDTH, width), dtype=dtype, device=inputs.device)
@@ -62,7 +62,7 @@ class HeldStates:
 
 
 class CatchUp:
-    """Knows how many positions the draft is behind in each row, and runs the window over them.
+    """Counts how many positions the draft lags in each row, and runs the window over them.
 
     Attributes:
         held: the positions to follow.
@@ -77,7 +77,7 @@ class CatchUp:
         inputs.declare(INPUTS, inputs.max_requests, inputs.max_requests * WIDTH)
 
     def admit(self, new_rows: Sequence[RowInit]) -> None:
-        """Requests took rows, whose prompts the draft follows at once."""
+        """Requests took rows; the draft processes their prompts immediately."""
         self._behind[[init.row for init in new_rows]] = 0
 
     def reset(self) -> None:
@@ -97,7 +97,7 @@ class CatchUp:
             eager: run the window eagerly.
 
         Returns:
-            The positions at the end of a row's KV that the draft will not have followed after the iteration, at most.
+            The maximum number of positions at the end of a row's KV that the draft still lags after the iteration.
         """
         if self._in_step:
             return 0
@@ -112,9 +112,9 @@ class CatchUp:
         return most
 
     def add(self, iteration: Iteration, tokens: torch.Tensor, states: torch.Tensor, variant: str) -> None:
-        """Store what an iteration without drafts leaves; arguments as for `HeldStates.add`.
+        """Store the results of an iteration without drafts; arguments as for `HeldStates.add`.
 
-        Attention groups share the experts of a draft, so they follow at once and in windows of one size.
+        Attention groups share the experts of a draft, so they follow immediately, in windows of one size.
         """
         self.held.add(iteration.rows, iteration.kv_lens, tokens, states)
         if self._in_step:
@@ -124,7 +124,7 @@ class CatchUp:
             self._run(iteration.host_rows, bounds, one, variant, iteration.sample.precedes, iteration.size)
 
     def _run(self, rows: Int32, bounds: Int32, behind: Int32, variant: str, eager: bool, size: int) -> None:
-        """One window per row that is behind; the others take part as padding."""
+        """One window per row that lags; the other rows are padding."""
         runner, inputs, live = self.runner, self._inputs, len(rows)
         batch, padded, lens = runner.batch(size), np.full(size, PAD_ROW, dtype=np.int64), np.ones(size, dtype=np.int32)
         padded[:live], lens[:live] = np.where(behind > 0, rows, PAD_ROW), np.maximum(behind, 1)

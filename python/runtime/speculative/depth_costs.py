@@ -1,4 +1,4 @@
-"""The measurement at start-up that the depth controller's cost model begins with."""
+"""The start-up measurement for the depth controller's cost model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from runtime.speculative.scratch_prompts import scratch_prompts
 log = logging.getLogger(__name__)
 SIZES = (1, 4, 16, 32, 64, 128, 256)
 ORDER = (0, 3, 7, 1, 5, 2)
-"""Depths, the most telling ones first."""
+"""Depths, the most informative ones first."""
 BUDGET = 1.5
-"""Seconds. Points that are expected to take longer than what is left are not measured."""
+"""Seconds. Points that are expected to take longer than the remaining time are not measured."""
 ENOUGH = 0.05
-"""An iteration of so many seconds runs twice, shorter ones three times."""
+"""Seconds from which an iteration runs twice instead of three times."""
 RUNS, SLOW_RUNS = 3, 2
 ROOM = 128
-"""Positions that a request may take in the measurement, where the context is that long."""
+"""Positions that a request may take in the measurement, if the context is that long."""
 
 
 def start_controller(worker: Worker, tuning: SpeculativeTuning | None = None) -> None:
@@ -48,7 +48,7 @@ def start_controller(worker: Worker, tuning: SpeculativeTuning | None = None) ->
 
 
 def measure(worker: Worker) -> Iterator[CostPoint]:
-    """Time iterations over the first rows and pages, of which nothing is left. One request at depth 0 is always measured.
+    """Time iterations over the first rows and pages, then free them. One request at depth 0 is always measured.
 
     One request is measured twice at each depth: the first drafts after the start load kernels for more than one iteration.
     """
@@ -71,8 +71,8 @@ def measure(worker: Worker) -> Iterator[CostPoint]:
 
 
 def without_delays(points: Sequence[CostPoint]) -> list[CostPoint]:
-    """Each size and depth once, with a time of at most those of about as many requests at greater depths: fewer drafts are less work, so
-    that a longer time shows a delay of the machine, after which the controller would hardly try that depth again.
+    """Each size and depth once, with a time of at most those of about as many requests at greater depths. Fewer drafts are less work, so
+    a longer time shows a delay of the machine, after which the controller would hardly try that depth again.
     """
 
     def least(point: CostPoint) -> float:
@@ -83,7 +83,7 @@ def without_delays(points: Sequence[CostPoint]) -> list[CostPoint]:
 
 
 def _sizes(worker: Worker) -> list[int]:
-    """Batch sizes to measure: one request, the most, and some between; only those that the KV cache holds."""
+    """Batch sizes to measure: one request, the maximum, and some between; only those that fit into the KV cache."""
     limits, pages = worker.limits, _pages(worker)
     most = min(limits.max_running_requests, limits.max_total_tokens // limits.page_size // pages, limits.max_extend_tokens)
     return [1, *([most] if most > 1 else []), *(size for size in SIZES if 1 < size < most)]
@@ -95,7 +95,7 @@ def _pages(worker: Worker) -> int:
 
 
 class ScratchRows:
-    """Requests of one random token each in the first rows, with pages of their own. Equal ones would share experts."""
+    """Requests of one random token each in the first rows, with their own pages. Equal ones would share experts."""
 
     def __init__(self, worker: Worker, size: int) -> None:
         self._worker, self._size = worker, size
@@ -109,9 +109,9 @@ class ScratchRows:
         return self._bounds[0] + RUNS * (depth + 1) <= _pages(self._worker) * self._worker.limits.page_size
 
     def time(self, depth: int) -> CostPoint:
-        """The shortest time of a few iterations at a depth, one submitted before the one before it is read if that is usual.
+        """The shortest time of a few iterations at a depth, each submitted before the previous one is read if steps overlap.
 
-        The first does not count: it does not wait for a draft that follows the one before, and may load kernels.
+        The first does not count: it does not wait for a preceding draft extend, and may load kernels.
         """
         found, ahead, last = list[float](), self._worker.limits.overlap, time.perf_counter()
         with self._worker.parts.depths.forced(depth):

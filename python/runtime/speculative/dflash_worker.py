@@ -2,12 +2,12 @@
 
 Per request row and iteration:
 
-    draft block    a graph of one pass over [last token, mask, mask, ...] behind the context: K drafts at once
+    draft block    a graph of one pass over [last token, mask, mask, ...] after the context: K drafts at once
     (verify and accept: the target)
-    draft extend   a graph that stores the draft's keys and values of the window, made of the target's states
+    draft extend   a graph that stores the draft's keys and values of the window, computed from the target's states
 
-Stored keys and values of rejected tokens lie where the next block is written. Drafts are the likeliest tokens at any temperature, so
-that verification draws what plain decoding draws and a seed keeps its text.
+The next block overwrites the keys and values of rejected tokens. Drafts are the most likely tokens at any temperature, so
+verification draws what plain decoding draws and a seed keeps its text.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DFlashWorker(ModelDrafter):
         return [run for depth, batches in depths if depth for run in backend.warmup_runs(batches.tuned, depth + 1, tree=False)]
 
     def gemms(self) -> Iterable[Gemm]:
-        """Those of the draft model."""
+        """The GEMMs of the draft model."""
         return self.model.gemms()
 
     # ---- steps; outside graphs

@@ -1,4 +1,4 @@
-"""Which ranks share the blocks of a draft: those that share its target's, or each rank holds them whole."""
+"""Which ranks share a draft's blocks: those of its target, or none, so that each rank replicates them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from runtime.models.config import ModelConfig
 from runtime.models.parts import ModelContext
 
 SUMS = 2
-"""Sums of a block: behind attention and behind the MLP."""
+"""All-reduces of a block: after attention and after the MLP."""
 
 
 def draft_group(asked: int | None, draft: ModelConfig, target: ModelContext, tuning: DeviceTuning) -> ParallelGroup:
     """The ranks that share the blocks of `draft`: with `asked` 1 each rank alone.
 
-    A shared block reads fewer weights and takes two sums, so small blocks are faster whole. The same on every rank. The LM head is
-    shared in any case: its exchange carries one token per row.
+    A sharded block reads fewer weights but needs two all-reduces, so small blocks are faster replicated. All ranks decide alike. The LM
+    head is always sharded: its exchange carries one token per row.
     """
     group = target.group
     if asked is None:

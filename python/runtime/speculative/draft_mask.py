@@ -14,7 +14,7 @@ class DraftVocabulary(Protocol):
 
     Attributes:
         vocab_size: Vd, the ids of its logits.
-        to_target, to_draft: int64 [Vd] and [V], maps between the vocabularies; None where they are the same.
+        to_target, to_draft: int64 [Vd] and [V], maps between the vocabularies; None if they are the same.
     """
 
     vocab_size: int
@@ -23,10 +23,10 @@ class DraftVocabulary(Protocol):
 
 
 class DraftMask:
-    """What grammars allow the draft to say at W positions of each request of a batch of B.
+    """The tokens that grammars allow the draft to propose at W positions of each request of a batch of B.
 
-    A draft that cannot say any of the allowed tokens stays free: what it says is rejected. Where the grammar allows one
-    token, that token is the draft, whether the draft model can say it or not.
+    A draft that cannot produce any of the allowed tokens is unconstrained: its proposal is rejected. If the grammar allows
+    only one token, that token is the draft, whether the draft model can produce it or not.
     """
 
     def __init__(self, mask: TokenMask, draft: DraftVocabulary) -> None:
@@ -46,7 +46,7 @@ class DraftMask:
         return masked
 
     def tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Copy of drafts, the target's ids int64 [B * W], in which forced tokens stand where there is one."""
+        """A copy of the drafts, the target's ids int64 [B * W], with forced tokens substituted."""
         if self._forced is None:
             return tokens
         tokens = tokens.clone()
@@ -55,7 +55,7 @@ class DraftMask:
         return tokens
 
     def branches(self, tokens: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of the `topk` likeliest drafts int64 [B * W, topk] and their log-probabilities: a forced token is the only branch."""
+        """The same for the `topk` most likely drafts int64 [B * W, topk] and their log-probabilities: a forced token is the only branch."""
         if self._forced is None:
             return tokens, scores
         W = self._allowed.shape[1]

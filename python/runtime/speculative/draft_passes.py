@@ -5,10 +5,10 @@ lookahead runs K. Row width is topk. Pass `i` writes draft KV at `kv_len + i * t
 `kv_len + i`. It sees the committed KV and, through the tree mask, its own ancestors. The draft's probabilities are outputs, not
 tensors of the graphs' memory pool: they are read after the target's graph has run.
 
-Draft-extend runs over the whole window, rejected positions included: the shape is fixed, so that no host value is needed between
-verify and the next draft. Position `j` of the window carries the committed token that follows it and the target's hidden state at
-it. Beyond the accepted tokens it carries anything valid; the next iteration overwrites the KV written there before it is read. The
-LM head runs on each request's last accepted position only.
+Draft-extend runs over the whole window, including rejected positions: the shape is fixed, so no host value is needed between
+verify and the next draft. Position `j` of the window has the committed token after it and the target's hidden state at it. Past
+the accepted tokens it has arbitrary valid values; the next iteration overwrites the KV written there before it is read. The
+LM head runs only on each request's last accepted position.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KV_ONLY = "kv"
 
 
 def variants(shape: TreeShape) -> tuple[str, ...]:
-    """Those of the draft's graphs: what a tree drafts does not depend on the sampling."""
+    """Variants of the draft's graphs: the drafts of a tree do not depend on sampling."""
     return (GREEDY, SAMPLED) if shape.topk == 1 else (GREEDY,)
 
 
@@ -130,14 +130,14 @@ class DraftPasses:
         drafts: torch.Tensor,
         grammar: GrammarStep | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`guess` behind `drafts`, int64 [B, n], which `grammar` restricts; the token as the target's id."""
+        """`guess` after `drafts`, int64 [B, n], restricted by `grammar`; the token as the target's id."""
         mask = self._mask(drafts[:, None], grammar)
         ids, probs = guess(self.draft, hidden, self.rows.tables, index, positions, mask)
         token = self.draft.map_to_target(ids)
         return (token if mask is None else mask.tokens(token)), probs
 
     def _mask(self, paths: torch.Tensor, grammar: GrammarStep | None) -> DraftMask | None:
-        """What the draft may say behind each of W paths of n drafts, int64 [B, W, n]."""
+        """The tokens that the draft may propose after each of W paths of n drafts, int64 [B, W, n]."""
         allowed = None if grammar is None else grammar.behind(paths)
         return None if allowed is None else DraftMask(allowed, self.draft)
 
@@ -149,7 +149,7 @@ class DraftPasses:
         return self._branches(self.state.hidden[index], mask)
 
     def _branches(self, hidden: torch.Tensor, mask: DraftMask | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `topk` likeliest continuations, as the target's ids, and their log-probabilities."""
+        """The `topk` most likely continuations, as the target's ids, and their log-probabilities."""
         logits = self.draft.logits(hidden)
         ids, scores = top_log_probs(logits if mask is None else mask.logits(logits), self.shape.topk)
         tokens = self.draft.map_to_target(ids)

@@ -47,18 +47,18 @@ def guess(
     positions: torch.Tensor | None,
     mask: DraftMask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A chain's next draft. Inside the graph, but with a mask.
+    """A chain's next draft. Inside the graph, unless there is a mask.
 
     Args:
         hidden: [B, hidden], the draft's own.
         rows: int64 [B].
-        positions: int64 [B], where the guess will stand: draw it from the draft's distribution at each request's
-            temperature, by a random number keyed by its place; greedy requests take the likeliest all the same. None:
-            all take the likeliest.
+        positions: int64 [B], the positions of the guesses: draw them from the draft's distribution at each request's
+            temperature, with random numbers keyed by position; greedy requests still take the most likely token. None:
+            all take the most likely one.
         mask: what grammars allow at this one position.
 
     Returns:
-        int64 [B] ids of the draft's vocabulary, and float32 [B, Vd] what they were drawn from, if they were.
+        int64 [B] ids of the draft's vocabulary, and float32 [B, Vd] the distributions, if they were drawn.
     """
     if positions is None and mask is None:
         return draft.greedy(hidden), None

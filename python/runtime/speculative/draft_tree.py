@@ -20,7 +20,7 @@ from runtime.model_executor.draft_window import DraftWindow, TreeShape
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A tree as far as it has grown. `level` passes of the draft have been folded in.
+    """A partly grown tree, after `level` passes of the draft.
 
     Attributes:
         tokens: int64 [B, topk], the inputs of the next draft pass, best first.
@@ -45,7 +45,7 @@ class Beam:
 
 
 def top_log_probs(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `topk` likeliest ids int64 [N, topk] and their log-probabilities float32 [N, topk], of logits [N, V]."""
+    """The `topk` most likely ids int64 [N, topk] and their log-probabilities float32 [N, topk], of logits [N, V]."""
     logits = logits.float()
     values, ids = logits.topk(topk, dim=-1)
     return ids, values - logits.logsumexp(-1, keepdim=True)
@@ -64,7 +64,7 @@ def expand(beam: Beam, child_tokens: torch.Tensor, child_scores: torch.Tensor) -
     """Fold in one draft pass over `beam.tokens`.
 
     Args:
-        child_tokens: int64 [B, topk, topk], the likeliest continuations of each beam token, best first.
+        child_tokens: int64 [B, topk, topk], the most likely continuations of each beam token, best first.
         child_scores: float32 [B, topk, topk], their log-probabilities given that token.
 
     Returns:

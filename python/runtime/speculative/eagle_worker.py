@@ -124,7 +124,7 @@ class EagleWorker(ModelDrafter):
         return DraftWindow(outputs["tokens"], outputs["parents"], outputs["depths"], outputs["mask"])
 
     def _first_window(self, iteration: Iteration, passes: DraftPasses, grammar: GrammarStep | None) -> DraftWindow:
-        """The last token and the guesses of draft-extend, which are all drafts where K = 1."""
+        """The last token and the guesses of draft-extend, which are all drafts if K = 1."""
         state, rows, sampled = self.state, iteration.rows, self._variant(iteration.needs) == SAMPLED
         if self.spec.shape.topk > 1:
             return select(begin(*passes.first_guesses(rows, grammar)), iteration.last_tokens, self.spec.shape)
@@ -156,8 +156,8 @@ class EagleWorker(ModelDrafter):
         hidden = self.model.forward(batch, extend.chunks.last)
         if self.model.lookahead:
             state.hidden[rows] = hidden
-            # A greedy request may later be verified beside sampled ones: not with the probabilities of the row's last
-            # owner.
+            # A greedy request may later be verified together with sampled ones, but not with the probabilities of the
+            # row's previous owner.
             state.probs.index_fill_(0, rows, 0.0)
             positions = None if extend.needs.all_greedy else batch.seq_lens.to(torch.int64) + 1
             first_guesses(state, self.model, hidden, self._target.rows.tables, rows, positions)

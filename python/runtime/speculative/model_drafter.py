@@ -1,8 +1,8 @@
-"""ModelDrafter: what drafters with a model of their own have in common, above all how the draft follows the target.
+"""ModelDrafter: the common part of drafters with a draft model, in particular draft extend.
 
-After each iteration the draft runs over the whole window with the target's states (draft-extend), rejected positions included: what it
-wrote for those lies where the next window is written. After steps without drafts it does so later, in `CatchUp`. The draft has a KV pool
-over the target's page table, so its KV length is always the target's.
+After each iteration the draft runs over the whole window with the target's states (draft-extend), including rejected positions, whose
+KV the next window overwrites. After steps without drafts it does so later, in `CatchUp`. The draft has a KV pool over the target's page
+table, so its KV length is always the target's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ States = Callable[[ForwardBatch], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DraftRunners:
-    """The draft's graph runners at one depth. `decode` is None where the first guess is all there is to draft."""
+    """The draft's graph runners at one depth. `decode` is None if the first guess is all there is to draft."""
 
     decode: GraphRunner | None
     extend: GraphRunner
@@ -44,7 +44,7 @@ class ModelDrafter(Drafter):
     Attributes:
         runner: weights, KV pool and attention backend of the draft.
         graphs: by depth, from 1 on.
-        catch_up: follows steps without drafts; None where all have some.
+        catch_up: follows steps without drafts; None if all have some.
     """
 
     def __init__(self, spec: DrafterSpec, runner: ModelRunner, config: SpeculativeConfig) -> None:
@@ -54,7 +54,7 @@ class ModelDrafter(Drafter):
         self._target: TargetModel
         self._inputs: InputBuffers
 
-    # ---- what a drafter of this kind defines besides `propose` and `follow_prompt`
+    # ---- defined by subclasses, besides `propose` and `follow_prompt`
 
     def _decode_runner(self, setup: DraftSetup, depth: int) -> GraphRunner | None:
         """The runner that drafts."""
@@ -107,7 +107,7 @@ class ModelDrafter(Drafter):
         return [ModelPasses(self.runner, graphs, self._width)]
 
     def runners(self, depth: int) -> list[GraphRunner]:
-        """The one that drafts, where there is one, and draft-extend's."""
+        """The drafting runner, if there is one, and that of draft-extend."""
         if depth == 0:
             return [] if self.catch_up is None else [self.catch_up.runner]
         found = self.graphs[depth]
@@ -130,7 +130,7 @@ class ModelDrafter(Drafter):
         return 0 if self.catch_up is None else self.catch_up.before(rows, bounds, depth, self._variant(needs), eager)
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
-        """Run draft-extend over the whole window, rejected positions included; of a step without drafts only store what it reads."""
+        """Run draft-extend over the whole window, including rejected positions; after a step without drafts only store its inputs."""
         tokens, features, variant = self._followed(accepted), accepted.features, self._variant(iteration.needs)
         if iteration.depth == 0:
             assert self.catch_up is not None, "depth 0 is in the table"
@@ -149,7 +149,7 @@ class ModelDrafter(Drafter):
         runner.run(batch, variant, iteration.sample.precedes)
 
     def _decode(self, iteration: Iteration, runner: GraphRunner, restricted: Forward | None) -> Outputs:
-        """Run the runner that drafts, or eagerly what `restricted` does instead of it."""
+        """Run the drafting runner, or `restricted` eagerly instead."""
         batch, width = runner.batch(iteration.size), runner.spec.width
         batch.seq_len_bounds[:] = iteration.bounds + width
         torch.add(iteration.kv_lens, width, out=batch.seq_lens)
@@ -157,5 +157,5 @@ class ModelDrafter(Drafter):
 
 
 def restricting(iteration: Iteration) -> GrammarStep | None:
-    """The grammars that the drafts must follow; None where none restricts the next token."""
+    """The grammars that the drafts must follow; None if none restricts the next token."""
     return iteration.grammar if iteration.grammar is not None and iteration.grammar.restricts else None

@@ -1,4 +1,4 @@
-"""Drafts without a draft model: what followed the last time the text's end occurred before. On the host; no torch.
+"""Drafts without a draft model: the continuation of the previous occurrence of the text's end. On the host; no torch.
 
 Source: prompt lookup decoding, Saxena 2023; as `--speculative-algorithm NGRAM`.
 """
@@ -18,9 +18,9 @@ BULK = 64
 
 
 class NgramHistory:
-    """One request's tokens, and where each n-gram of `min_n` to `max_n` tokens last ended.
+    """One request's tokens, and the last end of each n-gram of `min_n` to `max_n` tokens.
 
-    An n-gram enters the index when the token after it is known, so the end of the text never matches itself.
+    An n-gram is indexed when the token after it is known, so the end of the text never matches itself.
     """
 
     def __init__(self, min_n: int = 2, max_n: int = 4) -> None:
@@ -47,9 +47,9 @@ class NgramHistory:
                 self._follows[n].update((_hash(self._tokens[p - n : p]), p) for p in range(start, len(self._tokens)))
 
     def propose(self, count: int) -> list[int]:
-        """`count` guesses after the longest known ending, the latest occurrence of it; empty where nothing matches.
+        """`count` guesses after the longest known ending, the latest occurrence of it; empty if nothing matches.
 
-        A continuation that runs into the end of the text goes on with itself, which continues a repetition.
+        A continuation that reaches the end of the text repeats itself, which continues a repetition.
         """
         start = self._match()
         if start is None:
@@ -73,7 +73,7 @@ class NgramHistory:
 
 
 def propose_batch(histories: Sequence[NgramHistory], count: int) -> Int32:
-    """Guesses int32 [B, count] of each request; token 0 where nothing matches."""
+    """Guesses int32 [B, count] of each request; token 0 if nothing matches."""
     guesses = np.zeros((len(histories), count), dtype=np.int32)
     for row, history in enumerate(histories):
         proposal = history.propose(count)

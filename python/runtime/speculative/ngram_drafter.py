@@ -18,7 +18,7 @@ from runtime.speculative.ngram import NgramHistory, propose_batch
 class NgramDrafter(Drafter):
     """Drafts the continuation of the latest earlier occurrence of the text's last tokens.
 
-    The lookup reads tokens on the host, so a step cannot be submitted before the one before it is read: `spec.overlap`
+    The lookup reads tokens on the host, so a step cannot be submitted before the previous one is read: `spec.overlap`
     is False.
     """
 

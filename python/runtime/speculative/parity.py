@@ -1,4 +1,4 @@
-"""The check at start-up that graphs compute what eager passes compute: acceptance by position, and text."""
+"""The start-up check that graphs compute the same as eager passes: acceptance by position, and text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.speculative.scratch_prompts import scratch_prompts
 log = logging.getLogger(__name__)
 PROMPTS, PROMPT_LEN, ITERATIONS = 4, 16, 16
 OTHER_DEPTH_EVERY = 3
-"""One iteration in this many is not at full depth, where the worker has other depths."""
+"""One iteration in this many is not at full depth, if the worker has other depths."""
 PERIOD = 5
 """Prompts repeat after this many tokens, so that prompt lookup finds drafts."""
 
@@ -29,7 +29,7 @@ def eagerly(runners: Sequence[GraphRunner], mode: RunMode = RunMode.EAGER_PADDED
     """Within, `runners` run eagerly.
 
     EAGER_PADDED reads the same inputs as a graph: GEMMs have the same shapes, hence the same kernels and bits, and only
-    the replay differs. EAGER runs without padding and shows its effect too, where shapes do not change the rounding of
+    the replay differs. EAGER runs without padding and also shows its effect, if shapes do not change the rounding of
     a GEMM.
     """
     for runner in runners:
@@ -71,9 +71,9 @@ def check_parity(worker: Worker) -> None:
     if worker.iteration_runners and not culprit:
         graphs = run_scratch(worker)
         culprit = "" if graphs == eager else "whole iterations"
-    log.info("acceptance of %d prompts, eager and through graphs:\n%s", PROMPTS, side_by_side(eager.counters, graphs.counters))
+    log.info("acceptance of %d prompts, eager and with graphs:\n%s", PROMPTS, side_by_side(eager.counters, graphs.counters))
     if unreached := not_compared(eager.counters):
-        log.warning("acceptance parity: %s; python -m runtime.check_acceptance compares with prompts of your own", unreached)
+        log.warning("acceptance parity: %s; python -m runtime.check_acceptance compares with your own prompts", unreached)
     if not culprit:
         return
     raise ConfigError(
@@ -83,7 +83,7 @@ def check_parity(worker: Worker) -> None:
 
 
 def _culprit(worker: Worker, eager: Outcome) -> str:
-    """The runners whose graphs differ from eager when they alone replay."""
+    """The runners that differ from eager runs when only they replay graphs."""
     guilty = []
     for runner in worker.all_runners:
         with eagerly([other for other in worker.all_runners if other is not runner]):
@@ -93,7 +93,7 @@ def _culprit(worker: Worker, eager: Outcome) -> str:
 
 
 def run_scratch(worker: Worker) -> Outcome:
-    """A short greedy run of fixed prompts over the first rows and pages, of which nothing is left."""
+    """A short greedy run of fixed prompts over the first rows and pages, which are freed afterwards."""
     limits, depths = worker.limits, worker.parts.depths.limits
     count = min(PROMPTS, limits.max_running_requests, *depths.values())
     room = PROMPT_LEN + ITERATIONS * limits.max_accept_len + 2 * limits.tokens_per_step

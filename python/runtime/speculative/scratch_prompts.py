@@ -1,4 +1,4 @@
-"""Prompts for checks and measurements at start-up: what these decode behind."""
+"""Prompts after which checks and measurements at start-up decode."""
 
 from __future__ import annotations
 

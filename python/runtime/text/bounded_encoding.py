@@ -19,7 +19,7 @@ class BoundedEncoding:
 
     Args:
         limit: the most tokens; None for any number.
-        refuse: makes the error for a prompt of at least so many tokens.
+        refuse: creates the error for a prompt of at least this many tokens.
     """
 
     def __init__(self, limit: int | None = None, refuse: Callable[[int], RequestError] | None = None) -> None:

@@ -137,7 +137,7 @@ class KeyRing:
         try:
             keys = read_key_file(self._file)
         except ConfigError as error:
-            log.error("the API keys stay as they were: %s", error)
+            log.error("the API keys are unchanged: %s", error)
             return
         known = {use.key: use for use in self._uses}
         self._uses = [*self._fixed, *(known.get(key) or KeyUse(key) for key in keys)]

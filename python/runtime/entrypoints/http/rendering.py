@@ -15,7 +15,7 @@ INLINE_CELLS = 2048
 
 
 async def off_loop(cells: int, render: Callable[[], T]) -> T:
-    """The result of `render`, which shows so many log-probabilities and token ids."""
+    """The result of `render`, which contains this many log-probabilities and token ids."""
     return render() if cells <= INLINE_CELLS else await asyncio.to_thread(render)
 
 

@@ -47,7 +47,7 @@ class Pooler:
         self._manager = manager
 
     def check_shared(self, part: str | list[int], prompts: int, param: str) -> None:
-        """Refuse a text or token ids that are part of so many prompts, before the prompts are built."""
+        """Refuse a text or token ids that are part of `prompts` prompts, before the prompts are built."""
         tokens = len(part) // self._manager.tokenizer.longest_token if isinstance(part, str) else len(part)
         self._manager.new_cost().check_tokens(tokens * prompts, param)
 

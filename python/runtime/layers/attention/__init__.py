@@ -1,1 +1,1 @@
-"""Attention backends behind one contract."""
+"""Attention backends with one interface."""

@@ -28,7 +28,7 @@ class AttentionSpec:
         scale: factor of the scores, usually head_dim ** -0.5.
         window: keys that a query sees before its own; -1 for all.
         causal: whether a query sees the keys up to its own; otherwise it sees all keys of its request, and `window` limits those before it.
-        sinks: [H] of any float dtype, one extra score per head that takes part in the softmax and has no value; None
+        sinks: [H] of any float dtype, one extra score per head that is part of the softmax and has no value; None
             for none.
         kv_scales: float32 [2], by which stored keys and values are multiplied when they are read; where `kv.scaled`.
         heads: how a row of the qkv projection becomes heads; None for latent attention.
@@ -57,7 +57,7 @@ class AttentionShape:
         max_prompt: queries of the widest fixed-width pass of a single request; 0 when none is wider than
             `max_tokens_per_req`.
         tuning: measured values of the GPU.
-        choices: kernels that were timed at start-up, where a backend has several; one object for the life of a model.
+        choices: kernels that were timed at start-up, if a backend has several; one object for the life of a model.
         dtype: of queries over KV in 8 bits.
     """
 
@@ -110,7 +110,7 @@ class AttentionBackend(Protocol):
 
         Pass `i` runs with `seq_lens + i * tokens_per_req` and `batch.step == i`. With a tree mask pass `i` has
         `tree_tail + i * tokens_per_req`, so that the keys before the tail are the same in every pass. Ragged passes are
-        planned here completely, but for captured ones (`max_queries`), which plan as fixed-width passes do.
+        planned here completely, except captured ones (`max_queries`), which plan as fixed-width passes do.
         """
         ...
 
@@ -123,7 +123,7 @@ class AttentionBackend(Protocol):
         ...
 
     def forward_rows(self, qkv: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor | None:
-        """`rope_and_cache` and `forward` in one kernel, where there is one for the planned pass and `layer.heads`; may be captured.
+        """`rope_and_cache` and `forward` in one kernel, if there is one for the planned pass and `layer.heads`; may be captured.
 
         Args:
             qkv: [T, (H + 2 G) * head_dim], contiguous.

@@ -1,4 +1,4 @@
-"""KV lengths of fixed-width passes, in tensors whose addresses captured graphs hold."""
+"""KV lengths of fixed-width passes, in tensors with fixed addresses for captured graphs."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class FlashAttention(AttentionBackend):
         self._workspace = self._split_workspace()
         pages = page_table.max_pages if self._scaled else 0
         self._wide = torch.empty((2, pages, *kv_pool.k[0].shape[1:]), dtype=self._dtype, device=self._device)
-        # FA3 takes sinks in bfloat16 alone, the type of published ones.
+        # FA3 supports sinks only in bfloat16, the type of published ones.
         self._sinks = {layer.layer_id: None if layer.sinks is None else layer.sinks.to(torch.bfloat16) for layer in shape.layers}
         self._kinds = sorted({(layer.window, layer.causal) for layer in shape.layers})
 
@@ -234,7 +234,7 @@ class FlashAttention(AttentionBackend):
             static.copy_(fresh)
 
     def _extend_metadata(self, plan: _ExtendPlan, window: int, causal: bool) -> torch.Tensor:
-        """The tile schedule of a ragged pass, which each layer would compute otherwise. Arguments must match those of `_extend`."""
+        """The tile schedule of a ragged pass, which otherwise each layer would compute. Arguments must match those of `_extend`."""
         shape = self._shape
         return get_scheduler_metadata(
             len(plan.rows), plan.max_queries, plan.pages.shape[1] * self._table.page_size, shape.num_q_heads, shape.num_kv_heads,

@@ -22,16 +22,16 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 PINNED_BUFFERS = 32
 """Plans in flight: the host is at most one step ahead, and a step plans a few passes and one per draft."""
 EAGER_PLANS = 3
-"""The same for prompts, per window: one on the device, one queued behind it, one in the making."""
+"""The same for prompts, per window: one on the device, one queued, one being filled."""
 MIN_WORKSPACE = 96 << 20
 LARGEST_TILE = 128
 SMALLEST_TILE = 16
 CTAS_PER_SM = 2
 """What FlashInfer's planner assumes when it splits keys."""
 PLANNED_KEYS = 256
-"""Lengths are rounded up to a multiple of this for planning, so that a plan serves until one length grows beyond. At
-batch size 1 planning takes the host as long as two draft passes take the GPU; the keys too many, half of this on average,
-are a few work items that are switched off."""
+"""Lengths are rounded up to a multiple of this for planning, so that a plan is valid until one length exceeds it. At
+batch size 1 planning takes the host as long as two draft passes take the GPU; the excess keys, half of this on average,
+are a few work items that are disabled."""
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class FlashInferAttention(AttentionBackend):
     def _most_pages(self, bounds: Int32) -> int:
         return -(-int(bounds.max()) // self._table.page_size)
 
-    # ---- upper bounds of what the planner needs
+    # ---- upper bounds of the planner's inputs
 
     def _items(self, size: int, width: int, tile: int) -> int:
         """Work items of a pass with this tile."""

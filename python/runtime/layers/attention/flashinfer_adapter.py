@@ -48,7 +48,7 @@ class PrefillLayout:
 
 
 class EagerPrefill:
-    """Causal ragged passes with one window, planned anew each time. Outside any graph."""
+    """Causal ragged passes with one window, replanned each time. Outside any graph."""
 
     def __init__(self, layout: PrefillLayout, workspace: torch.Tensor, window: int) -> None:
         self._layout, self._window = layout, window

@@ -25,7 +25,7 @@ class KernelChoices:
         self._chosen: dict[Hashable, str] = {}
 
     def fastest(self, key: tuple[Hashable, ...], runs: Mapping[str, Callable[[], object]]) -> str:
-        """The name of the fastest of `runs`, whose kernels are compiled; known at once for a key that was asked before."""
+        """The name of the fastest of `runs`, whose kernels are compiled; cached by key."""
         if key not in self._chosen:
             name, line = self._group.agree(_measure(runs) if self._group.rank == 0 else ("", ""))
             self._chosen[key] = name
@@ -34,7 +34,7 @@ class KernelChoices:
         return self._chosen[key]
 
     def known(self, key: tuple[Hashable, ...]) -> bool:
-        """Whether `fastest` would answer at once."""
+        """Whether `fastest` has a cached answer."""
         return key in self._chosen
 
 

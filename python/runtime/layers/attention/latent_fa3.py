@@ -1,4 +1,4 @@
-"""FlashAttention 3 over latent rows: queries of 64 rotated columns beside `qv` of 512, for every query count (Hopper)."""
+"""FlashAttention 3 over latent rows: queries of 64 rotated columns and `qv` of 512, for every query count (Hopper)."""
 
 from __future__ import annotations
 

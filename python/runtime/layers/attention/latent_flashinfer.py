@@ -1,4 +1,4 @@
-"""FlashInfer's MLA kernels over latent rows for ragged passes (Ye et al. 2025, arXiv:2501.01005), where FA3 cannot run."""
+"""FlashInfer's MLA kernels over latent rows for ragged passes (Ye et al. 2025, arXiv:2501.01005), for GPUs without FA3."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 WORKSPACE_BYTES = 128 << 20
 TILE_ROWS = 64
-"""Rows of the kernel's tiles, a row being a query head of a token. With heads that do not divide them, a token whose key begins a block
-of keys lacks it in some of its heads: seen on an H200 with 20 and 24 heads, and not with 16 and 64."""
+"""Rows of the kernel's tiles; a row is a query head of a token. If the number of heads does not divide them, a token whose key begins a
+block of keys misses it in some heads: seen on an H200 with 20 and 24 heads, but not with 16 and 64."""
 
 
 class LatentFlashInfer(AttentionBackend):

@@ -28,7 +28,7 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 TRIAL_LENGTH = 2048
 """Keys of a request while kernels are timed."""
 CLUSTER, SPLIT, OTHER = "cluster", "split", "other"
-"""One kernel of our own, two of our own, and another library's."""
+"""Our single kernel, our two kernels, and another library's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class _Plan:
 class LatentPasses:
     """Owner of the workspace and of the plans of fixed-width passes.
 
-    Which kernel runs a size is timed when the first of these objects is made for a model; `AttentionShape.choices` keeps it.
-    Tree passes run by Triton's split-KV attention, whose mask covers the tail.
+    The kernel for each size is timed when the first of these objects is created for a model; `AttentionShape.choices` stores it.
+    Tree passes use Triton's split-KV attention, whose mask covers the tail.
     """
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable, other: CausalKernel | None, name: str) -> None:
-        """`other`: the kernel to compare with, called `name` in flags; None where there is none for fixed-width passes."""
+        """`other`: the kernel to compare with, called `name` in flags; None if there is none for fixed-width passes."""
         self._shape, self._pool, self._table, self._other, self._name = shape, kv_pool, page_table, other, name
         self._dtype, self._device = kv_pool.k[0].dtype, kv_pool.k[0].device
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
@@ -138,7 +138,7 @@ class LatentPasses:
         return LatentShape(size, width, layer.num_q_heads, kv.value_dim, kv.key_dim - kv.value_dim, self._num_sms, config)
 
     def _chosen(self, size: int, width: int) -> str:
-        """Which kernel runs causal passes of this size: what was timed for the next larger one."""
+        """The kernel for causal passes of this size: the one timed for the next larger size."""
         if width > self._shape.max_tokens_per_req:  # a short prompt
             return SPLIT if self._other is None else OTHER
         sizes, widths = self._timed()
@@ -146,7 +146,7 @@ class LatentPasses:
         return self._shape.choices.fastest(self._key(*timed), {}) if len(self._kernels(*timed)) > 1 else SPLIT
 
     def _kernels(self, size: int, width: int) -> tuple[str, ...]:
-        """Those that take causal passes of this size, and with them smaller ones."""
+        """The kernels that support causal passes of this size and smaller ones."""
         page_size, cache = self._table.page_size, self._pool.k[self._shape.layers[0].layer_id]
         clusters = latent_cluster.supports(self._cut(size, width), page_size, cache, pdl=self._pdl)
         return (*((CLUSTER,) if clusters else ()), SPLIT, *(() if self._other is None else (OTHER,)))
@@ -160,7 +160,7 @@ class LatentPasses:
         return "latent", layer.num_q_heads, "heads", size, "x", width, "queries, pages of", self._table.page_size
 
     def _choose(self) -> None:
-        """Compile and time what is not known yet."""
+        """Compile and time the kernels that have no times yet."""
         sizes, widths = self._timed()
         several = [(size, width) for width in widths for size in sizes if len(self._kernels(size, width)) > 1]
         unknown = [one for one in several if not self._shape.choices.known(self._key(*one))]

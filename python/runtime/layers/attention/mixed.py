@@ -1,4 +1,4 @@
-"""Attention of a model whose layers differ in heads: one backend for each kind of them."""
+"""Attention of a model whose layers have different heads: one backend for each kind."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ class MixedHeadsAttention(AttentionBackend):
         return self._backends[self._by_layer[layer.layer_id]].forward_rows(qkv, layer, batch)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """Those of all backends."""
+        """The runs of all backends."""
         return [run for backend in self._backends for run in backend.warmup_runs(sizes, width, tree)]

@@ -1,4 +1,4 @@
-"""Pinned staging buffers that are reused in turn."""
+"""Pinned staging buffers, used round robin."""
 
 from __future__ import annotations
 

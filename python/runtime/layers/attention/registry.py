@@ -22,9 +22,9 @@ LATENT_BACKENDS = {
     "fa3": "runtime.layers.attention.latent_fa3:LatentFlashAttention",
     "flashinfer": "runtime.layers.attention.latent_flashinfer:LatentFlashInfer",
 }
-"""Those with a class of their own for models with latent attention."""
+"""Backends with a separate class for models with latent attention."""
 WIDE_BACKENDS = {"fa3": "runtime.layers.attention.wide:WideAttention"}
-"""What runs in place of a backend for layers with heads wider than `WIDEST`, where it has no kernels for them."""
+"""Replacements for a backend in layers with heads wider than `WIDEST`, if it has no kernels for them."""
 WIDEST = 256
 APART = frozenset({"fa3"})
 """Backends that need one instance for each kind of heads."""

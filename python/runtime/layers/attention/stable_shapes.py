@@ -10,24 +10,24 @@ import torch
 from torch.nn import functional as F
 
 ROW_BLOCK, KEY_BLOCK = 32, 512
-"""Queries and keys that torch's kernel multiplies at once; for long prompts blocks have 64 and 256 queries."""
+"""Queries and keys per block of torch's kernel; for long prompts blocks have 64 and 256 queries."""
 KEY_VECTOR = 16
 """Keys beyond a multiple of it go through another exponential."""
 KEY_COUNTS = range(KEY_VECTOR, KEY_BLOCK + 1, KEY_VECTOR)
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
-"""Numbers of queries that are tried."""
+"""Numbers of queries to test."""
 
 
 @dataclass(frozen=True, slots=True)
 class StableShapes:
-    """What a query's bits depend on besides its keys, and how to keep that equal.
+    """What a query's bits depend on in addition to its keys, and how to keep that equal.
 
     The kernel runs one GEMM per block of queries and keys. How a GEMM sums depends on the processor and on the GEMM's shape: with
     AVX-512 GEMMs of three rows and more agree on one processor and of four on another; over at most 256 keys they agree
     with GEMMs over 512 keys of which the rest is masked on the first, over at most 192 or at least 384 on the second.
 
     Attributes:
-        min_rows: the least number of queries in a block.
+        min_rows: minimum number of queries in a block.
         last_keys: for each number of vectors of keys in the last block, 0 to all, the number of keys to attend over instead.
     """
 
@@ -35,7 +35,7 @@ class StableShapes:
     last_keys: tuple[int, ...]
 
     def key_count(self, num_keys: int) -> int:
-        """Keys to attend over, at least `num_keys`, so that the masked ones do not change the result."""
+        """Keys to attend over, at least `num_keys`, such that the masked ones do not change the result."""
         blocks, rest = divmod(num_keys, KEY_BLOCK)
         return blocks * KEY_BLOCK + self.last_keys[-(-rest // KEY_VECTOR)]
 
@@ -88,5 +88,5 @@ class _Trial:
 
 
 def _round_up(stable: Sequence[int]) -> tuple[int, ...]:
-    """For each number of vectors in a block, the least stable number of keys that holds them."""
+    """For each number of vectors in a block, the smallest stable number of keys that contains them."""
     return (0, *(min(keys for keys in stable if keys >= needed) for needed in KEY_COUNTS))

@@ -17,7 +17,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 PADDED_KEYS = 128
-"""Keys added per request, on average, above which requests are not attended together: a call costs as much as about 100 keys."""
+"""Padding keys per request, on average, above which requests are attended separately: a call costs as much as about 100 keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TorchNativeAttention(AttentionBackend):
 
     Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass is one
     segment per request, and a pass over ragged windows one per run of equal widths. Where the lengths are `uneven`, each request
-    has a segment of its own. Layers with sinks use the written-out formula in float32.
+    has a separate segment. Layers with sinks use the written-out formula in float32.
     """
 
     caps = ATTENTION_CAPS["torch_native"]
@@ -221,7 +221,7 @@ def query_positions(seq_lens: torch.Tensor, width: int) -> torch.Tensor:
 
 def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, causal: bool = True) -> torch.Tensor:
     """Visibility, bool [B, q, S]: a query sees its own key, those before it, at most `window` of them unless that is -1, and without
-    `causal` those of the queries behind it.
+    `causal` those of the later queries.
     """
     distance = query_pos[:, :, None] - keys
     seen = distance >= 0 if causal else (keys <= query_pos[:, -1:, None]).expand_as(distance)

@@ -107,7 +107,7 @@ class WideAttention(AttentionBackend):
         return plan
 
     def _split_shape(self, size: int, width: int) -> SplitShape | None:
-        """The kind of pass for split-KV attention; None for those of more queries, as a short prompt may have."""
+        """The kind of pass for split-KV attention; None for passes with more queries, such as short prompts."""
         shape = self._shape
         if width > shape.max_tokens_per_req or not supports(width, shape.num_q_heads, shape.num_kv_heads):
             return None

@@ -42,9 +42,9 @@ from runtime.layers.norm import RMSNorm
 log = logging.getLogger(__name__)
 REPLAYS = 5
 COMPILE_THREADS = min(2 * len(os.sched_getaffinity(0)) + 4, 32)
-"""More than cores, as some wait for kernels that others compile; few enough that compilers do not fill the host's memory."""
+"""More than cores, because some wait for kernels that others compile; limited so that compilers do not fill the host's memory."""
 ENOUGH_BYTES = 400 << 20
-"""Weights to go through while timing: several times any L2, so that each GEMM reads memory as it does in the model."""
+"""Bytes of weights to cycle through while timing: several times any L2, so that each GEMM reads memory as in the model."""
 Run = Callable[[int], object]
 """A run of one GEMM or of several; the argument counts calls and picks the layer."""
 
@@ -66,12 +66,12 @@ class GemmGroup:
 
     @property
     def takes_residents(self) -> bool:
-        """Whether the GEMM whose weights wait in shared memory computes it."""
+        """Whether the resident GEMM, which prefetches its weights into shared memory, computes it."""
         return self.op in ("linear", "linear_add") and self.rows <= FEW_ROWS and can_be_resident(self.linears[0].weight)
 
     @property
     def behind_pause(self) -> bool:
-        """Whether it is timed behind a kernel that leaves the memory idle, as in a pass: this decides whether resident weights pay."""
+        """Whether it is timed after a kernel that leaves the memory idle, as in a pass: this decides whether resident weights pay."""
         return self.after_attention and self.takes_residents
 
     @property
@@ -81,15 +81,15 @@ class GemmGroup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return self.linears[0].weight.dtype
 
 
 def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int], prompts: Collection[int] = ()) -> list[GemmGroup]:
-    """The GEMMs of a model by kind, in the order in which the kinds first occur, at each m bucket where there is a choice.
+    """The GEMMs of a model by kind, in the order in which the kinds first occur, at each m bucket if there is a choice.
 
     Args:
-        prompts: those of `buckets` that prompt passes alone have: few of their rows have logits.
+        prompts: those of `buckets` that only prompt passes have: few of their rows have logits.
     """
     kinds: dict[tuple[object, ...], list[Gemm]] = {}
     for gemm in gemms:
@@ -126,10 +126,10 @@ def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[Ge
 
 
 def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[ResidentConfig, ...]:
-    """The cut of the GEMM whose weights wait in shared memory, where the time behind attention may fill it.
+    """The tiling of the GEMM that prefetches its weights into shared memory while attention runs.
 
-    Elsewhere too where a multiprocessor has at most one block: its warps share the columns, which other kernels of so few blocks walk one
-    after the other.
+    Also for other GEMMs with at most one block per SM: its warps split K, which other kernels with so few blocks process
+    sequentially.
     """
     if not group.takes_residents:
         return ()
@@ -139,7 +139,7 @@ def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[ResidentConfig, .
 
 
 def _scaled_candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
-    """Those of weights in e4m3."""
+    """Candidates for e4m3 weights."""
     linear, rows = group.linears[0], group.rows
     found: tuple[GemmChoice, ...] = tuning.scaled_configs(rows) if rows <= MAX_ROWS else ()
     if _takes_bfloat16(group.op, linear, group.norm, fragments_support):
@@ -162,14 +162,14 @@ def autotune_gemms(
     num_sms: int,
     others: Iterable[Callable[[], object]],
 ) -> dict[GemmKey, Timed]:
-    """Compile and time what `timings` does not know yet.
+    """Compile and time the groups that `timings` does not have yet.
 
     Args:
-        trial: makes the runs of a group by choice.
-        others: runs of other kernels, compiled beside these.
+        trial: creates the runs of a group by choice.
+        others: runs of other kernels, compiled at the same time.
 
     Returns:
-        What was found for each group.
+        The findings for each group.
     """
     start = time.perf_counter()
     runs = {}
@@ -184,11 +184,11 @@ def autotune_gemms(
 
 
 def compile_all(runs: Iterable[Run]) -> None:
-    """Compile what the runs need, side by side: NVRTC, Triton's passes, ptxas and gcc release the interpreter lock."""
+    """Compile what the runs need in parallel: NVRTC, Triton's passes, ptxas and gcc release the interpreter lock."""
 
     def one(run: Run) -> None:
         torch.cuda.synchronize()  # gives a new thread the device's context, which descriptors need before any launch would
-        with torch.inference_mode(), suppress(OutOfResources):  # timing leaves out what does not fit the GPU
+        with torch.inference_mode(), suppress(OutOfResources):  # timing skips what does not fit the GPU
             run(0)
 
     first, *others = runs
@@ -205,7 +205,7 @@ def _alternately(gemms: Sequence[Run], others: Sequence[Run]) -> list[Run]:
 
 
 def _fastest(group: GemmGroup, runs: Mapping[GemmChoice, Run]) -> Timed:
-    """Time each choice as a captured graph of calls that read different weights; those that do not fit the GPU are left out."""
+    """Time each choice as a captured graph of calls that read different weights; those that do not fit the GPU are skipped."""
     calls = max(_rotation([linear.weight for linear in group.linears]), 2)
     times = {choice: micros for choice, run in runs.items() if (micros := _microseconds(run, calls)) is not None}
     return Timed(min(times, key=times.__getitem__), times)

@@ -1,4 +1,4 @@
-"""RMS norm without a kernel of its own: the GEMM before it stores what it needs, the GEMM after it applies it.
+"""RMS norm without a separate kernel: the preceding GEMM stores what the norm needs, the next GEMM applies it.
 
 A row of the residual stream h is normed as `h * gain / rms(h)`. The gain works on one column at a time, so the GEMM
 that adds to h also stores `h * gain`, rounded, and the sums of squares of the columns it computes. `1 / rms(h)` is one
@@ -28,7 +28,7 @@ class DeferredNorm:
     squares: torch.Tensor
 
     def check(self, rows: int, columns: int, parts: int) -> None:
-        """Assert that the buffers fit a GEMM whose output is [rows, columns], cut into `parts` programs per row."""
+        """Assert that the buffers fit a GEMM with output [rows, columns] in `parts` programs per row."""
         shapes = tuple(tuple(tensor.shape) for tensor in (self.gain, self.scaled, self.squares))
         expected = ((columns,), (rows, columns), (rows, parts))
         assert shapes == expected, f"expected gain, scaled and squares of shapes {expected}; got {shapes}"

@@ -1,4 +1,4 @@
-"""What a GEMM kernel does with its sums before it stores them; every GEMM kernel takes the same description."""
+"""The epilogue of a GEMM: what it does with its sums before storing them. All GEMM kernels take the same description."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """What is done, in float32 and in this order, to the sums [M, N] of `x @ weight.T`, for M rows of x and N of the
+    """The operations, in float32 and in this order, on the sums [M, N] of `x @ weight.T`, for M rows of x and N of the
     weight.
 
         sums = sums * scale              # one factor per row
@@ -24,9 +24,9 @@ class Epilogue:
 
     Attributes:
         bias: [N], the weight's dtype.
-        silu, gelu: the weight holds gate rows, then up rows, and `out` is [M, N / 2] instead of [M, N]; not with `add`.
+        silu, gelu: the weight has gate rows, then up rows, and `out` is [M, N / 2] instead of [M, N]; not with `add`.
         add: add to `out` instead of overwriting it.
-        scale: of the rows, where a deferred norm precedes this GEMM.
+        scale: row scales, if a deferred norm precedes this GEMM.
         deferred: needs `add` and a float32 `out`: what is also written for the norm that reads `out` next.
         argmax: int32 [2, M, tiles] contiguous: the key of each tile's largest sum and its first column, by `tile_argmax`;
             `out` may then be None, and is float32 otherwise. Not with `silu`, `gelu` or `add`.
@@ -42,7 +42,7 @@ class Epilogue:
 
     @property
     def gated(self) -> bool:
-        """Whether the sums are those of a gate and of what it is multiplied by."""
+        """Whether the sums are those of a gate and an up projection."""
         return self.silu or self.gelu
 
     def columns(self, weight_rows: int) -> int:
@@ -53,7 +53,7 @@ class Epilogue:
         """Assert that the parts fit together and fit the GEMM.
 
         Args:
-            out: what is written; None where only the argmax of each tile is.
+            out: what is written; None if only the argmax of each tile is.
             rows: of x.
             weight_rows: of the weight.
             parts: columns of `deferred.squares`, or tiles of `argmax`, as the GEMM is tiled.

@@ -17,7 +17,7 @@ MAX_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class OutputVariant:
-    """What a program is compiled for besides the cut: the most rows it computes, and its epilogue.
+    """Compile-time parameters of a program besides the tiling: the maximum number of rows, and the epilogue.
 
     Attributes:
         pdl: whether it starts before the previous kernel has ended.
@@ -51,7 +51,7 @@ class OutputVariant:
         )  # fmt: skip
 
     def source(self, file: Path, cut: Mapping[str, int]) -> str:
-        """The program of a kernel's file behind `fragments.cu` and `few_rows_output.cu`. `cut`: its other constants."""
+        """The program of a kernel's file, preceded by `fragments.cu` and `few_rows_output.cu`. `cut`: its other constants."""
         constants = dict(
             ACT=2 if self.gelu else 0, GATED=int(self.silu or self.gelu), TOKENS=self.rows, BIAS=int(self.bias), EARLY=int(self.pdl),
             SCALE=int(self.scale), DEFER=int(self.deferred), WRITE=self.write,

@@ -20,7 +20,7 @@ def has_float32_gemms() -> bool:
         torch.ops.aten.addmm.dtype_out(h, x, x.t(), torch.float32, out=h)
         alone = torch.ops.aten.mm.dtype_out(x, x.t(), torch.float32, out=torch.empty_like(h))
     except (AttributeError, RuntimeError) as error:
-        log.warning("this torch has no float32 GEMM of 16-bit matrices (%s): residual updates and logits are rounded once more", error)
+        log.warning("this torch has no 16-bit GEMM with float32 output (%s): residual updates and logits are rounded one more time", error)
         return False
     close = torch.allclose(h, expected, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE)
     return close and torch.allclose(alone, F.linear(x.float(), x.float()), rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE)

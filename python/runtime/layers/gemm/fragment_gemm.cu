@@ -1,12 +1,12 @@
-// A GEMM of a few rows by e4m3 weights, which `fragments.cu` reads: out = epilogue(x @ w.T), for any number of weight rows.
+// A GEMM of few rows by e4m3 weights, which `fragments.cu` reads: out = epilogue(x @ w.T), for any number of weight rows.
 //
-// The warps of a block share the columns of 16 * TALL weight rows. Weights do not depend on the kernel before, so the first BATCH loads of
-// each row are under way while that one still runs; a small matrix is then in registers when x is ready. The power of two by which x
-// becomes float16 is one for the columns of a row that a warp loads at once.
+// The warps of a block split the columns of 16 * TALL weight rows. Weights do not depend on the preceding kernel, so the first BATCH loads of
+// each row are issued while that kernel still runs; a small matrix is in registers when x is ready. x is scaled to float16 by a power of
+// two, one for the columns of a row that a warp loads at once.
 //
 // Constants from the host besides those of `few_rows_output.cu`: BATCH.
 
-constexpr int BLOCKS = TILES * TALL * BATCH > 4 ? 1 : WARPS < 8 ? 3 : 16 / WARPS;  // of a multiprocessor at least, by their registers
+constexpr int BLOCKS = TILES * TALL * BATCH > 4 ? 1 : WARPS < 8 ? 3 : 16 / WARPS;  // per SM at least, limited by registers
 constexpr int PIECES = LANE_COLUMNS / 8;
 
 struct Fragment {

@@ -32,8 +32,8 @@ def fused_gemm(
         assert out is not None, "the GEMM with resident weights has no argmax"
         resident_gemm(x, weight, out, choice, epilogue, pdl=pdl)
     else:
-        assert out is not None, "GEMMs by fragments have no argmax"
-        assert scale is not None, "GEMMs by fragments take weights in e4m3"
+        assert out is not None, "fragment GEMMs have no argmax"
+        assert scale is not None, "fragment GEMMs need e4m3 weights"
         if isinstance(choice, FragmentConfig):
             fragment_gemm(x, weight, out, choice, epilogue, weight_scale=scale, pdl=pdl)
         else:

@@ -24,11 +24,11 @@ class Gemm:
     Attributes:
         op: the block operation that runs it.
         linear: its weight.
-        norm: the norm that is fused with it: the one before "linear" and "gate_up", the one after "linear_add"; None for a "linear"
+        norm: the norm fused with it: the preceding one for "linear" and "gate_up", the next one for "linear_add"; None for a "linear"
             whose rows are not normed.
         activation: of "gate_up".
-        after_attention: whether it directly follows attention, which lets it start early and leaves the memory idle where contexts are
-            short.
+        after_attention: whether it directly follows attention, which lets it start early and leaves the memory idle for short
+            contexts.
     """
 
     op: GemmOp
@@ -43,7 +43,7 @@ class Gemm:
 
 
 def input_dtype(linear: Linear, norm: RMSNorm | None = None) -> torch.dtype:
-    """Of a layer's inputs: the weight's in 16 bits, otherwise that of the norm beside it."""
+    """Dtype of a layer's inputs: the weight's if it has 16 bits, otherwise that of the adjacent norm."""
     if linear.is_dense:
         return linear.weight.dtype
     return torch.bfloat16 if norm is None else norm.weight.dtype

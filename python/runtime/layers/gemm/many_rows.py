@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from runtime.layers.gemm.wgmma_gemm import BLOCK_ROWS, COLUMNS, MAX_TILE, ROW_BYTES, WgmmaConfig
 
 SHARED_RATE = 128
-"""Bytes that a multiprocessor's shared memory takes or gives per cycle."""
+"""Shared-memory bandwidth per SM, in bytes per cycle."""
 L2_RATE = 40
-"""Bytes that a multiprocessor loads from L2 per cycle, while all do."""
+"""Bytes that an SM loads from L2 per cycle while all SMs load."""
 TILE_CYCLES, STORE_RATE = 1000, 50
-"""Of a tile beside its steps; bytes of float32 sums that the epilogue takes per cycle."""
+"""Fixed cycles per tile; bytes of float32 sums that the epilogue processes per cycle."""
 SHARING = 2
-"""Blocks of a cluster, which have the same weight rows and neighbouring rows of x. Larger clusters leave multiprocessors idle."""
+"""Blocks of a cluster, which have the same weight rows and neighbouring rows of x. Larger clusters leave SMs idle."""
 NARROWEST, STEP = 32, 8
 """Weight rows of the narrowest tile, and by how many tiles differ. The rates and cycles above are per multiprocessor of a
 Hopper GPU, the only kind that runs the kernel, and choose no more than the tiling that is timed beside cuBLAS."""
@@ -30,7 +30,7 @@ class GemmSize:
 
 
 def many_rows_config(size: GemmSize, num_sms: int) -> WgmmaConfig:
-    """The tiling that is worth timing beside cuBLAS: that of the shortest estimate."""
+    """The tiling to time against cuBLAS: the one with the shortest estimate."""
     tilings = (WgmmaConfig(tile, cluster_m=SHARING) for tile in range(NARROWEST, MAX_TILE + 1, STEP))
     return min((config for config in tilings if config.fits(size.gated)), key=lambda config: cycles(config, size, num_sms))
 

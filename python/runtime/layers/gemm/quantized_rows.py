@@ -24,7 +24,7 @@ def supports(weight: torch.Tensor, scale: torch.Tensor) -> bool:
 
 
 def quantized_gemm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """`x @ (weight * scale).T`, [M, N] in the dtype of x, where each 128 columns of a row of x, or the row, are rounded to e4m3.
+    """`x @ (weight * scale).T`, [M, N] in the dtype of x. x is rounded to e4m3, with a scale per 128 columns of a row, or per row.
 
     Raises:
         RuntimeError: this torch, or this GPU, has no such GEMM.
@@ -40,8 +40,8 @@ def quantize_rows(x: torch.Tensor, group: int | None = None, *, padding: int = 1
     """x [R, K] as e4m3 and float32 scales [R, groups], whose columns are contiguous: the largest entry of each group becomes 448.
 
     Args:
-        group: columns that share a scale, a power of two that divides K; all of a row by default.
-        padding: R of the results is the next multiple; the rows that are added are zeros.
+        group: columns per scale, a power of two that divides K; all of a row by default.
+        padding: R of the results is the next multiple; added rows are zeros.
     """
     R, K = x.shape
     padded, groups = -(-R // padding) * padding, 1 if group is None else K // group

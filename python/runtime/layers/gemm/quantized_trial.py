@@ -21,7 +21,7 @@ REPLAYS = 5
 
 
 WeightKind = tuple[str, int, int]
-"""Scheme, rows and columns: what the choice depends on."""
+"""Scheme, rows and columns, on which the choice depends."""
 
 
 def kind_of(linear: Linear) -> WeightKind:
@@ -30,7 +30,7 @@ def kind_of(linear: Linear) -> WeightKind:
 
 
 def choose_quantized(linears: Iterable[Linear], timings: GemmTimings) -> dict[WeightKind, tuple[bool, str]]:
-    """Whether prompts quantize their rows, and a line about it, for each kind of e4m3 weights whose GEMM torch may have."""
+    """Whether prompts quantize their rows, and a line about it, for each kind of e4m3 weights with a GEMM in torch."""
     found: dict[WeightKind, tuple[bool, str]] = {}
     for kind, linear in {kind_of(linear): linear for linear in linears if linear.is_scaled}.items():
         weight, scale = linear.weight, linear.storage.scale

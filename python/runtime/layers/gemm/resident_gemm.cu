@@ -1,13 +1,13 @@
-// A GEMM of a few rows by bfloat16 weights whose blocks hold most of their weight rows in shared memory before x is ready:
+// A GEMM of few rows by bfloat16 weights that prefetches most weight rows into shared memory before x is ready:
 // out = epilogue(x @ w.T).
 //
-// Weights do not depend on the kernel before. Where that one waits more than it reads, as attention over short contexts does, the copies of
-// weights fill this time, and what is left when x arrives is to multiply. The registers stay free for the kernel that follows.
+// Weights do not depend on the preceding kernel. If that kernel waits more than it reads, as attention over short contexts does, the weights are
+// copied in this time, and only the multiplication remains when x arrives. The registers stay free for the next kernel.
 //
-// The warps of a block share the columns of 16 weight rows. Each copies its stages, 64 columns of the 16 rows, into DEPTH places of its own.
-// As in `fragments.cu`, an instruction multiplies whichever 16 columns its lanes hold: weights and rows of x agree on the order.
+// The warps of a block split the columns of 16 weight rows. Each warp copies its stages, 64 columns of the 16 rows, into its own ring of DEPTH.
+// As in `fragments.cu`, an instruction multiplies the 16 columns that its lanes have: weights and rows of x use the same order.
 //
-// Constants from the host besides those of `few_rows_output.cu`, of which TALL is 1: DEPTH, BLOCKS (on a multiprocessor).
+// Constants from the host besides those of `few_rows_output.cu`, of which TALL is 1: DEPTH, BLOCKS (per SM).
 
 constexpr int STAGE_COLUMNS = 64, STAGE_BYTES = ROWS * STAGE_COLUMNS * 2;
 constexpr int LOADED = 4;  // stages whose tokens are loaded together

@@ -1,4 +1,4 @@
-"""GEMMs of a few rows in CUDA C++ whose blocks hold their weights in shared memory before x is ready (`resident_gemm.cu`)."""
+"""GEMMs of few rows in CUDA C++ that prefetch their weights into shared memory before x is ready (`resident_gemm.cu`)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from runtime.layers.gemm.few_rows_output import OutputVariant
 from runtime.layers.kernels import cuda_driver
 
 ROWS, COLUMNS = 16, 64
-"""Weight rows of a block; columns of a stage."""
+"""Weight rows per block; columns per stage."""
 STAGE_BYTES = 2 * ROWS * COLUMNS
 SHARED_BYTES, BLOCK_BYTES = 228 << 10, 227 << 10
-"""Shared memory of a multiprocessor, and the most that one of its blocks may have, on Hopper."""
+"""Shared memory per SM, and the maximum per block, on Hopper."""
 FIXED_BYTES = 1024 + 128
-"""What a block takes of it besides its stages."""
+"""Shared memory per block in addition to its stages."""
 WARPS = {1: 16, 2: 8, 3: 4}
-"""Warps of a block, by the blocks that share a multiprocessor."""
+"""Warps per block, by blocks per SM."""
 
 
 def resident_config(weight_rows: int, columns: int, num_sms: int) -> ResidentConfig | None:
-    """The cut by which all blocks run at once and hold as much of their weights as fits; None where they do not all run at once."""
+    """The configuration in which all blocks run at once and hold as much of their weights as fits; None if they cannot."""
     blocks = -(-weight_rows // (ROWS * num_sms))
     if blocks not in WARPS or weight_rows % ROWS or columns % COLUMNS:
         return None

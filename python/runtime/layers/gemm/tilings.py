@@ -25,7 +25,7 @@ def default_choice(op: GemmOp, rows: int, tuning: DeviceTuning, scaled: bool = F
 
 
 def wgmma_configs(op: GemmOp, rows: int, weight_rows: int, num_sms: int, tuning: DeviceTuning) -> tuple[WgmmaConfig, ...]:
-    """WGMMA tilings worth timing for up to `MAX_ROWS` rows: tiles that fill the multiprocessors evenly, whole or in halves."""
+    """WGMMA tilings worth timing for up to `MAX_ROWS` rows: tiles that fill the SMs evenly, whole or in halves."""
     if rows <= tuning.triton_gemm_rows and op == "logits":
         return ()
     outputs, halves = (weight_rows // 2, 2) if op == "gate_up" else (weight_rows, 1)

@@ -30,9 +30,9 @@ class Timed:
 
 
 class GemmTimings:
-    """What was measured. Two models that share it compute equal GEMMs with equal kernels, to the last bit; so do the ranks of `group`.
+    """Measured times. Two models with the same timings compute equal GEMMs with equal kernels and bits; so do the ranks of `group`.
 
-    `tuning` holds the device's measured values, which name the candidates.
+    `tuning` has the device's measured values, which determine the candidates.
     """
 
     def __init__(self, tuning: DeviceTuning, group: ParallelGroup = ALONE) -> None:
@@ -46,7 +46,7 @@ class GemmTimings:
         return self._measured.get((dtype, key))
 
     def keep(self, dtype: torch.dtype, key: GemmKey, measure: Callable[[], Timed]) -> Timed:
-        """What is known, or what `measure` finds on rank 0."""
+        """The known value, or what `measure` finds on rank 0."""
         if (dtype, key) not in self._measured:
             self._measured[dtype, key] = self._group.agree(measure())
         return self._measured[dtype, key]

@@ -23,7 +23,7 @@ MAX_ROWS = 128
 CHUNK = tl.constexpr(512)
 """Columns of a weight row that one instruction prefetches into L2."""
 SQUARES = tl.constexpr(16)
-"""Partial sums per row that the squares are added to during the main loop: fixed, so that the order is fixed."""
+"""Partial sums of squares per row during the main loop: a fixed number, so that the order is fixed."""
 SQUARES_IN_FLIGHT = 64
 """Sums of squares that a thread loads before it waits for them."""
 
@@ -48,8 +48,8 @@ def triton_gemm(
 
     Args:
         x: [M, K] contiguous, M <= 128, K a multiple of 16, bfloat16 or float16.
-        weight: [N, K] contiguous, the dtype of x, or e4m3, which is widened in registers.
-        out: [M, `epilogue.columns(N)`] contiguous, any float dtype; None where only the argmax is wanted.
+        weight: [N, K] contiguous, the dtype of x, or e4m3, which is converted in registers.
+        out: [M, `epilogue.columns(N)`] contiguous, any float dtype; None if only the argmax is wanted.
         config: the tiling; `swap` and no `tma` for e4m3.
         epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row, an argmax as
             many tiles.
@@ -58,7 +58,7 @@ def triton_gemm(
             Hopper).
         launch: False compiles only; tensors may be mock tensors.
 
-    Each row of `out` depends on its own row of x only, summed in an order that N, K and `config` fix.
+    Each row of `out` depends only on its own row of x, summed in an order fixed by N, K and `config`.
     """
     (M, K), N = x.shape, epilogue.columns(weight.shape[0])
     assert M <= MAX_ROWS and K % 16 == 0, f"expected at most {MAX_ROWS} rows and a multiple of 16 columns; got {M} x {K}"  # noqa: PT018
@@ -160,7 +160,7 @@ def _triton_gemm_kernel(
     first = tl.program_id(0) * OUTPUTS
     r = tl.arange(0, BLOCK_N)
     if GATED:
-        # A tile loaded by descriptor holds its gate rows before its up rows; otherwise they alternate.
+        # A tile loaded by descriptor has its gate rows before its up rows; otherwise they alternate.
         n = first + (r % OUTPUTS if TMA else r // 2)
         row = tl.minimum(n, N - 1) + (r // OUTPUTS if TMA else r % 2) * N
     else:

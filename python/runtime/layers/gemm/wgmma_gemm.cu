@@ -1,4 +1,4 @@
-// out = epilogue(x @ w.T) (epilogue.py). A block computes tiles of ROWS rows of x by TILE rows of w, one after the other.
+// out = epilogue(x @ w.T) (epilogue.py). A block computes tiles of ROWS rows of x by TILE rows of w, one after another.
 //
 // One thread issues TMA loads of boxes of 64 columns of x and of w into a ring of stages; one or two warpgroups multiply what has arrived
 // (wgmma: x is the left operand, w the right one) and run the epilogue. Weights depend on nothing, so the ring is filled with them

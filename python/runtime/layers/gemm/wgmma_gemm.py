@@ -1,6 +1,6 @@
-"""GEMMs on Hopper: the copy engine streams weights through shared memory while the tensor cores multiply (WGMMA).
+"""GEMMs on Hopper: TMA streams weights through shared memory while the tensor cores multiply (WGMMA).
 
-The kernel is `wgmma_gemm.cu`. It is compiled when the server starts, for the tilings that are tried.
+The kernel is `wgmma_gemm.cu`. It is compiled at start-up for the tilings that are timed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.cuda_program import program
 
 PARTS = Path(__file__).with_name("wgmma_parts.cu")
-"""What GEMMs by WGMMA share."""
+"""The part common to all WGMMA GEMMs."""
 BLOCK_ROWS = 128
 """Rows of x of a block; 64 if there are no more."""
 COLUMNS = 64
@@ -30,19 +30,19 @@ SHARED_BYTES = 225 << 10
 MOST_STAGES = 12
 """More stages would delay the first rows of x, which are loaded after the weights."""
 MOST_BLOCKS = 8
-"""Of a cluster, on every GPU."""
+"""Maximum blocks per cluster that every GPU supports."""
 LOAD_REGISTERS = 40
-"""Of a thread of a warpgroup of which one loads boxes."""
+"""Registers per thread of a warpgroup in which only one thread loads boxes."""
 ROW_BYTES = 2 * COLUMNS
 ALIGNMENT = 1024
-"""Of the rings: eight swizzled rows."""
+"""Alignment of the rings in bytes: eight swizzled rows."""
 Store = Literal["NARROW", "SILU", "GELU", "ADD", "FLOAT"]
 """How sums are stored: rounded to 16 bits; gated, then rounded; added to float32; as float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class WgmmaConfig:
-    """Tiling of the WGMMA GEMM: tiles of rows of x by rows of the weight, and clusters of blocks that share what they load.
+    """Tiling of the WGMMA GEMM: tiles of rows of x by rows of the weight, and clusters of blocks that share loads.
 
     Attributes:
         tile: weight rows of a block, at most 256; a multiple of 8 * split, and of 16 for gate and up rows.
@@ -82,7 +82,7 @@ class WgmmaConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a program is compiled for besides the tiling: the `rows` that a block computes, and its epilogue."""
+    """Compile-time parameters besides the tiling: the `rows` per block, and the epilogue."""
 
     rows: int
     write: Store
@@ -123,13 +123,13 @@ def wgmma_gemm(
         x: [M, K] contiguous, the weight's dtype.
         weight: [N, K], one that the kernel `supports`.
         out: [M, `epilogue.columns(N)`] contiguous, at a multiple of 16 bytes, the weight's dtype with `silu` or `gelu`, float32 with `add`,
-            else either; None where only the argmax is wanted.
+            else either; None if only the argmax is wanted.
         config: the tiling.
         epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row, an argmax as
             many tiles.
         pdl: start before the previous kernel has ended, load weights and wait (programmatic dependent launch).
 
-    Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
+    Each row of `out` depends only on its own row of x, summed in an order fixed by K and `config`.
     """
     (M, K), N = x.shape, weight.shape[0]
     assert M > 0, "expected rows"
@@ -192,10 +192,10 @@ class _Boxes:
 
 @cache
 def _boxes(config: WgmmaConfig, rows: int, loaded: int, gated: bool) -> _Boxes:
-    """For blocks that compute `rows` rows of x and have `loaded` of them in a stage."""
+    """For blocks that compute `rows` rows of x and load `loaded` of them per stage."""
     outputs = config.tile // 2 if gated else config.tile
     w_rows = config.tile // config.cluster_m // (2 if gated and config.cluster_m % 2 else 1)
-    # Rows that are computed but not loaded lie past the last stage.
+    # Rows that are computed but not loaded are past the last stage.
     stages = min((SHARED_BYTES - ALIGNMENT - (rows - loaded) * ROW_BYTES) // ((loaded + config.tile) * ROW_BYTES), MOST_STAGES)
     exchanged = rows * config.tile * 4 if config.split > 1 else 0
     assert exchanged <= stages * (loaded + config.tile) * ROW_BYTES, f"the sums of {config} exceed the ring"
@@ -222,7 +222,7 @@ def _kernel(config: WgmmaConfig, variant: _Variant) -> cuda_driver.Kernel:
 
 
 def _loaders(config: WgmmaConfig, variant: _Variant) -> int:
-    """Threads beside those that multiply: a warp, or a warpgroup that leaves its registers to the others where they need more."""
+    """Threads that load: a warp, or a warpgroup that gives up registers if the others need more."""
     warps = variant.rows // 16 + 1  # a quarter of them, rounded up, share 16384 registers
     needed = config.tile // 2 + 48 + (32 if variant.write == "ADD" else 0)
     return 32 if needed <= 512 // -(-warps // 4) else 128

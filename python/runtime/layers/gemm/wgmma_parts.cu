@@ -1,7 +1,7 @@
-// Parts of the WGMMA GEMM besides `primitives.cu`: clusters of blocks, loads by the copy engine, and the ring of stages.
+// Parts of the WGMMA GEMM besides `primitives.cu`: clusters of blocks, TMA loads, and the ring of stages.
 //
 // The blocks of a cluster compute CLUSTER_M neighbouring tiles of rows of x by the same rows of w. Each loads a slice of these and sends it to all
-// of them (multicast), so that a multiprocessor reads less from L2. SPLIT such sets of blocks share the columns.
+// of them (multicast), so that an SM reads less from L2. SPLIT such sets of blocks split K.
 //
 // Sources: PTX ISA, "wgmma", "cp.async.bulk.tensor", "mbarrier", "setmaxnreg".
 
@@ -17,7 +17,7 @@ constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x100000000000
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
-// Without `.release.cluster`, which waits for all memory accesses of the thread: what is released was read by wgmma, and that has ended.
+// Without `.release.cluster`, which waits for all memory accesses of the thread: the released data was read by wgmma, which has completed.
 __device__ __forceinline__ void barrier_arrive_in_cluster(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -68,7 +68,7 @@ struct Place {
     __device__ __forceinline__ u16 w_mask() const { return ((1 << CLUSTER_M) - 1) << rank(0, part); }
 };
 
-// The tiles of a block: its cluster takes every so many groups of neighbouring tiles, those with the same rows of w one after the other, so
+// The tiles of a block: clusters take groups of neighbouring tiles round robin, those with the same rows of w one after another, so
 // that w is streamed once.
 struct Walk {
     int m_groups, groups, step, group;

@@ -1,13 +1,13 @@
 // out = epilogue(x @ (w * scale).T) (epilogue.py) for weights in e4m3 and rows of x in bfloat16. Tensor cores multiply in bfloat16.
 //
 // A block computes 128 weight rows by up to TOKENS rows of x. Weights are the left operand of wgmma, whose fragments are registers: a
-// thread reads e4m3 numbers from shared memory and widens them, while the tensor cores multiply what it has widened before. x is the
-// right operand, in shared memory as it is. Sums of 128 columns are multiplied by the scales of the weights, then added up in float32.
+// thread reads e4m3 numbers from shared memory and converts them, while the tensor cores multiply the previously converted ones. x is the
+// right operand, unchanged in shared memory. Sums of 128 columns are multiplied by the scales of the weights, then added up in float32.
 //
 // One thread issues TMA loads into a ring of stages of 128 columns. Weights depend on nothing, so the ring is filled with them while the
 // previous kernel still runs (programmatic dependent launch), and the first are widened; loads of x wait for that kernel to end.
 //
-// SPLIT blocks of a cluster share the columns. Each gets the sums of its own rows of x from all of them, and adds these up in order.
+// SPLIT blocks of a cluster split K. Each gets the sums of its own rows of x from all of them, and adds these in order.
 //
 // Defined before this text: TOKENS (rows of x of a block, a multiple of 8 up to 128), SPLIT, STAGES (of the ring), EARLY; multiply(), the
 // instruction whose operands depend on TOKENS. ROWS = 128, CLUSTER_M = 1, LOADERS (threads) and LOAD_REGISTERS for wgmma_parts.cu.

@@ -1,4 +1,4 @@
-"""GEMMs by e4m3 weights on Hopper whose activations keep 16 bits: weights become fragments of the tensor cores (`widening_gemm.cu`)."""
+"""GEMMs with e4m3 weights and 16-bit activations on Hopper: weights become tensor-core fragments (`widening_gemm.cu`)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from runtime.layers.kernels.scale_layout import scale_layout
 ROWS, DEPTH = 128, 128
 """Weight rows of a block; columns of a stage."""
 TOKENS = (32, 64, 128)
-"""Rows of x that a block may be compiled for; more take several blocks."""
+"""Possible numbers of rows of x per block; more need several blocks."""
 FEWEST_ROWS, MOST_ROWS = 17, 512
 """Rows of x for which it is timed. Fewer need no shared memory; for more, weights are better widened once, or rows rounded to e4m3."""
 X_COLUMNS = 64
-"""Of a box of x."""
+"""Columns of a box of x."""
 SHARED_BYTES, ALIGNMENT = 225 << 10, 1024
-"""Dynamic shared memory of a block at most; eight swizzled rows, where its ring begins."""
+"""Maximum dynamic shared memory per block; the ring's alignment, eight swizzled rows."""
 FEWEST_STAGES, MOST_STAGES = 3, 9
-"""The sums of a block take the place of three stages at most; more than nine would delay the first rows of x."""
+"""Stages: the sums of a block reuse at most three of them; more than nine would delay the first rows of x."""
 SPLITS = (1, 2, 3, 4, 6, 8)
 CANDIDATES = 2
 MOST_BLOCKS = 1.25
-"""Blocks on a multiprocessor that run as fast as one. Small ones fit there several at a time, but start one after the other."""
+"""Blocks on an SM that run as fast as one. Small ones fit there several at a time, but start one after another."""
 STAGE_CYCLES, BLOCK_CYCLES, PART_CYCLES = 700, 3400, 100
 """Clock cycles of a stage that bytes and conversions take; of a block beside its stages; of its sums, for each block of the cluster.
 
@@ -54,7 +54,7 @@ class _Scales(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class WideningVariant:
-    """What a program is compiled for besides the tiling: `tokens` rows of x of a block, stages of its ring, and its epilogue."""
+    """Compile-time parameters besides the tiling: `tokens` rows of x per block, stages of the ring, and the epilogue."""
 
     tokens: int
     stages: int
@@ -71,7 +71,7 @@ class WideningVariant:
 
     @property
     def loaders(self) -> int:
-        """Threads beside those that multiply: a warp, or a warpgroup that leaves its registers to the others where they need more."""
+        """Threads that load: a warp, or a warpgroup that gives up registers if the others need more."""
         return 32 if self.tokens <= 64 else 128
 
     @property
@@ -127,7 +127,7 @@ def _stage_bytes(tokens: int) -> int:
 
 
 def _tokens(rows: int) -> int:
-    """Rows of x of a block, for so many in all."""
+    """Rows of x per block, for `rows` in total."""
     return next((tokens for tokens in TOKENS if rows <= tokens), TOKENS[-1])
 
 

@@ -1,4 +1,4 @@
-"""Adds normed rows to the residual stream, and norms the stream for what reads it next, as one Triton kernel."""
+"""One Triton kernel that adds normed rows to the residual stream and applies the next norm."""
 
 # pyright: reportIndexIssue=false
 # A kernel is launched as kernel[grid](...), which only Triton's own types explain.

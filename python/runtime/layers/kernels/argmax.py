@@ -10,7 +10,7 @@ def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
 
     Args:
         logits: float32 [N, V], rows contiguous.
-        out: written and returned where given, int64 [N] contiguous.
+        out: written and returned if given, int64 [N] contiguous.
     """
     if not logits.is_cuda:
         return torch.argmax(logits, dim=-1) if out is None else torch.argmax(logits, dim=-1, out=out)

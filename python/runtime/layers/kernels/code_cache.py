@@ -1,4 +1,4 @@
-"""Machine code of CUDA programs on disk, so that a server compiles each program at its first start only."""
+"""A disk cache of compiled CUDA programs, so that a server compiles each program only at its first start."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class CodeCache:
-    """A folder with one file for each program, named by the hash of all that its code depends on.
+    """A folder with one file per program, named by the hash of everything its code depends on.
 
     Processes may share it: a file appears complete, under its name, or not at all. It begins with a digest of the code, so that a damaged
-    one is compiled anew. A folder that cannot be read or written, or that others may write to, costs a warning and the time to compile.
+    one is recompiled. A folder that cannot be read or written, or that others may write to, costs a warning and the time to compile.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,7 +30,7 @@ class CodeCache:
 
         Args:
             inputs: all that the code depends on: source, options, compiler.
-            compile_code: called where there is none yet.
+            compile_code: called if there is none yet.
         """
         file = self._folder / f"{_name(inputs)}.cubin"
         owned = self._is_own()
@@ -56,7 +56,7 @@ class CodeCache:
         return True
 
     def _read(self, file: Path) -> bytes | None:
-        """The code of a file; None where it is missing or damaged."""
+        """The code of a file; None if it is missing or damaged."""
         try:
             content = file.read_bytes()
         except FileNotFoundError:
@@ -66,7 +66,7 @@ class CodeCache:
             return None
         digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
         if not code or hashlib.sha256(code).digest() != digest:
-            log.warning("cache of CUDA programs: %s is damaged, it is compiled anew", file)
+            log.warning("CUDA program cache: %s is damaged and will be recompiled", file)
             return None
         return code
 
@@ -91,7 +91,7 @@ class CodeCache:
         """Say the first problem of this process."""
         if not self._warned:
             self._warned = True
-            log.warning("cache of CUDA programs: %s; set XDG_CACHE_HOME to a folder that keeps them", what)
+            log.warning("CUDA program cache: %s; set XDG_CACHE_HOME to a writable folder", what)
 
 
 def _name(inputs: Iterable[bytes]) -> str:

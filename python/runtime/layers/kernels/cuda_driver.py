@@ -34,7 +34,7 @@ def available() -> bool:
     try:
         compile_kernel('extern "C" __global__ void nothing() {}', "nothing", threads=32, cluster=1, shared_bytes=0)
     except RuntimeError as error:  # the bindings raise it for a missing library
-        log.warning("NVRTC does not work here (%s): kernels in CUDA C++ are not used", error)
+        log.warning("NVRTC does not work here (%s): CUDA C++ kernels are not used", error)
         return False
     return True
 

@@ -22,7 +22,7 @@ def embed_rows(
     Args:
         ids: int64 [T], each in 0..V-1, contiguous, of any alignment.
         table: [V, hidden] contiguous, 16 bits.
-        norm: computed on the way where given.
+        norm: computed on the way if given.
         pdl: as in `triton_gemm`, but that the kernel waits before it lets the next one start: later kernels may read before their own
             wait what was written before this one, such as positions, slots and lengths.
 

@@ -1,4 +1,4 @@
-"""What KV caches hold in place of values that are no numbers."""
+"""Replaces NaN and infinity in the KV cache."""
 
 # pyright: reportIndexIssue=false
 

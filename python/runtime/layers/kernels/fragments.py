@@ -42,5 +42,5 @@ def readable(weight: torch.Tensor, kind: str, columns: int, scale_columns: int) 
 
 
 def source(file: Path, constants: Mapping[str, int], *shared: Path | str) -> str:
-    """The program of a kernel's file behind `fragments.cu` and other `shared` files or text."""
+    """The program of a kernel's file, preceded by `fragments.cu` and other `shared` files or text."""
     return program(constants, Path(__file__).with_name("fragments.cu"), *shared, file)

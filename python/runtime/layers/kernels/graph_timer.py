@@ -10,7 +10,7 @@ import torch
 
 
 def median_micros(run: Callable[[], object], replays: int, calls: int = 1) -> float:
-    """Microseconds of `run`, whose kernels are already compiled: the median of `replays` replays of so many calls in a row."""
+    """Microseconds per call of `run`, which must be compiled: the median of `replays` replays of several calls in a row."""
 
     def all_calls() -> None:
         for _ in range(calls):

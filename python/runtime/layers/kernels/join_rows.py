@@ -1,4 +1,4 @@
-"""The rows that a draft head reads, embedding beside hidden state, as one Triton kernel with both norms."""
+"""One Triton kernel that joins a draft head's inputs, embedding and hidden state, and applies both norms."""
 
 # pyright: reportIndexIssue=false
 # A kernel is launched as kernel[grid](...), which only Triton's own types explain.

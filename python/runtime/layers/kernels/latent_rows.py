@@ -101,7 +101,7 @@ def _write_row(
     row, kv, cache_ptr, position_ptr, slot_ptr, cos_sin_ptr, norm_ptr, eps, RANK: tl.constexpr, R: tl.constexpr,
     BLOCK_RANK: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm the latent, rotate the key behind it, store both in `kv` and in the token's slot. All is loaded before any is stored."""
+    """Norm the latent, rotate the key after it, store both in `kv` and in the token's slot. All loads precede all stores."""
     column = tl.arange(0, BLOCK_RANK)
     inside = column < RANK
     gain = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Values that are made once: threads that ask for the same one wait for the first of them."""
+"""Values that are created once: threads that ask for the same value wait for the first of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Once(Generic[T]):
-    """Values by key, made in the threads that ask for them first. A call that raises leaves nothing behind."""
+    """Values by key, created in the first thread that asks for them. A call that raises stores nothing."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, T] = {}

@@ -1,4 +1,4 @@
-"""A kernel that only waits: what follows it is timed as behind kernels that leave the memory idle."""
+"""A kernel that only waits, to time the next kernel as if after one that leaves the memory idle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAUSE_CYCLES = 10_000
 
 
 def pause(pdl: bool) -> None:
-    """Wait for the kernel before, let the next one start, and end after `PAUSE_CYCLES`."""
+    """Wait for the preceding kernel, let the next one start, and end after `PAUSE_CYCLES`."""
     _kernel()(1, (cuda_driver.int64(PAUSE_CYCLES),), pdl)
 
 

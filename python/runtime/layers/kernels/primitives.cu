@@ -50,7 +50,7 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// mbarrier.arrive.expect_tx: an arrival, after which the barrier also waits for so many bytes.
+// mbarrier.arrive.expect_tx: an arrival, after which the barrier also waits for `bytes` bytes.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
@@ -158,7 +158,7 @@ __device__ __forceinline__ float exp2_of(float x) {
     return y;
 }
 
-// The largest score so far, or 0 where there is none.
+// The largest score so far, or 0 if there is none.
 #define NO_SCORE __int_as_float(0xFF800000)  // minus infinity, which NVRTC has no constant for
 __device__ __forceinline__ float finite_top(float top) { return top == NO_SCORE ? 0.0f : top; }
 

@@ -16,7 +16,7 @@ struct Ranks {
 };
 
 const u64 TIMEOUT = 10000000000ull;  // ns until a rank that waits gives up; the launch fails then
-const u32 LAST = 0xfffffffeu;        // the exchange after which counting starts anew, at an odd number; flag 0 never occurs
+const u32 LAST = 0xfffffffeu;        // the exchange after which counting restarts, at an odd number; flag 0 never occurs
 
 __device__ __forceinline__ void begin() {
     if (EARLY) launch_next(), wait_for_previous();
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
     end(state, number);
 }
 
-// The likeliest token of each row over all ranks, of which each gives its own likeliest: the value logits[i, ids[i]] and the token
+// The most likely token of each row over all ranks, of which each gives its own most likely: the value logits[i, ids[i]] and the token
 // ids[i] + first. Of equal values the one of the lower rank wins, of NaN the first. With a hash, *differs becomes 1 where the hash of
 // another rank is not the same.
 extern "C" __global__ void __launch_bounds__(THREADS) largest(

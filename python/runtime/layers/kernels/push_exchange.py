@@ -30,7 +30,7 @@ class Inboxes:
     """Memory into which the other ranks write, and where theirs is in this process. Lives as long as the process."""
 
     def __init__(self, group: ParallelGroup) -> None:
-        """All ranks make theirs together. Raises `RuntimeError` where the driver cannot share memory between these GPUs."""
+        """All ranks make theirs together. Raises `RuntimeError` if the driver cannot share memory between these GPUs."""
         driver = cuda_driver.driver
         self.sender = 2 * MOST_BYTES
         self.slot = group.size * self.sender
@@ -65,7 +65,7 @@ class PushExchange:
     """
 
     def __init__(self, group: ParallelGroup, device: torch.device, pdl: bool) -> None:
-        """All ranks call it together. Raises `RuntimeError` where the driver or the compiler refuse."""
+        """All ranks call it together. Raises `RuntimeError` if the driver or the compiler refuse."""
         self._rank, self._size, self._pdl = group.rank, group.size, pdl
         self._state = torch.zeros(2, dtype=torch.int32, device=device)
         inboxes = Inboxes(group)
@@ -116,7 +116,7 @@ class PushExchange:
         tokens: torch.Tensor | None = None,
         hashed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The likeliest token over all ranks, int64 [N], written to `tokens` where given.
+        """The most likely token over all ranks, int64 [N], written to `tokens` if given.
 
         Args:
             logits: float32 [N, own], rows contiguous.

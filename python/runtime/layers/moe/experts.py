@@ -15,7 +15,7 @@ from runtime.layers.quantization.scheme import QuantScheme, Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The stacked weights of `count` experts. Outputs are partial sums where the group has more than one rank.
+    """The stacked weights of `count` experts. Outputs are partial sums if the group has more than one rank.
 
     All of them are routed experts, or the last is the shared one (`RoutingRule.shared`).
 
@@ -23,12 +23,12 @@ class Experts:
         gate_up: [count, 2 * I, hidden]: the gate's I rows, then the up projection's, however the checkpoint orders them.
         down: [count, hidden, I].
         gate_up_bias: [count, 2 * I], or None.
-        down_bias: [count, hidden], or None; on one rank alone where several share an expert.
-        count: experts that this rank holds.
-        first: id of the first of them.
+        down_bias: [count, hidden], or None; on one rank alone if several share an expert.
+        count: experts on this rank.
+        first: id of the first one.
         total: experts of all ranks.
         size: (hidden, I) of the weights on this rank.
-        exchange: brings the tokens of other attention groups; None where all ranks have the same tokens.
+        exchange: brings the tokens of other attention groups; None if all ranks have the same tokens.
     """
 
     gate_up: Storage
@@ -52,7 +52,7 @@ class Experts:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def without_last(self) -> Experts:
@@ -63,6 +63,6 @@ class Experts:
         return replace(self, gate_up=gate_up, down=down, count=self.count - 1, total=self.total - 1)
 
     def active_parameters(self, chosen: int) -> int:
-        """Weights of this rank that a token of so many experts is multiplied by, on average."""
+        """Number of this rank's weights that multiply a token with `chosen` experts, on average."""
         hidden, inner = self.size
         return 3 * hidden * inner * chosen * self.count // self.total

@@ -16,6 +16,6 @@ ACTS = {
 
 
 def kernel_weights(experts: Experts) -> tuple[ExpertWeights, ExpertWeights, GatedAct]:
-    """Gate and up, down, and what comes between them."""
+    """Gate and up, down, and the activation between them."""
     gate_up = ExpertWeights(experts.gate_up.weight, experts.gate_up.scale, experts.gate_up_bias)
     return gate_up, ExpertWeights(experts.down.weight, experts.down.scale, experts.down_bias), ACTS[experts.activation]

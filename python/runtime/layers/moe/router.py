@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 KEPT_ROWS = 256
-"""Tokens of a pass whose masks a router keeps."""
+"""Maximum tokens of a pass for which a router keeps the masks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class RoutingRule:
     """How a token's logits become experts and weights; `MoeConfig` describes the fields but the last.
 
     Attributes:
-        shared: 1 where the shared expert is in the stack of the experts, behind the routed ones: each token has it too, by weight 1.
+        shared: 1 if the shared expert is stacked after the routed ones: every token uses it with weight 1.
     """
 
     top_k: int
@@ -29,19 +29,19 @@ class RoutingRule:
 
     @property
     def chosen(self) -> int:
-        """Experts of a token: the routed ones, and the shared one where it is in their stack."""
+        """Experts of a token: the routed ones, and the shared one if it is stacked with them."""
         return self.top_k + self.shared
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The weights of a router, which every rank holds whole.
+    """The weights of a router, replicated on every rank.
 
     Attributes:
         weight: [E, hidden] in the model's dtype.
         bias: [E] in the model's dtype, or None.
         correction_bias: float32 [E], added to sigmoid scores for the choice only, or None.
-        kept: int32 [rows, words]: `Routing.masks` of the last pass of at most so many tokens lie here, or None.
+        kept: int32 [rows, words] for `Routing.masks` of the last pass of at most `rows` tokens, or None.
     """
 
     weight: torch.Tensor
@@ -51,7 +51,7 @@ class Router:
     kept: torch.Tensor | None = None
 
     def kept_masks(self, tokens: int) -> torch.Tensor | None:
-        """Where the masks of a pass of `tokens` lie; None where they are not kept."""
+        """The buffer for the masks of a pass of `tokens`; None if they are not kept."""
         return None if self.kept is None or tokens > len(self.kept) else self.kept[:tokens]
 
     @property
@@ -62,7 +62,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which experts T tokens run through: k routed ones, then the shared one where it is in their stack.
+    """The experts of T tokens: k routed ones, then the shared one if it is stacked with them.
 
     Attributes:
         ids: int32 [T, k] or [T, k + 1], the best first; ids of the whole layer, on every rank. The shared expert's is the last of all, E.

@@ -1,4 +1,4 @@
-"""The exchange of tokens between attention groups, whose ranks share the experts."""
+"""The exchange of tokens between attention groups that share the experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TokenExchange:
 
     Attributes:
         group: the ranks in this place of every attention group.
-        rows: tokens that each group is padded to in this pass; 0 where all groups have as many.
+        rows: tokens that each group is padded to in this pass; 0 if all groups have equally many.
     """
 
     def __init__(self, group: ParallelGroup) -> None:

@@ -22,19 +22,19 @@ class BlockFp8(QuantScheme):
 
     `weight` is e4m3 [out, in]; its block [i, j] stands for `weight * scale[i, j]`.
 
-    Where a part of a fused layer, or a rank's part of one, starts inside a block of the checkpoint, the blocks of the
-    storage are smaller, so that each lies in one block of the checkpoint: their size is the largest power of two that
-    fits the shape of `scale` (`block_size`).
+    If a part of a fused layer, or a rank's shard of it, starts inside a block of the checkpoint, the stored blocks are
+    smaller, so that each is within one block of the checkpoint: their size is the largest power of two that fits the
+    shape of `scale` (`block_size`).
 
-    Activations stay in their 16 bits, so that nothing is rounded but the weights; on a GPU, experts of more tokens than the
-    kernels for few take round them to e4m3.
+    Activations keep 16 bits, so only the weights are rounded; on a GPU, expert batches above the limits of the kernels
+    for few tokens round activations to e4m3.
     """
 
     name = "fp8"
     gemm_caps = GemmCaps(dense=False, scaled=True)
 
     def __init__(self, scale_name: str, stored: bool) -> None:
-        """`stored`: whether checkpoints hold e4m3 and scales; otherwise weights of any float dtype are quantised as they arrive."""
+        """`stored`: whether checkpoints contain e4m3 and scales; otherwise weights of any float dtype are quantised while loading."""
         self._scale_name, self._stored = scale_name, stored
 
     def allocate(self, new: NewWeight) -> Storage:
@@ -78,7 +78,7 @@ class BlockFp8(QuantScheme):
         return blocks.mul_(scale[..., None]).to(dtype).flatten(-2)
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
-        """The rows, each with scales of its own."""
+        """The rows, each with its own scales."""
         assert storage.scale is not None
         return Storage(storage.weight[rows], storage.scale[rows // block_size(storage)[0]])
 
@@ -136,7 +136,7 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def common_block(parts: Sequence[LinearPart]) -> tuple[int, int]:
-    """Rows and columns of the largest block of a fused layer that lies within one block of the checkpoint everywhere."""
+    """Rows and columns of the largest block size of a fused layer for which every block is within one block of the checkpoint."""
     rows = math.gcd(BLOCK, *(part.start for part in parts), *(part.index[0].start for part in parts))
     return rows, math.gcd(BLOCK, *(part.index[1].start for part in parts))
 
@@ -155,7 +155,7 @@ def _part_scales(part: LinearPart, storage: Storage) -> torch.Tensor:
 
 
 def _finer(scales: torch.Tensor, first: tuple[int, int], shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
-    """The scales of smaller blocks, [*shape], whose first entry lies `first` rows and columns inside a block of `scales`."""
+    """The scales of smaller blocks, [*shape], which start `first` rows and columns inside a block of `scales`."""
     if first == (0, 0) and block == (BLOCK, BLOCK):
         return scales
     rows, columns = (_coarse_blocks(*of, scales.device) for of in zip(first, shape, block, strict=True))
@@ -164,5 +164,5 @@ def _finer(scales: torch.Tensor, first: tuple[int, int], shape: torch.Size, bloc
 
 @functools.lru_cache
 def _coarse_blocks(start: int, count: int, length: int, device: torch.device) -> torch.Tensor:
-    """The block of the checkpoint that each of `count` blocks of `length` entries lies in, where the first begins at entry `start`."""
+    """The checkpoint block that contains each of `count` blocks of `length` entries, the first of which begins at entry `start`."""
     return (start + torch.arange(count, device=device) * length) // BLOCK

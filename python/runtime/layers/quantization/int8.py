@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
 DIRECT_ROWS = 32
-"""Up to this many rows the packed int8 kernel multiplies, which gives a row the same bits beside any others; above,
+"""Up to this many rows the packed int8 kernel multiplies, which gives a row the same bits in any batch; above,
 dequantisation and a bfloat16 GEMM. For speed 8 would do (AVX-512), but four windows of 8 tokens, or 32 requests, must
 have the bits of single tokens."""
 DIRECT_HEAD_ROWS = 64
 """The same for matrices of at least `HEAD_SIZE` weights: dequantised, they do not stay in the caches."""
 HEAD_SIZE = 2**23
 QUANTIZED_AT_ONCE = 2**18
-"""Weights whose float32 values are quantised together: a whole matrix would not stay in the caches (measured 5 times slower)."""
+"""Weights quantised at a time: the float32 values of a whole matrix would not stay in the caches (measured 5 times slower)."""
 K_MULTIPLE = 32
 N_MULTIPLE = 4
 
@@ -91,7 +91,7 @@ def blocked_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def block_rows() -> int:
-    """Rows of the GEMMs that a prompt is cut into: more where AMX makes padded rows nearly free."""
+    """Rows of the GEMMs that a prompt is split into: more if AMX makes padded rows nearly free."""
     cpu = Path("/proc/cpuinfo")
     return 128 if cpu.is_file() and "amx_bf16" in cpu.read_text() else 32
 

@@ -16,7 +16,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BIAS = 127
 """A scale byte s stands for 2 ** (s - 127)."""
 LARGEST = 128
-"""Largest scale byte: a kernel multiplies by 2 ** 126 times the scale, which bfloat16 must hold."""
+"""Largest scale byte: a kernel multiplies by 2 ** 126 times the scale, which must fit into bfloat16."""
 
 
 class Mxfp4(QuantScheme):
@@ -24,8 +24,8 @@ class Mxfp4(QuantScheme):
 
     `weight` is uint8 [out, in / 2], two codes in a byte, and `scale` uint8 [out, in / 32].
 
-    Each of the 16 bytes that share a scale holds one of its first 16 columns and the column 16 further on (`packed`), so that
-    kernels read columns of both in order. Source: OCP Microscaling Formats specification 1.0. Activations stay in their 16
+    Each of the 16 bytes with a common scale contains one of its first 16 columns and the column 16 later (`packed`), so that
+    kernels read both in column order. Source: OCP Microscaling Formats specification 1.0. Activations stay in their 16
     bits.
     """
 
@@ -69,7 +69,7 @@ class Mxfp4(QuantScheme):
 def packed(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Two codes per byte.
 
-    The second one's bits lie where a byte of float16 has them, sign, two of the exponent and one of the mantissa in bits 7, 3, 2 and 1:
+    The second one's bits are where a byte of float16 has them, sign, two of the exponent and one of the mantissa in bits 7, 3, 2 and 1:
     a kernel only masks them. The first one's sign is bit 0, and its other bits are 6, 5 and 4.
     """
     return (second & 8) << 4 | (first & 7) << 4 | (second & 7) << 1 | first >> 3

@@ -15,16 +15,16 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """Where one tensor of a checkpoint goes.
+    """The destination of one checkpoint tensor.
 
     Attributes:
         shape: of the whole tensor in the checkpoint.
         index: the part of it that this process loads.
         put: stores that part; a tensor of `dtype` on any device.
-        dtype: that the tensor must have; None for any floating-point dtype.
-        spread: whether one number may stand for all, and dimensions of 1 may be missing.
-        finite: whether no number may be infinite.
-        largest: that a number may be; None for any.
+        dtype: required dtype of the tensor; None for any floating-point dtype.
+        spread: whether one number may be broadcast to all, and dimensions of 1 may be missing.
+        finite: whether all numbers must be finite.
+        largest: the largest allowed number; None for any.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class WeightSlot:
     largest: int | None = None
 
     def index_of(self, shape: tuple[int, ...]) -> Index | None:
-        """What to read of a tensor of `shape`; None where the shape is wrong."""
+        """What to read of a tensor of `shape`; None if the shape is wrong."""
         if shape == self.shape:
             return self.index
         if self.spread and math.prod(shape) == 1:
@@ -46,7 +46,7 @@ class WeightSlot:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What a scheme stores of a weight [out, in]: the matrix in its own format, and its scales where it has any.
+    """What a scheme stores of a weight [out, in]: the matrix in its own format, and its scales if it has any.
 
     The weights of a layer's experts are one storage, whose tensors have a leading dimension E.
     """
@@ -60,7 +60,7 @@ class Storage:
         return (self.weight,) if self.scale is None else (self.weight, self.scale)
 
     def at(self, index: int | torch.Tensor) -> Storage:
-        """Views of one weight of a stack, or a copy of rows int64 [n] of a weight whose scales lie by rows."""
+        """Views of one weight of a stack, or a copy of rows int64 [n] of a weight with scales by row."""
         return Storage(*(tensor[index] for tensor in self.tensors))
 
 
@@ -72,7 +72,7 @@ class LinearPart:
         prefix: its name, without `.weight`.
         shape: [out, in] in the checkpoint.
         index: the rows and columns that this process loads.
-        start: the row of the fused layer where they go.
+        start: their first row in the fused layer.
     """
 
     prefix: str
@@ -105,9 +105,9 @@ class NewWeight:
     """A weight [out, in] to allocate.
 
     Attributes:
-        dtype: of the activations that are multiplied by it.
+        dtype: dtype of the activations that are multiplied by it.
         count: weights in one storage; None for one weight without a leading dimension.
-        parts: what will fill it, where a part may start anywhere.
+        parts: the layers that will fill it, if a part may start anywhere.
     """
 
     out_features: int
@@ -135,7 +135,7 @@ class QuantScheme(Protocol):
         ...
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
-        """The tensors that the scheme wants from a checkpoint for one part, by name, and where each goes in `storage`."""
+        """The checkpoint tensors that the scheme needs for one part, by name, and their destinations in `storage`."""
         ...
 
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
@@ -150,5 +150,5 @@ class QuantScheme(Protocol):
         ...
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
-        """A copy of output rows int64 [n], as the weight of a smaller layer; by default where the scales lie by rows."""
+        """A copy of output rows int64 [n], as the weight of a smaller layer; by default for scales by row."""
         return storage.at(rows)

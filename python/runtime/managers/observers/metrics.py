@@ -24,18 +24,18 @@ QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 10, 20,
 
 F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
 Rows = Mapping[tuple[str, ...], float]
-"""Values by their labels, the model name aside."""
+"""Values by labels other than the model name."""
 Figure = tuple[str, str, Callable[[SchedulerStats], float]]
 """A metric's name, its help text and its value."""
 
 GAUGES: tuple[Figure, ...] = (
-    ("sglang:num_running_reqs", "Requests that take part in steps.", lambda s: s.num_running_reqs),
-    ("sglang:num_queue_reqs", "Requests that wait for a row or for memory.", lambda s: s.num_queue_reqs),
+    ("sglang:num_running_reqs", "Running requests.", lambda s: s.num_running_reqs),
+    ("sglang:num_queue_reqs", "Requests waiting for a row or for KV memory.", lambda s: s.num_queue_reqs),
     ("sglang:max_total_num_tokens", "KV slots of the server.", lambda s: s.max_total_num_tokens),
-    ("sglang:token_usage", "Used share of the KV slots, 0 to 1.", lambda s: s.token_usage),
-    ("sglang:cache_hit_rate", "Share of prompt tokens found in the prefix cache, 0 to 1.", lambda s: s.cache_hit_rate),
+    ("sglang:token_usage", "Fraction of KV slots in use, 0 to 1.", lambda s: s.token_usage),
+    ("sglang:cache_hit_rate", "Fraction of prompt tokens found in the prefix cache, 0 to 1.", lambda s: s.cache_hit_rate),
     ("sglang:gen_throughput", "Tokens generated per second, over the last second.", lambda s: s.gen_throughput),
-    ("sglang:num_used_tokens", "KV slots that running requests need.", lambda s: s.num_used_tokens),
+    ("sglang:num_used_tokens", "KV slots used by running requests.", lambda s: s.num_used_tokens),
     ("talon:spec_depth", "Draft depth of the latest step with decode rows.", lambda s: s.spec_depth),
     ("talon:pages_total", "KV pages of the server.", lambda s: s.pages_total),
     ("talon:pages_free", "KV pages that are free, or cached and not in use.", lambda s: s.pages_free),
@@ -55,16 +55,16 @@ COUNTERS: tuple[Figure, ...] = (
     ("talon:spec_paused_steps", "Decode steps without drafts.", lambda s: s.spec_paused_steps_total),
 )
 RATES: tuple[tuple[str, str, Callable[[SchedulerStats], float | None]], ...] = (
-    ("sglang:spec_accept_length", "Mean tokens per verify step, bonus included.", lambda s: s.spec.accept_length),
-    ("sglang:spec_accept_rate", "Share of draft tokens accepted.", lambda s: s.spec.accept_rate),
-    ("talon:graph_hit_rate", "Share of decode steps that replayed a graph.", lambda s: s.decode.graph_hit_rate),
-    ("talon:padding_waste", "Share of computed decode rows that were padding.", lambda s: s.decode.padding_waste),
+    ("sglang:spec_accept_length", "Mean tokens committed per verify step, including the bonus token.", lambda s: s.spec.accept_length),
+    ("sglang:spec_accept_rate", "Fraction of draft tokens accepted.", lambda s: s.spec.accept_rate),
+    ("talon:graph_hit_rate", "Fraction of decode steps that replayed a graph.", lambda s: s.decode.graph_hit_rate),
+    ("talon:padding_waste", "Fraction of computed decode rows that were padding.", lambda s: s.decode.padding_waste),
 )
 """Gauges that are absent before the first step."""
 GROUP_GAUGES: tuple[tuple[str, str, Callable[[GroupLoad], float]], ...] = (
-    ("talon:group_running_reqs", "Requests that take part in steps, by attention group.", lambda g: g.num_running_reqs),
-    ("talon:group_queue_reqs", "Requests that wait for a row or for memory, by attention group.", lambda g: g.num_queue_reqs),
-    ("talon:group_used_tokens", "KV slots that running requests need, by attention group.", lambda g: g.num_used_tokens),
+    ("talon:group_running_reqs", "Running requests, by attention group.", lambda g: g.num_running_reqs),
+    ("talon:group_queue_reqs", "Requests waiting for a row or for KV memory, by attention group.", lambda g: g.num_queue_reqs),
+    ("talon:group_used_tokens", "KV slots used by running requests, by attention group.", lambda g: g.num_used_tokens),
 )
 """Gauges of a server with --enable-dp-attention."""
 
@@ -72,7 +72,7 @@ GROUP_GAUGES: tuple[tuple[str, str, Callable[[GroupLoad], float]], ...] = (
 class Metrics:
     """Counters and histograms of the HTTP process, rendered together with the scheduler's statistics.
 
-    Each instance has a registry of its own. The tokenizer manager tells it of every choice, from `started` to `ended`.
+    Each instance has its own registry. The tokenizer manager reports every choice, from `started` to `ended`.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -83,11 +83,11 @@ class Metrics:
         self._aborted = self._counter("sglang:num_aborted_requests", "Requests that were aborted or failed.")
         self._prompt_tokens = self._counter("sglang:prompt_tokens", "Prompt tokens of received requests.")
         self._generated = self._counter("sglang:generation_tokens", "Tokens generated for requests that finished.")
-        self._cached = self._counter("sglang:cached_tokens", "Prompt tokens that came from the prefix cache.")
+        self._cached = self._counter("sglang:cached_tokens", "Prompt tokens read from the prefix cache.")
         self._ttft = self._histogram("sglang:time_to_first_token_seconds", "Time to the first token.", TTFT_BUCKETS)
         self._itl = _Intervals("sglang:inter_token_latency_seconds", "Time between tokens.", ITL_BUCKETS, model_name)
         self._e2e = self._histogram("sglang:e2e_request_latency_seconds", "Time to the last token.", E2E_BUCKETS)
-        self._queue = self._histogram("sglang:queue_time_seconds", "From arrival to the first step.", QUEUE_BUCKETS)
+        self._queue = self._histogram("sglang:queue_time_seconds", "Time from arrival to the first step.", QUEUE_BUCKETS)
         self.registry.register(self._scheduler)
         self.registry.register(self._itl)
 
@@ -97,16 +97,16 @@ class Metrics:
         self._prompt_tokens.inc(prompt_tokens)
 
     def first_token(self, seconds: float) -> None:
-        """Its first tokens arrived, `seconds` after its start."""
+        """The first tokens of a request arrived, `seconds` after its start."""
         self._ttft.observe(seconds)
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
-        """`tokens` more arrived, `seconds` after the previous ones."""
+        """`tokens` more tokens arrived, `seconds` after the previous ones."""
         if tokens:
             self._itl.observe(seconds / tokens, tokens)
 
     def ended(self, seconds: float, update: GenerationUpdate | None) -> None:
-        """It ended, `seconds` after its start; `update` is None if it failed or its client disconnected."""
+        """A request ended, `seconds` after its start; `update` is None if it failed or its client disconnected."""
         if update is None or update.finish is None or update.finish.reason == "abort":
             self._aborted.inc()
             return
@@ -132,7 +132,7 @@ class Metrics:
 
 
 class _Intervals:
-    """A histogram that takes equal values together: a chunk of a stream is one call, and one search for its bucket."""
+    """A histogram that adds equal values in one call: a stream chunk needs one bucket search."""
 
     def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], model_name: str) -> None:
         self._name, self._help, self._model = name, help_text, model_name
@@ -141,7 +141,7 @@ class _Intervals:
         self._sum = 0.0
 
     def observe(self, value: float, times: int) -> None:
-        """Count `value` so many times."""
+        """Count `value` `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
@@ -177,13 +177,13 @@ class _SchedulerCollector:
         rates = {(str(i),): rate for i, rate in enumerate(stats.spec.accept_rate_by_position)}
         depths = {(depth,): float(count) for depth, count in sorted(stats.spec_depth_steps_total.items())}
         yield self._family(CounterMetricFamily, "talon:spec_depth_steps", "Steps with decode rows, by draft depth.", depths, "depth")
-        help_text = "Share of verify steps that accepted this draft."
+        help_text = "Fraction of verify steps of this depth or more that accepted the draft at this position."
         yield self._gauge("talon:spec_accept_rate_by_position", help_text, rates, "position")
         by_context = {(start,): length for start, length in stats.spec_by_context.accept_lengths().items()}
-        help_text = "Mean tokens per verify step behind a context of so many tokens or more, up to the next class."
+        help_text = "Accept length by context length; the label is the lower bound of the bucket."
         yield self._gauge("talon:spec_accept_length_by_context", help_text, by_context, "context")
         phases = {(phase,): seconds for phase, seconds in stats.startup_seconds.items()}
-        yield self._gauge("talon:startup_seconds", "Duration of each phase of the start.", phases, "phase")
+        yield self._gauge("talon:startup_seconds", "Duration of each start-up phase.", phases, "phase")
         if stats.worker is not None:
             yield from self._of_worker(stats.worker)
 
@@ -193,14 +193,14 @@ class _SchedulerCollector:
         runs |= {(run.runner, "eager"): float(run.eager) for run in worker.graph_runs}
         yield self._family(CounterMetricFamily, "talon:runner_runs", "Runs of each graph runner, by kind.", runs, "runner", "kind")
         if worker.distinct_experts is not None:
-            help_text = "Experts of a sparse layer that recent decode passes hit, the mean over layers and passes."
+            help_text = "Distinct experts per sparse layer in recent decode passes, averaged over layers and passes."
             yield self._gauge("talon:distinct_experts", help_text, {(): worker.distinct_experts})
         if worker.acceptance is not None:
             drift = worker.acceptance.drift
-            help_text = "Draft positions where graphs and the eager sample accept differently; 0 is normal."
+            help_text = "Draft positions at which graphs and eager samples accept differently; 0 is normal."
             yield self._gauge("talon:spec_drifted_positions", help_text, {(): len(drift)})
             gaps = {(str(d.position),): d.graph - d.eager for d in drift}
-            yield self._gauge("talon:spec_drift", "Acceptance with graphs minus the eager sample's.", gaps, "position")
+            yield self._gauge("talon:spec_drift", "Acceptance with graphs minus acceptance in eager samples.", gaps, "position")
 
     def _gauge(self, name: str, help_text: str, rows: Rows, *labels: str) -> GaugeMetricFamily:
         return self._family(GaugeMetricFamily, name, help_text, rows, *labels)

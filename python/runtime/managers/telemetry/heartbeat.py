@@ -1,4 +1,4 @@
-"""The heartbeat thread: signs of life while the loop that it watches makes progress."""
+"""The heartbeat thread: it beats while the loop that it watches makes progress."""
 
 from __future__ import annotations
 

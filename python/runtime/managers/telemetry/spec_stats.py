@@ -13,7 +13,7 @@ CONTEXTS = (0, 1024, 4096, 16384, 65536)
 
 
 def context_class(tokens: int) -> int:
-    """The entry of `CONTEXTS` that so many tokens belong to."""
+    """The entry of `CONTEXTS` for this context length."""
     return bisect_right(CONTEXTS, tokens) - 1
 
 

@@ -1,11 +1,11 @@
 // Queries of absorbed latent attention, for few tokens: each head's unrotated columns times its keys, and its other columns rotated.
 //
-// A block computes COLUMNS latent columns of a head, and a warp 16 of them. Keys do not depend on the kernel before: all that a block needs are
-// under way to shared memory while that one still runs, and the registers stay free for the kernel that follows. In memory the latent columns of
-// a key are neighbours, but they are rows of the result: ldmatrix transposes them. Tokens come to shared memory after the wait, once for all warps.
+// A block computes COLUMNS latent columns of a head, and a warp 16 of them. Keys do not depend on the preceding kernel, so a block prefetches all
+// its keys into shared memory while that kernel still runs, and the registers stay free for the next kernel. In memory the latent columns of
+// a key are adjacent, but they are rows of the result: ldmatrix transposes them. Tokens are copied to shared memory after the wait, once per block.
 //
-// As in `fragments.cu`, an instruction multiplies whichever 16 unrotated columns its lanes hold: lane (g, t) loads eight neighbouring columns of
-// token g at once, and lanes name the keys of the same columns to ldmatrix. The blocks of a head share its pairs of columns to rotate.
+// As in `fragments.cu`, an instruction multiplies the 16 unrotated columns that its lanes have: lane (g, t) loads eight adjacent columns of
+// token g at once, and lanes pass the keys of the same columns to ldmatrix. The blocks of a head split its pairs of columns to rotate.
 //
 // Constants from the host: NOPE, RANK, ROPE (columns of a head's unrotated query, of the latent, and of the rotated query), INTERLEAVED (whether
 // neighbours rotate together; otherwise columns half of ROPE apart), TOKENS (8 or 16: most tokens), EARLY (whether the kernel starts before the

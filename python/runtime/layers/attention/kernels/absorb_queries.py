@@ -1,4 +1,4 @@
-"""Queries of absorbed latent attention in CUDA C++: blocks hold their keys before the tokens are ready (`absorb_queries.cu`)."""
+"""Queries of absorbed latent attention in CUDA C++: blocks prefetch their keys before the tokens are ready (`absorb_queries.cu`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ WARPS = 4
 COLUMNS = 16 * WARPS
 """Latent columns of a block."""
 MOST_NOPE = 256
-"""Unrotated columns of a head: those of 64 latent columns take 32 KiB of a block."""
+"""Unrotated columns of a head: for 64 latent columns they take 32 KiB per block."""
 ALIGNED = 8
-"""Numbers in 16 bytes, which are copied at once."""
+"""Numbers in a copy of 16 bytes."""
 
 
 def supports(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor) -> bool:
@@ -78,6 +78,6 @@ def _kernel(nope: int, rank: int, rope: int, interleaved: bool, tokens: int, pdl
 
 
 def source(nope: int, rank: int, rope: int, interleaved: bool, tokens: int, pdl: bool) -> str:
-    """The CUDA program for these widths and up to so many tokens."""
+    """The CUDA program for these widths and at most this many tokens."""
     constants = {"NOPE": nope, "RANK": rank, "ROPE": rope, "INTERLEAVED": int(interleaved), "TOKENS": tokens, "EARLY": int(pdl)}
     return program(constants, Path(__file__).with_name("absorb_queries.cu"))

@@ -1,4 +1,4 @@
-// Attention of few queries over long caches: the blocks of a cluster share the keys of one request and KV head, and merge their results.
+// Attention of few queries over long caches: the blocks of a cluster split the keys of one request and KV head, and merge their results.
 //
 // A block takes neighbouring keys, in steps of WARPS tiles of 16. In a step each warp multiplies all queries by the keys of its own tile and
 // leaves the weights, relative to its own largest score, in shared memory. After the block's one barrier of a step, each warp multiplies all
@@ -244,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
         else wait_copies<2 * STAGES - 4>();
         __syncthreads();
 
-        // Of this step the keys are read, of the step before the values as well.
+        // The keys of this step and the values of the previous step have been read.
         if (tile + STAGES * WARPS < end)
             copy_tile<ALL, false>(own_keys + stage * STAGE_BYTES, pass.k, next_row, (tile + STAGES * WARPS) * TILE_KEYS, fresh, stop);
         commit_copies();

@@ -1,4 +1,4 @@
-"""Split-KV attention of few requests in CUDA C++: one launch, in which the blocks of a cluster merge their shares (`cluster_decode.cu`).
+"""Split-KV attention for few requests in CUDA C++: one launch, in which the blocks of a cluster merge their splits (`cluster_decode.cu`).
 
 The same launch can norm, rotate and store the heads of the pass's own tokens (`new_heads.cu`).
 """
@@ -33,9 +33,9 @@ TILE_KEYS = 16
 MOST_BLOCKS = 16
 """The largest cluster of Hopper."""
 MOST_NEW = 8
-"""Most queries per request whose heads the kernel rotates."""
+"""Maximum queries per request whose heads the kernel rotates."""
 CHUNK = 8
-"""Columns of a head that a lane holds together."""
+"""Adjacent columns of a head per lane."""
 LOG2_E = 1.4426950408889634
 FILES = ("cluster_parts.cu", "new_heads.cu", "cluster_decode.cu")
 
@@ -46,7 +46,7 @@ class NewTokens:
 
     Attributes:
         heads: how their rows become heads.
-        positions, slots: int64 [B * W], where they stand and which slot of the caches each writes.
+        positions, slots: int64 [B * W], their positions and the cache slots that they write.
     """
 
     heads: RotaryHeads
@@ -79,7 +79,7 @@ class _Pass(ctypes.Structure):
 
 
 def supports(shape: SplitShape, page_size: int, q: torch.Tensor, cache: torch.Tensor, sinks: torch.Tensor | None) -> bool:
-    """Whether the kernel takes passes of this shape, without a log-sum-exp, over this cache on its device."""
+    """Whether the kernel supports passes of this shape, without a log-sum-exp, over this cache on its device."""
     return (
         shape.config.cluster is not None
         and q.is_cuda
@@ -97,7 +97,7 @@ def supports(shape: SplitShape, page_size: int, q: torch.Tensor, cache: torch.Te
 def takes_rows(
     heads: RotaryHeads, shape: SplitShape, page_size: int, qkv: torch.Tensor, cache: torch.Tensor, sinks: torch.Tensor | None
 ) -> bool:
-    """Whether the kernel takes `NewTokens` with such heads in passes that it `supports`."""
+    """Whether the kernel supports `NewTokens` with these heads in passes that it `supports`."""
     return (
         shape.width <= MOST_NEW
         and heads.v_norm is None
@@ -126,8 +126,8 @@ def cluster_attention(
 ) -> torch.Tensor:
     """`split_attention` for passes that the kernel `supports`; bit for bit, a result depends on its own request and on `shape`.
 
-    With `new`, `q` holds the rows [B * W, (H + 2 G) * D] of the qkv projection, contiguous, and the kernel does first what
-    `rope_and_cache` does: keys and values of these tokens are written to the caches. Each block rotates its own queries and the keys
+    With `new`, `q` has the rows [B * W, (H + 2 G) * D] of the qkv projection, contiguous, and the kernel first does the work of
+    `rope_and_cache`: keys and values of these tokens are written to the caches. Each block rotates its own queries and the keys
     and values that it reads, so no block waits for another. The slots are those that `keys` has for the last W keys of each request; a
     token that no wanted query sees may have another.
 
@@ -168,20 +168,20 @@ def _eps(norm: RMSNorm | None) -> float:
 
 
 def _variant(config: ClusterConfig, head_dim: int, rows: int, early: bool, rotates: bool = False) -> tuple[_Variant, int]:
-    """The program for so many rows, and the clusters that share them."""
+    """The program for this many rows, and the number of clusters that share them."""
     tiles = -(-rows // TILE_ROWS)
     stages = config.stages * HEAD_DIMS[-1] // head_dim
     return _Variant(head_dim, min(tiles, MAX_ROW_TILES), config.warps, stages, early, rotates), -(-tiles // MAX_ROW_TILES)
 
 
 def _kernel(kernels: tuple[tuple[cuda_driver.Kernel, int], ...], clusters: int) -> tuple[cuda_driver.Kernel, int]:
-    """The kernel with the largest clusters that still run at once, all of them, and its blocks per cluster."""
+    """The kernel with the largest clusters that all run at once, and its blocks per cluster."""
     return next(((kernel, size) for kernel, size in kernels if kernel.clusters_at_once >= clusters), kernels[-1])
 
 
 @cache
 def _kernels(variant: _Variant, largest: int) -> tuple[tuple[cuda_driver.Kernel, int], ...]:
-    """One program for clusters of any size, with their blocks, the largest first: no batch size meets one that was not loaded."""
+    """One program for clusters of any size, with their blocks, the largest first. All are loaded, so no batch size loads one later."""
     program, threads = source(variant), 32 * variant.warps
     return tuple(
         (

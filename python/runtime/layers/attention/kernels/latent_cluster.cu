@@ -1,14 +1,14 @@
-// Attention of few queries over latent rows: the blocks of a cluster share the keys of one request, and merge their results.
+// MLA attention of few queries: the blocks of a cluster split the keys of one request, and merge their results.
 //
-// All heads read the same rows, of 512 columns that are the values too and 64 more. A cluster computes ROWS rows (queries times heads) of a
-// request, which are the narrow operand of each instruction: keys, and then columns of the values, are the wide one. A block takes neighbouring
-// keys, in steps of four tiles of 16. In a step two warps multiply each tile, half of the columns each; each warp then weighs the whole step for
-// one row of each eight, and after that multiplies all weights by its own 64 columns of the values. The blocks send each other the columns that
-// each merges, through distributed shared memory.
+// All heads read the same rows: 512 columns, which are also the values, and 64 more. A cluster computes ROWS rows (queries times heads) of a
+// request, the narrow operand of each instruction; keys, and then columns of the values, are the wide one. A block takes neighbouring
+// keys, in steps of four tiles of 16. In a step two warps multiply each tile, half of the columns each; each warp then computes the softmax weights
+// of the step for one row in eight, and multiplies all weights by its own 64 columns of the values. The blocks exchange the columns that each
+// merges through distributed shared memory.
 //
-// All but the last `width` keys of a request were stored before this pass. Their copies begin while the previous kernel still runs; where registers
-// suffice, the operands of the first step are there before that kernel ends. A row is one copy by the copy engine, which cannot reorder it: rows lie
-// 16 bytes more than their length apart, so that those of eight neighbouring keys, or of each fourth one, are in different banks.
+// All but the last `width` keys of a request were stored before this pass. Their copies begin while the previous kernel still runs; if registers
+// suffice, the operands of the first step are loaded before that kernel ends. A row is one TMA copy, which cannot reorder it: rows are padded
+// by 16 bytes, so that those of eight neighbouring keys, or of every fourth one, are in different banks.
 //
 // Source: flash-decoding (Dao et al. 2023); PTX ISA, "cp.async.bulk", "redux.sync". Constants from the host: TILES (1 to 3: eight rows each, that a
 // cluster computes), MOST_BLOCKS (of a cluster, a power of two), EARLY (whether the kernel starts before the previous one has ended).
@@ -25,8 +25,8 @@ constexpr int CHAINS = TILES == 1 ? 4 : TILES == 2 ? 2 : 1;  // sums of a score 
 constexpr int PART_BYTES = TILES * 8 * RANK * 4;  // of all parts that a block merges
 constexpr int STEPS_AHEAD = 4;                   // whose rows are prefetched into L2, beyond those that are copied
 constexpr int COPIED = TILE_KEYS * STEP_TILES / WARPS;  // keys of a step that a warp copies: half of a tile
-// Two blocks of the kernel before, of 7168 registers each, leave room for a block with so many registers a thread. They suffice for these operands
-// of the first step: chunks of the keys, and tiles of the values.
+// Registers per thread that two blocks of the preceding kernel, of 7168 registers each, leave to a block. They suffice for these operands of the
+// first step: chunks of the keys, and tiles of the values.
 constexpr int MOST_REGISTERS = 200, EARLY_CHUNKS = TILES == 1 ? 8 : TILES == 2 ? 4 : 0, EARLY_TILES = TILES == 1 ? 2 : 0;
 constexpr int HELD_TILES = TILES == 1 ? STEP_TILES : 0;  // of the values, that registers hold while a step is weighed
 static_assert(RANK == 16 << VALUE_SHIFT - 1 && COLUMNS == 2 * 32 * CHUNKS && PART_BYTES <= STEP_TILES * TILE_BYTES && MOST_BLOCKS <= 16);
@@ -246,7 +246,7 @@ extern "C" __global__ void __maxnreg__(MOST_REGISTERS) latent_attention(const Pa
             *(float2*)to = make_float2(sum[0], sum[2]);
             *(float2*)(to + SCORE_PITCH) = make_float2(sum[1], sum[3]);
         }
-        __syncthreads();  // of this step all scores are there, of the step before all values are read
+        __syncthreads();  // all scores of this step are written, all values of the previous step are read
 
         if (step > 0 && step + 1 < steps) {
             start_copies(step + 1, next_row, stop);

@@ -1,4 +1,4 @@
-"""Attention of few queries over latent rows in CUDA C++: one launch, whose clusters of blocks merge their shares (`latent_cluster.cu`)."""
+"""MLA attention for few queries in CUDA C++: one launch, in which clusters of blocks merge their splits (`latent_cluster.cu`)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:  # it imports Triton
 
 RANK, ROPE = 512, 64
 MOST_WIDTH = 8
-"""Most queries per request: each warp copies one of the pass's own keys."""
+"""Maximum queries per request: each warp copies one of the pass's own keys."""
 TILE_ROWS, MOST_TILES = 8, 3
-"""Rows (queries times heads) of a tensor core instruction, and most of these tiles that one cluster computes."""
+"""Rows (queries times heads) of a tensor-core instruction, and the maximum number of these tiles per cluster."""
 SIZES = (16, 8, 4)
-"""Blocks of a cluster, as many as fit first; above 8 a device may run none at once."""
+"""Blocks per cluster, largest first; a device may not support more than 8."""
 THREADS = 256
 KEY_BYTES, SLOTS = 16 * (2 * (RANK + ROPE) + 16), 8
 """Bytes of a tile of keys in shared memory, and tiles there."""
@@ -33,18 +33,18 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class ClusterCut:
-    """How the rows of a pass are cut.
+    """How the rows of a pass are split into clusters.
 
     Attributes:
-        blocks: blocks of a cluster, which share the keys of a request.
-        tiles: tiles of rows that a cluster computes.
+        blocks: blocks per cluster; they split the keys of a request.
+        tiles: row tiles per cluster.
     """
 
     blocks: int
     tiles: int
 
     def row_blocks(self, rows: int) -> int:
-        """Clusters that share so many rows of a request."""
+        """Number of clusters for `rows` rows of a request."""
         return -(-rows // (TILE_ROWS * self.tiles))
 
     @property
@@ -55,7 +55,7 @@ class ClusterCut:
 
 
 CUTS = tuple(ClusterCut(blocks, tiles) for blocks in SIZES for tiles in range(1, MOST_TILES + 1))
-"""All of them, those that leave a block the least work first."""
+"""All cuts, those with the least work per block first."""
 
 
 class _Pass(ctypes.Structure):
@@ -69,7 +69,7 @@ class _Pass(ctypes.Structure):
 
 
 def cut_of(at_once: Mapping[ClusterCut, int], batch: int, rows: int) -> ClusterCut | None:
-    """The first of `CUTS` whose clusters for `batch` requests of so many rows all run at once; None if there is none.
+    """The first of `CUTS` whose clusters for `batch` requests of `rows` rows all run at once; None if there is none.
 
     Args:
         at_once: clusters of each cut that the device runs concurrently.
@@ -80,7 +80,7 @@ def cut_of(at_once: Mapping[ClusterCut, int], batch: int, rows: int) -> ClusterC
 
 
 def supports(shape: LatentShape, page_size: int, cache: torch.Tensor, *, pdl: bool) -> bool:
-    """Whether the kernel takes causal passes of this shape over this cache on its device."""
+    """Whether the kernel supports causal passes of this shape over this cache on its device."""
     return (
         (shape.rank, shape.rope) == (RANK, ROPE)
         and cache.dtype is torch.bfloat16
@@ -119,7 +119,7 @@ def latent_cluster_attention(
 
 @cache
 def _clusters_at_once(early: bool) -> dict[ClusterCut, int]:
-    """Of each cut; this loads all kernels, so no batch size meets one that was not loaded."""
+    """Clusters that run at once, by cut. Loads all kernels, so that no batch size loads one later."""
     return {cut: _kernel(cut, early).clusters_at_once for cut in CUTS}
 
 
@@ -132,5 +132,5 @@ def _kernel(cut: ClusterCut, early: bool) -> cuda_driver.Kernel:
 
 @cache
 def source(tiles: int, early: bool) -> str:
-    """The CUDA program for clusters of so many tiles of rows."""
+    """The CUDA program for clusters with this cut."""
     return program({"TILES": tiles, "MOST_BLOCKS": SIZES[0], "EARLY": int(early)}, Path(__file__).with_name("latent_cluster.cu"))

@@ -22,12 +22,12 @@ from runtime.layers.attention.kernels.split_decode import LN_2
 from runtime.layers.attention.kernels.tile_slots import tile_slots
 
 MAX_SPLITS = 64
-"""Most parts of one request."""
+"""Maximum splits of one request."""
 FEW_SPLITS = 16
 MERGED_COLUMNS = 128
 """Columns of one program that merges more than `FEW_SPLITS` parts: the rows are few then, and the parts of a row long to read."""
 MAX_PARTIAL_ROWS = 2048
-"""Most rows of partial results of one request: splits times queries times heads."""
+"""Maximum rows of partial results of one request: splits times queries times heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class LatentShape:
         batch, width: requests, padding included, and queries per request.
         num_heads: H.
         rank, rope: columns of the latent, which are the values too, and of the rotated key; powers of two.
-        num_sms: multiprocessors of the device.
+        num_sms: SMs of the device.
         config: how the work is cut.
     """
 
@@ -62,18 +62,18 @@ class LatentShape:
 
     @property
     def blocks(self) -> int:
-        """Programs that share the rows of a request."""
+        """Programs over which the rows of a request are split."""
         return triton.cdiv(self.rows, self.block_m)
 
     @property
     def splits(self) -> int:
-        """Programs that share the keys of a request. They do not depend on lengths, so a captured grid holds for all."""
+        """Programs over which the keys of a request are split. Independent of lengths, so a captured grid is valid for all."""
         wanted = self.config.programs_per_sm * self.num_sms // (self.batch * self.blocks)
         return max(min(wanted, MAX_SPLITS, MAX_PARTIAL_ROWS // self.rows), 1)
 
     @property
     def partial_rows(self) -> int:
-        """Rows of all partial results of a pass; 0 where one program takes all keys."""
+        """Rows of all partial results of a pass; 0 if one program takes all keys."""
         return self.batch * self.splits * self.rows if self.splits > 1 else 0
 
 

@@ -22,8 +22,8 @@ struct NewHead {
     int low, high;    // the lane's chunks
     const u16* from;  // where the lower chunk comes from; null where the block does not need the head
     long slot;        // of a key or value
-    u32 kept[2];      // where the chunks go in shared memory; 0 where they do not
-    u16* stored;      // where the lower chunk goes in the cache; null where it does not
+    u32 kept[2];      // where the chunks go in shared memory; 0 if they do not
+    u16* stored;      // where the lower chunk goes in the cache; null if it does not
     int apart;        // values from the lower chunk to the higher
     float cos[8], sin[8];
     uint4 gains[2];

@@ -1,10 +1,10 @@
 // Values of absorbed latent attention, for few tokens: each head's weighted sum of latents times its rows of the value half of `kv_b_proj`.
 //
-// A block computes ROWS columns of a head. Weights do not depend on the kernel before, attention, which leaves the memory idle where contexts are
-// short: all that a block needs are under way to shared memory while that one still runs. The warps of a block share the latent columns, and each
-// copies and multiplies COLUMNS of its own; their sums meet in shared memory.
+// A block computes ROWS columns of a head. Weights do not depend on the preceding kernel, attention, which leaves the memory idle for short
+// contexts, so a block prefetches all its weights into shared memory while that kernel still runs. The warps of a block split the latent columns:
+// each copies and multiplies COLUMNS of them, and their sums are added in shared memory.
 //
-// As in `fragments.cu`, an instruction multiplies whichever 16 columns its lanes hold: weights and tokens agree on the order.
+// As in `fragments.cu`, an instruction multiplies the 16 columns that its lanes have: weights and tokens use the same order.
 //
 // Constants from the host besides those of `few_rows_output.cu`, of which WARPS is the width of the latent in COLUMNS: WIDTH (columns of a head's
 // value).
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) project_values
     for (int first = 0; first < ROWS; first += 4) copy16<256>(to + first * ROW_BYTES, from + first * RANK);
     commit_copies();
     int row = (g * heads + head) * RANK + warp * COLUMNS + 8 * t;
-    asm volatile("" : "+r"(row));  // computed before the wait: the compiler would leave it behind
+    asm volatile("" : "+r"(row));  // computed before the wait: the compiler would move it after
     if (EARLY) wait_for_previous();
 
     uint4 pieces[2][TILES];

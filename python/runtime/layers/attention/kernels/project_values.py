@@ -1,4 +1,4 @@
-"""Values of absorbed latent attention in CUDA C++: blocks hold their weights while attention still runs (`project_values.cu`)."""
+"""Values of absorbed latent attention in CUDA C++: blocks prefetch their weights while attention still runs (`project_values.cu`)."""
 
 from __future__ import annotations
 
@@ -66,6 +66,6 @@ def _kernel(rank: int, width: int, tokens: int, pdl: bool) -> cuda_driver.Kernel
 
 
 def source(rank: int, width: int, tokens: int, pdl: bool) -> str:
-    """The CUDA program for latents and values of these widths and up to so many tokens."""
+    """The CUDA program for latents and values of these widths and at most this many tokens."""
     cut = {"FORMAT": 0, "WARPS": rank // COLUMNS, "TALL": TALL, "WIDTH": width}
     return OutputVariant(tokens, bias=False, pdl=pdl).source(Path(__file__).with_name("project_values.cu"), cut)

@@ -31,7 +31,7 @@ LN_2 = 0.6931471805599453
 class SplitWorkspace:
     """Partial results, shared by all passes of one stream. Owned by the backend.
 
-    A pass writes here only after all earlier work has ended, early start or not, so shares of two layers never mix.
+    A pass writes here only after all earlier work has ended, early start or not, so splits of two layers never mix.
 
     Attributes:
         out: float32, by program, row and column: weighted sums of values, not yet normalised.
@@ -66,7 +66,7 @@ def split_attention(
 ) -> torch.Tensor:
     """Attend. Bit for bit, a result depends only on the request's own data, on `shape` and on the schedule.
 
-    One kernel runs the passes that `cluster_decode` supports if the config has a cut for it; two Triton kernels run the others.
+    One kernel runs the passes that `cluster_decode` supports if the config has a tiling for it; two Triton kernels run the others.
 
     Args:
         q: [B * W, H, D] contiguous, W queries per request, bfloat16 or float16.
@@ -78,7 +78,7 @@ def split_attention(
         scale: factor of the scores.
         causal: query i sees all but the last W - 1 - i keys; otherwise all.
         window: keys that a query sees before its own; -1 for all. With `lse` it requires `causal`.
-        sinks: [H], a score per head that takes part in the softmax and has no value. Requires `causal`.
+        sinks: [H], a score per head that is part of the softmax and has no value. Requires `causal`.
         lse: float32 [B * W, H] contiguous; receives the base-2 log-sum-exp.
         kv_scales: float32 [2], factors of stored keys and values: caches in e4m3, which are converted in registers.
         pdl: start before the previous kernel has ended and prefetch keys (programmatic dependent launch, Hopper). Row
@@ -139,7 +139,7 @@ def warm_up(
 
     Args:
         scaled: over a cache in e4m3.
-        heads: of a layer that hands over rows of its qkv projection where a kernel takes them.
+        heads: of a layer that passes rows of its qkv projection to kernels that support them.
     """
     q = torch.zeros((shape.batch * shape.width, shape.num_q_heads, shape.head_dim), dtype=dtype, device=device)
     stored = torch.float8_e4m3fn if scaled else dtype
@@ -278,7 +278,7 @@ def _gather(
         share = start + tl.arange(0, AT_ONCE)
         inside = (share < used)[:, None] & (m < ROWS)[None, :]
         row = ((first + share) * NUM_KV + g)[:, None] * ROWS + m[None, :]
-        # Other multiprocessors wrote these: bypass L1.
+        # Other SMs wrote these: bypass L1.
         part = tl.load(part_ptr + row[:, :, None] * D + d[None, None, :], mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
         top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
         total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")

@@ -14,7 +14,7 @@ import triton.language as tl
 MAX_SCHEDULED = 128
 """Requests that one schedule can hold; a single program compares all of them."""
 MAX_SHARES = 32
-"""Most shares of one request."""
+"""Maximum splits of one request."""
 
 
 @dataclass(frozen=True, slots=True)

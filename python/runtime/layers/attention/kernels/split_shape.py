@@ -12,14 +12,14 @@ from runtime.config.kernel_configs import SplitConfig
 from runtime.layers.attention.kernels.split_schedule import MAX_SHARES, WorkSchedule
 
 MAX_WIDTH = 16
-"""Most queries per request."""
+"""Maximum queries per request."""
 MAX_ROWS = 128
-"""Most queries times query heads per KV head."""
+"""Maximum queries times query heads per KV head."""
 BLOCK_ROWS, WIDE_BLOCK_ROWS = 64, 32
-"""Most of these rows that one program computes, for head dimensions up to 256 and above."""
+"""Maximum of these rows per program, for head dimensions up to 256 and above."""
 MAX_SPLITS = MAX_SHARES
 MAX_ROTATED = 1 << 14
-"""Entries of a pass's new keys up to which attention that rotates them is as fast as behind a kernel that does."""
+"""Entries of a pass's new keys up to which rotating them inside the attention kernel is as fast as in a separate kernel."""
 
 
 def supports(width: int, num_q_heads: int, num_kv_heads: int) -> bool:
@@ -34,7 +34,7 @@ class SplitShape:
     Attributes:
         batch, width: requests, padding included, and queries per request.
         num_q_heads, num_kv_heads, head_dim: H, G, D; D is 64, 128, 256 or 512.
-        num_sms: multiprocessors of the device.
+        num_sms: SMs of the device.
         config: how the work is split.
     """
 

@@ -56,7 +56,7 @@ def merge_tree_tail(
         keys: location of the tail.
         mask: int64 [B * W]; bit t: the query sees the t-th key of the tail.
         scale: factor of the scores.
-        prefix_out: [B * W, H, D] contiguous, attention over the keys before the tail; arbitrary where there are none.
+        prefix_out: [B * W, H, D] contiguous, attention over the keys before the tail; arbitrary if there are none.
         prefix_lse: float32, its log-sum-exp, a [B * W, H] view with any strides.
         lse_in_bits: whether `prefix_lse` is a base-2 logarithm.
         sinks: [H], a score per head that takes part in the softmax and has no value; the prefix has not counted it.

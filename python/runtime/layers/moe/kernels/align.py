@@ -19,10 +19,10 @@ from runtime.layers.kernels.cuda_program import program
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 
 FEW_PAIRS, SHORT, LONG = 4096, 128, 512
-"""Up to so many pairs a program places a short chunk of them, otherwise a long one: every program reads the counts of all chunks."""
+"""Up to this many pairs, chunks are short, otherwise long, because every program reads the counts of all chunks."""
 CHUNKS_PER_LOAD = 16
 BLOCKS, WARPS = 8, 32
-"""Of the cluster of the CUDA kernel: what every device can run, and of each block."""
+"""The CUDA kernel's blocks per cluster, which every device supports, and warps per block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Aligned:
         experts: int32 [tiles]: the expert of each tile; undefined from tile `used` on.
         places: int32 [tiles, 2]: how many tiles of its expert lie before a tile, and its expert's pairs from this tile on; undefined from
             tile `used` on.
-        used: int32 [1]: tiles that hold pairs.
-        rows: of a tile.
+        used: int32 [1]: tiles with pairs.
+        rows: rows per tile.
     """
 
     pairs: torch.Tensor
@@ -46,7 +46,7 @@ class Aligned:
 
     @property
     def tiles(self) -> int:
-        """The most tiles that any routing of so many pairs takes."""
+        """The maximum number of tiles for any routing of this many pairs."""
         return self.experts.shape[0]
 
     @property
@@ -68,7 +68,7 @@ def align(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool =
 
 
 def align_in_cuda(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool = False) -> Aligned:
-    """As `align`, by one launch."""
+    """Like `align`, in one launch."""
     assert ids.dtype is torch.int32, f"expected int32 ids; got {ids.dtype}"
     found = _empty(ids, experts, rows)
     _kernel(experts, pdl)(
@@ -100,13 +100,13 @@ def _kernel(experts: int, early: bool) -> cuda_driver.Kernel:
 
 
 def source(experts: int, early: bool) -> str:
-    """The CUDA program for so many experts."""
+    """The CUDA program for this many experts."""
     constants = dict(EXPERTS=experts, BLOCKS=BLOCKS, WARPS=WARPS, EARLY=int(early))
     return program(constants, Path(__file__).with_suffix(".cu"))
 
 
 def align_in_triton(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool = False) -> Aligned:
-    """As `align`, by two launches."""
+    """Like `align`, in two launches."""
     count, found = ids.numel(), _empty(ids, experts, rows)
     chunk = min(SHORT if count <= FEW_PAIRS else LONG, max(16, triton.next_power_of_2(count)))
     chunks, padded = triton.cdiv(count, chunk), triton.next_power_of_2(experts)

@@ -2,12 +2,12 @@
 // out[token] (+)= sum over its experts of weights of the down projection x h[pair], for the pairs that this process computed.
 //
 // A cluster of BLOCKS blocks computes TILES times 16 columns of `out` for all tokens. A unit of work is an expert and up to PASS of its tokens; a
-// token that is not in a unit is multiplied as zeros, which costs nothing. The columns of all units, one unit after the other, are cut into
-// stages, and the warps of a tile take neighbouring ones. So each weight is read once, but those of an expert with more tokens, and nothing is
-// left to be summed by another kernel.
+// token that is not in a unit is multiplied as zeros, which costs nothing. The concatenated columns of all units are split into stages, and the
+// warps of a tile take neighbouring ones. Each weight is therefore read once, except for experts with more tokens, and no other kernel has to
+// sum anything.
 //
-// A stage has room for its weights and for the columns of its tokens. The first DEPTH stages of weights are under way before h is ready. A warp
-// scales the tokens of a stage to float16 by themselves: each token by the power of two that its largest entry in this stage fixes.
+// A stage has room for its weights and for the columns of its tokens. The first DEPTH stages of weights are prefetched before h is ready. A warp
+// scales the tokens of each stage to float16 separately: each token by the power of two that fits its largest entry in this stage.
 //
 // Constants from the host besides those of `stages.cu`: TOP_K, WARPS, DEPTH, TILES, BLOCKS, REGISTERS (of a thread, at most), ADD,
 // DEFER, FLOAT_OUT, BIAS.
@@ -52,7 +52,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
             barrier_init(arrived_at, 1), publish_barriers(), barrier_expect(arrived_at, (BLOCKS - 1) * T * TILES * ROWS * 4);
         cluster_arrive();
     }
-    // As in the kernel before, every warp finds the experts by itself; that kernel lets this one start when the routing is known.
+    // As in the preceding kernel, every warp finds the experts by itself; that kernel lets this one start when the routing is known.
     const int id = lane < count ? routing.ids[lane] - routing.first : -1;
     const bool held = id >= 0 && id < routing.experts;
     const u32 alike = __match_any_sync(~0u, held ? id : -1), from_here = alike >> lane << lane;
@@ -66,7 +66,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     const Targets copied = targets_in(shared_address(ring));
     const u32 tokens_copied = shared_address(ring) + STAGE_BYTES + lane / PIECES * TOKEN_BYTES + lane % PIECES * 16;
 
-    // A place in the stages of this warp: units still to come, the next stage of the first of them, and where that is in the ring.
+    // A position in the stages of this warp: remaining units, the next stage of the first of them, and its position in the ring.
     struct Place {
         u32 units;
         int stage, at;
@@ -166,7 +166,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     };
     // Bytes from the tokens of a stage to those of token g; -1 if it is not in the unit.
     const auto place_of_token = [&]() {
-        const int pair = (int)kept(g) * TOP_K, first = min(pair, 31);  // computed anew: it takes no register during the loop
+        const int pair = (int)kept(g) * TOP_K, first = min(pair, 31);  // recomputed: it takes no register during the loop
         const bool in = pair < 32 && (pairs >> first & ~0u >> 32 - TOP_K) != 0;
         return in ? __popc(pairs & (1u << first) - 1) * TOKEN_BYTES : -1;
     };
@@ -225,7 +225,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
         return;
     }
     if (threadIdx.x >= COUNT) return;  // whole warps
-    const u32 thread = kept(threadIdx.x);  // what follows from it is computed anew, and takes no registers during the loop
+    const u32 thread = kept(threadIdx.x);  // what follows from it is recomputed, and takes no registers during the loop
     const Entry last = entry_of(thread, first_row);
     const bool in = last.token < T;
     float sum = 0.0f;

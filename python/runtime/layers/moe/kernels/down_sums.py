@@ -19,17 +19,17 @@ MOST_PAIRS = 32
 """Pairs of token and expert that a warp holds in its registers."""
 MOST_TOKENS = 8
 DEPTH = 3
-"""Stages that each warp copies weights into. With one token, a block fits beside a block of the GEMM before, but of MXFP4."""
+"""Stages per warp for weights. With one token, a block fits on an SM together with a block of the preceding GEMM, except for MXFP4."""
 ROWS = 16
 """Columns of the output in a tile."""
 PASS = 4
 """Tokens of an expert that are multiplied together."""
 TOKEN_BYTES = {"dense": 128 + 64, "fp8": 256 + 16, "mxfp4": 512 + 64}
-"""Of a token in a stage."""
+"""Bytes per token in a stage."""
 REGISTERS = 1 << 16
-"""Of a multiprocessor."""
+"""Registers per SM."""
 GEMM_REGISTERS = {"dense": 256 * 88, "fp8": 256 * 88, "mxfp4": 256 * 120}
-"""Of a block of the GEMM before, for up to 8 tokens; for one token in MXFP4 that block fills its multiprocessor."""
+"""Registers per block of the preceding GEMM, for up to 8 tokens; for one token in MXFP4 that block fills its SM."""
 LEAST_REGISTERS = 80
 """Of a thread of this kernel; with fewer it spills. These counts are the compiler's for the architecture, alike on all Hopper GPUs, which
 alone run the kernel."""
@@ -37,7 +37,7 @@ alone run the kernel."""
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How the output is cut: a cluster of `blocks` blocks with so many warps each computes so many tiles."""
+    """How the output is tiled: a cluster of `blocks` blocks of `warps` warps computes `tiles` tiles."""
 
     warps: int
     tiles: int
@@ -45,7 +45,7 @@ class _Cut:
 
 
 CUTS = (_Cut(16, 1, 1), _Cut(12, 3, 2))
-"""One tile to a block; and, for columns that need more blocks than a device runs at once, one and a half."""
+"""One tile per block, or one and a half if the columns need more blocks than a device runs at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Variant:
 
 
 def supports(down: ExpertWeights, tokens: int, top_k: int) -> bool:
-    """Whether the kernel takes so many tokens and these weights, which `experts_by_fragments` supports on their device."""
+    """Whether the kernel supports this many tokens and these weights, which `experts_by_fragments` supports on their device."""
     return down.shape[1] % ROWS == 0 and tokens <= MOST_TOKENS and tokens * top_k <= MOST_PAIRS
 
 
@@ -92,7 +92,7 @@ def down_sums(
         out: [T, hidden] contiguous, float32 or bfloat16.
         add: add to `out` instead of overwriting it.
         deferred: what is also written for the norm that reads `out` next; `squares` has hidden / 16 columns.
-        pdl: as in `triton_gemm`; the routing was read by the kernel before, after its wait.
+        pdl: as in `triton_gemm`; the preceding kernel read the routing after its wait.
     """
     (_, hidden, inner), tokens = down.shape, len(out)
     cut = best_cut(hidden, torch.cuda.get_device_properties(out.device).multi_processor_count)
@@ -111,7 +111,7 @@ def down_sums(
 
 
 def best_cut(hidden: int, multiprocessors: int) -> _Cut:
-    """The cut by which the multiprocessor with most work has least."""
+    """The cut by which the SM with most work has least."""
 
     def most_tiles(cut: _Cut) -> float:
         return -(-hidden // (ROWS * cut.tiles) * cut.blocks // multiprocessors) * cut.tiles / cut.blocks
@@ -120,7 +120,7 @@ def best_cut(hidden: int, multiprocessors: int) -> _Cut:
 
 
 def shared_bytes(variant: _Variant, tokens: int) -> int:
-    """Of a block: the stages of its warps."""
+    """Shared memory per block: the stages of its warps."""
     stage = STAGE_BYTES[variant.format] + min(tokens, PASS) * TOKEN_BYTES[variant.format]
     return variant.cut.warps * DEPTH * stage
 
@@ -132,7 +132,7 @@ def _kernel(variant: _Variant, size: int) -> cuda_driver.Kernel:
 
 
 def registers(weights: WeightFormat, warps: int) -> int:
-    """Of a thread, at most: those that a block of the GEMM before leaves free on its multiprocessor, where they are enough."""
+    """Maximum registers per thread: those that a block of the preceding GEMM leaves free on its SM, if they are enough."""
     return max(LEAST_REGISTERS, (REGISTERS - GEMM_REGISTERS[weights]) // (32 * warps) // 8 * 8)
 
 

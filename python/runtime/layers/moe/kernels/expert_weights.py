@@ -16,7 +16,7 @@ FORMATS: dict[WeightFormat, int] = {"dense": DENSE.value, "fp8": FP8.value, "mxf
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """E matrices [N, K] in one of four formats, and what kernels need to know of them.
+    """E matrices [N, K] in one of four formats, as kernels need them.
 
     Attributes:
         weight: [E, N, K] in the activations' dtype, or e4m3; or uint8 [E, N, K / 2] of MXFP4, as `quantization.mxfp4`

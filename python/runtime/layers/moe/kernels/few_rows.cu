@@ -1,9 +1,9 @@
-// One of the two GEMMs of a sparse MLP for few tokens, which reads each weight of the experts hit once, by `stages.cu`.
+// One of the two GEMMs of a sparse MLP for few tokens. It reads each weight of the selected experts once, by `stages.cu`.
 //
 // A unit of work is 16 weight rows of an expert times up to PASS of its tokens. Each block takes neighbouring units, most of them of one expert,
-// whose tokens it holds in shared memory. Groups of `split` warps take a unit each and share its columns. Each warp copies its weights into a
-// ring of its own, DEPTH - 1 stages ahead of its multiplications and from one unit into the next. (Loads into registers would not run ahead: the
-// compiler waits for all of them together.)
+// and keeps their tokens in shared memory. Groups of `split` warps take a unit each and split its columns. Each warp copies its weights into its
+// own ring, DEPTH - 1 stages ahead of its multiplications and across units. (Loads into registers would not run ahead: the compiler waits for
+// all of them together.)
 //
 // Constants from the host besides those of `stages.cu`: TOP_K, TOKENS (most tokens), EXPERTS (a multiple of 32, at least those of this
 // process), GATED (whether this is the first GEMM), BIAS, SMALL (whether there are at most 32 pairs, of at most PASS tokens), TILES (of eight
@@ -16,13 +16,13 @@ static_assert(PASS <= WARPS, "a warp converts one token at most");
 
 struct Segment {  // the units of a block that have the same tokens
     int expert, skipped, tokens;  // tokens of the expert that earlier units take; tokens of these
-    int start, end;               // the unit of the expert's first rows; the first unit behind
+    int start, end;               // the unit of the expert's first rows; the first unit after
 };
 
-// The units of this block as segments of `tiles` units at most, by a count of the tokens of each expert. `range`: its first unit, and the one behind.
+// The units of this block as segments of at most `tiles` units, from the token count of each expert. `range`: its first unit, and the end.
 //
-// Blocks get shares of about the same cost, in quarters of a unit of eight tokens. Weights that are converted are bound by instructions, not by
-// memory alone: units of more tokens need more of them, and where the tokens change, the warps wait for each other.
+// Blocks get shares of about the same cost, in quarters of a unit of eight tokens. Converting weights is bound by instructions, not only by
+// memory: units of more tokens need more instructions, and the warps wait for each other when the tokens change.
 __device__ __forceinline__ void plan_units(
     const Routing& routing, int count, int tiles, short* experts_of_pairs, int* hits, Segment* segments, int* range
 ) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void plan_units(
     __syncthreads();
     if (warp == 0) {
         constexpr int OWN = EXPERTS / 32;
-        const auto cost_of = [&](int left) { return min(left, PASS) > 8 ? MANY : FEW; };  // of a unit, of so many tokens
+        const auto cost_of = [&](int left) { return min(left, PASS) > 8 ? MANY : FEW; };  // of a unit with `left` tokens
         int passes = 0, costs = 0;
         #pragma unroll 1
         for (int j = 0; j < OWN; j++)
@@ -110,13 +110,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
     __shared__ Segment segments[SEGMENTS];
     __shared__ int pairs[SEGMENTS][PASS];
     __shared__ float pair_weights[SEGMENTS][PASS];
-    __shared__ float parts[WARPS][TILES][4][32];  // sums of the warps that share a unit with another, which adds them up
-    __shared__ __align__(8) u64 left[WARPS / 2], taken[WARPS / 2];  // of a unit: its parts lie there; they have been read
+    __shared__ float parts[WARPS][TILES][4][32];  // partial sums of the warps that share a unit; another warp adds them
+    __shared__ __align__(8) u64 left[WARPS / 2], taken[WARPS / 2];  // of a unit: its parts are written; they have been read
     static_assert(TOKENS * TOP_K * sizeof(short) <= sizeof parts);
     short* const experts_of_pairs = (short*)parts;  // only before the first unit
     __shared__ u32 largest[WARPS];  // magnitude that a warp has found in its part of a token
     __shared__ float widenings[PASS];
-    __shared__ uint4 biases[BIAS ? WARPS : 1][DEPTH][2];  // of a unit, beside its last stage: of the low rows and of the high ones
+    __shared__ uint4 biases[BIAS ? WARPS : 1][DEPTH][2];  // of a unit, stored with its last stage: for the low rows and the high ones
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     w.rows = WEIGHT_ROWS, w.columns = WEIGHT_COLUMNS;
     const int inner = w.rows / 2, tiles = GATED ? inner / 8 : w.rows / 16, count = T * TOP_K;
@@ -264,14 +264,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         for (int stage = first; stage < stop; stage++) {
             wait_copies<DEPTH - 2>();
             __syncwarp();
-            copy_stage();  // over the stage before this one, which all lanes have read
+            copy_stage();  // over the previous stage, which all lanes have read
             const u8* const columns = own_tokens + stage * (2 * STAGE_COLUMNS);
             if (TILES > 1 && here.tokens > 8) multiply_stage<TILES>(sums, of_unit, place, columns, stride);
             else multiply_stage<1>(sums, of_unit, place, columns, stride);
             place = place + STAGE_BYTES == DEPTH * STAGE_BYTES ? 0 : place + STAGE_BYTES;
         }
         unit += groups;
-        if (split > 1) {  // no warp waits for one that is behind but the first of its group, and each for its own parts to be read
+        if (split > 1) {  // only the first warp of a group waits for slower ones; each warp waits until its own parts were read
             if (member != 0) {
                 if (round > 0) barrier_wait(taken_at(), (round - 1) & 1);
                 #pragma unroll

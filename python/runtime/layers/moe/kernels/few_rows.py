@@ -1,9 +1,9 @@
-"""Experts for few tokens, as in decoding: two kernels that read each weight of the experts hit once.
+"""Experts for few tokens, as in decoding: two kernels that read each weight of the selected experts once.
 
 They serve the dtypes and shapes that `fragment_rows` does not.
 
-No sort, no atomics: programs find the experts that are hit in the routing's bit masks, and every token is a column of the
-tensor cores' right operand, zeros where it is not routed to the expert. One graph serves every routing.
+No sort, no atomics: programs find the selected experts in the routing's bit masks, and every token is a column of the
+tensor cores' right operand, with zeros if it is not routed to the expert. One graph serves every routing.
 """
 
 # pyright: reportIndexIssue=false
@@ -50,13 +50,13 @@ def experts_in_triton(
         down: [E, hidden, I].
         configs: the tilings of the two kernels.
         out: [T, hidden] contiguous, any float dtype; written whole.
-        first: id of the first of these E experts; tokens' other experts are left out.
+        first: id of the first of these E experts; other experts of the tokens are skipped.
         add: add to `out` instead of overwriting it.
         deferred: with `add`: what is also written for the norm that reads `out` next, with `configs[1].parts(hidden)`
             sums of squares per row.
         pdl: as in `triton_gemm`.
 
-    Sums run in an order that the shapes, the routing of all tokens and `configs` fix.
+    The order of sums depends only on the shapes, the routing of all tokens and `configs`.
     """
     (T, hidden), (E, N, _), top_k = x.shape, gate_up.shape, routed.ids.shape[1]
     inner = N // 2
@@ -165,7 +165,7 @@ def _down_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: `BLOCK_N` outputs of all tokens, summed over the experts that are hit, one after the other."""
+    """One program: `BLOCK_N` outputs of all tokens, summed over the experts that are hit, one after another."""
     pdl_sync(PDL)
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

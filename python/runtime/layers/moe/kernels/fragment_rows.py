@@ -24,17 +24,17 @@ from runtime.layers.moe.router import Routing
 
 MOST_TOKENS = 256
 SMALL_PAIRS = 32
-"""Pairs of token and expert that a warp of the GEMMs holds in its registers."""
+"""Pairs of token and expert that a GEMM warp keeps in its registers."""
 SHARED_BYTES = 226 * 1024
-"""Of the blocks of a multiprocessor."""
+"""Shared memory per SM for all its blocks."""
 SCALE_COPY = 8
 """Bytes of MXFP4 scales that a lane copies at once; a tensor is a whole number of them."""
 MOST_TOP_K = 16
-"""Experts of a token, at most: the list of pairs lies in shared memory that sums take later."""
+"""Maximum experts per token: the list of pairs is in shared memory that sums reuse later."""
 SEGMENTS = 12
-"""Sets of tokens that a block goes through, at most: its cost is up to 5 / 4 of that of `SEGMENTS - 4` passes, and it may cut two more."""
+"""Maximum sets of tokens per block: its cost is up to 5 / 4 of that of `SEGMENTS - 4` passes, and it may split two more."""
 ROW_OFFSETS = {"dense": 64, "fp8": 16, "mxfp4": 64}
-"""Bytes by which the next token in shared memory lies further on the 128 bytes of its banks."""
+"""Offset of the next token in shared memory modulo the 128 bytes of the banks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _Cut:
 
     Attributes:
         warps: of a block.
-        blocks: blocks on each multiprocessor, of 16 warps together.
+        blocks: blocks on each SM, of 16 warps together.
         tiles: times eight tokens of a unit.
         depth: stages of the ring that a warp copies weights into.
     """
@@ -57,7 +57,7 @@ class _Cut:
 TILE_TOKENS = 8
 _ONE_TILE = (_Cut(16, 1, 1, 4), _Cut(16, 1, 1, 3), _Cut(16, 1, 1, 2))
 _FEW, _MANY = (_Cut(8, 2, 1, 4), *_ONE_TILE), (_Cut(16, 1, 2, 4), _Cut(16, 1, 2, 3), *_ONE_TILE)
-"""For up to eight tokens, and for more: the best first, those that need less shared memory after it."""
+"""Configurations for up to eight tokens, and for more: the best first, then those with less shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class _Gemm:
 
     @property
     def tokens(self) -> int:
-        """Most tokens: cuts of few warps are for few of them."""
+        """Maximum tokens: configurations with few warps are for few tokens."""
         return TILE_TOKENS if self.cut.warps < 16 else MOST_TOKENS
 
 
@@ -116,7 +116,7 @@ def experts_by_fragments(
 ) -> torch.Tensor:
     """`experts_in_triton`, for what the kernels `supports`; `deferred.squares` has hidden / 16 columns.
 
-    Sums run in an order that the shapes and the routing of all tokens fix.
+    The order of sums depends only on the shapes and the routing of all tokens.
     """
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routing.ids.shape[1]
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
@@ -167,7 +167,7 @@ def _gemm(
 
 
 def _readable(w: ExpertWeights, T: int) -> bool:
-    """Whether lanes can copy these weights, scales and biases, for so many tokens."""
+    """Whether lanes can copy these weights, scales and biases, for this many tokens."""
     columns = w.scale_layout[3]
     scales = w.format != "fp8" or columns % 128 == 0
     if w.format == "mxfp4":
@@ -177,7 +177,7 @@ def _readable(w: ExpertWeights, T: int) -> bool:
 
 
 def _cut(w: ExpertWeights, T: int) -> _Cut | None:
-    """The best cut whose blocks fit on a multiprocessor; None if none does. MXFP4 for one token is faster in one block than in two."""
+    """The best configuration whose blocks fit on an SM; None if none does. MXFP4 for one token is faster in one block than in two."""
     for cut in _MANY if T > TILE_TOKENS else _ONE_TILE if w.format == "mxfp4" and T == 1 else _FEW:
         fixed = (512 * cut.tiles + 32 * cut.depth) * cut.warps + 4 * w.shape[0] + 2560
         if _shared_bytes(w, cut, T) + fixed <= SHARED_BYTES // cut.blocks:
@@ -186,7 +186,7 @@ def _cut(w: ExpertWeights, T: int) -> _Cut | None:
 
 
 def _split(units: float, stages: int, warps: int) -> int:
-    """Warps that share a unit of work, where a block has so many units of so many stages of columns; to share costs about one stage."""
+    """Warps per work unit, for this many units per block and stages per unit. Splitting a unit costs about one stage."""
     return min((n for n in (1, 2, 4, 8, 16) if n <= warps), key=lambda n: -(-units // (warps // n)) * (-(-stages // n) + (n > 1)))
 
 
@@ -197,7 +197,7 @@ def _stride(w: ExpertWeights) -> int:
 
 
 def _shared_bytes(w: ExpertWeights, cut: _Cut, T: int) -> int:
-    """Of a block: rings and tokens."""
+    """Shared memory per block: rings and tokens."""
     return cut.warps * cut.depth * STAGE_BYTES[w.format] + (2 * TILE_TOKENS if cut.tiles == 2 else min(T, TILE_TOKENS)) * _stride(w)
 
 

@@ -26,7 +26,7 @@ class GatedAct:
 
     @property
     def argument(self) -> GateArgument:
-        """As a parameter of the CUDA kernels."""
+        """The value as a parameter of the CUDA kernels."""
         return GateArgument(self.alpha, self.limit)
 
 

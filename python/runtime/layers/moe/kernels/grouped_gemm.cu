@@ -1,19 +1,19 @@
 // One of the two grouped GEMMs of experts for many tokens: tiles of ROWS pairs of one expert by TILE rows of its weights (WGMMA).
 //
 // GATED, the first: rows of x are gathered by the tokens of the pairs, and act(gate) * up is stored in the order of the sorted pairs, which
-// is the order of rows of x in the second. That stores rows times the weights of their pairs, each at the index of its pair.
+// is the row order of x in the second GEMM. The second one stores rows times the weights of their pairs, each at the index of its pair.
 //
 // A warpgroup loads a ring of stages: weights by TMA, gathered rows by cp.async into the same swizzle, sorted rows by TMA. Two or three
 // warpgroups multiply 64 pairs each. Each warp transposes its results in shared memory and stores them in pieces of whole sectors: bulk
-// copies would go one by one, because each row has an address of its own.
+// copies would need one copy per row, because each row has a separate address.
 //
-// With CLUSTER_M = 2, the two blocks of a cluster take neighbouring tiles of pairs of an expert and load half of the weights for both. Of
-// an odd number of tiles, they take the last one by neighbouring tiles of weights instead. Either takes as long: a tile in the table
-// stands for as many items of work as half of the tiles of weights. Items follow each other by expert, and clusters take every so many
-// of them, so that blocks that run at the same time share weights and rows of x in L2.
+// With CLUSTER_M = 2, the two blocks of a cluster take neighbouring tiles of pairs of an expert and load half of the weights for both. If the
+// number of tiles is odd, they take the last one with neighbouring tiles of weights instead. Both take equally long: a tile in the table
+// counts as half as many work items as there are tiles of weights. Items are ordered by expert, and clusters take them round robin, so
+// that blocks that run at the same time share weights and rows of x in L2.
 //
-// With ELEMENT = 1, x and the weights are e4m3. Sums of 128 columns by 128 rows of weights are multiplied by their scales, then added up:
-// both halves of a tile one after the other, because a thread has the registers for one half beside its sums. The first GEMM stores e4m3
+// With ELEMENT = 1, x and the weights are e4m3. Sums of 128 columns by 128 rows of weights are multiplied by their scales, then added:
+// the two halves of a tile one after another, because a thread only has registers for one half and its sums. The first GEMM stores e4m3
 // with a scale for each row and tile, which is 128 columns of the second.
 //
 // Defined before this text: ROWS (128 or 192), TILE, CLUSTER_M, STAGES, STORED, ELEMENT (bytes), GATED, ACT, BFLOAT16, BIAS, EARLY,
@@ -270,7 +270,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
         const int member = threadIdx.x - MULTIPLIERS;
         const Weights weights = {&w_map, rows, columns, work.block};
 #if GATED
-        constexpr int COPIES = ROWS * 8 / LOADERS, STRIDE = LOADERS / 8;  // of a thread: 16 bytes of so many rows, each so many further on
+        constexpr int COPIES = ROWS * 8 / LOADERS, STRIDE = LOADERS / 8;  // of a thread: 16-byte copies, and the rows between them
         const int row = member / 8, piece = member % 8;
         const u32 to = data + row * ROW_BYTES + (piece ^ row % 8) * 16;
         const int limit = width * ELEMENT / 16;

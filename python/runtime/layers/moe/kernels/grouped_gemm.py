@@ -22,7 +22,7 @@ from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
 from runtime.layers.moe.router import Routing
 
 GROUPED_PARTS = Path(__file__).with_name("grouped_parts.cu")
-"""What grouped GEMMs share."""
+"""The part common to grouped GEMMs."""
 SHARED_BYTES = 227 << 10
 """All shared memory that a block may have: stages, then results on their way to memory, then barriers."""
 BARRIER_BYTES = 256
@@ -30,7 +30,7 @@ MOST_STAGES = BARRIER_BYTES // 16
 LOADERS = 128
 """Threads of the loading warpgroup."""
 GATHER_REGISTERS, LOAD_REGISTERS = 40, 32
-"""Of each of them, where all copy rows of x, and where one loads boxes."""
+"""Registers per loading thread if all of them gather rows of x, and if only one loads boxes."""
 SCALE_BLOCK = 128
 """Rows and columns of e4m3 weights that share a scale, and columns of a row between the GEMMs."""
 FP8_TILE = (128, 2 * SCALE_BLOCK)
@@ -58,17 +58,17 @@ class _Variant:
 
     @property
     def stage_bytes(self) -> int:
-        """Of the rows of x and of the weights that one step multiplies."""
+        """Bytes of x and of the weights in one stage."""
         return (self.rows + self.tile) * ROW_BYTES
 
     @property
     def stored(self) -> int:
-        """Columns of the output that are staged together."""
+        """Columns of the output per staging pass."""
         return next(columns for columns in (64, 32, 16) if self.outputs % columns == 0)
 
     @property
     def stages(self) -> int:
-        """Of the ring: what fits beside the results on their way to memory."""
+        """Stages of the ring: as many as fit with the staged results."""
         staged = self.rows * (self.stored * 2 + 16)
         return min((SHARED_BYTES - BARRIER_BYTES - staged) // self.stage_bytes, MOST_STAGES)
 
@@ -85,7 +85,7 @@ def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, confi
 
 
 def _takes(weights: ExpertWeights, dtype: torch.dtype, rows: int, tile: int, halves: int) -> bool:
-    """Whether a GEMM takes these weights, whose rows are so many matrices above each other."""
+    """Whether a GEMM supports these weights, whose rows are this many stacked matrices."""
     _, N, K = weights.shape
     if not weights.weight.is_contiguous() or N % (8 * halves) or K % 8:
         return False
@@ -112,7 +112,7 @@ def experts_by_wgmma(
     added: Added | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """As `experts_many_rows`, for what the kernels support; with e4m3 weights, rows of x are rounded to e4m3 with a scale each, and
+    """Like `experts_many_rows`, for what the kernels support; with e4m3 weights, rows of x are rounded to e4m3 with a scale each, and
     those between the GEMMs with one for each `SCALE_BLOCK` columns.
     """
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]

@@ -39,7 +39,7 @@ def experts_many_rows(
     added: Added | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """As `experts_in_triton`, for any number of tokens; outputs of experts are rounded to the dtype of x before they are summed.
+    """Like `experts_in_triton`, for any number of tokens; outputs of experts are rounded to the dtype of x before they are summed.
 
     Args:
         config: the tilings; with `config.fp8_rows` and FP8 weights, activations are rounded to e4m3 with a scale for each row.
@@ -64,10 +64,10 @@ def experts_many_rows(
 
 @dataclass(slots=True)
 class Added:
-    """That sums are added to the residual stream, with what else is added and computed on the way.
+    """Adds sums to the residual stream, optionally with another addend and the next norm.
 
     Attributes:
-        beside: [T, hidden] in the dtype of activations, added too; None for nothing.
+        beside: [T, hidden] in the dtype of activations, also added; None for nothing.
         norm: the norm that reads the stream next, or None.
         normed: `norm` of the stream [T, hidden] in the dtype of activations, once a kernel has computed it; some do not.
     """
@@ -80,11 +80,11 @@ class Added:
 def sum_pairs(
     y: torch.Tensor, routed: Routing, out: torch.Tensor, first: int, experts: int, *, added: Added | None, pdl: bool
 ) -> torch.Tensor:
-    """`out[t] = sum(y[pair])` over the pairs of each token whose experts this process holds, in their order; returns `out`.
+    """`out[t] = sum(y[pair])` over the pairs of each token with experts in this process, in order; returns `out`.
 
     Args:
         y: [T * k, hidden], each row times the weight of its pair.
-        added: `out` is the stream, float32: `out[t] += sum(y[pair]) + beside[t]`, then its norm. None where `out` is written.
+        added: `out` is the stream, float32: `out[t] += sum(y[pair]) + beside[t]`, then its norm. None if `out` is written.
     """
     (T, hidden), top_k = out.shape, routed.ids.shape[1]
     beside, norm, normed = (None, None, None) if added is None else (added.beside, added.norm, None)
@@ -156,7 +156,7 @@ def _grouped_kernel(
     pair = tl.load(pairs_ptr + tile * BLOCK_M + m)
     r = tl.arange(0, BLOCK_N)
     if GATED:
-        # A tile loaded by descriptor holds its gate rows before its up rows; otherwise they alternate.
+        # A tile loaded by descriptor has its gate rows before its up rows; otherwise they alternate.
         row = tl.minimum(block * OUTPUTS + (r % OUTPUTS if TMA else r // 2), columns - 1) + (r // OUTPUTS if TMA else r % 2) * columns
         source = pair // TOP_K
     else:
@@ -212,8 +212,8 @@ def _sum_kernel(
     y_ptr, ids_ptr, out_ptr, beside_ptr, gain_ptr, normed_ptr, N, first, experts, eps,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, BESIDE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: `BLOCK` columns of a token, all of them where a norm follows: the sum of its pairs in their order, without those of
-    experts held elsewhere.
+    """One program: `BLOCK` columns of a token, or all if a norm follows: the sum of its pairs in order, without those of experts
+    on other ranks.
     """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,8 +1,8 @@
-// Weights in MXFP4 for `widened_experts.cu`: each is widened to float16 times its scale over the largest one of its row, which the sums are
-// multiplied by.
+// MXFP4 weights for `widened_experts.cu`: they are dequantized to float16 with scale / max row scale; the sums are multiplied by the row
+// maximum.
 //
 // Lane (g, t) of a warp gets bytes 4 t to 4 t + 3 of the 16 bytes that share a scale, by `ldmatrix`, and bytes 0 and 2, 1 and 3 of a word widen
-// together. Scales of a matrix lie beside each other in memory and come at once.
+// together. Scales of a matrix are adjacent in memory and loaded in one copy.
 //
 // Defined before this text: SLOTS (of the scales of a tile), SCALES (of a row), widened_tiles.cu.
 

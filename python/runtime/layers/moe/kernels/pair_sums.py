@@ -1,4 +1,4 @@
-"""The sum of a token's pairs of token and expert, in CUDA C++ on Hopper (`pair_sums.cu`), perhaps added to what is there."""
+"""The sum of a token's pairs of token and expert, in CUDA C++ on Hopper (`pair_sums.cu`), optionally added to the output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.layers.moe.kernels.routing_argument import RoutingArgument
 
 THREADS = 64
 COLUMNS = 4 * THREADS
-"""Of a block."""
+"""Threads and columns per block."""
 SQUARE_COLUMNS = 16
 """Columns of a sum of squares for a deferred norm."""
 
@@ -33,7 +33,7 @@ class _Variant:
 def pair_sums(
     y: torch.Tensor, routed: RoutingArgument, top_k: int, out: torch.Tensor, *, add: bool, deferred: DeferredNorm | None, pdl: bool
 ) -> torch.Tensor:
-    """`out[t] = sum(y[pair])` over the pairs of each token whose experts this process holds, in their order; returns `out`.
+    """`out[t] = sum(y[pair])` over the pairs of each token with experts in this process, in order; returns `out`.
 
     Args:
         y: float32 [T * top_k, hidden], each row times the weight of its pair; hidden is a multiple of 16.

@@ -18,16 +18,16 @@ from runtime.layers.moe.router import Routing, RoutingRule
 SOFTMAX, SIGMOID, TOPK_SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _SCORINGS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "topk_softmax": TOPK_SOFTMAX.value}
 FEW_ROWS = 64
-"""Up to this many tokens, several programs share the GEMM of 8 tokens; above, `MID_ROUTER_ROWS` holds."""
+"""Up to this many tokens, several programs share the GEMM of 8 tokens; above, `MID_ROUTER_ROWS` applies."""
 COLUMNS = 128
 LEAST = tl.constexpr(-3e38)
-"""The score by which experts are chosen where it is NaN or less."""
+"""Minimum score of an expert, which also replaces NaN."""
 MAX_BLOCKS = 4096
 """Blocks of tokens of one call, at most."""
 
 
 def new_tickets(device: torch.device) -> torch.Tensor:
-    """Counters for `route`, which leaves them at zero; calls that run one after the other may share them."""
+    """Counters for `route`, which leaves them at zero; calls that run one after another may share them."""
     return torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device)
 
 
@@ -49,10 +49,10 @@ def route(
     Args:
         x: [T, K] contiguous, K a multiple of 16.
         weight: [E, K] contiguous, the dtype of x. Logits are summed and kept in float32.
-        tickets: from `new_tickets`: in Triton, the program that ends last for a block of tokens makes the choice.
+        tickets: from `new_tickets`: in Triton, the last program of a block of tokens makes the choice.
         bias: [E], added to the logits.
         correction_bias: float32 [E], added to the scores for the choice only.
-        masks: int32 [T, ⌈(E + shared) / 32⌉] for `Routing.masks`; allocated where it is None.
+        masks: int32 [T, ⌈(E + shared) / 32⌉] for `Routing.masks`; allocated if None.
         norm: x has still to be multiplied by this; `normed` [T, K] receives the product.
         pdl: as in `triton_gemm`.
     """

@@ -1,11 +1,11 @@
-// Routing for few tokens: the router's GEMM, the scores and the choice of experts, by a cluster of blocks for up to PASS tokens.
+// Routing for few tokens: the router's GEMM, the scores and the selection of experts, in a cluster of blocks for up to PASS tokens.
 //
-// PARTS blocks share the columns of 16 * OWN experts, and the warps of a block share its columns. Weights do not depend on the kernel
-// before: the first HELD chunks of each row are under way while that one still runs. Small shares go to registers, because a block with
-// little shared memory starts beside most kernels. Large ones go to a ring in shared memory, and what the ring does not hold yet to L2.
-// Tokens pass through shared memory, normed and in rounds, into the fragments of mma.m16n8k16. The sums of the warps meet in shared memory
-// and travel from there to the block that chooses for a token. Its mbarrier counts the bytes, so the cluster needs no barrier at the end: a
-// block that awaits nothing ends when it has sent. A warp chooses.
+// PARTS blocks split the columns of 16 * OWN experts, and the warps of a block split its columns. Weights do not depend on the preceding
+// kernel: the first HELD chunks of each row are loaded while that kernel still runs. Small shares go to registers, because a block with
+// little shared memory fits on an SM together with most kernels. Large shares go to a ring in shared memory; chunks that do not fit yet are
+// prefetched into L2. Tokens pass through shared memory, normed and in rounds, into the fragments of mma.m16n8k16. The sums of the warps are
+// added in shared memory and sent to the block that selects for a token. Its mbarrier counts the bytes, so the cluster needs no final
+// barrier: a block that expects nothing ends after sending. One warp per token selects the experts.
 //
 // Constants from the host besides those of `fragments.cu`: EXPERTS, COLUMNS, TOP_K, SHARED (1: expert EXPERTS follows the chosen ones, by weight
 // 1; otherwise 0), SCORING (0: softmax, 1: sigmoid, 2: softmax of the chosen), RENORMALIZE, BIAS, CORRECTION, NORM, WARPS, CLUSTER, PARTS, OWN,
@@ -55,7 +55,7 @@ __device__ __forceinline__ u32 key_of(float x) {
 }
 __device__ __forceinline__ float of_key(u32 key) { return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : ~0u)); }
 
-// The compiler leaves this load before the wait for the kernel before, but not one by `ld.global.nc`. Zeros where it is not `in`.
+// The compiler leaves this load before the wait for the preceding kernel, but not one by `ld.global.nc`. Zeros where it is not `in`.
 __device__ __forceinline__ uint4 load16(const u16* at, bool in) {
     uint4 v = make_uint4(0, 0, 0, 0);
     if (in)

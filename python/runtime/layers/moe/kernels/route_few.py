@@ -1,4 +1,4 @@
-"""Routing for few tokens in CUDA C++: a cluster of blocks holds the router's weights before the tokens are ready (`route_few.cu`)."""
+"""Routing for few tokens in CUDA C++: a cluster of blocks prefetches the router's weights before the tokens are ready (`route_few.cu`)."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ PASS = 8
 """Tokens of a cluster, at most; shared memory is that of 1, 2, 4 or 8 tokens."""
 MOST_EXPERTS = 512
 MOST_CHOSEN = 32
-"""Experts of a token: one for each lane of the warp that chooses."""
+"""Maximum experts per token: one per lane of the selecting warp."""
 WARPS = 8
-"""Of a block."""
+"""Warps per block."""
 MOST_BLOCKS = 8
-"""Of a cluster, on any GPU that has clusters."""
+"""Maximum blocks per cluster on any GPU with clusters."""
 COLUMNS = 4 * fragments.COLUMNS["dense"]
-"""Of a chunk."""
+"""Columns per chunk."""
 MOST_IN_REGISTERS = 8
-"""Chunks of 16 experts that a warp holds, eight registers of a lane each: with more than that, they are in shared memory."""
+"""Chunks of 16 experts per warp, eight registers per lane each: with more, they are in shared memory."""
 MOST_IN_RING = 12
 """96 KiB of a block."""
 CHUNK_BYTES = 16 * 2 * COLUMNS
 MOST_ROUND = 8
-"""Chunks of a token that a warp keeps in shared memory: half as many beside more than two tiles, whose sums take the registers."""
+"""Chunks of a token that a warp keeps in shared memory: half as many with more than two tiles, whose sums need the registers."""
 SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a cluster shares a router: the constants of the same names in the CUDA source."""
+    """How a cluster splits a router: the constants of the same names in the CUDA source."""
 
     cluster: int
     parts: int
@@ -50,7 +50,7 @@ class _Cut:
     token_bytes: int
 
     def shared_bytes(self, tokens: int) -> int:
-        """Of a block, for so many tokens of its cluster."""
+        """Shared memory per block, for this many tokens of its cluster."""
         return WARPS * (self.ring * self.held * self.own * CHUNK_BYTES + tokens * self.token_bytes)
 
 
@@ -106,7 +106,7 @@ def route_few(
 ) -> Routing:
     """`route`, for what the kernel `supports`; fills and returns `routed`.
 
-    A row's result depends on its own row only, summed in an order that the router's shape fixes.
+    A row's result depends only on its own row, summed in an order fixed by the router's shape.
     """
     T, (E, K) = len(x), weight.shape
     scoring, biased, corrected = SCORINGS.index(rule.scoring), bias is not None, correction_bias is not None
@@ -134,7 +134,7 @@ def _kernels(variant: _Variant) -> tuple[int, tuple[cuda_driver.Kernel, ...]]:
 
 
 def _cut(experts: int, columns: int) -> _Cut:
-    """Few experts leave blocks that share their columns; with many, each block has several tiles of 16."""
+    """With few experts, several blocks split their columns; with many, each block has several tiles of 16."""
     tiles = -(-experts // 16)
     own = -(-tiles // MOST_BLOCKS)
     parts = max(1, MOST_BLOCKS >> (tiles - 1).bit_length())

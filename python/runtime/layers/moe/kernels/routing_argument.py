@@ -14,5 +14,5 @@ class RoutingArgument(ctypes.Structure):
 
 
 def routing_argument(routing: Routing, first: int, experts: int) -> RoutingArgument:
-    """A kernel's parameter, where this process has so many experts from `first` on."""
+    """The kernel parameter of a process that has this many experts from `first` on."""
     return RoutingArgument(routing.ids.data_ptr(), routing.weights.data_ptr(), first, experts)

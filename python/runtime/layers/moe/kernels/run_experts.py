@@ -1,4 +1,4 @@
-"""The experts of a sparse MLP on a GPU: by the kernels for few tokens or by those for many."""
+"""The experts of a sparse MLP on a GPU: with the kernels for few tokens or for many."""
 
 from __future__ import annotations
 

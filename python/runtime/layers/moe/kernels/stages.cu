@@ -7,7 +7,7 @@ constexpr int STAGE_COLUMNS = 2 * CHUNK;
 constexpr int SCALE_BYTES = FORMAT == 0 ? 0 : FORMAT == 1 ? 4 : 16;  // of a row in a stage
 constexpr int STAGE_BYTES = 16 * (128 + SCALE_BYTES);                // the rows, then their scales
 
-// An address that stays in its register: the compiler would compute it in each stage anew.
+// An address that stays in its register: the compiler would recompute it in each stage.
 __device__ __forceinline__ u32 kept(u32 address) {
     asm volatile("" : "+r"(address));
     return address;
@@ -42,7 +42,7 @@ struct Sources {
     int scale_bytes;  // of FORMAT 2, from `scales` to the end of the row's
 };
 
-// Of rows `row` to row + 7 of an expert, and of those that lie `next` rows behind.
+// Sources in rows `row` to row + 7 of an expert, and in the rows `next` rows later.
 __device__ __forceinline__ Sources sources_of(const Weights& w, int expert, int row, int next) {
     const int lane = threadIdx.x % 32;
     Sources from;
@@ -69,7 +69,7 @@ __device__ __forceinline__ Targets targets_in(u32 ring) {
     };
 }
 
-// Stage `stage` of the rows, to the place in the ring that lies so many bytes behind the first. `next` is that of the sources.
+// Copy stage `stage` of the rows to the stage of the ring at this byte offset. `next` is that of the sources.
 __device__ __forceinline__ void copy_weights(const Weights& w, const Sources& from, int next, const Targets& to, int place, int stage) {
     const int lane = threadIdx.x % 32;
     const u32 low = to.low + place, low_4 = to.low_4 + place;

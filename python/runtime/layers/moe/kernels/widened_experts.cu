@@ -1,8 +1,8 @@
-// One of the two grouped GEMMs of experts whose weights are widened on their way to the tensor cores: tiles of up to PAIRS pairs of one expert by
+// One of the two grouped GEMMs of experts that convert weights on their way to the tensor cores: tiles of up to PAIRS pairs of one expert by
 // some matrices of 64 rows of its weights (WGMMA).
 //
-// Weights are the left operand, in registers: each is read from shared memory and widened to 16 bits once per tile of pairs, as the file of its
-// format says. Rows of x are the right operand, in shared memory. Each multiplying warpgroup has two matrices; with GATED, the first GEMM, these are
+// Weights are the left operand, in registers: each is read from shared memory and converted to 16 bits once per tile of pairs, by the file of its
+// format. Rows of x are the right operand, in shared memory. Each multiplying warpgroup has two matrices; with GATED, the first GEMM, these are
 // 64 rows of gates and the ups of the same columns.
 //
 // A warpgroup loads a ring of stages of 128 columns: weights by TMA, rows of x by cp.async into the same kind of swizzle. Columns of x are in the
@@ -46,7 +46,7 @@ struct Loader {
     u32 data;
 
     __device__ __forceinline__ void run(int first, int step, Ring& ring, ScaleLoader& scales) const {
-        constexpr int COPIES = PAIRS * 8 / LOADERS, STRIDE = LOADERS / 8;  // of a thread: 16 bytes of so many rows, each so many further on
+        constexpr int COPIES = PAIRS * 8 / LOADERS, STRIDE = LOADERS / 8;  // of a thread: 16-byte copies, and the rows between them
         const int member = threadIdx.x - MULTIPLIERS, row = member / 8, piece = member % 8;
         const int stages = stages_of(width), limit = width / 8;  // pieces of a row
         const u32 to = data + W_BYTES + row * 128 + (piece ^ row % 8) * 16;

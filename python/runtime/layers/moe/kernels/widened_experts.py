@@ -22,7 +22,7 @@ from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
 from runtime.layers.moe.router import Routing
 
 GROUP = 32
-"""Columns of a row of MXFP4 that share a scale."""
+"""Columns of an MXFP4 row with a common scale."""
 MATRIX = 64
 """Weight rows of a matrix that is loaded at once; a warpgroup multiplies by two."""
 DEPTH = 128
@@ -30,19 +30,19 @@ DEPTH = 128
 SHARED_BYTES = 227 << 10
 """All shared memory that a block may have: stages, scales, results on their way to memory, barriers."""
 MOST_STAGES, SLOTS = 8, 2
-"""Of the ring of weights and rows; and tiles whose scales in MXFP4 are there."""
+"""Maximum stages of the ring of weights and rows; tiles whose MXFP4 scales are in shared memory at once."""
 STAGE_SCALES = 8
 """Places for the float32 scales of a stage of e4m3."""
 STAGING_BYTES = 32 * 48
-"""Of the results of a warp."""
+"""Staging buffer for the results of a warp, in bytes."""
 LOADERS, LOAD_REGISTERS = 128, 40
 """Threads of the loading warpgroup, and registers of each."""
 ROW_THREADS = 128
-"""Of a block that prepares a row."""
+"""Threads per block that prepares a row."""
 MOST_GATED = 200.0
-"""Largest limit of a clamped activation whose products float16 holds."""
+"""Largest clamp limit for which float16 can represent the activation's products."""
 CODE_BITS: Mapping[WeightFormat, int] = {"fp8": 8, "mxfp4": 4}
-"""Of a weight, by the formats that the kernels widen."""
+"""Bits per weight, by the formats that the kernels convert."""
 PARTS_OF: Mapping[WeightFormat, Path] = {
     "fp8": Path(__file__).with_name("e4m3_weights.cu"),
     "mxfp4": Path(__file__).with_name("mxfp4_weights.cu"),
@@ -55,8 +55,8 @@ class _Tile:
     """How a block multiplies the pairs of a tile.
 
     Attributes:
-        fewer: a tile that has no more pairs than these has instructions for so many.
-        groups: warpgroups that multiply, as many as have the registers: while one waits, others convert weights.
+        fewer: tiles with at most this many pairs use smaller instructions.
+        groups: warpgroups that multiply, limited by registers: while one waits, others convert weights.
     """
 
     fewer: int
@@ -67,7 +67,7 @@ TILES: Mapping[WeightFormat, dict[int, _Tile]] = {
     "fp8": {32: _Tile(16, 2), 48: _Tile(24, 2)},
     "mxfp4": {48: _Tile(32, 3), 128: _Tile(32, 2)},
 }
-"""By their pairs; sums of e4m3 take twice the registers, as those of a stage get their scale before they are added up."""
+"""Tiles by number of pairs. Sums of e4m3 need twice the registers, because each stage's sums are scaled before they are added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +94,17 @@ class _Variant:
 
     @property
     def bfloat16(self) -> bool:
-        """Whether results are bfloat16: those of the second GEMM, and what e4m3 has between them, which any activation may give."""
+        """Whether results are bfloat16: those of the second GEMM, and e4m3's rows between the GEMMs, whose activation is not clamped."""
         return not self.gated or self.format == "fp8"
 
     @property
     def operands(self) -> Literal["bf16", "f16"]:
-        """What the tensor cores multiply: rows that were prepared are float16, and so is what MXFP4 has between the GEMMs."""
+        """The dtype that the tensor cores multiply: prepared rows are float16, and so are MXFP4's rows between the GEMMs."""
         return "f16" if self.gated or self.format == "mxfp4" else "bf16"
 
     @property
     def stages(self) -> int:
-        """Of the ring: what fits beside everything else."""
+        """Stages of the ring: as many as fit in the remaining shared memory."""
         matrices = 2 * self.tile.groups
         scales = SLOTS * matrices * MATRIX * (self.columns // GROUP) if self.format == "mxfp4" else MOST_STAGES * STAGE_SCALES * 4
         staging, barriers = 4 * self.tile.groups * STAGING_BYTES, 16 * (MOST_STAGES + SLOTS) + 8
@@ -118,7 +118,7 @@ def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, act: 
 
 
 def _takes(gate_up: ExpertWeights, down: ExpertWeights, act: GatedAct, pairs: int) -> bool:
-    """Whether both GEMMs take these weights: hidden and inner size are multiples of 64, so that matrices have all their rows."""
+    """Whether both GEMMs support these weights: hidden and inner size are multiples of 64, so that matrices are full."""
     if gate_up.format != down.format or gate_up.format not in CODE_BITS:
         return False
     if gate_up.format == "mxfp4" and not (act.kind == CLAMPED_SWIGLU.value and act.limit <= MOST_GATED):
@@ -151,10 +151,10 @@ def widened_experts(
     added: Added | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """As `experts_many_rows`, for what the kernels support.
+    """Like `experts_many_rows`, for what the kernels support.
 
     Args:
-        pairs: of a tile, one of `TILES` of the format: about as many as an expert has.
+        pairs: pairs per tile, one of `TILES` of the format: about as many as an expert has.
     """
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
     check_experts(x, gate_up, down, out)

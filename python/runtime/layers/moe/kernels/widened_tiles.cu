@@ -1,5 +1,5 @@
-// What the parts of a grouped GEMM with widened weights (`widened_experts.cu`) agree on: tiles of pairs and of weights, and how they lie in shared
-// memory.
+// Definitions shared by the parts of a grouped GEMM with converted weights (`widened_experts.cu`): tiles of pairs and of weights, and their
+// layout in shared memory.
 //
 // Defined before this text: CODE_BITS (of a weight), PAIRS, STAGES, GATED; ROWS (64 for each multiplying warpgroup), and the rest that
 // gemm/wgmma_parts.cu and grouped_parts.cu need.
@@ -9,7 +9,7 @@ constexpr int OUTPUTS = GATED ? GROUPS * MATRIX : MATRICES * MATRIX;  // columns
 constexpr int DEPTH = 128, CODE_BYTES = DEPTH * CODE_BITS / 8;  // columns of a stage; bytes of a row of weights in it
 constexpr int MATRIX_BYTES = MATRIX * CODE_BYTES, W_BYTES = MATRICES * MATRIX_BYTES;
 constexpr int HALF_BYTES = PAIRS * 128, STAGE_BYTES = W_BYTES + 2 * HALF_BYTES;  // of 64 columns of x
-constexpr int SCALES_AT = STAGES * STAGE_BYTES;                // scales of weights lie behind the ring
+constexpr int SCALES_AT = STAGES * STAGE_BYTES;                // scales of weights follow the ring
 
 // A tile of pairs, of which `count` are real, by a tile of weights.
 struct Item { int expert, tile, column, count; };

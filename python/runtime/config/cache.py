@@ -9,7 +9,7 @@ from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
 LONG_CONTEXT, BLOCK_DIM = 16384, 128
-"""With contexts of at least so many tokens and this head dimension, a page holds the keys of one block of the prompt kernel
+"""At this context length or more, and this head dimension, a page holds the keys of one block of the prompt kernel
 (`AttentionCaps.block_keys`): prompts then load whole pages by Hopper's copy engine, which takes a tenth less time where their contexts
 are long."""
 MAX_PAGE_SIZE = 1024

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.batch import WorkerLimits
-from runtime.errors import ContextTooLong, NeverFits
+from runtime.errors import ContextTooLong, NeverFits, RequestError
 from runtime.managers.messages import GenerateReq
 from runtime.managers.req import Req
 from runtime.mem_cache.radix_cache import agreement, least_reusable
@@ -44,6 +44,8 @@ def best_group(offers: Iterable[GroupOffer]) -> int:
 def check_memory(req: GenerateReq, limits: WorkerLimits) -> None:
     """Raise the `RequestError` of a request that this server has no room for; `RequestLimits` and the bodies checked its values."""
     ids = req.input_ids
+    if not ids:  # the queue would never get past it
+        raise RequestError("The prompt is empty.")
     if len(ids) >= limits.max_context_len:
         raise ContextTooLong(len(ids), limits.max_context_len)
     total = min(len(ids) + req.sampling.max_new_tokens, limits.max_context_len)

@@ -220,13 +220,12 @@ class DepthControl:
             self._turn += 1
             return serving[self._turn % len(serving)]
         most_wanted = int(self._caps[rows].max())
-        if self._fixed is not None:
-            most_wanted = min(most_wanted, self._fixed)
+        if self._fixed is not None or self.controller is None or self._sizes is None:
+            serving = [depth for depth in serving if self._fixed is None or depth <= self._fixed] or [min(serving)]
+            return min((depth for depth in serving if depth >= most_wanted), default=max(serving))
         serving = [depth for depth in serving if depth <= most_wanted] or [min(serving)]
-        if self._fixed is not None:
-            return max(serving)
-        if self.controller is None or self._sizes is None or len(serving) == 1:
-            return max(serving)
+        if len(serving) == 1:
+            return serving[0]
         kv_lens, padded = batch.len_bounds[batch.num_prompts :], self._padded(serving, live)
         decodes = DecodeRows(self._caps[rows], self._greedy[rows], int(kv_lens.sum()), left=np.maximum(self._ends[rows] - kv_lens, 1))
         passes = [] if batch.num_prompts else self._ragged_passes(live)
@@ -269,7 +268,7 @@ class DepthControl:
         self._capped = bool(self._caps.min() < self.deepest)
 
     def fix(self, depth: int) -> None:
-        """From now on run at `depth`, or the largest below it that the batch and its requests allow; -1: as before that.
+        """From now on run at `depth`, or at a smaller one if the batch is large or its requests take fewer drafts; -1: as before that.
 
         Raises:
             RequestError: the table has no such depth.

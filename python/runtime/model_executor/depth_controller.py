@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from runtime.batch import Int32, no_ints
 from runtime.model_executor.end_spread import share_lost
-from runtime.model_executor.iteration_cost import IterationCost
+from runtime.model_executor.iteration_cost import CLEARLY_SHORT, IterationCost
 from runtime.model_executor.row_acceptance import RowAcceptance
 from runtime.model_executor.window_widths import allot
 from runtime.worker_info import DepthClass, DepthInfo
@@ -239,7 +239,8 @@ class DepthController:
         self._timed_at = dict.fromkeys(depths, 0)
         self._last = self._repeated = -1  # depth of the iteration before, and of a probe to go on with
         self._observed = -1  # the depth of the iteration read before, if its time is known
-        self._saved = self._returned = self._returned_before = 0.0  # seconds that probes may lose; `observe` writes `_returned`
+        self._saved = self._most_saved = 0.0  # seconds that probes may lose
+        self._returned = self._returned_before = 0.0  # seconds, in all, that probes gained; `observe` writes the first
         self._parts = False  # whether drafts make requests end apart that would end together
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
@@ -317,8 +318,13 @@ class DepthController:
     def observe(self, read: Observed) -> None:
         """Learn from an iteration."""
         before, self._observed = self._observed, -1 if read.seconds is None else read.depth
-        if read.seconds is not None and (before == read.depth or (before == 0 and read.seconds < self._expected_seconds(read))):
-            self.cost.observe(read.size, read.depth, read.kv_tokens, read.seconds, read.width)
+        if read.seconds is not None and before in (read.depth, 0):
+            # A longer one after depth 0 may be that of the draft, and says nothing about the depth.
+            expected = self.cost.seconds(read.size, read.depth, read.kv_tokens, read.width)
+            if self._current == before == 0 < read.depth and read.seconds * CLEARLY_SHORT < expected:
+                self._returned += expected - read.seconds  # the price of this probe was wrong
+            if before == read.depth or read.seconds < expected:
+                self.cost.observe(read.size, read.depth, read.kv_tokens, read.seconds, read.width)
         if read.depth == 0:
             return
         drafted = np.minimum(read.caps, read.depth)
@@ -330,10 +336,6 @@ class DepthController:
                 averages.add(read.accept_lens[(read.greedy == greedy) & (drafted == depth)], depth)
         if self._current == 0 and not read.width and not self._parts:  # a probe that accepted drafts saved time
             self._returned += (float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens)
-
-    def _expected_seconds(self, read: Observed) -> float:
-        """Its time as predicted. A longer one after depth 0 may be that of the draft, and says nothing about the depth."""
-        return self.cost.seconds(read.size, read.depth, read.kv_tokens, read.width)
 
     def correct(self, spread: float) -> None:
         """Expect that iterations read so many experts."""
@@ -374,14 +376,15 @@ class DepthController:
         """
         returned, most = self._returned, max(MOST_SAVED * min(FEW / live, 1.0), LEAST_SAVED)
         share = PROBE_SHARE if self._steps > 1 else most / 2
-        self._saved = min(self._saved + share * seconds + returned - self._returned_before, most * seconds)
+        self._most_saved = most * seconds
+        self._saved = min(self._saved + share * seconds + returned - self._returned_before, self._most_saved)
         self._returned_before = returned
 
     def _probe(self, options: Sequence[Option], best: Option) -> int:
         """The depth to run: that of `best`, or now and then one that did not run lately, if what it may lose was put aside.
 
-        At depth 0 no draft is seen, so that the shallowest one is always worth a probe. From another depth, only the second
-        iteration of a probe shows its time.
+        At depth 0 no draft is seen, so that the shallowest one is always worth a probe, even one that may lose more than can be put
+        aside: the start-up time that says so may be wrong. From another depth, only the second iteration of a probe shows its time.
         """
         repeated, self._repeated = self._repeated, -1
         if repeated in (option.depth for option in options):
@@ -399,9 +402,11 @@ class DepthController:
             if option.depth != best.depth and (blind or stale):
                 tokens = best.tokens if best.depth == 0 else option.tokens
                 candidates.append((length * (option.seconds - tokens / best.rate), option.depth))
-        if not candidates or min(candidates)[0] > self._saved:
+        if not candidates:
             return best.depth
         loss, depth = min(candidates)
+        if loss > self._saved and not (best.depth == 0 and depth == shallowest and self._saved == self._most_saved):
+            return best.depth
         self._saved -= max(loss, 0.0)
         self._probed_at, self._repeated = self._steps, depth if length > 1 else -1
         return depth

@@ -125,7 +125,7 @@ def test_acceptance_that_falls_and_returns_is_followed(table: Table, batch: int)
 def test_averages_extrapolate_positions_that_were_not_drafted() -> None:
     averages = AcceptanceAverages(7)
     for _ in range(40):
-        averages.add(np.array([1, 2, 3, 3]), 2)  # 3 of 4 accept the first draft, 2 of 3 of those the second
+        averages.add([0, 1, 1, 2], 2)  # 3 of 4 accept the first draft, 2 of 3 of those the second
     rates = averages.rates()
     assert rates[:2] == pytest.approx([0.75, 2 / 3], abs=0.02)
     assert rates[2:] == pytest.approx([2 / 3] * 5, abs=0.02)
@@ -135,10 +135,10 @@ def test_averages_extrapolate_positions_that_were_not_drafted() -> None:
 def test_a_change_of_acceptance_shows_within_a_few_windows() -> None:
     averages = AcceptanceAverages(3)
     for _ in range(300):
-        averages.add(np.array([1]), 3)
+        averages.add([0, 1, 0, 0, 0], 3)
     assert averages.rates()[0] < 0.05
     for _ in range(10):
-        averages.add(np.array([4]), 3)
+        averages.add([0, 0, 0, 0, 1], 3)
     assert averages.rates()[0] > 0.3
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -219,7 +219,8 @@ class DepthControl:
         if self._turn is not None:
             self._turn += 1
             return serving[self._turn % len(serving)]
-        most_wanted = int(self._caps[rows].max())
+        caps = self._caps[rows]
+        most_wanted = int(caps.max())
         if self._fixed is not None or self.controller is None or self._sizes is None:
             serving = [depth for depth in serving if self._fixed is None or depth <= self._fixed] or [min(serving)]
             return min((depth for depth in serving if depth >= most_wanted), default=max(serving))
@@ -227,13 +228,14 @@ class DepthControl:
         if len(serving) == 1:
             return serving[0]
         kv_lens, padded = batch.len_bounds[batch.num_prompts :], self._padded(serving, live)
-        decodes = DecodeRows(self._caps[rows], self._greedy[rows], int(kv_lens.sum()), left=np.maximum(self._ends[rows] - kv_lens, 1))
+        left = np.maximum(self._ends[rows] - kv_lens, 1)
+        decodes = DecodeRows(caps, self._greedy[rows], int(kv_lens.sum()), rows, left)
         passes = [] if batch.num_prompts else self._ragged_passes(live)
         if not passes or not self._ragged <= set(serving):
             return self.controller.choose(decodes, padded)
         (depth,) = self._ragged
         passes = [(size, tokens) for size, tokens in passes if size < tokens and not tokens % size]
-        chosen = self.controller.decide(replace(decodes, rows=rows), padded, passes, depth)
+        chosen = self.controller.decide(decodes, padded, passes, depth)
         self._widths = no_ints() if chosen.widths is None else chosen.widths
         return chosen.depth
 

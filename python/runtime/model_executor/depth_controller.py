@@ -8,8 +8,10 @@ its own fields.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,7 @@ from runtime.model_executor.window_widths import allot
 from runtime.worker_info import DepthClass, DepthInfo
 
 Floats = npt.NDArray[np.float64]
+Counts = tuple[float, float]
 HYSTERESIS = 0.012
 """Another depth is taken if it promises more tokens per second than the current one by this share."""
 SCATTER, MOST_SCATTER = 0.006, 0.02
@@ -61,56 +64,60 @@ RAGGED_EVERY = 8
 class AcceptanceAverages:
     """Acceptance by position as exponential averages: over many windows, and over few as soon as they differ from those.
 
-    Attributes:
-        expected: tokens that a window commits, bonus included, by depth 0..K.
+    In plain numbers: a position costs less so than a call of numpy.
     """
 
     def __init__(self, most_steps: int, measured: Sequence[float] = ()) -> None:
         """`measured`: acceptance of the first positions given the ones before, which counts as `MEASURED` windows."""
         self._most = most_steps
-        self._short, self._long = np.zeros((2, most_steps)), np.zeros((2, most_steps))  # reached, accepted
-        reach = np.concatenate([[1.0], np.cumprod(measured[:most_steps])])
-        self._long[:, : len(reach) - 1] = MEASURED * np.stack([reach[:-1], reach[1:]])
-        self.expected = self._expected()
+        reach = [MEASURED * share for share in accumulate(measured[:most_steps], mul, initial=1.0)]
+        unknown = [(0.0, 0.0)] * most_steps  # reached, accepted
+        self._short, self._long = unknown, [*pairwise(reach), *unknown][:most_steps]
 
-    def add(self, accept_lens: npt.NDArray[np.integer], depth: int) -> None:
-        """Count windows of one depth: int [n], each in 1..depth + 1."""
-        if depth == 0 or not len(accept_lens):
+    @property
+    def expected(self) -> list[float]:
+        """Tokens that a window commits, bonus included, by depth 0..K."""
+        return [1.0, *(1.0 + drafts for drafts in accumulate(accumulate(self.rates(), mul)))]
+
+    @property
+    def first(self) -> float:
+        """Acceptance of the first draft."""
+        ((reached, accepted), *_) = self._long
+        return (accepted + PRIOR * FIRST_RATE) / (reached + PRIOR)
+
+    def add(self, counts: Sequence[int], depth: int) -> None:
+        """Count windows of one depth, at least 1: `counts[n]` of them committed n tokens, 1..depth + 1."""
+        at_least = list(accumulate(counts[depth + 1 : 0 : -1]))[::-1]
+        if not at_least[0]:
             return
-        at_least = (np.arange(1, self._most + 2) <= accept_lens[:, None]).sum(0)
-        counts = np.stack([at_least[:-1], at_least[1:]])
-        counts[:, depth:] = 0
-        self._short = self._short * self._keep(len(accept_lens), depth, SHORT, LEAST_KEEP_SHORT) + counts
-        self._long = self._long * self._keep(len(accept_lens), depth, LONG, LEAST_KEEP_LONG) + counts
-        if self._shifted():
-            self._long = self._short.copy()
-        self.expected = self._expected()
+        new = [*pairwise(at_least), *[(0, 0)] * (self._most - depth)]
+        self._short = self._added(self._short, new, depth, max(1 - at_least[0] / SHORT, LEAST_KEEP_SHORT))
+        long = self._added(self._long, new, depth, max(1 - at_least[0] / LONG, LEAST_KEEP_LONG))
+        self._long = self._short if self._shifted(long[0]) else long
 
     def rates(self) -> list[float]:
         """Acceptance of each position given the ones before; a position that was seldom reached goes by the one before."""
         found, rate = [], FIRST_RATE
-        for reached, accepted in self._long.T.tolist():
+        for reached, accepted in self._long:
             rate = (accepted + PRIOR * rate) / (reached + PRIOR)
             found.append(rate)
         return found
 
-    def _keep(self, windows: int, depth: int, memory: int, least: float) -> npt.NDArray[np.float64]:
-        """What stays of each position; positions that were not drafted are forgotten more slowly."""
-        keep = max(1 - windows / memory, least)
-        return np.where(np.arange(self._most) < depth, keep, 1 - (1 - keep) / 4)
+    @staticmethod
+    def _added(old: Sequence[Counts], new: Sequence[Counts], depth: int, keep: float) -> list[Counts]:
+        """Of the past `keep` stays; positions that were not drafted are forgotten more slowly."""
+        keeps = [keep] * depth + [1 - (1 - keep) / 4] * (len(old) - depth)
+        return [(m * keep + n, a * keep + b) for (m, a), (n, b), keep in zip(old, new, keeps, strict=True)]
 
-    def _shifted(self) -> bool:
-        (reached, accepted), (usual_reached, usual_accepted) = self._short[:, 0], self._long[:, 0]
+    def _shifted(self, first: Counts) -> bool:
+        (reached, accepted), (usual_reached, usual_accepted) = self._short[0], first
         if min(reached, usual_reached) < 1:
             return False
         rate, usual = accepted / reached, (usual_accepted + 1) / (usual_reached + 2)
         return abs(rate - usual) > max(SHIFT, SHIFT_DEVIATIONS * (usual * (1 - usual) / reached) ** 0.5)
 
-    def _expected(self) -> tuple[float, ...]:
-        return (1.0, *(1.0 + np.cumprod(self.rates()).cumsum()).tolist())
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeRows:
     """The requests of an iteration, as known before it is submitted.
 
@@ -118,7 +125,7 @@ class DecodeRows:
         caps: int [n], the most drafts that each request takes.
         greedy: bool [n].
         kv_tokens: upper bound of their KV lengths together.
-        rows: int32 [n], their request rows, where windows may differ in width; empty elsewhere.
+        rows: int32 [n], their request rows; read where windows may differ in width.
         left: int [n], the most tokens that each may still write; empty where that is not known.
     """
 
@@ -129,7 +136,7 @@ class DecodeRows:
     left: npt.NDArray[np.integer] = field(default_factory=no_ints)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Observed:
     """An iteration that was read.
 
@@ -141,7 +148,7 @@ class Observed:
             iterations. The draft follows an iteration after its results are read, so that this is an iteration's own time
             only after one of the same depth. After one of depth 0 it includes the window in which the draft catches up.
         width: mean tokens of its windows where they differ, else 0.
-        rows: as in `DecodeRows`.
+        rows: int32 [n], request rows where windows may differ in width; empty elsewhere.
     """
 
     depth: int
@@ -155,8 +162,7 @@ class Observed:
     rows: Int32 = field(default_factory=no_ints)
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """A depth that an iteration could run at: tokens that it is expected to commit, and its expected time.
 
     Attributes:
@@ -233,7 +239,8 @@ class DepthController:
         self.cost, self.rows = cost, rows or RowAcceptance(0)
         self._ragged = False
         self.chosen, self.ragged = dict.fromkeys(sorted(depths), 0), 0
-        self._averages = {greedy: AcceptanceAverages(max(depths), acceptance) for greedy in (True, False)}
+        self._most = max(depths)
+        self._averages = {greedy: AcceptanceAverages(self._most, acceptance) for greedy in (True, False)}
         self._current: int | None = None
         self._steps = self._probed_at = 0
         self._timed_at = dict.fromkeys(depths, 0)
@@ -295,25 +302,26 @@ class DepthController:
         and what those promise by the same acceptance; else `best` and `full`.
         """
         n, gains = len(rows.caps), self._gains(rows)
-        by_request = [replace(option, tokens=n + float(gains[:, : option.depth].sum())) for option in full]
-        of_full = max(option.rate for option in by_request)
+        by_depth = [0.0, *gains.sum(0).cumsum().tolist()]
+        by_request = [Option(option.depth, n + by_depth[option.depth], option.seconds, margin=option.margin) for option in full]
         gains = gains[:, :depth]
-        promised = np.concatenate([[0.0], np.sort(gains, axis=None)[::-1].cumsum()])
+        promised = np.sort(gains, axis=None)[::-1].cumsum()
         options = list[Option]()
         for size, tokens in passes:
+            drafts = min(tokens - size, gains.size)
             seconds = self.cost.seconds(size, depth, rows.kv_tokens, tokens // size)
-            options.append(Option(depth, n + float(promised[min(tokens - size, gains.size)]), seconds))
+            options.append(Option(depth, n + (float(promised[drafts - 1]) if drafts else 0.0), seconds))
         ragged = max(options, key=lambda option: option.rate)
-        self._ragged = bool(ragged.rate > of_full * (1 if self._ragged else 1 + RAGGED_GAIN))
+        self._ragged = ragged.rate > max(option.rate for option in by_request) * (1 if self._ragged else 1 + RAGGED_GAIN)
         if not self._ragged:
             return best, full
-        return replace(ragged, widths=allot(gains, *passes[options.index(ragged)])), by_request
+        return ragged._replace(widths=allot(gains, *passes[options.index(ragged)])), by_request
 
     def _gains(self, rows: DecodeRows) -> Floats:
         """What each draft of each request is expected to add, [n, most steps]; 0 beyond its cap."""
-        usual = np.where(rows.greedy, *(self._averages[greedy].rates()[0] for greedy in (True, False)))
-        gains = self.rows.gains(rows.rows, usual, len(self._averages[True].expected) - 1)
-        return np.where(np.arange(gains.shape[1]) < rows.caps[:, None], gains, 0.0)
+        usual = np.where(rows.greedy, self._averages[True].first, self._averages[False].first)
+        gains = self.rows.gains(rows.rows, usual, self._most)
+        return gains if rows.caps.min() >= self._most else np.where(np.arange(self._most) < rows.caps[:, None], gains, 0.0)
 
     def observe(self, read: Observed) -> None:
         """Learn from an iteration."""
@@ -330,12 +338,20 @@ class DepthController:
         drafted = np.minimum(read.caps, read.depth)
         if len(read.rows):
             self.rows.add(read.rows, read.accept_lens, drafted)
-        depths = [read.depth] if drafted.min() == read.depth else np.unique(drafted).tolist()
-        for greedy, averages in self._averages.items():
-            for depth in depths:
-                averages.add(read.accept_lens[(read.greedy == greedy) & (drafted == depth)], depth)
+        self._count(read, drafted)
         if self._current == 0 and not read.width and not self._parts:  # a probe that accepted drafts saved time
             self._returned += (float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens)
+
+    def _count(self, read: Observed, drafted: npt.NDArray[np.integer]) -> None:
+        """Add the windows to the averages of their kind, shallow ones first."""
+        width = read.depth + 2
+        kinds = (read.greedy * np.intp(width) + drafted) * width + read.accept_lens
+        counts = np.bincount(kinds, minlength=2 * width * width).tolist()
+        shallowest = max(int(drafted.min()), 1)
+        for greedy, averages in self._averages.items():
+            for depth in range(shallowest, read.depth + 1):
+                start = (greedy * width + depth) * width
+                averages.add(counts[start : start + width], depth)
 
     def correct(self, spread: float) -> None:
         """Expect that iterations read so many experts."""
@@ -360,15 +376,14 @@ class DepthController:
 
     def _tokens(self, rows: DecodeRows) -> list[float]:
         """Tokens that the requests are expected to commit together, by depth 0..K."""
-        most = len(self._averages[True].expected) - 1
-        total = np.zeros(most + 1)
+        most, total = self._most, [0.0] * (self._most + 1)
         for greedy, averages in self._averages.items():
-            caps = rows.caps[rows.greedy == greedy]
-            if len(caps):
-                count = np.bincount(np.minimum(caps, most), minlength=most + 1)
-                for cap in np.flatnonzero(count).tolist():
-                    total += count[cap] * np.array(averages.expected)[np.minimum(np.arange(most + 1), cap)]
-        return total.tolist()
+            count = np.bincount(np.minimum(rows.caps[rows.greedy == greedy], most)).tolist()
+            expected = averages.expected if count else []
+            for cap, requests in enumerate(count):
+                if requests:
+                    total = [tokens + requests * expected[min(depth, cap)] for depth, tokens in enumerate(total)]
+        return total
 
     def _save(self, seconds: float, live: int) -> None:
         """Put a share of the time of an iteration aside for probes, and what they gained. Where requests end together they gain nothing:

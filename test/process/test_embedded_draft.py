@@ -68,6 +68,22 @@ def test_the_default_server_drafts_says_so_and_accepts(embedded: Embedded) -> No
     assert "SmolLM2-135M-Instruct (int8 weights)" in said
 
 
+def test_a_request_of_the_default_server_limits_its_own_drafts(embedded: Embedded) -> None:
+    body = {"prompt": "The three primary colors are", "temperature": 0, "max_tokens": 32, "return_spec_tokens_details": True}
+    texts = set[str]()
+    for cap in (None, 0, 1, 2, 3):
+        asked = body if cap is None else {**body, "speculative_num_steps": cap}
+        answer = httpx.post(f"{embedded.url}/v1/completions", json=asked, timeout=60).json()
+        texts.add(answer["choices"][0]["text"])
+        details = answer["usage"].get("speculative")
+        if cap == 0:
+            assert details is None
+            continue
+        assert details["accepted_tokens"] > 0, cap
+        assert details["accept_length"] <= 1 + (EMBEDDED_DRAFT_STEPS["cpu"] if cap is None else cap)
+    assert len(texts) == 1
+
+
 @pytest.mark.usefixtures("embedded")
 def test_other_programs_start_warm_beside_the_default_server() -> None:
     assert issubclass(subprocess.Popen, ForkedPopen) != torch.cuda.is_available()

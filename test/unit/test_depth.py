@@ -15,8 +15,9 @@ from runtime.layers.linear import Linear
 from runtime.managers.messages import GenerateReq
 from runtime.model_executor import build
 from runtime.model_executor.depth import DepthBatches, DepthControl, choose_depth, depths_to_drop, split_batch_sizes, split_by_depth
-from runtime.model_executor.depth_controller import DecodeRows, Observed
+from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed
 from runtime.model_executor.device_queue import DeviceQueue
+from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.scratch_prompts import scratch_prompts
 from unit.driver import GREEDY, Driver, EveryNth
@@ -119,15 +120,28 @@ def test_the_deepest_graphs_are_left_out_where_memory_is_short() -> None:
     assert [depths_to_drop(sizes, most) for most in (100, 85, 75, 10)] == [[], [7], [7, 5], [7, 5, 2, 1]]
 
 
+class Captured:
+    """Graphs of all batch sizes, over full windows."""
+
+    def padded_size(self, depth: int, live: int) -> int:
+        return live
+
+    def has_graph(self, depth: int, size: int) -> bool:
+        return True
+
+    def ragged_passes(self, depth: int, live: int) -> list[tuple[int, int]]:
+        return []
+
+
 def test_a_depth_without_a_graph_is_not_chosen_beside_others() -> None:
-    class Captured:
+    class FewGraphs(Captured):
         def padded_size(self, depth: int, live: int) -> int:
             return live if depth == 7 else live + 1
 
         def has_graph(self, depth: int, size: int) -> bool:
             return depth in (0, 3)
 
-    control = DepthControl(dict.fromkeys(DEPTHS, 8), 9, Captured())
+    control = DepthControl(dict.fromkeys(DEPTHS, 8), 9, FewGraphs())
     seen: list[dict[int, int]] = []
 
     class Recorder:
@@ -142,14 +156,7 @@ def test_a_depth_without_a_graph_is_not_chosen_beside_others() -> None:
 
 
 def test_the_controller_sees_how_much_each_request_may_still_write() -> None:
-    class Captured:
-        def padded_size(self, depth: int, live: int) -> int:
-            return live
-
-        def has_graph(self, depth: int, size: int) -> bool:
-            return True
-
-    control = DepthControl(dict.fromkeys(DEPTHS, 8), 9, Captured())  # type: ignore[arg-type]
+    control = DepthControl(dict.fromkeys(DEPTHS, 8), 9, Captured())
     seen: list[list[int]] = []
 
     class Recorder:
@@ -344,6 +351,20 @@ def test_a_batch_runs_at_the_largest_cap_of_its_requests(tmp_path: Path) -> None
     )
     depths = [driver.decode(rows).stats.depth for rows in ([1], [1, 2], [2], [1, 2, 3], [3, 1], [1])]
     assert depths == [0, 2, 2, 5, 5, 0]
+
+
+@pytest.mark.parametrize(("caps", "depth"), [((0, 0), 0), ((1, 0), 3), ((2, 2), 3), ((3, 0), 3), ((9, 1), 3)])
+def test_a_cap_below_the_only_depth_does_not_disable_drafts(caps: tuple[int, int], depth: int) -> None:
+    """Larger batches run at depth 0. The same holds while the depth of a controller is fixed."""
+    chosen = DepthControl({3: 4, 0: 16}, 3, Captured())
+    chosen.controller = DepthController((0, 3), IterationCost([CostPoint(1, 0, 1e-3)]))
+    chosen.fix(3)
+    for control in (DepthControl({3: 4, 0: 16}, 3), chosen):
+        new = [RowInit(row, 4, SamplingParams(speculative_num_steps=cap), 0, no_ints()) for row, cap in enumerate(caps, 1)]
+        rows = np.array([1, 2], dtype=np.int32)
+        assert control.choose_for(ScheduleBatch(1, rows, rows, rows, new_rows=new)) == depth
+        control.fix(0)
+        assert control.choose_for(ScheduleBatch(2, rows, rows, rows)) == 0
 
 
 def test_caps_are_not_counted_as_rejections(tmp_path: Path) -> None:

@@ -67,3 +67,17 @@ def test_one_outlier_changes_little() -> None:
         cost.observe(16, 0, 0, true_seconds(16, 0))
     cost.observe(16, 0, 0, 100.0)
     assert cost.seconds(16, 0) == pytest.approx(true_seconds(16, 0), rel=0.03)
+
+
+def test_two_short_first_times_correct_all_depths_that_did_not_run() -> None:
+    """One may be short because the result before it was read late."""
+    cost = IterationCost([CostPoint(p.size, p.depth, p.seconds * (3 if p.depth else 1)) for p in POINTS])
+    for _ in range(10):
+        cost.observe(16, 0, 0, true_seconds(16, 0))
+    for seconds, correct in ((0.5, False), (1.0, True)):
+        cost.observe(16, 3, 0, seconds * true_seconds(16, 3))
+        for depth in (3, 7):
+            assert (cost.seconds(16, depth) == pytest.approx(true_seconds(16, depth), rel=0.01)) is correct
+    cost.observe(16, 7, 0, 2.9 * true_seconds(16, 7))
+    assert cost.seconds(16, 7) == pytest.approx(3 * true_seconds(16, 7), rel=0.02), "its own times count once it runs"
+    assert cost.seconds(1, 7) == pytest.approx(3 * true_seconds(1, 7), rel=0.02), "few requests were measured at another time"

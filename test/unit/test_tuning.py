@@ -250,7 +250,7 @@ def test_measured_acceptance_gives_way_to_what_is_seen() -> None:
     averages = AcceptanceAverages(3, (0.9, 0.8))
     assert averages.rates() == pytest.approx([0.9, 0.8, 0.8], abs=0.03)
     for _ in range(300):
-        averages.add(np.array([1]), 3)
+        averages.add([0, 1, 0, 0, 0], 3)
     assert averages.rates()[0] < 0.1
     cost = IterationCost([CostPoint(1, depth, 0.01) for depth in (0, 3)])
     assert DepthController((0, 3), cost, (0.9, 0.8, 0.7)).info().sampled.tokens[3] > 3.0

@@ -24,6 +24,7 @@ class AcceptanceCounters:
         num_steps: K, the most drafts on a path.
         iterations: verified windows.
         draft_tokens: drafts verified in them; a tree has more of them than positions.
+        counts: int64 [3, K], of which the following are the rows.
         drafted: int64 [K]. Windows that had a draft at the position.
         reached: int64 [K]. Those in which all drafts before it were accepted.
         accepted: int64 [K]. Those in which it was accepted as well.
@@ -32,9 +33,8 @@ class AcceptanceCounters:
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self.iterations = self.draft_tokens = 0
-        self.drafted: Int64 = np.zeros(num_steps, dtype=np.int64)
-        self.reached: Int64 = np.zeros(num_steps, dtype=np.int64)
-        self.accepted: Int64 = np.zeros(num_steps, dtype=np.int64)
+        self.counts: Int64 = np.zeros((3, num_steps), dtype=np.int64)
+        self.drafted, self.reached, self.accepted = self.counts
 
     def add(self, accept_lens: npt.ArrayLike, num_steps: int | None = None, draft_tokens: int | None = None) -> None:
         """Count one batch.
@@ -46,7 +46,7 @@ class AcceptanceCounters:
         """
         depth = self.num_steps if num_steps is None else num_steps
         lens = np.asarray(accept_lens, dtype=np.int64)
-        at_least = np.bincount(np.minimum(lens, depth + 1), minlength=depth + 2)[::-1].cumsum()[::-1]
+        at_least = np.bincount(lens, minlength=depth + 2)[::-1].cumsum()[::-1]
         self.iterations += len(lens)
         self.draft_tokens += len(lens) * (depth if draft_tokens is None else draft_tokens)
         self.drafted[:depth] += len(lens)
@@ -57,9 +57,7 @@ class AcceptanceCounters:
         """Add another's totals, of the same K."""
         self.iterations += other.iterations
         self.draft_tokens += other.draft_tokens
-        self.drafted += other.drafted
-        self.reached += other.reached
-        self.accepted += other.accepted
+        self.counts += other.counts
 
     @property
     def mean_accept_len(self) -> float:
@@ -95,8 +93,7 @@ def total(num_steps: int, batches: Iterable[AcceptanceCounters]) -> AcceptanceCo
     if all_batches:
         found.iterations = sum(batch.iterations for batch in all_batches)
         found.draft_tokens = sum(batch.draft_tokens for batch in all_batches)
-        counts = np.array([[batch.drafted, batch.reached, batch.accepted] for batch in all_batches])
-        found.drafted, found.reached, found.accepted = counts.sum(0)
+        found.counts[:] = np.array([batch.counts for batch in all_batches]).sum(0)
     return found
 
 

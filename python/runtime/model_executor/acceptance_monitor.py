@@ -69,9 +69,11 @@ class AcceptanceMonitor:
             return
         graph = stats.graph and iteration.grammar is None  # a grammar's drafts run eagerly
         counters = self._sample if iteration.sample.taken else self._graph if graph else self._eager
-        counters.add(accept_lens, iteration.depth, stats.draft_tokens)
+        batch = AcceptanceCounters(self._num_steps)
+        batch.add(accept_lens, iteration.depth, stats.draft_tokens)
+        counters.merge(batch)
         if iteration.sample.taken or graph:
-            self.alarm.add(accept_lens, iteration.sample.taken, iteration.depth, iteration.sample.verify)
+            self.alarm.count(batch, iteration.sample.taken, iteration.sample.verify)
         if iteration.sample.taken:
             self._warn_of_drift()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -219,22 +219,23 @@ class DepthControl:
         if self._turn is not None:
             self._turn += 1
             return serving[self._turn % len(serving)]
-        most_wanted = int(self._caps[rows].max())
-        if self._fixed is not None:
-            most_wanted = min(most_wanted, self._fixed)
+        caps = self._caps[rows]
+        most_wanted = int(caps.max())
+        if self._fixed is not None or self.controller is None or self._sizes is None:
+            serving = [depth for depth in serving if self._fixed is None or depth <= self._fixed] or [min(serving)]
+            return min((depth for depth in serving if depth >= most_wanted), default=max(serving))
         serving = [depth for depth in serving if depth <= most_wanted] or [min(serving)]
-        if self._fixed is not None:
-            return max(serving)
-        if self.controller is None or self._sizes is None or len(serving) == 1:
-            return max(serving)
+        if len(serving) == 1:
+            return serving[0]
         kv_lens, padded = batch.len_bounds[batch.num_prompts :], self._padded(serving, live)
-        decodes = DecodeRows(self._caps[rows], self._greedy[rows], int(kv_lens.sum()), left=np.maximum(self._ends[rows] - kv_lens, 1))
+        left = np.maximum(self._ends[rows] - kv_lens, 1)
+        decodes = DecodeRows(caps, self._greedy[rows], int(kv_lens.sum()), rows, left)
         passes = [] if batch.num_prompts else self._ragged_passes(live)
         if not passes or not self._ragged <= set(serving):
             return self.controller.choose(decodes, padded)
         (depth,) = self._ragged
         passes = [(size, tokens) for size, tokens in passes if size < tokens and not tokens % size]
-        chosen = self.controller.decide(replace(decodes, rows=rows), padded, passes, depth)
+        chosen = self.controller.decide(decodes, padded, passes, depth)
         self._widths = no_ints() if chosen.widths is None else chosen.widths
         return chosen.depth
 
@@ -269,7 +270,7 @@ class DepthControl:
         self._capped = bool(self._caps.min() < self.deepest)
 
     def fix(self, depth: int) -> None:
-        """From now on run at `depth`, or the largest below it that the batch and its requests allow; -1: as before that.
+        """From now on run at `depth`, or at a smaller one if the batch is large or its requests take fewer drafts; -1: as before that.
 
         Raises:
             RequestError: the table has no such depth.

@@ -8,20 +8,23 @@ its own fields.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from runtime.batch import Int32, no_ints
 from runtime.model_executor.end_spread import share_lost
-from runtime.model_executor.iteration_cost import IterationCost
+from runtime.model_executor.iteration_cost import CLEARLY_SHORT, IterationCost
 from runtime.model_executor.row_acceptance import RowAcceptance
 from runtime.model_executor.window_widths import allot
 from runtime.worker_info import DepthClass, DepthInfo
 
 Floats = npt.NDArray[np.float64]
+Counts = tuple[float, float]
 HYSTERESIS = 0.012
 """Another depth is used if it promises this fraction more tokens per second than the current one."""
 SCATTER, MOST_SCATTER = 0.006, 0.02
@@ -61,56 +64,60 @@ RAGGED_EVERY = 8
 class AcceptanceAverages:
     """Acceptance by position as exponential averages: over many windows, and over few as soon as they differ from those.
 
-    Attributes:
-        expected: tokens that a window commits, bonus included, by depth 0..K.
+    In plain numbers: a position costs less so than a call of numpy.
     """
 
     def __init__(self, most_steps: int, measured: Sequence[float] = ()) -> None:
         """`measured`: acceptance of the first positions given the previous ones, which counts as `MEASURED` windows."""
         self._most = most_steps
-        self._short, self._long = np.zeros((2, most_steps)), np.zeros((2, most_steps))  # reached, accepted
-        reach = np.concatenate([[1.0], np.cumprod(measured[:most_steps])])
-        self._long[:, : len(reach) - 1] = MEASURED * np.stack([reach[:-1], reach[1:]])
-        self.expected = self._expected()
+        reach = [MEASURED * share for share in accumulate(measured[:most_steps], mul, initial=1.0)]
+        unknown = [(0.0, 0.0)] * most_steps  # reached, accepted
+        self._short, self._long = unknown, [*pairwise(reach), *unknown][:most_steps]
 
-    def add(self, accept_lens: npt.NDArray[np.integer], depth: int) -> None:
-        """Count windows of one depth: int [n], each in 1..depth + 1."""
-        if depth == 0 or not len(accept_lens):
+    @property
+    def expected(self) -> list[float]:
+        """Tokens that a window commits, bonus included, by depth 0..K."""
+        return [1.0, *(1.0 + drafts for drafts in accumulate(accumulate(self.rates(), mul)))]
+
+    @property
+    def first(self) -> float:
+        """Acceptance of the first draft."""
+        ((reached, accepted), *_) = self._long
+        return (accepted + PRIOR * FIRST_RATE) / (reached + PRIOR)
+
+    def add(self, counts: Sequence[int], depth: int) -> None:
+        """Count windows of one depth, at least 1: `counts[n]` of them committed n tokens, 1..depth + 1."""
+        at_least = list(accumulate(counts[depth + 1 : 0 : -1]))[::-1]
+        if not at_least[0]:
             return
-        at_least = (np.arange(1, self._most + 2) <= accept_lens[:, None]).sum(0)
-        counts = np.stack([at_least[:-1], at_least[1:]])
-        counts[:, depth:] = 0
-        self._short = self._short * self._keep(len(accept_lens), depth, SHORT, LEAST_KEEP_SHORT) + counts
-        self._long = self._long * self._keep(len(accept_lens), depth, LONG, LEAST_KEEP_LONG) + counts
-        if self._shifted():
-            self._long = self._short.copy()
-        self.expected = self._expected()
+        new = [*pairwise(at_least), *[(0, 0)] * (self._most - depth)]
+        self._short = self._added(self._short, new, depth, max(1 - at_least[0] / SHORT, LEAST_KEEP_SHORT))
+        long = self._added(self._long, new, depth, max(1 - at_least[0] / LONG, LEAST_KEEP_LONG))
+        self._long = self._short if self._shifted(long[0]) else long
 
     def rates(self) -> list[float]:
         """Acceptance of each position given the previous ones; a rarely reached position uses the estimate of the previous one."""
         found, rate = [], FIRST_RATE
-        for reached, accepted in self._long.T.tolist():
+        for reached, accepted in self._long:
             rate = (accepted + PRIOR * rate) / (reached + PRIOR)
             found.append(rate)
         return found
 
-    def _keep(self, windows: int, depth: int, memory: int, least: float) -> npt.NDArray[np.float64]:
-        """What stays of each position; positions that were not drafted are forgotten more slowly."""
-        keep = max(1 - windows / memory, least)
-        return np.where(np.arange(self._most) < depth, keep, 1 - (1 - keep) / 4)
+    @staticmethod
+    def _added(old: Sequence[Counts], new: Sequence[Counts], depth: int, keep: float) -> list[Counts]:
+        """Of the past `keep` stays; positions that were not drafted are forgotten more slowly."""
+        keeps = [keep] * depth + [1 - (1 - keep) / 4] * (len(old) - depth)
+        return [(m * keep + n, a * keep + b) for (m, a), (n, b), keep in zip(old, new, keeps, strict=True)]
 
-    def _shifted(self) -> bool:
-        (reached, accepted), (usual_reached, usual_accepted) = self._short[:, 0], self._long[:, 0]
+    def _shifted(self, first: Counts) -> bool:
+        (reached, accepted), (usual_reached, usual_accepted) = self._short[0], first
         if min(reached, usual_reached) < 1:
             return False
         rate, usual = accepted / reached, (usual_accepted + 1) / (usual_reached + 2)
         return abs(rate - usual) > max(SHIFT, SHIFT_DEVIATIONS * (usual * (1 - usual) / reached) ** 0.5)
 
-    def _expected(self) -> tuple[float, ...]:
-        return (1.0, *(1.0 + np.cumprod(self.rates()).cumsum()).tolist())
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeRows:
     """The requests of an iteration, as known before it is submitted.
 
@@ -118,7 +125,7 @@ class DecodeRows:
         caps: int [n], the most drafts that each request takes.
         greedy: bool [n].
         kv_tokens: upper bound of their KV lengths together.
-        rows: int32 [n], their request rows, if windows may differ in width; else empty.
+        rows: int32 [n], their request rows; read if windows may differ in width.
         left: int [n], the most tokens that each may still write; empty if that is not known.
     """
 
@@ -129,7 +136,7 @@ class DecodeRows:
     left: npt.NDArray[np.integer] = field(default_factory=no_ints)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Observed:
     """An iteration that was read.
 
@@ -141,7 +148,7 @@ class Observed:
             iterations. The draft follows an iteration after its results are read, so that this is an iteration's own time
             only after one of the same depth. After one of depth 0 it includes the window in which the draft catches up.
         width: mean tokens of its windows if they differ, else 0.
-        rows: as in `DecodeRows`.
+        rows: int32 [n], request rows if windows may differ in width; else empty.
     """
 
     depth: int
@@ -155,8 +162,7 @@ class Observed:
     rows: Int32 = field(default_factory=no_ints)
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """A depth that an iteration could run at: tokens that it is expected to commit, and its expected time.
 
     Attributes:
@@ -233,13 +239,15 @@ class DepthController:
         self.cost, self.rows = cost, rows or RowAcceptance(0)
         self._ragged = False
         self.chosen, self.ragged = dict.fromkeys(sorted(depths), 0), 0
-        self._averages = {greedy: AcceptanceAverages(max(depths), acceptance) for greedy in (True, False)}
+        self._most = max(depths)
+        self._averages = {greedy: AcceptanceAverages(self._most, acceptance) for greedy in (True, False)}
         self._current: int | None = None
         self._steps = self._probed_at = 0
         self._timed_at = dict.fromkeys(depths, 0)
         self._last = self._repeated = -1  # depth of the iteration before, and of a probe to go on with
         self._observed = -1  # the depth of the iteration read before, if its time is known
-        self._saved = self._returned = self._returned_before = 0.0  # seconds that probes may lose; `observe` writes `_returned`
+        self._saved = self._most_saved = 0.0  # seconds that probes may lose
+        self._returned = self._returned_before = 0.0  # seconds, in all, that probes gained; `observe` writes the first
         self._parts = False  # whether drafts make requests end apart that would end together
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
@@ -294,46 +302,56 @@ class DepthController:
         and what those promise by the same acceptance; else `best` and `full`.
         """
         n, gains = len(rows.caps), self._gains(rows)
-        by_request = [replace(option, tokens=n + float(gains[:, : option.depth].sum())) for option in full]
-        of_full = max(option.rate for option in by_request)
+        by_depth = [0.0, *gains.sum(0).cumsum().tolist()]
+        by_request = [Option(option.depth, n + by_depth[option.depth], option.seconds, margin=option.margin) for option in full]
         gains = gains[:, :depth]
-        promised = np.concatenate([[0.0], np.sort(gains, axis=None)[::-1].cumsum()])
+        promised = np.sort(gains, axis=None)[::-1].cumsum()
         options = list[Option]()
         for size, tokens in passes:
+            drafts = min(tokens - size, gains.size)
             seconds = self.cost.seconds(size, depth, rows.kv_tokens, tokens // size)
-            options.append(Option(depth, n + float(promised[min(tokens - size, gains.size)]), seconds))
+            options.append(Option(depth, n + (float(promised[drafts - 1]) if drafts else 0.0), seconds))
         ragged = max(options, key=lambda option: option.rate)
-        self._ragged = bool(ragged.rate > of_full * (1 if self._ragged else 1 + RAGGED_GAIN))
+        self._ragged = ragged.rate > max(option.rate for option in by_request) * (1 if self._ragged else 1 + RAGGED_GAIN)
         if not self._ragged:
             return best, full
-        return replace(ragged, widths=allot(gains, *passes[options.index(ragged)])), by_request
+        return ragged._replace(widths=allot(gains, *passes[options.index(ragged)])), by_request
 
     def _gains(self, rows: DecodeRows) -> Floats:
         """What each draft of each request is expected to add, [n, most steps]; 0 beyond its cap."""
-        usual = np.where(rows.greedy, *(self._averages[greedy].rates()[0] for greedy in (True, False)))
-        gains = self.rows.gains(rows.rows, usual, len(self._averages[True].expected) - 1)
-        return np.where(np.arange(gains.shape[1]) < rows.caps[:, None], gains, 0.0)
+        usual = np.where(rows.greedy, self._averages[True].first, self._averages[False].first)
+        gains = self.rows.gains(rows.rows, usual, self._most)
+        return gains if rows.caps.min() >= self._most else np.where(np.arange(self._most) < rows.caps[:, None], gains, 0.0)
 
     def observe(self, read: Observed) -> None:
         """Learn from an iteration."""
         before, self._observed = self._observed, -1 if read.seconds is None else read.depth
-        if read.seconds is not None and (before == read.depth or (before == 0 and read.seconds < self._expected_seconds(read))):
-            self.cost.observe(read.size, read.depth, read.kv_tokens, read.seconds, read.width)
+        if read.seconds is not None and before in (read.depth, 0):
+            # A longer one after depth 0 may be that of the draft, and says nothing about the depth.
+            expected = self.cost.seconds(read.size, read.depth, read.kv_tokens, read.width)
+            if self._current == before == 0 < read.depth and read.seconds * CLEARLY_SHORT < expected:
+                self._returned += expected - read.seconds  # the price of this probe was wrong
+            if before == read.depth or read.seconds < expected:
+                self.cost.observe(read.size, read.depth, read.kv_tokens, read.seconds, read.width)
         if read.depth == 0:
             return
         drafted = np.minimum(read.caps, read.depth)
         if len(read.rows):
             self.rows.add(read.rows, read.accept_lens, drafted)
-        depths = [read.depth] if drafted.min() == read.depth else np.unique(drafted).tolist()
-        for greedy, averages in self._averages.items():
-            for depth in depths:
-                averages.add(read.accept_lens[(read.greedy == greedy) & (drafted == depth)], depth)
+        self._count(read, drafted)
         if self._current == 0 and not read.width and not self._parts:  # a probe that accepted drafts saved time
             self._returned += (float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens)
 
-    def _expected_seconds(self, read: Observed) -> float:
-        """The predicted time of an iteration. A longer one after depth 0 may include the draft's catch-up."""
-        return self.cost.seconds(read.size, read.depth, read.kv_tokens, read.width)
+    def _count(self, read: Observed, drafted: npt.NDArray[np.integer]) -> None:
+        """Add the windows to the averages of their kind, shallow ones first."""
+        width = read.depth + 2
+        kinds = (read.greedy * np.intp(width) + drafted) * width + read.accept_lens
+        counts = np.bincount(kinds, minlength=2 * width * width).tolist()
+        shallowest = max(int(drafted.min()), 1)
+        for greedy, averages in self._averages.items():
+            for depth in range(shallowest, read.depth + 1):
+                start = (greedy * width + depth) * width
+                averages.add(counts[start : start + width], depth)
 
     def correct(self, spread: float) -> None:
         """Set how independently tokens choose experts."""
@@ -358,15 +376,14 @@ class DepthController:
 
     def _tokens(self, rows: DecodeRows) -> list[float]:
         """Tokens that the requests are expected to commit together, by depth 0..K."""
-        most = len(self._averages[True].expected) - 1
-        total = np.zeros(most + 1)
+        most, total = self._most, [0.0] * (self._most + 1)
         for greedy, averages in self._averages.items():
-            caps = rows.caps[rows.greedy == greedy]
-            if len(caps):
-                count = np.bincount(np.minimum(caps, most), minlength=most + 1)
-                for cap in np.flatnonzero(count).tolist():
-                    total += count[cap] * np.array(averages.expected)[np.minimum(np.arange(most + 1), cap)]
-        return total.tolist()
+            count = np.bincount(np.minimum(rows.caps[rows.greedy == greedy], most)).tolist()
+            expected = averages.expected if count else []
+            for cap, requests in enumerate(count):
+                if requests:
+                    total = [tokens + requests * expected[min(depth, cap)] for depth, tokens in enumerate(total)]
+        return total
 
     def _save(self, seconds: float, live: int) -> None:
         """Save a fraction of an iteration's time for probes, and what they gained. If requests finish together they gain nothing:
@@ -374,14 +391,15 @@ class DepthController:
         """
         returned, most = self._returned, max(MOST_SAVED * min(FEW / live, 1.0), LEAST_SAVED)
         share = PROBE_SHARE if self._steps > 1 else most / 2
-        self._saved = min(self._saved + share * seconds + returned - self._returned_before, most * seconds)
+        self._most_saved = most * seconds
+        self._saved = min(self._saved + share * seconds + returned - self._returned_before, self._most_saved)
         self._returned_before = returned
 
     def _probe(self, options: Sequence[Option], best: Option) -> int:
         """The depth to run: that of `best`, or occasionally one that did not run recently, if enough time was saved for its possible loss.
 
-        At depth 0 no acceptance is observed, so the shallowest depth is always worth a probe. From another depth, only the second
-        iteration of a probe shows its time.
+        At depth 0 no acceptance is observed, so the shallowest depth is always worth a probe, even if it may cost more than can be saved
+        up: its start-up time may be wrong. From another depth, only the second iteration of a probe shows its time.
         """
         repeated, self._repeated = self._repeated, -1
         if repeated in (option.depth for option in options):
@@ -399,9 +417,11 @@ class DepthController:
             if option.depth != best.depth and (blind or stale):
                 tokens = best.tokens if best.depth == 0 else option.tokens
                 candidates.append((length * (option.seconds - tokens / best.rate), option.depth))
-        if not candidates or min(candidates)[0] > self._saved:
+        if not candidates:
             return best.depth
         loss, depth = min(candidates)
+        if loss > self._saved and not (best.depth == 0 and depth == shallowest and self._saved == self._most_saved):
+            return best.depth
         self._saved -= max(loss, 0.0)
         self._probed_at, self._repeated = self._steps, depth if length > 1 else -1
         return depth

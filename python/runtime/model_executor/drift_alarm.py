@@ -62,12 +62,16 @@ class DriftAlarm:
         self._recent, self._usual = RecentRates(num_steps, 64), RecentRates(num_steps, 1024)
 
     def add(self, accept_lens: npt.ArrayLike, eager_sample: bool, num_steps: int | None = None, verify: bool = True) -> None:
-        """Count one batch: int [B], each in 1..num_steps + 1. A batch through graphs after eager ones ends their block.
+        """As `count`: int [B], each in 1..num_steps + 1."""
+        batch = AcceptanceCounters(self._num_steps)
+        batch.add(accept_lens, num_steps)
+        self.count(batch, eager_sample, verify)
+
+    def count(self, batch: AcceptanceCounters, eager_sample: bool, verify: bool) -> None:
+        """Count one batch. One through graphs after eager ones ends their block.
 
         `verify`: whether verification was eager in the sample too.
         """
-        batch = AcceptanceCounters(self._num_steps)
-        batch.add(accept_lens, num_steps)
         for kind in self._kinds:
             kind.iterations += 1
         if eager_sample:
@@ -178,7 +182,7 @@ class RecentRates:
     def add(self, batch: AcceptanceCounters) -> None:
         """Count one batch."""
         self._batches = self._batches * self._keep + 1
-        self._counts = self._counts * self._keep + [batch.reached, batch.accepted]
+        self._counts = self._counts * self._keep + batch.counts[1:]
 
     def copy(self, other: RecentRates) -> None:
         """Remember what `other` does."""
@@ -188,10 +192,10 @@ class RecentRates:
         """Whether a position accepts less than usual, beyond chance. False before `usual` knows more than this one."""
         if usual._batches <= 4 * self._batches:
             return False
-        (n, accepted), (usual_n, usual_accepted) = self._counts, usual._counts
+        n = self._counts[0]
         # Of a depth that ran long ago, less than one window is remembered.
-        before = usual_accepted / np.maximum(usual_n, 1e-9)
-        drop = before - accepted / np.maximum(n, 1e-9)
+        before, now = (accepted / np.maximum(reached, 1e-9) for reached, accepted in (usual._counts, self._counts))
+        drop = before - now
         if drop.max() < FALL:
             return False
         deviation = np.sqrt(before * (1 - before) / np.maximum(n, 1)) + 1e-9

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -177,8 +178,13 @@ class GraphRunner:
         """The padded size that `live` requests (or tokens) run at; `live` itself when they run eagerly."""
         if self.mode is RunMode.EAGER:
             return live
-        fitting = (size for size in self._sizes if size == live or (size > live and self._padding))
-        return next(fitting, live)
+        at = bisect_left(self._sizes, live)
+        return self._sizes[at] if self._padding and at < len(self._sizes) else live
+
+    def has_graph(self, size: int) -> bool:
+        """Whether there is a graph of this size; before capture, whether there will be one."""
+        at = bisect_left(self._sizes, size)
+        return at < len(self._sizes) and self._sizes[at] == size
 
     def batch(self, size: int, tokens: int = 0) -> ForwardBatch:
         """The persistent inputs of a pass of `size`, padding included; of a ragged pass with `tokens` tokens, if given."""

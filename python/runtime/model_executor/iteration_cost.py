@@ -16,6 +16,9 @@ CELL_RATE, FIRST_RUNS = 0.02, 5
 MOST_CELL, MOST_LATE = math.log(3.0), math.log(1.25)
 """The largest correction of a single batch size and depth, as a logarithm, and the largest error towards a longer time that one iteration
 counts as: a delay of the machine only adds time, and a depth that seems slow is seldom tried again."""
+CLEARLY_SHORT = 1.1
+"""A depth with drafts whose first two times are both shorter than at start-up by this factor was measured while the machine was busy. Noise
+seldom reaches it, and a single time may be short because the result before it was read late."""
 OUTLIER = 2.0
 """A time further from the expected one than this factor counts as this factor."""
 CONTEXT_UNIT = 32768
@@ -75,7 +78,9 @@ class IterationCost:
         self._table: dict[tuple[int, int, int, Routing | None], float] = {}
         self._cells: dict[tuple[int, int, int], float] = {}
         self._runs: dict[tuple[int, int, int], int] = {}
-        self._sums = np.zeros(5)  # 1, u, u^2, y, u * y of the regression y = scale + u * context
+        self._short: dict[tuple[int, int, int], float] = {}  # first times that were clearly short: logarithms over the expected ones
+        self._unseen: dict[int, float] = {}  # the correction of depths with drafts that did not run yet, by `size.bit_length()`
+        self._sums = [0.0] * 5  # 1, u, u^2, y, u * y of the regression y = scale + u * context
         self._scale, self._context = 1.0, 0.0
         self._unit = self._measured(1, 0) / CONTEXT_UNIT
 
@@ -88,18 +93,40 @@ class IterationCost:
 
     def observe(self, size: int, depth: int, kv_tokens: int, seconds: float, width: int = 0) -> None:
         """Learn from the time of one iteration."""
+        key = (size.bit_length(), depth, width)
+        if self._was_busy(key, size, kv_tokens, seconds):
+            return
+        cell = self._cells.setdefault(key, 0.0)
         expected, base = self.seconds(size, depth, kv_tokens, width), self._at(size, depth, width)
         seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
         u, y = self._unit * kv_tokens / base, seconds / base
-        self._sums = self._sums * (1 - 1 / MEMORY) + (1.0, u, u * u, y, u * y)
-        n, su, suu, sy, suy = self._sums.tolist()
+        added = (1.0, u, u * u, y, u * y)
+        self._sums = [total * (1 - 1 / MEMORY) + new for total, new in zip(self._sums, added, strict=True)]
+        n, su, suu, sy, suy = self._sums
         n, suu, sy = n + PRIOR_SCALE, suu + PRIOR_CONTEXT, sy + PRIOR_SCALE
         context = max((n * suy - su * sy) / (n * suu - su * su), 0.0)
         self._scale, self._context = max((sy - su * context) / n, 1e-3), context
-        key = (size.bit_length(), depth, width)
         runs = self._runs[key] = self._runs.get(key, 0) + 1
-        cell = self._cells.get(key, 0.0) + max(CELL_RATE, 1 / (runs + FIRST_RUNS)) * min(math.log(seconds / expected), MOST_LATE)
+        cell += max(CELL_RATE, 1 / (runs + FIRST_RUNS)) * min(math.log(seconds / expected), MOST_LATE)
         self._cells[key] = min(max(cell, -MOST_CELL), MOST_CELL)
+
+    def _was_busy(self, key: tuple[int, int, int], size: int, kv_tokens: int, seconds: float) -> bool:
+        """Whether one of the first times of a depth with drafts is clearly shorter than at start-up, where that of depth 0 is not. If the
+        next one is too, the longer of both is believed, also for other depths with drafts until they run.
+        """
+        sizes, depth, width = key
+        if not depth or key in self._runs or self._runs.get((sizes, 0, 0), 0) < FIRST_RUNS:
+            return False
+        expected = self._scale * self._measured(size, depth, width) + self._context * self._unit * kv_tokens
+        before, error = self._short.pop(key, None), max(math.log(max(seconds, 1e-9) / expected), -MOST_CELL)
+        if error > -math.log(CLEARLY_SHORT):
+            return False
+        if before is None:
+            self._short[key] = error
+        else:
+            self._runs[key], self._cells[key] = 2, max(before, error)
+            self._unseen[sizes] = self._cells[key]
+        return True
 
     def correct(self, spread: float) -> None:
         """Take note of how independently tokens choose experts, `Routing.spread`, as measured."""
@@ -107,7 +134,9 @@ class IterationCost:
             self._routing = replace(self._routing, spread=round(spread, 1))
 
     def _at(self, size: int, depth: int, width: int) -> float:
-        return self._measured(size, depth, width) * math.exp(self._cells.get((size.bit_length(), depth, width), 0.0))
+        sizes = size.bit_length()
+        unseen = self._unseen.get(sizes, 0.0) if depth else 0.0
+        return self._measured(size, depth, width) * math.exp(self._cells.get((sizes, depth, width), unseen))
 
     def _measured(self, size: int, depth: int, width: int = 0) -> float:
         """The table as measured at start-up, with the experts that are read now; of windows that differ the time of full ones without

@@ -100,7 +100,7 @@ class IterationGraphs:
         minimum lengths or draft caps, and no eager sample.
         """
         runner, depth = self.runners.get(iteration.depth), iteration.depth
-        if runner is None or iteration.size not in runner.sizes or _variant(iteration.needs) is None:
+        if runner is None or not runner.has_graph(iteration.size) or _variant(iteration.needs) is None:
             return False
         parts = (runner, *self._stages.verifier.at_depth(depth), *self._stages.drafter.runners(depth))
         replays = all(part.mode is RunMode.REPLAY for part in parts)

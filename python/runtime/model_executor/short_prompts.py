@@ -145,7 +145,7 @@ class ShortPrompts:
         lens = batch.extend_lens.tolist()
         if self.shared is not None and 1 < len(lens) < SLOTS:
             size = self.shared.size_for(batch.num_tokens)
-            if size in self.shared.sizes:
+            if self.shared.has_graph(size):
                 return self._replay_together(self.shared, batch, lens, size)
         sizes = [self.runner.size_for(length) for length in lens]
         captured = set(sizes) <= set(self.runner.sizes)

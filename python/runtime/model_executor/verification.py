@@ -135,7 +135,7 @@ class Verifier:
 
     def has_graph(self, depth: int, size: int) -> bool:
         """Whether iterations of `size` requests replay a graph."""
-        return size in self.runners[depth].sizes
+        return self.runners[depth].has_graph(size)
 
     def ragged_passes(self, depth: int, live: int) -> list[tuple[int, int]]:
         """Requests and tokens, padding included, of the ragged passes that `live` requests can run as, fewest tokens first.
@@ -143,9 +143,9 @@ class Verifier:
         Where full windows replay a graph these are passes that have one too; elsewhere any number of tokens, in few steps.
         """
         runners, full = self.ragged.get(depth, {}), self.runners[depth]
-        if not runners or full.size_for(live) in full.sizes:
-            sizes = {mean: runner.size_for(live) for mean, runner in runners.items()}
-            return sorted((size, size * mean) for mean, size in sizes.items() if size in runners[mean].sizes)
+        if not runners or full.has_graph(full.size_for(live)):
+            sizes = ((mean, runner.size_for(live)) for mean, runner in runners.items())
+            return sorted((size, size * mean) for mean, size in sizes if runners[mean].has_graph(size))
         return [(live, tokens) for tokens in range(live, live * full.spec.width, max(live // EAGER_STEPS, 1))]
 
     # ---- outside any graph

@@ -137,6 +137,10 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig(**SPARSE, **EXPERTS, head_dim=16, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[0]),
     ),
+    "qwen3-moe-windows": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SPARSE, **EXPERTS, head_dim=16, use_sliding_window=True, sliding_window=6, max_window_layers=2),
+    ),
     "mixtral": (MixtralForCausalLM, MixtralConfig(**SPARSE, num_local_experts=6)),
     "mixtral-window": (MixtralForCausalLM, MixtralConfig(**SPARSE, num_local_experts=6, sliding_window=5)),
     "qwen2-moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig(**SPARSE, **EXPERTS, shared_expert_intermediate_size=48)),
@@ -502,6 +506,7 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"blocks of \[64, 64\]; only \[128, 128\]"),
         ({"quantization_config": {"quant_method": "fp8", "ignored_layers": "lm_head"}}, "ignored_layers is 'lm_head'; it must be a list"),
         ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [1]}}, "modules_to_not_convert is "),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": ["re:("]}}, "which is not a regular expression"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: an unnamed scheme"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config.config_groups must be an object"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from runtime.config.quant_config import BLOCK, QuantConfig
@@ -72,6 +73,11 @@ def _names(fields: ConfigFields, name: str) -> tuple[str, ...]:
     names = fields.get(name, [])
     if not isinstance(names, list) or not all(isinstance(entry, str) for entry in names):
         raise fields.error(f"{name} is {names!r}; it must be a list of names of layers")
+    for pattern in (entry[3:] for entry in names if entry.startswith("re:")):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise fields.error(f'{name} holds "re:{pattern}", which is not a regular expression: {error}') from error
     return tuple(names)
 
 

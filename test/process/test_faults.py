@@ -173,7 +173,7 @@ def test_a_sighup_while_loading_does_not_end_the_server(model: Path, tmp_path: P
     with serving(model, "--api-key-file", str(keys), behaviour="slow-load", ready=False) as server:
         assert wait_until(lambda: len(psutil.Process(server.process.pid).children()) == 2)
         server.process.send_signal(signal.SIGHUP)
-        assert wait_until(lambda: "SIGHUP: the API keys are read when the server is ready" in server.text())
+        assert wait_until(lambda: "SIGHUP: the API keys will be read when the server is ready" in server.text())
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(PATIENCE) == 0
 

@@ -269,7 +269,7 @@ def test_a_process_that_has_ended_is_replaced(trials: TrialProcess, caplog: pyte
     os.kill(pid, signal.SIGKILL)
     trials.translate(GrammarSpec("regex", "a"))
     assert trials.pid != pid
-    assert "another one starts" in caplog.text
+    assert "restarting it" in caplog.text
 
 
 def test_a_process_that_cannot_start_leaves_grammars_untried() -> None:

@@ -148,23 +148,18 @@ def resolve_speculative(
         return None
     algorithm = _algorithm(args, model)
     path, draft_format = draft or (None, model.load_format)
-    if args.enable_dp_attention and args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
-        # A depth controller reads the results of one attention group only.
-        args = replace(args, speculative_num_steps=_default_steps(args, device.device, args.speculative_eagle_topk or 1))
-    tuning = _applied(args, tuning)
+    args, tuning = _with_one_depth(args, device.device), _applied(args, tuning)
     shape = _draft_shape(args, device.device) if tuning is None else _tuned_shape(args, tuning)
     max_batch = args.speculative_disable_by_batch_size
-    if tuning is not None and not shape.depths:
-        max_batch = max_batch or tuning.most_drafted
-    elif path == str(EMBEDDED_DRAFT) and not shape.depths:
-        max_batch = max_batch or EMBEDDED_DRAFT_MAX_BATCH.get((device.device, quantization or device.dtype))
-        _log_embedded(algorithm, shape, device.device, max_batch)
     if shape.depths:
         log.info("speculative decoding %s: each iteration runs at the best of the depths %s", algorithm, shape.depths)
+    elif tuning is not None:
+        max_batch = max_batch or tuning.most_drafted
+    elif path == str(EMBEDDED_DRAFT):
+        max_batch = max_batch or EMBEDDED_DRAFT_MAX_BATCH.get((device.device, quantization or device.dtype))
+        _log_embedded(algorithm, shape, device.device, max_batch)
     attention = _draft_attention(args, device, machine)
-    if graphs and not ATTENTION_CAPS[attention].cuda_graph and ALGORITHM_CAPS[algorithm].draft != "none":
-        log.warning("the draft runs eagerly, which is slower: %s attention cannot be captured", attention)
-        graphs = False
+    graphs = graphs and _can_capture(algorithm, attention)
     return SpeculativeConfig(
         algorithm=algorithm,
         draft_model_path=path,
@@ -186,6 +181,21 @@ def resolve_speculative(
         draft_tp_size=args.speculative_draft_tp_size,
         tuning=tuning,
     )
+
+
+def _with_one_depth(args: ServerArgs, device: DeviceKind) -> ServerArgs:
+    """With attention groups a fixed depth, because a depth controller reads the results of one group only."""
+    if not args.enable_dp_attention or args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
+        return args
+    return replace(args, speculative_num_steps=_default_steps(args, device, args.speculative_eagle_topk or 1))
+
+
+def _can_capture(algorithm: SpecAlgorithm, attention: AttentionName) -> bool:
+    """Whether the draft's passes can be captured, if it has any."""
+    if ATTENTION_CAPS[attention].cuda_graph or ALGORITHM_CAPS[algorithm].draft == "none":
+        return True
+    log.warning("the draft runs eagerly, which is slower: %s attention cannot be captured", attention)
+    return False
 
 
 def _algorithm(args: ServerArgs, model: ModelFacts) -> SpecAlgorithm:

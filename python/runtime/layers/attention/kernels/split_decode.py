@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from runtime.layers.attention.kernels import cluster_decode
-from runtime.layers.attention.kernels.split_keys import SplitKeys
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.split_schedule import schedule_work, unpack
 from runtime.layers.attention.kernels.split_shape import SplitShape
 from runtime.layers.attention.kernels.tile_slots import tile_slots
@@ -52,7 +52,7 @@ def split_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    keys: SplitKeys,
+    keys: PagedKeys,
     shape: SplitShape,
     workspace: SplitWorkspace,
     scale: float,
@@ -117,7 +117,7 @@ def split_attention(
     return out
 
 
-def _check(q: torch.Tensor, keys: SplitKeys, shape: SplitShape, workspace: SplitWorkspace) -> None:
+def _check(q: torch.Tensor, keys: PagedKeys, shape: SplitShape, workspace: SplitWorkspace) -> None:
     """Assert that a pass is the one that was prepared."""
     assert shape.batch * shape.width == len(q), f"{len(q)} queries where {shape.batch} requests of {shape.width} were prepared"
     assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
@@ -155,7 +155,7 @@ def warm_up(
     if schedule is not None:
         schedule_work(lens, shape.splits, shape.config.tile, schedule)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if tree else None
-    keys, sink = SplitKeys(pages, rows, lens, page_size, schedule), q.new_zeros(shape.num_q_heads) if sinks and not tree else None
+    keys, sink = PagedKeys(pages, rows, lens, page_size, schedule), q.new_zeros(shape.num_q_heads) if sinks and not tree else None
     if heads is not None and not tree and shape.rotates and cluster_decode.takes_rows(heads, shape, page_size, q, cache, sink):
         qkv = q.new_zeros((len(q), (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim))
         zeros = torch.zeros(len(q), dtype=torch.int64, device=device)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from runtime.model_executor.build import build_worker
+from runtime.model_executor.context import BuildOptions
 from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup
 from runtime.model_executor.iteration import Accepted, Iteration
@@ -44,7 +45,8 @@ class RepeatDrafter(Drafter):
 def test_a_toy_drafter_serves_the_text_of_plain_decoding(replay: str | None, mixed: bool) -> None:
     sampling = SamplingParams(temperature=0.0, logit_bias={7: 9.0}, max_new_tokens=1 << 20)  # repeats a token often
     config = tiny_runtime(**{**RUNTIME, "mixed_chunk": mixed})
-    worker = build_worker(config, model_config(), replay, [2, 4] if replay else None, lambda context, target: RepeatDrafter(3))
+    options = BuildOptions(replay, [2, 4] if replay else None)
+    worker = build_worker(config, model_config(), lambda context, target: RepeatDrafter(3), options)
     with torch.inference_mode():
         calm(worker.parts.target.runner.model, 1.0)
     expected = Driver(plain()).generate(PROMPTS, 30, sampling=sampling)

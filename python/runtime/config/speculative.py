@@ -11,12 +11,13 @@ from msgspec import structs
 
 from runtime.config.attention import resolve_attention
 from runtime.config.attention_caps import ATTENTION_CAPS, MAX_TREE_BITS, AttentionName
+from runtime.config.draft_algorithms import ALGORITHM_CAPS, SpecAlgorithm
 from runtime.config.machine import MachineFacts
 from runtime.config.model_facts import ModelFacts
 from runtime.config.quant_config import Quantization
 from runtime.config.refusals import check_positive, check_ranges, flag_of
 from runtime.config.runtime_config import DeviceConfig, DeviceKind, SpeculativeConfig
-from runtime.config.server_args import SPECULATION, ServerArgs, SpecAlgorithm
+from runtime.config.server_args import SPECULATION, ServerArgs
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.config.tuning import SpeculativeTuning
 from runtime.errors import ConfigError
@@ -24,7 +25,8 @@ from runtime.errors import ConfigError
 log = logging.getLogger(__name__)
 
 EMBEDDED_DRAFT = Path(__file__).parents[1] / "assets" / "smollm2-eagle3"
-"""The embedded model's EAGLE-3 head."""
+"""The embedded model's own head."""
+EMBEDDED_ALGORITHM: SpecAlgorithm = "EAGLE3"
 EMBEDDED_DRAFT_STEPS: dict[DeviceKind, int] = {"cpu": 3, "cuda": 4}
 """Default depth of the embedded model's draft, a chain.
 
@@ -80,7 +82,12 @@ def with_embedded_draft(args: ServerArgs, embedded: bool) -> ServerArgs:
     """Add the embedded model's own head, if that model is served and no other draft, or none, was asked for."""
     if not embedded or not asks_for_embedded_draft(args):
         return args
-    return replace(args, speculative_algorithm="EAGLE3", speculative_draft_model_path=str(EMBEDDED_DRAFT))
+    return replace(args, speculative_algorithm=EMBEDDED_ALGORITHM, speculative_draft_model_path=str(EMBEDDED_DRAFT))
+
+
+def drafts_blocks(args: ServerArgs) -> bool:
+    """Whether the draft fills blocks of a size that its checkpoint states."""
+    return args.speculative_algorithm not in (None, "none") and ALGORITHM_CAPS[args.speculative_algorithm].blocks
 
 
 def with_block_size(args: ServerArgs, block_size: int) -> ServerArgs:
@@ -117,7 +124,7 @@ def check_depth(block_size: int, num_steps: int) -> None:
 
 def asks_for_embedded_draft(args: ServerArgs) -> bool:
     """Whether the embedded model would draft with its own head."""
-    return args.speculative_algorithm in (None, "EAGLE3") and args.speculative_draft_model_path is None
+    return args.speculative_algorithm in (None, EMBEDDED_ALGORITHM) and args.speculative_draft_model_path is None
 
 
 def resolve_speculative(
@@ -141,23 +148,18 @@ def resolve_speculative(
         return None
     algorithm = _algorithm(args, model)
     path, draft_format = draft or (None, model.load_format)
-    if args.enable_dp_attention and args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
-        # A depth controller reads the results of one attention group only.
-        args = replace(args, speculative_num_steps=_default_steps(args, device.device, args.speculative_eagle_topk or 1))
-    tuning = _applied(args, tuning)
+    args, tuning = _with_one_depth(args, device.device), _applied(args, tuning)
     shape = _draft_shape(args, device.device) if tuning is None else _tuned_shape(args, tuning)
     max_batch = args.speculative_disable_by_batch_size
-    if tuning is not None and not shape.depths:
-        max_batch = max_batch or tuning.most_drafted
-    elif path == str(EMBEDDED_DRAFT) and not shape.depths:
-        max_batch = max_batch or EMBEDDED_DRAFT_MAX_BATCH.get((device.device, quantization or device.dtype))
-        _log_embedded(algorithm, shape, device.device, max_batch)
     if shape.depths:
         log.info("speculative decoding %s: each iteration runs at the best of the depths %s", algorithm, shape.depths)
+    elif tuning is not None:
+        max_batch = max_batch or tuning.most_drafted
+    elif path == str(EMBEDDED_DRAFT):
+        max_batch = max_batch or EMBEDDED_DRAFT_MAX_BATCH.get((device.device, quantization or device.dtype))
+        _log_embedded(algorithm, shape, device.device, max_batch)
     attention = _draft_attention(args, device, machine)
-    if graphs and not ATTENTION_CAPS[attention].cuda_graph and algorithm != "NGRAM":
-        log.warning("the draft runs eagerly, which is slower: %s attention cannot be captured", attention)
-        graphs = False
+    graphs = graphs and _can_capture(algorithm, attention)
     return SpeculativeConfig(
         algorithm=algorithm,
         draft_model_path=path,
@@ -181,12 +183,27 @@ def resolve_speculative(
     )
 
 
+def _with_one_depth(args: ServerArgs, device: DeviceKind) -> ServerArgs:
+    """With attention groups a fixed depth, because a depth controller reads the results of one group only."""
+    if not args.enable_dp_attention or args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
+        return args
+    return replace(args, speculative_num_steps=_default_steps(args, device, args.speculative_eagle_topk or 1))
+
+
+def _can_capture(algorithm: SpecAlgorithm, attention: AttentionName) -> bool:
+    """Whether the draft's passes can be captured, if it has any."""
+    if ATTENTION_CAPS[attention].cuda_graph or ALGORITHM_CAPS[algorithm].draft == "none":
+        return True
+    log.warning("the draft runs eagerly, which is slower: %s attention cannot be captured", attention)
+    return False
+
+
 def _algorithm(args: ServerArgs, model: ModelFacts) -> SpecAlgorithm:
-    """The algorithm that was asked for; EAGLE without a draft model is MTP, as in SGLang."""
+    """The algorithm that was asked for, or its replacement without a draft model, as in SGLang."""
     algorithm = cast(SpecAlgorithm, args.speculative_algorithm)
-    if algorithm == "EAGLE" and args.speculative_draft_model_path is None:
-        algorithm = "MTP"
-    if algorithm == "MTP" and not model.has_mtp:
+    if args.speculative_draft_model_path is None:
+        algorithm = ALGORITHM_CAPS[algorithm].without_folder or algorithm
+    if ALGORITHM_CAPS[algorithm].draft == "checkpoint" and not model.has_mtp:
         raise ConfigError(
             f"--speculative-algorithm {args.speculative_algorithm} without a draft model needs a layer for multi-token prediction, and "
             "this checkpoint holds none that is supported. Name a draft model with --speculative-draft-model-path."
@@ -205,25 +222,15 @@ def _refuse(args: ServerArgs, why: str, *names: str) -> None:
             raise ConfigError(f"{flag_of(field.name)} {why}")
 
 
-def _check_draft_source(args: ServerArgs, algorithm: str) -> None:
-    if algorithm == "NGRAM":
-        _refuse(
-            args,
-            "has no effect: NGRAM copies from the text so far and has no draft model. Leave it out.",
-            *("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_attention_backend"),
-            *("disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph", "speculative_draft_model_quantization"),
-            "speculative_draft_tp_size",
-        )
-    elif algorithm == "MTP":
-        names = ("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_model_quantization")
-        _refuse(args, "has no effect: MTP drafts with a layer of the model's own checkpoint. Leave it out, or use EAGLE.", *names)
-    elif args.speculative_draft_model_path is None and (algorithm != "EAGLE" or args.model_path is None):
+def _check_draft_source(args: ServerArgs, algorithm: SpecAlgorithm) -> None:
+    caps, token_map = ALGORITHM_CAPS[algorithm], args.speculative_token_map
+    _refuse(args, f"has no effect: {caps.unused_why}", *caps.unused_flags)
+    replaced = caps.without_folder is not None and args.model_path is not None
+    if caps.draft == "folder" and args.speculative_draft_model_path is None and not replaced:
         raise ConfigError(f"--speculative-algorithm {algorithm} needs a draft model. Name it with --speculative-draft-model-path.")
-    token_map = args.speculative_token_map
-    if token_map is not None and algorithm not in ("EAGLE", "MTP"):
-        raise ConfigError(
-            f"--speculative-token-map works with EAGLE and MTP only; {algorithm} drafts from its own vocabulary. Leave it out."
-        )
+    if token_map is not None and not caps.token_map:
+        takers = " and ".join(name for name, own in ALGORITHM_CAPS.items() if own.token_map)
+        raise ConfigError(f"--speculative-token-map works with {takers} only; {algorithm} drafts from its own vocabulary. Leave it out.")
     if token_map is not None and not Path(token_map).is_file():
         raise ConfigError(
             f"--speculative-token-map {token_map} must be a file on this machine in which torch.save wrote a list or a tensor of "
@@ -299,8 +306,9 @@ def _auto_shape(args: ServerArgs, topk: int) -> _DraftShape:
 
 
 def _tree_shape(args: ServerArgs, steps: int, topk: int) -> _DraftShape:
-    if args.speculative_algorithm in ("NGRAM", "STANDALONE", "DFLASH"):
-        raise ConfigError(f"--speculative-eagle-topk must be 1: {args.speculative_algorithm} drafts chains. Trees need an EAGLE head.")
+    algorithm = cast(SpecAlgorithm, args.speculative_algorithm)
+    if not ALGORITHM_CAPS[algorithm].trees:
+        raise ConfigError(f"--speculative-eagle-topk must be 1: {algorithm} drafts chains. Trees need an EAGLE head.")
     if (steps - 1) * topk > MAX_TREE_BITS:
         raise ConfigError(
             f"--speculative-num-steps {steps} with --speculative-eagle-topk {topk} is too large: (steps - 1) * topk must be at most "

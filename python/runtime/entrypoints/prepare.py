@@ -12,7 +12,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
-from runtime.config.speculative import with_block_size, with_embedded_draft, within_block
+from runtime.config.speculative import drafts_blocks, with_block_size, with_embedded_draft, within_block
 from runtime.config.tuning import MadeFor, fitting, read_tuning
 from runtime.entrypoints.memory_check import check_memory
 from runtime.model_files.embedded import SAMPLING as EMBEDDED_SAMPLING
@@ -58,15 +58,14 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         sampling=_sampling(args, source),
     )
     draft = find_draft(args, source.kind)
-    block_size = read_block_size(draft[0]) if args.speculative_algorithm == "DFLASH" and draft is not None else None
+    block_size = None if draft is None or not drafts_blocks(args) else read_block_size(draft[0])
     args = args if block_size is None else with_block_size(args, block_size)
     machine, tuning = probe(), None if args.speculative_tuning is None else read_tuning(args.speculative_tuning)
     config = fitted(resolve(args, machine, facts, draft, tuning), machine)
     if config.speculative is not None and block_size is not None:
         config = msgspec.structs.replace(config, speculative=within_block(config.speculative, block_size))
     speculative = config.speculative
-    if speculative is not None and speculative.algorithm not in ("NGRAM", "MTP"):
-        assert speculative.draft_model_path is not None
+    if speculative is not None and speculative.draft_model_path is not None:
         load_draft_config(speculative.draft_model_path, speculative.algorithm, model_config)  # refuse it before loading weights
     check_memory(config, model_config, host_memory())
     return config, model_config

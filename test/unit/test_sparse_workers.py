@@ -72,6 +72,14 @@ def test_several_ranks_generate_the_text_of_one(tmp_path: Path, name: str, size:
         assert not worker.parts.target.agreement.differs.item()
 
 
+def test_ranks_that_quantize_on_load_generate_the_text_of_one(tmp_path: Path) -> None:
+    build = builder(tmp_path, None, family("qwen2-moe", num_q_heads=4, num_kv_heads=2), quantization="fp8")
+    expected, _ = texts(build())
+    with ranks(4, build) as worker:
+        assert worker.parts.target.runner.model.layers[1].mlp.experts.scheme.name == "fp8"
+        assert texts(worker)[0] == expected
+
+
 @pytest.mark.parametrize(("requests", "shape"), [(1, None), (3, None), (3, CHAIN)])
 def test_distinct_experts_of_decode_passes_are_counted_without_padding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: int, shape: dict[str, Any] | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +10,7 @@ from functools import partial
 import torch
 
 from runtime.distributed.parallel_group import Shard
+from runtime.errors import ConfigError
 from runtime.layers.quantization.mxfp4 import GROUP, Mxfp4
 from runtime.layers.quantization.scheme import Index, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 from runtime.models.checkpoint_parts import Sliceable, Values
@@ -113,13 +115,18 @@ MXFP4_FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class StackedWeights:
-    """Gate and up, then down, of the experts of one rank, with their biases and the scheme that stores them."""
+    """Gate and up, then down, of the experts of one rank, with their biases and the scheme that stores them.
+
+    Attributes:
+        inner: this rank's part of the intermediate size.
+    """
 
     gate_up: Storage
     down: Storage
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     scheme: QuantScheme
+    inner: int
 
 
 def stacked_weights(
@@ -135,15 +142,19 @@ def stacked_weights(
 
     Args:
         shared: prefix of a shared expert's tensors; it becomes the last of the stack.
+
+    Raises:
+        ConfigError: the ranks cannot share an expert.
     """
-    cut, held = placement.shard.of(inner), placement.held
+    held = placement.held
     prefixes = [f"{names.prefix}{expert}." for expert in range(placement.total)]
     if shared is not None:
         assert len(held) == placement.total, "the shared expert follows all of the routed ones"
         prefixes, held = [*prefixes, shared], range(placement.total + 1)
+    scheme = table.scheme_of([prefix + part for prefix in prefixes for part in (names.gate, names.up, names.down)])
+    cut = _cut(placement.shard, inner, scheme)
     width, count = cut.stop - cut.start, len(held)
     of_expert = [_parts_of(names, prefix, hidden, inner, cut) for prefix in prefixes]
-    scheme = table.scheme_of([part.prefix for parts in of_expert for part in parts])
     gate_up = scheme.allocate(NewWeight(2 * width, hidden, table.dtype, table.device, count, of_expert[0][:2]))
     down = scheme.allocate(NewWeight(hidden, width, table.dtype, table.device, count, of_expert[0][2:]))
     gate_up_bias = torch.empty((count, 2 * width), dtype=table.dtype, device=table.device) if bias else None
@@ -160,7 +171,18 @@ def stacked_weights(
     forms += [FusedForm("_bias", "bias", lambda columns: ())] if bias else []
     _accept_fused(table, names, placement.total, hidden, inner, forms)
     table.hold([*gate_up.tensors, *down.tensors, *(b for b in (gate_up_bias, down_bias) if b is not None)])
-    return StackedWeights(gate_up, down, gate_up_bias, down_bias, scheme)
+    return StackedWeights(gate_up, down, gate_up_bias, down_bias, scheme, width)
+
+
+def _cut(shard: Shard, inner: int, scheme: QuantScheme) -> slice:
+    """The part of the intermediate size that a rank holds."""
+    unit = math.gcd(inner, scheme.shard_unit)
+    if inner // unit < shard.count:
+        raise ConfigError(
+            f"{shard.count} ranks cannot share an expert of intermediate size {inner}: the {scheme.name} weights are cut at multiples "
+            f"of {unit}. Use a smaller --tp-size, or a larger --ep-size."
+        )
+    return replace(shard, unit=unit).of(inner)
 
 
 def _parts_of(names: ExpertNames, prefix: str, hidden: int, inner: int, cut: slice) -> tuple[LinearPart, LinearPart, LinearPart]:

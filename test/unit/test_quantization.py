@@ -103,6 +103,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "ignore": ["lm_head"],
         },
     ),
+    "modelopt": (
+        "tensor",
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "ignore": ["lm_head", "*.1.mlp*"]},
+    ),
 }  # fmt: skip
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**{**COMMON, "hidden_size": 192, "intermediate_size": 320})),
@@ -143,8 +147,10 @@ def write_quantized(folder: Path, model: PreTrainedModel, form: str) -> PreTrain
     for name in [name for name in projections if not quant.keeps(name.removesuffix(".weight"))]:
         tensors[name], scales, wide[name] = quantized(tensors[name], kind)
         tensors[name.replace("weight", quant.scale_name)] = scales.clone()
-        if config.get("activation_scheme") == "static":
+        if config.get("activation_scheme") == "static" or form == "modelopt":
             tensors[name.replace("weight", "input_scale")] = torch.tensor(0.1)
+    if form == "modelopt":
+        tensors |= {f"model.layers.0.self_attn.{part}_proj.{part}_scale": torch.tensor(0.5) for part in "kv"}
     save_file(tensors, folder / "model.safetensors")
     save_file(wide, folder / "exact" / "model.safetensors", metadata={"format": "pt"})
     return type(model).from_pretrained(folder / "exact", dtype=torch.float32)

@@ -35,7 +35,7 @@ class BlockFp8(QuantScheme):
 
     def __init__(self, scale_name: str, stored: bool) -> None:
         """`stored`: whether checkpoints contain e4m3 and scales; otherwise weights of any float dtype are quantised while loading."""
-        self._scale_name, self._stored = scale_name, stored
+        self.scale_name, self._stored = scale_name, stored
 
     def allocate(self, new: NewWeight) -> Storage:
         """Empty weights and scales, for activations of any dtype."""
@@ -64,7 +64,7 @@ class BlockFp8(QuantScheme):
         whole = -(-part.shape[0] // BLOCK), -(-part.shape[1] // BLOCK)
         return {
             part.prefix + ".weight": WeightSlot(part.shape, part.index, weight.copy_, E4M3),
-            f"{part.prefix}.{self._scale_name}": WeightSlot(whole, blocks, put_scales, finite=True),
+            f"{part.prefix}.{self.scale_name}": WeightSlot(whole, blocks, put_scales, finite=True),
         }
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
@@ -94,7 +94,7 @@ class RowFp8(QuantScheme):
     gemm_caps = GemmCaps(dense=False, scaled=True)
 
     def __init__(self, scale_name: str) -> None:
-        self._scale_name = scale_name
+        self.scale_name = scale_name
 
     def allocate(self, new: NewWeight) -> Storage:
         """Empty weights and scales, for activations of any dtype."""
@@ -109,7 +109,7 @@ class RowFp8(QuantScheme):
         slot = WeightSlot((part.shape[0], 1), (part.index[0], slice(None)), put, spread=True, finite=True)
         return {
             part.prefix + ".weight": WeightSlot(part.shape, part.index, weight.copy_, E4M3),
-            f"{part.prefix}.{self._scale_name}": slot,
+            f"{part.prefix}.{self.scale_name}": slot,
         }
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:

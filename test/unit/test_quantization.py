@@ -132,6 +132,29 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+PROJECTION = re.compile(r"(proj|proj_with_mqa|\.w[123])\.weight$")
+EXPERTS = re.compile(r"(experts\.)(gate_up|down)_proj$")
+"""Tensors [E, rows, columns] of all experts of a layer."""
+
+
+def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, with those of all experts of a layer as tools that quantise write them."""
+    out = {name: tensor for name, tensor in tensors.items() if not EXPERTS.search(name)}
+    for name in tensors.keys() - out.keys():
+        prefix, parts = name.rpartition(".")[0], ("gate", "up") if "gate_up" in name else ("down",)
+        for expert, matrix in enumerate(tensors[name]):
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                out[f"{prefix}.{expert}.{part}_proj.weight"] = rows.clone()
+    return out
+
+
+def fused(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tensor `name` of all experts, of `one_by_one`."""
+    prefix, parts = name.rpartition(".")[0], ("gate", "up") if "gate_up" in name else ("down",)
+    count = sum(other.startswith(prefix + ".") and other.endswith(f"{parts[0]}_proj.weight") for other in tensors)
+    return torch.stack([torch.cat([tensors[f"{prefix}.{e}.{part}_proj.weight"] for part in parts]) for e in range(count)])
+
+
 def write_quantized(folder: Path, model: PreTrainedModel, form: str) -> PreTrainedModel:
     """Save `model` with the projections of its layers quantised. Returns the model that they stand for."""
     kind, config = CONFIGS[form]
@@ -141,9 +164,9 @@ def write_quantized(folder: Path, model: PreTrainedModel, form: str) -> PreTrain
     (folder / "config.json").write_text(json.dumps(raw))
     quant = load_hf_config(folder).quant
     assert quant is not None
-    tensors = load_file(folder / "model.safetensors")
+    tensors = one_by_one(load_file(folder / "model.safetensors"))
     wide = dict(tensors)
-    projections = [name for name in tensors if name.endswith(("proj.weight", "proj_with_mqa.weight"))]
+    projections = [name for name in tensors if PROJECTION.search(name) and ".router." not in name and "vision" not in name]
     for name in [name for name in projections if not quant.keeps(name.removesuffix(".weight"))]:
         tensors[name], scales, wide[name] = quantized(tensors[name], kind)
         tensors[name.replace("weight", quant.scale_name)] = scales.clone()
@@ -152,7 +175,8 @@ def write_quantized(folder: Path, model: PreTrainedModel, form: str) -> PreTrain
     if form == "modelopt":
         tensors |= {f"model.layers.0.self_attn.{part}_proj.{part}_scale": torch.tensor(0.5) for part in "kv"}
     save_file(tensors, folder / "model.safetensors")
-    save_file(wide, folder / "exact" / "model.safetensors", metadata={"format": "pt"})
+    exact = {name: fused(name, wide) if EXPERTS.search(name) else wide[name] for name in load_file(folder / "exact" / "model.safetensors")}
+    save_file(exact, folder / "exact" / "model.safetensors", metadata={"format": "pt"})
     return type(model).from_pretrained(folder / "exact", dtype=torch.float32)
 
 

@@ -106,6 +106,8 @@ def test_what_the_file_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
         load_hf_config(tmp_path)
 
 
+MXFP4: dict[str, Any] = {"quant": QuantConfig("mxfp4", kept=("self_attn",)), "inner": 160}
+"""Five groups of columns, which four ranks do not divide."""
 DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "EAGLE-3": ("EAGLE3", CHAIN),
     "EAGLE-3 tree": ("EAGLE3", TREE),
@@ -127,6 +129,14 @@ def plain_served() -> dict[str, list[int]]:
     return serve(plain(model=gpt_oss(), **ROOMY), asked(GREEDY, prompts()), {}, radix_cache=False)[0]
 
 
+@pytest.mark.parametrize("draft", ["EAGLE-3", "EAGLE-3 tree"])
+def test_greedy_text_with_drafts_equals_plain_text_with_mxfp4_experts(tmp_path: Path, draft: str) -> None:
+    model, (algorithm, shape) = gpt_oss(**{**MXFP4, "inner": 32}), DRAFTS[draft]
+    driver = Driver(speculating(tmp_path, algorithm, model=model, **shape))
+    assert driver.generate(PROMPTS, 20) == Driver(plain(model=model)).generate(PROMPTS, 20)
+    assert driver.mean_accept_len() > 1.0, "drafts were accepted"
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_greedy_text_with_drafts_equals_plain_text(tmp_path: Path, draft: str, page_size: int) -> None:
@@ -134,10 +144,6 @@ def test_greedy_text_with_drafts_equals_plain_text(tmp_path: Path, draft: str, p
     driver = Driver(speculating(tmp_path, algorithm, model=gpt_oss(), runtime={"page_size": page_size}, **shape))
     assert driver.generate(PROMPTS, 32) == plain_text()
     assert algorithm != "EAGLE3" or driver.mean_accept_len() > 1.1, "drafts were accepted"
-
-
-MXFP4: dict[str, Any] = {"quant": QuantConfig("mxfp4", kept=("self_attn",)), "inner": 288}
-"""Nine groups of columns, which the number of ranks does not divide."""
 
 
 @pytest.mark.parametrize(("size", "draft", "changes"), [(2, None, {}), (2, ("EAGLE3", CHAIN), {}), (4, None, {}), (4, None, MXFP4)])

@@ -53,8 +53,9 @@ def test_slices_quantized_on_load_are_slices_of_the_quantized_whole(partition: P
 
 
 def experts_of(scheme: QuantScheme, tensors: Mapping[str, torch.Tensor], inner: int, rank: int, ranks: int, bias: bool) -> StackedWeights:
+    names = ExpertNames("e.", interleaved=bias)  # those of gpt-oss, which have biases, alternate gate and up rows
     table = WeightTable(torch.float32, CPU, scheme, Rank(rank, ranks))
-    stacked = stacked_weights(table, ExpertNames("e."), ExpertPlacement.of(EXPERTS, rank, ranks), HIDDEN, inner, bias)
+    stacked = stacked_weights(table, names, ExpertPlacement.of(EXPERTS, rank, ranks), HIDDEN, inner, bias)
     table.load(tensors.items())
     return stacked
 

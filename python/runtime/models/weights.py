@@ -16,7 +16,7 @@ from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantSchem
 from runtime.models.checkpoint_parts import Part, Sliceable, Staging, parts_of, wrong_shape
 from runtime.models.parallel_store import store_in_threads
 
-UNUSED_SCALES = (".input_scale", "activation_scale", ".k_scale", ".v_scale")
+UNUSED_SCALES = (".input_scale", ".output_scale", "activation_scale", ".k_scale", ".v_scale")
 """Of activations and KV in quantised checkpoints: activations keep their 16 bits."""
 SHOWN = 8
 """Names that an error lists before it only counts."""

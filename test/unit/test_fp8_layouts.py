@@ -56,9 +56,24 @@ def test_modelopt_may_describe_the_weights_in_its_own_file(tmp_path: Path) -> No
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
     assert load_hf_config(tmp_path).quant == in_config
     assert_close_to(reference, loaded(tmp_path))
-    own["quantization"]["quant_algo"] = None
+    own["quantization"]["quant_algo"] = "NVFP4"
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
-    assert load_hf_config(tmp_path).quant is None
+    with pytest.raises(ConfigError, match=r"hf_quant_config\.quant_algo: NVFP4\), which is not supported"):
+        load_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("config", [
+    {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+])  # fmt: skip
+def test_scales_of_the_kv_cache_alone_leave_weights_as_they_are(tmp_path: Path, config: dict[str, Any]) -> None:
+    model = MODELS["llama"]()
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+    tensors, scales = load_file(tmp_path / "model.safetensors"), {f"model.layers.0.self_attn.{part}_scale": torch.ones(1) for part in "kv"}
+    save_file(tensors | scales, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_close_to(model, loaded(tmp_path))
 
 
 def compressed(**fields: Any) -> dict[str, Any]:

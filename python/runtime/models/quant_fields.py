@@ -8,9 +8,8 @@ from typing import Any
 from runtime.config.quant_config import BLOCK, QuantConfig
 from runtime.models.config_fields import ConfigFields
 
-FIELDS = ("quantization_config", "compression_config")
+FIELDS = ("quantization_config", "compression_config", "hf_quant_config")
 SUPPORTED = "fp8 (e4m3, one scale for 128 x 128 entries, a row or a tensor), compressed-tensors and modelopt in that format, and mxfp4"
-
 MODELOPT_ROWS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 """ModelOpt's algorithms whose weights have a scale for the tensor or for each row."""
 
@@ -52,8 +51,10 @@ def _fp8(quant: ConfigFields, name: str) -> QuantConfig:
     return QuantConfig("fp8", "block", "weight_scale_inv", kept=kept)
 
 
-def _compressed(quant: ConfigFields, name: str) -> QuantConfig:
+def _compressed(quant: ConfigFields, name: str) -> QuantConfig | None:
     groups = quant.get("config_groups", {})
+    if not groups and quant.get("kv_cache_scheme", None):  # the KV cache alone
+        return None
     if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(group, dict) for group in groups.values()):
         raise quant.error(f"{name}.config_groups must be an object with one group")
     ((group_name, raw),) = groups.items()

@@ -60,7 +60,7 @@ def _compressed(quant: ConfigFields, name: str) -> QuantConfig | None:
     ((group_name, raw),) = groups.items()
     field, group = f"{name}.config_groups.{group_name}", ConfigFields(raw, quant.where)
     weights = group.mapping("weights")
-    kind, bits, strategy = (weights.get(field, None) for field in ("type", "num_bits", "strategy"))
+    kind, bits, strategy = (weights.get(key, None) for key in ("type", "num_bits", "strategy"))
     if (kind, bits) != ("float", 8):
         raise _refused(quant, f"{field}.weights", f"{kind or 'unnamed numbers'} of {bits or 'unknown'} bits")
     storage = group.get("format", quant.get("format", "float-quantized"))

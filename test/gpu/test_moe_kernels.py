@@ -117,7 +117,7 @@ def test_units_of_work_take_all_tokens_of_an_expert(name: str, rows: int) -> Non
 SUM_SHAPES = {
     "dense": ((2048, 768), (2880, 72), (528, 1536)),
     "fp8": ((2048, 768), (2880, 208), (528, 1536)),
-    "mxfp4": ((2048, 768), (2880, 288), (96, 2880)),
+    "mxfp4": ((2048, 768), (2880, 288), (96, 2880), (2880, 704), (2880, 320)),
 }
 """Hidden and inner sizes: whole stages of columns, and rows that end within a stage; one tile to a block, and three to two blocks."""
 

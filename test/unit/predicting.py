@@ -110,7 +110,8 @@ def exact_product(self: Linear, x: torch.Tensor, in_prompt: bool = False) -> tor
 def calm(model: Any, sharp: float) -> None:
     """Attention that matters, but less than the token itself; `sharp` multiplies the logits."""
     for layer in model.layers:
-        layer.attention.o_proj.weight.mul_(0.4)
+        storage = layer.attention.o_proj.storage
+        (storage.weight if storage.scale is None else storage.scale).mul_(0.4)
     model.lm_head.weight.mul_(8.0 * sharp)
 
 

@@ -36,10 +36,13 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
 
 
 def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
-    """Raise `ConfigError` if GPUs would have shards of different sizes, because all ranks use the kernels that rank 0 chooses."""
-    shapes = context.group.gather(
-        ([gemm.key(0) for gemm in model.gemms()], [(mlp.experts.count, mlp.experts.size) for mlp in model.sparse_mlps])
-    )
+    """Raise `ConfigError` if GPUs would have shards of different sizes, because all ranks use the kernels that rank 0 chooses.
+
+    Experts that are cut into units may differ, because each rank chooses their kernels by its own sizes.
+    """
+    experts = [mlp.experts for mlp in model.sparse_mlps]
+    sizes = [(each.count, each.size[0] if each.scheme.shard_unit > 1 else each.size) for each in experts]
+    shapes = context.group.gather(([gemm.key(0) for gemm in model.gemms()], sizes))
     if context.device.type == "cuda" and any(other != shapes[0] for other in shapes):
         raise ConfigError(f"--tp-size {context.group.size} does not cut {model.config.architecture} into equal parts; use another size")
 

@@ -7,13 +7,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
-from msgspec import structs
-
 from runtime.config.attention import resolve_attention
 from runtime.config.attention_caps import ATTENTION_CAPS, MAX_TREE_BITS, AttentionName
 from runtime.config.draft_algorithms import ALGORITHM_CAPS, SpecAlgorithm
 from runtime.config.machine import MachineFacts
-from runtime.config.model_facts import ModelFacts
+from runtime.config.model_facts import DraftFacts, ModelFacts
 from runtime.config.quant_config import Quantization
 from runtime.config.refusals import check_positive, check_ranges, flag_of
 from runtime.config.runtime_config import DeviceConfig, DeviceKind, SpeculativeConfig
@@ -85,32 +83,11 @@ def with_embedded_draft(args: ServerArgs, embedded: bool) -> ServerArgs:
     return replace(args, speculative_algorithm=EMBEDDED_ALGORITHM, speculative_draft_model_path=str(EMBEDDED_DRAFT))
 
 
-def drafts_blocks(args: ServerArgs) -> bool:
-    """Whether the draft fills blocks of a size that its checkpoint states."""
-    return args.speculative_algorithm not in (None, "none") and ALGORITHM_CAPS[args.speculative_algorithm].blocks
-
-
 def with_block_size(args: ServerArgs, block_size: int) -> ServerArgs:
     """Verify whole blocks of a draft that fills `block_size` tokens at once, unless another depth was asked for."""
     if args.speculative_tuning is not None or args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
         return args
     return replace(args, speculative_num_draft_tokens=min(block_size, MAX_TREE_BITS))
-
-
-def within_block(config: SpeculativeConfig, block_size: int) -> SpeculativeConfig:
-    """The drafts of a draft that fills `block_size` tokens at once: of depths that are chosen for each iteration those that a block has.
-
-    Raises:
-        ConfigError: a fixed depth is larger.
-    """
-    whole = block_size - 1
-    if not config.depths or config.tuning is not None or config.num_steps <= whole:
-        check_depth(block_size, config.num_steps)
-        return config
-    depths = tuple(sorted({min(depth, whole) for depth in config.depths}))
-    log.info("depths for blocks of %d tokens: %s", block_size, depths)
-    forced = None if config.synthetic_accept is None else config.synthetic_accept[:whole]
-    return structs.replace(config, depths=depths, num_steps=whole, num_draft_tokens=block_size, synthetic_accept=forced)
 
 
 def check_depth(block_size: int, num_steps: int) -> None:
@@ -134,30 +111,32 @@ def resolve_speculative(
     graphs: bool,
     machine: MachineFacts,
     model: ModelFacts,
-    draft: tuple[str, str] | None,
+    draft: DraftFacts | None,
     tuning: SpeculativeTuning | None = None,
 ) -> SpeculativeConfig | None:
     """Choose the shape of the drafts, the draft's kernels and graphs; None without an algorithm.
 
     Args:
         graphs: whether the target has graphs.
-        draft: folder of the draft model and its load format, if there is one.
+        draft: the draft model, if there is one.
         tuning: what --speculative-tuning names.
     """
     if args.speculative_algorithm in (None, "none"):
         return None
     algorithm = _algorithm(args, model)
-    path, draft_format = draft or (None, model.load_format)
+    path, draft_format, block_size = (None, model.load_format, None) if draft is None else (draft.path, draft.load_format, draft.block_size)
+    args = args if block_size is None else with_block_size(args, block_size)
     args, tuning = _with_one_depth(args, device.device), _applied(args, tuning)
     shape = _draft_shape(args, device.device) if tuning is None else _tuned_shape(args, tuning)
+    forced = _synthetic(args, shape)
+    shape = shape if block_size is None else _within_block(shape, block_size, tuned=tuning is not None)
     max_batch = args.speculative_disable_by_batch_size
     if shape.depths:
         log.info("speculative decoding %s: each iteration runs at the best of the depths %s", algorithm, shape.depths)
     elif tuning is not None:
         max_batch = max_batch or tuning.most_drafted
     elif path == str(EMBEDDED_DRAFT):
-        max_batch = max_batch or EMBEDDED_DRAFT_MAX_BATCH.get((device.device, quantization or device.dtype))
-        _log_embedded(algorithm, shape, device.device, max_batch)
+        max_batch = _embedded_max_batch(args, shape, device, quantization)
     attention = _draft_attention(args, device, machine)
     graphs = graphs and _can_capture(algorithm, attention)
     return SpeculativeConfig(
@@ -174,7 +153,7 @@ def resolve_speculative(
         disable_by_batch_size=max_batch,
         accept_threshold_single=_threshold(args, "speculative_accept_threshold_single"),
         accept_threshold_acc=_threshold(args, "speculative_accept_threshold_acc"),
-        synthetic_accept=_synthetic(args, shape),
+        synthetic_accept=forced and forced[: shape.num_steps],
         check_parity=args.speculative_check_parity,
         draft_quantization="fp8" if args.speculative_draft_model_quantization == "fp8" else None,
         depths=shape.depths,
@@ -188,6 +167,20 @@ def _with_one_depth(args: ServerArgs, device: DeviceKind) -> ServerArgs:
     if not args.enable_dp_attention or args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
         return args
     return replace(args, speculative_num_steps=_default_steps(args, device, args.speculative_eagle_topk or 1))
+
+
+def _within_block(shape: _DraftShape, block_size: int, tuned: bool) -> _DraftShape:
+    """The depths that a block has, of those that are chosen for each iteration.
+
+    Raises:
+        ConfigError: a fixed depth, or one of a tuning, is larger.
+    """
+    whole = block_size - 1
+    if not shape.depths or tuned or shape.num_steps <= whole:
+        check_depth(block_size, shape.num_steps)
+        return shape
+    depths = tuple(sorted({min(depth, whole) for depth in shape.depths}))
+    return _DraftShape(whole, 1, block_size, depths)
 
 
 def _can_capture(algorithm: SpecAlgorithm, attention: AttentionName) -> bool:
@@ -334,14 +327,18 @@ def _default_steps(args: ServerArgs, device: DeviceKind, topk: int) -> int:
     return EMBEDDED_DRAFT_STEPS[device] if args.speculative_draft_model_path == str(EMBEDDED_DRAFT) else DEFAULT_STEPS
 
 
-def _log_embedded(algorithm: SpecAlgorithm, shape: _DraftShape, device: DeviceKind, max_batch: int | None) -> None:
+def _embedded_max_batch(args: ServerArgs, shape: _DraftShape, device: DeviceConfig, quantization: Quantization | None) -> int | None:
+    """The largest batch that the embedded model's own head drafts for; None for no limit."""
+    measured = EMBEDDED_DRAFT_MAX_BATCH.get((device.device, quantization or device.dtype))
+    max_batch = args.speculative_disable_by_batch_size or measured
     log.info(
         "speculative decoding %s %d/%d/%d (steps, topk, draft tokens) with the embedded model's own head, %s; the default on %s is a chain "
         "of %d drafts; --speculative-disable-by-batch-size sets the limit, --speculative-algorithm none turns drafting off",
-        *(algorithm, shape.num_steps, shape.topk, shape.num_draft_tokens),
+        *(EMBEDDED_ALGORITHM, shape.num_steps, shape.topk, shape.num_draft_tokens),
         "at every batch size" if max_batch is None else f"up to a batch size of {max_batch}",
-        *(device, EMBEDDED_DRAFT_STEPS[device]),
+        *(device.device, EMBEDDED_DRAFT_STEPS[device.device]),
     )
+    return max_batch
 
 
 def _draft_attention(args: ServerArgs, device: DeviceConfig, machine: MachineFacts) -> AttentionName:

@@ -1,4 +1,4 @@
-"""Adding a drafter takes one class."""
+"""Adding a drafter takes one class, and one row of the registry."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup
 from runtime.model_executor.iteration import Accepted, Iteration
 from runtime.model_executor.target_model import ExtendPass, TargetModel
 from runtime.sampling_params import SamplingParams
+from runtime.speculative.registry import DRAFTERS, make_drafter
 from unit.driver import Driver
 from unit.predicting import RUNTIME, VOCAB, calm, model_config, plain
-from unit.tiny import tiny_runtime
+from unit.tiny import tiny_runtime, tiny_speculative
 
 PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 5 + r).tolist() for r in (1, 2, 3)}
 
@@ -60,3 +61,13 @@ def test_a_toy_drafter_serves_the_text_of_plain_decoding(replay: str | None, mix
     acceptance = worker.info().acceptance
     assert acceptance is not None
     assert acceptance.graph.iterations + acceptance.eager.iterations == sum(len(lens) for lens in driver.accepts)
+
+
+def test_a_row_of_the_registry_serves_the_toy_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DRAFTERS, "NGRAM", lambda context, target: RepeatDrafter(context.speculative.num_steps))
+    config = tiny_runtime(tiny_speculative("", algorithm="NGRAM", num_steps=2, num_draft_tokens=3), **RUNTIME)
+    worker = build_worker(config, model_config(), make_drafter)
+    with torch.inference_mode():
+        calm(worker.parts.target.runner.model, 1.0)
+    assert isinstance(worker.parts.drafter, RepeatDrafter)
+    assert Driver(worker).generate(PROMPTS, 12) == Driver(plain()).generate(PROMPTS, 12)

@@ -480,6 +480,7 @@ QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": Tru
 
 
 GEMMA4_RAW = {"architectures": ["Gemma4ForCausalLM"], **GEMMA4}
+MINIMAX_RAW = {"architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 16, "num_local_experts": 8}
 
 
 def write_config(folder: Path, **changes: object) -> Path:
@@ -545,6 +546,15 @@ def write_config(folder: Path, **changes: object) -> Path:
             {**GEMMA4_RAW, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
             "top_k_experts is 5; it must be at most num_experts, 4",
         ),
+        ({**GEMMA4_RAW, "hidden_size_per_layer_input": "absent"}, "hidden_size_per_layer_input is 256; this variant"),
+        ({**GEMMA4_RAW, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "must hold sliding_attention with its rope_theta"),
+        ({**GEMMA4_RAW, "per_layer_config": {"1": {"head_dim": 32}}}, "must give all full_attention layers, and no other, the same"),
+        ({**GEMMA4_RAW, "per_layer_config": {"2": {"sliding_window": 3}}}, "the same head_dim and num_key_value_heads"),
+        ({"head_dim": 15}, "15 of the 15 entries of a head are rotated; the number must be even"),
+        ({"attention_bias": "no"}, "attention_bias is 'no'; it must be true or false"),
+        ({**MINIMAX_RAW, "rotary_dim": 9}, "9 of the 16 entries of a head are rotated; the number must be even"),
+        ({**MINIMAX_RAW, "rotary_dim": 32}, "32 of the 16 entries of a head are rotated"),
+        ({**MINIMAX_RAW, "num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be at most num_local_experts, 8"),
         ({**GEMMA4_RAW, "use_bidirectional_attention": "all"}, "only causal text is supported"),
         ({**GEMMA4_RAW, "hidden_activation": "silu"}, "only 'gelu_pytorch_tanh' is supported"),
         ({**GEMMA4_RAW, "layer_types": ["full_attention"] * 3}, "must name both full_attention and sliding_attention"),

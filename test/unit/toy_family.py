@@ -25,6 +25,9 @@ class NoMlp:
         return Stream(stream.h, in_prompt=stream.in_prompt)
 
 
+DEFAULTS: dict[str, object] = {}
+
+
 def parse(fields: ConfigFields) -> ModelConfig:
     return decoder_config(fields)
 

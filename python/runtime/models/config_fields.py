@@ -15,37 +15,62 @@ MAX_LAYERS = 10_000
 
 
 class ConfigFields:
-    """The fields of one config.json. Every reader raises `ConfigError` that names the file and the field."""
+    """The fields of one config.json. Every reader raises `ConfigError` that names the file and the field.
 
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+    Args:
+        defaults: the values of fields that the file leaves out.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str, defaults: Mapping[str, object] | None = None) -> None:
         self._raw = raw
+        self._defaults = defaults or {}
         self.where = where
 
+    def with_defaults(self, defaults: Mapping[str, object]) -> ConfigFields:
+        """These fields, with values for those that the file leaves out."""
+        return ConfigFields(self._raw, self.where, defaults)
+
     def get(self, name: str, default: object) -> Any:
-        """The value, or `default` where it is absent or null."""
+        """The value; where it is absent or null, that of `defaults`, or else `default`."""
         value = self._raw.get(name)
+        value = self._defaults.get(name) if value is None else value
         return default if value is None else value
 
-    def has(self, name: str) -> bool:
-        """Whether the file has the field, if only as null."""
-        return name in self._raw
+    def given(self, name: str) -> bool:
+        """Whether the file has the field, and not as null."""
+        return self._raw.get(name) is not None
+
+    def named(self, *names: str) -> str:
+        """The name that the file uses of several for one field; the last where it uses none."""
+        return next((name for name in names if self.given(name)), names[-1])
+
+    def _nullable(self, name: str) -> Any:
+        """The value, whose null stands for itself; that of `defaults` where it is absent."""
+        return self._raw[name] if name in self._raw else self._defaults.get(name)
 
     def error(self, text: str) -> ConfigError:
         """An error about this file."""
         return ConfigError(f"{self.where}: {text}")
 
     def flag(self, name: str) -> bool:
-        """A boolean; false where absent."""
-        return bool(self.get(name, False))
+        """A boolean; false where it is absent from the file and from `defaults`."""
+        return self._boolean(name, self.get(name, False))
+
+    def nullable_flag(self, name: str) -> bool:
+        """A boolean whose null means false, whatever `defaults` say."""
+        return self._boolean(name, self._nullable(name) or False)
+
+    def _boolean(self, name: str, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise self.error(f"{name} is {value!r}; it must be true or false")
+        return value
 
     def positive(self, name: str, default: int | None = None) -> int:
-        """A positive integer of at most `MAX_SIZE`."""
-        if self.get(name, default) is None:
-            raise self.error(f"{name} is missing; it must be a positive integer")
+        """A positive integer of at most `MAX_SIZE`. Null is refused unless there is a `default`."""
         return self._integer(name, default, 1, "a positive integer")
 
-    def count(self, name: str, default: int) -> int:
-        """An integer from 0 to `MAX_SIZE`."""
+    def count(self, name: str, default: int | None = None) -> int:
+        """An integer from 0 to `MAX_SIZE`. Null is refused unless there is a `default`."""
         return self._integer(name, default, 0, "zero or a positive integer")
 
     def num_layers(self) -> int:
@@ -56,7 +81,9 @@ class ConfigFields:
         return layers
 
     def _integer(self, name: str, default: int | None, least: int, kind: str) -> int:
-        value = self.get(name, default)
+        value = self._nullable(name) if default is None else self.get(name, default)
+        if value is None:
+            raise self.error(f"{name} is missing; it must be {kind}")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.error(f"{name} is {value!r}; it must be {kind}")
         if value > MAX_SIZE:
@@ -64,8 +91,8 @@ class ConfigFields:
         return value
 
     def optional_positive(self, name: str) -> int | None:
-        """A positive integer, or None where absent."""
-        return None if self.get(name, None) is None else self.positive(name)
+        """A positive integer, or None where it is null, or absent from the file and from `defaults`."""
+        return None if self._nullable(name) is None else self.positive(name)
 
     def number(self, name: str, default: float) -> float:
         """A positive number."""
@@ -90,23 +117,24 @@ class ConfigFields:
             raise self.error(f"{name} is {value!r}; it must be an object")
         return ConfigFields(value, self.where)
 
-    def filled(self, **defaults: object) -> ConfigFields:
-        """These fields, with values for those that are absent or null."""
-        return ConfigFields({**self._raw, **{name: self.get(name, value) for name, value in defaults.items()}}, self.where)
+    def filled(self, **values: object) -> ConfigFields:
+        """These fields, with values for those that are absent or null, before `defaults`."""
+        return ConfigFields({**self._raw, **{n: v for n, v in values.items() if not self.given(n)}}, self.where, self._defaults)
 
     def within(self, name: str) -> ConfigFields:
         """These fields, and those of an object in the file that are not null or absent beside it."""
         inner = self.mapping(name)._raw
-        return ConfigFields({**inner, **{key: value for key, value in self._raw.items() if value is not None}}, self.where)
+        outer = {key: value for key, value in self._raw.items() if value is not None}
+        return ConfigFields({**inner, **outer}, self.where, self._defaults)
 
     def under(self, name: str) -> ConfigFields:
         """These fields, with those of an object in the file over them."""
         return ConfigFields({**self._raw, **self.mapping(name)._raw}, self.where)
 
     def ids(self, name: str) -> list[int]:
-        """Token ids from a field that may hold none, one or a list."""
-        value = self.get(name, [])
-        ids = value if isinstance(value, list) else [value]
+        """Numbers, of tokens or layers, from a field that may hold none, one or a list."""
+        value = self._nullable(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) <= MAX_SIZE for i in ids):
             raise self.error(f"{name} is {value!r}; it must be a token id or a list of them")
         return ids

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from runtime.models.config import LatentConfig, ModelConfig, MoeConfig, MtpConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import decoder_config
+from runtime.models.moe_fields import expert_counts, expert_groups
 from runtime.models.rope_fields import mscale
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
@@ -15,13 +16,21 @@ if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.parts import ModelParts
 
 
-DENSE_LAYERS = 3
-"""First layers without experts, where the file does not say (transformers' default)."""
+LAYER_DEFAULTS = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True, "n_shared_experts": 1, "norm_topk_prob": True,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+"""Those of all families with DeepSeek's layers."""
+DEFAULTS = {
+    **LAYER_DEFAULTS, "max_position_embeddings": 4096, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
-    dense = fields.count("first_k_dense_replace", DENSE_LAYERS)
+    dense = fields.count("first_k_dense_replace")
     return latent_config(fields, tuple(layer >= dense for layer in range(fields.num_layers())))
 
 
@@ -35,9 +44,11 @@ def latent_config(fields: ConfigFields, sparse: tuple[bool, ...]) -> ModelConfig
         ConfigError: a field is missing, not of its type, or not supported.
     """
     rope_dim, bias, q_rank = fields.positive("qk_rope_head_dim"), fields.flag("attention_bias"), fields.optional_positive("q_lora_rank")
+    if fields.given("head_dim") and fields.positive("head_dim") != rope_dim:
+        raise fields.error(f"head_dim is {fields.positive('head_dim')}; it must be that of qk_rope_head_dim, {rope_dim}, or absent")
     if bias and q_rank is None:
         raise fields.error("attention_bias is true without q_lora_rank; this combination is not supported")
-    interleaved = bool(fields.get("rope_interleave", True))
+    interleaved = fields.nullable_flag("rope_interleave")
     config = decoder_config(fields, head_dim=rope_dim, qkv_bias=bias, o_bias=bias, rope_interleaved=interleaved)
     nope_dim = fields.positive("qk_nope_head_dim")
     scaling = config.rope_scaling
@@ -46,17 +57,14 @@ def latent_config(fields: ConfigFields, sparse: tuple[bool, ...]) -> ModelConfig
     scale = (nope_dim + rope_dim) ** -0.5 * correction**2
     latent = LatentConfig(q_rank, fields.positive("kv_lora_rank"), nope_dim, fields.positive("v_head_dim"), scale)
     # Published checkpoints hold the layer for multi-token prediction behind the model's own.
-    first, held = config.num_layers, fields.count("num_nextn_predict_layers", 0)
+    first, held = config.num_layers, fields.count(fields.named("num_mtp_layers", "num_nextn_predict_layers"), 0)
     mtp = MtpConfig(f"model.layers.{first}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
-    quant = config.quant
     return dataclasses.replace(
         config,
-        head_dim=rope_dim,
         latent=latent,
         moe=experts(fields, sparse),
         mtp=mtp if held else None,
         unused_weights=tuple(f"model.layers.{layer}." for layer in range(first, first + max(held, 1))),
-        quant=None if quant is None else dataclasses.replace(quant, kept=(*quant.kept, mtp.proj)),
     )
 
 
@@ -66,24 +74,25 @@ def experts(fields: ConfigFields, sparse: tuple[bool, ...]) -> MoeConfig | None:
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
     """
-    if fields.get("n_routed_experts", None) is None:
+    name = fields.named("num_local_experts", "n_routed_experts")
+    if fields.optional_positive(name) is None:
         return None
-    for name, supported in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if fields.get(name, supported) != supported:
-            raise fields.error(f"{name} is {fields.get(name, None)!r}; only {supported!r} is supported")
-    count, groups, inner = fields.positive("n_routed_experts"), fields.positive("n_group", 1), fields.positive("moe_intermediate_size")
-    if count % groups:
-        raise fields.error(f"n_routed_experts is {count}; it must be a multiple of n_group, {groups}")
+    for field, supported in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if fields.get(field, supported) != supported:
+            raise fields.error(f"{field} is {fields.get(field, None)!r}; only {supported!r} is supported")
+    count, top_k = expert_counts(fields, name)
+    groups, top_groups = expert_groups(fields, name, top_k)
+    inner = fields.positive("moe_intermediate_size")
     return MoeConfig(
         num_experts=count,
-        top_k=fields.positive("num_experts_per_tok"),
+        top_k=top_k,
         intermediate_size=inner,
         scoring="sigmoid",
-        renormalize=bool(fields.get("norm_topk_prob", True)),
+        renormalize=fields.nullable_flag("norm_topk_prob"),
         scaling=fields.number("routed_scaling_factor", 1.0),
         num_groups=groups,
-        top_groups=fields.positive("topk_group", 1),
-        shared_intermediate_size=inner * fields.count("n_shared_experts", 0),
+        top_groups=top_groups,
+        shared_intermediate_size=inner * fields.count("n_shared_experts"),
         layers=sparse,
     )
 

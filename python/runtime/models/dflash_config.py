@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.models import qwen3
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import decoder_config, read_hf_config, sliding_windows
@@ -45,7 +46,8 @@ def read_block_size(folder: str | Path) -> int:
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The decoder: Qwen 3's layers, of which those with a window are named by `layer_types`."""
-    window = sliding_windows(fields, full_layers=fields.num_layers()) if fields.get("layer_types", None) is not None else None
+    fields = fields.with_defaults(qwen3.DEFAULTS)
+    window = sliding_windows(fields) if fields.given("layer_types") else None
     bias = fields.flag("attention_bias")
     return decoder_config(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, window=window)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from runtime.config.draft_algorithms import SpecAlgorithm
 from runtime.errors import ConfigError
-from runtime.models import dflash_config, llama, qwen2
+from runtime.models import dflash_config, llama, mistral, qwen2
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.dflash_config import BlockDraft
@@ -86,7 +86,7 @@ def _parse_head(name: str, fields: ConfigFields, algorithm: SpecAlgorithm) -> Mo
     model = parse_family(DRAFT_FAMILIES[name], fields)
     if "sliding_attention" not in fields.get("layer_types", []):
         return model
-    return dataclasses.replace(model, window=sliding_windows(fields, full_layers=0) or model.window)
+    return dataclasses.replace(model, window=sliding_windows(fields.with_defaults(mistral.DEFAULTS)) or model.window)
 
 
 def _class_name(raw: Mapping[str, Any]) -> str:

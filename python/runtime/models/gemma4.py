@@ -9,7 +9,8 @@ from runtime.errors import ConfigError
 from runtime.models.config import FullAttention, ModelConfig, MoeConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import decoder_config, sliding_windows
-from runtime.models.rope_fields import read_rope
+from runtime.models.moe_fields import expert_counts
+from runtime.models.rope_fields import RopeFields, read_rope
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.layers.dense_beside import DenseBesideSparse
@@ -17,8 +18,18 @@ if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import SandwichBlock
     from runtime.models.parts import ModelParts
 
-THETA, GLOBAL_THETA = 1e4, 1e6
-GLOBAL_HEAD_DIM = 512
+DEFAULTS = {
+    "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "max_position_embeddings": 131072, "sliding_window": 512,
+    "tie_word_embeddings": True, "hidden_size_per_layer_input": 256, "bos_token_id": 2, "eos_token_id": 1,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+}  # fmt: skip
+PERIOD = 6
+"""Every so many layers one is global, where the file does not say which."""
+LAYER_FIELDS = {"head_dim", "num_key_value_heads"}
+"""What `per_layer_config` may give the global layers."""
 OTHER_PARTS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
 """Beginnings of the names of tensors that text does not need."""
 UNSUPPORTED = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
@@ -36,31 +47,44 @@ def parse(fields: ConfigFields) -> ModelConfig:
         raise text.error("use_bidirectional_attention is 'all'; only causal text is supported")
     if text.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise text.error(f"hidden_activation is {text.get('hidden_activation', None)!r}; only 'gelu_pytorch_tanh' is supported")
-    bias = text.flag("attention_bias")
-    model = decoder_config(text, head_dim=256, qkv_bias=bias, o_bias=bias, qk_norm=True, window=sliding_windows(text, full_layers=0))
-    if -1 not in model.window or all(window < 0 for window in model.window):
-        raise text.error("layer_types must name both full_attention and sliding_attention")
-    rope = read_rope(text, THETA, text.mapping("rope_parameters").mapping("sliding_attention"))
+    bias, window = text.flag("attention_bias"), _windows(text)
+    model = decoder_config(text, qkv_bias=bias, o_bias=bias, qk_norm=True, window=window)
+    moe = _experts(text) if text.flag("enable_moe_block") else None
+    full, rope = _full_attention(text, model), _rope(text, "sliding_attention")
+    softcap = text.get("final_logit_softcapping", None)
     return replace(
         model,
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
-        full_attention=_full_attention(text, model),
-        tie_embeddings=bool(text.get("tie_word_embeddings", True)),
+        full_attention=full,
         v_norm=True,
         attn_scale=1.0,
-        moe=_experts(text) if text.flag("enable_moe_block") else None,
+        moe=moe,
         embed_scale=model.hidden_size**0.5,
-        final_softcap=text.number("final_logit_softcapping", 30.0) if text.get("final_logit_softcapping", None) else 0.0,
+        final_softcap=0.0 if softcap is None else text.number("final_logit_softcapping", softcap),
         weight_prefix="model.language_model." if multimodal else "model.",
         unused_weights=OTHER_PARTS if multimodal else (),
     )
 
 
+def _windows(text: ConfigFields) -> tuple[int, ...]:
+    """The window of each layer. The last layer is global whatever `layer_types` says, as in transformers."""
+    window = sliding_windows(text, lambda layer: (layer + 1) % PERIOD != 0)
+    if window is None or max(window[:-1], default=-1) < 0:
+        raise text.error("layer_types must name both full_attention and sliding_attention, and sliding_window must be a positive integer")
+    return (*window[:-1], -1)
+
+
+def _rope(text: ConfigFields, kind: str) -> RopeFields:
+    """The rotary embedding of the layers of this kind."""
+    chosen = text.mapping("rope_parameters").mapping(kind)
+    if not chosen.given("rope_theta"):
+        raise text.error(f"rope_parameters must hold {kind} with its rope_theta")
+    return read_rope(text, chosen)
+
+
 def _experts(text: ConfigFields) -> MoeConfig:
-    count, top_k = text.positive("num_experts"), text.positive("top_k_experts")
-    if top_k > count:
-        raise text.error(f"top_k_experts is {top_k}; it must be at most num_experts, {count}")
+    count, top_k = expert_counts(text, "num_experts", "top_k_experts")
     return MoeConfig(
         num_experts=count,
         top_k=top_k,
@@ -73,17 +97,27 @@ def _experts(text: ConfigFields) -> MoeConfig:
 
 def _full_attention(text: ConfigFields, model: ModelConfig) -> FullAttention:
     """The heads of the global layers: `per_layer_config` as transformers writes it, or the published fields."""
-    own = text.mapping("per_layer_config").mapping(str(model.window.index(-1)))
     shared = text.flag("attention_k_eq_v")
-    heads = text.positive("num_global_key_value_heads", model.num_kv_heads) if shared else model.num_kv_heads
-    rope = read_rope(text, GLOBAL_THETA, text.mapping("rope_parameters").mapping("full_attention"))
-    heads, head_dim = (
-        own.positive("num_key_value_heads", heads),
-        own.positive("head_dim", text.positive("global_head_dim", GLOBAL_HEAD_DIM)),
-    )
+    if text.given("per_layer_config"):
+        own = _layer_config(text, model)
+        heads, head_dim = own.positive("num_key_value_heads", model.num_kv_heads), own.positive("head_dim", model.head_dim)
+    else:
+        heads = text.positive("num_global_key_value_heads", model.num_kv_heads) if shared else model.num_kv_heads
+        head_dim = text.positive("global_head_dim")
     if model.num_q_heads % heads:
         raise text.error(f"num_attention_heads is {model.num_q_heads}; it must be a multiple of num_global_key_value_heads, {heads}")
+    rope = _rope(text, "full_attention")
     return FullAttention(num_kv_heads=heads, head_dim=head_dim, rope_theta=rope.theta, rope_scaling=rope.scaling, shared_kv=shared)
+
+
+def _layer_config(text: ConfigFields, model: ModelConfig) -> ConfigFields:
+    """What `per_layer_config` gives every global layer. Raises `ConfigError` where it gives anything else."""
+    layers = text.get("per_layer_config", {})
+    full = {str(layer) for layer, window in enumerate(model.window) if window < 0}
+    own = layers.get(str(len(model.window) - 1)) if isinstance(layers, dict) else None
+    if not isinstance(own, dict) or set(layers) != full or any(each != own for each in layers.values()) or set(own) - LAYER_FIELDS:
+        raise text.error("per_layer_config must give all full_attention layers, and no other, the same head_dim and num_key_value_heads")
+    return ConfigFields(own, text.where)
 
 
 def block(parts: ModelParts, layer: int) -> SandwichBlock:

@@ -6,15 +6,18 @@ from runtime.models import deepseek
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 
-DENSE_LAYERS = 1
-"""First layers without experts, where the file does not say."""
+DEFAULTS = {
+    **deepseek.LAYER_DEFAULTS, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5,
+    "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
     count, kinds = fields.num_layers(), fields.get("mlp_layer_types", None)
     if kinds is None:
-        dense = fields.count("first_k_dense_replace", DENSE_LAYERS)
+        dense = fields.count("first_k_dense_replace")
         return deepseek.latent_config(fields, tuple(layer >= dense for layer in range(count)))
     if not isinstance(kinds, list) or len(kinds) != count or not all(kind in ("dense", "sparse") for kind in kinds):
         raise fields.error(f"mlp_layer_types must name dense or sparse for each of {count} layers")

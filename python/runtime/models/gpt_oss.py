@@ -13,11 +13,14 @@ if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import Block
     from runtime.models.parts import ModelParts
 
-HEAD_DIM, WINDOW, THETA = 64, 128, 150000.0
 ALPHA, LIMIT = 1.702, 7.0
 """Of the activation; `layers/activation.py` computes with the same."""
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-"""Where the file describes no rotary embedding (transformers' default)."""
+DEFAULTS = {
+    "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0, "rope_parameters": YARN, "sliding_window": 128, "attention_bias": True,
+    "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": ALPHA, "swiglu_limit": LIMIT,
+}  # fmt: skip
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
@@ -25,18 +28,15 @@ def parse(fields: ConfigFields) -> ModelConfig:
     for name, value in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
         if fields.number(name, value) != value:
             raise fields.error(f"{name} is {fields.get(name, value)}; only {value} is supported")
-    if not fields.get("rope_scaling", {}):
-        fields = fields.filled(rope_parameters=YARN)
-    bias = bool(fields.get("attention_bias", True))
+    bias = fields.flag("attention_bias")
+    counts = ("num_experts", "num_local_experts")
     return decoder_config(
         fields,
-        head_dim=HEAD_DIM,
-        window=sliding_windows(fields, full_layers=0, period=2, default_size=WINDOW),
-        default_theta=THETA,
+        window=sliding_windows(fields, lambda layer: layer % 2 == 0),
         qkv_bias=bias,
         o_bias=bias,
         sinks=True,
-        moe=moe_fields(fields, inner="intermediate_size", scoring="topk_softmax", renormalize=True, bias=True),
+        moe=moe_fields(fields, counts, inner="intermediate_size", scoring="topk_softmax", renormalize=True, bias=True),
     )
 
 

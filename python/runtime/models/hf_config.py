@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -9,11 +10,12 @@ from runtime.errors import ConfigError, InvalidField
 from runtime.json_file import read_object
 from runtime.models.config import ModelConfig, MoeConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.rope_fields import DEFAULT_THETA, read_rope
+from runtime.models.rope_fields import read_rope
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
-DEFAULT_WINDOW = 4096
-"""Of families with a sliding window, where the file does not name one (transformers' default)."""
+DEFAULT_EPS = 1e-6
+ACTIVATIONS = ("silu", "swish")
+"""The names of the supported activation."""
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
@@ -67,33 +69,36 @@ def decoder_config(
     head_dim: int | None = None,
     window: tuple[int, ...] | None = None,
     moe: MoeConfig | None = None,
-    default_theta: float = DEFAULT_THETA,
     partial_rotary: bool = False,
     **flags: Unpack[DecoderFlags],
 ) -> ModelConfig:
     """The architecture of a decoder under Llama's field names.
 
     Args:
-        head_dim: the family's default; None for hidden_size / num_attention_heads.
+        head_dim: rotated entries of a head with latent attention; None for `head_dim` or hidden_size / num_attention_heads.
         window: of each layer; None for full attention everywhere.
         moe: the sparse MLPs, where the family has them.
-        default_theta: base of the rotary embedding where the file names none.
         partial_rotary: whether the family reads `partial_rotary_factor`; otherwise a part is refused.
         flags: where the family has them.
 
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
     """
-    if fields.get("hidden_act", "silu") != "silu":
+    if fields.get("hidden_act", "silu") not in ACTIVATIONS:
         raise fields.error(f"hidden_act is {fields.get('hidden_act', None)!r}; only 'silu' is supported")
     hidden, num_heads, num_layers = fields.positive("hidden_size"), fields.positive("num_attention_heads"), fields.num_layers()
-    num_kv_heads = fields.positive("num_key_value_heads", num_heads)
+    num_kv_heads = fields.optional_positive("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads and not fields.given("num_key_value_heads"):
+        num_kv_heads = num_heads  # the family's default is that of its published models; no other number can be meant
     if num_heads % num_kv_heads:
         raise fields.error(f"num_attention_heads is {num_heads}; it must be a multiple of num_key_value_heads, {num_kv_heads}")
-    head_dim = fields.positive("head_dim", head_dim or hidden // num_heads)
-    rope = read_rope(fields, default_theta)
+    head_dim = head_dim or fields.positive("head_dim", hidden // num_heads)
+    rope = read_rope(fields)
     if rope.partial != 1.0 and not partial_rotary:
         raise fields.error(f"partial_rotary_factor is not 1; {fields.architecture()} rotates whole heads")
+    rotated = int(head_dim * rope.partial)
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise fields.error(f"{rotated} of the {head_dim} entries of a head are rotated; the number must be even and at most head_dim")
     return ModelConfig(
         architecture=fields.architecture(),
         vocab_size=fields.positive("vocab_size"),
@@ -103,10 +108,10 @@ def decoder_config(
         num_q_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_eps=fields.number("rms_norm_eps", DEFAULT_EPS),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
-        rotary_dim=None if rope.partial == 1.0 else int(head_dim * rope.partial),
+        rotary_dim=None if rope.partial == 1.0 else rotated,
         max_context_len=rope.max_context_len,
         tie_embeddings=fields.flag("tie_word_embeddings"),
         window=window or (-1,) * num_layers,
@@ -121,23 +126,25 @@ def decoder_config(
     )
 
 
-def sliding_windows(fields: ConfigFields, full_layers: int, period: int = 1, default_size: int = DEFAULT_WINDOW) -> tuple[int, ...] | None:
+def sliding_windows(fields: ConfigFields, slides: Callable[[int], bool] = lambda layer: True) -> tuple[int, ...] | None:
     """The window of each layer of a family with sliding windows; None where `sliding_window` is null.
 
-    `layer_types` says which layers have one, or else every `period`-th does behind the first `full_layers`. The file
-    counts the query's own key too.
+    `layer_types` says which layers have one, or else `slides` of the layer's number. The file counts the query's own key too.
 
     Raises:
         ConfigError: a field is not of its type.
     """
-    size = fields.positive("sliding_window") if fields.get("sliding_window", None) is not None else None
-    if size is None and fields.has("sliding_window"):
+    size, count = fields.optional_positive("sliding_window"), fields.num_layers()
+    if size is None:
         return None
-    num_layers = fields.num_layers()
-    slides = [i >= full_layers and (i - full_layers) % period == 0 for i in range(num_layers)]
-    default = ["sliding_attention" if sliding else "full_attention" for sliding in slides]
-    kinds = fields.get("layer_types", default)
-    known = isinstance(kinds, list) and len(kinds) == num_layers and all(k in ("full_attention", "sliding_attention") for k in kinds)
+    kinds = fields.get("layer_types", ["sliding_attention" if slides(layer) else "full_attention" for layer in range(count)])
+    known = isinstance(kinds, list) and len(kinds) == count and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
     if not known:
-        raise fields.error(f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers")
-    return tuple((size or default_size) - 1 if kind == "sliding_attention" else -1 for kind in kinds)
+        raise fields.error(f"layer_types must name full_attention or sliding_attention for each of {count} layers")
+    return tuple(size - 1 if kind == "sliding_attention" else -1 for kind in kinds)
+
+
+def same_window(fields: ConfigFields) -> tuple[int, ...] | None:
+    """The window of each layer of a family whose layers are alike, whatever `layer_types` says; None where there is none."""
+    size = fields.optional_positive("sliding_window")
+    return None if size is None else (size - 1,) * fields.num_layers()

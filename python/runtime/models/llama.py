@@ -12,6 +12,8 @@ if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import Block
     from runtime.models.parts import ModelParts
 
+DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture; `attention_bias` and `mlp_bias` say which projections have biases."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import Block
     from runtime.models.parts import ModelParts
 
+DEFAULTS = qwen2.DEFAULTS
 MTP_LAYERS = "model.mtp_layers."
 MTP = MtpConfig(
     prefix=MTP_LAYERS + "0.",

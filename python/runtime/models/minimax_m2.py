@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from runtime.models import mixtral
@@ -15,8 +14,10 @@ if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import Block
     from runtime.models.parts import ModelParts
 
-DEFAULT_THETA, HEAD_DIM = 5e6, 128
-"""Where the file names none (transformers' defaults)."""
+DEFAULTS = {
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5e6,
+    "num_local_experts": 256, "num_experts_per_tok": 8, "bos_token_id": 200034, "eos_token_id": 200020,
+}  # fmt: skip
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
@@ -24,16 +25,10 @@ def parse(fields: ConfigFields) -> ModelConfig:
     for name, only in (("scoring_func", "sigmoid"), ("qk_norm_type", "per_layer"), ("use_qk_norm", True)):
         if fields.get(name, only) != only:
             raise fields.error(f"{name} is {fields.get(name, only)!r}; only {only!r} is supported")
-    moe = moe_fields(fields, inner="intermediate_size", scoring="sigmoid", renormalize=True)
-    config = decoder_config(
-        fields, head_dim=HEAD_DIM, moe=moe, default_theta=DEFAULT_THETA, partial_rotary=True, qk_row_norm=True
-    )  # fmt: skip
-    rotated = fields.optional_positive("rotary_dim")
-    if rotated is None or config.rotary_dim is not None or rotated == config.head_dim:
-        return config
-    if rotated > config.head_dim or rotated % 2:
-        raise fields.error(f"rotary_dim is {rotated}; it must be even and at most head_dim, {config.head_dim}")
-    return dataclasses.replace(config, rotary_dim=rotated)
+    moe = moe_fields(fields, ("num_experts", "num_local_experts"), inner="intermediate_size", scoring="sigmoid", renormalize=True)
+    if (rotated := fields.optional_positive("rotary_dim")) is not None:
+        fields = fields.filled(partial_rotary_factor=rotated / fields.positive("head_dim"))
+    return decoder_config(fields, moe=moe, partial_rotary=True, qk_row_norm=True)
 
 
 def block(parts: ModelParts, layer: int) -> Block:

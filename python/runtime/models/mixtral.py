@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import decoder_config, sliding_windows
+from runtime.models.hf_config import decoder_config, same_window
 from runtime.models.moe_fields import moe_fields
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
@@ -14,15 +14,16 @@ if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.parts import ModelParts
     from runtime.models.sparse import SparseNames
 
-DEFAULT_THETA = 1e6
-"""Base of the rotary embedding where the file names none (transformers' default)."""
+DEFAULTS = {
+    "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture; without a sliding window unless the file names one."""
-    window = sliding_windows(fields, full_layers=0) if fields.get("sliding_window", None) is not None else None
-    moe = moe_fields(fields, inner="intermediate_size", renormalize=True)
-    return decoder_config(fields, window=window, moe=moe, default_theta=DEFAULT_THETA)
+    moe = moe_fields(fields, ("num_experts", "num_local_experts"), inner="intermediate_size", renormalize=True)
+    return decoder_config(fields, window=same_window(fields), moe=moe)
 
 
 def names(prefix: str) -> SparseNames:

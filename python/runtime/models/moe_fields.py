@@ -5,12 +5,13 @@ from __future__ import annotations
 from runtime.models.config import MoeConfig, Scoring
 from runtime.models.config_fields import ConfigFields
 
-COUNTS = ("num_experts", "num_local_experts")
-"""Fields that hold the number of experts; transformers 5 writes the second for families whose files had the first."""
+QWEN_COUNTS = ("num_local_experts", "num_experts")
+"""The fields that hold the number of experts: transformers 5 writes the first for families whose files had the second."""
 
 
 def moe_fields(
     fields: ConfigFields,
+    counts: tuple[str, str] = QWEN_COUNTS,
     *,
     inner: str = "moe_intermediate_size",
     scoring: Scoring = "softmax",
@@ -22,6 +23,7 @@ def moe_fields(
     """The sparse MLPs of a family without groups.
 
     Args:
+        counts: the fields that may hold the number of experts; the first wins, as in transformers, and the second has the default.
         inner: the field that holds the size of one expert.
         layers: whether each layer is sparse; all of them by default.
         shared: intermediate size of the shared expert.
@@ -29,10 +31,7 @@ def moe_fields(
     Raises:
         ConfigError: a field is missing, not of its type, or does not fit the others.
     """
-    experts = next((name for name in COUNTS if fields.get(name, None) is not None), COUNTS[0])
-    count, top_k = fields.positive(experts), fields.positive("num_experts_per_tok")
-    if top_k > count:
-        raise fields.error(f"num_experts_per_tok is {top_k}; it must be at most {experts}, {count}")
+    count, top_k = expert_counts(fields, fields.named(*counts))
     return MoeConfig(
         num_experts=count,
         top_k=top_k,
@@ -45,7 +44,38 @@ def moe_fields(
     )
 
 
+def expert_counts(fields: ConfigFields, count: str, top_k: str = "num_experts_per_tok") -> tuple[int, int]:
+    """The number of experts and how many of them a token is routed to, from the fields of these names.
+
+    Raises:
+        ConfigError: there are fewer experts than a token needs.
+    """
+    experts, chosen = fields.positive(count), fields.positive(top_k)
+    if chosen > experts:
+        raise fields.error(f"{top_k} is {chosen}; it must be at most {count}, {experts}")
+    return experts, chosen
+
+
+def expert_groups(fields: ConfigFields, count: str, top_k: int) -> tuple[int, int]:
+    """The number of groups of experts, and how many of them a token keeps before it chooses `top_k` experts.
+
+    Raises:
+        ConfigError: the experts cannot be grouped in this way, or too few are kept.
+    """
+    experts, groups, kept = fields.positive(count), fields.positive("n_group"), fields.positive("topk_group")
+    if experts % groups:
+        raise fields.error(f"{count} is {experts}; it must be a multiple of n_group, {groups}")
+    size = experts // groups
+    if groups > 1 and size < 2:
+        raise fields.error(f"n_group is {groups}; a group needs two of the experts, and {count} is {experts}")
+    if kept > groups:
+        raise fields.error(f"topk_group is {kept}; it must be at most n_group, {groups}")
+    if top_k > kept * size:
+        raise fields.error(f"num_experts_per_tok is {top_k}; it must be at most {kept * size}, the experts of topk_group, {kept}, groups")
+    return groups, kept
+
+
 def sparse_layers(fields: ConfigFields) -> tuple[bool, ...]:
     """Which layers are sparse in the Qwen families: every `decoder_sparse_step`-th, without `mlp_only_layers`."""
-    step, dense = fields.positive("decoder_sparse_step", 1), set(fields.ids("mlp_only_layers"))
+    step, dense = fields.positive("decoder_sparse_step"), set(fields.ids("mlp_only_layers"))
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(fields.num_layers()))

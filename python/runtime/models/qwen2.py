@@ -7,8 +7,7 @@ from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import decoder_config, sliding_windows
 
-MAX_WINDOW_LAYERS = 28
-"""Layers with full attention before the first sliding one, where the file does not say (transformers' default)."""
+DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
@@ -20,7 +19,8 @@ def windows(fields: ConfigFields) -> tuple[int, ...] | None:
     """The window of each layer; None where `use_sliding_window` is off."""
     if not fields.flag("use_sliding_window"):
         return None
-    return sliding_windows(fields, full_layers=fields.count("max_window_layers", MAX_WINDOW_LAYERS))
+    full = fields.count("max_window_layers")
+    return sliding_windows(fields, lambda layer: layer >= full)
 
 
 block = llama.block

@@ -8,33 +8,35 @@ from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import decoder_config, sliding_windows
 from runtime.models.moe_fields import moe_fields, sparse_layers
-from runtime.models.qwen2 import MAX_WINDOW_LAYERS
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import Block
     from runtime.models.parts import ModelParts
 
+DEFAULTS = {
+    "num_key_value_heads": 16, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28, "qkv_bias": True,
+    "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+    "decoder_sparse_step": 1,
+}  # fmt: skip
+
 
 def parse(fields: ConfigFields) -> ModelConfig:
-    """The architecture; `qkv_bias` is on unless the file says otherwise."""
+    """The architecture."""
     moe = moe_fields(
         fields,
         renormalize=fields.flag("norm_topk_prob"),
         layers=sparse_layers(fields),
         shared=fields.positive("shared_expert_intermediate_size"),
     )
-    return decoder_config(fields, qkv_bias=bool(fields.get("qkv_bias", True)), window=windows(fields), moe=moe)
+    return decoder_config(fields, qkv_bias=fields.flag("qkv_bias"), window=windows(fields), moe=moe)
 
 
 def windows(fields: ConfigFields) -> tuple[int, ...] | None:
     """The window of each layer where `use_sliding_window` is on: by `layer_types`, or else of every second of the first layers."""
     if not fields.flag("use_sliding_window"):
         return None
-    if fields.get("layer_types", None) is not None:
-        return sliding_windows(fields, full_layers=0)
-    first = fields.count("max_window_layers", MAX_WINDOW_LAYERS)
-    sliding = sliding_windows(fields, full_layers=0)
-    return None if sliding is None else tuple(size if i % 2 == 0 and i < first else -1 for i, size in enumerate(sliding))
+    first = fields.count("max_window_layers")
+    return sliding_windows(fields, lambda layer: layer % 2 == 0 and layer < first)
 
 
 def block(parts: ModelParts, layer: int) -> Block:

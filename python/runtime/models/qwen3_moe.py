@@ -6,29 +6,26 @@ from typing import TYPE_CHECKING
 
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import DEFAULT_WINDOW, decoder_config
+from runtime.models.hf_config import decoder_config, same_window
 from runtime.models.moe_fields import moe_fields, sparse_layers
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import Block
     from runtime.models.parts import ModelParts
 
+DEFAULTS = {
+    "num_key_value_heads": 4, "max_position_embeddings": 32768, "sliding_window": 4096,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1,
+}  # fmt: skip
+
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
     bias = fields.flag("attention_bias")
+    # Unlike for Qwen 3, transformers reads neither `layer_types` nor `max_window_layers`.
+    window = same_window(fields) if fields.flag("use_sliding_window") else None
     moe = moe_fields(fields, renormalize=fields.flag("norm_topk_prob"), layers=sparse_layers(fields))
-    return decoder_config(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, window=windows(fields), moe=moe)
-
-
-def windows(fields: ConfigFields) -> tuple[int, ...] | None:
-    """The window, the same for every layer; None where `use_sliding_window` is off. Unlike Qwen 3, transformers reads neither
-    `layer_types` nor `max_window_layers`. The file counts the query's own key too.
-    """
-    absent = fields.has("sliding_window") and fields.get("sliding_window", None) is None
-    if absent or not fields.flag("use_sliding_window"):
-        return None
-    return (fields.positive("sliding_window", DEFAULT_WINDOW) - 1,) * fields.num_layers()
+    return decoder_config(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, window=window, moe=moe)
 
 
 def block(parts: ModelParts, layer: int) -> Block:

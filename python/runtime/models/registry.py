@@ -43,7 +43,14 @@ if TYPE_CHECKING:
 
 
 class Family(Protocol):
-    """One model family: how its config.json is read and how a layer is wired. A module with these two functions is one."""
+    """One model family: how its config.json is read and how a layer is wired. A module with these names is one."""
+
+    @property
+    def DEFAULTS(self) -> Mapping[str, object]:
+        """What transformers takes for fields that config.json leaves out, but for booleans, false by default, and the sizes that every
+        file names.
+        """
+        ...
 
     def parse(self, fields: ConfigFields) -> ModelConfig:
         """The architecture. Raises `ConfigError` for what the family cannot serve."""
@@ -105,7 +112,7 @@ def parse_hf_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
 
 def parse_family(family: Family, fields: ConfigFields) -> ModelConfig:
     """The architecture of a model or a draft head of `family`, and how its weights are stored."""
-    return replace(family.parse(fields), quant=read_quantization(fields))
+    return replace(family.parse(fields.with_defaults(family.DEFAULTS)), quant=read_quantization(fields))
 
 
 def family_of(architecture: str, where: str) -> Family:

@@ -9,8 +9,6 @@ from runtime.models.config import RopeScaling
 from runtime.models.config_fields import ConfigFields
 
 DEFAULT_THETA = 10000.0
-DEFAULT_CONTEXT = 2048
-"""Where the file names no `max_position_embeddings`."""
 REQUIRED = {
     "default": (),
     "linear": ("factor",),
@@ -42,11 +40,10 @@ class RopeFields:
     max_context_len: int
 
 
-def read_rope(fields: ConfigFields, default_theta: float = DEFAULT_THETA, chosen: ConfigFields | None = None) -> RopeFields:
+def read_rope(fields: ConfigFields, chosen: ConfigFields | None = None) -> RopeFields:
     """The rotary embedding of a config.json.
 
     Args:
-        default_theta: where the file names none.
         chosen: the object that holds the parameters, where layers differ; None for `rope_scaling`, which wins as in
             transformers, or `rope_parameters`.
 
@@ -55,9 +52,9 @@ def read_rope(fields: ConfigFields, default_theta: float = DEFAULT_THETA, chosen
     """
     if chosen is None:
         chosen = fields.mapping("rope_scaling" if fields.get("rope_scaling", {}) else "rope_parameters")
-    theta = chosen.number("rope_theta", fields.number("rope_theta", default_theta))
+    theta = chosen.number("rope_theta", fields.number("rope_theta", DEFAULT_THETA))
     partial = chosen.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    context = fields.positive("max_position_embeddings", DEFAULT_CONTEXT)
+    context = fields.positive("max_position_embeddings")
     name = str(chosen.get("rope_type", chosen.get("type", "default")))
     kind = ALIASES.get(name, name)
     if kind not in REQUIRED:

@@ -1,0 +1,207 @@
+"""Fields that a config.json leaves out or holds as null mean what they mean in transformers, for every family and every field."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from runtime.errors import ConfigError
+from runtime.models.config import ModelConfig
+from runtime.models.registry import FAMILIES, parse_hf_config
+from unit.test_models import PIECES, Checkpoint, Runner, loaded
+
+SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+"""Every file names them; without one of them it is damaged."""
+UNREAD = {
+    "transformers_version", "architectures", "output_hidden_states", "return_dict", "dtype", "chunk_size_feed_forward", "id2label",
+    "label2id", "is_encoder_decoder", "problem_type", "initializer_range", "use_cache", "pad_token_id", "pretraining_tp",
+    "attention_dropout", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "vocab_size_per_layer_input",
+}  # fmt: skip
+"""Fields of transformers' classes that do not change what a model computes when it serves."""
+ATTENTION: dict[str, Any] = {
+    "vocab_size": 101, "hidden_size": 512, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 64,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "bos_token_id": 3, "eos_token_id": 4, "rms_norm_eps": 1e-3,
+}  # fmt: skip
+WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 3}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 40, "moe_intermediate_size": 32, "num_experts_per_tok": 3, "norm_topk_prob": True, "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    **{name: value for name, value in ATTENTION.items() if name != "head_dim"}, "num_key_value_heads": 64, "q_lora_rank": 24,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "moe_intermediate_size": 32,
+    "n_routed_experts": 32, "num_experts_per_tok": 2, "routed_scaling_factor": 1.5, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+    "norm_topk_prob": False, "rope_interleave": False,
+}  # fmt: skip
+KINDS = ["full_attention", *["sliding_attention"] * 6, "full_attention"]
+HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": ("llama", {**ATTENTION, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "MistralForCausalLM": ("mistral", {**ATTENTION, "sliding_window": 7}),
+    "Qwen2ForCausalLM": ("qwen2", {**ATTENTION, **WINDOWS}),
+    "Qwen3ForCausalLM": ("qwen3", {**ATTENTION, **WINDOWS, "attention_bias": True}),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", {**ATTENTION, **EXPERTS, **WINDOWS}),
+    "Qwen2MoeForCausalLM": (
+        "qwen2_moe", {**ATTENTION, **EXPERTS, **WINDOWS, "shared_expert_intermediate_size": 48, "qkv_bias": False},
+    ),
+    "MixtralForCausalLM": ("mixtral", {**ATTENTION, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5}),
+    "MiniMaxM2ForCausalLM": (
+        "minimax_m2",
+        {**ATTENTION, "num_local_experts": 9, "num_experts_per_tok": 3, "rope_parameters": HALF},
+    ),
+    "Gemma4ForCausalLM": (
+        "gemma4_text",
+        {
+            **ATTENTION, "sliding_window": 8, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0, "enable_moe_block": True,
+            "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24, "attention_k_eq_v": True, "num_global_key_value_heads": 16,
+            "global_head_dim": 32, "tie_word_embeddings": False, "layer_types": KINDS,
+        },
+    ),
+    "GptOssForCausalLM": (
+        "gpt_oss",
+        {
+            **ATTENTION, "num_local_experts": 9, "num_experts_per_tok": 5, "sliding_window": 6, "attention_bias": False,
+            "layer_types": KINDS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", {**LATENT, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", {**LATENT, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5}),
+    "MiMoForCausalLM": ("qwen2", {**ATTENTION, **WINDOWS}),
+}  # fmt: skip
+"""For each class, transformers' model type and a file in which as many fields as possible differ from their defaults."""
+WITHOUT_MEANING = {"kv_lora_rank", "v_head_dim", "n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace"}
+"""Fields whose null transformers' classes take and its models cannot compute with."""
+
+
+def read(raw: dict[str, Any]) -> ModelConfig | None:
+    """What the file means; None where it is refused."""
+    try:
+        return parse_hf_config(raw, "config.json")
+    except ConfigError:
+        return None
+
+
+def as_in_transformers(kind: str, raw: dict[str, Any], field: str) -> Any:
+    """The value that transformers gives `field` of the file; raises what its class raises."""
+    config = CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(raw)))
+    return json.loads(json.dumps(vars(config)[config.attribute_map.get(field, field)]))
+
+
+def whole(architecture: str) -> dict[str, Any]:
+    """The unusual file, as transformers writes it."""
+    kind, values = UNUSUAL[architecture]
+    raw = json.loads(CONFIG_MAPPING[kind](**values).to_json_string(use_diff=False))
+    return {**raw, "architectures": [architecture], "dtype": "float32"}
+
+
+def fields_of(architecture: str) -> Iterator[str]:
+    for field in dataclasses.fields(CONFIG_MAPPING[UNUSUAL[architecture][0]]):
+        if field.name not in UNREAD:
+            yield field.name
+
+
+@pytest.mark.parametrize("architecture", UNUSUAL)
+def test_an_absent_field_takes_the_default_of_transformers(architecture: str) -> None:
+    kind, raw = UNUSUAL[architecture][0], whole(architecture)
+    assert read(raw) is not None
+    changed = 0
+    for field in fields_of(architecture):
+        stored = CONFIG_MAPPING[kind].attribute_map.get(field, field)
+        without = {name: value for name, value in raw.items() if name not in (field, stored)}
+        if field in SIZES:
+            with pytest.raises(ConfigError, match=f"{field} is missing"):
+                parse_hf_config(without, "config.json")
+            continue
+        value = as_in_transformers(kind, without, field)
+        if field == "num_key_value_heads" and value is not None and raw["num_attention_heads"] % value:
+            value = raw["num_attention_heads"]  # transformers cannot compute with its default
+        expected = read({**without, field: value})
+        assert read(without) == expected, field
+        changed += expected != read(raw)
+    assert changed >= 5, "the file differs from the defaults"
+
+
+@pytest.mark.parametrize("architecture", UNUSUAL)
+def test_null_means_what_transformers_takes_it_for(architecture: str) -> None:
+    kind, raw = UNUSUAL[architecture][0], whole(architecture)
+    for field in fields_of(architecture):
+        null = {**raw, field: None}
+        try:
+            value = as_in_transformers(kind, null, field)
+        except Exception:
+            continue
+        found = read(null)
+        if value is not None:
+            assert found == read({**raw, field: value}), field
+        elif field in WITHOUT_MEANING:
+            assert found is None, field
+        elif field in ("norm_topk_prob", "rope_interleave"):
+            assert found == read({**raw, field: False}), field
+        elif field not in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            assert found is not None, field
+
+
+def test_every_family_is_compared() -> None:
+    assert set(UNUSUAL) | {"Gemma4ForConditionalGeneration"} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "alias", "field"),
+    [
+        ("Qwen3MoeForCausalLM", "num_local_experts", "num_experts"),
+        ("MixtralForCausalLM", "num_experts", "num_local_experts"),
+        ("MiniMaxM2ForCausalLM", "num_experts", "num_local_experts"),
+        ("GptOssForCausalLM", "num_experts", "num_local_experts"),
+        ("DeepseekV3ForCausalLM", "num_local_experts", "n_routed_experts"),
+        ("Glm4MoeLiteForCausalLM", "num_local_experts", "n_routed_experts"),
+    ],
+)
+def test_the_number_of_experts_has_the_names_of_transformers(architecture: str, alias: str, field: str) -> None:
+    raw = whole(architecture)
+    renamed = {name: value for name, value in raw.items() if name not in (alias, field)} | {alias: 16}
+    for given in (renamed, {**renamed, field: 12}):
+        value = as_in_transformers(UNUSUAL[architecture][0], given, alias)
+        assert (model := read(given)) is not None
+        assert model.moe is not None
+        assert model.moe.num_experts == value == 16
+
+
+def test_the_rotated_part_of_minimax_is_named_as_in_transformers() -> None:
+    raw = whole("MiniMaxM2ForCausalLM")
+    for rope, partial in (({"rope_theta": 1e4}, {}), ({"partial_rotary_factor": 1.0}, {}), ({}, {"partial_rotary_factor": 0.25})):
+        given = {**raw, **partial, "rope_parameters": {"rope_type": "default", **rope}, "rotary_dim": 8}
+        factor = as_in_transformers("minimax_m2", given, "rope_parameters")["partial_rotary_factor"]
+        assert (model := read(given)) is not None
+        assert (model.rotary_dim or model.head_dim) == int(16 * factor)
+
+
+DEFAULT_CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "qwen2-moe": {},
+    "qwen3-moe": {},
+    "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 8},
+    "minimax-m2": {"num_experts_per_tok": 8, "rope_parameters": {"partial_rotary_factor": 0.5}},
+    "gpt-oss": {"num_experts_per_tok": 4, "sliding_window": 128},
+    "gemma4-own-values": {},
+    "deepseek-experts": {"n_routed_experts": 16, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    "glm4-flash": {"routed_scaling_factor": 1.8, "num_experts_per_tok": 4},
+}
+"""Changes that give the tiny models of these names more of the defaults of their classes."""
+
+
+@pytest.mark.parametrize("name", DEFAULT_CHECKPOINTS)
+def test_a_file_without_what_is_default_gives_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
+    reference = Checkpoint(name, tmp_path, **DEFAULT_CHECKPOINTS[name])
+    raw = json.loads((tmp_path / "config.json").read_text())
+    default = json.loads(type(reference.reference.config)().to_json_string(use_diff=False))
+    kept = {field: value for field, value in raw.items() if field in SIZES or field == "architectures" or value != default.get(field)}
+    assert len(kept) < len(raw) - 10
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["prefill"])
+    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * max(1.0, float(reference.logits.abs().max())))

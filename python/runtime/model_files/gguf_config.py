@@ -12,7 +12,9 @@ import numpy as np
 from runtime.errors import ConfigError
 from runtime.model_files.gguf_file import GGUFFile
 
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+WINDOW_CLASS = "MistralForCausalLM"
+"""Of files of the llama architecture with a sliding window."""
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -79,7 +81,7 @@ def _target_name(file: GGUFFile, name: str) -> str:
         return _GLOBAL_NAMES[name]
     match = _BLOCK.fullmatch(name)
     if match is None or match[2] not in _BLOCK_NAMES:
-        raise ConfigError(f"{file.path}: tensor {name!r} does not belong to a supported architecture ({', '.join(_CLASSES)})")
+        raise ConfigError(f"{file.path}: tensor {name!r} does not belong to a supported architecture ({', '.join(CLASSES)})")
     return f"model.layers.{match[1]}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
 
 
@@ -106,14 +108,14 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         ConfigError: the architecture is not supported, or its metadata is incomplete.
     """
     arch = file.architecture
-    if arch not in _CLASSES:
-        raise ConfigError(f"{file.path} is of architecture {arch!r}; supported are {', '.join(_CLASSES)} (Mistral files are 'llama')")
+    if arch not in CLASSES:
+        raise ConfigError(f"{file.path} is of architecture {arch!r}; supported are {', '.join(CLASSES)} (Mistral files are 'llama')")
     if file.get(f"{arch}.expert_count", int, 0):
         raise ConfigError(f"{file.path} is a mixture of experts; only dense models are supported")
     heads = file.get(f"{arch}.attention.head_count", int)
     hidden = file.get(f"{arch}.embedding_length", int)
     config: dict[str, Any] = {
-        "architectures": [_CLASSES[arch]],
+        "architectures": [CLASSES[arch]],
         "model_type": arch,
         "vocab_size": file.shape("token_embd.weight")[0] if "token_embd.weight" in file.tensor_names else 0,
         "hidden_size": hidden,
@@ -172,7 +174,7 @@ def _window(file: GGUFFile) -> dict[str, Any]:
         return {}
     if file.architecture != "llama":
         raise ConfigError(f"{file.path} has a sliding window, which is supported in GGUF files of the llama architecture only")
-    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": file.get(key, int)}
+    return {"architectures": [WINDOW_CLASS], "model_type": "mistral", "sliding_window": file.get(key, int)}
 
 
 def _rope_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any] | None:

@@ -61,7 +61,7 @@ def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: Mode
     name = _class_name(flat)
     fitting = _algorithms(name, flat, where)
     if algorithm not in fitting:
-        raise ConfigError(f"{where} is {_described(fitting[0], name, flat)}")
+        raise _of_another_algorithm(fitting[0], name, flat, where)
     if algorithm == "STANDALONE":
         model = parse_hf_config(raw, where)
     elif algorithm == "DFLASH":
@@ -111,14 +111,15 @@ def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[SpecAlgo
     return ("EAGLE", "STANDALONE") if name in DRAFT_FAMILIES and raw.get("num_hidden_layers") == 1 else ("STANDALONE",)
 
 
-def _described(algorithm: SpecAlgorithm, name: str, raw: Mapping[str, Any]) -> str:
-    """What a draft for `algorithm` is, and what to do if the user asked for another algorithm."""
+def _of_another_algorithm(algorithm: SpecAlgorithm, name: str, raw: Mapping[str, Any], where: str) -> ConfigError:
+    """The error for a draft for `algorithm` that was named for another one."""
     if algorithm == "DFLASH":
-        return "a DFLASH draft; use --speculative-algorithm DFLASH"
+        return ConfigError(f"{where} is a DFLASH draft; use --speculative-algorithm DFLASH")
     if algorithm != "STANDALONE":
-        return f"an {algorithm} head; use --speculative-algorithm {algorithm}"
+        return ConfigError(f"{where} is an {algorithm} head; use --speculative-algorithm {algorithm}")
+    layers = raw.get("num_hidden_layers")
     head = f", or name its class {name}Eagle in config.json if it is a head" if name in DRAFT_FAMILIES else ""
-    return f"a whole model ({name}, num_hidden_layers {raw.get('num_hidden_layers')}); use --speculative-algorithm STANDALONE{head}"
+    return ConfigError(f"{where} is a whole model ({name}, num_hidden_layers {layers}); use --speculative-algorithm STANDALONE{head}")
 
 
 def _check_fit(draft: ModelConfig, target: ModelConfig, algorithm: SpecAlgorithm) -> None:

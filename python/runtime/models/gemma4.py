@@ -27,7 +27,7 @@ DEFAULTS = {
     },
 }  # fmt: skip
 PERIOD = 6
-"""Every so many layers one is global, where the file does not say which."""
+"""The layers from one global layer to the next, where the file does not name their types."""
 LAYER_FIELDS = {"head_dim", "num_key_value_heads"}
 """What `per_layer_config` may give the global layers."""
 OTHER_PARTS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")

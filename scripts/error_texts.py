@@ -47,10 +47,24 @@ def _texts(path: Path, tree: ast.Module) -> list[str]:
     constants = vars(importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts)))
     helpers = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef) and _is_helper(each)}
     inside = {id(node) for helper in helpers.values() for node in ast.walk(helper)}
-    texts = [_text(node.args[0], constants, {}) for node in errors if id(node) not in inside]
+    loops, texts = _loops(tree, constants), list[str]()
+    for node in errors:
+        if id(node) not in inside:
+            texts += [_text(node.args[0], constants, own) for own in loops.get(id(node), [{}])]
     for call in (node for node in calls if isinstance(node.func, ast.Name) and node.func.id in helpers):
         texts.append(_of_helper(helpers[call.func.id], call, constants))  # type: ignore[attr-defined]
     return list(dict.fromkeys(text for text in texts if re.search("[a-z]", re.sub("{[^}]*}", "", text))))
+
+
+def _loops(tree: ast.Module, constants: Mapping[str, Any]) -> dict[int, list[dict[str, str]]]:
+    """For every call within a loop over constants, by its id: the texts of the loop's variables in each iteration."""
+    found = dict[int, list[dict[str, str]]]()
+    for loop in (node for node in ast.walk(tree) if isinstance(node, ast.For) and _is_constant(node.iter)):
+        names = [name.id for name in ast.walk(loop.target) if isinstance(name, ast.Name)]
+        items = [item if len(names) > 1 else (item,) for item in _evaluated(loop.iter, constants)]
+        own = [dict(zip(names, map(str, item), strict=True)) for item in items]
+        found |= {id(call): own for call in ast.walk(loop) if isinstance(call, ast.Call)}
+    return found
 
 
 def _makes_error(call: ast.Call) -> bool:
@@ -86,15 +100,16 @@ def _text(node: ast.expr, constants: Mapping[str, Any], own: Mapping[str, str]) 
         return _text(node.left, constants, own) + _text(node.right, constants, own)
     if isinstance(node, ast.Name) and node.id in own:
         return own[node.id]
-    return _constant(node, constants) or f"{{{_name(node)}}}"
+    return str(_evaluated(node, constants)) if _is_constant(node) else f"{{{_name(node)}}}"
 
 
-def _constant(node: ast.expr, constants: Mapping[str, Any]) -> str | None:
-    """The value of an expression of nothing but constants of the module."""
-    names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
-    if not names or not all(name.strip("_").isupper() for name in names):
-        return None
-    return str(eval(compile(ast.Expression(node), "<constant>", "eval"), dict(constants)))
+def _is_constant(node: ast.expr) -> bool:
+    """Whether an expression holds nothing but literals and constants of the module."""
+    return all(each.id.strip("_").isupper() for each in ast.walk(node) if isinstance(each, ast.Name))
+
+
+def _evaluated(node: ast.expr, constants: Mapping[str, Any]) -> Any:
+    return eval(compile(ast.Expression(node), "<constant>", "eval"), dict(constants))
 
 
 def _name(node: ast.expr) -> str:

@@ -182,6 +182,19 @@ def test_the_rotated_part_of_minimax_is_named_as_in_transformers() -> None:
         assert (model.rotary_dim or model.head_dim) == int(16 * factor)
 
 
+@pytest.mark.parametrize("outer", [{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("inner", [{}, {"tie_word_embeddings": False}])
+def test_a_model_around_gemma_ties_its_embeddings_as_in_transformers(outer: dict[str, Any], inner: dict[str, Any]) -> None:
+    kept = [*SIZES, "num_key_value_heads", "hidden_size_per_layer_input"]
+    text = {name: value for name, value in whole("Gemma4ForCausalLM").items() if name in kept}
+    raw = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": {**text, **inner}, **outer}
+    config = CONFIG_MAPPING["gemma4"].from_dict(json.loads(json.dumps(raw)))
+    assert (model := read(raw)) is not None
+    assert model.tie_embeddings == config.tie_word_embeddings
+    assert [window >= 0 for window in model.window] == [kind == "sliding_attention" for kind in config.text_config.layer_types]
+    assert max(model.window) == config.text_config.sliding_window - 1
+
+
 DEFAULT_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen2-moe": {},
     "qwen3-moe": {},

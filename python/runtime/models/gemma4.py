@@ -57,6 +57,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         full_attention=full,
+        tie_embeddings=fields.flag("tie_word_embeddings"),  # that of `text_config` is not read
         v_norm=True,
         attn_scale=1.0,
         moe=moe,

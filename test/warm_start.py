@@ -272,6 +272,43 @@ def cold_start() -> Iterator[None]:
         subprocess.Popen = forking  # type: ignore[misc]
 
 
+def keep_tokenizer() -> None:
+    """Keep the embedded model's tokenizer, as the package and llguidance read it: a server reads it six times, 1.3 s of a core.
+
+    All forks have it. Other tokenizers and templates are read as usual, and this one too where the model is not on this machine yet.
+    """
+    from runtime.constrained import llguidance_backend
+    from runtime.entrypoints.grammar_process import GrammarBackendConfig
+    from runtime.model_files.cache_folder import default_cache_dir
+    from runtime.model_files.embedded import converted_folder
+    from runtime.model_files.gguf_convert import is_converted
+    from runtime.models.registry import load_hf_config
+    from runtime.text.tokenizer import Tokenizer
+    from runtime.text.tokenizer_files import tokenizer_eos_ids
+
+    folder = converted_folder(default_cache_dir())
+    if not is_converted(folder):
+        return
+    path, load, make, made = str(folder), Tokenizer.load, llguidance_backend.LLTokenizer, dict[object, object]()
+    kept = load(path)
+    kept.encode_chat([{"role": "user", "content": "a"}])  # makes what the first use makes
+
+    def load_or_keep(folder: str | Path, *, chat_template: str | None = None) -> Tokenizer:
+        return kept if (str(folder), chat_template) == (path, None) else load(folder, chat_template=chat_template)
+
+    def make_once(definition: str, *, n_vocab: int, eos_token: list[int]) -> object:
+        key = definition, n_vocab, tuple(eos_token)
+        if key not in made:
+            made[key] = make(definition, n_vocab=n_vocab, eos_token=eos_token)
+        return made[key]
+
+    Tokenizer.load = load_or_keep  # type: ignore[assignment, method-assign]
+    llguidance_backend.LLTokenizer = make_once  # type: ignore[assignment, misc]
+    model = load_hf_config(folder)
+    eos_ids = tuple(dict.fromkeys((*model.eos_ids, *tokenizer_eos_ids(folder))))
+    GrammarBackendConfig(name="llguidance", tokenizer_path=path, eos_ids=eos_ids, vocab_size=model.vocab_size).load()
+
+
 def main() -> None:
     """The warm process: start what it is asked for until the socket closes."""
     asked = socket.socket(fileno=int(sys.argv[1]))
@@ -280,6 +317,7 @@ def main() -> None:
     gc.disable()  # collections during imports find next to nothing, and visit more objects each time
     for name in IMPORTED:
         importlib.import_module(name)
+    keep_tokenizer()
     gc.collect()
     gc.enable()
     while True:

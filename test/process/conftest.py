@@ -59,12 +59,22 @@ def programs_start_cold() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def embedded() -> Iterator[Embedded]:
-    """The default server, started as a user would start it, for the whole session."""
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
+    """The default server for the whole session. Of the processes that run tests, the first starts it as a user would, the others warm."""
     with ExitStack() as stack:
-        with cold_start():  # ends with the start: the tests that follow start their own programs warm
+        with cold_start() if _is_first(tmp_path_factory) else nullcontext():  # ends with the start: later programs start warm
             server = stack.enter_context(serve_embedded())
         yield server
+
+
+def _is_first(folders: pytest.TempPathFactory) -> bool:
+    """Whether no other process that runs tests of this session asked before."""
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    try:
+        (folders.getbasetemp().parent / f"embedded-{session}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 @contextmanager

@@ -7,7 +7,11 @@ import sys
 import pytest
 
 from process import fake
-from warm_start import program_of
+from runtime.constrained import llguidance_backend
+from runtime.model_files.cache_folder import default_cache_dir
+from runtime.model_files.embedded import embedded_folder
+from runtime.text.tokenizer import Tokenizer
+from warm_start import keep_tokenizer, program_of
 
 
 def starts_warm() -> bool:
@@ -26,3 +30,20 @@ def test_a_fake_server_starts_warm_after_all_tests_are_imported(monkeypatch: pyt
 def test_a_program_with_another_number_of_threads_starts_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert not starts_warm()
+
+
+def test_a_kept_tokenizer_is_that_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks have what a process of their own would have read."""
+    folder = embedded_folder(default_cache_dir())
+    read, read_again = Tokenizer.load(folder), Tokenizer.load(folder)
+    assert read is not read_again
+    monkeypatch.setattr(Tokenizer, "load", Tokenizer.load)
+    monkeypatch.setattr(llguidance_backend, "LLTokenizer", llguidance_backend.LLTokenizer)
+    keep_tokenizer()
+    kept = Tokenizer.load(folder)
+    assert kept is Tokenizer.load(str(folder))
+    assert kept.definition == read.definition
+    messages = [{"role": "user", "content": "Hello <|im_end|> there"}]
+    assert kept.encode_chat(messages) == read.encode_chat(messages)
+    template = "{{ messages[0]['content'] }}"
+    assert Tokenizer.load(folder, chat_template=template).encode_chat(messages) != kept.encode_chat(messages)

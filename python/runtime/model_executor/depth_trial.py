@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.model_executor.acceptance import AcceptanceCounters
-from runtime.model_executor.depth_controller import DecodeRows, Observed
+from runtime.model_executor.depth_controller import DecodeRows, Observed, Windows
 from runtime.model_executor.depth_option import Option
 from runtime.worker_info import DepthInfo
 
@@ -81,6 +81,10 @@ class DepthTrial:
         self._last = read.depth
         if read.seconds is not None and len(read.accept_lens) == self._requests and self._in_row > FIRST:
             self.cells.setdefault((self._requests, read.depth), Cell(read.size)).times.append(read.seconds)
+
+    def observe_windows(self, windows: Windows) -> None:
+        """Count the accepted tokens."""
+        self.acceptance.add(windows.accept_lens, windows.depth)
 
     def observe_guesses(self, greedy: npt.NDArray[np.bool_], hits: npt.NDArray[np.bool_]) -> None:
         """Nothing: windows with drafts show acceptance."""

@@ -22,7 +22,7 @@ class GuessCheck:
 
     def of(self, iteration: Iteration) -> torch.Tensor | None:
         """int64 [live]: guesses that an iteration that is about to run without drafts can be compared with."""
-        wanted = iteration.depth == 0 and iteration.grammar is None and self._depths.controller is not None
+        wanted = iteration.depth == 0 < iteration.live and iteration.grammar is None and self._depths.controller is not None
         return self._drafter.guesses(iteration.rows[: iteration.live]) if wanted else None
 
     def check(self, iteration: Iteration, guesses: torch.Tensor | None) -> None:

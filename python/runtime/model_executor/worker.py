@@ -201,7 +201,7 @@ class Worker:
         with self._followers.start.of(batch.step):
             self._followers.run(batch, tuple(runner.mode.value for runner in self.all_runners))
             shared = SharedPending(self._queue.submit(own), batch.step, self._followers)
-        return GroupsPending(shared) if batch.sections else shared
+        return GroupsPending(shared, self.parts.depths.observer_of_groups(batch)) if batch.sections else shared
 
     @property
     def answering_group(self) -> int | None:
@@ -405,7 +405,7 @@ class Worker:
         decoded, prompted = None if decodes is None else decodes.wait(), None if prompts is None else prompts.wait()
         now = time.perf_counter()  # before work on the host: an iteration takes the time between the results of two
         if decodes is not None and decoded is not None:
-            self._observe(decodes.iteration, decoded, now, with_prompts=prompts is not None)
+            self._observe(decodes.iteration, decoded, now, prompts is not None, batch.pad_kv)
             self._guess_check.read(decodes.iteration)
         if decodes is not None and decodes.experts is not None:
             self.parts.experts.add(decodes.iteration.live * (decodes.stats.draft_tokens + 1), decodes.experts.wait()[0].astype(np.int64))
@@ -418,7 +418,7 @@ class Worker:
                 result.grammar_errors.update(grammar.errors(offset))
         return result
 
-    def _observe(self, iteration: Iteration, decoded: BatchResult, now: float, with_prompts: bool) -> None:
+    def _observe(self, iteration: Iteration, decoded: BatchResult, now: float, with_prompts: bool, pad_kv: int) -> None:
         """Count acceptance, and tell the depth controller what the iteration accepted and how long it took.
 
         Steps run one after another on the device, so an iteration took the time from the results of the previous step, or from
@@ -437,7 +437,7 @@ class Worker:
         timed = seconds if usual and not iteration.sample.eager else None
         assert iteration.greedy is not None
         most = np.full(iteration.live, iteration.depth) if caps is None else caps.host
-        kv_tokens = int(iteration.bounds.sum())
+        kv_tokens = pad_kv or int(iteration.bounds.sum())
         width = 0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size
         rows = iteration.host_rows if self.parts.depths.tracks(iteration.live) else no_ints()
         controller.observe(Observed(iteration.depth, iteration.size, lens, most, iteration.greedy, kv_tokens, timed, width, rows))

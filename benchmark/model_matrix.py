@@ -90,7 +90,11 @@ def _ratio(row: dict[str, Any] | None, plain: dict[str, Any] | None) -> str | No
 
 
 def _experts(row: dict[str, Any] | None) -> str | None:
-    return None if row is None or row.get("distinct_experts") is None else f"{row['distinct_experts']:.1f}"
+    """The mean over layers, and those of the layers with the fewest and the most."""
+    if row is None or row.get("distinct_experts") is None:
+        return None
+    layers = row.get("distinct_experts_by_layer")
+    return f"{row['distinct_experts']:.1f}" + (f" ({min(layers):.1f} to {max(layers):.1f})" if layers else "")
 
 
 def plot(result: Result, file: Path) -> None:

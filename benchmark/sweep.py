@@ -18,7 +18,7 @@ KEPT = (
     *("mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_itl_ms", "p99_itl_ms"),
     *("mean_e2e_latency_ms", "accept_length", "per_position_acceptance", "steps_by_depth", "graph_hit_rate", "padding_waste"),
 )
-FACTS = ("exchange_micros", "distinct_experts")
+FACTS = ("exchange_micros", "distinct_experts", "distinct_experts_by_layer")
 """Facts of the worker that a row holds, where it has them."""
 
 

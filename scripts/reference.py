@@ -66,7 +66,8 @@ def metrics_page() -> str:
         rows.append((f"`{name}`", family.type, ", ".join(f"`{label}`" for label in labels), family.documentation))
     more = (
         "A server with a model also has the runs of each graph runner (`talon:runner_runs_total`), the drift of acceptance "
-        "(`talon:spec_drift`, `talon:spec_drifted_positions`) and, if the model is sparse, its distinct experts (`talon:distinct_experts`)."
+        "(`talon:spec_drift`, `talon:spec_drifted_positions`) and, if the model is sparse, its distinct experts (`talon:distinct_experts`, "
+        "by sparse layer `talon:layer_distinct_experts`)."
     )
     return "# Metrics\n\n" + _table(("name", "type", "labels", ""), sorted(rows)) + f"\n\n{more}\n"
 

@@ -205,6 +205,7 @@ class ScheduleBatch:
         sample: of the iteration, which `Worker.submit` chooses too.
         sections: with several attention groups the part of each, and nothing beside it; [] for one group.
         pad_decodes, pad_tokens: decode rows and prompt tokens of the largest section, to which this one is padded; 0 for one group.
+        pad_kv: upper bound of the KV lengths of a section's decode rows together, of the section where it is the most; 0 for one group.
     """
 
     step: int
@@ -230,6 +231,7 @@ class ScheduleBatch:
     sections: list[ScheduleBatch] = field(default_factory=list)
     pad_decodes: int = 0
     pad_tokens: int = 0
+    pad_kv: int = 0
 
     @classmethod
     def of_groups(cls, sections: list[ScheduleBatch]) -> ScheduleBatch:
@@ -238,8 +240,9 @@ class ScheduleBatch:
         Where only others have prompts, a section gets a prompt of one token in the padding row.
         """
         decodes, tokens = max(each.num_decodes for each in sections), max(len(each.token_ids) for each in sections)
+        kv = max(int(each.len_bounds[each.num_prompts :].sum()) for each in sections)
         for each in sections:
-            each.pad_decodes, each.pad_tokens = decodes, tokens
+            each.pad_decodes, each.pad_tokens, each.pad_kv = decodes, tokens, kv
             if tokens and not each.num_prompts:
                 zero, one = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.int32)
                 each.rows, each.len_bounds, each.top_logprobs = zero + PAD_ROW, zero, -one

@@ -130,6 +130,7 @@ class WorkerInfo(msgspec.Struct):
         ranks: the processes that share the model; empty where it is not sharded.
         distinct_experts: experts of a sparse layer that at least one token of a decode pass is routed to, the mean over layers and
             recent passes; None for a dense model, with attention groups, and before the first pass.
+        distinct_experts_by_layer: the same of each sparse layer, in order; empty where that is None.
         token_checks: decode steps in which all ranks had the same hash of their committed tokens; None for one rank.
         exchange_micros: microseconds of a sum over the ranks by its bytes, "own kernel / NCCL"; empty on a CPU.
         exchange_share: share of the steps' time that rank 0 spends in exchanges, waiting included; None for one rank, and on GPUs,
@@ -146,6 +147,7 @@ class WorkerInfo(msgspec.Struct):
     depth: DepthInfo | None = None
     ranks: list[RankInfo] = []
     distinct_experts: float | None = None
+    distinct_experts_by_layer: list[float] = []
     token_checks: int | None = None
     exchange_share: float | None = None
     exchange_micros: dict[str, str] = {}

@@ -38,13 +38,16 @@ from unit.tiny import tiny_runtime
 
 CONTEXT, VOCAB, LONGEST = 512, 1024, 40
 """`LONGEST`: output tokens of a request at most."""
+PAUSE, LEAST_IDLE = 0.05, 1 / 3
+"""Seconds between two looks at the groups, and the least share of looks at a busy server in which some groups are idle."""
 CLEAR = 1e-3
 """Prompts are left out where two tokens are closer than this in log-probability: partial sums of ranks round differently."""
 GAINS = {"o_proj": 0.3, "down_proj": 0.3, "lm_head": 4.0, "embed_tokens": 8.0}
 """A text that goes by its last token most, and by all others."""
 FLAGS = ["--enable-dp-attention", "--load-format=auto", "--dtype=float32", "--cpu-threads=1", "--speculative-algorithm=MTP"]
 FLAGS += ["--max-total-tokens=1600", "--skip-server-warmup"]
-FIGURES = ("spec_accept_length", "num_retracted_requests_total", "cached_tokens_total", "generation_tokens_total", "num_failed_steps_total")
+FIGURES = ("spec_accept_length", "spec_depth_steps_total", "num_retracted_requests_total", "cached_tokens_total")
+FIGURES += ("generation_tokens_total", "num_failed_steps_total")
 CONFIG: dict[str, Any] = dict(
     architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", vocab_size=VOCAB, hidden_size=64, intermediate_size=128,
     num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8,
@@ -115,17 +118,19 @@ class Traffic:
     threads: list[threading.Thread] = field(default_factory=list)
 
     def run(self, seconds: float, rng: random.Random) -> None:
-        """Send single requests, bursts and nothing in turn."""
+        """Send bursts of random size. The next one waits until few requests are left, so that groups become idle."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            for _ in range(rng.choice((1, 1, 1, 2, 8))):
+            for _ in range(rng.choice((1, 2, 3, 6, 32))):
                 index, count = rng.randrange(len(self.texts.prompts)), rng.randint(1, LONGEST)
                 target = self.leave if rng.random() < 0.1 else self.ask
                 self.threads.append(threading.Thread(target=target, args=(index, count), daemon=True))
                 self.threads[-1].start()
-            self.sample()
-            time.sleep(min(rng.choice((0.02, 0.1, 0.3)) * rng.expovariate(1.0), 1.0))
-            self.threads = [thread for thread in self.threads if thread.is_alive()]
+            left = rng.choice((0, 1, 2, 6))
+            while len(self.threads) > left and time.monotonic() < end:
+                time.sleep(PAUSE)
+                self.sample()
+                self.threads = [thread for thread in self.threads if thread.is_alive()]
         for thread in self.threads:
             thread.join(PATIENCE)
         self.wrong += ["a request got no answer"] * sum(thread.is_alive() for thread in self.threads)
@@ -164,13 +169,14 @@ class Traffic:
         return {"prompt": self.texts.prompts[index], **wanted}
 
 
-def storm(seconds: float, groups: int = 4, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
+def storm(seconds: float, groups: int = 4, seed: int = 0, device: str = "cpu", steps: str = "auto") -> dict[str, Any]:
     """Serve and ask for so many seconds, then kill a process of the server."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as temp:
         model = checkpoint(Path(temp) / "tiny")
         texts = Texts.of(model, 24, rng)
-        flags = [f"--{name}={groups}" for name in ("tp-size", "dp-size", "ep-size")] + [*FLAGS, f"--device={device}"]
+        flags = [f"--{name}={groups}" for name in ("tp-size", "dp-size", "ep-size")]
+        flags += [*FLAGS, f"--device={device}", f"--speculative-num-steps={steps}"]
         with serving(model, *flags, behaviour="well", program=rank_faults.__file__) as server:
             traffic = Traffic(server, texts)
             traffic.run(seconds, rng)
@@ -185,7 +191,7 @@ def storm(seconds: float, groups: int = 4, seed: int = 0, device: str = "cpu") -
 
 
 def main() -> int:
-    """Run the storm; exit 1 if anything went wrong."""
+    """Run the storm; exit 1 if anything went wrong, or groups were seldom idle beside busy ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--groups", type=int, default=4)
@@ -194,7 +200,9 @@ def main() -> int:
     args = parser.parse_args()
     outcome = storm(args.seconds, args.groups, args.seed, args.device)
     print(json.dumps(outcome))
-    return 1 if outcome["wrong"] else 0
+    samples = outcome["samples"]
+    seldom_idle = samples.get("some idle", 0) < LEAST_IDLE * (sum(samples.values()) - samples.get("all idle", 0))
+    return 1 if outcome["wrong"] or seldom_idle else 0
 
 
 if __name__ == "__main__":

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 from process import group_storm
 
 
-def test_a_storm_over_attention_groups_gives_the_text_of_one() -> None:
-    outcome = group_storm.storm(seconds=3.0, groups=2, seed=4)
+@pytest.mark.parametrize("steps", ["3", "auto"])
+def test_a_storm_over_attention_groups_gives_the_text_of_one(steps: str) -> None:
+    outcome = group_storm.storm(seconds=3.0, groups=2, seed=4, steps=steps)
     assert outcome["wrong"] == []
     assert outcome["answered"] > 4
-    assert outcome["spec_accept_length"] > 1.1
+    if steps == "auto":
+        assert len(outcome["spec_depth_steps_total"]) > 1, "the depth changes"
+    else:
+        assert outcome["spec_accept_length"] > 1.1

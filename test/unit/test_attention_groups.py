@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,35 @@ def test_groups_generate_the_text_of_one(tmp_path: Path, name: str, size: int, g
     assert found == expected
     assert placed == set(range(groups))
     assert len(scheduler.stats.groups) == groups
+
+
+DEPTHS = (3, 2, 1, 0)
+
+
+@pytest.mark.parametrize(("size", "groups"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize("chosen", [True, False])
+def test_groups_share_a_depth_that_changes_and_keep_the_text(chosen: bool, size: int, groups: int) -> None:
+    """Chosen by a controller, or by the batch size of the largest group."""
+    spec: dict[str, Any] = {"depths": DEPTHS} if chosen else {"disable_by_batch_size": 4 // groups}
+    ids, model = prompts()[:10], latent()
+    expected, _ = serve(test_mtp.plain(model, **ROOMY), asked(GREEDY, ids), {}, radix_cache=False)
+
+    def build(**group: Any) -> Any:
+        options = {**ROOMY, "tp_size": size, "dp_size": groups, "ep_size": size}
+        return test_mtp.drafting(model, options, group=group, num_steps=3, **spec)
+
+    with ranks(size, build, groups=groups) as worker:
+        control = worker.parts.depths
+        assert (control.controller is not None) is chosen
+        with control.in_turn() if chosen else nullcontext():
+            found, scheduler = serve(worker, asked(GREEDY, ids), {})
+        assert found == expected
+        assert len([n for n in scheduler.stats.spec_depth_steps_total.values() if n]) > 1
+        if control.controller is not None:
+            before = control.controller.info().greedy.rates
+            worker.reset()
+            assert serve(worker, asked(GREEDY, ids), {})[0] == expected, "the controller chooses"
+            assert control.controller.info().greedy.rates != before, "and learns"
 
 
 @pytest.mark.parametrize(("spec", "size"), [("one", 2), ("chain", 2), ("tree", 2), ("chain", 4)])

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import RowInit, ScheduleBatch, SpeculationChange, no_ints
+from runtime.batch import BatchResult, RowInit, ScheduleBatch, SpeculationChange, no_ints
 from runtime.errors import RequestError
 from runtime.layers.linear import Linear
 from runtime.managers.messages import GenerateReq
 from runtime.model_executor import build
 from runtime.model_executor.depth import DepthBatches, DepthControl, choose_depth, depths_to_drop, split_batch_sizes, split_by_depth
-from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed
+from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed, Windows
 from runtime.model_executor.device_queue import DeviceQueue
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.model_executor.scratch_prompts import scratch_prompts
@@ -52,6 +52,42 @@ def test_a_forced_depth_ends_with_its_context() -> None:
     assert (control.choose(1), control.choose(5), control.deepest) == (3, 0, 3)
     with pytest.raises(AssertionError, match="was not built"), control.forced(2):
         pass
+
+
+def test_one_depth_is_chosen_from_the_requests_of_all_attention_groups() -> None:
+    control = DepthControl(dict.fromkeys(DEPTHS, 8), 9, Captured(), groups=3)
+    chosen, read = list[tuple[DecodeRows, dict[int, int]]](), list[Windows]()
+
+    class Recorder:
+        def choose(self, rows: DecodeRows, sizes: dict[int, int]) -> int:
+            chosen.append((rows, sizes))
+            return 2
+
+        def observe_windows(self, windows: Windows) -> None:
+            read.append(windows)
+
+    control.controller = Recorder()  # type: ignore[assignment]
+
+    def section(kv: list[int], limit: int, temperature: float) -> ScheduleBatch:
+        rows = np.arange(1, len(kv) + 1, dtype=np.int32)
+        sampling = SamplingParams(temperature=temperature, max_new_tokens=100, speculative_num_steps=limit)
+        new = [RowInit(row, 10, sampling, 0, no_ints()) for row in rows.tolist()]
+        return ScheduleBatch(1, rows, np.array(kv, dtype=np.int32), np.full(len(kv), -1, dtype=np.int32), new_rows=new)
+
+    batch = ScheduleBatch.of_groups([section([20], 7, 0.0), section([30, 40], 1, 1.0), section([], 7, 0.0)])
+    control.plan(batch)
+    assert batch.depth == 2
+    ((rows, sizes),) = chosen
+    assert (rows.caps.tolist(), rows.greedy.tolist(), rows.left.tolist()) == ([7, 1, 1], [True, False, False], [90, 80, 70])
+    assert rows.kv_tokens == 70, "of the group with the most"
+    assert set(sizes.values()) == {2}, "that of the largest group"
+    observe = control.observer_of_groups(batch)
+    for each in batch.sections:
+        each.depth = batch.depth
+    none = no_ints()
+    observe([BatchResult(none, np.array([2, 1], dtype=np.int32)), BatchResult(none, none)])
+    (windows,) = read
+    assert (windows.accept_lens.tolist(), windows.drafted.tolist(), windows.greedy.tolist()) == ([2, 1], [1, 1], [False, False])
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])

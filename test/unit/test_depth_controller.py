@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from runtime.config.synthetic_acceptance import synthetic_acceptance
-from runtime.model_executor.depth_controller import AcceptanceAverages, DecodeRows, DepthController, Observed, Option, best_option
+from runtime.model_executor.depth_controller import AcceptanceAverages, DecodeRows, DepthController, Observed
+from runtime.model_executor.depth_option import Option, best_option
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost, Routing
 from runtime.model_executor.row_acceptance import RowAcceptance
 

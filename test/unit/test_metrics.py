@@ -90,8 +90,10 @@ def test_graph_runs_and_acceptance_drift_are_exported() -> None:
     acceptance = AcceptanceStats(counts, counts, counts, [Drift(1, 0.25, 0.75, -9.0)])
     runs = [RunnerRuns("verify", 7, 2)]
     metrics = Metrics("m")
-    samples = scraped(metrics, structs.replace(STATS, worker=WorkerInfo(acceptance=acceptance, graph_runs=runs, distinct_experts=14.5)))
+    worker = WorkerInfo(acceptance=acceptance, graph_runs=runs, distinct_experts=14.5, distinct_experts_by_layer=[14.0, 15.0])
+    samples = scraped(metrics, structs.replace(STATS, worker=worker))
     assert samples["talon:distinct_experts", ()] == 14.5
+    assert [samples["talon:layer_distinct_experts", (("layer", layer),)] for layer in "01"] == [14.0, 15.0]
     assert samples["talon:spec_drifted_positions", ()] == 1
     assert samples["talon:spec_drift", (("position", "1"),)] == -0.5
     assert samples["talon:runner_runs_total", (("kind", "replayed"), ("runner", "verify"))] == 7

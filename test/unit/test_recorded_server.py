@@ -15,7 +15,7 @@ import pytest
 
 from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed
 from runtime.sampling_params import MAX_DRAFT_STEPS
-from runtime.speculative.catch_up import WIDTH
+from runtime.speculative.catch_up import GUESS_EVERY, WIDTH
 from unit.test_served_depth import CHANGING, DEPTHS, LENGTH, deepest, first_rate, measured, shares, sizes_of, window_lens
 
 WARM_UP = 32
@@ -31,8 +31,9 @@ ITERATIONS = {
 """Milliseconds of an iteration of the 8B shape on an H200 by requests, without context. Depths 2 and 7 did not run: they lie between."""
 CONTEXT_TOKEN, CLIENT, MOST_PROMPTS = 0.043e-6, 3e-3, 64
 """Seconds of a token of context in an iteration, and between an answer and the next request of its client; prompts of a step."""
-CATCH_UP, CATCH_UP_ROW = 0.15e-3, 6.6e-6
-"""Seconds of a window in which the draft follows several steps, and more for each request."""
+CATCH_UP, CATCH_UP_ROW, GUESSES = 0.15e-3, 6.6e-6, 0.25e-3
+"""Seconds of a window in which the draft follows several steps, more for each request, and more if it guesses: 1.05 GB of its head are read
+at 4.3 TB/s."""
 HOST = 0.15e-3
 """Seconds in which the host counts drafts: part of an iteration, but not of the measurement at start-up."""
 
@@ -64,6 +65,7 @@ class Server:
     tokens: int = 0
     after_prompts: bool = True
     behind: int = 0
+    windows: int = 0
     left: np.ndarray = field(default_factory=no_tokens)
     known: np.ndarray = field(default_factory=no_tokens)
     kv_lens: np.ndarray = field(default_factory=no_tokens)
@@ -90,11 +92,14 @@ class Server:
             bound = np.maximum(self.known - in_flight * (max(DEPTHS) + 1), 1)  # as if all drafts in flight were accepted
             rows = DecodeRows(np.full(live, MAX_DRAFT_STEPS), np.ones(live, dtype=np.bool_), kv_tokens, left=bound[chosen])
             depth = self.control.choose(rows, sizes)
-        took = without_context(sizes[depth], depth) + CONTEXT_TOKEN * kv_tokens + self._catch_up(live, depth)
+        late, guesses = self._catch_up(live, depth)
+        took = without_context(sizes[depth], depth) + CONTEXT_TOKEN * kv_tokens + late
         lens = window_lens(self.rng, live, depth, rate)
         if self.control is not None:
             seen = None if self.after_prompts else took * (1 + 0.02 * self.rng.standard_normal())
             self.control.observe(Observed(depth, sizes[depth], lens, rows.caps, rows.greedy, kv_tokens, seen))
+            if guesses:
+                self.control.observe_guesses(rows.greedy, self.rng.random(live) < rate)
         self.known, self.left, self.after_prompts = self.left, self.left.copy(), False
         emitted = np.minimum(np.maximum(left, 0), lens)
         self.left[chosen] = left - emitted
@@ -109,10 +114,15 @@ class Server:
             self.left, self.known, self.kv_lens = self.left[~ended], self.known[~ended], self.kv_lens[~ended]
         return count
 
-    def _catch_up(self, live: int, depth: int) -> float:
+    def _catch_up(self, live: int, depth: int) -> tuple[float, bool]:
+        """Seconds of the window in which the draft follows steps without drafts, and whether it guesses after it."""
         due = self.behind and (depth or self.behind == WIDTH)
         self.behind = (0 if due else self.behind) + (depth == 0)
-        return CATCH_UP + CATCH_UP_ROW * live if due else 0.0
+        if not due:
+            return 0.0, False
+        guesses = depth == 0 and self.control is not None and self.windows % GUESS_EVERY == 0
+        self.windows += depth == 0
+        return CATCH_UP + CATCH_UP_ROW * live + GUESSES * guesses, guesses
 
 
 def serve(concurrency: int, acceptance: str, seed: int, control: DepthController | None = None, fixed: int = 0) -> float:
@@ -152,7 +162,6 @@ def warmed_up(rng: np.random.Generator, acceptance: str) -> DepthController:
 @pytest.mark.parametrize("acceptance", ["1.2", "1.6", "2.5", "3.5", CHANGING])
 @pytest.mark.parametrize("concurrency", [1, 2, 4, 8, 16, 32, 64, 128, 256])
 def test_requests_that_end_together_are_near_their_best_depth(concurrency: int, acceptance: str) -> None:
-    """At 16 and 64 requests one draft is worth what it loses at the ends, and each probe parts a wave: up to 1.5 % is lost there."""
     runs, rng = 6 if concurrency < 4 else 12 if concurrency < 16 else 6 if concurrency < 128 else 2, np.random.default_rng(concurrency)
     of_best, of_plain = shares(
         lambda seed, depth: serve(concurrency, acceptance, seed, fixed=depth) if depth else serve_without_drafts(concurrency, seed),
@@ -160,7 +169,7 @@ def test_requests_that_end_together_are_near_their_best_depth(concurrency: int, 
         runs,
     )
     assert of_best >= 0.97
-    assert of_plain >= (0.98 if concurrency in (16, 64) else 0.985)
+    assert of_plain >= 0.99
 
 
 @pytest.mark.parametrize(("concurrency", "acceptance"), [(16, "1.2"), (64, "1.6")])

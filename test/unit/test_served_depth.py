@@ -15,6 +15,7 @@ from runtime.model_executor.depth_controller import DecodeRows, DepthController,
 from runtime.model_executor.depth_costs import SIZES
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.sampling_params import MAX_DRAFT_STEPS
+from runtime.speculative.catch_up import GUESS_EVERY, WIDTH
 
 DEPTHS, LENGTH = (0, 1, 2, 3, 5, 7), 128
 TABLE = split_by_depth(DEPTHS, None, 256, [*range(1, 9), *range(16, 257, 8)], padding=True)
@@ -83,7 +84,7 @@ class Load:
 
     def serve(self, seed: int, control: DepthController | None = None, fixed: int = 0) -> float:
         """Tokens per second, with a controller or at a fixed depth. Prompts run before all else, as in the scheduler."""
-        rng, clock, waiting, tokens, after_prompts = np.random.default_rng(seed), 0.0, self.requests, 0, False
+        rng, clock, waiting, tokens, after_prompts, plain = np.random.default_rng(seed), 0.0, self.requests, 0, False, 0
         left, kv_lens = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         while waiting or len(left):
             if new := min(self.concurrency - len(left), waiting, 64):
@@ -102,6 +103,9 @@ class Load:
             if control:
                 seen = None if after_prompts else took * (1 + 0.02 * rng.standard_normal())
                 control.observe(Observed(depth, sizes[depth], lens, rows.caps, rows.greedy, kv_tokens, seen))
+                plain = plain + 1 if depth == 0 else 0
+                if plain and plain % (GUESS_EVERY * WIDTH) == 0:
+                    control.observe_guesses(rows.greedy, rng.random(live) < rate)
             emitted, after_prompts, clock = np.minimum(lens, left), False, clock + took
             tokens, left, kv_lens = tokens + int(emitted.sum()), left - emitted, kv_lens + emitted
             running = left > 0

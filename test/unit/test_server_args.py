@@ -367,17 +367,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"dp_size": 0}, HOPPER, ["--dp-size must divide", "got 0"]),
         ({"tp_size": 4, "dp_size": 3, "enable_dp_attention": True}, CPU, ["--dp-size must divide --tp-size 4", "got 3"]),
         ({"tp_size": 4, "enable_dp_attention": True}, CPU, ["--enable-dp-attention has no effect", "--dp-size"]),
-        (
-            {**TWO_GROUPS, "speculative_algorithm": "NGRAM", "speculative_disable_by_batch_size": 4},
-            CPU,
-            ["--speculative-disable-by-batch-size", "--enable-dp-attention", "one depth"],
-        ),
         ({**TWO_GROUPS, "enable_mixed_chunk": True}, CPU, ["--enable-mixed-chunk", "--enable-dp-attention"]),
-        (
-            {**TWO_GROUPS, "speculative_algorithm": "NGRAM", "speculative_num_steps": "auto"},
-            CPU,
-            ["--speculative-num-steps auto", "--enable-dp-attention"],
-        ),
         ({"ep_size": 2}, HOPPER, ["--ep-size must divide --tp-size 1", "got 2"]),
         ({"tp_size": 4, "ep_size": 3}, CPU, ["--ep-size must divide --tp-size 4", "got 3"]),
         ({"attention_backend": "fa3"}, CPU, ["fa3", "torch_native"]),

@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,7 +110,12 @@ def test_distinct_experts_of_decode_passes_are_counted_without_padding(
     assert (found := worker.info().distinct_experts) is not None
     tokens = requests * (1 if shape is None else shape["num_steps"] + 1)
     last = [set[int]().union(*layer[:tokens]) for layer in seen[-2:]]
-    assert worker.parts.experts.sample(tokens) == sum(map(len, last))
+    sample = worker.parts.experts.sample(tokens)
+    assert sample is not None
+    assert sample.tolist() == list(map(len, last))
+    layers = worker.info().distinct_experts_by_layer
+    assert len(layers) == len(last)
+    assert sum(layers) / len(layers) == pytest.approx(found)
     assert 2 <= found <= min(8, 2 * tokens)
     if requests == 1 and shape is None:
         assert found == 2, "top_k, whatever padding chooses"
@@ -130,12 +136,16 @@ def test_a_shared_expert_in_the_stack_is_none_of_the_distinct_experts(monkeypatc
 
 def test_spread_says_how_independently_tokens_choose() -> None:
     counter = ExpertCounter(plain(model=sparse_config()).parts.target.runner.model.sparse_mlps)
-    counter.add(1, 4)
+    assert counter.by_layer == []
+    counter.add(1, np.array([2, 2]))
     assert (counter.mean, counter.spread) == (2.0, None)
-    counter.add(4, 4)
+    counter.add(4, np.array([1, 3]))
     assert counter.spread == 0.0, "all tokens chose alike"
-    counter.add(4, 16)
+    counter.add(4, np.array([9, 7]))
     assert (counter.mean, counter.spread) == (4.0, 0.5)
+    assert counter.by_layer == [4.0, 4.0]
+    counter.add(1, np.array([4, 0]))
+    assert (counter.mean, counter.by_layer) == (3.5, [4.0, 3.0])
 
 
 def test_dense_models_have_no_distinct_experts() -> None:

@@ -46,9 +46,6 @@ def _check_groups(args: ServerArgs) -> None:
         )
     if args.enable_dp_attention and args.enable_mixed_chunk:
         raise ConfigError("--enable-mixed-chunk is not possible with --enable-dp-attention: all groups run one kind of pass. Leave it out.")
-    if args.enable_dp_attention and (args.speculative_num_steps == "auto" or args.speculative_disable_by_batch_size is not None):
-        flag = "--speculative-num-steps auto" if args.speculative_num_steps == "auto" else "--speculative-disable-by-batch-size"
-        raise ConfigError(f"{flag} is not possible with --enable-dp-attention: all groups draft at one depth. Leave it out.")
 
 
 def _check_ray(args: ServerArgs) -> None:

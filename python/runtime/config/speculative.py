@@ -126,7 +126,7 @@ def resolve_speculative(
     algorithm = _algorithm(args, model)
     path, draft_format, block_size = (None, model.load_format, None) if draft is None else (draft.path, draft.load_format, draft.block_size)
     args = args if block_size is None else with_block_size(args, block_size)
-    args, tuning = _with_one_depth(args, device.device), _applied(args, tuning)
+    tuning = _applied(args, tuning)
     shape = _draft_shape(args, device.device) if tuning is None else _tuned_shape(args, tuning)
     forced = _synthetic(args, shape)
     shape = shape if block_size is None else _within_block(shape, block_size, tuned=tuning is not None)
@@ -160,13 +160,6 @@ def resolve_speculative(
         draft_tp_size=args.speculative_draft_tp_size,
         tuning=tuning,
     )
-
-
-def _with_one_depth(args: ServerArgs, device: DeviceKind) -> ServerArgs:
-    """With attention groups a fixed depth, because a depth controller reads the results of one group only."""
-    if not args.enable_dp_attention or args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
-        return args
-    return replace(args, speculative_num_steps=_default_steps(args, device, args.speculative_eagle_topk or 1))
 
 
 def _within_block(shape: _DraftShape, block_size: int, tuned: bool) -> _DraftShape:
@@ -261,9 +254,7 @@ def _applied(args: ServerArgs, tuning: SpeculativeTuning | None) -> SpeculativeT
     if tuning is None:
         return None
     if args.enable_dp_attention:
-        raise ConfigError(
-            "--speculative-tuning has no effect with --enable-dp-attention: attention groups draft at one depth. Leave it out."
-        )
+        raise ConfigError("--speculative-tuning has no effect with --enable-dp-attention: runtime.tune measures one group. Leave it out.")
     asked = {"speculative_num_steps": None, "speculative_num_draft_tokens": None, "speculative_eagle_topk": tuning.topk}
     for name, same in asked.items():
         if (value := getattr(args, name)) not in (None, same):

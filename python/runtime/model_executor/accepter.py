@@ -180,6 +180,14 @@ class Accepter:
         path, lens, out = verify_tree(tokens, parents, target, iteration.depth + 1)
         return AcceptResult(lens, _widen(out, D), _widen(path, D))
 
+    def agrees(self, iteration: Iteration, guesses: torch.Tensor) -> torch.Tensor:
+        """bool [live]: whether an iteration without drafts, now committed, would have accepted `guesses`, int64 [live]."""
+        live, forced = iteration.live, self._policy.synthetic
+        if forced is None:
+            return guesses == self._target.rows.last_tokens[iteration.rows[:live]]
+        positions = iteration.kv_lens[:, None].to(torch.int64)
+        return self._uniforms(iteration, positions, RandomStream.SYNTHETIC)[:live, 0] < forced[0]
+
     # ---- the commit
 
     def _commit(self, iteration: Iteration, result: AcceptResult, window: ForwardBatch) -> None:

@@ -131,7 +131,7 @@ def make_parts(
     graphs = IterationGraphs(IterationStages(*stages), hot_depths(depths, context.config), graph_options(context, runner, ()))
     return WorkerParts(
         *stages,
-        depths=DepthControl(limits, context.running + 1, verifier, verifier.ragged),
+        depths=DepthControl(limits, context.running + 1, verifier, verifier.ragged, context.config.parallel.dp_size),
         monitor=AcceptanceMonitor(max(depths)),
         grammars=GrammarRows(config.vocab_size, context.device),
         iterations=graphs,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from runtime.batch import Int32, RowInit, ScheduleBatch, no_ints
+from runtime.batch import BatchResult, Int32, RowInit, ScheduleBatch, no_ints
 from runtime.errors import InvalidField
-from runtime.model_executor.depth_controller import DecodeRows, DepthChooser
+from runtime.model_executor.depth_controller import DecodeRows, DepthChooser, Windows
 from runtime.model_executor.row_acceptance import RowAcceptance
 from runtime.model_executor.window_widths import allot
 from runtime.sampling_params import MAX_DRAFT_STEPS
@@ -154,12 +154,15 @@ class DepthControl:
         rows: acceptance by request row, for the controller.
     """
 
-    def __init__(self, limits: Mapping[int, int], rows: int = 0, sizes: Sizes | None = None, ragged: Collection[int] = ()) -> None:
+    def __init__(
+        self, limits: Mapping[int, int], rows: int = 0, sizes: Sizes | None = None, ragged: Collection[int] = (), groups: int = 1
+    ) -> None:
         """
         Args:
-            rows: number of request rows.
+            rows: number of request rows of each attention group.
             sizes: batch sizes by depth, for the controller.
             ragged: depths at which windows may differ in width.
+            groups: number of attention groups.
         """
         self.limits, self._sizes = dict(limits), sizes
         self.controller: DepthChooser | None = None
@@ -168,9 +171,11 @@ class DepthControl:
         self._fixed: int | None = None
         self._turn: int | None = None
         self._ragged, self._capped, self._widths = set(ragged), False, no_ints()
-        self._caps = np.full(rows, MAX_DRAFT_STEPS, dtype=np.int32)
-        self._greedy = np.zeros(rows, dtype=np.bool_)
-        self._ends = np.zeros(rows, dtype=np.int64)  # the length at which each request ends at the latest
+        # Of the rows of all groups, one group after another.
+        self._per_group = rows
+        self._caps = np.full(rows * groups, MAX_DRAFT_STEPS, dtype=np.int32)
+        self._greedy = np.zeros(rows * groups, dtype=np.bool_)
+        self._ends = np.zeros(rows * groups, dtype=np.int64)  # the length at which each request ends at the latest
 
     @property
     def deepest(self) -> int:
@@ -206,13 +211,13 @@ class DepthControl:
 
     def choose_for(self, batch: ScheduleBatch) -> int:
         """The depth of the decode rows of a step; 0 if there are none. Called once for each step, in order."""
-        if batch.sections:  # the largest attention group decides for all
-            most = max(section.num_decodes for section in batch.sections)
-            return self.choose(most) if most else 0
-        self._admit(batch.new_rows)
+        sections = batch.sections or [batch]
+        for group, section in enumerate(sections):
+            self._admit(section.new_rows, group)
+        live = batch.most_decodes  # all groups run passes of the largest one's size
         if len(self.limits) == 1:
-            return self.deepest if batch.num_decodes else 0
-        rows, live = batch.rows[batch.num_prompts :], batch.num_decodes
+            return self.deepest if live else 0
+        rows = np.concatenate(self._decode_rows(sections))
         if self._forced is not None or not live:
             return self._forced if live and self._forced is not None else 0
         serving = serving_depths(live, self.limits)
@@ -227,10 +232,13 @@ class DepthControl:
         serving = [depth for depth in serving if depth <= most_wanted] or [min(serving)]
         if len(serving) == 1:
             return serving[0]
-        kv_lens, padded = batch.len_bounds[batch.num_prompts :], self._padded(serving, live)
-        left = np.maximum(self._ends[rows] - kv_lens, 1)
-        decodes = DecodeRows(caps, self._greedy[rows], int(kv_lens.sum()), rows, left)
-        passes = [] if batch.num_prompts else self._ragged_passes(live)
+        kv_lens = np.concatenate([section.len_bounds[section.num_prompts :] for section in sections])
+        kv_tokens = sections[0].pad_kv if batch.sections else int(kv_lens.sum())
+        decodes, padded = (
+            DecodeRows(caps, self._greedy[rows], kv_tokens, rows, np.maximum(self._ends[rows] - kv_lens, 1)),
+            self._padded(serving, live),
+        )
+        passes = [] if batch.num_prompts or batch.sections else self._ragged_passes(live)
         if not passes or not self._ragged <= set(serving):
             return self.controller.choose(decodes, padded)
         (depth,) = self._ragged
@@ -238,6 +246,11 @@ class DepthControl:
         chosen = self.controller.decide(decodes, padded, passes, depth)
         self._widths = no_ints() if chosen.widths is None else chosen.widths
         return chosen.depth
+
+    def correct(self, spread: float | None) -> None:
+        """How independently tokens choose the experts of a sparse model was measured, as in `Routing.spread`; None: not yet."""
+        if self.controller is not None and spread is not None:
+            self.controller.correct(spread)
 
     def tracks(self, live: int) -> bool:
         """Whether the controller measures the acceptance of each of `live` requests, because their windows may differ in width."""
@@ -260,13 +273,32 @@ class DepthControl:
         padded = {depth: self._sizes.padded_size(depth, live) for depth in depths}
         return {depth: size for depth, size in padded.items() if self._sizes.has_graph(depth, size)} or padded
 
-    def _admit(self, new_rows: Sequence[RowInit]) -> None:
+    def _decode_rows(self, sections: Sequence[ScheduleBatch]) -> list[Int32]:
+        """The decode rows of each attention group, numbered through all groups."""
+        return [section.rows[section.num_prompts :] + group * self._per_group for group, section in enumerate(sections)]
+
+    def observer_of_groups(self, batch: ScheduleBatch) -> Callable[[Sequence[BatchResult]], None]:
+        """What tells the controller the acceptance of other attention groups than the first, from their results of a step just planned."""
+        controller, sections = self.controller, batch.sections[1:]
+        kinds = [(self._caps[rows], self._greedy[rows]) for rows in self._decode_rows(batch.sections)[1:]] if controller else []
+
+        def observe(results: Sequence[BatchResult]) -> None:
+            for section, (caps, greedy), result in zip(sections, kinds, results, strict=bool(kinds)):
+                if controller is not None and section.depth and len(caps):
+                    lens = result.accept_lens[section.num_prompts :]
+                    controller.observe_windows(Windows(section.depth, lens, np.minimum(caps, section.depth), greedy))
+
+        return observe
+
+    def _admit(self, new_rows: Sequence[RowInit], group: int) -> None:
         if not new_rows or not len(self._caps):
             return
         for init in new_rows:
-            self._caps[init.row], self._greedy[init.row] = init.sampling.most_drafts, init.sampling.greedy
-            self._ends[init.row] = init.prompt_len + init.sampling.max_new_tokens
-            self.rows.admit(init.row)
+            row = init.row + group * self._per_group
+            self._caps[row], self._greedy[row] = init.sampling.most_drafts, init.sampling.greedy
+            self._ends[row] = init.prompt_len + init.sampling.max_new_tokens
+            if not group:
+                self.rows.admit(row)
         self._capped = bool(self._caps.min() < self.deepest)
 
     def fix(self, depth: int) -> None:

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.batch import Int32, no_ints
+from runtime.model_executor.depth_option import HYSTERESIS, Option, best_option
+from runtime.model_executor.depth_probes import DepthProbes
 from runtime.model_executor.end_spread import share_lost
 from runtime.model_executor.iteration_cost import CLEARLY_SHORT, IterationCost
 from runtime.model_executor.row_acceptance import RowAcceptance
@@ -25,23 +27,8 @@ from runtime.worker_info import DepthClass, DepthInfo
 
 Floats = npt.NDArray[np.float64]
 Counts = tuple[float, float]
-HYSTERESIS = 0.012
-"""Another depth is used if it promises this fraction more tokens per second than the current one."""
-SCATTER, MOST_SCATTER = 0.006, 0.02
-"""Margin per request by which drafts must be better than no drafts, and its maximum: measured times have errors, but with few requests
-the gain exceeds them. The loss estimated by `share_lost` is added."""
-PROBE_SHARE = 0.004
-"""Fraction of the time that probes of other depths may cost."""
-PROBE_DISTANCE, BLIND_DISTANCE, PARTING_DISTANCE = 8, 32, 64
-"""Minimum iterations between two probes; from depth 0 the second number, or the third if a probe would separate requests that finish
-together. That costs up to an iteration: with 128 tokens each, a distance of 32 lost about 1 % in the simulated server. With 96,
-recovered acceptance was noticed so late that throughput fell below 97 % of the best fixed depth."""
-STALE, PATIENCE = 64, 8
-"""A depth is probed after `STALE` iterations without a measured time, which may have changed. If the current depth promises r times
-the tokens per second, the wait is r ** `PATIENCE` times longer: a hopeless depth is tried rarely, but never forgotten."""
-MOST_SAVED, FEW, LEAST_SAVED = 8, 8, 2
-"""Iterations whose time a series of probes may cost after a long pause, and half of that at the start, whose measurement may be wrong. This
-holds for up to `FEW` requests. More requests show more windows per probe: less is saved up, but at least `LEAST_SAVED` iterations."""
+HELD, SETTLED = 4, 32
+"""Iterations of the same batch for which a choice holds if it has been the same for so many: estimates hardly change in between."""
 FIRST_RATE = 0.6
 """Acceptance of the first draft, before any is seen."""
 PRIOR = 4.0
@@ -136,6 +123,22 @@ class DecodeRows:
     left: npt.NDArray[np.integer] = field(default_factory=no_ints)
 
 
+class Windows(NamedTuple):
+    """Windows that were verified, at least one.
+
+    Attributes:
+        depth: K, at least 1.
+        accept_lens: int [n].
+        drafted: int [n], drafts of each window.
+        greedy: bool [n].
+    """
+
+    depth: int
+    accept_lens: npt.NDArray[np.integer]
+    drafted: npt.NDArray[np.integer]
+    greedy: npt.NDArray[np.bool_]
+
+
 @dataclass(slots=True)
 class Observed:
     """An iteration that was read.
@@ -162,38 +165,6 @@ class Observed:
     rows: Int32 = field(default_factory=no_ints)
 
 
-class Option(NamedTuple):
-    """A depth that an iteration could run at: tokens that it is expected to commit, and its expected time.
-
-    Attributes:
-        widths: int32 [size], tokens of each window where they differ; None for full ones.
-        margin: fraction by which it must be better than other options.
-    """
-
-    depth: int
-    tokens: float
-    seconds: float
-    widths: Int32 | None = None
-    margin: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
-
-    @property
-    def worth(self) -> float:
-        """Tokens per second of the whole server, up to a factor."""
-        return self.rate / (1 + self.margin)
-
-
-def best_option(options: Sequence[Option], current: int | None) -> Option:
-    """The option that is worth the most; the current depth, if there is one, unless another is clearly better."""
-    best = max(options, key=lambda option: option.worth)
-    held = next((option for option in options if option.depth == current), best)
-    return best if best.worth > held.worth * (1 + HYSTERESIS) else held
-
-
 class DepthChooser(Protocol):
     """Chooses the depth of each iteration and observes its result."""
 
@@ -207,6 +178,19 @@ class DepthChooser(Protocol):
 
     def observe(self, read: Observed) -> None:
         """An iteration was read."""
+        ...
+
+    def observe_windows(self, windows: Windows) -> None:
+        """Windows of an iteration were read whose time is observed elsewhere: those of another attention group."""
+        ...
+
+    def observe_guesses(self, greedy: npt.NDArray[np.bool_], hits: npt.NDArray[np.bool_]) -> None:
+        """Which first drafts agree with the tokens of an iteration without drafts.
+
+        Args:
+            greedy: bool [n], as in `DecodeRows`.
+            hits: bool [n].
+        """
         ...
 
     def correct(self, spread: float) -> None:
@@ -242,12 +226,12 @@ class DepthController:
         self._most = max(depths)
         self._averages = {greedy: AcceptanceAverages(self._most, acceptance) for greedy in (True, False)}
         self._current: int | None = None
-        self._steps = self._probed_at = 0
-        self._timed_at = dict.fromkeys(depths, 0)
-        self._last = self._repeated = -1  # depth of the iteration before, and of a probe to go on with
+        self._probes = DepthProbes(depths)
+        self._steps = self._changed_at = 0
+        self._held: Option | None = None  # what was chosen for `_held_for`, requests and sizes
+        self._held_for: tuple[int, Mapping[int, int]] = (0, {})
         self._observed = -1  # the depth of the iteration read before, if its time is known
-        self._saved = self._most_saved = 0.0  # seconds that probes may lose
-        self._returned = self._returned_before = 0.0  # seconds, in all, that probes gained; `observe` writes the first
+        self._windows = 0  # windows whose acceptance is known; `observe` writes it
         self._parts = False  # whether drafts make requests end apart that would end together
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
@@ -262,27 +246,36 @@ class DepthController:
             passes: requests and tokens of passes over windows that differ in width, at `ragged_depth`.
         """
         mixed = passes and (self._ragged or rows.caps.min() < ragged_depth or self._steps % RAGGED_EVERY == 0)
-        tokens = self._tokens(rows)
-        lost = self._lost_at_ends(rows, sizes, tokens)
-        margin, self._parts = min(SCATTER * len(rows.caps), MOST_SCATTER) + lost, lost > HYSTERESIS
-        options = [
-            Option(depth, tokens[depth], self.cost.seconds(size, depth, rows.kv_tokens), margin=margin if depth else 0.0)
-            for depth, size in sizes.items()
-        ]
+        if self._held is not None and not mixed and self._steps % HELD and self._held_for == (len(rows.caps), sizes):
+            self._probes.hold(self._held, len(rows.caps))
+            return self._chose(self._held)
+        options = self._options(rows, sizes)
         best = best_option(options, self._current)
-        self._current = best.depth
+        if best.depth != self._current:
+            self._current, self._changed_at = best.depth, self._steps
         if mixed:
             best, options = self._narrowed(best, options, rows, passes, ragged_depth)
+        depth = self._probes.next(options, best, len(rows.caps), self._parts, self._windows)
+        settled = not mixed and depth == best.depth and self._steps - self._changed_at >= SETTLED
+        self._held, self._held_for = best if settled else None, (len(rows.caps), sizes)
+        return self._chose(best if depth == best.depth else next(option for option in options if option.depth == depth))
+
+    def _chose(self, option: Option) -> Option:
         self._steps += 1
-        self._save(best.seconds, len(rows.caps))
-        depth = self._probe(options, best) if len(options) > 1 else best.depth
-        best = best if depth == best.depth else next(option for option in options if option.depth == depth)
-        if self._last in (depth, 0):
-            self._timed_at[depth] = self._steps
-        self._last = depth
-        self.chosen[depth] += 1
-        self.ragged += best.widths is not None
-        return best
+        self.chosen[option.depth] += 1
+        self.ragged += option.widths is not None
+        return option
+
+    def _options(self, rows: DecodeRows, sizes: Mapping[int, int]) -> list[Option]:
+        """Every depth with full windows. Times of depths with drafts have errors in common, so that the one known best counts for all."""
+        tokens = self._tokens(rows)
+        lost = self._lost_at_ends(rows, sizes, tokens)
+        self._parts = lost > HYSTERESIS
+        error = min((self.cost.error(size, depth) for depth, size in sizes.items() if depth), default=0.0)
+        return [
+            Option(depth, tokens[depth], self.cost.seconds(size, depth, rows.kv_tokens), None, *((lost, error) if depth else (0.0, 0.0)))
+            for depth, size in sizes.items()
+        ]
 
     def _lost_at_ends(self, rows: DecodeRows, sizes: Mapping[int, int], tokens: Sequence[float]) -> float:
         """The margin of drafts over no drafts, because requests finish at different times. The last request runs alone.
@@ -303,7 +296,7 @@ class DepthController:
         """
         n, gains = len(rows.caps), self._gains(rows)
         by_depth = [0.0, *gains.sum(0).cumsum().tolist()]
-        by_request = [Option(option.depth, n + by_depth[option.depth], option.seconds, margin=option.margin) for option in full]
+        by_request = [option._replace(tokens=n + by_depth[option.depth]) for option in full]
         gains = gains[:, :depth]
         promised = np.sort(gains, axis=None)[::-1].cumsum()
         options = list[Option]()
@@ -330,28 +323,37 @@ class DepthController:
             # A longer one after depth 0 may be that of the draft, and says nothing about the depth.
             expected = self.cost.seconds(read.size, read.depth, read.kv_tokens, read.width)
             if self._current == before == 0 < read.depth and read.seconds * CLEARLY_SHORT < expected:
-                self._returned += expected - read.seconds  # the price of this probe was wrong
+                self._probes.mispriced(expected - read.seconds)
             if before == read.depth or read.seconds < expected:
                 self.cost.observe(read.size, read.depth, read.kv_tokens, read.seconds, read.width)
-        if read.depth == 0:
+        if read.depth == 0 or not len(read.accept_lens):
             return
         drafted = np.minimum(read.caps, read.depth)
         if len(read.rows):
             self.rows.add(read.rows, read.accept_lens, drafted)
-        self._count(read, drafted)
+        self.observe_windows(Windows(read.depth, read.accept_lens, drafted, read.greedy))
         if self._current == 0 and not read.width and not self._parts:  # a probe that accepted drafts saved time
-            self._returned += (float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens)
+            self._probes.give_back((float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens))
 
-    def _count(self, read: Observed, drafted: npt.NDArray[np.integer]) -> None:
+    def observe_guesses(self, greedy: npt.NDArray[np.bool_], hits: npt.NDArray[np.bool_]) -> None:
+        """Learn from first drafts that were compared with the tokens of an iteration at depth 0."""
+        self._windows += len(hits)
+        for kind, averages in self._averages.items():
+            own = hits[greedy == kind]
+            right = int(np.count_nonzero(own))
+            averages.add([0, len(own) - right, right], 1)
+
+    def observe_windows(self, windows: Windows) -> None:
         """Add the windows to the averages of their kind, shallow ones first."""
-        width = read.depth + 2
-        kinds = (read.greedy * np.intp(width) + drafted) * width + read.accept_lens
+        depth, width = windows.depth, windows.depth + 2
+        self._windows += len(windows.accept_lens)
+        kinds = (windows.greedy * np.intp(width) + windows.drafted) * width + windows.accept_lens
         counts = np.bincount(kinds, minlength=2 * width * width).tolist()
-        shallowest = max(int(drafted.min()), 1)
+        shallowest = max(int(windows.drafted.min()), 1)
         for greedy, averages in self._averages.items():
-            for depth in range(shallowest, read.depth + 1):
-                start = (greedy * width + depth) * width
-                averages.add(counts[start : start + width], depth)
+            for drafts in range(shallowest, depth + 1):
+                start = (greedy * width + drafts) * width
+                averages.add(counts[start : start + width], drafts)
 
     def correct(self, spread: float) -> None:
         """Set how independently tokens choose experts."""
@@ -384,44 +386,3 @@ class DepthController:
                 if requests:
                     total = [tokens + requests * expected[min(depth, cap)] for depth, tokens in enumerate(total)]
         return total
-
-    def _save(self, seconds: float, live: int) -> None:
-        """Save a fraction of an iteration's time for probes, and what they gained. If requests finish together they gain nothing:
-        the last one finishes no earlier.
-        """
-        returned, most = self._returned, max(MOST_SAVED * min(FEW / live, 1.0), LEAST_SAVED)
-        share = PROBE_SHARE if self._steps > 1 else most / 2
-        self._most_saved = most * seconds
-        self._saved = min(self._saved + share * seconds + returned - self._returned_before, self._most_saved)
-        self._returned_before = returned
-
-    def _probe(self, options: Sequence[Option], best: Option) -> int:
-        """The depth to run: that of `best`, or occasionally one that did not run recently, if enough time was saved for its possible loss.
-
-        At depth 0 no acceptance is observed, so the shallowest depth is always worth a probe, even if it may cost more than can be saved
-        up: its start-up time may be wrong. From another depth, only the second iteration of a probe shows its time.
-        """
-        repeated, self._repeated = self._repeated, -1
-        if repeated in (option.depth for option in options):
-            return repeated
-        distance = PROBE_DISTANCE  # also before the first probe: nothing was seen yet
-        if best.depth == 0 and self._probed_at:
-            distance = PARTING_DISTANCE if self._parts else BLIND_DISTANCE
-        if self._steps - self._probed_at < distance:
-            return best.depth
-        shallowest = min((option.depth for option in options if option.depth), default=0)
-        length, candidates = 2 if best.depth else 1, []
-        for option in options:
-            stale = self._steps - self._timed_at[option.depth] >= STALE * (best.rate / option.rate) ** PATIENCE
-            blind = best.depth == 0 and option.depth == shallowest
-            if option.depth != best.depth and (blind or stale):
-                tokens = best.tokens if best.depth == 0 else option.tokens
-                candidates.append((length * (option.seconds - tokens / best.rate), option.depth))
-        if not candidates:
-            return best.depth
-        loss, depth = min(candidates)
-        if loss > self._saved and not (best.depth == 0 and depth == shallowest and self._saved == self._most_saved):
-            return best.depth
-        self._saved -= max(loss, 0.0)
-        self._probed_at, self._repeated = self._steps, depth if length > 1 else -1
-        return depth

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from runtime.model_executor.acceptance import AcceptanceCounters
-from runtime.model_executor.depth_controller import DecodeRows, Observed, Option
+from runtime.model_executor.depth_controller import DecodeRows, Observed, Windows
+from runtime.model_executor.depth_option import Option
 from runtime.worker_info import DepthInfo
 
 BLOCK, FIRST = 4, 1
@@ -79,6 +81,13 @@ class DepthTrial:
         self._last = read.depth
         if read.seconds is not None and len(read.accept_lens) == self._requests and self._in_row > FIRST:
             self.cells.setdefault((self._requests, read.depth), Cell(read.size)).times.append(read.seconds)
+
+    def observe_windows(self, windows: Windows) -> None:
+        """Count the accepted tokens."""
+        self.acceptance.add(windows.accept_lens, windows.depth)
+
+    def observe_guesses(self, greedy: npt.NDArray[np.bool_], hits: npt.NDArray[np.bool_]) -> None:
+        """Nothing: windows with drafts show acceptance."""
 
     def correct(self, spread: float) -> None:
         """Nothing: times are measured with the experts that are read."""

@@ -136,6 +136,17 @@ class Drafter(Protocol):
         """
         return 0
 
+    def guesses(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """What the draft expects to come next where `before` just brought it up to date although no drafts follow.
+
+        Args:
+            rows: int64 [live], of the iteration that is about to run.
+
+        Returns:
+            int64 [live], tokens; None in most iterations, and if the draft has no guess before it drafts.
+        """
+        return None
+
     def observe(self, rows: Int32, result: BatchResult) -> None:
         """A step of `rows`, int32 [B], was read on the host."""
 

@@ -6,6 +6,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from runtime.layers.moe.definition import WORD
@@ -23,10 +25,11 @@ class ExpertCounter:
     def __init__(self, mlps: Sequence[SparseMlp]) -> None:
         self._routers = [mlp.router for mlp in mlps]
         self._passes = 0
-        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # tokens, and the mean over layers
+        self._layers: deque[npt.NDArray[np.int64]] = deque(maxlen=RECENT)
 
     def sample(self, tokens: int) -> torch.Tensor | None:
-        """Experts hit by the first `tokens` of the pass just launched, summed over layers: int64 [1] on the device.
+        """Experts hit by the first `tokens` of the pass just launched: int64 [layers] on the device.
 
         None for passes that are not counted: most, and those of more tokens than routers keep masks of.
         """
@@ -40,15 +43,21 @@ class ExpertCounter:
             return None
         places = torch.arange(WORD, dtype=torch.int32, device=masks[0].device)
         hit = (torch.stack(masks)[..., None] >> places) & 1
-        return hit.amax(dim=1).flatten(1)[:, :experts].sum().reshape(1)  # a shared expert has the bit after them
+        return hit.amax(dim=1).flatten(1)[:, :experts].sum(1)  # a shared expert has the bit after them
 
-    def add(self, tokens: int, experts: int) -> None:
-        """Take note of one sample that was read."""
-        self._recent.append((tokens, experts / len(self._routers)))
+    def add(self, tokens: int, experts: npt.NDArray[np.int64]) -> None:
+        """Take note of one sample that was read, int64 [layers]."""
+        self._recent.append((tokens, float(experts.mean())))
+        self._layers.append(experts)
+
+    @property
+    def by_layer(self) -> list[float]:
+        """Distinct experts of each sparse layer, the means of the last counted passes; [] before the first."""
+        return np.mean(list(self._layers), axis=0).tolist() if self._layers else []
 
     @property
     def mean(self) -> float | None:
-        """Distinct experts of a layer, the mean of the last counted passes; None before the first."""
+        """The mean over layers; None before the first counted pass."""
         return sum(hit for _, hit in self._recent) / len(self._recent) if self._recent else None
 
     @property

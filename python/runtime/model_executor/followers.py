@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -131,9 +131,14 @@ class SharedPending:
 
 @dataclass(frozen=True, slots=True)
 class GroupsPending:
-    """A step of several attention groups. The other groups send their results when rank 0 asks, after the next step."""
+    """A step of several attention groups. The other groups send their results when rank 0 asks, after the next step.
+
+    Attributes:
+        observe: called with the results of the other groups.
+    """
 
     own: SharedPending
+    observe: Callable[[Sequence[BatchResult]], None]
 
     def wait(self) -> BatchResult:
         """Wait for the results of all groups."""
@@ -141,4 +146,6 @@ class GroupsPending:
         followers.ask(step)
         own = self.own.wait()
         with followers.wait.of(step):
-            return BatchResult(no_ints(), no_ints(), sections=[own, *followers.answers(step)])
+            others = followers.answers(step)
+        self.observe(others)
+        return BatchResult(no_ints(), no_ints(), sections=[own, *others])

@@ -25,6 +25,8 @@ CONTEXT_UNIT = 32768
 """Tokens of context assumed to cost about as much as one plain iteration, until measured."""
 PRIOR_SCALE, PRIOR_CONTEXT = 1.0, 0.1
 """Weights, in iterations, of the start-up measurement and of context that costs nothing."""
+START_ERROR = 0.03
+"""Relative error of a time measured at start-up: of few iterations, without the host's work for real requests."""
 
 LEAST_FIXED = 0.1
 """Minimum fraction of the shortest time that does not depend on size or depth."""
@@ -90,6 +92,10 @@ class IterationCost:
         `width`: mean tokens of windows that differ; 0 for full ones.
         """
         return self._scale * self._at(size, depth, width) + self._context * self._unit * kv_tokens
+
+    def error(self, size: int, depth: int) -> float:
+        """How far, as a fraction, the expected time of a depth may be off, until enough of its iterations ran."""
+        return START_ERROR / math.sqrt(1 + self._runs.get((size.bit_length(), depth, 0), 0))
 
     def observe(self, size: int, depth: int, kv_tokens: int, seconds: float, width: int = 0) -> None:
         """Learn from the time of one iteration."""

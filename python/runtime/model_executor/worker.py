@@ -27,6 +27,7 @@ from runtime.model_executor.expert_counter import ExpertCounter
 from runtime.model_executor.followers import Followers, GroupsPending, SharedPending
 from runtime.model_executor.grammar_rows import GrammarRows, GrammarStep
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
+from runtime.model_executor.guess_check import GuessCheck
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration import Accepted, DraftCaps, Iteration, VerifyResult
 from runtime.model_executor.iteration_graph import IterationGraphs
@@ -172,6 +173,7 @@ class Worker:
         self.iteration_runners, self.ragged_runners = tuple(parts.iterations.runners.values()), tuple(parts.verifier.ragged_runners)
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
         self._step_seconds, self._token_checks = 0.0, 0
+        self._guess_check = GuessCheck(parts.drafter, parts.accepter, parts.depths)
         self._read_at, self._prompts_read = 0.0, False  # when the last step was read, and whether it had prompts
         self._profiler = Profiler("scheduler", parts.target.device)
 
@@ -199,7 +201,7 @@ class Worker:
         with self._followers.start.of(batch.step):
             self._followers.run(batch, tuple(runner.mode.value for runner in self.all_runners))
             shared = SharedPending(self._queue.submit(own), batch.step, self._followers)
-        return GroupsPending(shared) if batch.sections else shared
+        return GroupsPending(shared, self.parts.depths.observer_of_groups(batch)) if batch.sections else shared
 
     @property
     def answering_group(self) -> int | None:
@@ -215,8 +217,9 @@ class Worker:
     def info(self) -> WorkerInfo:
         """What was chosen and measured at start-up, and how steps ran since."""
         runs = [runner.runs() for runner in self.all_runners]
-        acceptance, experts = self.parts.monitor.stats(), self.parts.experts.mean
-        info = structs.replace(self._info, graph_runs=runs, acceptance=acceptance, distinct_experts=experts)
+        acceptance, experts = self.parts.monitor.stats(), self.parts.experts
+        info = structs.replace(self._info, graph_runs=runs, acceptance=acceptance)
+        info.distinct_experts, info.distinct_experts_by_layer = experts.mean, experts.by_layer
         if (controller := self.parts.depths.controller) is not None:
             info = structs.replace(info, depth=controller.info())
         if self._followers is None:
@@ -297,7 +300,7 @@ class Worker:
         prompts, decodes, grammar = None, None, None
         if most:
             iteration = self._begin(batch, rows, depth)
-            grammar = iteration.grammar
+            grammar, guesses = iteration.grammar, self._guess_check.of(iteration)
             if chunks is None and self.parts.iterations.serves(iteration):
                 with span("iteration"):
                     emitted, verified = self.parts.iterations.run(iteration)
@@ -305,6 +308,7 @@ class Worker:
                     decodes = send_to_host(target, iteration, emitted, verified, hit=hit)
             else:
                 prompts, decodes = self._iterate(batch, chunks, first, iteration)
+            self._guess_check.check(iteration, guesses)
         elif chunks is not None:
             extend, prompts = self._sample_next(batch, chunks, first, target.run(chunks)[0])
             self.parts.drafter.follow_prompt(extend)
@@ -401,9 +405,11 @@ class Worker:
         decoded, prompted = None if decodes is None else decodes.wait(), None if prompts is None else prompts.wait()
         now = time.perf_counter()  # before work on the host: an iteration takes the time between the results of two
         if decodes is not None and decoded is not None:
-            self._observe(decodes.iteration, decoded, now, with_prompts=prompts is not None)
+            self._observe(decodes.iteration, decoded, now, prompts is not None, batch.pad_kv)
+            self._guess_check.read(decodes.iteration)
         if decodes is not None and decodes.experts is not None:
-            self._count_experts(decodes.iteration.live * (decodes.stats.draft_tokens + 1), int(decodes.experts.wait()[0][0]))
+            self.parts.experts.add(decodes.iteration.live * (decodes.stats.draft_tokens + 1), decodes.experts.wait()[0].astype(np.int64))
+            self.parts.depths.correct(self.parts.experts.spread)
         result = join(prompted, decoded)
         self._read_at, self._prompts_read = now, prompts is not None
         self.parts.drafter.observe(batch.rows, result)
@@ -412,14 +418,7 @@ class Worker:
                 result.grammar_errors.update(grammar.errors(offset))
         return result
 
-    def _count_experts(self, tokens: int, hit: int) -> None:
-        """Record the experts that a pass hit, and correct the cost of depths accordingly."""
-        self.parts.experts.add(tokens, hit)
-        controller, spread = self.parts.depths.controller, self.parts.experts.spread
-        if controller is not None and spread is not None:
-            controller.correct(spread)
-
-    def _observe(self, iteration: Iteration, decoded: BatchResult, now: float, with_prompts: bool) -> None:
+    def _observe(self, iteration: Iteration, decoded: BatchResult, now: float, with_prompts: bool, pad_kv: int) -> None:
         """Count acceptance, and tell the depth controller what the iteration accepted and how long it took.
 
         Steps run one after another on the device, so an iteration took the time from the results of the previous step, or from
@@ -438,7 +437,7 @@ class Worker:
         timed = seconds if usual and not iteration.sample.eager else None
         assert iteration.greedy is not None
         most = np.full(iteration.live, iteration.depth) if caps is None else caps.host
-        kv_tokens = int(iteration.bounds.sum())
+        kv_tokens = pad_kv or int(iteration.bounds.sum())
         width = 0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size
         rows = iteration.host_rows if self.parts.depths.tracks(iteration.live) else no_ints()
         controller.observe(Observed(iteration.depth, iteration.size, lens, most, iteration.greedy, kv_tokens, timed, width, rows))

@@ -23,6 +23,9 @@ from runtime.model_executor.window import fill_window
 
 WIDTH = 8
 """Stored positions per row, and tokens per request of the window."""
+GUESS_EVERY = 4
+"""One in so many windows that no drafts follow ends with guesses all the same, to be compared with the next tokens: that shows acceptance
+without a step with drafts, but a guess is a large part of a pass."""
 PAD_SLOT = 0
 """The slot that window positions without a token write to."""
 
@@ -67,12 +70,14 @@ class CatchUp:
     Attributes:
         held: the positions to follow.
         runner: over windows of `WIDTH` of them.
+        guessed: whether the last one ended with guesses although no drafts follow.
     """
 
     def __init__(self, target: TargetModel, inputs: InputBuffers, held: HeldStates, runner: GraphRunner) -> None:
         self.runner, self._target, self._inputs, self.held = runner, target, inputs, held
         self._in_step = target.runner.model.context.exchange is not None
         self._behind = np.zeros(len(target.rows.kv_lens), dtype=np.int32)
+        self._windows, self.guessed = 0, False
         # Passes of `WIDTH` tokens per request may be larger than all others.
         inputs.declare(INPUTS, inputs.max_requests, inputs.max_requests * WIDTH)
 
@@ -82,7 +87,12 @@ class CatchUp:
 
     def reset(self) -> None:
         """Forget every request."""
-        self._behind[:] = 0
+        self._behind[:], self._windows, self.guessed = 0, 0, False
+
+    @property
+    def guesses_next(self) -> bool:
+        """Whether the next window that no drafts follow ends with guesses all the same. The same on every rank."""
+        return self._windows % (GUESS_EVERY * WIDTH if self._in_step else GUESS_EVERY) == 0
 
     # ---- before an iteration, outside any graph
 
@@ -99,13 +109,18 @@ class CatchUp:
         Returns:
             The maximum number of positions at the end of a row's KV that the draft still lags after the iteration.
         """
+        due, self.guessed = self.guesses_next, False
         if self._in_step:
+            self.guessed = depth == 0 and due
+            self._windows += depth == 0
             return 0
         behind = self._behind[rows]
         most = int(behind.max(initial=0))
         if most and (depth or most == WIDTH):
             self._run(rows, bounds, behind, variant, eager, self.runner.size_for(len(rows)))
             self._behind[rows] = most = 0
+            self.guessed = depth == 0 and due
+            self._windows += depth == 0
         if depth == 0:
             self._behind[rows] += 1
             most += 1

@@ -195,6 +195,9 @@ class _SchedulerCollector:
         if worker.distinct_experts is not None:
             help_text = "Distinct experts per sparse layer in recent decode passes, averaged over layers and passes."
             yield self._gauge("talon:distinct_experts", help_text, {(): worker.distinct_experts})
+            layers = {(str(i),): experts for i, experts in enumerate(worker.distinct_experts_by_layer)}
+            help_text = "Distinct experts of each sparse layer in recent decode passes; layer 0 is the first sparse one."
+            yield self._gauge("talon:layer_distinct_experts", help_text, layers, "layer")
         if worker.acceptance is not None:
             drift = worker.acceptance.drift
             help_text = "Draft positions at which graphs and eager samples accept differently; 0 is normal."

@@ -1,0 +1,87 @@
+"""Guesses that are compared with tokens of steps without drafts, against drafts that are verified at the same positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.model_executor.depth_controller import DepthController
+from runtime.model_executor.iteration_cost import CostPoint, IterationCost
+from runtime.model_executor.row_acceptance import RowAcceptance
+from runtime.sampling_params import SamplingParams
+from runtime.speculative.catch_up import GUESS_EVERY, WIDTH
+from unit.driver import GREEDY, Driver
+from unit.predicting import VOCAB, speculating
+
+DEPTHS = (3, 1, 0)
+PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 4 + r).tolist() for r in range(1, 6)}
+MIXED = {r: SamplingParams(temperature=0.8, max_new_tokens=1 << 20) if r == 3 else GREEDY for r in PROMPTS}
+FIRST = WIDTH + 1
+"""The step without drafts before which the draft first catches up."""
+
+
+class Recorder(DepthController):
+    """Keeps what it is told of guesses."""
+
+    def __init__(self, rows: RowAcceptance) -> None:
+        super().__init__(DEPTHS, IterationCost([CostPoint(1, 0, 1e-3)]), rows=rows)
+        self.seen: list[tuple[list[bool], list[bool]]] = []
+
+    def observe_guesses(self, greedy: np.ndarray, hits: np.ndarray) -> None:
+        self.seen.append((greedy.tolist(), hits.tolist()))
+        super().observe_guesses(greedy, hits)
+
+
+def drafting(tmp_path: Path, algorithm: str = "EAGLE", replay: str | None = None, **spec: Any) -> tuple[Any, Recorder]:
+    worker = speculating(tmp_path, algorithm, replay, [1, 2, 4, 8] if replay else None, depths=DEPTHS, **spec)
+    worker.parts.depths.controller = recorder = Recorder(worker.parts.depths.rows)
+    return worker, recorder
+
+
+def run_without_drafts(worker: Any, steps: int, sampling: Any = GREEDY) -> Driver:
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, sampling=sampling, room=120)
+    with worker.parts.depths.forced(0):
+        for _ in range(steps):
+            driver.decode(list(PROMPTS))
+    return driver
+
+
+@pytest.mark.parametrize(("algorithm", "replay"), [("EAGLE", None), ("EAGLE", "eager"), ("EAGLE3", None)])
+def test_guesses_hit_where_a_draft_would_be_accepted(tmp_path: Path, algorithm: str, replay: str | None) -> None:
+    worker, recorder = drafting(tmp_path / "a", algorithm, replay)
+    run_without_drafts(worker, FIRST)
+    ((greedy, hits),) = recorder.seen
+    other, _ = drafting(tmp_path / "b", algorithm, replay)
+    driver = run_without_drafts(other, FIRST - 1)
+    with other.parts.depths.forced(1):
+        result = driver.decode(list(PROMPTS))
+    assert all(greedy)
+    assert hits == (result.accept_lens == 2).tolist()
+    assert 0 < sum(hits) < len(hits), "some and not all"
+
+
+def test_guesses_are_made_seldom_and_counted_by_kind(tmp_path: Path) -> None:
+    worker, recorder = drafting(tmp_path)
+    before = recorder.info().greedy.rates
+    run_without_drafts(worker, FIRST + 2 * GUESS_EVERY * WIDTH, MIXED)
+    assert len(recorder.seen) == 3
+    assert all(greedy == [r != 3 for r in PROMPTS] for greedy, _ in recorder.seen)
+    assert recorder.info().greedy.rates != before
+
+
+def test_synthetic_acceptance_holds_for_guesses(tmp_path: Path) -> None:
+    for length, hit in (("4", True), ("1", False)):
+        worker, recorder = drafting(tmp_path / length, synthetic_accept=(1.0,) * 3 if hit else (0.0,) * 3)
+        run_without_drafts(worker, FIRST)
+        assert [hits for _, hits in recorder.seen] == [[hit] * len(PROMPTS)]
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "DFLASH", "NGRAM"])
+def test_drafts_without_a_first_guess_are_compared_with_nothing(tmp_path: Path, algorithm: str) -> None:
+    worker, recorder = drafting(tmp_path, algorithm)
+    run_without_drafts(worker, FIRST)
+    assert recorder.seen == []

@@ -603,10 +603,10 @@ def test_forced_acceptance_allows_no_grammars() -> None:
     assert resolve(forced, HOPPER, LLAMA, DRAFT).scheduler.grammar_backend == "none"
 
 
-def test_attention_groups_draft_at_one_depth() -> None:
+def test_attention_groups_draft_at_depths_chosen_for_all_of_them() -> None:
     config = resolve(args(**TWO_GROUPS, **EAGLE), CPU, LLAMA, DRAFT).speculative
     assert config is not None
-    assert (config.num_steps, config.depths) == (3, ())
+    assert (config.num_steps, config.depths) == (7, (0, 1, 2, 3, 5, 7))
 
 
 def test_every_flag_is_configured_or_refused() -> None:

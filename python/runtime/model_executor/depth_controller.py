@@ -27,8 +27,8 @@ from runtime.worker_info import DepthClass, DepthInfo
 
 Floats = npt.NDArray[np.float64]
 Counts = tuple[float, float]
-HELD, SETTLED = 4, 32
-"""Iterations of the same batch for which a choice holds if it has been the same for so many: estimates hardly change in between."""
+KEEP_FOR, STEADY = 4, 32
+"""A choice that did not change for `STEADY` iterations is reused for `KEEP_FOR` iterations of one batch size: estimates hardly change."""
 FIRST_RATE = 0.6
 """Acceptance of the first draft, before any is seen."""
 PRIOR = 4.0
@@ -228,8 +228,8 @@ class DepthController:
         self._current: int | None = None
         self._probes = DepthProbes(depths)
         self._steps = self._changed_at = 0
-        self._held: Option | None = None  # what was chosen for `_held_for`, requests and sizes
-        self._held_for: tuple[int, Mapping[int, int]] = (0, {})
+        self._kept: Option | None = None  # what was chosen for `_kept_for`, requests and sizes
+        self._kept_for: tuple[int, Mapping[int, int]] = (0, {})
         self._observed = -1  # the depth of the iteration read before, if its time is known
         self._windows = 0  # windows whose acceptance is known; `observe` writes it
         self._parts = False  # whether drafts make requests end apart that would end together
@@ -246,9 +246,9 @@ class DepthController:
             passes: requests and tokens of passes over windows that differ in width, at `ragged_depth`.
         """
         mixed = passes and (self._ragged or rows.caps.min() < ragged_depth or self._steps % RAGGED_EVERY == 0)
-        if self._held is not None and not mixed and self._steps % HELD and self._held_for == (len(rows.caps), sizes):
-            self._probes.hold(self._held, len(rows.caps))
-            return self._chose(self._held)
+        if self._kept is not None and not mixed and self._steps % KEEP_FOR and self._kept_for == (len(rows.caps), sizes):
+            self._probes.hold(self._kept, len(rows.caps))
+            return self._chose(self._kept)
         options = self._options(rows, sizes)
         best = best_option(options, self._current)
         if best.depth != self._current:
@@ -256,8 +256,8 @@ class DepthController:
         if mixed:
             best, options = self._narrowed(best, options, rows, passes, ragged_depth)
         depth = self._probes.next(options, best, len(rows.caps), self._parts, self._windows)
-        settled = not mixed and depth == best.depth and self._steps - self._changed_at >= SETTLED
-        self._held, self._held_for = best if settled else None, (len(rows.caps), sizes)
+        steady = not mixed and depth == best.depth and self._steps - self._changed_at >= STEADY
+        self._kept, self._kept_for = best if steady else None, (len(rows.caps), sizes)
         return self._chose(best if depth == best.depth else next(option for option in options if option.depth == depth))
 
     def _chose(self, option: Option) -> Option:

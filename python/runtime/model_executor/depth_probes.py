@@ -44,12 +44,12 @@ class DepthProbes:
         self._mispriced = self._mispriced_before = 0
 
     def mispriced(self, seconds: float) -> None:
-        """A probe was shorter than it was charged, by so many seconds: times may be wrong, so that others are due sooner."""
+        """A probe took fewer `seconds` than it was charged: times may be wrong, so other probes are due sooner."""
         self._mispriced += 1
         self._returned += seconds
 
     def give_back(self, seconds: float) -> None:
-        """A probe accepted drafts, which saved so many seconds."""
+        """A probe accepted drafts, which saved `seconds`."""
         self._returned += seconds
 
     def next(self, options: Sequence[Option], best: Option, live: int, parts: bool, windows: int) -> int:

@@ -24,7 +24,7 @@ from runtime.model_executor.window import fill_window
 WIDTH = 8
 """Stored positions per row, and tokens per request of the window."""
 GUESS_EVERY = 4
-"""One in so many windows that no drafts follow ends with guesses all the same, to be compared with the next tokens: that shows acceptance
+"""Of the windows that no drafts follow, one in this many ends with guesses, to be compared with the next tokens. They show acceptance
 without a step with drafts, but a guess is a large part of a pass."""
 PAD_SLOT = 0
 """The slot that window positions without a token write to."""

@@ -31,6 +31,7 @@ class RequestOptions:
         priority: higher runs first.
         cache_salt: separates prefix caches.
         continues_prompt: whether the output continues the text of the prompt, so its leading space counts.
+        running_counts: whether each update, not only the last, carries the counts of decode steps and drafts.
         pooling: reduce the prompt to numbers instead of generating.
     """
 
@@ -42,6 +43,7 @@ class RequestOptions:
     priority: int = 0
     cache_salt: str = ""
     continues_prompt: bool = False
+    running_counts: bool = False
     pooling: Pooling | None = None
 
 

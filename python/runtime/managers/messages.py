@@ -42,6 +42,7 @@ class GenerateReq(Message, frozen=True, kw_only=True):
         top_logprobs: -1: no log-probabilities; k >= 0: those of the chosen token and of the k most likely.
         cache_salt: separates prefix caches; prompts share cached KV only within the same salt.
         continues_prompt: whether the text of the output continues that of the prompt, so that a leading space counts.
+        running_counts: whether each reply, not only the last, carries the counts of decode steps and drafts.
         pooling: what the prompt is reduced to; such a request ends with the prompt and generates nothing.
     """
 
@@ -57,6 +58,7 @@ class GenerateReq(Message, frozen=True, kw_only=True):
     max_priority: int = 0
     cache_salt: str = ""
     continues_prompt: bool = False
+    running_counts: bool = False
     pooling: Pooling | None = None
 
     more: tuple[Sample, ...] = ()

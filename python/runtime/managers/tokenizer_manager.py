@@ -198,6 +198,7 @@ class TokenizerManager:
             max_priority=self.config.scheduler.max_priority if client.max_priority is None else client.max_priority,
             cache_salt=options.cache_salt,
             continues_prompt=options.continues_prompt,
+            running_counts=options.running_counts,
             pooling=options.pooling,
             more=tuple(more),
         )

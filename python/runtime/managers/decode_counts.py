@@ -40,6 +40,6 @@ def count_decodes(plan: StepPlan, ran: StepStats, accept_lens: Sequence[int], ma
             verify_step = (accept_len, drafts, max_accept_len, depth, context_class(req.kv_len))
             req.counts.verify_steps[verify_step] += 1
             verified.append(verify_step)
-    for (*window, context), times in Counter(verified).items():
-        stats.spec.add(*window, times)
-        stats.spec_by_context.add(window[0], context, times)
+    for (accept_len, drafts, _, depth, context), times in Counter(verified).items():
+        stats.spec.add(accept_len, drafts, max_accept_len, depth, times)
+        stats.spec_by_context.add(accept_len, context, times)

@@ -53,8 +53,8 @@ class UnsentCounts:
         """Add them up in `progress`."""
         for step, times in self.decode_steps.items():
             progress.decode.add(*step, times)
-        for (*window, _), times in self.verify_steps.items():
+        for (accept_len, drafts, max_accept_len, depth, _), times in self.verify_steps.items():
             progress.spec = progress.spec or SpecStats()
-            progress.spec.add(*window, times)
+            progress.spec.add(accept_len, drafts, max_accept_len, depth, times)
         self.decode_steps.clear()
         self.verify_steps.clear()

@@ -1,9 +1,9 @@
 """CPU time of each process of the server for one request in one step, without a device.
 
 The scheduler plans and submits steps to a worker that answers immediately, and encodes the replies. The detokenizer
-reads such replies. The HTTP process writes chunks of streaming chats to sockets that another process reads. The figure is
-the 10th percentile of the thread's CPU time over many steps, so other load on the machine matters little. With `--base`,
-another checkout alternates with this one.
+reads such replies. The HTTP process writes chunks of streaming chats to sockets that another process reads; `http behind`
+is the same when the replies of four steps have arrived before it writes. The figure is the 10th percentile of the thread's
+CPU time over many steps, so other load on the machine matters little. With `--base`, another checkout alternates with this one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,12 +198,12 @@ def detokenizer(requests: int, drafts: int, steps: int) -> dict[str, Any]:
     return {"us": typical([timed(lambda f=frame: manager.handle(decoder.decode(f))) for frame in frames], requests)}
 
 
-def http(requests: int, drafts: int, steps: int) -> dict[str, Any]:
-    """One chunk for each of so many streams, from the detokenizer's message to the sockets."""
-    return {"us": uvloop.run(_http(requests, drafts, steps))}
+def http(requests: int, drafts: int, steps: int, unread: int = 1) -> dict[str, Any]:
+    """The news of `unread` steps for each of so many streams, from the detokenizer's messages to the sockets."""
+    return {"us": uvloop.run(_http(requests, drafts, steps, unread))}
 
 
-async def _http(requests: int, drafts: int, steps: int) -> float:
+async def _http(requests: int, drafts: int, steps: int, unread: int) -> float:
     config, model_config = configuration()
     names: list[str] = []
 
@@ -228,7 +229,8 @@ async def _http(requests: int, drafts: int, steps: int) -> float:
         ]
         frame = msgspec.msgpack.encode(TextOutBatch(outs=outs))
         began = time.thread_time()
-        manager.handle(decoder.decode(frame))
+        for _ in range(1 if finish is not None else unread):
+            manager.handle(decoder.decode(frame))
         for _ in range(6):  # turns of the event loop until all is written
             await asyncio.sleep(0)
         times.append(time.thread_time() - began)
@@ -240,10 +242,15 @@ async def _http(requests: int, drafts: int, steps: int) -> float:
     stopping.set()
     await serving
     manager.close()
-    return typical(times, requests)
+    return typical(times, requests * unread)
 
 
-PROCESSES = {"scheduler": (scheduler, 300), "detokenizer": (detokenizer, 100), "http": (http, 60)}
+PROCESSES = {
+    "scheduler": (scheduler, 300),
+    "detokenizer": (detokenizer, 100),
+    "http": (http, 60),
+    "http behind": (partial(http, unread=4), 60),
+}
 """What measures each process, and in how many steps."""
 
 

@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("lossless", ["--default-start"], 6),
         ("exactness", [], 24),
         ("drift_alarm", [], 18),
-        ("host_cost", [], 6),
+        ("host_cost", [], 8),
         ("memory_limits", [], 2),
         ("grammar", ["--only", "serving"], 2),
         ("grammar", ["--only", "hostile"], 12),

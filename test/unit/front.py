@@ -77,6 +77,10 @@ def top_of(token: int, k: int) -> list[tuple[int, float]]:
     return [((token + i) % VOCAB, logprob_of(token) - i) for i in range(k)]
 
 
+MOST_TURNS = 200
+"""Turns of the event loop that a step waits for its reader at most."""
+
+
 @dataclass
 class ScriptedScheduler:
     """Answers each request with `say(request)`, one byte per step, and records its messages.
@@ -86,6 +90,7 @@ class ScriptedScheduler:
         hold: steps after which requests make no progress, or None.
         fail: steps after which requests fail, or None.
         refuse: why no grammar can be used; empty to follow none and refuse none.
+        bursts: run all steps of a request at once; otherwise one follows when the handler has read the one before.
     """
 
     say: Callable[[GenerateReq], str] = lambda request: "Hello, world"
@@ -93,6 +98,7 @@ class ScriptedScheduler:
     hold: int | None = None
     fail: int | None = None
     refuse: str = ""
+    bursts: bool = False
     manager: TokenizerManager = field(init=False)
     requests: list[GenerateReq] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -159,7 +165,8 @@ class ScriptedScheduler:
             await self._step(request, [token], text, i + 1, cut, i == 0, i == len(tokens) - 1)
 
     async def _step(self, request: GenerateReq, ids: list[int], text: str, count: int, cut: bool, first: bool, last: bool) -> None:
-        await asyncio.sleep(self.gap)
+        if not self.bursts:
+            await self._read_by_handler()
         if self.hold is not None and not request.stream:
             await asyncio.Event().wait()
         finish = (Finish(reason="length") if cut else Finish(reason="stop", matched=IM_END)) if last else None
@@ -180,6 +187,12 @@ class ScriptedScheduler:
             prompt_logprobs=self._of_prompt(request, k) if request.prompt_logprobs and first else None,
         )
         self.manager.handle(TextOutBatch(outs=[out]))
+
+    async def _read_by_handler(self) -> None:
+        await asyncio.sleep(self.gap)
+        for _ in range(MOST_TURNS):
+            if self.manager.unread_messages:
+                await asyncio.sleep(0)
 
     def _of_prompt(self, request: GenerateReq, k: int) -> TokenLogprobs:
         rest = request.input_ids[1:]

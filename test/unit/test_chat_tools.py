@@ -34,11 +34,13 @@ CALLS = (
 THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 
 
-def ask(say: str, body: dict[str, Any], template: str = TEMPLATE) -> tuple[dict[str, Any], list[dict[str, Any]], list[Any]]:
+def ask(
+    say: str, body: dict[str, Any], template: str = TEMPLATE, bursts: bool = False
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[Any]]:
     """The whole answer, the chunks of a stream, and the requests that the scheduler saw."""
 
     async def both() -> tuple[dict[str, Any], list[dict[str, Any]], list[Any]]:
-        async with front(ScriptedScheduler(say=lambda request: say), template=template, context_length=4000) as f:
+        async with front(ScriptedScheduler(say=lambda request: say, bursts=bursts), template=template, context_length=4000) as f:
             body_ = {"messages": HI, **body}
             answer = await f.post("/v1/chat/completions", body_)
             assert answer.status_code == 200, answer.text
@@ -112,6 +114,18 @@ def test_a_stream_of_calls_has_openais_form() -> None:
     assert all(set(piece) == {"index", "function"} and set(piece["function"]) == {"arguments"} for piece in pieces)
     assert deltas[-1]["delta"] == {}
     assert [each["finish_reason"] for each in deltas] == [None] * (len(deltas) - 1) + ["tool_calls"]
+
+
+def test_updates_that_wait_together_are_one_chunk_per_part_of_the_answer() -> None:
+    whole, chunks, _ = ask(f"{THOUGHT}I look.\n{CALLS}", {"tools": TOOLS}, bursts=True)
+    choice, choices = whole["choices"][0], [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    streamed = gathered(chunks)
+    assert streamed["reasoning_content"] == choice["message"]["reasoning_content"]
+    assert (streamed["content"], without_ids(streamed)) == ("I look.", without_ids(choice["message"]))
+    parts = [next(iter(each["delta"]), "") for each in choices]
+    assert parts == ["role", "reasoning_content", "content", *["tool_calls"] * 4, ""], "each call has a start and its arguments"
+    assert [each["finish_reason"] for each in choices] == [None] * 7 + [choice["finish_reason"]]
+    assert chunks[-1]["usage"] == whole["usage"]
 
 
 def test_content_is_null_beside_calls_alone() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime.managers.generation import GenerationUpdate
 from runtime.managers.messages import Finish
 from runtime.managers.observers.metrics import Metrics
 from runtime.managers.telemetry.decode_stats import DecodeStats
@@ -40,10 +39,6 @@ STATS = SchedulerStats(
     decode=DecodeStats(10, 9, 30, 10),
     startup_seconds={"weights": 1.5, "graphs": 2.0},
 )
-
-
-def ending(finish: Finish | None = None) -> GenerationUpdate:
-    return GenerationUpdate(0, "", [], Progress(10, 2, 5, 0.25), finish or Finish(reason="length"))
 
 
 def scraped(metrics: Metrics, stats: SchedulerStats | None = None) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -124,9 +119,8 @@ def test_a_request_is_counted_through_its_life() -> None:
     metrics.first_token(0.5)
     metrics.next_tokens(0.3, 3)
     metrics.next_tokens(0.2, 0)
-    metrics.ended(2.0, ending())
-    metrics.ended(2.0, ending(Finish(reason="abort")))
-    metrics.ended(2.0, None)
+    for finish in (Finish(reason="length"), Finish(reason="abort"), None):
+        metrics.ended(2.0, finish, Progress(10, 2, 5, 0.25))
     samples = scraped(metrics)
     assert samples["sglang:num_requests_total", ()] == 3
     assert samples["sglang:prompt_tokens_total", ()] == 30

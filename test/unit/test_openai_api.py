@@ -92,17 +92,20 @@ def test_chunks_have_no_usage_by_default() -> None:
     run(check())
 
 
+@pytest.mark.parametrize("bursts", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_a_stream_equals_the_whole_answer(path: str) -> None:
+def test_a_stream_equals_the_whole_answer(path: str, bursts: bool) -> None:
     body: dict[str, Any] = {"max_tokens": 5, "n": 2, "return_token_ids": True}
     body |= (
         {"messages": HI, "logprobs": True, "top_logprobs": 2} if "chat" in path else {"prompt": ["ab", "c"], "logprobs": 2, "echo": True}
     )
 
     async def check() -> None:
-        async with front(ScriptedScheduler(say=lambda request: TEXT + str(len(request.input_ids)))) as f:
+        async with front(ScriptedScheduler(say=lambda request: TEXT + str(len(request.input_ids)), bursts=bursts)) as f:
             whole = (await f.post(path, body)).json()
             chunks = (await f.events(path, {**body, "stream": True}))[:-1]
+        roles, choices = (2, 2) if "chat" in path else (0, 4)
+        assert len(chunks) - roles == (choices if bursts else 5 * choices)
         for choice in whole["choices"]:
             mine = [each["choices"][0] for each in chunks if each["choices"][0]["index"] == choice["index"]]
             assert flat(one.get("token_ids", []) for one in mine) == choice["token_ids"]

@@ -82,11 +82,7 @@ class Harness:
         self.sent.append(as_sent(message))
 
     def ask(self, rid: str, prompt: list[int], seed: int = 0, stream: bool = True, **fields: Any) -> GenerateReq:
-        own = {
-            k: fields.pop(k)
-            for k in ("top_logprobs", "prompt_logprobs", "priority", "cache_salt", "client", "max_priority", "more", "pooling")
-            if k in fields
-        }
+        own = {k: fields.pop(k) for k in GenerateReq.__struct_fields__ if k in fields}
         req = GenerateReq(rid=rid, input_ids=prompt, sampling=SamplingParams(**fields), seed=seed, stream=stream, **own)
         self.inbox.append(req)
         return req
@@ -871,6 +867,21 @@ def test_speculation_is_counted_by_position() -> None:
     assert 30 <= 1 + spec.verify_steps + spec.accepted_tokens < 34
     total = harness.scheduler.stats.spec
     assert (total.verify_steps, total.accepted_by_position) == (spec.verify_steps, spec.accepted_by_position)
+
+
+@pytest.mark.parametrize("asked", [{}, {"running_counts": True}, {"stop": ("never",)}])
+def test_counts_of_steps_come_with_the_last_reply_or_with_each(asked: dict[str, Any]) -> None:
+    harness = Harness(limits_of(max_accept_len=4, tokens_per_step=4))
+    harness.ask("a", [1, 2], max_new_tokens=30, ignore_eos=True, **asked)
+    harness.run_until_idle()
+    first, *others, last = [out.progress for out in harness.outs("a")]
+    assert last.spec == harness.scheduler.stats.spec
+    assert last.decode.steps == last.spec.verify_steps == len(others) + 1
+    assert (first.spec, first.decode.steps) == (None, 0)
+    steps = list(range(1, len(others) + 1)) if asked else [0] * len(others)
+    assert len(steps) > 3
+    assert [progress.decode.steps for progress in others] == steps
+    assert [progress.spec.verify_steps if progress.spec is not None else 0 for progress in others] == steps
 
 
 def control(harness: Harness, what: Any, folder: str = "") -> Any:

@@ -252,7 +252,9 @@ def test_each_request_is_told_how_its_own_steps_ran_and_the_server_how_all_did(
             told[out.rid] = figures
 
     endings = [structs.replace(GREEDY, max_new_tokens=1 + 4 * i, ignore_eos=True) for i in range(16)]
-    asks = [structs.replace(a, sampling=s, stream=True) for a, s in zip(asked(GREEDY, prompts()), endings, strict=True)]
+    asks = [
+        structs.replace(a, sampling=s, stream=True, running_counts=True) for a, s in zip(asked(GREEDY, prompts()), endings, strict=True)
+    ]
     _, scheduler = serve(witness, asks, {}, hear=hear, overlap=overlap, schedule_conservativeness=0.05, chunked_prefill_size=48)
     state = scheduler.stats
     assert state.num_retracted_requests_total > 0

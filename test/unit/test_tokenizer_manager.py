@@ -121,8 +121,8 @@ class Watcher:
     def next_tokens(self, seconds: float, tokens: int) -> None:
         self.told.append(("next", tokens))
 
-    def ended(self, seconds: float, update: GenerationUpdate | None) -> None:
-        self.told.append(("ended", update.finish.reason if update is not None and update.finish is not None else None))
+    def ended(self, seconds: float, finish: Finish | None, progress: Progress) -> None:
+        self.told.append(("ended", finish.reason if finish is not None else None))
 
 
 class Desk:
@@ -453,6 +453,28 @@ def test_a_slow_reader_loses_only_its_own_stream() -> None:
         assert [update.text for update in await collect(other)] == ["fine"]
         with pytest.raises(SlowReader):
             await collect(slow)
+
+    run(body)
+
+
+def test_a_reader_that_is_behind_gets_what_waits_as_one_update_per_choice() -> None:
+    async def body() -> None:
+        desk = Desk()
+        generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True, n=2))
+        first, second = (request.rid for request in desk.requests)
+        desk.reply(first, "a")
+        assert await generation.__anext__() == GenerationUpdate(0, "a", [5], Progress(3, 0, 1))
+        desk.reply(first, "b", tokens=2)
+        desk.reply(second, "x")
+        desk.reply(first, "c", tokens=3, finish=LENGTH)
+        desk.reply(second, "y", finish=LENGTH)
+        assert desk.manager.unread_messages == 0, "all choices have ended, so the manager knows the generation no longer"
+        assert generation.unread == 4
+        assert await collect(generation) == [
+            GenerationUpdate(0, "bc", [5] * 5, Progress(3, 0, 3), LENGTH),
+            GenerationUpdate(1, "xy", [5] * 2, Progress(3, 0, 1), LENGTH),
+        ]
+        assert generation.unread == 0
 
     run(body)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import repeat
 
 from runtime.batch import StepStats
 from runtime.managers.req import Phase
 from runtime.managers.step_plan import StepPlan
+from runtime.managers.telemetry.progress import VerifyStep
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
-from runtime.managers.telemetry.spec_stats import SpecStats, context_class
+from runtime.managers.telemetry.spec_stats import context_class
 
 
 def count_decodes(plan: StepPlan, ran: StepStats, accept_lens: Sequence[int], max_accept_len: int, stats: SchedulerStats) -> None:
@@ -20,26 +22,24 @@ def count_decodes(plan: StepPlan, ran: StepStats, accept_lens: Sequence[int], ma
         accept_lens: tokens that each committed.
     """
     live, pure = len(plan.decodes), not plan.chunks
-    graph, deepest, unfollowed, padded = ran.graph, ran.depth, ran.unfollowed, max(0, ran.padded_size - live)
+    deepest, unfollowed, ended = ran.depth, ran.unfollowed, Phase.ENDED
+    step = (ran.graph, live, max(0, ran.padded_size - live))
     if pure:
-        stats.decode.add(graph, live, padded)
+        stats.decode.add(*step)
     if max_accept_len > 1:
         stats.count_depth(deepest)
-    windows: dict[tuple[int, int, int, int], int] = {}  # requests by accept length, drafts, depth and context
+    verified: list[VerifyStep] = []
     for req, accept_len, most in zip(plan.decodes, accept_lens, ran.drafts or repeat(deepest, live), strict=True):
-        if req.phase is Phase.ENDED:
+        if req.phase is ended:
             continue
         req.decode_collected(accept_len, max_accept_len, unfollowed)
-        progress = req.progress
         if pure:
-            progress.decode.add(graph, live, padded)
+            req.counts.decode_steps[step] += 1
         if depth := most if most <= req.most_drafts else req.most_drafts:
             drafts = ran.draft_tokens if depth == deepest else depth
-            if progress.spec is None:
-                progress.spec = SpecStats()
-            progress.spec.add(accept_len, drafts, max_accept_len, depth)
-            window = (accept_len, drafts, depth, context_class(req.kv_len))
-            windows[window] = windows.get(window, 0) + 1
-    for (accept_len, drafts, depth, context), times in windows.items():
+            verify_step = (accept_len, drafts, max_accept_len, depth, context_class(req.kv_len))
+            req.counts.verify_steps[verify_step] += 1
+            verified.append(verify_step)
+    for (accept_len, drafts, _, depth, context), times in Counter(verified).items():
         stats.spec.add(accept_len, drafts, max_accept_len, depth, times)
         stats.spec_by_context.add(accept_len, context, times)

@@ -109,7 +109,7 @@ class DetokenizerManager:
         if request.stream:
             return shown
         request.collected.append(shown)
-        return _joined(request.collected) if finish is not None else None
+        return TextOut.joined(request.collected) if finish is not None else None
 
     def _decode(self, request: _Open, out: TokensOut) -> tuple[str, int]:
         """The text to show, and how many tokens of `out` belong to it."""
@@ -152,22 +152,3 @@ def _with_text(out: TokensOut, text: str, used: int, finish: Finish | None) -> T
         prompt_logprobs=out.prompt_logprobs,
         pooled=out.pooled,
     )
-
-
-def _joined(outs: list[TextOut]) -> TextOut:
-    """All replies of one request as one message, with the counts of the last."""
-    return structs.replace(
-        outs[-1],
-        text="".join(out.text for out in outs),
-        token_ids=[token for out in outs for token in out.token_ids],
-        logprobs=_joined_logprobs([out.logprobs for out in outs]),
-        prompt_logprobs=_joined_logprobs([out.prompt_logprobs for out in outs]),
-    )
-
-
-def _joined_logprobs(parts: list[TokenLogprobs | None]) -> TokenLogprobs | None:
-    present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    chosen = [value for part in present for value in part.chosen]
-    return TokenLogprobs(chosen=chosen, top=[row for part in present for row in part.top])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,6 +30,7 @@ class RequestOptions:
         priority: higher runs first.
         cache_salt: separates prefix caches.
         continues_prompt: whether the output continues the text of the prompt, so its leading space counts.
+        running_counts: whether each update, not only the last, carries the counts of decode steps and drafts.
         pooling: reduce the prompt to numbers instead of generating.
     """
 
@@ -42,6 +42,7 @@ class RequestOptions:
     priority: int = 0
     cache_salt: str = ""
     continues_prompt: bool = False
+    running_counts: bool = False
     pooling: Pooling | None = None
 
 
@@ -49,7 +50,7 @@ NO_OPTIONS = RequestOptions()
 
 
 class GenerationUpdate(msgspec.Struct, frozen=True):
-    """One step of one choice.
+    """News of one choice: of one step, or of several if the reader is behind.
 
     Attributes:
         index: the choice, 0..n - 1.
@@ -86,13 +87,14 @@ class Generation:
         call: a name that the requests of one call share; empty for none.
         prompt_ids: the tokens of the prompt.
         n: number of choices.
-        max_unread: updates to keep for a slow reader.
+        max_unread: messages to keep for a slow reader.
         release: aborts what still runs of a generation.
         client: for whom it counts in the queue.
 
     Attributes:
         wires: names of the choices under way, as the scheduler knows them.
         context: the HTTP request that it belongs to; None outside of one.
+        unread: messages that the reader has not taken yet.
     """
 
     def __init__(self, rid: str, call: str, prompt_ids: list[int], n: int, max_unread: int, release: Release, client: str = "") -> None:
@@ -105,9 +107,10 @@ class Generation:
         self.wires: set[str] = set()
         self.max_unread = max_unread
         self._release = release
-        self._unread: deque[GenerationUpdate] = deque()
+        self.unread = 0
+        self._news: dict[int, list[TextOut]] = {}  # by choice
         self._error: ServingError | None = None
-        self._changed = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Generation:
         return self
@@ -119,28 +122,36 @@ class Generation:
         return self
 
     async def __anext__(self) -> GenerationUpdate:
-        while not self._unread:
+        while not self._news:
             if self._error is not None:
                 raise self._error
             if not self.wires:
                 raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
-        return self._unread.popleft()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        index = next(iter(self._news))
+        outs = self._news.pop(index)
+        self.unread -= len(outs)
+        return GenerationUpdate.of(index, TextOut.joined(outs))
 
     def close(self) -> None:
         """Abort what still runs; harmless when nothing does."""
         self._release(self)
 
-    def put(self, update: GenerationUpdate) -> bool:
-        """Keep an update for the reader; False if too many are unread."""
-        if len(self._unread) >= self.max_unread:
+    def put(self, index: int, out: TextOut) -> bool:
+        """Keep a message about a choice for the reader, who gets all unread ones as one update; False if too many are unread."""
+        if self.unread >= self.max_unread:
             return False
-        self._unread.append(update)
-        self._changed.set()
+        self._news.setdefault(index, []).append(out)
+        self.unread += 1
+        self._wake()
         return True
 
     def fail(self, error: ServingError) -> None:
         """End with `error` after the unread updates."""
         self._error = self._error or error
-        self._changed.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

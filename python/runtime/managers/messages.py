@@ -6,7 +6,7 @@ TokenizerManager --ToScheduler--> Scheduler --ToDetokenizer--> DetokenizerManage
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -42,6 +42,7 @@ class GenerateReq(Message, frozen=True, kw_only=True):
         top_logprobs: -1: no log-probabilities; k >= 0: those of the chosen token and of the k most likely.
         cache_salt: separates prefix caches; prompts share cached KV only within the same salt.
         continues_prompt: whether the text of the output continues that of the prompt, so that a leading space counts.
+        running_counts: whether each reply, not only the last, carries the counts of decode steps and drafts.
         pooling: what the prompt is reduced to; such a request ends with the prompt and generates nothing.
     """
 
@@ -57,6 +58,7 @@ class GenerateReq(Message, frozen=True, kw_only=True):
     max_priority: int = 0
     cache_salt: str = ""
     continues_prompt: bool = False
+    running_counts: bool = False
     pooling: Pooling | None = None
 
     more: tuple[Sample, ...] = ()
@@ -108,6 +110,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
     chosen: list[float | None]
     top: list[list[tuple[int, float]]]
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
+        """Those of consecutive messages; None if no message has any."""
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        chosen = [value for part in present for value in part.chosen]
+        return cls(chosen=chosen, top=[row for part in present for row in part.top])
 
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -211,6 +222,19 @@ class TextOut(TokensOut, frozen=True, kw_only=True):
     """`TokensOut` with its text: complete characters only, and no part of a stop string."""
 
     text: str
+
+    @staticmethod
+    def joined(outs: Sequence[TextOut]) -> TextOut:
+        """Consecutive messages of one request as one, with the counts of the last."""
+        if len(outs) == 1:
+            return outs[0]
+        return msgspec.structs.replace(
+            outs[-1],
+            text="".join(out.text for out in outs),
+            token_ids=[token for out in outs for token in out.token_ids],
+            logprobs=TokenLogprobs.joined([out.logprobs for out in outs]),
+            prompt_logprobs=TokenLogprobs.joined([out.prompt_logprobs for out in outs]),
+        )
 
 
 class TextOutBatch(Message, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The replies about a request, and when they are due."""
+"""The replies about a request."""
 
 from __future__ import annotations
 
@@ -35,22 +35,12 @@ def refusal(req: GenerateReq, error: ServingError) -> TokensOut:
     return TokensOut(rid=req.rid, token_ids=[], progress=Progress(len(req.input_ids)), finish=failure(error))
 
 
-def is_due(req: Req, stream_interval: int) -> bool:
-    """Whether the unsent tokens go out now.
-
-    A streaming request gets its first tokens at once and then every `stream_interval`. A request with stop strings gets
-    each token, because the detokenizer searches the text. All others get everything at the end.
-    """
-    if not req.request.stream:
-        return req.sends_each_token
-    unsent = len(req.unsent)
-    return unsent >= stream_interval or req.sends_each_token or unsent == req.length - req.prompt_len
-
-
 def tokens_out(req: Req, finish: Finish | None) -> TokensOut:
     """All unsent tokens of `req`; none are unsent afterwards."""
-    tokens, req.unsent = req.unsent, []
+    tokens, req.unsent, req.reply_at = req.unsent, [], req.reply_interval
     progress = req.progress
+    if finish is not None or req.running_counts:
+        req.counts.move_to(progress)
     progress.completion_tokens = req.length - req.prompt_len
     if finish is None and req.gives_tokens_only:
         return TokensOut(rid=req.rid, token_ids=tokens, progress=progress)

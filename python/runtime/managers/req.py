@@ -12,9 +12,11 @@ import numpy.typing as npt
 from runtime.batch import Int32, Logprobs, RowInit
 from runtime.constrained.grammar import Grammar
 from runtime.managers.messages import Finish, GenerateReq, TokenLogprobs
-from runtime.managers.telemetry.progress import Progress
+from runtime.managers.telemetry.progress import Progress, UnsentCounts
 from runtime.mem_cache.kv_page_manager import RequestPages
 
+NEVER = 1 << 62
+"""More tokens than a request has."""
 MOST_UNWRITTEN = 64
 """Tokens written to the array of all tokens at a time: one write costs as much for many as for one."""
 
@@ -62,6 +64,7 @@ class Req:
         prompt: int32, its tokens; not changed.
         max_len: longest length of any request.
         arrived: monotonic seconds.
+        stream_interval: tokens between two replies of a stream.
 
     Attributes:
         rid: its name.
@@ -78,13 +81,25 @@ class Req:
         emits_in_flight: steps in flight that emit at least one token of it.
         unfollowed: positions at the end of its KV whose draft KV does not exist yet, at most.
         unsent: tokens that the detokenizer does not have yet.
-        sends_each_token: whether the detokenizer gets each token at once, because it searches the text for stop strings.
+        reply_at: unsent tokens that make a reply due. A stream gets its first tokens at once, then every `reply_interval`; a request
+            with stop strings gets each token, because the detokenizer searches the text; all others get everything at the end.
+        counts: steps that `progress` does not hold yet.
+        running_counts: whether each reply holds them; the detokenizer may end a request with stop strings at any reply.
         gives_tokens_only: whether replies hold no log-probabilities and no numbers of a pooling request.
         pooled: float64, the sum of what the prompt chunks of a pooling request gave so far.
         progress: the counts that replies carry; messages share this instance, so `send` must encode before it returns.
     """
 
-    def __init__(self, request: GenerateReq, prompt: Int32, seq: int, eos_ids: tuple[int, ...], max_len: int, arrived: float) -> None:
+    def __init__(
+        self,
+        request: GenerateReq,
+        prompt: Int32,
+        seq: int,
+        eos_ids: tuple[int, ...],
+        max_len: int,
+        arrived: float,
+        stream_interval: int = 1,
+    ) -> None:
         sampling = request.sampling
         self.request, self.rid = request, request.rid
         self.seq = seq
@@ -107,7 +122,10 @@ class Req:
         self.unsent: list[int] = []
         self.progress = Progress(self.prompt_len)
         self.top_logprobs = request.top_logprobs
-        self.sends_each_token = bool(sampling.stop)
+        self.reply_interval = 1 if sampling.stop else stream_interval if request.stream else NEVER
+        self.reply_at = 1 if request.stream else self.reply_interval
+        self.running_counts = request.running_counts or bool(sampling.stop)
+        self.counts = UnsentCounts()
         self.gives_tokens_only = request.top_logprobs < 0 and not request.prompt_logprobs and request.pooling is None
         self.logprobs = LogprobBuffer()
         self.pooled: npt.NDArray[np.float64] | None = None
@@ -218,10 +236,14 @@ class Req:
         self.phase, self.row = Phase.ENDED, 0
 
     def commit(self, tokens: list[int]) -> Finish | None:
-        """Append the tokens of one step up to the one that ends the request; returns why it ended, or None."""
+        """Append the tokens of one step. Those after the token that ends the request are removed from `tokens`.
+
+        Returns:
+            Why the request ended; None if it did not.
+        """
         finish = None
         if self.length + len(tokens) >= self.total_limit or not self.stop_ids.isdisjoint(tokens):
-            tokens, finish = self._end_within(tokens)
+            finish = self._end_within(tokens)
         self.length += len(tokens)
         self.unsent += tokens
         self._unwritten += tokens
@@ -229,16 +251,16 @@ class Req:
             self._write()
         return finish
 
-    def _end_within(self, tokens: list[int]) -> tuple[list[int], Finish | None]:
-        """The tokens up to the one that ends the request, and why it ends it; all and None if none does."""
+    def _end_within(self, tokens: list[int]) -> Finish | None:
+        """Remove the tokens after the one that ends the request; returns why it ends, or None if it does not."""
         # With a grammar, a stop token before the minimum length is chosen only where nothing else is allowed.
         least = self.request.sampling.min_new_tokens if self.grammar is None else 0
         for count, token in enumerate(tokens, 1):
-            if token in self.stop_ids and self.completion_tokens + count > least:
-                return tokens[:count], Finish(reason="stop", matched=token)
-            if self.length + count >= self.total_limit:
-                return tokens[:count], Finish(reason="length")
-        return tokens, None
+            stops = token in self.stop_ids and self.completion_tokens + count > least
+            if stops or self.length + count >= self.total_limit:
+                del tokens[count:]
+                return Finish(reason="stop", matched=token) if stops else Finish(reason="length")
+        return None
 
     def _write(self) -> None:
         self._ids[self.length - len(self._unwritten) : self.length] = self._unwritten

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from msgspec import structs
 
-from runtime.batch import BatchResult, Int32, Worker
+from runtime.batch import BatchResult, Int32, Logprobs, Worker
 from runtime.config.runtime_config import CacheConfig, SchedulerConfig
 from runtime.constrained.compiler import GrammarCompiler
 from runtime.errors import (
@@ -48,7 +47,7 @@ from runtime.managers.messages import (
     TokensOutBatch,
     ToScheduler,
 )
-from runtime.managers.replies import collect_pooled, collect_prompt_logprobs, failure, is_due, refusal, request_info, tokens_out
+from runtime.managers.replies import collect_pooled, collect_prompt_logprobs, failure, refusal, request_info, tokens_out
 from runtime.managers.req import Phase, Req
 from runtime.managers.step_plan import InFlightStep, StepPlan
 from runtime.managers.telemetry.heartbeat import HeartbeatThread
@@ -211,7 +210,7 @@ class Scheduler:
             self._send_replies()
             return
         self._arrivals += 1
-        req = Req(request, prompt, self._arrivals, self._eos_ids, self.limits.max_context_len, self._clock())
+        req = Req(request, prompt, self._arrivals, self._eos_ids, self.limits.max_context_len, self._clock(), self._config.stream_interval)
         self._reqs[request.rid] = req
         if grammar is None:
             self.groups.place(req)
@@ -336,15 +335,18 @@ class Scheduler:
             if (req := plan.reqs[index]).alive and (spec := req.request.sampling.grammar) is not None:
                 self._end(req, failure(GrammarError(spec.kind, reason)), keep=False)
         tokens, starts = result.token_ids.tolist(), [0, *result.accept_lens.cumsum().tolist()]
-        self._apply_chunks(plan, result, tokens, starts)
+        if plan.chunks:
+            self._apply_chunks(plan, result, tokens, starts)
         if plan.decodes:
-            self._apply_decodes(plan, result, tokens, starts[len(plan.chunks) :])
+            accept_lens = result.accept_lens[len(plan.chunks) :].tolist()
+            count_decodes(plan, result.stats, accept_lens, self.limits.max_accept_len, self.stats)
+            self._emit(plan.decodes, tokens, starts[len(plan.chunks) :], result.logprobs)
+            self.groups.of(plan.decodes[0]).new_token_ratio.decay()
 
     def _apply_chunks(self, plan: StepPlan, result: BatchResult, tokens: list[int], starts: list[int]) -> None:
-        """Apply the results of the prompt chunks; `starts[i]` and `starts[i + 1]` bound the tokens of chunk i."""
-        if plan.chunks:
-            self.stats.extend_steps += 1
-            self.stats.mixed_steps += bool(plan.decodes)
+        """Apply the results of the prompt chunks; `tokens` and `starts` as in `_emit`."""
+        self.stats.extend_steps += 1
+        self.stats.mixed_steps += bool(plan.decodes)
         for index, chunk in enumerate(plan.chunks):
             req = chunk.req
             if not req.alive:
@@ -358,32 +360,34 @@ class Scheduler:
             if req.request.pooling is not None:
                 self._end(req, Finish(reason="stop"))
                 continue
-            self._emit(req, tokens[starts[index] : starts[index + 1]], starts[index], result)
+            if not req.completion_tokens:
+                req.progress.prefill_seconds = self._clock() - req.arrived - req.progress.queue_seconds
+            self._emit([req], tokens, starts[index : index + 2], result.logprobs)
             if req.alive:
                 self.groups.of(req).kv_pages.publish(req.pages, req.ids, req.kv_len)
 
-    def _apply_decodes(self, plan: StepPlan, result: BatchResult, tokens: list[int], starts: list[int]) -> None:
-        """Apply the results of the decode rows; `starts` as in `_apply_chunks`."""
-        accept_lens = result.accept_lens[len(plan.chunks) :].tolist()
-        count_decodes(plan, result.stats, accept_lens, self.limits.max_accept_len, self.stats)
-        for req, (start, end) in zip(plan.decodes, pairwise(starts), strict=True):
-            if req.phase is not Phase.ENDED:
-                self._emit(req, tokens[start:end], start, result)
-        self.groups.of(plan.decodes[0]).new_token_ratio.decay()
+    def _emit(self, reqs: Sequence[Req], tokens: list[int], starts: Sequence[int], logprobs: Logprobs | None) -> None:
+        """Commit what a step emitted for `reqs`, and reply where that is due. This runs for each request and step, so it makes few calls.
 
-    def _emit(self, req: Req, tokens: list[int], start: int, result: BatchResult) -> None:
-        """Commit `tokens`, which begin at entry `start` of the result, and reply if that is due."""
-        before = req.length
-        if before == req.prompt_len:
-            req.progress.prefill_seconds = self._clock() - req.arrived - req.progress.queue_seconds
-        finish = req.commit(tokens)
-        self.stats.generation_tokens_total += req.length - before
-        if req.top_logprobs >= 0 and result.logprobs is not None:
-            req.logprobs.add(result.logprobs, start, start + req.length - before, req.top_logprobs)
-        if finish is not None:
-            self._end(req, finish)
-        elif is_due(req, self._config.stream_interval):
-            self._replies.append(tokens_out(req, None))
+        Args:
+            tokens: those of the whole step.
+            starts: `starts[i]` and `starts[i + 1]` bound the tokens of request i, and their entries in `logprobs`.
+        """
+        ended, dropped, replies = Phase.ENDED, 0, self._replies
+        for req, start, stop in zip(reqs, starts[:-1], starts[1:], strict=True):
+            if req.phase is ended:
+                dropped += stop - start
+                continue
+            emitted = tokens[start:stop]
+            finish = req.commit(emitted)
+            if logprobs is not None and req.top_logprobs >= 0:
+                req.logprobs.add(logprobs, start, start + len(emitted), req.top_logprobs)
+            if finish is not None:
+                dropped += stop - start - len(emitted)
+                self._end(req, finish)
+            elif len(req.unsent) >= req.reply_at:
+                replies.append(tokens_out(req, None))
+        self.stats.generation_tokens_total += starts[-1] - starts[0] - dropped
 
     def _send_replies(self) -> None:
         """Send the replies collected since the last call."""

@@ -15,7 +15,7 @@ from runtime.batch import UNCHANGED, SpeculationChange, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.errors import InvalidField, ServerDraining, ServingError, SlowReader, WorkerDied
 from runtime.managers.cost import CallCost
-from runtime.managers.generation import NO_OPTIONS, Generation, GenerationUpdate, RequestOptions
+from runtime.managers.generation import NO_OPTIONS, Generation, RequestOptions
 from runtime.managers.messages import (
     AbortReq,
     CacheFlushed,
@@ -24,6 +24,7 @@ from runtime.managers.messages import (
     ControlReply,
     ControlReq,
     DrainReq,
+    Finish,
     GenerateReq,
     Heartbeat,
     ProfileAt,
@@ -52,7 +53,7 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 MAX_UNREAD = 4096
-"""Updates that a generation keeps for a slow reader; one more ends it."""
+"""Messages that a generation keeps for a slow reader; one more ends it."""
 SEED_MASK = (1 << 63) - 1
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the seeds of the n choices
 
@@ -128,6 +129,11 @@ class TokenizerManager:
         return len(self._open)
 
     @property
+    def unread_messages(self) -> int:
+        """Messages about open requests that their handlers have not taken yet."""
+        return sum(generation.unread for generation in self._named.values())
+
+    @property
     def max_context_len(self) -> int:
         """Prompt and output tokens of one request together: the context length, or less if the KV cache is smaller."""
         return min(self.config.model.context_length, self.limits.max_request_len)
@@ -198,6 +204,7 @@ class TokenizerManager:
             max_priority=self.config.scheduler.max_priority if client.max_priority is None else client.max_priority,
             cache_salt=options.cache_salt,
             continues_prompt=options.continues_prompt,
+            running_counts=options.running_counts,
             pooling=options.pooling,
             more=tuple(more),
         )
@@ -366,13 +373,12 @@ class TokenizerManager:
             self._end(out.rid, None, out.progress)
             self.release(generation)
             return
-        update = GenerationUpdate.of(choice.index, out)
-        self._observe(choice, update, now)
-        if not generation.put(update):
+        self._observe(choice, out, now)
+        if not generation.put(choice.index, out):
             generation.fail(SlowReader(generation.max_unread))
             self.release(generation)
         elif finish is not None:
-            self._end(out.rid, update, out.progress)
+            self._end(out.rid, finish, out.progress)
 
     # ---- open choices
 
@@ -386,7 +392,7 @@ class TokenizerManager:
         self._room.add(generation.client, len(wires), len(generation.prompt_ids))
         self._charge(generation.client, len(generation.prompt_ids))
 
-    def _end(self, wire: str, update: GenerationUpdate | None, progress: Progress | None = None) -> None:
+    def _end(self, wire: str, finish: Finish | None, progress: Progress | None = None) -> None:
         choice = self._open.pop(wire, None)
         if choice is None:
             return
@@ -397,12 +403,12 @@ class TokenizerManager:
             self._named.pop(generation.rid, None)
         if not self._open:
             self._idle.set()
-        if update is not None:
-            self._charge(generation.client, update.progress.completion_tokens)
         known = progress or Progress(len(generation.prompt_ids))
-        end = RequestEnd(generation, choice.index, update, known, choice.arrived, time.monotonic())
+        if finish is not None:
+            self._charge(generation.client, known.completion_tokens)
+        end = RequestEnd(generation, choice.index, finish, known, choice.arrived, time.monotonic())
         if self.observer is not None:
-            self.observer.ended(end.seconds, update)
+            self.observer.ended(end.seconds, finish, known)
         for told in self.on_end:
             told(end)
 
@@ -410,12 +416,12 @@ class TokenizerManager:
         if self.charge is not None:
             self.charge(client, tokens)
 
-    def _observe(self, choice: _Choice, update: GenerationUpdate, now: float) -> None:
-        if not update.token_ids:
+    def _observe(self, choice: _Choice, out: TextOut, now: float) -> None:
+        if not out.token_ids:
             return
         if self.observer is not None:
             if choice.latest == 0.0:
                 self.observer.first_token(now - choice.arrived)
             else:
-                self.observer.next_tokens(now - choice.latest, len(update.token_ids))
+                self.observer.next_tokens(now - choice.latest, len(out.token_ids))
         choice.latest = now

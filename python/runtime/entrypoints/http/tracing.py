@@ -75,13 +75,12 @@ class PhaseTracer:
             attributes = {"talon.rid": end.generation.rid, "talon.choice": end.index}
             span = self._tracer.start_span(phase.name, parent, start_time=offset + int(phase.began * 1e9), attributes=attributes)
             span.end(offset + int(phase.ended * 1e9))
-        finish = end.update.finish if end.update is not None else None
         counts = {
             "input_tokens": progress.prompt_tokens,
             "cached_tokens": progress.cached_tokens,
             "output_tokens": progress.completion_tokens,
         }
-        reason = {"gen_ai.response.finish_reason": finish.reason if finish is not None else "failed"}
+        reason = {"gen_ai.response.finish_reason": end.finish.reason if end.finish is not None else "failed"}
         context.span.add_event("end of choice", {**{f"gen_ai.usage.{name}": n for name, n in counts.items()}, **reason})
 
 

@@ -26,6 +26,7 @@ def native_call(body: GenerateBody, defaults: SamplingDefaults) -> Call:
             priority=body.priority,
             cache_salt=body.cache_salt,
             continues_prompt=True,
+            running_counts=body.stream,
         ),
         params={"prompt": body.prompt_field} | {name: f"sampling_params.{name}" for name in SamplingParams.__struct_fields__},
     )

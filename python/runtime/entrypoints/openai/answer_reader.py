@@ -48,7 +48,7 @@ class AnswerReader:
             deltas = [delta for delta in deltas if not (isinstance(delta, (CallStart, CallArguments)) and delta.call > 0)]
         self._called = self._called or any(isinstance(delta, CallStart) for delta in deltas)
         if self._stream_reasoning:
-            return deltas
+            return joined(deltas) if len(deltas) > 1 else deltas
         self._held += deltas
         if not last and all(isinstance(delta, Reasoning) for delta in self._held):
             return []

@@ -75,8 +75,8 @@ class ChatApi:
                 role = {"role": "assistant", "content": ""}
                 yield chunks.choice({"index": index, "delta": role, "logprobs": None, "finish_reason": None}, **prompt_ids)
             async for update in chat.updates():
-                for shown in self._chunks(body, update):
-                    yield chunks.choice(shown)
+                if shown := self._chunks(body, update):
+                    yield b"".join(map(chunks.choice, shown))
         yield chunks.end()
 
     def _chunks(self, body: ChatBody, update: ChatUpdate) -> list[Json]:

@@ -114,6 +114,7 @@ class Chats:
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 continues_prompt=body.continue_final_message,
+                running_counts=body.wants_running_counts,
             ),
             params={"prompt": "messages", "input_ids": "messages", "max_new_tokens": body.limit_name, **grammar_names},
         )

@@ -157,6 +157,7 @@ def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
             priority=body.priority,
             cache_salt=body.cache_salt,
             continues_prompt=True,
+            running_counts=body.wants_running_counts,
         ),
         params={"input_ids": "prompt", "max_new_tokens": "max_tokens", **body.grammar_names()},
     )

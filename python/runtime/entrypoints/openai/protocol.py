@@ -104,6 +104,11 @@ class OpenAIBody(ConstrainedFields):
             raise RequestError("stream_options requires stream: true.", "stream_options")
         return self
 
+    @property
+    def wants_running_counts(self) -> bool:
+        """Whether chunks before the last show acceptance."""
+        return self.return_spec_tokens_details and self.stream_options.continuous_usage_stats
+
     def _check_min_tokens(self, limit_name: str, limit: int) -> None:
         if self.min_tokens > limit:
             raise InvalidField("min_tokens", self.min_tokens, f"at most {limit_name} ({limit})")

@@ -13,7 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.utils import floatToGoString
 
-from runtime.managers.generation import GenerationUpdate
+from runtime.managers.messages import Finish
+from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats
 from runtime.worker_info import WorkerInfo
 
@@ -105,15 +106,15 @@ class Metrics:
         if tokens:
             self._itl.observe(seconds / tokens, tokens)
 
-    def ended(self, seconds: float, update: GenerationUpdate | None) -> None:
-        """A request ended, `seconds` after its start; `update` is None if it failed or its client disconnected."""
-        if update is None or update.finish is None or update.finish.reason == "abort":
+    def ended(self, seconds: float, finish: Finish | None, progress: Progress) -> None:
+        """A request ended, `seconds` after its start; `finish` is None if it failed or its client disconnected."""
+        if finish is None or finish.reason == "abort":
             self._aborted.inc()
             return
         self._e2e.observe(seconds)
-        self._queue.observe(update.progress.queue_seconds)
-        self._generated.inc(update.progress.completion_tokens)
-        self._cached.inc(update.progress.cached_tokens)
+        self._queue.observe(progress.queue_seconds)
+        self._generated.inc(progress.completion_tokens)
+        self._cached.inc(progress.cached_tokens)
 
     def render(self, stats: SchedulerStats | None) -> tuple[bytes, str]:
         """The text that Prometheus scrapes, and its content type.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.managers.generation import Generation, GenerationUpdate
+from runtime.managers.generation import Generation
+from runtime.managers.messages import Finish
 from runtime.managers.telemetry.progress import Progress
 
 Phase = Literal["queue", "prefill", "decode"]
@@ -17,14 +18,14 @@ class RequestEnd:
 
     Attributes:
         index: which of the n choices.
-        update: its last update; None if it failed or its client disconnected.
+        finish: why it ended; None if it failed or its client disconnected.
         progress: its counts as far as they are known.
         began, ended: monotonic seconds: when it was sent to the scheduler, and when its last text arrived.
     """
 
     generation: Generation
     index: int
-    update: GenerationUpdate | None
+    finish: Finish | None
     progress: Progress
     began: float
     ended: float

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 def log_request(end: RequestEnd) -> None:
     """Log the lengths and times of one choice, never its text."""
     name, progress = _name(end), end.progress
-    if end.update is None or end.update.finish is None:
+    if end.finish is None:
         log.info("%s: ended early after %.2f s", name, end.seconds, extra=_fields(end))
         return
     log.info(
@@ -21,7 +21,7 @@ def log_request(end: RequestEnd) -> None:
         progress.prompt_tokens,
         progress.cached_tokens,
         progress.completion_tokens,
-        end.update.finish.reason,
+        end.finish.reason,
         end.seconds,
         progress.queue_seconds,
         extra=_fields(end),
@@ -52,7 +52,7 @@ def _name(end: RequestEnd) -> str:
 
 def _fields(end: RequestEnd) -> dict[str, dict[str, object]]:
     """What the JSON format shows beside the message."""
-    context, finish = end.generation.context, end.update.finish if end.update is not None else None
+    context, finish = end.generation.context, end.finish
     return {
         "fields": {
             **({"request_id": context.request_id} if context is not None else {}),

@@ -18,12 +18,12 @@ class DecodeStats(msgspec.Struct, array_like=True):
     live_rows: int = 0
     padded_rows: int = 0
 
-    def add(self, graph: bool, live_rows: int, padded_rows: int) -> None:
-        """Count one decode step."""
-        self.steps += 1
-        self.graph_steps += graph
-        self.live_rows += live_rows
-        self.padded_rows += padded_rows
+    def add(self, graph: bool, live_rows: int, padded_rows: int, times: int = 1) -> None:
+        """Count one decode step, or several equal ones."""
+        self.steps += times
+        self.graph_steps += graph * times
+        self.live_rows += live_rows * times
+        self.padded_rows += padded_rows * times
 
     def since(self, earlier: DecodeStats) -> DecodeStats:
         """The difference to `earlier`, a copy of this one."""

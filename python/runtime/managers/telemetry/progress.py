@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass, field
+
 import msgspec
 
 from runtime.managers.telemetry.decode_stats import DecodeStats
@@ -19,6 +22,8 @@ class Progress(msgspec.Struct, array_like=True):
         detokenize_seconds: time that the detokenizer worked for it; 0 unless that is measured.
         spec: speculation; None before the first verify step.
         decode: decode steps.
+
+    `spec` and `decode` are up to date in the last reply, and in each one of a request with `running_counts`.
     """
 
     prompt_tokens: int = 0
@@ -29,3 +34,27 @@ class Progress(msgspec.Struct, array_like=True):
     decode: DecodeStats = msgspec.field(default_factory=DecodeStats)
     prefill_seconds: float = 0.0
     detokenize_seconds: float = 0.0
+
+
+DecodeStep = tuple[bool, int, int]
+"""Arguments of `DecodeStats.add`: one decode step."""
+VerifyStep = tuple[int, int, int, int, int]
+"""Arguments of `SpecStats.add`, and a class of context: one verify step of a request."""
+
+
+@dataclass(slots=True)
+class UnsentCounts:
+    """Steps of one request that its `Progress` does not hold yet. Adding up equal ones together is quicker than one by one."""
+
+    decode_steps: dict[DecodeStep, int] = field(default_factory=lambda: defaultdict(int))
+    verify_steps: dict[VerifyStep, int] = field(default_factory=lambda: defaultdict(int))
+
+    def move_to(self, progress: Progress) -> None:
+        """Add them up in `progress`."""
+        for step, times in self.decode_steps.items():
+            progress.decode.add(*step, times)
+        for (accept_len, drafts, max_accept_len, depth, _), times in self.verify_steps.items():
+            progress.spec = progress.spec or SpecStats()
+            progress.spec.add(accept_len, drafts, max_accept_len, depth, times)
+        self.decode_steps.clear()
+        self.verify_steps.clear()

@@ -106,10 +106,15 @@ class EagleWorker(ModelDrafter):
         self.state.reset()
         super().reset()
 
-    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds, eager: bool) -> int:
+    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
         """Follow steps without drafts, if it is time. Guesses are made only before drafts: they are a large part of a pass."""
         variant = self._variant(needs) if depth else KV_ONLY
-        return 0 if self.catch_up is None else self.catch_up.before(rows, bounds, depth, variant, eager)
+        return 0 if self.catch_up is None else self.catch_up.before(rows, bounds, depth, variant)
+
+    def row_state(self, needs: SamplingNeeds) -> list[torch.Tensor]:
+        """The state that draft-extend writes."""
+        state = self.state
+        return [state.hidden, state.tokens, state.scores, *([state.probs] if self._variant(needs) == SAMPLED else [])]
 
     def propose(self, iteration: Iteration) -> DraftWindow:
         """Run draft-decode."""

@@ -11,6 +11,7 @@ an eager iteration of one request takes as long as five replays; a second pass o
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
@@ -32,6 +33,7 @@ from runtime.entrypoints.prepare import prepare
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.drift_alarm import DriftAlarm, Pairs
+from runtime.model_executor.eager_drafts import Compared
 from runtime.model_executor.iteration import Iteration
 from runtime.model_executor.sample_schedule import Samples
 from runtime.speculative.parity import eagerly
@@ -127,31 +129,34 @@ def faulty(run: Session, fault: Fault | None) -> Iterator[AcceptanceMonitor]:
 
 def record_pairs(run: Session, fault: Fault | None) -> Lens:
     """Accepted drafts of each request over time, of one run of all prompts."""
-    texts, rows, fresh = list[list[tuple[int, ...]]](), dict[int, list[tuple[int, ...]]](), set[int]()
-    drafter = run.worker.parts.drafter
-    admitted = drafter.admit
+    texts, rows = list[list[tuple[int, ...]]](), dict[int, list[tuple[int, ...]]]()
+    drafter, drafts, waiting = run.worker.parts.drafter, run.worker.eager_drafts, deque[list[list[tuple[int, ...]]]]()
+    admitted, compared = drafter.admit, drafts.compare
 
     def admit(new_rows: Sequence[RowInit]) -> None:
         admitted(new_rows)
         for init in new_rows:
             rows[init.row] = list[tuple[int, ...]]()
             texts.append(rows[init.row])
-            fresh.add(init.row)
+
+    def compare(iteration: Iteration, committed: torch.Tensor) -> Compared | None:
+        found = compared(iteration, committed)
+        if found is not None:
+            waiting.append([rows[row] for row in iteration.host_rows[found.rows].tolist()])
+        return found
 
     with faulty(run, fault) as monitor:
         count, monitor.schedule = monitor.add, EveryIteration()  # type: ignore[assignment]
 
         def add(iteration: Iteration, lens: np.ndarray, stats: StepStats, pairs: Pairs | None = None) -> None:
-            drafted = [row for row in iteration.host_rows.tolist() if row not in fresh]
-            fresh.clear()
             if pairs is not None:
-                for row, *pair in zip(drafted, pairs.graph.tolist(), pairs.eager.tolist(), pairs.unlike.tolist(), strict=True):
-                    rows[row].append(tuple(pair))
+                for text, *pair in zip(waiting.popleft(), pairs.graph.tolist(), pairs.eager.tolist(), pairs.unlike.tolist(), strict=True):
+                    text.append(tuple(pair))
             count(iteration, lens, stats, pairs)
 
-        monitor.add, drafter.admit = add, admit  # type: ignore[method-assign]
+        monitor.add, drafter.admit, drafts.compare = add, admit, compare  # type: ignore[method-assign]
         run.run()
-        drafter.admit = admitted  # type: ignore[method-assign]
+        drafter.admit, drafts.compare = admitted, compared  # type: ignore[method-assign]
     return [np.array(text) for text in texts if text]
 
 

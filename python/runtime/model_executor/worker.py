@@ -86,6 +86,7 @@ class Worker:
 
     Attributes:
         parts: for checks and tests that look inside; read only.
+        eager_drafts: what samples draft; read only.
         runners: the graph runners of decode steps, deepest first.
         ragged_runners: of verify passes over ragged windows.
         iteration_runners: those of whole iterations, which replay where all `runners` of their depth do.
@@ -112,7 +113,7 @@ class Worker:
         self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
         self.iteration_runners, self.ragged_runners = tuple(parts.iterations.runners.values()), tuple(parts.verifier.ragged_runners)
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
-        self._eager = EagerDrafts(parts.target, parts.inputs, parts.drafter, parts.verifier)
+        self.eager_drafts = EagerDrafts(parts.target, parts.inputs, parts.drafter, parts.verifier)
         self._step_seconds, self._token_checks = 0.0, 0
         self._read_at, self._prompts_read = 0.0, False  # when the last step was read, and whether it had prompts
         self._profiler = Profiler("scheduler", parts.target.device)
@@ -234,7 +235,7 @@ class Worker:
             target.copy_pages(batch, self.parts.kv_pools)
         chunk_rows, rows = target.stage_rows(batch, size)
         self.parts.drafter.admit(batch.new_rows)
-        self._eager.admit(batch.new_rows)
+        self.eager_drafts.admit(batch.new_rows)
         self.parts.grammars.admit(batch.new_rows)
         chunks = target.stage_chunks(batch, chunk_rows) if batch.num_prompts else None
         first = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, wanted=batch.next_tokens < 0)
@@ -246,10 +247,10 @@ class Worker:
                 with span("iteration"):
                     emitted, verified = self.parts.iterations.run(iteration)
                     hit = self.parts.experts.sample(iteration.live * (depth + 1))
-                    compared = self._eager.compare(iteration, emitted)
+                    compared = self.eager_drafts.compare(iteration, emitted)
                     decodes = send_to_host(target, iteration, emitted, verified, None, hit, compared)
                     if iteration.sample.taken:
-                        self._eager.draft(iteration, *verified_chain(iteration, emitted, verified))
+                        self.eager_drafts.draft(iteration, *verified_chain(iteration, emitted, verified))
             else:
                 prompts, decodes = self._iterate(batch, chunks, first, iteration)
         elif chunks is not None:
@@ -287,7 +288,7 @@ class Worker:
             started=started,
             unfollowed=unfollowed,
         )
-        return self._eager.begin(iteration, alone=first == 0)
+        return self.eager_drafts.begin(iteration, alone=first == 0)
 
     def _caps(self, host_rows: Int32, depth: int, size: int, widths: Int32) -> DraftCaps | None:
         """The caps of these rows, which their windows of `widths` lower, if one is below `depth`."""
@@ -322,7 +323,7 @@ class Worker:
                 extend, prompts = self._sample_next(batch, chunks, first, states)
             iteration = masked(iteration)
             result = self.parts.accepter.accept(iteration, draft, verified, window)
-            compared = self._eager.compare(iteration, result.tokens)
+            compared = self.eager_drafts.compare(iteration, result.tokens)
             decodes = send_to_host(target, iteration, result.emitted(), verified, result.path, hit, compared)
             if iteration.grammar is not None:
                 self.parts.grammars.follow(iteration.grammar, result.tokens[: iteration.live], result.accept_lens[: iteration.live])
@@ -333,7 +334,7 @@ class Worker:
             accepted = Accepted(result, draft.tokens, verified.features)
             drafter.follow(iteration, accepted)
         if iteration.sample.taken:
-            self._eager.draft(iteration, draft, accepted)
+            self.eager_drafts.draft(iteration, draft, accepted)
         return prompts, decodes
 
     def _read(

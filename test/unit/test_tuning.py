@@ -74,7 +74,7 @@ def simulated(table: Table, sizes: list[int], acceptance: tuple[float, ...], rou
 @pytest.mark.parametrize(("table", "sizes"), [(FAST, [1, 2, 4, 8, 16, 32, 64, 128, 256]), (SLOW, [1, 2, 4, 8, 16])])
 def test_the_choice_is_within_three_percent_of_the_full_grid(table: Table, sizes: list[int], accept_length: str) -> None:
     acceptance = synthetic_acceptance(accept_length, max(DEPTHS), 3)
-    chains = simulated(table, sizes, acceptance, tune.MOST_ROUNDS)
+    chains = simulated(table, sizes, acceptance, tune.SWEEPS * tune.MOST_ROUNDS)
     plan = chain_plan(chains.rates())
     tokens = {depth: 1 + np.cumprod(acceptance[:depth]).sum() for depth in range(max(DEPTHS) + 1)}
     for size in sizes:

@@ -133,6 +133,19 @@ def test_slow_depths_leave_later_rounds() -> None:
     assert len(trial.cells[64, 0].times) > 3 * len(trial.cells[64, 7].times) > 0
 
 
+def test_load_that_slows_whole_rounds_does_not_change_the_times_of_depths() -> None:
+    """Depths of one round are slowed alike; the median over rounds leaves out what slows one of them."""
+    rng, trial = np.random.default_rng(3), DepthTrial((0, 3))
+    trial.begin(4)
+    rows, lens = DecodeRows(np.full(4, 9), np.ones(4, dtype=np.bool_), 0), {0: np.ones(4, dtype=np.int64), 3: np.full(4, 2)}
+    while trial.rounds < 8:
+        slow = 1.0 if trial.rounds < 3 else 2.0 + trial.rounds
+        depth = trial.choose(rows, {0: 4, 3: 4})
+        once = 9.0 if rng.random() < 0.1 else 1.0
+        trial.observe(Observed(depth, 4, lens[depth], rows.caps, rows.greedy, 0, 1e-3 * slow * once * (2 if depth else 1)))
+    assert trial.seconds(4, 3) / trial.seconds(4, 0) == pytest.approx(2.0, rel=0.05)
+
+
 # ---- the file
 
 

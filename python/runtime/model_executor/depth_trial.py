@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +30,11 @@ class Cell:
     def times(self) -> list[float]:
         """Those of all rounds."""
         return [seconds for block in self.rounds.values() for seconds in block]
+
+
+def _typical(blocks: Iterable[Sequence[float]]) -> float:
+    """The geometric mean of the blocks' medians."""
+    return float(np.exp(np.mean([np.log(np.median(block)) for block in blocks])))
 
 
 class DepthTrial:
@@ -70,9 +75,7 @@ class DepthTrial:
         shared = set(cells[depth].rounds).intersection(*steady)
         if not shared:
             return float(np.quantile(cells[depth].times, 0.25))
-        scales = {
-            at: float(np.exp(np.mean([np.log(np.median(rounds[at])) for rounds in steady]))) for at in set.intersection(*map(set, steady))
-        }
+        scales = {at: _typical(rounds[at] for rounds in steady) for at in set.intersection(*map(set, steady))}
         share = np.median([np.median(cells[depth].rounds[at]) / scales[at] for at in shared])
         return float(share * np.quantile(list(scales.values()), 0.25))
 

@@ -231,9 +231,16 @@ class Chains:
 
     @property
     def points(self) -> list[CostPoint]:
-        """Measured times, one for each padded batch size and depth."""
+        """Measured times, one for each padded batch size and depth.
+
+        Fewer drafts never take longer, and other load only adds time: each time is at most those of deeper iterations of the same batch.
+        """
         found = {(cell.size, depth): self.trial.seconds(requests, depth) for (requests, depth), cell in sorted(self.trial.cells.items())}
-        return [CostPoint(size, depth, seconds) for (size, depth), seconds in found.items()]
+
+        def least(size: int, depth: int) -> float:
+            return min(seconds for (rows, drafts), seconds in found.items() if rows == size and drafts >= depth)
+
+        return [CostPoint(size, depth, least(size, depth)) for size, depth in found]
 
     def rates(self) -> dict[int, dict[int, float]]:
         """Tokens per second by requests, up to the largest measured batch, and depth; between measured batches as expected."""

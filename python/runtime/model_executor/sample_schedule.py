@@ -15,7 +15,7 @@ RISE = 6.0
 """The gap between samples shrinks by exp(`RISE` x evidence in nats): one right draft that only the eager side has is half a nat."""
 STRONG = 1.5
 """Evidence, in nats, that sound graphs seldom show: below it `EASY_SHARE` of the reserve can be spent."""
-EASY_SHARE = 0.3
+EASY_SHARE = 0.4
 LEAST_EXTRA, MOST_EXTRA = 0.05, 16.0
 """Minimum and maximum extra time of a sample, in replays: its first run may compile kernels."""
 
@@ -38,7 +38,7 @@ class Kind:
     refill: float
 
 
-WHOLE, DRAFTS = Kind(480, 0.002, 5.0, 130.0, 0.004), Kind(8, 0.005, 0.15, 200.0, 0.006)
+WHOLE, DRAFTS = Kind(480, 0.002, 5.0, 130.0, 0.004), Kind(8, 0.005, 0.15, 400.0, 0.01)
 
 
 class Samples:

@@ -35,8 +35,8 @@ from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.drift_alarm import DriftAlarm, Pairs
 from runtime.model_executor.eager_drafts import Compared
 from runtime.model_executor.iteration import Iteration
+from runtime.model_executor.parity import eagerly
 from runtime.model_executor.sample_schedule import Samples
-from runtime.speculative.parity import eagerly
 from runtime.text.tokenizer import Tokenizer
 
 NAME = "drift_alarm"
@@ -68,14 +68,16 @@ Fault = Callable[[dict[str, torch.Tensor]], None]
 
 def session(prompts: int, new_tokens: int) -> Session:
     """The embedded model with its draft on a CPU, all runners over padded buffers."""
-    from runtime.speculative.build import build_speculative_worker
+    from runtime.model_executor.build import build_worker
+    from runtime.model_executor.context import BuildOptions
+    from runtime.speculative.registry import make_drafter
 
     flags = ["--device", "cpu", "--speculative-algorithm", "EAGLE3", "--max-running-requests", "16", "--log-level", "warning"]
     flags += ["--speculative-disable-by-batch-size", "16"]
     shape = ["--speculative-num-steps", str(STEPS), "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(STEPS + 1)]
     config, model_config = prepare(parse([*flags, *shape]).args)
     ids = tokenised(Tokenizer.load(config.model.tokenizer_path), read_prompts(Options(EMBEDDED_PROMPTS, prompts, new_tokens)))
-    worker = build_speculative_worker(config, model_config, "eager", [1, 2, 4, 8, 16])
+    worker = build_worker(config, model_config, make_drafter, BuildOptions("eager", [1, 2, 4, 8, 16]))
     return Session(worker, config, model_config, ids, new_tokens)
 
 

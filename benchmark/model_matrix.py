@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import layer_times, picture, plots
+from benchmark.machine import slug
 from benchmark.markdown import Result, percent, provenance, table
 from benchmark.model_cases import CASES, Case, Served, prepare, prepare_tiny
 from benchmark.record import Record
@@ -21,6 +22,7 @@ from benchmark.sweep import Setup, arguments, names, numbers, random_ids, sweep
 NAME = "model_matrix"
 KEYS = ("model", "mode", "concurrency", "input_len", "output_len", "tp_size")
 MODES = ("plain", "drafts")
+PEERS_DEVICE = "nvidia-h200"
 PEERS_SOURCE = (
     "kernel times of NVIDIA's aiconfigurator, commit 095f58a51 (SGLang 0.5.14, vLLM 0.22 to 0.24, TensorRT-LLM 1.3.0rc20), summed up"
 )
@@ -28,7 +30,13 @@ PEERS_SOURCE = (
 
 def render(result: Result) -> str:
     """One table per model."""
-    return f"{summary(result)}\n\nTalon: {provenance(result)} Peers: {PEERS_SOURCE}."
+    peers = f" Peers: {PEERS_SOURCE}." if _beside_peers(result) else ""
+    return f"{summary(result)}\n\nTalon: {provenance(result)}{peers}"
+
+
+def _beside_peers(result: Result) -> bool:
+    """Whether the rows were measured on the kind of machine of the peers' figures."""
+    return slug(result["machine"]) == PEERS_DEVICE
 
 
 def summary(result: Result) -> str:
@@ -37,7 +45,7 @@ def summary(result: Result) -> str:
     for model in dict.fromkeys(row["model"] for row in result["rows"]):
         case = CASES.get(model)
         rows = [row for row in result["rows"] if row["model"] == model]
-        peers = f" Peers at c=1, plain: {case.peers} tok/s." if case and case.peers else ""
+        peers = f" Peers at c=1, plain: {case.peers} tok/s." if case and case.peers and _beside_peers(result) else ""
         parts += [f"**{case.title if case else model}**: output tok/s (share of the roof).{peers}", "", _table(rows), ""]
     if extrapolated := layer_times.summary(result["rows"]):
         parts += [extrapolated]

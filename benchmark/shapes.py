@@ -14,7 +14,7 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 TARGET = CONFIGS / "llama-3-8b"
 EAGLE_HEAD = CONFIGS / "llama-3-8b-eagle"
 
-READ_BYTES_PER_SECOND = {"nvidia-h200": 4.32e12}
+READ_BYTES_PER_SECOND = {"nvidia-h200": 4.32e12, "nvidia-h100-80gb-hbm3": 3.08e12}
 """Memory bandwidth by machine, measured with a kernel that only reads; other machines have no roof."""
 
 _BYTES = 2  # bf16

@@ -16,7 +16,7 @@ from benchmark.shapes import READ_BYTES_PER_SECOND, Model, big_model, named_mode
 KEPT = (
     *("completed", "failed", "duration", "total_input_tokens", "total_output_tokens", "output_throughput", "total_throughput"),
     *("mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_itl_ms", "p99_itl_ms"),
-    *("mean_e2e_latency_ms", "accept_length", "per_position_acceptance", "graph_hit_rate", "padding_waste"),
+    *("mean_e2e_latency_ms", "accept_length", "per_position_acceptance", "steps_by_depth", "graph_hit_rate", "padding_waste"),
 )
 FACTS = ("exchange_micros", "distinct_experts")
 """Facts of the worker that a row holds, where it has them."""
@@ -79,15 +79,21 @@ def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof
 
 
 def roof_share(row: Row, roof: Roof, bytes_per_second: float | None) -> Row:
-    """`iteration_ms`, `roof_ms` and `roof_share` (roof / measured) of a decode step at the mean context of the run."""
+    """`iteration_ms`, `roof_ms` and `roof_share` (roof / measured) of a decode step at the mean context of the run.
+
+    With drafts, both times are means over the depths at which the steps ran (`steps_by_depth`), or those of the label `steps` where the
+    server did not count them. The accept length is that of steps with drafts.
+    """
     if bytes_per_second is None or not row["mean_tpot_ms"]:
         return {}
     context = row["input_len"] + row["output_len"] / 2
-    accepted = (row["accept_length"] or 1.0) if row.get("steps", 0) else 1.0
+    accepted = row["accept_length"] or 1.0 if row.get("steps", 0) else 1.0
     steps = row.get("steps", 0) if accepted > 1 else 0  # the depth table may choose not to draft
-    least = roof.roof_ms(steps, row["concurrency"], context, bytes_per_second)
-    measured = row["mean_tpot_ms"] * accepted
+    counts = {int(depth): count for depth, count in (row.get("steps_by_depth") or {steps: 1}).items()}
+    total = sum(counts.values())
+    least = sum(count * roof.roof_ms(depth, row["concurrency"], context, bytes_per_second) for depth, count in counts.items()) / total
     least /= row.get("tp_size", 1)  # each rank reads its part
+    measured = row["mean_tpot_ms"] * sum(count * (accepted if depth else 1.0) for depth, count in counts.items()) / total
     return {"iteration_ms": measured, "roof_ms": least, "roof_share": least / measured}
 
 

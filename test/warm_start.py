@@ -33,8 +33,8 @@ import setproctitle
 IMPORTED = (
     "runtime", "runtime.bench_serving", "runtime.launch_server", "runtime.entrypoints.child", "runtime.entrypoints.server.server",
     "runtime.entrypoints.prepare", "runtime.entrypoints.processes", "runtime.managers.scheduler", "runtime.model_executor.build",
-    "runtime.models.registry", "runtime.speculative.build", "runtime.layers.attention.torch_native", "benchmark.sweep", "benchmark.picture",
-    "httpx", "matplotlib.figure", "uvicorn",
+    "runtime.models.registry", "runtime.speculative.registry", "runtime.layers.attention.torch_native", "benchmark.sweep",
+    "benchmark.picture", "httpx", "matplotlib.figure", "uvicorn",
 )  # fmt: skip
 TEST = Path(__file__).resolve().parent
 OURS = ("runtime.", "benchmark.", "process.")

@@ -153,8 +153,8 @@ class Keys:
 def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     """FA3 and all configurations as functions that attend in all layers, with the same queries, keys and lengths."""
     from runtime.layers.attention.fa3 import FlashAttention
+    from runtime.layers.attention.kernels.paged_keys import PagedKeys
     from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention
-    from runtime.layers.attention.kernels.split_keys import SplitKeys
     from runtime.layers.attention.kernels.split_schedule import schedule_work
 
     page, width, size, _, _ = case
@@ -174,7 +174,7 @@ def runs(keys: Keys, case: Case) -> dict[str, Callable[[], list[torch.Tensor]]]:
     def split(config: SplitConfig) -> Callable[[], list[torch.Tensor]]:
         sizes = split_shape(size, width, config)
         workspace = SplitWorkspace([sizes], q.device)
-        where = SplitKeys(table.pages, rows, lens, page, sizes.empty_schedule(q.device))
+        where = PagedKeys(table.pages, rows, lens, page, sizes.empty_schedule(q.device))
         if where.schedule is not None:
             schedule_work(lens, sizes.splits, config.tile, where.schedule)
         return lambda: [split_attention(q, k, v, where, sizes, workspace, D**-0.5, pdl=True) for k, v in zip(pool.k, pool.v, strict=True)]

@@ -30,8 +30,8 @@ from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from runtime.model_executor.context import ReplayKind
+    from runtime.model_executor.parity import Outcome
     from runtime.model_executor.worker import Worker
-    from runtime.speculative.parity import Outcome
 
 EMBEDDED_PROMPTS = Path(__file__).parent / "assets" / "chat_prompts.jsonl"
 DIFFERENT = 1
@@ -152,7 +152,7 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
         raise ConfigError("there is no acceptance without speculation; give --speculative-algorithm and its flags")
     from runtime.model_executor.acceptance import side_by_side
     from runtime.model_executor.graph_runner import RunMode
-    from runtime.speculative.parity import eagerly
+    from runtime.model_executor.parity import eagerly
 
     most = max(len(prompts), (speculative.disable_by_batch_size or 0) + 1)  # requests at once, in `run`
     on_cpu = config.device.device == "cpu"
@@ -185,17 +185,20 @@ def open_worker(
     config: RuntimeConfig, model_config: ModelConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None
 ) -> Iterator[Worker]:
     """A worker in this process, with plain decoding beside drafts; rank 0 of several with --tp-size."""
+    from runtime.model_executor.build import build_worker
+    from runtime.model_executor.context import BuildOptions
+
+    options = BuildOptions(replay, sizes, with_plain=True)
     with ExitStack() as stack:
         if config.parallel.tp_size > 1:
-            from runtime.entrypoints.rank import BuildOptions, lead
+            from runtime.entrypoints.rank import lead
             from runtime.entrypoints.rank_session import other_ranks
 
-            place = stack.enter_context(other_ranks(config))
-            worker = lead(config, model_config, place, BuildOptions(replay, sizes, with_plain=True))
+            worker = lead(config, model_config, stack.enter_context(other_ranks(config)), options)
         else:
-            from runtime.speculative.build import build_speculative_worker
+            from runtime.speculative.registry import make_drafter
 
-            worker = build_speculative_worker(config, model_config, replay, sizes, with_plain=True)
+            worker = build_worker(config, model_config, make_drafter, options)
         stack.callback(worker.close)
         yield worker
 
@@ -246,7 +249,7 @@ class Session:
         for, and the last ones together. Prompts that are too few for both run more than once: the texts of a prompt
         follow each other.
         """
-        from runtime.speculative.parity import Outcome
+        from runtime.model_executor.parity import Outcome
 
         limits, count = self.worker.parts.depths.limits, len(self.prompts)
         with_drafts = min(limits.values())

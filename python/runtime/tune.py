@@ -24,6 +24,7 @@ from runtime import log as logging_setup
 from runtime.check_acceptance import Options as PromptOptions
 from runtime.check_acceptance import fit, open_worker, read_prompts, tokenised
 from runtime.config.attention_caps import MAX_TREE_BITS
+from runtime.config.draft_algorithms import ALGORITHM_CAPS
 from runtime.config.flag_parser import parse
 from runtime.config.machine import probe
 from runtime.config.refusals import check_output, flag_of
@@ -169,7 +170,7 @@ def chain_config(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
     speculative = config.speculative
     if speculative is None:
         raise ConfigError("There are no drafts to tune. Give --speculative-algorithm and its flags.")
-    if speculative.algorithm == "DFLASH" and speculative.draft_model_path is not None:
+    if ALGORITHM_CAPS[speculative.algorithm].blocks and speculative.draft_model_path is not None:
         whole = min(read_block_size(speculative.draft_model_path), MAX_TREE_BITS) - 1
         depths = tuple(sorted({*(depth for depth in speculative.depths if depth < whole), whole}))
         speculative = structs.replace(speculative, depths=depths, num_steps=whole, num_draft_tokens=whole + 1)
@@ -187,7 +188,8 @@ def may_branch(config: RuntimeConfig) -> bool:
     """Whether the draft can grow trees that can be measured here: not with several ranks, nor with synthetic acceptance."""
     speculative = config.speculative
     assert speculative is not None
-    return speculative.algorithm in ("EAGLE", "EAGLE3", "MTP") and speculative.synthetic_accept is None and config.parallel.tp_size == 1
+    trees = ALGORITHM_CAPS[speculative.algorithm].trees
+    return trees and speculative.synthetic_accept is None and config.parallel.tp_size == 1
 
 
 def batch_sizes(config: RuntimeConfig, options: Options) -> list[int]:

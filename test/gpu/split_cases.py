@@ -11,8 +11,8 @@ import torch
 
 from runtime.config.kernel_configs import ClusterConfig, SplitConfig
 from runtime.layers.attention.kernels import cluster_decode
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention
-from runtime.layers.attention.kernels.split_keys import SplitKeys
 from runtime.layers.attention.kernels.split_schedule import schedule_work
 from runtime.layers.attention.kernels.split_shape import SplitShape
 
@@ -35,7 +35,7 @@ KERNELS = [pytest.param(SMALL, id="triton"), pytest.param(CLUSTER, id="cluster",
 @dataclass
 class Case:
     shape: SplitShape
-    keys: SplitKeys
+    keys: PagedKeys
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -100,7 +100,7 @@ def make_case(
     shape = SplitShape(B, width, H, G, D, sms, config)
     ints = {"dtype": torch.int32, "device": DEVICE}
     schedule = shape.empty_schedule(DEVICE)
-    keys = SplitKeys(pages.to(DEVICE), torch.arange(1, B + 1, **ints), torch.tensor(lens, **ints), page_size, schedule)
+    keys = PagedKeys(pages.to(DEVICE), torch.arange(1, B + 1, **ints), torch.tensor(lens, **ints), page_size, schedule)
     if schedule is not None:
         schedule_work(keys.seq_lens, shape.splits, config.tile, schedule)
     q = torch.randn((B * width, H, D)).to(DEVICE, dtype)

@@ -11,12 +11,12 @@ import torch
 pytest.importorskip("triton")
 
 from runtime.config.kernel_configs import ClusterConfig, LatentConfig, SplitConfig
-from runtime.layers.attention.kernels.latent_decode import LatentKeys, LatentShape, LatentWorkspace, latent_attention
+from runtime.layers.attention.kernels.latent_decode import LatentShape, LatentWorkspace, latent_attention
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention
-from runtime.layers.attention.kernels.split_keys import SplitKeys
 from runtime.layers.attention.kernels.split_schedule import schedule_work
 from runtime.layers.attention.kernels.split_shape import SplitShape
-from runtime.layers.attention.kernels.tree_tail import TailKeys, merge_tree_tail
+from runtime.layers.attention.kernels.tree_tail import merge_tree_tail
 from runtime.layers.attention.kernels.wide_prefill import PromptKeys, wide_prefill
 from runtime.layers.kernels.latent_rows import write_latent
 from runtime.layers.kernels.rope_and_cache import rope_and_cache
@@ -62,7 +62,7 @@ def test_split_attention_reads_keys_behind_2_to_the_31_values(kernel: str) -> No
         schedule = shape.empty_schedule(DEVICE)
         if schedule is not None:
             schedule_work(lens, shape.splits, config.tile, schedule)
-        keys = SplitKeys(at, torch.zeros(1, **INTS), lens, PAGE, schedule)
+        keys = PagedKeys(at, torch.zeros(1, **INTS), lens, PAGE, schedule)
         return split_attention(q, cache, cache, keys, shape, SplitWorkspace([shape], DEVICE), D**-0.5)
 
     assert shape.splits > 1
@@ -75,8 +75,8 @@ def test_tree_tails_read_keys_behind_2_to_the_31_values() -> None:
     pool, first = behind(small)
 
     def attend(cache: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        keys, lse = TailKeys(at, torch.zeros(1, **INTS), lens, PAGE, 2), torch.zeros((2, H), device=DEVICE)
-        return merge_tree_tail(q, cache, cache, keys, mask, D**-0.5, prefix.clone(), lse, True)
+        keys, lse = PagedKeys(at, torch.zeros(1, **INTS), lens, PAGE), torch.zeros((2, H), device=DEVICE)
+        return merge_tree_tail(q, cache, cache, keys, 2, mask, D**-0.5, prefix.clone(), lse, True)
 
     assert torch.equal(attend(pool, pages + first), attend(small, pages))
 
@@ -99,7 +99,7 @@ def test_latent_attention_reads_rows_behind_2_to_the_31_values() -> None:
     pool, first = behind(small)
 
     def attend(cache: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        keys = LatentKeys(at, torch.zeros(1, **INTS), torch.tensor([120], **INTS), PAGE)
+        keys = PagedKeys(at, torch.zeros(1, **INTS), torch.tensor([120], **INTS), PAGE)
         return latent_attention(q, cache, keys, shape, LatentWorkspace([shape], DEVICE), 0.2)
 
     assert shape.splits > 1

@@ -16,7 +16,8 @@ from runtime.batch import ForwardMode
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import LatentConfig
 from runtime.layers.attention.base import AttentionShape, AttentionSpec, plan_pass
-from runtime.layers.attention.kernels.latent_decode import LatentKeys, LatentShape, LatentWorkspace, latent_attention
+from runtime.layers.attention.kernels.latent_decode import LatentShape, LatentWorkspace, latent_attention
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.registry import build_backend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.kernels.latent_rows import rotate_heads, write_latent
@@ -39,7 +40,7 @@ TREE = (1, 3, 5, 11)
 
 
 def definition(
-    q: torch.Tensor, cache: torch.Tensor, keys: LatentKeys, rank: int, scale: float, mask: torch.Tensor | None, tail: int
+    q: torch.Tensor, cache: torch.Tensor, keys: PagedKeys, rank: int, scale: float, mask: torch.Tensor | None, tail: int
 ) -> torch.Tensor:
     """One query and head after the other, in float32."""
     rows, outs = cache.flatten(0, 1)[:, 0].float(), []
@@ -78,7 +79,7 @@ def test_split_attention_follows_the_definition(
     pages = torch.randperm((len(lens) + 1) * columns).int().view(-1, columns).to(DEVICE)
     cache = torch.randn(pages.numel(), page_size, 1, 48).to(DEVICE, DTYPE)
     rows = torch.arange(1, len(lens) + 1, dtype=torch.int32, device=DEVICE)
-    keys = LatentKeys(pages, rows, torch.tensor(lens, dtype=torch.int32, device=DEVICE), page_size)
+    keys = PagedKeys(pages, rows, torch.tensor(lens, dtype=torch.int32, device=DEVICE), page_size)
     q = torch.randn(len(lens) * width, heads, 48).to(DEVICE, DTYPE)
     mask = torch.tensor(TREE[:width] * len(lens), device=DEVICE) if tree else None
     tail = width if tree else 0

@@ -13,7 +13,8 @@ from gpu.split_cases import BF16, NEEDS_HOPPER
 from runtime.config.device_tuning import H200
 from runtime.layers.attention.kernels import latent_cluster
 from runtime.layers.attention.kernels.latent_cluster import CUTS, RANK, ROPE, ClusterCut, latent_cluster_attention
-from runtime.layers.attention.kernels.latent_decode import LatentKeys, LatentShape, LatentWorkspace, latent_attention
+from runtime.layers.attention.kernels.latent_decode import LatentShape, LatentWorkspace, latent_attention
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.latent_rows import write_latent
 from runtime.layers.latent_heads import LatentHeads
@@ -36,7 +37,7 @@ class Case:
     shape: LatentShape
     q: torch.Tensor
     cache: torch.Tensor
-    keys: LatentKeys
+    keys: PagedKeys
 
     def run(self, kernel: str = "cluster", pdl: bool = False) -> torch.Tensor:
         if kernel == "split":
@@ -71,7 +72,7 @@ def make_case(lens: list[int], width: int, heads: int, page_size: int) -> Case:
     cache = torch.randn((pages.numel(), page_size, 1, RANK + ROPE), device=device).to(BF16)
     q = torch.randn((batch * width, heads, RANK + ROPE), device=device).to(BF16)
     rows = torch.arange(1, batch + 1, dtype=torch.int32, device=device)
-    return Case(shape, q, cache, LatentKeys(pages, rows, torch.tensor(lens, dtype=torch.int32, device=device), page_size))
+    return Case(shape, q, cache, PagedKeys(pages, rows, torch.tensor(lens, dtype=torch.int32, device=device), page_size))
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:

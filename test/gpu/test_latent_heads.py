@@ -13,7 +13,8 @@ from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import LatentConfig
 from runtime.layers.attention.kernels.absorb_queries import absorb_queries
 from runtime.layers.attention.kernels.absorb_queries import supports as can_absorb
-from runtime.layers.attention.kernels.latent_decode import LatentKeys, LatentShape, LatentWorkspace, latent_attention, trial_inputs
+from runtime.layers.attention.kernels.latent_decode import LatentShape, LatentWorkspace, latent_attention, trial_inputs
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.project_values import project_values
 from runtime.layers.attention.kernels.project_values import supports as can_project
 from runtime.layers.gemm.resident_gemm import resident_config, resident_gemm
@@ -161,7 +162,7 @@ class Chain:
     down: torch.Tensor
     shape: LatentShape
     cache: torch.Tensor
-    keys: LatentKeys
+    keys: PagedKeys
     workspace: LatentWorkspace
 
     @classmethod

@@ -13,9 +13,9 @@ from runtime.layers.moe.router import Routing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 EXPERTS, TOP_K, ROUNDING = 12, 4, 1e-2
-SIZES = [(512, 384), (2880, 192), (64, 2880), (448, 704)]
+SIZES = [(512, 384), (2880, 192), (64, 2880), (448, 704), (2880, 1472)]
 """Hidden and inner sizes: whole stages and tiles of weights; halves of stages; fewer columns than a stage; parts of tiles."""
-PAIRS = [48, 128]
+PAIRS = [32, 48, 128]
 
 
 class Layer(AnyLayer):

@@ -286,26 +286,26 @@ def test_every_uploaded_array_is_aligned_whatever_came_before_it() -> None:
 
 
 def test_kernels_compiled_side_by_side_get_their_own_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime import driver
+    from triton.runtime import build
 
     from runtime.layers.gemm.autotune import compile_all
     from runtime.layers.gemm.triton_gemm import TritonConfig, _triton_gemm_kernel, triton_gemm
 
     x, weight = rand(4, 128), rand(256, 128)
     configs = [TritonConfig(block_n, 32, warps, stages) for block_n in (32, 64) for warps in (4, 8) for stages in (2, 3, 4)]
-    make, inside, most = driver.active.launcher_cls, [0], [0]
+    load, inside, most = build._load_module_from_path, [0], [0]
 
-    def watched(source: object, metadata: object) -> object:
+    def watched(name: str, path: str) -> object:
         inside[0] += 1
         most[0] = max(most[0], inside[0])
         time.sleep(0.01)
         inside[0] -= 1
-        return make(source, metadata)
+        return load(name, path)
 
-    monkeypatch.setattr(driver.active, "launcher_cls", watched)
+    monkeypatch.setattr(build, "_load_module_from_path", watched)
     _triton_gemm_kernel.device_caches.clear()
     outs = [torch.empty(4, 256, dtype=BF16, device="cuda") for _ in configs]
     compile_all([lambda _, o=out, c=config: triton_gemm(x, weight, o, c, Epilogue()) for out, config in zip(outs, configs, strict=True)])
-    assert most == [1], "two at once: one may get the arguments of the other"
+    assert most == [1], "two launchers loaded at once: one may get the arguments of the other"
     for out in outs:
         torch.testing.assert_close(out, F.linear(x, weight), rtol=TOLERANCE, atol=TOLERANCE * 16)

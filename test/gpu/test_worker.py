@@ -68,14 +68,13 @@ def build(setup: str | Setup, replay: Literal["cuda", "eager"], spec: Speculativ
     )  # fmt: skip
     family = {} if one.window < 0 else {"architecture": "MistralForCausalLM", "window": (one.window,) * 3}
     model = tiny_model(dtype=one.dtype, max_context_len=4 * one.chunk, **SHAPE, **family)
-    if spec is None:
-        from runtime.model_executor.build import build_worker
+    from runtime.model_executor.build import build_worker
+    from runtime.model_executor.context import BuildOptions
+    from runtime.speculative.registry import make_drafter
 
-        return build_worker(config, model, replay, SIZES, timings=TIMINGS)
-    from runtime.speculative.build import build_speculative_worker
-
-    worker = build_speculative_worker(config, model, replay, SIZES, timings=TIMINGS)
-    worker.parts.monitor.schedule = EveryNth(512)  # too few iterations to have a sample
+    worker = build_worker(config, model, make_drafter, BuildOptions(replay, SIZES, timings=TIMINGS))
+    if spec is not None:
+        worker.parts.monitor.schedule = EveryNth(512)  # too few iterations to have a sample
     return worker
 
 

@@ -11,11 +11,12 @@ import torch
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.linear import Linear
 from runtime.model_executor.build import build_worker
+from runtime.model_executor.context import BuildOptions
 from runtime.model_executor.followers import Followers
 from runtime.models.config import ModelConfig
 from runtime.models.eagle import LlamaForCausalLMEagle
 from runtime.models.eagle3 import LlamaForCausalLMEagle3
-from runtime.speculative.build import build_speculative_worker
+from runtime.speculative.registry import make_drafter
 from unit.driver import EveryNth
 from unit.tiny import tiny_model, tiny_runtime, tiny_speculative
 
@@ -62,7 +63,7 @@ def plain(
 ) -> Any:
     """The same target without speculation."""
     config = tiny_runtime(**{**RUNTIME, **runtime})
-    worker = build_worker(config, model or model_config(), replay, sizes, group=group, followers=followers)
+    worker = build_worker(config, model or model_config(), options=BuildOptions(replay, sizes), group=group, followers=followers)
     calm(worker.parts.target.runner.model, sharp)
     return worker
 
@@ -87,7 +88,7 @@ def speculating(
     config = tiny_runtime(
         tiny_speculative("", algorithm=algorithm, **{"draft_model_path": folder, **spec}), **{**RUNTIME, **(runtime or {})}
     )
-    worker = build_speculative_worker(config, model or model_config(), replay, sizes, group=group, followers=followers)
+    worker = build_worker(config, model or model_config(), make_drafter, BuildOptions(replay, sizes), group, followers)
     worker.parts.monitor.schedule = EveryNth(512)  # too few iterations to have a sample
     calm(worker.parts.target.runner.model, sharp)
     if algorithm == "STANDALONE":
@@ -109,7 +110,8 @@ def exact_product(self: Linear, x: torch.Tensor, in_prompt: bool = False) -> tor
 def calm(model: Any, sharp: float) -> None:
     """Attention that matters, but less than the token itself; `sharp` multiplies the logits."""
     for layer in model.layers:
-        layer.attention.o_proj.weight.mul_(0.4)
+        storage = layer.attention.o_proj.storage
+        (storage.weight if storage.scale is None else storage.scale).mul_(0.4)
     model.lm_head.weight.mul_(8.0 * sharp)
 
 

@@ -90,6 +90,9 @@ def test_roof_share_is_per_iteration() -> None:
     assert share["iteration_ms"] == 5.0
     assert share["roof_share"] == pytest.approx(4.55 / 5.0, rel=0.01)
     assert roof_share(row, shape, None) == {}, "no share without a measured bandwidth"
+    mixed = roof_share(row | {"steps_by_depth": {"0": 10, "3": 30}}, shape, 4.32e12)
+    assert mixed["iteration_ms"] == 2.0 * (10 + 30 * 2.5) / 40, "steps without drafts commit one token"
+    assert mixed["roof_ms"] == pytest.approx((10 * 3.47 + 30 * 4.55) / 40, rel=0.01)
 
 
 @pytest.mark.parametrize(

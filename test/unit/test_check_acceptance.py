@@ -15,12 +15,12 @@ import torch
 from runtime import check_acceptance
 from runtime.config.device_tuning import H200
 from runtime.errors import BAD_USE, ConfigError
+from runtime.model_executor import build as worker_build
 from runtime.model_executor.graph_capture import capture_all
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.parity import check_parity, eagerly, run_scratch
 from runtime.model_executor.short_prompts import PromptCost, ShortPrompts, prompt_forward, prompt_spec
-from runtime.speculative import build as speculative_build
-from runtime.speculative.parity import check_parity, eagerly, run_scratch
 from runtime.worker_info import RunnerRuns
 from unit.predicting import calm, draft_folder, speculating, teach
 from unit.small_tokenizer import write_small_tokenizer
@@ -31,14 +31,14 @@ VOCAB = 800
 
 def change_builds(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], object]) -> None:
     """From now on every worker is changed so when it is built."""
-    build = speculative_build.build_speculative_worker
+    build = worker_build.build_worker
 
     def changed(*args: Any, **more: Any) -> Any:
         worker: Any = build(*args, **more)
         change(worker)
         return worker
 
-    monkeypatch.setattr(speculative_build, "build_speculative_worker", changed)
+    monkeypatch.setattr(worker_build, "build_worker", changed)
 
 
 @pytest.fixture
@@ -369,7 +369,7 @@ def test_without_graphs_the_check_says_so_and_passes(tmp_path: Path, caplog: pyt
 
 def test_the_flag_runs_it_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(speculative_build, "check_parity", seen.append)
+    monkeypatch.setattr(worker_build, "check_parity", seen.append)
     worker = speculating(tmp_path, replay="eager", sizes=[4], check_parity=True)
     assert seen == [worker]
     speculating(tmp_path, replay="eager", sizes=[4])

@@ -18,8 +18,8 @@ from runtime.model_executor.depth import DepthBatches, DepthControl, choose_dept
 from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed
 from runtime.model_executor.device_queue import DeviceQueue
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost
+from runtime.model_executor.scratch_prompts import scratch_prompts
 from runtime.sampling_params import SamplingParams
-from runtime.speculative.scratch_prompts import scratch_prompts
 from unit.driver import GREEDY, Driver, EveryNth
 from unit.predicting import VOCAB, exact_product, plain, speculating
 from unit.storm import SIZES as STORM_SIZES

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from runtime.batch import ScheduleBatch
+from runtime.model_executor import depth_costs
+from runtime.model_executor.depth_costs import ENOUGH, ScratchRows, without_delays
 from runtime.model_executor.iteration_cost import CostPoint
-from runtime.speculative import depth_costs
-from runtime.speculative.depth_costs import ENOUGH, ScratchRows, without_delays
 
 
 class FakeWorker:

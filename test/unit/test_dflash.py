@@ -20,6 +20,8 @@ from runtime.config.speculative import AUTO_DEPTHS, with_block_size
 from runtime.entrypoints.prepare import prepare
 from runtime.errors import ConfigError
 from runtime.layers.torch_ops import TorchOps
+from runtime.model_executor.build import build_worker
+from runtime.model_executor.context import BuildOptions
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.weight_loader import dummy_weights
 from runtime.models.config import FullAttention, RopeScaling
@@ -27,7 +29,7 @@ from runtime.models.decoder import DecoderModel
 from runtime.models.dflash_config import read_block_size
 from runtime.models.draft_config import load_draft_config
 from runtime.models.registry import build_model
-from runtime.speculative.build import build_speculative_worker
+from runtime.speculative.registry import make_drafter
 from unit.driver import Driver
 from unit.predicting import draft_folder, plain, speculating
 from unit.small_tokenizer import write_small_tokenizer
@@ -149,7 +151,8 @@ def test_a_block_is_what_the_definition_proposes(tmp_path: Path, variant: str, p
     spec = tiny_speculative(
         saved_draft(tmp_path, raw, tensors), algorithm="DFLASH", draft_load_format="auto", num_steps=steps, num_draft_tokens=steps + 1
     )
-    worker = build_speculative_worker(tiny_runtime(spec, page_size=page), tiny_model(), replay, [2, 4] if replay else None)
+    options = BuildOptions(replay, [2, 4] if replay else None)
+    worker = build_worker(tiny_runtime(spec, page_size=page), tiny_model(), make_drafter, options)
     made: list[DraftWindow] = []
     watch_drafts(worker, lambda draft: made.append(copy_of(draft)))
     driver, target = Driver(worker), fresh_target()

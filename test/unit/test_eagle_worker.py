@@ -21,9 +21,9 @@ from runtime.layers.sampler import draw
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.sampling_params import SamplingParams
-from runtime.speculative.build import build_speculative_worker
 from runtime.speculative.draft_tree import top_log_probs
 from runtime.speculative.ngram import NgramHistory, propose_batch
+from runtime.speculative.registry import make_drafter
 from unit.driver import GREEDY, Driver
 from unit.predicting import VOCAB, exact_product, model_config, plain, speculating
 from unit.storm import BATCHES, SIZES, Poison, Storm, pools, same_life
@@ -840,6 +840,6 @@ def test_prompt_lookup_keeps_seeded_text(tmp_path: Path) -> None:
     prompts = {1: [5, 6, 7, 8, 9] * 5, 2: [1, 2, 3, 4] * 4}
     plain = Driver(build_worker(tiny_runtime(), tiny_model())).generate(prompts, 40, sampling=sampling)
     ngram = tiny_speculative("", algorithm="NGRAM", draft_model_path=None)
-    driver = Driver(build_speculative_worker(tiny_runtime(ngram), tiny_model()))
+    driver = Driver(build_worker(tiny_runtime(ngram), tiny_model(), make_drafter))
     assert driver.generate(prompts, 40, sampling=sampling) == plain
     assert np.concatenate(driver.accepts).mean() > 1.0

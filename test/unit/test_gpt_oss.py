@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from runtime.config.quant_config import QuantConfig
 from runtime.errors import ConfigError
 from runtime.models.config import ModelConfig, MoeConfig, RopeScaling
 from runtime.models.registry import load_hf_config
@@ -23,10 +24,10 @@ from unit.test_served_speculation import CONTEXT, GREEDY, asked, prompts, serve
 from unit.test_tensor_parallel import CHAIN, PROMPTS, TREE, builder, texts
 
 
-def gpt_oss(**changes: Any) -> ModelConfig:
+def gpt_oss(inner: int = 48, **changes: Any) -> ModelConfig:
     """Three layers, of which the first and the last have windows of six keys."""
     moe = MoeConfig(
-        num_experts=8, top_k=2, intermediate_size=48, scoring="topk_softmax", renormalize=True, layers=(True,) * 3, bias=True
+        num_experts=8, top_k=2, intermediate_size=inner, scoring="topk_softmax", renormalize=True, layers=(True,) * 3, bias=True
     )  # fmt: skip
     yarn = RopeScaling("yarn", 8.0, original_max_position=16, truncate=False, magnitude=1.2)
     parts = {"architecture": "GptOssForCausalLM", "qkv_bias": True, "o_bias": True, "sinks": True, "moe": moe, "rope_scaling": yarn}
@@ -105,6 +106,8 @@ def test_what_the_file_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
         load_hf_config(tmp_path)
 
 
+MXFP4: dict[str, Any] = {"quant": QuantConfig("mxfp4", kept=("self_attn",)), "inner": 160}
+"""Five groups of columns, which four ranks do not divide."""
 DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "EAGLE-3": ("EAGLE3", CHAIN),
     "EAGLE-3 tree": ("EAGLE3", TREE),
@@ -126,6 +129,14 @@ def plain_served() -> dict[str, list[int]]:
     return serve(plain(model=gpt_oss(), **ROOMY), asked(GREEDY, prompts()), {}, radix_cache=False)[0]
 
 
+@pytest.mark.parametrize("draft", ["EAGLE-3", "EAGLE-3 tree"])
+def test_greedy_text_with_drafts_equals_plain_text_with_mxfp4_experts(tmp_path: Path, draft: str) -> None:
+    model, (algorithm, shape) = gpt_oss(**{**MXFP4, "inner": 32}), DRAFTS[draft]
+    driver = Driver(speculating(tmp_path, algorithm, model=model, **shape))
+    assert driver.generate(PROMPTS, 20) == Driver(plain(model=model)).generate(PROMPTS, 20)
+    assert driver.mean_accept_len() > 1.0, "drafts were accepted"
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_greedy_text_with_drafts_equals_plain_text(tmp_path: Path, draft: str, page_size: int) -> None:
@@ -135,9 +146,9 @@ def test_greedy_text_with_drafts_equals_plain_text(tmp_path: Path, draft: str, p
     assert algorithm != "EAGLE3" or driver.mean_accept_len() > 1.1, "drafts were accepted"
 
 
-@pytest.mark.parametrize(("size", "draft"), [(2, None), (2, ("EAGLE3", CHAIN)), (4, None)])
-def test_several_ranks_generate_the_text_of_one(tmp_path: Path, size: int, draft: Any) -> None:
-    build = builder(tmp_path, draft, gpt_oss())
+@pytest.mark.parametrize(("size", "draft", "changes"), [(2, None, {}), (2, ("EAGLE3", CHAIN), {}), (4, None, {}), (4, None, MXFP4)])
+def test_several_ranks_generate_the_text_of_one(tmp_path: Path, size: int, draft: Any, changes: dict[str, Any]) -> None:
+    build = builder(tmp_path, draft, gpt_oss(**changes))
     expected, _ = texts(build())
     with ranks(size, build) as worker:
         assert texts(worker)[0] == expected

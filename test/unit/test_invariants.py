@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.linear import Linear
-from runtime.model_executor.context import make_context
+from runtime.model_executor.context import BuildOptions, make_context
 from runtime.model_executor.graph_capture import CallPool
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.parity import eagerly
 from runtime.model_executor.staging import HostCopy
 from runtime.sampling_params import SamplingParams
-from runtime.speculative.parity import eagerly
 from unit.driver import Driver, EveryNth
 from unit.predicting import VOCAB, exact_product, speculating
 from unit.storm import SIZES, Poison, Storm, pools, runners, same_life
@@ -530,14 +530,14 @@ def test_8_a_host_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_9_admission_beyond_the_largest_graph_is_reported(caplog: pytest.LogCaptureFixture, running: int, warned: bool) -> None:
     config = tiny_runtime(max_running_requests=running)
     with caplog.at_level("WARNING"):
-        context = make_context(config, "cuda", [1, 2, 4, 8])
+        context = make_context(config, BuildOptions("cuda", [1, 2, 4, 8]))
     assert context.running == running, "never lowered in silence"
     assert ("--cuda-graph-max-bs" in caplog.text) == warned
     assert (str(running) in caplog.text) == warned
 
 
 def test_9_without_a_limit_admission_is_what_the_graphs_hold() -> None:
-    assert make_context(tiny_runtime(max_running_requests=None), "cuda", [1, 2, 24]).running == 24
+    assert make_context(tiny_runtime(max_running_requests=None), BuildOptions("cuda", [1, 2, 24])).running == 24
 
 
 # ---- 10. acceptance through graphs is acceptance without

@@ -20,8 +20,8 @@ from runtime.model_executor.depth import DepthBatches
 from runtime.model_executor.graph_runner import GraphOptions, RunMode
 from runtime.model_executor.iteration import DraftCaps, Iteration
 from runtime.model_executor.iteration_graph import IterationGraphs, hot_depths
+from runtime.model_executor.parity import check_parity, eagerly
 from runtime.sampling_params import SamplingParams
-from runtime.speculative.parity import check_parity, eagerly
 from unit.driver import Driver, EveryNth
 from unit.predicting import VOCAB, plain, speculating
 from unit.storm import SIZES, Storm, same_life

@@ -21,13 +21,14 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.build import build_worker
+from runtime.model_executor.context import BuildOptions
 from runtime.models.config import ModelConfig, MoeConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.mimo import MTP as MIMO_MTP
 from runtime.models.mtp import MtpDraft, mtp_config
 from runtime.models.registry import build_model
 from runtime.sampling_params import SamplingParams
-from runtime.speculative.build import build_speculative_worker
+from runtime.speculative.registry import make_drafter
 from unit.driver import Driver, EveryNth
 from unit.latent import latent_model
 from unit.ranks import ranks
@@ -250,7 +251,7 @@ def drafting(
 ) -> Any:
     spec.setdefault("num_draft_tokens", spec.get("num_steps", 3) + 1)
     config = tiny_runtime(tiny_speculative("", **{"algorithm": "MTP", "draft_model_path": None, **spec}), **{**RUNTIME, **(runtime or {})})
-    worker: Any = build_speculative_worker(config, model, replay, sizes, **(group or {}))
+    worker: Any = build_worker(config, model, make_drafter, BuildOptions(replay, sizes), **(group or {}))
     worker.parts.monitor.schedule = EveryNth(512)
     easy(worker.parts.target.runner.model, worker.parts.drafter.model)
     return worker

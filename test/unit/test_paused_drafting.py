@@ -21,9 +21,9 @@ from runtime.managers.observers.metrics import Metrics
 from runtime.managers.scheduler import Scheduler
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.spec_stats import SpecStats
+from runtime.model_executor.parity import check_parity, run_scratch
 from runtime.sampling_params import SamplingParams
-from runtime.speculative import catch_up, dflash_worker, eagle_worker
-from runtime.speculative.parity import check_parity, run_scratch
+from runtime.speculative import catch_up, dflash_drafter, eagle_worker
 from unit.driver import GREEDY, Driver, EveryNth
 from unit.predicting import VOCAB, exact_product, model_config, plain, speculating
 from unit.storm import SIZES, Storm, draft_state, pools, same_life
@@ -170,7 +170,7 @@ def test_following_several_steps_together_gives_the_bits_of_following_each(
     monkeypatch.setattr(Linear, "__call__", exact_product)
 
     def life(width: int) -> tuple[list[torch.Tensor], list[list[int]], list[int]]:
-        for module in (catch_up, eagle_worker, dflash_worker):
+        for module in (catch_up, eagle_worker, dflash_drafter):
             monkeypatch.setattr(module, "WIDTH", width)
         worker = pausing(tmp_path, kind, 1, replay, [1, 2, 4] if replay else None, page_size=4)
         driver, lags = Driver(worker), []

@@ -13,12 +13,11 @@ from msgspec import structs
 from runtime.batch import ScheduleBatch
 from runtime.layers.linear import Linear
 from runtime.managers.messages import GenerateReq
-from runtime.model_executor import depth_controller, verification
+from runtime.model_executor import depth_controller, depth_costs, verification
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.model_executor.ragged_windows import mean_widths
 from runtime.model_executor.window_widths import allot
 from runtime.sampling_params import SamplingParams
-from runtime.speculative import depth_costs
 from unit.driver import GREEDY, Driver
 from unit.predicting import VOCAB, exact_product, plain, speculating
 from unit.storm import SIZES, Storm, same_life

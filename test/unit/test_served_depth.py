@@ -12,9 +12,9 @@ import pytest
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.model_executor.depth import split_by_depth
 from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed
+from runtime.model_executor.depth_costs import SIZES
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.sampling_params import MAX_DRAFT_STEPS
-from runtime.speculative.depth_costs import SIZES
 
 DEPTHS, LENGTH = (0, 1, 2, 3, 5, 7), 128
 TABLE = split_by_depth(DEPTHS, None, 256, [*range(1, 9), *range(16, 257, 8)], padding=True)

@@ -17,7 +17,7 @@ from runtime.batch import WorkerLimits
 from runtime.config.flag_parser import build_parser, dump, flags, from_fields, parse
 from runtime.config.graphs import default_graph_sizes
 from runtime.config.machine import KERNEL_PACKAGES, Gpu, MachineFacts, probe
-from runtime.config.model_facts import ModelFacts
+from runtime.config.model_facts import DraftFacts, ModelFacts
 from runtime.config.quant_config import QuantConfig
 from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
@@ -74,7 +74,7 @@ TWO_GROUPS = {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True, "device":
 TWO_NODES = {
     "tp_size": 4, "nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:29500", "device": "cpu", "attention_backend": "torch_native"
 }  # fmt: skip
-DRAFT = ("/models/eagle", "safetensors")
+DRAFT = DraftFacts("/models/eagle", "safetensors")
 EAGLE = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/models/eagle"}
 
 
@@ -529,8 +529,8 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
     "enable_mixed_chunk": ({"enable_mixed_chunk": True}, lambda c: c.scheduler.mixed_chunk, True),
     "profile": ({"profile": "traces"}, lambda c: c.server.profile_folder, "traces"),
     "speculative_algorithm": ({"speculative_algorithm": "EAGLE3"}, lambda c: spec_of(c).algorithm, "EAGLE3"),
-    "speculative_draft_model_path": ({}, lambda c: spec_of(c).draft_model_path, DRAFT[0]),
-    "speculative_draft_load_format": ({}, lambda c: spec_of(c).draft_load_format, DRAFT[1]),
+    "speculative_draft_model_path": ({}, lambda c: spec_of(c).draft_model_path, DRAFT.path),
+    "speculative_draft_load_format": ({}, lambda c: spec_of(c).draft_load_format, DRAFT.load_format),
     "speculative_draft_model_quantization": (
         {"speculative_draft_model_quantization": "fp8"}, lambda c: spec_of(c).draft_quantization, "fp8"
     ),
@@ -647,7 +647,7 @@ def test_eagle_has_sglangs_defaults() -> None:
     config = resolve(args(**EAGLE), HOPPER, LLAMA, DRAFT).speculative
     assert config is not None
     assert (config.attention_backend, config.draft_decode_graph, config.draft_extend_graph) == ("fa3", True, True)
-    assert (config.draft_model_path, config.draft_load_format) == DRAFT
+    assert (config.draft_model_path, config.draft_load_format) == (DRAFT.path, DRAFT.load_format)
     assert (config.accept_threshold_single, config.accept_threshold_acc, config.synthetic_accept) == (1.0, 1.0, None)
 
 
@@ -668,7 +668,7 @@ def test_a_chain_without_a_number_of_steps_chooses_its_depth(
     given: dict[str, object], shape: tuple[int, int, int], depths: tuple[int, ...]
 ) -> None:
     asked = {**EAGLE, **given}
-    config = spec_of(resolve(args(**asked), HOPPER, LLAMA, (asked["speculative_draft_model_path"], "auto")))
+    config = spec_of(resolve(args(**asked), HOPPER, LLAMA, DraftFacts(str(asked["speculative_draft_model_path"]), "safetensors")))
     assert ((config.num_steps, config.topk, config.num_draft_tokens), config.depths) == (shape, depths)
 
 
@@ -757,7 +757,7 @@ def test_a_dummy_target_gets_a_dummy_draft_unless_it_is_gguf(
 ) -> None:
     monkeypatch.setattr(prepare, "resolve_weights", lambda path, load_format, download_dir, flags: (path, load_format))
     given = args(speculative_draft_model_path=draft, speculative_draft_load_format=asked)
-    assert prepare.find_draft(given, target) == (draft, found)
+    assert prepare.find_draft(given, target) == DraftFacts(draft, found)
 
 
 def test_attention_that_cannot_be_captured_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
@@ -817,7 +817,7 @@ def test_an_explicit_dtype_turns_off_the_embedded_models_quantization(
 
 
 def test_the_embedded_model_drafts_with_its_own_head_by_default() -> None:
-    embedded, own = replace(LLAMA, embedded=True), (str(EMBEDDED_DRAFT), "safetensors")
+    embedded, own = replace(LLAMA, embedded=True), DraftFacts(str(EMBEDDED_DRAFT), "safetensors")
     for machine, device in ((CPU, "cpu"), (HOPPER, "cuda")):
         filled = with_embedded_draft(args(), True)
         found = resolve(filled, machine, embedded, own).speculative
@@ -854,7 +854,7 @@ def test_the_embedded_models_draft_stops_at_its_measured_batch_size(
 ) -> None:
     with caplog.at_level("INFO"):
         config = resolve(
-            with_embedded_draft(args(**given), True), machine, replace(LLAMA, embedded=True), (str(EMBEDDED_DRAFT), "safetensors")
+            with_embedded_draft(args(**given), True), machine, replace(LLAMA, embedded=True), DraftFacts(str(EMBEDDED_DRAFT), "safetensors")
         )
     assert spec_of(config).disable_by_batch_size == most
     assert ("at every batch" if most is None else f"up to a batch size of {most};") in caplog.text
@@ -864,7 +864,7 @@ def test_the_embedded_models_draft_stops_at_its_measured_batch_size(
 def test_auto_takes_several_depths_and_no_default_batch_limit(machine: MachineFacts) -> None:
     embedded = with_embedded_draft(args(speculative_num_steps="auto"), True)
     found = [
-        resolve(embedded, machine, replace(LLAMA, embedded=True), (str(EMBEDDED_DRAFT), "safetensors")),
+        resolve(embedded, machine, replace(LLAMA, embedded=True), DraftFacts(str(EMBEDDED_DRAFT), "safetensors")),
         resolve(args(**EAGLE, speculative_num_steps="auto", speculative_synthetic_accept_length="2.5"), machine, LLAMA, DRAFT),
         resolve(args(speculative_algorithm="NGRAM", speculative_num_steps="auto"), machine, LLAMA),
     ]

@@ -17,6 +17,7 @@ from runtime.distributed.parallel_group import ALONE
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor import build
 from runtime.model_executor.build import add_short_prompts, build_worker, make_limits, make_runner
+from runtime.model_executor.context import BuildOptions
 from runtime.model_executor.draft_window import NO_DRAFTS
 from runtime.model_executor.drafter import DrafterSpec
 from runtime.model_executor.graph_capture import CallPool, GraphKey, Replay, capture_all
@@ -50,7 +51,7 @@ Spans = dict[int, tuple[int, int]]
 
 @pytest.fixture
 def worker() -> Any:
-    return build_worker(tiny_runtime(), tiny_model(), "none")
+    return build_worker(tiny_runtime(), tiny_model(), options=BuildOptions("none"))
 
 
 @pytest.fixture
@@ -348,7 +349,7 @@ def test_a_pass_saturates_at_twice_the_free_tokens() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_token_is_multiplied_with_the_blocks_matrices_alone(tied: bool) -> None:
-    worker: Any = build_worker(tiny_runtime(), tiny_model(tie_embeddings=tied, qkv_bias=True, qk_norm=True), "none")
+    worker: Any = build_worker(tiny_runtime(), tiny_model(tie_embeddings=tied, qkv_bias=True, qk_norm=True), options=BuildOptions("none"))
     model = worker.parts.target.runner.model
     blocks = [shape for name, shape in model.expected_weights().items() if ".layers." in name and len(shape) == 2]
     assert len(blocks) == 3 * 7

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.config.quant_config import QuantConfig
 from runtime.errors import ConfigError
 from runtime.layers.moe.router import Router, Routing
 from runtime.layers.torch_ops import TorchOps
@@ -50,10 +51,12 @@ def family(name: str, **changes: Any) -> ModelConfig:
 FAMILIES = ["qwen3-moe", "qwen2-moe", "mixtral", "minimax-m2"]
 
 
+@pytest.mark.parametrize("quant", [None, QuantConfig("fp8"), QuantConfig("fp8", "row", "weight_scale")], ids=["none", "fp8", "fp8-row"])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-def test_greedy_text_with_eagle3_equals_plain_text(tmp_path: Path, shape: dict[str, Any]) -> None:
-    expected = Driver(plain(model=sparse_config())).generate(PROMPTS, 32)
-    worker = speculating(tmp_path, "EAGLE3", model=sparse_config(), **shape)
+def test_greedy_text_with_eagle3_equals_plain_text(tmp_path: Path, shape: dict[str, Any], quant: QuantConfig | None) -> None:
+    model = sparse_config(quant=quant)
+    expected = Driver(plain(model=model)).generate(PROMPTS, 32)
+    worker = speculating(tmp_path, "EAGLE3", model=model, **shape)
     driver = Driver(worker)
     assert driver.generate(PROMPTS, 32) == expected
     assert driver.mean_accept_len() > 1.1, "drafts were accepted"
@@ -70,6 +73,14 @@ def test_several_ranks_generate_the_text_of_one(tmp_path: Path, name: str, size:
     with ranks(size, build) as worker:
         assert texts(worker)[0] == expected
         assert not worker.parts.target.agreement.differs.item()
+
+
+def test_ranks_that_quantize_on_load_generate_the_text_of_one(tmp_path: Path) -> None:
+    build = builder(tmp_path, None, family("qwen2-moe", num_q_heads=4, num_kv_heads=2), quantization="fp8")
+    expected, _ = texts(build())
+    with ranks(4, build) as worker:
+        assert worker.parts.target.runner.model.layers[1].mlp.experts.scheme.name == "fp8"
+        assert texts(worker)[0] == expected
 
 
 @pytest.mark.parametrize(("requests", "shape"), [(1, None), (3, None), (3, CHAIN)])

@@ -20,10 +20,11 @@ from runtime.layers.linear import Linear
 from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.build import build_worker
+from runtime.model_executor.context import BuildOptions
 from runtime.models.config import FullAttention, ModelConfig
 from runtime.sampling_params import SamplingParams
-from runtime.speculative.build import build_speculative_worker
 from runtime.speculative.draft_group import draft_group
+from runtime.speculative.registry import make_drafter
 from unit.driver import GREEDY, Driver, EveryNth
 from unit.predicting import RUNTIME, calm, draft_folder, model_config, teach
 from unit.ranks import Meeting, ThreadGroup, ranks
@@ -73,7 +74,7 @@ def builder(
             folder = None if algorithm == "NGRAM" else draft_folder(tmp_path / f"{group.rank}", algorithm)
             config = tiny_runtime(tiny_speculative("", **{"algorithm": algorithm, "draft_model_path": folder, **spec}), **options)
             replay: Any = "eager" if sizes else None
-            worker = build_speculative_worker(config, model, replay, sizes, group=group, followers=followers)
+            worker = build_worker(config, model, make_drafter, BuildOptions(replay, sizes), group, followers)
         if quantization is None:
             calm(worker.parts.target.runner.model, 1.0)
         if draft is not None and draft[0] == "EAGLE":

@@ -21,10 +21,10 @@ from runtime.config.tuning import BatchDepth, MadeFor, Measurement, SpeculativeT
 from runtime.errors import BAD_USE, ConfigError
 from runtime.launch_server import main as launch_server
 from runtime.model_executor.depth_controller import AcceptanceAverages, DecodeRows, DepthController, Observed
+from runtime.model_executor.depth_costs import start_controller
 from runtime.model_executor.depth_trial import BLOCK, DepthTrial
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.model_files.fingerprint import fingerprint
-from runtime.speculative.depth_costs import start_controller
 from runtime.speculative.shape_search import best_plan, chain_plan, tree_plan
 from unit.predicting import draft_folder, speculating
 from unit.small_tokenizer import write_small_tokenizer

@@ -12,7 +12,7 @@ import torch
 from runtime.batch import ScheduleBatch
 from runtime.errors import ConfigError
 from runtime.model_executor.build import build_worker
-from runtime.model_executor.context import make_context
+from runtime.model_executor.context import BuildOptions, make_context
 from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from runtime.worker_info import RunnerRuns
@@ -201,8 +201,8 @@ def test_kv_that_cannot_hold_a_request_is_refused() -> None:
 
 
 def test_sizes_of_a_configuration_can_be_overridden() -> None:
-    assert make_context(tiny_runtime(), "eager", [3, 5]).requests == 8
-    assert make_context(tiny_runtime(max_running_requests=2), "eager", [3, 5]).requests == 5
+    assert make_context(tiny_runtime(), BuildOptions("eager", [3, 5])).requests == 8
+    assert make_context(tiny_runtime(max_running_requests=2), BuildOptions("eager", [3, 5])).requests == 5
 
 
 @pytest.mark.parametrize("vocab", [2, 31, 97, 257])

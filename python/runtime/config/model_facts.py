@@ -1,4 +1,4 @@
-"""What the configuration depends on in a model, known before its weights are loaded."""
+"""What the configuration depends on in models, known before their weights are loaded."""
 
 from __future__ import annotations
 
@@ -40,3 +40,18 @@ class ModelFacts:
     embedded: bool = False
     quant: QuantConfig | None = None
     sampling: SamplingDefaults = NO_DEFAULTS
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFacts:
+    """What `resolve` must know of a draft model.
+
+    Attributes:
+        path: folder on this machine.
+        load_format: format of the weights.
+        block_size: tokens of a block, for a draft that fills blocks; None for others.
+    """
+
+    path: str
+    load_format: LoadFormat
+    block_size: int | None = None

@@ -37,15 +37,17 @@ class QuantConfig:
         method: FP8 is e4m3 with float32 scales; MXFP4 is e2m1 with a power of two for every 32 columns.
         scales: what one FP8 scale covers: 128 x 128 entries, or a row, of which the whole tensor is a case.
         scale_name: FP8: the ending of the tensor of scales beside `weight`.
+        other_scale_name: another ending of the same tensor, which some writers use; "" for none.
         stored: whether the checkpoint holds quantised weights; otherwise they are quantised while they are loaded.
         kept: names of layers that stay in 16 bits. A name matches whole components anywhere in a layer's name, `*` stands
-            for a part of one component, and `re:` introduces a regular expression.
+            for any characters, and `re:` introduces a regular expression.
         only: names of the only layers that are quantised, in the same form; () for all.
     """
 
     method: Literal["fp8", "mxfp4"]
     scales: Literal["block", "row"] = "block"
     scale_name: str = "weight_scale_inv"
+    other_scale_name: str = ""
     stored: bool = True
     kept: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
@@ -79,6 +81,6 @@ def with_flag(stored: QuantConfig | None, flag: str | None, name: str = "--quant
 @functools.cache
 def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
     """One expression for all names: a checkpoint may list hundreds, for thousands of layers."""
-    plain = "|".join(re.escape(name).replace(r"\*", "[^.]*") for name in names if not name.startswith("re:"))
+    plain = "|".join(re.escape(name).replace(r"\*", ".*") for name in names if not name.startswith("re:"))
     given = [rf"^(?:{name[3:]})" for name in names if name.startswith("re:")]
     return re.compile("|".join([*([rf"(?:^|\.)(?:{plain})(?:\.|$)"] if plain else []), *given]))

@@ -6,7 +6,7 @@ from runtime.config.cache import check_cache, resolve_cache
 from runtime.config.device import check_device, resolve_device
 from runtime.config.graphs import check_graphs, resolve_graphs
 from runtime.config.machine import MachineFacts
-from runtime.config.model_facts import ModelFacts
+from runtime.config.model_facts import DraftFacts, ModelFacts
 from runtime.config.parallel import check_parallel, resolve_parallel
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.scheduler import check_scheduler, resolve_scheduler
@@ -21,7 +21,7 @@ def resolve(
     args: ServerArgs,
     machine: MachineFacts,
     model: ModelFacts,
-    draft: tuple[str, str] | None = None,
+    draft: DraftFacts | None = None,
     tuning: SpeculativeTuning | None = None,
 ) -> RuntimeConfig:
     """Decide every option that was left open, and check every option that was given.
@@ -30,7 +30,7 @@ def resolve(
         args: what the user asked for.
         machine: the machine to run on.
         model: the model to run.
-        draft: folder of the draft model and its load format (safetensors or dummy), if there is one.
+        draft: the draft model, if there is one.
         tuning: what --speculative-tuning names.
 
     Raises:

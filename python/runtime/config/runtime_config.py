@@ -8,9 +8,10 @@ import msgspec
 
 from runtime.config.attention_caps import AttentionName
 from runtime.config.device_tuning import DeviceTuning, tuning_of
+from runtime.config.draft_algorithms import SpecAlgorithm
 from runtime.config.machine import Gpu
 from runtime.config.quant_config import Quantization
-from runtime.config.server_args import GrammarBackendName, SpecAlgorithm
+from runtime.config.server_args import GrammarBackendName
 from runtime.config.tuning import SpeculativeTuning
 from runtime.log import LogFormat
 from runtime.pooling import PoolingName

@@ -7,6 +7,7 @@ import logging
 
 from runtime.config.attention_caps import ATTENTION_CAPS, AttentionName
 from runtime.config.device_tuning import CPU
+from runtime.config.draft_algorithms import ALGORITHM_CAPS
 from runtime.config.refusals import check_positive, check_ranges
 from runtime.config.runtime_config import (
     DeviceConfig,
@@ -98,8 +99,8 @@ def _unmixable(args: ServerArgs, backend: AttentionName, speculative: Speculativ
         return "with --chunked-prefill-size -1 prompts are never cut to make room"
     if problem := ATTENTION_CAPS[backend].unmixable:
         return problem
-    if speculative is not None and speculative.algorithm == "NGRAM":
-        return "NGRAM looks up its drafts between two steps"
-    if speculative is not None and speculative.topk > 1:
+    if speculative is None:
+        return ""
+    if speculative.topk > 1:
         return "a draft tree needs a mask, and a prompt pass is causal"
-    return ""
+    return ALGORITHM_CAPS[speculative.algorithm].unmixable

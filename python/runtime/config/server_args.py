@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from runtime.config.attention_caps import AttentionName
+from runtime.config.draft_algorithms import SpecAlgorithm
 from runtime.config.quant_config import Quantization
 from runtime.log import LogFormat
 from runtime.pooling import PoolingName
@@ -14,7 +15,6 @@ from runtime.pooling import PoolingName
 MODEL, SERVER, DEVICE, SCHEDULING = "model", "server", "device and memory", "scheduling"
 GRAPHS, SPECULATION, OBSERVING = "CUDA graphs", "speculative decoding", "observing"
 GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
-SpecAlgorithm = Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"]
 FormatChoice = Literal["auto", "safetensors", "gguf", "dummy"]
 ToolParserChoice = Literal[
     "auto", "hermes", "qwen25", "qwen3_coder", "llama3", "mistral", "deepseekv3", "deepseekv31", "gpt-oss", "glm47", "mimo", "minimax-m2",

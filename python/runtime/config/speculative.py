@@ -7,16 +7,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
-from msgspec import structs
-
 from runtime.config.attention import resolve_attention
 from runtime.config.attention_caps import ATTENTION_CAPS, MAX_TREE_BITS, AttentionName
+from runtime.config.draft_algorithms import ALGORITHM_CAPS, SpecAlgorithm
 from runtime.config.machine import MachineFacts
-from runtime.config.model_facts import ModelFacts
+from runtime.config.model_facts import DraftFacts, ModelFacts
 from runtime.config.quant_config import Quantization
 from runtime.config.refusals import check_positive, check_ranges, flag_of
 from runtime.config.runtime_config import DeviceConfig, DeviceKind, SpeculativeConfig
-from runtime.config.server_args import SPECULATION, ServerArgs, SpecAlgorithm
+from runtime.config.server_args import SPECULATION, ServerArgs
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.config.tuning import SpeculativeTuning
 from runtime.errors import ConfigError
@@ -24,7 +23,8 @@ from runtime.errors import ConfigError
 log = logging.getLogger(__name__)
 
 EMBEDDED_DRAFT = Path(__file__).parents[1] / "assets" / "smollm2-eagle3"
-"""The embedded model's EAGLE-3 head."""
+"""The embedded model's own head."""
+EMBEDDED_ALGORITHM: SpecAlgorithm = "EAGLE3"
 EMBEDDED_DRAFT_STEPS: dict[DeviceKind, int] = {"cpu": 3, "cuda": 4}
 """Default depth of the embedded model's draft, a chain.
 
@@ -80,7 +80,7 @@ def with_embedded_draft(args: ServerArgs, embedded: bool) -> ServerArgs:
     """Add the embedded model's own head, if that model is served and no other draft, or none, was asked for."""
     if not embedded or not asks_for_embedded_draft(args):
         return args
-    return replace(args, speculative_algorithm="EAGLE3", speculative_draft_model_path=str(EMBEDDED_DRAFT))
+    return replace(args, speculative_algorithm=EMBEDDED_ALGORITHM, speculative_draft_model_path=str(EMBEDDED_DRAFT))
 
 
 def with_block_size(args: ServerArgs, block_size: int) -> ServerArgs:
@@ -88,22 +88,6 @@ def with_block_size(args: ServerArgs, block_size: int) -> ServerArgs:
     if args.speculative_tuning is not None or args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
         return args
     return replace(args, speculative_num_draft_tokens=min(block_size, MAX_TREE_BITS))
-
-
-def within_block(config: SpeculativeConfig, block_size: int) -> SpeculativeConfig:
-    """The drafts of a draft that fills `block_size` tokens at once: of depths that are chosen for each iteration those that a block has.
-
-    Raises:
-        ConfigError: a fixed depth is larger.
-    """
-    whole = block_size - 1
-    if not config.depths or config.tuning is not None or config.num_steps <= whole:
-        check_depth(block_size, config.num_steps)
-        return config
-    depths = tuple(sorted({min(depth, whole) for depth in config.depths}))
-    log.info("depths for blocks of %d tokens: %s", block_size, depths)
-    forced = None if config.synthetic_accept is None else config.synthetic_accept[:whole]
-    return structs.replace(config, depths=depths, num_steps=whole, num_draft_tokens=block_size, synthetic_accept=forced)
 
 
 def check_depth(block_size: int, num_steps: int) -> None:
@@ -117,7 +101,7 @@ def check_depth(block_size: int, num_steps: int) -> None:
 
 def asks_for_embedded_draft(args: ServerArgs) -> bool:
     """Whether the embedded model would draft with its own head."""
-    return args.speculative_algorithm in (None, "EAGLE3") and args.speculative_draft_model_path is None
+    return args.speculative_algorithm in (None, EMBEDDED_ALGORITHM) and args.speculative_draft_model_path is None
 
 
 def resolve_speculative(
@@ -127,37 +111,34 @@ def resolve_speculative(
     graphs: bool,
     machine: MachineFacts,
     model: ModelFacts,
-    draft: tuple[str, str] | None,
+    draft: DraftFacts | None,
     tuning: SpeculativeTuning | None = None,
 ) -> SpeculativeConfig | None:
     """Choose the shape of the drafts, the draft's kernels and graphs; None without an algorithm.
 
     Args:
         graphs: whether the target has graphs.
-        draft: folder of the draft model and its load format, if there is one.
+        draft: the draft model, if there is one.
         tuning: what --speculative-tuning names.
     """
     if args.speculative_algorithm in (None, "none"):
         return None
     algorithm = _algorithm(args, model)
-    path, draft_format = draft or (None, model.load_format)
-    if args.enable_dp_attention and args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
-        # A depth controller reads the results of one attention group only.
-        args = replace(args, speculative_num_steps=_default_steps(args, device.device, args.speculative_eagle_topk or 1))
-    tuning = _applied(args, tuning)
+    path, draft_format, block_size = (None, model.load_format, None) if draft is None else (draft.path, draft.load_format, draft.block_size)
+    args = args if block_size is None else with_block_size(args, block_size)
+    args, tuning = _with_one_depth(args, device.device), _applied(args, tuning)
     shape = _draft_shape(args, device.device) if tuning is None else _tuned_shape(args, tuning)
+    forced = _synthetic(args, shape)
+    shape = shape if block_size is None else _within_block(shape, block_size, tuned=tuning is not None)
     max_batch = args.speculative_disable_by_batch_size
-    if tuning is not None and not shape.depths:
-        max_batch = max_batch or tuning.most_drafted
-    elif path == str(EMBEDDED_DRAFT) and not shape.depths:
-        max_batch = max_batch or EMBEDDED_DRAFT_MAX_BATCH.get((device.device, quantization or device.dtype))
-        _log_embedded(algorithm, shape, device.device, max_batch)
     if shape.depths:
         log.info("speculative decoding %s: each iteration runs at the best of the depths %s", algorithm, shape.depths)
+    elif tuning is not None:
+        max_batch = max_batch or tuning.most_drafted
+    elif path == str(EMBEDDED_DRAFT):
+        max_batch = _embedded_max_batch(args, shape, device, quantization)
     attention = _draft_attention(args, device, machine)
-    if graphs and not ATTENTION_CAPS[attention].cuda_graph and algorithm != "NGRAM":
-        log.warning("the draft runs eagerly, which is slower: %s attention cannot be captured", attention)
-        graphs = False
+    graphs = graphs and _can_capture(algorithm, attention)
     return SpeculativeConfig(
         algorithm=algorithm,
         draft_model_path=path,
@@ -172,7 +153,7 @@ def resolve_speculative(
         disable_by_batch_size=max_batch,
         accept_threshold_single=_threshold(args, "speculative_accept_threshold_single"),
         accept_threshold_acc=_threshold(args, "speculative_accept_threshold_acc"),
-        synthetic_accept=_synthetic(args, shape),
+        synthetic_accept=forced and forced[: shape.num_steps],
         check_parity=args.speculative_check_parity,
         draft_quantization="fp8" if args.speculative_draft_model_quantization == "fp8" else None,
         depths=shape.depths,
@@ -181,12 +162,41 @@ def resolve_speculative(
     )
 
 
+def _with_one_depth(args: ServerArgs, device: DeviceKind) -> ServerArgs:
+    """With attention groups a fixed depth, because a depth controller reads the results of one group only."""
+    if not args.enable_dp_attention or args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
+        return args
+    return replace(args, speculative_num_steps=_default_steps(args, device, args.speculative_eagle_topk or 1))
+
+
+def _within_block(shape: _DraftShape, block_size: int, tuned: bool) -> _DraftShape:
+    """The depths that a block has, of those that are chosen for each iteration.
+
+    Raises:
+        ConfigError: a fixed depth, or one of a tuning, is larger.
+    """
+    whole = block_size - 1
+    if not shape.depths or tuned or shape.num_steps <= whole:
+        check_depth(block_size, shape.num_steps)
+        return shape
+    depths = tuple(sorted({min(depth, whole) for depth in shape.depths}))
+    return _DraftShape(whole, 1, block_size, depths)
+
+
+def _can_capture(algorithm: SpecAlgorithm, attention: AttentionName) -> bool:
+    """Whether the draft's passes can be captured, if it has any."""
+    if ATTENTION_CAPS[attention].cuda_graph or ALGORITHM_CAPS[algorithm].draft == "none":
+        return True
+    log.warning("the draft runs eagerly, which is slower: %s attention cannot be captured", attention)
+    return False
+
+
 def _algorithm(args: ServerArgs, model: ModelFacts) -> SpecAlgorithm:
-    """The algorithm that was asked for; EAGLE without a draft model is MTP, as in SGLang."""
+    """The algorithm that was asked for, or its replacement without a draft model, as in SGLang."""
     algorithm = cast(SpecAlgorithm, args.speculative_algorithm)
-    if algorithm == "EAGLE" and args.speculative_draft_model_path is None:
-        algorithm = "MTP"
-    if algorithm == "MTP" and not model.has_mtp:
+    if args.speculative_draft_model_path is None:
+        algorithm = ALGORITHM_CAPS[algorithm].without_folder or algorithm
+    if ALGORITHM_CAPS[algorithm].draft == "checkpoint" and not model.has_mtp:
         raise ConfigError(
             f"--speculative-algorithm {args.speculative_algorithm} without a draft model needs a layer for multi-token prediction, and "
             "this checkpoint holds none that is supported. Name a draft model with --speculative-draft-model-path."
@@ -205,25 +215,15 @@ def _refuse(args: ServerArgs, why: str, *names: str) -> None:
             raise ConfigError(f"{flag_of(field.name)} {why}")
 
 
-def _check_draft_source(args: ServerArgs, algorithm: str) -> None:
-    if algorithm == "NGRAM":
-        _refuse(
-            args,
-            "has no effect: NGRAM copies from the text so far and has no draft model. Leave it out.",
-            *("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_attention_backend"),
-            *("disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph", "speculative_draft_model_quantization"),
-            "speculative_draft_tp_size",
-        )
-    elif algorithm == "MTP":
-        names = ("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_model_quantization")
-        _refuse(args, "has no effect: MTP drafts with a layer of the model's own checkpoint. Leave it out, or use EAGLE.", *names)
-    elif args.speculative_draft_model_path is None and (algorithm != "EAGLE" or args.model_path is None):
+def _check_draft_source(args: ServerArgs, algorithm: SpecAlgorithm) -> None:
+    caps, token_map = ALGORITHM_CAPS[algorithm], args.speculative_token_map
+    _refuse(args, f"has no effect: {caps.unused_why}", *caps.unused_flags)
+    replaced = caps.without_folder is not None and args.model_path is not None
+    if caps.draft == "folder" and args.speculative_draft_model_path is None and not replaced:
         raise ConfigError(f"--speculative-algorithm {algorithm} needs a draft model. Name it with --speculative-draft-model-path.")
-    token_map = args.speculative_token_map
-    if token_map is not None and algorithm not in ("EAGLE", "MTP"):
-        raise ConfigError(
-            f"--speculative-token-map works with EAGLE and MTP only; {algorithm} drafts from its own vocabulary. Leave it out."
-        )
+    if token_map is not None and not caps.token_map:
+        takers = " and ".join(name for name, own in ALGORITHM_CAPS.items() if own.token_map)
+        raise ConfigError(f"--speculative-token-map works with {takers} only; {algorithm} drafts from its own vocabulary. Leave it out.")
     if token_map is not None and not Path(token_map).is_file():
         raise ConfigError(
             f"--speculative-token-map {token_map} must be a file on this machine in which torch.save wrote a list or a tensor of "
@@ -299,8 +299,9 @@ def _auto_shape(args: ServerArgs, topk: int) -> _DraftShape:
 
 
 def _tree_shape(args: ServerArgs, steps: int, topk: int) -> _DraftShape:
-    if args.speculative_algorithm in ("NGRAM", "STANDALONE", "DFLASH"):
-        raise ConfigError(f"--speculative-eagle-topk must be 1: {args.speculative_algorithm} drafts chains. Trees need an EAGLE head.")
+    algorithm = cast(SpecAlgorithm, args.speculative_algorithm)
+    if not ALGORITHM_CAPS[algorithm].trees:
+        raise ConfigError(f"--speculative-eagle-topk must be 1: {algorithm} drafts chains. Trees need an EAGLE head.")
     if (steps - 1) * topk > MAX_TREE_BITS:
         raise ConfigError(
             f"--speculative-num-steps {steps} with --speculative-eagle-topk {topk} is too large: (steps - 1) * topk must be at most "
@@ -326,14 +327,18 @@ def _default_steps(args: ServerArgs, device: DeviceKind, topk: int) -> int:
     return EMBEDDED_DRAFT_STEPS[device] if args.speculative_draft_model_path == str(EMBEDDED_DRAFT) else DEFAULT_STEPS
 
 
-def _log_embedded(algorithm: SpecAlgorithm, shape: _DraftShape, device: DeviceKind, max_batch: int | None) -> None:
+def _embedded_max_batch(args: ServerArgs, shape: _DraftShape, device: DeviceConfig, quantization: Quantization | None) -> int | None:
+    """The largest batch that the embedded model's own head drafts for; None for no limit."""
+    measured = EMBEDDED_DRAFT_MAX_BATCH.get((device.device, quantization or device.dtype))
+    max_batch = args.speculative_disable_by_batch_size or measured
     log.info(
         "speculative decoding %s %d/%d/%d (steps, topk, draft tokens) with the embedded model's own head, %s; the default on %s is a chain "
         "of %d drafts; --speculative-disable-by-batch-size sets the limit, --speculative-algorithm none turns drafting off",
-        *(algorithm, shape.num_steps, shape.topk, shape.num_draft_tokens),
+        *(EMBEDDED_ALGORITHM, shape.num_steps, shape.topk, shape.num_draft_tokens),
         "at every batch size" if max_batch is None else f"up to a batch size of {max_batch}",
-        *(device, EMBEDDED_DRAFT_STEPS[device]),
+        *(device.device, EMBEDDED_DRAFT_STEPS[device.device]),
     )
+    return max_batch
 
 
 def _draft_attention(args: ServerArgs, device: DeviceConfig, machine: MachineFacts) -> AttentionName:

@@ -194,11 +194,10 @@ def build_worker(config: RuntimeConfig, model_config: ModelConfig, place: RankPl
         from runtime.entrypoints.rank import lead
 
         return lead(config, model_config, place)
-    if config.speculative is not None:
-        from runtime.speculative.build import build_speculative_worker as build
-    else:
-        from runtime.model_executor.build import build_worker as build
-    return build(config, model_config)
+    from runtime.model_executor.build import build_worker as build
+    from runtime.speculative.registry import make_drafter
+
+    return build(config, model_config, make_drafter)
 
 
 def _die_with(child: ChildConfig, role: Role) -> None:

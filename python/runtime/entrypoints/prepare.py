@@ -6,13 +6,14 @@ from pathlib import Path
 
 import msgspec
 
+from runtime.config.draft_algorithms import ALGORITHM_CAPS
 from runtime.config.host_memory import host_memory
 from runtime.config.machine import MachineFacts, probe
-from runtime.config.model_facts import ModelFacts
+from runtime.config.model_facts import DraftFacts, ModelFacts
 from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
-from runtime.config.speculative import with_block_size, with_embedded_draft, within_block
+from runtime.config.speculative import with_embedded_draft
 from runtime.config.tuning import MadeFor, fitting, read_tuning
 from runtime.entrypoints.memory_check import check_memory
 from runtime.model_files.embedded import SAMPLING as EMBEDDED_SAMPLING
@@ -58,15 +59,10 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         sampling=_sampling(args, source),
     )
     draft = find_draft(args, source.kind)
-    block_size = read_block_size(draft[0]) if args.speculative_algorithm == "DFLASH" and draft is not None else None
-    args = args if block_size is None else with_block_size(args, block_size)
     machine, tuning = probe(), None if args.speculative_tuning is None else read_tuning(args.speculative_tuning)
     config = fitted(resolve(args, machine, facts, draft, tuning), machine)
-    if config.speculative is not None and block_size is not None:
-        config = msgspec.structs.replace(config, speculative=within_block(config.speculative, block_size))
     speculative = config.speculative
-    if speculative is not None and speculative.algorithm not in ("NGRAM", "MTP"):
-        assert speculative.draft_model_path is not None
+    if speculative is not None and speculative.draft_model_path is not None:
         load_draft_config(speculative.draft_model_path, speculative.algorithm, model_config)  # refuse it before loading weights
     check_memory(config, model_config, host_memory())
     return config, model_config
@@ -105,12 +101,15 @@ def _sampling(args: ServerArgs, source: ModelSource) -> SamplingDefaults:
     return EMBEDDED_SAMPLING if source.is_embedded else recommended_sampling(source.weights_folder)
 
 
-def find_draft(args: ServerArgs, target_format: str) -> tuple[str, str] | None:
-    """(folder, load format) of the draft model; None without one."""
+def find_draft(args: ServerArgs, target_format: str) -> DraftFacts | None:
+    """The draft model; None without one."""
     path = args.speculative_draft_model_path
     if path is None:
         return None
     # A dummy target has a dummy draft. The shape of a GGUF file is unknown until it is read.
     is_dummy = target_format == "dummy" and not path.endswith(".gguf")
     load_format = args.speculative_draft_load_format or ("dummy" if is_dummy else "auto")
-    return resolve_weights(path, load_format=load_format, download_dir=args.download_dir, flags=DRAFT_FLAGS)
+    folder, kind = resolve_weights(path, load_format=load_format, download_dir=args.download_dir, flags=DRAFT_FLAGS)
+    algorithm = args.speculative_algorithm
+    blocks = algorithm not in (None, "none") and ALGORITHM_CAPS[algorithm].blocks
+    return DraftFacts(folder, kind, read_block_size(folder) if blocks else None)

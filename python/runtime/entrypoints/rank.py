@@ -22,12 +22,12 @@ from runtime.distributed.torch_group import EXCHANGE_SECONDS, TorchGroup
 from runtime.entrypoints.grammars import make_compiler
 from runtime.errors import RankFailed
 from runtime.model_executor.build import build_worker
-from runtime.model_executor.context import ReplayKind
+from runtime.model_executor.context import AS_CONFIGURED, BuildOptions
 from runtime.model_executor.follow import follow
 from runtime.model_executor.followers import Followers, StepWait
 from runtime.model_executor.worker import Worker
 from runtime.models.config import ModelConfig
-from runtime.speculative.build import build_speculative_worker
+from runtime.speculative.registry import make_drafter
 
 log = logging.getLogger(__name__)
 STEP_SECONDS = 7.0
@@ -45,15 +45,6 @@ class Sockets:
     results: str
 
 
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """What a check builds workers with, beside the configuration; as for `build_worker`."""
-
-    replay: ReplayKind | None = None
-    sizes: list[int] | None = None
-    with_plain: bool = False
-
-
 @dataclass(slots=True)
 class Stuck:
     """Says when rank 0 takes too long. `waits`: over a step, known once there are followers."""
@@ -65,7 +56,7 @@ class Stuck:
         return next(filter(None, (wait.longer_than(STEP_SECONDS) for wait in self.waits)), "")
 
 
-def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, options: BuildOptions = BuildOptions()) -> Worker:
+def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, options: BuildOptions = AS_CONFIGURED) -> Worker:
     """Rank 0's worker, which sends every step to the other ranks. A rank that is lost ends this process.
 
     Raises:
@@ -88,7 +79,7 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
         publisher.await_readers(by_socket, parallel.dist_timeout)
         senders.append(publisher)
     followers = Followers(SenderList(*senders), watch.close, results, watch.pause, watch.end)
-    worker = _build(config, model_config, group, options, followers)
+    worker = build_worker(config, model_config, make_drafter, options, group, followers)
     # On a CPU an exchange gives up by itself, and steps may be slow.
     stuck.waits = (followers.start, followers.wait) if config.device.device == "cuda" else (followers.start,)
     watch.start()
@@ -106,10 +97,10 @@ def follow_rank_0(
         RankFailed: a step failed on this rank.
     """
     group = join(config, place)
-    leader, sockets, options = group.agree((config, Sockets("", "", ""), BuildOptions()))
+    leader, sockets, options = group.agree((config, Sockets("", "", ""), AS_CONFIGURED))
     config = with_own_files(leader, config)
     receiver: StepReceiver = StepSubscriber(sockets.steps) if place.ring is None else RingReader(place.ring, place.rank - 1)
-    worker = _build(config, model_config, group, options)
+    worker = build_worker(config, model_config, make_drafter, options, group)
     compiler = make_compiler(config, model_config, tried=True)
     if compiler is not None:
         worker.parts.grammars.compile = lambda spec: compiler.compile(spec).future.result()
@@ -147,21 +138,6 @@ def with_own_files(leader: RuntimeConfig, own: RuntimeConfig) -> RuntimeConfig:
     if speculative is not None and own.speculative is not None:
         speculative = structs.replace(speculative, draft_model_path=own.speculative.draft_model_path)
     return structs.replace(leader, model=model, speculative=speculative, parallel=own.parallel)
-
-
-def _build(
-    config: RuntimeConfig, model_config: ModelConfig, group: ParallelGroup, options: BuildOptions, followers: Followers | None = None
-) -> Worker:
-    build = build_worker if config.speculative is None else build_speculative_worker
-    return build(
-        config,
-        model_config,
-        options.replay,
-        options.sizes,
-        with_plain=options.with_plain,
-        group=group,
-        followers=followers,
-    )
 
 
 def _end_process(why: str) -> None:

@@ -161,7 +161,7 @@ class TokenizerManager:
             RequestError: a value is out of bounds; `param` names it as `SamplingParams` does.
             QueueFull, QueuedTokensFull, ServerDraining, WorkerDied: the server cannot take the request now.
         """
-        n, prompt_ids = options.n, prompt
+        prompt_ids = prompt
         self._check_open()
         if call_cost is None:
             call_cost = self.new_cost()
@@ -170,33 +170,37 @@ class TokenizerManager:
         assert not isinstance(prompt_ids, str), "`price` returns the token ids of a text"
         if options.pooling is not None:
             options.pooling.check(self.model_config.vocab_size)
-        client = CURRENT_CLIENT.get()
         name = rid if rid is not None else f"talon-{next(self._serial)}"
         if name in self._named:
             raise InvalidField("rid", name, "unique among open requests")
-        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
-        first, *more = [Sample(str(next(self._serial)), (seed + i * _SEED_STRIDE) & SEED_MASK) for i in range(n)]
-        self._send(  # before anything is noted: it may refuse a text that is not UTF-8
-            GenerateReq(
-                rid=first.rid,
-                input_ids=prompt_ids,
-                sampling=sampling,
-                seed=first.seed,
-                top_logprobs=options.top_logprobs,
-                prompt_logprobs=options.prompt_logprobs,
-                stream=options.stream,
-                priority=options.priority,
-                client=client.name,
-                max_priority=self.config.scheduler.max_priority if client.max_priority is None else client.max_priority,
-                cache_salt=options.cache_salt,
-                continues_prompt=options.continues_prompt,
-                pooling=options.pooling,
-                more=tuple(more),
-            )
-        )
-        generation = self._named[name] = Generation(name, call, prompt_ids, n, self.max_unread, self.release, client.name)
-        self._register(generation, [first.rid, *(sample.rid for sample in more)])
+        request = self._request(prompt_ids, sampling, options)
+        self._send(request)  # before anything is noted: it may refuse a text that is not UTF-8
+        generation = Generation(name, call, prompt_ids, options.n, self.max_unread, self.release, request.client)
+        self._named[name] = generation
+        self._register(generation, [request.rid, *(sample.rid for sample in request.more)])
         return generation
+
+    def _request(self, prompt_ids: list[int], sampling: SamplingParams, options: RequestOptions) -> GenerateReq:
+        """The message to the scheduler; each of the n samples has a name and a seed of its own."""
+        client = CURRENT_CLIENT.get()
+        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
+        first, *more = [Sample(str(next(self._serial)), (seed + i * _SEED_STRIDE) & SEED_MASK) for i in range(options.n)]
+        return GenerateReq(
+            rid=first.rid,
+            input_ids=prompt_ids,
+            sampling=sampling,
+            seed=first.seed,
+            top_logprobs=options.top_logprobs,
+            prompt_logprobs=options.prompt_logprobs,
+            stream=options.stream,
+            priority=options.priority,
+            client=client.name,
+            max_priority=self.config.scheduler.max_priority if client.max_priority is None else client.max_priority,
+            cache_salt=options.cache_salt,
+            continues_prompt=options.continues_prompt,
+            pooling=options.pooling,
+            more=tuple(more),
+        )
 
     def abort(self, rid: str = "", *, all: bool = False) -> None:
         """Abort one request, those of one call, or all, with finish reason "abort"; unknown names are ignored."""

@@ -1,4 +1,4 @@
-"""Builds a worker in stages: context, load, runners, tune, size memory, capture, limits."""
+"""Builds a worker in stages: context, load, runners, tune, size memory, capture, limits, checks."""
 
 from __future__ import annotations
 
@@ -13,39 +13,38 @@ import torch
 from runtime.batch import CostModel, WorkerLimits
 from runtime.config.device_tuning import CPU
 from runtime.config.host_memory import host_memory
-from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
-from runtime.errors import ConfigError
 from runtime.layers.attention.registry import backend_class
-from runtime.layers.backend_selection import select_ops, select_sampling
-from runtime.layers.gemm.timings import GemmTimings
+from runtime.layers.backend_selection import select_sampling
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.accept_rules import LOSSLESS, AcceptThresholds
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter, AcceptPolicy
-from runtime.model_executor.context import ReplayKind, WorkerContext, make_context
+from runtime.model_executor.context import AS_CONFIGURED, BuildOptions, WorkerContext, make_context
 from runtime.model_executor.depth import DepthBatches, DepthControl, depths_to_drop, split_batch_sizes, split_by_depth
+from runtime.model_executor.depth_costs import start_controller
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, ModelPasses, NoDrafter
 from runtime.model_executor.dry_run import measure_activations, sample_padding
 from runtime.model_executor.expert_counter import ExpertCounter
 from runtime.model_executor.followers import Followers
 from runtime.model_executor.grammar_rows import GrammarRows
-from runtime.model_executor.graph_capture import capture_all, paused_gc
+from runtime.model_executor.graph_capture import capture_all
 from runtime.model_executor.graph_runner import Forward, GraphOptions, GraphRunner, RunnerSpec
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration_graph import IterationGraphs, IterationStages, hot_depths
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
+from runtime.model_executor.model_loader import load_model
 from runtime.model_executor.model_runner import ModelRunner
+from runtime.model_executor.parity import check_parity
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.short_prompts import SLOTS, PromptCost, ShortPrompts, prompt_forward, prompt_spec, shared_sizes, shared_spec
 from runtime.model_executor.staging import StagingRing
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.verification import make_verifier
-from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.model_executor.worker import Worker, WorkerParts
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
-from runtime.models.registry import build_model
 from runtime.worker_info import GraphInfo, RankInfo, SpeculativeInfo
 
 log = logging.getLogger(__name__)
@@ -56,85 +55,47 @@ PAGE_LOOKAHEAD_STEPS = 4
 """Steps by which a row's pages exceed its length: one in flight, one submitted, and both of a finished request."""
 
 
+def no_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
+    """Plain decoding."""
+    assert context.config.speculative is None, "drafts need make_drafter"
+    return NoDrafter()
+
+
 def build_worker(
     config: RuntimeConfig,
     model_config: ModelConfig,
-    replay: ReplayKind | None = None,
-    sizes: list[int] | None = None,
-    make_drafter: MakeDrafter = lambda context, target: NoDrafter(),
-    with_plain: bool = False,
-    timings: GemmTimings | None = None,
+    make_drafter: MakeDrafter = no_drafter,
+    options: BuildOptions = AS_CONFIGURED,
     group: ParallelGroup = ALONE,
     followers: Followers | None = None,
 ) -> Worker:
     """The worker, ready to run.
 
     Args:
-        replay, sizes: override how graphs are replayed and which batch sizes they have (tests, parity checks).
         make_drafter: creates the drafter for the loaded target; plain decoding if not given.
-        with_plain: whether depth 0 can be forced, for comparisons with plain decoding.
-        timings: of GEMM kernels; workers that share them compute equal GEMMs with equal kernels.
+        options: of tests and checks.
         group: the ranks that share the model, all of which build their workers at the same time.
         followers: the other ranks, on rank 0 of several.
 
     Raises:
         ConfigError: the model, the drafter or the memory does not allow it.
     """
-    context = make_context(config, replay, sizes, timings, group)
+    context = make_context(config, options, group)
     model_config = replace(model_config, max_context_len=config.model.context_length)  # some rotary tables depend on it
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     drafter = make_drafter(context, model)
-    depths = make_depths(context, drafter, with_plain)
+    depths = make_depths(context, drafter, options.with_plain)
     parts = make_parts(context, model, model_config, drafter, depths)
     autotune(context, parts, depths)
     activations = measure_activations(context, parts)
     models = model_passes(context, parts)
     plan = size_memory(context, parts, models, activations)
     capture_graphs(context, models, plan)
-    if (s := config.speculative) is not None:
-        info = SpeculativeInfo(s.algorithm, s.num_steps, s.topk, s.num_draft_tokens, s.disable_by_batch_size, list(s.depths))
-        context.info.speculative = info
-    if group.size > 1:
-        context.info.exchange_micros = group.exchange_micros
-        context.info.ranks = group.gather(RankInfo(group.rank, socket.gethostname(), str(context.device), context.info.memory_mib))
-    return Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, group, context.exchange, followers)
-
-
-# ---- load
-
-
-def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_format: str, quantization: str | None) -> DecoderModel:
-    """Build a model and fill its weights."""
-    with context.timed("load_weights"), paused_gc(freeze=False):  # it would visit the many small objects again and again
-        ops, why = select_ops(context.device, context.dtype, context.timings)
-        log.info("block operations: %s", why)
-        shared = context.attention_group, context.config.parallel.ep_size, context.kv_dtype, context.exchange
-        fuse = context.config.model.fuse_shared_experts
-        model = build_model(config, ops, context.dtype, context.device, quantization, *shared, fuse_shared=fuse)
-        if context.exchange is not None and not model.sparse_mlps:
-            raise ConfigError(f"--enable-dp-attention: {config.architecture} has no experts for the groups to share. Leave it out.")
-        check_equal_shards(context, model)
-        model.load(model_weights(context, model.expected_weights(), folder, load_format))
-    kind, seconds = f" with {quantization} linears" if quantization else "", context.info.startup_seconds["load_weights"]
-    log.info("weights: %s, %.0f MiB, %s%s; loaded in %.1f s, %.0f MiB/s", config.architecture, model.weight_bytes / MIB,
-             context.config.device.dtype, kind, seconds, model.weight_bytes / MIB / max(seconds, 1e-3))  # fmt: skip
-    return model
-
-
-def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
-    """Raise `ConfigError` if GPUs would have shards of different sizes, because all ranks use the kernels that rank 0 chooses."""
-    shapes = context.group.gather(
-        ([gemm.key(0) for gemm in model.gemms()], [(mlp.experts.count, mlp.experts.size) for mlp in model.sparse_mlps])
-    )
-    if context.device.type == "cuda" and any(other != shapes[0] for other in shapes):
-        raise ConfigError(f"--tp-size {context.group.size} does not cut {model.config.architecture} into equal parts; use another size")
-
-
-def model_weights(context: WorkerContext, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str):
-    """The tensors of a checkpoint, or random ones."""
-    if load_format == "dummy":
-        return dummy_weights(shapes, context.dtype, context.device, seed=context.config.model.random_seed)
-    return safetensors_weights(folder, progress=context.group.rank == 0)
+    add_info(context)
+    worker = Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, group, context.exchange, followers)
+    if config.speculative is not None and group.rank == 0:
+        prepare_drafting(worker, config.speculative, options.with_plain)
+    return worker
 
 
 # ---- runners
@@ -438,3 +399,25 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
 def prompt_cost(context: WorkerContext, model: DecoderModel) -> PromptCost:
     """Cost of the model's prompt passes on this GPU."""
     return context.group.agree(PromptCost.of(context.config.device.tuning, model.active_parameters, model.kernel_launches))
+
+
+def add_info(context: WorkerContext) -> None:
+    """Report the shape of the drafts, and the ranks."""
+    info, spec, group = context.info, context.config.speculative, context.group
+    if spec is not None:
+        shape = spec.num_steps, spec.topk, spec.num_draft_tokens
+        info.speculative = SpeculativeInfo(spec.algorithm, *shape, spec.disable_by_batch_size, list(spec.depths))
+    if group.size > 1:
+        info.exchange_micros = group.exchange_micros
+        info.ranks = group.gather(RankInfo(group.rank, socket.gethostname(), str(context.device), info.memory_mib))
+
+
+# ---- checks
+
+
+def prepare_drafting(worker: Worker, config: SpeculativeConfig, with_plain: bool) -> None:
+    """Compare graphs with eager passes if that is asked for, and measure iterations for the depth controller."""
+    if config.check_parity:
+        check_parity(worker)
+    if config.depths and not with_plain:
+        start_controller(worker, config.tuning)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from runtime.config.device_tuning import CPU
-from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.moe.token_exchange import TokenExchange
@@ -20,6 +20,25 @@ from runtime.worker_info import WorkerInfo
 
 log = logging.getLogger(__name__)
 ReplayKind = Literal["cuda", "eager", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """What tests and checks change beside the configuration.
+
+    Attributes:
+        replay, sizes: how graphs are replayed and which batch sizes they have, instead of what the configuration says.
+        with_plain: whether depth 0 can be forced, for comparisons with plain decoding.
+        timings: of GEMM kernels; workers that share them compute equal GEMMs with equal kernels.
+    """
+
+    replay: ReplayKind | None = None
+    sizes: list[int] | None = None
+    with_plain: bool = False
+    timings: GemmTimings | None = None
+
+
+AS_CONFIGURED = BuildOptions()
 
 
 @dataclass(slots=True)
@@ -55,6 +74,12 @@ class WorkerContext:
         return torch.float8_e4m3fn if self.config.device.kv_cache_dtype == "fp8_e4m3" else None
 
     @property
+    def speculative(self) -> SpeculativeConfig:
+        """How drafts are made, in a server that has drafts."""
+        assert self.config.speculative is not None, "a drafter asks"
+        return self.config.speculative
+
+    @property
     def requests(self) -> int:
         """Maximum requests per pass, including padding."""
         return max(self.running, max(self.sizes, default=1))
@@ -73,27 +98,21 @@ class WorkerContext:
         seconds[phase] = round(seconds.get(phase, 0.0) + time.perf_counter() - started, 3)
 
 
-def make_context(
-    config: RuntimeConfig,
-    replay: ReplayKind | None = None,
-    sizes: list[int] | None = None,
-    timings: GemmTimings | None = None,
-    group: ParallelGroup = ALONE,
-) -> WorkerContext:
-    """Decide device, dtype, admission limit and graph sizes. Arguments override the configuration (tests, checks)."""
+def make_context(config: RuntimeConfig, options: BuildOptions = AS_CONFIGURED, group: ParallelGroup = ALONE) -> WorkerContext:
+    """Decide device, dtype, admission limit and graph sizes."""
     device = torch.device(config.device.device, 0) if config.device.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(config.device.cpu_threads)
-    captured = list(config.graphs.cuda_graph_bs) if sizes is None else sizes
-    kind: ReplayKind = replay if replay is not None else ("cuda" if captured and device.type == "cuda" else "none")
+    captured = list(config.graphs.cuda_graph_bs) if options.sizes is None else options.sizes
+    kind: ReplayKind = options.replay or ("cuda" if captured and device.type == "cuda" else "none")
     default = max(captured, default=CPU.max_running_requests) if kind == "cuda" else CPU.max_running_requests
     wanted, groups = config.scheduler.max_running_requests, config.parallel.dp_size
     running = default if wanted is None else -(-wanted // groups)
     if captured and running > max(captured) and kind == "cuda":
         log.warning("batches above %d requests have no graph and run eagerly; raise --cuda-graph-max-bs to %d", max(captured), running)
-    timings = timings or GemmTimings(config.device.tuning, group)
+    timings = options.timings or GemmTimings(config.device.tuning, group)
     attention, across = group.split(groups) if groups > 1 else (group, None)
     exchange = None if across is None else TokenExchange(across)
     return WorkerContext(config, device, getattr(torch, config.device.dtype), running, captured, kind, timings, group, attention, exchange)

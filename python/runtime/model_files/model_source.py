@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 WeightsKind = Literal["safetensors", "dummy"]
 _TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"]
-_CONFIG_FILES = ["config.json", "generation_config.json"]
+_CONFIG_FILES = ["config.json", "generation_config.json", "hf_quant_config.json"]
 _WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
 
 

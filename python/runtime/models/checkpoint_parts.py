@@ -52,8 +52,9 @@ def parts_of(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> Itera
         if index is None:
             raise wrong_shape(name, tensor, slot.shape)
         values = tensor[index]
-        if slot.dtype is not None and values.dtype is not slot.dtype:
-            raise ConfigError(f"tensor {name} has dtype {values.dtype}; the model expects {slot.dtype}")
+        if not (values.dtype.is_floating_point if slot.dtype is None else values.dtype is slot.dtype):
+            expected = "floating-point numbers" if slot.dtype is None else slot.dtype
+            raise ConfigError(f"tensor {name} has dtype {values.dtype}; the model expects {expected}")
         yield Part(name, values, slot)
 
 

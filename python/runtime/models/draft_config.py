@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from runtime.config.draft_algorithms import SpecAlgorithm
 from runtime.errors import ConfigError
 from runtime.models import dflash_config, llama, qwen2
 from runtime.models.config import ModelConfig
@@ -16,8 +17,6 @@ from runtime.models.dflash_config import BlockDraft
 from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, flattened, is_eagle3, read_aux_layers
 from runtime.models.hf_config import read_hf_config, sliding_windows
 from runtime.models.registry import FAMILIES, Family, parse_family, parse_hf_config
-
-DraftAlgorithm = Literal["EAGLE", "EAGLE3", "DFLASH", "STANDALONE"]
 
 DRAFT_FAMILIES: dict[str, Family] = {
     "LlamaForCausalLMEagle": llama,
@@ -49,7 +48,7 @@ class DraftConfig:
     block: BlockDraft | None = None
 
 
-def load_draft_config(folder: str | Path, algorithm: DraftAlgorithm, target: ModelConfig) -> DraftConfig:
+def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: ModelConfig) -> DraftConfig:
     """The draft in `folder`, for `target`.
 
     Raises:
@@ -80,7 +79,7 @@ def load_draft_config(folder: str | Path, algorithm: DraftAlgorithm, target: Mod
     return DraftConfig(model, read_aux_layers(raw, target, where), Eagle3Layout.read(flat))
 
 
-def _parse_head(name: str, fields: ConfigFields, algorithm: DraftAlgorithm) -> ModelConfig:
+def _parse_head(name: str, fields: ConfigFields, algorithm: SpecAlgorithm) -> ModelConfig:
     """The decoder of a head. Raises `ConfigError` where its class is not supported."""
     if name not in DRAFT_FAMILIES:
         raise fields.error(f"an {algorithm} head of class {name} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
@@ -96,7 +95,7 @@ def _class_name(raw: Mapping[str, Any]) -> str:
     return EAGLE3_CLASS if isinstance(name, str) and "eagle3" in name.lower() else name
 
 
-def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[DraftAlgorithm, ...]:
+def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[SpecAlgorithm, ...]:
     """The algorithms that a draft of class `name` can serve, the most likely first: a head may look like a model of one
     layer.
     """
@@ -112,7 +111,7 @@ def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[DraftAlg
     return ("EAGLE", "STANDALONE") if name in DRAFT_FAMILIES and raw.get("num_hidden_layers") == 1 else ("STANDALONE",)
 
 
-def _described(algorithm: DraftAlgorithm, name: str, raw: Mapping[str, Any]) -> str:
+def _described(algorithm: SpecAlgorithm, name: str, raw: Mapping[str, Any]) -> str:
     """What a draft for `algorithm` is, and what to do if the user asked for another algorithm."""
     if algorithm == "DFLASH":
         return "a DFLASH draft; use --speculative-algorithm DFLASH"
@@ -122,7 +121,7 @@ def _described(algorithm: DraftAlgorithm, name: str, raw: Mapping[str, Any]) -> 
     return f"a whole model ({name}, num_hidden_layers {raw.get('num_hidden_layers')}); use --speculative-algorithm STANDALONE{head}"
 
 
-def _check_fit(draft: ModelConfig, target: ModelConfig, algorithm: DraftAlgorithm) -> None:
+def _check_fit(draft: ModelConfig, target: ModelConfig, algorithm: SpecAlgorithm) -> None:
     """Raise `ConfigError` if a draft cannot serve a target."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
+from runtime.config.quant_config import BLOCK
 from runtime.distributed.parallel_group import Shard
+from runtime.errors import ConfigError
+from runtime.layers.quantization.fp8 import BlockFp8, RowFp8
 from runtime.layers.quantization.mxfp4 import GROUP, Mxfp4
 from runtime.layers.quantization.scheme import Index, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 from runtime.models.checkpoint_parts import Sliceable, Values
@@ -97,14 +101,18 @@ class FusedForm:
         kind: ending of the names of the experts' own tensors that it holds.
         trailing: its dimensions behind the rows, from a matrix' columns.
         transposed: whether the rows come last.
+        block: rows of a matrix that one of its rows stands for.
     """
 
     suffix: str
     kind: str
     trailing: Callable[[int], tuple[int, ...]]
     transposed: bool = False
+    block: int = 1
 
 
+FUSED_SCALES = "_scale_inv"
+"""Ending of the fused scales that transformers writes, also beside experts' matrices one by one."""
 MXFP4_FORMS = (
     FusedForm("_blocks", "weight_blocks", lambda columns: (columns // GROUP, GROUP // 2)),
     FusedForm("_scales", "weight_scales", lambda columns: (columns // GROUP,)),
@@ -113,13 +121,18 @@ MXFP4_FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class StackedWeights:
-    """Gate and up, then down, of the experts of one rank, with their biases and the scheme that stores them."""
+    """Gate and up, then down, of the experts of one rank, with their biases and the scheme that stores them.
+
+    Attributes:
+        inner: this rank's part of the intermediate size.
+    """
 
     gate_up: Storage
     down: Storage
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     scheme: QuantScheme
+    inner: int
 
 
 def stacked_weights(
@@ -135,15 +148,19 @@ def stacked_weights(
 
     Args:
         shared: prefix of a shared expert's tensors; it becomes the last of the stack.
+
+    Raises:
+        ConfigError: the ranks cannot share an expert.
     """
-    cut, held = placement.shard.of(inner), placement.held
+    held = placement.held
     prefixes = [f"{names.prefix}{expert}." for expert in range(placement.total)]
     if shared is not None:
         assert len(held) == placement.total, "the shared expert follows all of the routed ones"
         prefixes, held = [*prefixes, shared], range(placement.total + 1)
+    scheme = table.scheme_of([prefix + part for prefix in prefixes for part in (names.gate, names.up, names.down)])
+    cut = _cut(placement.shard, inner, scheme)
     width, count = cut.stop - cut.start, len(held)
     of_expert = [_parts_of(names, prefix, hidden, inner, cut) for prefix in prefixes]
-    scheme = table.scheme_of([part.prefix for parts in of_expert for part in parts])
     gate_up = scheme.allocate(NewWeight(2 * width, hidden, table.dtype, table.device, count, of_expert[0][:2]))
     down = scheme.allocate(NewWeight(hidden, width, table.dtype, table.device, count, of_expert[0][2:]))
     gate_up_bias = torch.empty((count, 2 * width), dtype=table.dtype, device=table.device) if bias else None
@@ -158,9 +175,24 @@ def stacked_weights(
     forms = [FusedForm("", "weight", lambda columns: (columns,), names.transposed)]
     forms += MXFP4_FORMS if isinstance(scheme, Mxfp4) else ()
     forms += [FusedForm("_bias", "bias", lambda columns: ())] if bias else []
+    if isinstance(scheme, BlockFp8) and inner % BLOCK == 0:  # otherwise a block would hold rows of gate and up
+        forms.append(FusedForm(FUSED_SCALES, scheme.scale_name, lambda columns: (-(-columns // BLOCK),), block=BLOCK))
     _accept_fused(table, names, placement.total, hidden, inner, forms)
+    if isinstance(scheme, RowFp8):
+        _accept_fused_numbers(table, names, placement.total, scheme.scale_name)
     table.hold([*gate_up.tensors, *down.tensors, *(b for b in (gate_up_bias, down_bias) if b is not None)])
-    return StackedWeights(gate_up, down, gate_up_bias, down_bias, scheme)
+    return StackedWeights(gate_up, down, gate_up_bias, down_bias, scheme, width)
+
+
+def _cut(shard: Shard, inner: int, scheme: QuantScheme) -> slice:
+    """The part of the intermediate size that a rank holds."""
+    unit = math.gcd(inner, scheme.shard_unit)
+    if inner // unit < shard.count:
+        raise ConfigError(
+            f"{shard.count} ranks cannot share an expert of intermediate size {inner}: the {scheme.name} weights are cut at multiples "
+            f"of {unit}. Use a smaller --tp-size, or a larger --ep-size."
+        )
+    return replace(shard, unit=unit).of(inner)
 
 
 def _parts_of(names: ExpertNames, prefix: str, hidden: int, inner: int, cut: slice) -> tuple[LinearPart, LinearPart, LinearPart]:
@@ -192,7 +224,7 @@ def _accept_fused(table: WeightTable, names: ExpertNames, total: int, hidden: in
     def split(parts: Iterable[tuple[str, int, int]], shape: tuple[int, ...], form: FusedForm, tensor: Sliceable) -> NamedTensors:
         for expert in range(total):
             for name, start, step in parts:
-                view = ExpertPart(tensor, expert, start, step, shape, form.transposed)
+                view = ExpertPart(tensor, expert, start // form.block, step, shape, form.transposed)
                 yield f"{names.prefix}{expert}.{name}.{form.kind}", view
 
     up_start, step = (1, 2) if names.interleaved else (inner, 1)
@@ -201,6 +233,22 @@ def _accept_fused(table: WeightTable, names: ExpertNames, total: int, hidden: in
         (names.down_fused, ((names.down, 0, 1),), hidden, inner),
     ):
         for form in forms:
-            trailing, height = form.trailing(columns), rows * len(parts)
+            each, trailing = -(-rows // form.block), form.trailing(columns)
+            height = each * len(parts)
             whole = (*trailing, height) if form.transposed else (height, *trailing)
-            table.also(names.prefix + fused + form.suffix, FusedTensor((total, *whole), partial(split, parts, (rows, *trailing), form)))
+            table.also(names.prefix + fused + form.suffix, FusedTensor([(total, *whole)], partial(split, parts, (each, *trailing), form)))
+
+
+def _accept_fused_numbers(table: WeightTable, names: ExpertNames, total: int, kind: str) -> None:
+    """Let tensors of one scale for each matrix, or of one for gate and up together, stand for the experts' own."""
+
+    def split(parts: Sequence[str], tensor: Sliceable) -> NamedTensors:
+        last = tensor.shape[1] - 1
+        for expert in range(total):
+            for i, part in enumerate(parts):
+                row = min(i, last)
+                yield f"{names.prefix}{expert}.{part}.{kind}", tensor[slice(expert, expert + 1), slice(row, row + 1)]
+
+    for fused, parts in ((names.gate_up_fused, (names.gate, names.up)), (names.down_fused, (names.down,))):
+        shapes = [(total, count, 1) for count in range(1, len(parts) + 1)]
+        table.also(names.prefix + fused + FUSED_SCALES, FusedTensor(shapes, partial(split, parts)))

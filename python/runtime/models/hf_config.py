@@ -17,7 +17,8 @@ DEFAULT_WINDOW = 4096
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a folder, with the `eos_token_id` of generation_config.json before its own where there is one.
+    """config.json of a folder, with the `eos_token_id` of generation_config.json before its own where there is one, and
+    ModelOpt's hf_quant_config.json as a field of that name.
 
     Raises:
         ConfigError: the folder or the file is missing, or is not a JSON object.
@@ -26,6 +27,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ConfigError(f"--model-path {str(folder)!r} is not a folder; give a Hugging Face folder, a hub id or a .gguf file")
     raw = read_object(folder / "config.json")
+    if (folder / "hf_quant_config.json").is_file():
+        raw["hf_quant_config"] = {"quant_method": "modelopt", **read_object(folder / "hf_quant_config.json")}
     if (folder / "generation_config.json").is_file():
         generation = read_object(folder / "generation_config.json")
         both = (ConfigFields(generation, f"{folder}/generation_config.json"), ConfigFields(raw, str(folder)))

@@ -8,8 +8,10 @@ from typing import Any
 from runtime.config.quant_config import BLOCK, QuantConfig
 from runtime.models.config_fields import ConfigFields
 
-FIELDS = ("quantization_config", "compression_config")
-SUPPORTED = "fp8 (e4m3, one scale for 128 x 128 entries, a row or a tensor), compressed-tensors in that format, and mxfp4"
+FIELDS = ("quantization_config", "compression_config", "hf_quant_config")
+SUPPORTED = "fp8 (e4m3, one scale for 128 x 128 entries, a row or a tensor), compressed-tensors and modelopt in that format, and mxfp4"
+MODELOPT_ROWS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+"""ModelOpt's algorithms whose weights have a scale for the tensor or for each row."""
 
 
 def read_quantization(fields: ConfigFields) -> QuantConfig | None:
@@ -29,39 +31,62 @@ def read_quantization(fields: ConfigFields) -> QuantConfig | None:
         return _fp8(quant, name)
     if method == "compressed-tensors":
         return _compressed(quant, name)
-    raise _refused(quant, name, str(method))
+    if method == "modelopt":
+        return _modelopt(quant.under("quantization"), name)
+    raise _refused(quant, f"{name}.quant_method", method)
 
 
 def _fp8(quant: ConfigFields, name: str) -> QuantConfig:
     if quant.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise _refused(quant, name, f"fp8 in {quant.get('fmt', None)}")
+        raise _refused(quant, f"{name}.fmt", quant.get("fmt", None))
+    if quant.get("expert_dtype", "fp8") != "fp8":
+        raise _refused(quant, f"{name}.expert_dtype", quant.get("expert_dtype", None))
+    if _names(quant, "modules_to_convert"):
+        raise _refused(quant, f"{name}.modules_to_convert", quant.get("modules_to_convert", None))
     kept = (*_names(quant, "modules_to_not_convert"), *_names(quant, "ignored_layers"))
     block = quant.get("weight_block_size", None)
     if block is None:
-        return QuantConfig("fp8", "row", "weight_scale", kept=kept)
+        return QuantConfig("fp8", "row", "weight_scale", other_scale_name="weight_scale_inv", kept=kept)
     _check_block(quant, name, block)
     return QuantConfig("fp8", "block", "weight_scale_inv", kept=kept)
 
 
-def _compressed(quant: ConfigFields, name: str) -> QuantConfig:
+def _compressed(quant: ConfigFields, name: str) -> QuantConfig | None:
     groups = quant.get("config_groups", {})
+    if not groups and quant.get("kv_cache_scheme", None):  # the KV cache alone
+        return None
     if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(group, dict) for group in groups.values()):
         raise quant.error(f"{name}.config_groups must be an object with one group")
-    (raw,) = groups.values()
-    group = ConfigFields(raw, f"{quant.where}: {name}")
+    ((group_name, raw),) = groups.items()
+    field, group = f"{name}.config_groups.{group_name}", ConfigFields(raw, quant.where)
     weights = group.mapping("weights")
-    kind, bits, strategy = (weights.get(field, None) for field in ("type", "num_bits", "strategy"))
+    kind, bits, strategy = (weights.get(key, None) for key in ("type", "num_bits", "strategy"))
+    if (kind, bits) != ("float", 8):
+        raise _refused(quant, f"{field}.weights", f"{kind or 'unnamed numbers'} of {bits or 'unknown'} bits")
     storage = group.get("format", quant.get("format", "float-quantized"))
-    if (kind, bits) != ("float", 8) or storage not in ("float-quantized", "naive-quantized"):
-        raise _refused(quant, name, f"compressed-tensors, {storage} with {kind} weights of {bits} bits")
+    if storage not in ("float-quantized", "naive-quantized"):
+        raise _refused(quant, f"{name}.format", storage)
+    sparsity = quant.mapping("sparsity_config").get("format", "dense")
+    if sparsity != "dense":
+        raise _refused(quant, f"{name}.sparsity_config.format", sparsity)
     targets, kept = _names(group, "targets"), _names(quant, "ignore")
     only = () if "Linear" in targets else targets
     if strategy == "block":
         _check_block(quant, name, weights.get("block_structure", None))
         return QuantConfig("fp8", "block", "weight_scale", kept=kept, only=only)
     if strategy not in ("tensor", "channel"):
-        raise _refused(quant, name, f"compressed-tensors with one scale for each {strategy}")
+        raise _refused(quant, f"{field}.weights.strategy", strategy)
     return QuantConfig("fp8", "row", "weight_scale", kept=kept, only=only)
+
+
+def _modelopt(quant: ConfigFields, name: str) -> QuantConfig | None:
+    """NVIDIA ModelOpt's: in config.json, or in hf_quant_config.json with all but the method within `quantization`."""
+    algorithm = quant.get("quant_algo", None)
+    if algorithm is None:  # of the KV cache alone
+        return None
+    if algorithm not in MODELOPT_ROWS:
+        raise _refused(quant, f"{name}.quant_algo", algorithm)
+    return QuantConfig("fp8", "row", "weight_scale", kept=(*_names(quant, "exclude_modules"), *_names(quant, "ignore")))
 
 
 def _check_block(quant: ConfigFields, name: str, block: Any) -> None:
@@ -81,8 +106,8 @@ def _names(fields: ConfigFields, name: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _refused(quant: ConfigFields, name: str, method: str) -> Exception:
+def _refused(quant: ConfigFields, field: str, value: object) -> Exception:
     return quant.error(
-        f"the weights are quantized ({name}: {method}), which is not supported; supported are {SUPPORTED}. "
+        f"the weights are quantized ({field}: {value}), which is not supported; supported are {SUPPORTED}. "
         "Use such a checkpoint, or one with bfloat16, float16 or float32 weights"
     )

@@ -112,7 +112,6 @@ class SparseParts:
         placement = ExpertPlacement.of(m.num_experts, rank, ranks, self.ep_size)
         shared = names.shared if fused else None
         stacked = stacked_weights(self.weights, names.experts, placement, self.hidden, m.intermediate_size, m.bias, shared)
-        inner = placement.shard.of(m.intermediate_size)
         return Experts(
             gate_up=stacked.gate_up,
             down=stacked.down,
@@ -121,7 +120,7 @@ class SparseParts:
             count=len(placement.held) + fused,
             first=placement.held.start,
             total=m.num_experts + fused,
-            size=(self.hidden, inner.stop - inner.start),
+            size=(self.hidden, stacked.inner),
             activation=activation,
             scheme=stacked.scheme,
             group=group,

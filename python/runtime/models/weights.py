@@ -16,7 +16,7 @@ from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantSchem
 from runtime.models.checkpoint_parts import Part, Sliceable, Staging, parts_of, wrong_shape
 from runtime.models.parallel_store import store_in_threads
 
-UNUSED_SCALES = (".input_scale", ".k_scale", ".v_scale")
+UNUSED_SCALES = (".input_scale", ".output_scale", "activation_scale", ".k_scale", ".v_scale")
 """Of activations and KV in quantised checkpoints: activations keep their 16 bits."""
 SHOWN = 8
 """Names that an error lists before it only counts."""
@@ -30,11 +30,11 @@ class FusedTensor:
     """A tensor in which some checkpoints hold several of those that a model is filled from.
 
     Attributes:
-        shape: of the whole tensor.
+        shapes: that the whole tensor may have.
         parts: the name of each tensor that it holds, and a view of it.
     """
 
-    shape: tuple[int, ...]
+    shapes: Sequence[tuple[int, ...]]
     parts: Callable[[Sliceable], NamedTensors]
 
 
@@ -172,7 +172,7 @@ class WeightTable:
                 what is quantised as it is loaded.
         """
         missing, unexpected = set(self._slots), []
-        skip += () if self._quant is None else UNUSED_SCALES
+        skip += UNUSED_SCALES
 
         def parts() -> Iterator[Part]:
             for name, tensor in self._single(weights):
@@ -203,15 +203,22 @@ class WeightTable:
         return bias
 
     def _single(self, weights: NamedTensors) -> NamedTensors:
-        """The tensors, with the parts of fused ones in their place."""
-        for name, tensor in weights:
+        """The tensors under the names of their slots, with the parts of fused ones in their place."""
+        for stored, tensor in weights:
+            name = self._slot_name(stored)
             fused = self._fused.get(name)
             if fused is None:
                 yield name, tensor
                 continue
-            if tuple(tensor.shape) != fused.shape:
-                raise wrong_shape(name, tensor, fused.shape)
+            if tuple(tensor.shape) not in fused.shapes:
+                raise wrong_shape(name, tensor, fused.shapes[0])
             yield from fused.parts(tensor)
+
+    def _slot_name(self, name: str) -> str:
+        """The name under which the model knows a tensor of the checkpoint."""
+        if self._quant is None or not self._quant.other_scale_name or not name.endswith("." + self._quant.other_scale_name):
+            return name
+        return name.removesuffix(self._quant.other_scale_name) + self._quant.scale_name
 
 
 def ignore(part: torch.Tensor) -> None:

@@ -104,11 +104,6 @@ class KeyRing:
             self._uses = [*self._fixed, *map(KeyUse, read_key_file(file))]
 
     @property
-    def uses(self) -> list[KeyUse]:
-        """Every key with its use."""
-        return self._uses
-
-    @property
     def has_admin(self) -> bool:
         """Whether administration needs an admin key."""
         return any(use.key.admin for use in self._uses)

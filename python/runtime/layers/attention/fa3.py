@@ -14,11 +14,11 @@ from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
 from runtime.layers.attention.kernels import cluster_decode
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention, warm_up
-from runtime.layers.attention.kernels.split_keys import SplitKeys
 from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work
 from runtime.layers.attention.kernels.split_shape import MAX_WIDTH, SplitShape, one_of_each_kernel, supports
-from runtime.layers.attention.kernels.tree_tail import TailKeys, merge_tree_tail
+from runtime.layers.attention.kernels.tree_tail import merge_tree_tail
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.kernels.pdl import starts_early
 from runtime.mem_cache.kv_pool import KVPool, PageTable
@@ -167,7 +167,7 @@ class FlashAttention(AttentionBackend):
             return None
         if not cluster_decode.takes_rows(layer.heads, plan.split, page_size, qkv, k_cache, layer.sinks):
             return None
-        keys = SplitKeys(self._table.pages, batch.page_rows, plan.at.seq_lens(batch, batch.step), page_size)
+        keys = PagedKeys(self._table.pages, batch.page_rows, plan.at.seq_lens(batch, batch.step), page_size)
         return cluster_decode.cluster_attention(
             qkv, k_cache, self._pool.v[layer.layer_id], keys, plan.split, layer.scale, causal=layer.causal, window=layer.window,
             sinks=layer.sinks, new=cluster_decode.NewTokens(layer.heads, batch.positions, batch.out_cache_loc), pdl=self._pdl,
@@ -272,10 +272,10 @@ class FlashAttention(AttentionBackend):
                 return_softmax_lse=True,
             )  # fmt: skip
             lse = lse.transpose(0, 1)
-        keys = TailKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size, tail)
+        keys = PagedKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size)
         in_bits = plan.split is not None
         return merge_tree_tail(
-            q, k_cache, v_cache, keys, batch.tree_mask, layer.scale, out, lse, lse_in_bits=in_bits, sinks=layer.sinks,
+            q, k_cache, v_cache, keys, tail, batch.tree_mask, layer.scale, out, lse, lse_in_bits=in_bits, sinks=layer.sinks,
             kv_scales=layer.kv_scales,
         )  # fmt: skip
 
@@ -291,7 +291,7 @@ class FlashAttention(AttentionBackend):
     ) -> torch.Tensor:
         """Split-KV attention as the layer sees its keys, or with `lse` over all keys."""
         assert self._workspace is not None, "the pass is larger than the shape that the backend was built for"
-        keys = SplitKeys(self._table.pages, rows, lens, self._table.page_size, plan.schedule)
+        keys = PagedKeys(self._table.pages, rows, lens, self._table.page_size, plan.schedule)
         return split_attention(
             q.contiguous(), self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], keys, shape, self._workspace,
             layer.scale, causal=layer.causal and lse is None, window=layer.window if lse is None else -1,

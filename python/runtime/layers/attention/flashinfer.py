@@ -14,7 +14,8 @@ from runtime.layers.attention.base import AttentionBackend, AttentionShape, Atte
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
 from runtime.layers.attention.flashinfer_adapter import EagerPrefill, FixedPrefill, PrefillLayout, check_version
 from runtime.layers.attention.kernels.flashinfer_plan import PageLists, WorkItems, gather_pages, trim_plan
-from runtime.layers.attention.kernels.tree_tail import TailKeys, merge_tree_tail
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
+from runtime.layers.attention.kernels.tree_tail import merge_tree_tail
 from runtime.layers.attention.pinned_ring import PinnedRing
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
@@ -122,8 +123,8 @@ class FlashInferAttention(AttentionBackend):
         assert batch.tree_mask is not None, "forward of another batch than planned"
         assert batch.tree_tail == tail, "forward of another batch than planned"
         lse = plan.passes[0, layer.window].prefill.run_with_lse(q, kv, out)
-        keys = TailKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size, tail)
-        return merge_tree_tail(q, *kv, keys, batch.tree_mask, layer.scale, out, lse, lse_in_bits=True).flatten(1)
+        keys = PagedKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size)
+        return merge_tree_tail(q, *kv, keys, tail, batch.tree_mask, layer.scale, out, lse, lse_in_bits=True).flatten(1)
 
     # ---- planning
 

@@ -9,7 +9,7 @@ from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
 from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
-from runtime.layers.attention.kernels.latent_decode import LatentKeys
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.latent_passes import CausalQueries, LatentPasses
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
@@ -27,7 +27,7 @@ class LatentFlashAttention(AttentionBackend):
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
         self._pool, self._table = kv_pool, page_table
         self._passes = LatentPasses(shape, kv_pool, page_table, flash_latent, "fa3")
-        self._extend: tuple[LatentKeys, CausalQueries] | None = None
+        self._extend: tuple[PagedKeys, CausalQueries] | None = None
 
     def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Find the buffers of the passes. No host read."""
@@ -50,14 +50,14 @@ class LatentFlashAttention(AttentionBackend):
         """One run per kernel of split-KV attention; FA3 comes compiled."""
         return self._passes.warmup_runs(sizes, width, tree)
 
-    def _extend_plan(self, batch: ForwardBatch) -> tuple[LatentKeys, CausalQueries]:
+    def _extend_plan(self, batch: ForwardBatch) -> tuple[PagedKeys, CausalQueries]:
         assert batch.extend_lens is not None, "a ragged pass"
         columns = min(max(-(-int(batch.seq_len_bounds.max()) // self._table.page_size), 1), self._table.max_pages)
-        keys = LatentKeys(self._table.pages[:, :columns], batch.page_rows, batch.seq_lens, self._table.page_size)
+        keys = PagedKeys(self._table.pages[:, :columns], batch.page_rows, batch.seq_lens, self._table.page_size)
         return keys, CausalQueries(batch.qo_indptr, int(batch.extend_lens.max()))
 
 
-def flash_latent(q: torch.Tensor, cache: torch.Tensor, keys: LatentKeys, queries: CausalQueries, scale: float) -> torch.Tensor:
+def flash_latent(q: torch.Tensor, cache: torch.Tensor, keys: PagedKeys, queries: CausalQueries, scale: float) -> torch.Tensor:
     """Causal attention by FA3: q [T, H, rank + rope] -> [T, H, rank]; keys and values are views of one cache."""
     rope = q.shape[2] - VALUE_DIM
     assert rope == KEY_DIM, "FA3 has kernels of 64 rotated columns beside 512"

@@ -13,13 +13,13 @@ from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
 from runtime.layers.attention.kernels import latent_cluster
 from runtime.layers.attention.kernels.latent_decode import (
     FEW_SPLITS,
-    LatentKeys,
     LatentShape,
     LatentWorkspace,
     latent_attention,
     latent_trial,
     trial_inputs,
 )
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import compile_all
 from runtime.layers.kernels.pdl import starts_early
@@ -44,7 +44,7 @@ class CausalQueries:
     most: int
 
 
-CausalKernel = Callable[[torch.Tensor, torch.Tensor, LatentKeys, CausalQueries, float], torch.Tensor]
+CausalKernel = Callable[[torch.Tensor, torch.Tensor, PagedKeys, CausalQueries, float], torch.Tensor]
 """Causal attention by another library: (q [T, H, rank + rope], cache, keys, queries, scale) -> [T, H, rank]."""
 
 
@@ -114,7 +114,7 @@ class LatentPasses:
         assert plan is not None, "prepare comes before forward"
         at, cache = plan.at, self._pool.k[layer.layer_id]
         assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "forward of another batch than planned"
-        keys = LatentKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size)
+        keys = PagedKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size)
         if plan.kernel == OTHER:
             assert self._other is not None, "chosen because it is there"
             return self._other(q, cache, keys, plan.queries, layer.scale)

@@ -12,8 +12,8 @@ from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention, warm_up
-from runtime.layers.attention.kernels.split_keys import SplitKeys
 from runtime.layers.attention.kernels.split_shape import MAX_WIDTH, SplitShape, one_of_each_kernel, supports
 from runtime.layers.attention.kernels.wide_prefill import PromptKeys, wide_prefill
 from runtime.layers.forward_batch import ForwardBatch
@@ -84,7 +84,7 @@ class WideAttention(AttentionBackend):
         if plan.split is None:
             keys = PromptKeys(self._table.pages, rows, lens, plan.qo_indptr, at.width, self._table.page_size)
             return wide_prefill(q, k_cache, v_cache, keys, layer.scale, layer.window).flatten(1)
-        keys = SplitKeys(self._table.pages, rows, lens, self._table.page_size)
+        keys = PagedKeys(self._table.pages, rows, lens, self._table.page_size)
         return split_attention(
             q, k_cache, v_cache, keys, plan.split, self._workspace, layer.scale, window=layer.window, pdl=self._pdl
         ).flatten(1)

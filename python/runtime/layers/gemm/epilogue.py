@@ -77,6 +77,14 @@ class Epilogue:
             assert not self.add, "argmax excludes add"
             assert out is None or out.dtype is torch.float32, f"argmax requires a float32 out; got {out.dtype}"
 
+    def check_gemm(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, parts: int) -> None:
+        """Assert that x [M, K] can be multiplied by a weight [N, K], and `check` the rest."""
+        (M, K), (N, columns) = x.shape, weight.shape
+        assert M > 0, "expected rows"
+        assert columns == K, f"expected x of {columns} columns; got {K}"
+        assert x.is_contiguous(), "expected a contiguous x"
+        self.check(out, M, N, parts)
+
 
 NO_EPILOGUE = Epilogue()
 """Store the sums as they are."""

@@ -63,38 +63,20 @@ def triton_gemm(
     (M, K), N = x.shape, epilogue.columns(weight.shape[0])
     assert M <= MAX_ROWS and K % 16 == 0, f"expected at most {MAX_ROWS} rows and a multiple of 16 columns; got {M} x {K}"  # noqa: PT018
     epilogue.check(out, M, weight.shape[0], config.parts(weight.shape[0]))
-    bias, gated, add, scale, deferred = epilogue.bias, epilogue.gated, epilogue.add, epilogue.scale, epilogue.deferred
-    argmax, block_n = epilogue.argmax, config.block_n
-    outputs = block_n // 2 if gated else block_n
+    outputs = config.block_n // 2 if epilogue.gated else config.block_n
     assert weight_scale is None or (config.swap and not config.tma), f"e4m3 weights need a tiling with swap, without tma; got {config}"
     scales = (0, 1, K) if weight_scale is None else scale_layout(weight.shape[0], K, weight_scale)
-    tiles = weight
-    if config.tma and gated:
-        tiles = TensorDescriptor(weight, [2, N, K], [N * K, K, 1], [2, outputs, config.block_k])
-    elif config.tma:
-        tiles = TensorDescriptor(weight, [N, K], [K, 1], [block_n, config.block_k])
-    gain = scaled = squares = row_squares = None
-    if deferred is not None:
-        gain, scaled, squares = deferred.gain, deferred.scaled, deferred.squares
-    count, eps, BLOCK_M = 1, 0.0, padded_rows(M, config.swap)
-    if scale is not None:
-        row_squares, count, eps = scale.squares, scale.squares.shape[1], float(scale.eps)
-    PARTS = triton.next_power_of_2(count)
-    fit = max(SQUARES_IN_FLIGHT * 32 * config.num_warps // BLOCK_M, SQUARES.value)
+    deferred, (row_squares, count, eps) = epilogue.deferred, _row_scale(epilogue)
+    gain, scaled, squares = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
     args = (
-        x, tiles, weight, weight_scale, out, argmax, bias, row_squares, gain, scaled, squares, M, N, K, *scales, count, eps,
-        config.prefetch, int(config.late),
+        x, _tiles(weight, config, epilogue.gated), weight, weight_scale, out, epilogue.argmax, epilogue.bias, row_squares, gain, scaled,
+        squares, M, N, K, *scales, count, eps, config.prefetch, int(config.late),
     )  # fmt: skip
     options = dict(
-        BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=config.block_k, EVEN_N=N % outputs == 0,
-        EVEN_K=K % config.block_k == 0, BIAS=bias is not None, GATED=gated, GELU=epilogue.gelu, ADD=add,
-        ARGMAX=argmax is not None, STORE=out is not None,
-        SCALE=scale is not None, PARTS=PARTS, PARTS_PER_LOOP=min(PARTS, fit), DEFER=deferred is not None, PDL=pdl,
-        SWAP=config.swap, TMA=config.tma, FORMAT=DENSE.value if weight_scale is None else FP8.value,
-        PIECE=min(config.block_k, scales[2]), STAGES=config.stages,
+        EVEN_N=N % outputs == 0, EVEN_K=K % config.block_k == 0, STORE=out is not None, PDL=pdl,
+        FORMAT=DENSE.value if weight_scale is None else FP8.value, PIECE=min(config.block_k, scales[2]),
         PTX=weight_scale is not None and x.is_cuda and x.dtype is torch.bfloat16,
-        num_warps=config.num_warps, num_stages=config.stages,
-        **launch_options(pdl),
+        **_constants(config, padded_rows(M, config.swap), count), **_operations(epilogue), **launch_options(pdl),
     )  # fmt: skip
     grid = (triton.cdiv(N, outputs),)
     if launch:
@@ -104,6 +86,39 @@ def triton_gemm(
             *args, grid=grid, **options
         )
     return out
+
+
+def _tiles(weight: torch.Tensor, config: TritonConfig, gated: bool) -> torch.Tensor | TensorDescriptor:
+    """The weight, with `tma` by a descriptor of tiles that hold gate rows and the matching up rows."""
+    (rows, K), block_n, block_k = weight.shape, config.block_n, config.block_k
+    if not config.tma:
+        return weight
+    if gated:
+        return TensorDescriptor(weight, [2, rows // 2, K], [rows // 2 * K, K, 1], [2, block_n // 2, block_k])
+    return TensorDescriptor(weight, [rows, K], [K, 1], [block_n, block_k])
+
+
+def _row_scale(epilogue: Epilogue) -> tuple[torch.Tensor | None, int, float]:
+    """Sums of squares by row, how many each row has, and epsilon."""
+    scale = epilogue.scale
+    return (None, 1, 0.0) if scale is None else (scale.squares, scale.squares.shape[1], float(scale.eps))
+
+
+def _constants(config: TritonConfig, block_m: int, squares: int) -> dict[str, int | bool]:
+    """The constants of a tiling, for rows that have a number of `squares`."""
+    parts, fit = triton.next_power_of_2(squares), max(SQUARES_IN_FLIGHT * 32 * config.num_warps // block_m, SQUARES.value)
+    return dict(
+        BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SWAP=config.swap, TMA=config.tma, STAGES=config.stages,
+        PARTS=parts, PARTS_PER_LOOP=min(parts, fit), num_warps=config.num_warps, num_stages=config.stages,
+    )  # fmt: skip
+
+
+def _operations(epilogue: Epilogue) -> dict[str, bool]:
+    """The constants that say what is done to the sums."""
+    return dict(
+        BIAS=epilogue.bias is not None, GATED=epilogue.gated, GELU=epilogue.gelu, ADD=epilogue.add, ARGMAX=epilogue.argmax is not None,
+        SCALE=epilogue.scale is not None, DEFER=epilogue.deferred is not None,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -94,6 +94,14 @@ class _Variant:
     argmax: bool = False
     store: bool = True
 
+    @classmethod
+    def of(cls, rows: int, epilogue: Epilogue, out: torch.Tensor | None, dtype: torch.dtype, pdl: bool) -> _Variant:
+        """For a weight of `dtype`."""
+        return cls(
+            rows, _store(epilogue, out, dtype), dtype, epilogue.bias is not None, pdl, epilogue.scale is not None,
+            epilogue.deferred is not None, epilogue.argmax is not None, out is not None,
+        )  # fmt: skip
+
 
 def supports(weight: torch.Tensor, silu: bool = False) -> bool:
     """Whether the kernel can multiply by this weight on its device."""
@@ -132,19 +140,12 @@ def wgmma_gemm(
     Each row of `out` depends only on its own row of x, summed in an order fixed by K and `config`.
     """
     (M, K), N = x.shape, weight.shape[0]
-    assert M > 0, "expected rows"
-    assert weight.shape[1] == K, f"expected x of {weight.shape[1]} columns; got {K}"
-    assert x.is_contiguous(), "expected a contiguous x"
-    epilogue.check(out, M, N, config.parts(N))
+    epilogue.check_gemm(x, weight, out, config.parts(N))
     assert out is None or out.dtype is torch.float32 or out.data_ptr() % 16 == 0, "expected an out that is aligned to 16 bytes"
-    bias, scale, deferred = epilogue.bias, epilogue.scale, epilogue.deferred
     columns, rows = epilogue.columns(N), 64 if M <= 64 else BLOCK_ROWS
-    variant = _Variant(
-        rows, _store(epilogue, out, weight.dtype), weight.dtype, bias is not None, pdl, scale is not None, deferred is not None,
-        epilogue.argmax is not None, out is not None,
-    )  # fmt: skip
     loaded = min(rows, max(8, 1 << (M - 1).bit_length()))
-    kernel, boxes = _kernel(config, variant), _boxes(config, rows, loaded, epilogue.gated)
+    kernel = _kernel(config, _Variant.of(rows, epilogue, out, weight.dtype, pdl))
+    boxes = _boxes(config, rows, loaded, epilogue.gated)
     kernel(
         _blocks(config, -(-M // rows), -(-columns // boxes.outputs), kernel.clusters_at_once),
         (
@@ -152,8 +153,8 @@ def wgmma_gemm(
             _map(weight.data_ptr(), N, K, weight.dtype, boxes.w_rows),
             cuda_driver.pointer(out),
             cuda_driver.pointer(epilogue.argmax),
-            cuda_driver.pointer(bias),
-            norms_argument(scale, deferred),
+            cuda_driver.pointer(epilogue.bias),
+            norms_argument(epilogue.scale, epilogue.deferred),
             cuda_driver.int32(M),
             cuda_driver.int32(columns),
             cuda_driver.int32(K),

@@ -155,16 +155,12 @@ def widening_gemm(
     Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
     """
     (M, K), N = x.shape, weight.shape[0]
-    assert M > 0, "expected rows"
     assert x.dtype is torch.bfloat16, f"expected bfloat16 rows; got {x.dtype}"
-    assert weight.shape[1] == K, f"expected x of {weight.shape[1]} columns; got {K}"
-    assert x.is_contiguous(), "expected a contiguous x"
     assert epilogue.argmax is None, "expected no argmax"
-    epilogue.check(out, M, N, config.parts(N))
+    epilogue.check_gemm(x, weight, out, config.parts(N))
     assert out.data_ptr() % 16 == 0, "expected an out that is aligned to 16 bytes"
     bias, scale, deferred = epilogue.bias, epilogue.scale, epilogue.deferred
-    columns, row_scales = epilogue.columns(N), scale_layout(N, K, weight_scale)
-    tokens = _tokens(M)
+    columns, tokens, row_scales = epilogue.columns(N), _tokens(M), scale_layout(N, K, weight_scale)
     variant = WideningVariant(
         tokens, ring_stages(tokens, K, config.split), _store(epilogue, out), bias is not None, pdl, scale is not None, deferred is not None
     )

@@ -35,7 +35,7 @@ class BlockFp8(QuantScheme):
 
     def __init__(self, scale_name: str, stored: bool) -> None:
         """`stored`: whether checkpoints contain e4m3 and scales; otherwise weights of any float dtype are quantised while loading."""
-        self._scale_name, self._stored = scale_name, stored
+        self.scale_name, self._stored = scale_name, stored
 
     def allocate(self, new: NewWeight) -> Storage:
         """Empty weights and scales, for activations of any dtype."""
@@ -46,25 +46,25 @@ class BlockFp8(QuantScheme):
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """`prefix.weight` and its scales, or one tensor of any float dtype that is quantised when it is stored."""
         weight, scale = storage.weight[part.rows], _part_scales(part, storage)
-        if not self._stored:
-
-            def put(values: torch.Tensor) -> None:
-                quantized, scales = quantize_blocks(values.to(weight.device))
-                weight.copy_(quantized)
-                scale.copy_(_finer(scales, (0, 0), scale.shape, block_size(storage)))
-
-            return {part.prefix + ".weight": WeightSlot(part.shape, part.index, put, finite=True)}
-        rows, columns = part.index
+        first = part.index[0].start % BLOCK, part.index[1].start % BLOCK
         blocks = tuple(slice(index.start // BLOCK, -(-index.stop // BLOCK)) for index in part.index)
-        first = rows.start % BLOCK, columns.start % BLOCK
 
         def put_scales(scales: torch.Tensor) -> None:
             scale.copy_(_finer(scales, first, scale.shape, block_size(storage)))
 
+        def quantize(values: torch.Tensor) -> None:
+            quantized, scales = quantize_blocks(values.to(weight.device))
+            weight.copy_(quantized[first[0] :, first[1] :][: weight.shape[0], : weight.shape[1]])
+            put_scales(scales)
+
+        if not self._stored:
+            # Whole blocks of the checkpoint's matrix, so that a rank's part has the values it has on one rank.
+            around = tuple(slice(b.start * BLOCK, min(b.stop * BLOCK, size)) for b, size in zip(blocks, part.shape, strict=True))
+            return {part.prefix + ".weight": WeightSlot(part.shape, around, quantize, finite=True)}
         whole = -(-part.shape[0] // BLOCK), -(-part.shape[1] // BLOCK)
         return {
             part.prefix + ".weight": WeightSlot(part.shape, part.index, weight.copy_, E4M3),
-            f"{part.prefix}.{self._scale_name}": WeightSlot(whole, blocks, put_scales, finite=True),
+            f"{part.prefix}.{self.scale_name}": WeightSlot(whole, blocks, put_scales, finite=True),
         }
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
@@ -94,7 +94,7 @@ class RowFp8(QuantScheme):
     gemm_caps = GemmCaps(dense=False, scaled=True)
 
     def __init__(self, scale_name: str) -> None:
-        self._scale_name = scale_name
+        self.scale_name = scale_name
 
     def allocate(self, new: NewWeight) -> Storage:
         """Empty weights and scales, for activations of any dtype."""
@@ -109,7 +109,7 @@ class RowFp8(QuantScheme):
         slot = WeightSlot((part.shape[0], 1), (part.index[0], slice(None)), put, spread=True, finite=True)
         return {
             part.prefix + ".weight": WeightSlot(part.shape, part.index, weight.copy_, E4M3),
-            f"{part.prefix}.{self._scale_name}": slot,
+            f"{part.prefix}.{self.scale_name}": slot,
         }
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:

@@ -42,16 +42,21 @@ class Int8(QuantScheme):
         return Storage(weight, new.empty(new.out_features, dtype=torch.bfloat16))
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
-        """One tensor, `prefix.weight`, of any floating-point dtype; it is quantised when it is stored."""
+        """One tensor, `prefix.weight`, of any floating-point dtype; it is quantised when it is stored.
 
-        def put(rows: torch.Tensor) -> None:
+        Rows are read whole, because a rank's columns have the scale of the whole row.
+        """
+        rows, columns = part.index
+
+        def put(whole: torch.Tensor) -> None:
             assert storage.scale is not None, "int8 has scales"
-            count, weight, scale = max(1, QUANTIZED_AT_ONCE // rows.shape[1]), storage.weight[part.rows], storage.scale[part.rows]
-            for some, *places in zip(rows.split(count), weight.split(count), scale.split(count), strict=True):
-                for place, values in zip(places, quantize_rows(some.to(weight.device)).tensors, strict=True):
-                    place.copy_(values)
+            count, weight, scale = max(1, QUANTIZED_AT_ONCE // whole.shape[1]), storage.weight[part.rows], storage.scale[part.rows]
+            for some, own, scales in zip(whole.split(count), weight.split(count), scale.split(count), strict=True):
+                quantized, found = quantize_rows(some.to(weight.device)).tensors
+                own.copy_(quantized[:, columns])
+                scales.copy_(found)
 
-        return {part.prefix + ".weight": WeightSlot(part.shape, part.index, put, finite=True)}
+        return {part.prefix + ".weight": WeightSlot(part.shape, (rows, slice(0, part.shape[1])), put, finite=True)}
 
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
         """[T, in] -> [T, out], the dtype of `x`.

@@ -31,12 +31,15 @@ class Mxfp4(QuantScheme):
 
     name = "mxfp4"
     gemm_caps = GemmCaps(dense=False)
+    # Uneven parts instead of zero padding: no rank holds more than with padding, and none reads zeros. Two groups instead of
+    # one, because the kernels for many tokens need inner sizes that are multiples of 64.
+    shard_unit = 2 * GROUP
 
     def allocate(self, new: NewWeight) -> Storage:
         """Empty codes and scales, for activations of any dtype."""
         out, columns = new.out_features, new.in_features
         if columns % GROUP:
-            raise ConfigError(f"an mxfp4 weight has {columns} columns on each rank; use --ep-size, or leave a multiple of {GROUP}")
+            raise ConfigError(f"an mxfp4 weight has {columns} columns; only multiples of {GROUP} are supported")
         return Storage(new.empty(out, columns // 2, dtype=torch.uint8), new.empty(out, columns // GROUP, dtype=torch.uint8))
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
@@ -44,7 +47,9 @@ class Mxfp4(QuantScheme):
         assert storage.scale is not None
         (out, width), (rows, columns) = part.shape, part.index
         if columns.start % GROUP or columns.stop % GROUP:
-            raise ConfigError(f"{part.prefix}: a rank's columns, {columns.start} to {columns.stop}, cut an mxfp4 scale; use --ep-size")
+            raise ConfigError(
+                f"{part.prefix}: columns {columns.start} to {columns.stop} of a rank cut an mxfp4 scale; use another --tp-size"
+            )
         groups = slice(columns.start // GROUP, columns.stop // GROUP)
         weight, scale = storage.weight[part.rows], storage.scale[part.rows]
         blocks = weight.unflatten(1, (-1, GROUP // 2))

@@ -125,10 +125,15 @@ class NewWeight:
 class QuantScheme(Protocol):
     """How the weight of a linear layer is stored, filled and multiplied by. Stateless; one scheme serves all layers of
     a model. Subclass it explicitly.
+
+    Attributes:
+        shard_unit: a rank's part of an expert's intermediate size is a multiple of it, if the whole is; ranks may then hold
+            different numbers of units.
     """
 
     name: str
     gemm_caps: GemmCaps
+    shard_unit: int = 1
 
     def allocate(self, new: NewWeight) -> Storage:
         """Storage of a weight, not yet filled."""

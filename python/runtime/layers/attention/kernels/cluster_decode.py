@@ -20,7 +20,7 @@ from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import RotaryHeads
 
 if TYPE_CHECKING:  # both import Triton
-    from runtime.layers.attention.kernels.split_keys import SplitKeys
+    from runtime.layers.attention.kernels.paged_keys import PagedKeys
     from runtime.layers.attention.kernels.split_shape import SplitShape
 
 HEAD_DIMS = (64, 128)
@@ -114,7 +114,7 @@ def cluster_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    keys: SplitKeys,
+    keys: PagedKeys,
     shape: SplitShape,
     scale: float,
     *,

@@ -15,7 +15,8 @@ from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.cuda_program import program
 
 if TYPE_CHECKING:  # it imports Triton
-    from runtime.layers.attention.kernels.latent_decode import LatentKeys, LatentShape
+    from runtime.layers.attention.kernels.latent_decode import LatentShape
+    from runtime.layers.attention.kernels.paged_keys import PagedKeys
 
 RANK, ROPE = 512, 64
 MOST_WIDTH = 8
@@ -92,7 +93,7 @@ def supports(shape: LatentShape, page_size: int, cache: torch.Tensor, *, pdl: bo
 
 
 def latent_cluster_attention(
-    q: torch.Tensor, cache: torch.Tensor, keys: LatentKeys, shape: LatentShape, scale: float, *, pdl: bool = False
+    q: torch.Tensor, cache: torch.Tensor, keys: PagedKeys, shape: LatentShape, scale: float, *, pdl: bool = False
 ) -> torch.Tensor:
     """`latent_attention` for causal passes that the kernel `supports`; bit for bit, a result depends on its own request and on `shape`.
 

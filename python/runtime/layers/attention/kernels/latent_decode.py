@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from runtime.config.kernel_configs import LatentConfig
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.split_decode import LN_2
 from runtime.layers.attention.kernels.tile_slots import tile_slots
 
@@ -93,27 +94,10 @@ class LatentWorkspace:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LatentKeys:
-    """Location of the latent rows of each request. Tensors are on the device.
-
-    Attributes:
-        pages: int32 [rows, max_pages], the page table.
-        rows: int32 [B], its row of each request.
-        seq_lens: int32 [B], KV lengths of the pass, at least W.
-        page_size: slots of a page, a power of two.
-    """
-
-    pages: torch.Tensor
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    page_size: int
-
-
 def latent_attention(
     q: torch.Tensor,
     cache: torch.Tensor,
-    keys: LatentKeys,
+    keys: PagedKeys,
     shape: LatentShape,
     workspace: LatentWorkspace,
     scale: float,
@@ -127,7 +111,7 @@ def latent_attention(
     Args:
         q: [B * W, H, rank + rope] contiguous, W queries per request, bfloat16 or float16.
         cache: [num_pages, page_size, 1, rank + rope] contiguous.
-        keys: location of the rows.
+        keys: location of the rows, at least W per request; a page has a power of two of slots.
         shape: the kind of pass.
         workspace: built for `shape` among others.
         scale: factor of the scores.
@@ -167,14 +151,14 @@ def latent_attention(
 
 def trial_inputs(
     shape: LatentShape, page_size: int, dtype: torch.dtype, device: torch.device, length: int
-) -> tuple[torch.Tensor, torch.Tensor, LatentKeys]:
+) -> tuple[torch.Tensor, torch.Tensor, PagedKeys]:
     """Queries, cache and location of `length` zero rows for each request of `shape`, to compile and time kernels with."""
     columns, pages_each = shape.rank + shape.rope, triton.cdiv(length, page_size)
     q = torch.zeros((shape.batch * shape.width, shape.num_heads, columns), dtype=dtype, device=device)
     cache = torch.zeros((shape.batch * pages_each, page_size, 1, columns), dtype=dtype, device=device)
     pages = torch.arange(shape.batch * pages_each, dtype=torch.int32, device=device).view(shape.batch, pages_each)
     rows = torch.arange(shape.batch, dtype=torch.int32, device=device)
-    return q, cache, LatentKeys(pages, rows, torch.full((shape.batch,), length, dtype=torch.int32, device=device), page_size)
+    return q, cache, PagedKeys(pages, rows, torch.full((shape.batch,), length, dtype=torch.int32, device=device), page_size)
 
 
 def latent_trial(

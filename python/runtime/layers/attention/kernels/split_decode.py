@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from runtime.layers.attention.kernels import cluster_decode
-from runtime.layers.attention.kernels.split_keys import SplitKeys
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.split_schedule import schedule_work, unpack
 from runtime.layers.attention.kernels.split_shape import SplitShape
 from runtime.layers.attention.kernels.tile_slots import tile_slots
@@ -52,7 +52,7 @@ def split_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    keys: SplitKeys,
+    keys: PagedKeys,
     shape: SplitShape,
     workspace: SplitWorkspace,
     scale: float,
@@ -88,21 +88,17 @@ def split_attention(
     Returns:
         [B * W, H, D], the dtype of q.
     """
-    (T, H, D), G, config = q.shape, k_cache.shape[2], shape.config
-    assert shape.batch * shape.width == T, f"{T} queries where {shape.batch} requests of {shape.width} were prepared"
-    assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
-    assert q.is_contiguous(), "queries must be contiguous"
+    (_, H, D), G, config = q.shape, k_cache.shape[2], shape.config
+    _check(q, keys, shape, workspace)
     assert causal or sinks is None, "sinks require a causal pass"
     assert causal or window < 0 or lse is None, "a window requires a causal pass"
-    assert (keys.schedule is not None) == config.scheduled, "a scheduled config needs a schedule, another has none"
     if lse is None and cluster_decode.supports(shape, keys.page_size, q, k_cache, sinks):
         return cluster_decode.cluster_attention(q, k_cache, v_cache, keys, shape, scale, causal=causal, window=window, sinks=sinks, pdl=pdl)
-    out, splits, rows, group = torch.empty_like(q), shape.splits, shape.rows, H // G
-    launch = {"launch_pdl": True} if pdl else {}
-    items = None if keys.schedule is None else keys.schedule.items
-    arrived, space = (None, 0) if keys.schedule is None else (keys.schedule.arrived, len(keys.schedule.items))
+    out, splits, group = torch.empty_like(q), shape.splits, H // G
+    launch, schedule = {"launch_pdl": True} if pdl else {}, keys.schedule
+    items, arrived, space = (None, None, 0) if schedule is None else (schedule.items, schedule.arrived, len(schedule.items))
     shared = {
-        "WIDTH": shape.width, "GROUP": group, "NUM_KV": G, "D": D, "TILE": config.tile, "ALONE": config.alone, "ROWS": rows,
+        "WIDTH": shape.width, "GROUP": group, "NUM_KV": G, "D": D, "TILE": config.tile, "ALONE": config.alone, "ROWS": shape.rows,
         "WINDOW": window >= 0, "LSE": lse is not None, "PDL": pdl,
     }  # fmt: skip
     _split_kernel[(shape.parts, shape.programs, 1) if config.scheduled else (shape.parts, splits, shape.batch)](
@@ -119,6 +115,14 @@ def split_attention(
             SPLITS=padded, num_warps=min(max(padded * D // 1024, 1), 8), **launch,  # 32 values a thread
         )  # fmt: skip
     return out
+
+
+def _check(q: torch.Tensor, keys: PagedKeys, shape: SplitShape, workspace: SplitWorkspace) -> None:
+    """Assert that a pass is the one that was prepared."""
+    assert shape.batch * shape.width == len(q), f"{len(q)} queries where {shape.batch} requests of {shape.width} were prepared"
+    assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
+    assert q.is_contiguous(), "queries must be contiguous"
+    assert (keys.schedule is not None) == shape.config.scheduled, "a scheduled config needs a schedule, another has none"
 
 
 def warm_up(
@@ -151,7 +155,7 @@ def warm_up(
     if schedule is not None:
         schedule_work(lens, shape.splits, shape.config.tile, schedule)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if tree else None
-    keys, sink = SplitKeys(pages, rows, lens, page_size, schedule), q.new_zeros(shape.num_q_heads) if sinks and not tree else None
+    keys, sink = PagedKeys(pages, rows, lens, page_size, schedule), q.new_zeros(shape.num_q_heads) if sinks and not tree else None
     if heads is not None and not tree and shape.rotates and cluster_decode.takes_rows(heads, shape, page_size, q, cache, sink):
         qkv = q.new_zeros((len(q), (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim))
         zeros = torch.zeros(len(q), dtype=torch.int64, device=device)

@@ -5,41 +5,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from runtime.config.attention_caps import MAX_TREE_BITS
+from runtime.layers.attention.kernels.paged_keys import PagedKeys
 
 LN_2 = 0.6931471805599453
-
-
-@dataclass(frozen=True, slots=True)
-class TailKeys:
-    """Location of the tail of each request. Tensors are on the device.
-
-    Attributes:
-        pages: int32 [rows, max_pages], the page table.
-        rows: int32 [B], its row of each request.
-        seq_lens: int32 [B], KV lengths of the pass.
-        page_size: slots of a page.
-        tail: number of keys at the end of each request that the masks cover.
-    """
-
-    pages: torch.Tensor
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    page_size: int
-    tail: int
 
 
 def merge_tree_tail(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    keys: TailKeys,
+    keys: PagedKeys,
+    tail: int,
     mask: torch.Tensor,
     scale: float,
     prefix_out: torch.Tensor,
@@ -53,7 +34,8 @@ def merge_tree_tail(
     Args:
         q: [B * W, H, D], W queries per request, contiguous.
         k_cache, v_cache: [num_pages, page_size, G, D].
-        keys: location of the tail.
+        keys: location of all keys.
+        tail: number of keys at the end of each request that the masks cover.
         mask: int64 [B * W]; bit t: the query sees the t-th key of the tail.
         scale: factor of the scores.
         prefix_out: [B * W, H, D] contiguous, attention over the keys before the tail; arbitrary if there are none.
@@ -65,15 +47,15 @@ def merge_tree_tail(
     Returns:
         `prefix_out`, now over all visible keys. The merge is the one of split softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
     """
-    assert 0 < keys.tail <= MAX_TREE_BITS, f"a tree tail of {keys.tail} keys; a mask has {MAX_TREE_BITS} bits"
+    assert 0 < tail <= MAX_TREE_BITS, f"a tree tail of {tail} keys; a mask has {MAX_TREE_BITS} bits"
     B, (T, H, D), G = keys.rows.shape[0], q.shape, k_cache.shape[2]
     width, group = T // B, H // G
     block_m = min(max(triton.next_power_of_2(width * group), 16), 64)
     _tail_kernel[(B, G, triton.cdiv(width * group, block_m))](
         q, k_cache, v_cache, kv_scales, sinks, keys.pages, keys.rows, keys.seq_lens, mask, prefix_out, prefix_lse,
-        scale, width, keys.tail, keys.page_size, keys.pages.stride(0), prefix_lse.stride(0), prefix_lse.stride(1), H,
+        scale, width, tail, keys.page_size, keys.pages.stride(0), prefix_lse.stride(0), prefix_lse.stride(1), H,
         GROUP=group, NUM_KV=G, D=D, BLOCK_D=max(triton.next_power_of_2(D), 16), BLOCK_M=block_m,
-        BLOCK_N=max(triton.next_power_of_2(keys.tail), 16), LSE_SCALE=LN_2 if lse_in_bits else 1.0,
+        BLOCK_N=max(triton.next_power_of_2(tail), 16), LSE_SCALE=LN_2 if lse_in_bits else 1.0,
         SINKS=sinks is not None, SCALED=kv_scales is not None, num_warps=4,
     )  # fmt: skip
     return prefix_out

@@ -21,6 +21,8 @@ from runtime.layers.kernels.pdl import launch_options, pdl_sync
 FEW_PAIRS, SHORT, LONG = 4096, 128, 512
 """Up to this many pairs, chunks are short, otherwise long, because every program reads the counts of all chunks."""
 CHUNKS_PER_LOAD = 16
+COMPARED = 64
+"""Pairs with which all pairs of a chunk are compared at once: a whole chunk of them would need a thousand registers of each thread."""
 BLOCKS, WARPS = 8, 32
 """The CUDA kernel's blocks per cluster, which every device supports, and warps per block."""
 
@@ -116,7 +118,7 @@ def align_in_triton(ids: torch.Tensor, first: int, experts: int, rows: int, *, p
     _place_kernel[(chunks + experts,)](
         ids, counts, found.pairs, found.experts, found.places, found.used, count, first, experts, chunks,
         ROWS=rows, PADDING=triton.next_power_of_2(rows), CHUNK=chunk,
-        LOAD=min(CHUNKS_PER_LOAD, triton.next_power_of_2(chunks)), **common,
+        LOAD=min(CHUNKS_PER_LOAD, triton.next_power_of_2(chunks)), COMPARED=min(COMPARED, chunk), **common,
     )  # fmt: skip
     return found
 
@@ -135,7 +137,8 @@ def _count_kernel(ids_ptr, counts_ptr, count, first, experts, CHUNK: tl.constexp
 @triton.jit(do_not_specialize=["count", "first", "chunks"])
 def _place_kernel(
     ids_ptr, counts_ptr, pairs_ptr, experts_ptr, places_ptr, used_ptr, count, first, experts, chunks,
-    ROWS: tl.constexpr, PADDING: tl.constexpr, CHUNK: tl.constexpr, LOAD: tl.constexpr, E_PAD: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PADDING: tl.constexpr, CHUNK: tl.constexpr, LOAD: tl.constexpr, COMPARED: tl.constexpr, E_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the places of one chunk of pairs; or, after the chunks, the padding of one expert and the experts of its tiles."""
     pdl_sync(PDL)
@@ -157,10 +160,11 @@ def _place_kernel(
         held = (i < count) & (own >= 0) & (own < experts)
         own = tl.where(held, own, -1)
         place = tl.sum(tl.where(own[:, None] == e[None, :], (begin + before)[None, :], 0), 1)
-        earlier = tl.arange(0, CHUNK)[None, :] < tl.arange(0, CHUNK)[:, None]
-        # The second copy of the chunk lies along the other axis.
-        other = tl.load(ids_ptr + program * CHUNK + tl.arange(0, CHUNK), mask=i < count, other=-1) - first
-        place += tl.sum(((own[:, None] == other[None, :]) & earlier).to(tl.int32), 1)
+        for offset in range(0, CHUNK, COMPARED):
+            at = offset + tl.arange(0, COMPARED)
+            other = tl.load(ids_ptr + program * CHUNK + at, mask=program * CHUNK + at < count, other=-1) - first
+            earlier = at[None, :] < tl.arange(0, CHUNK)[:, None]
+            place += tl.sum(((own[:, None] == other[None, :]) & earlier).to(tl.int32), 1)
         tl.store(pairs_ptr + place, i, mask=held)
     else:
         expert = program - chunks

@@ -59,37 +59,49 @@ def route(
     (T, K), E = x.shape, weight.shape[0]
     assert weight.shape[1] == K, f"expected a router of {K} columns; got {weight.shape[1]}"
     assert K % 16 == 0, f"expected a multiple of 16 columns; got {K}"
-    padded, few = max(triton.next_power_of_2(E), 16), T <= FEW_ROWS
-    groups = scoring.num_groups
+    padded, few, groups = max(triton.next_power_of_2(E), 16), T <= FEW_ROWS, scoring.num_groups
     assert scoring.top_k <= E, f"expected at least {scoring.top_k} experts; got {E}"
     assert groups == 1 or padded == E, f"expected a power of two of experts in groups; got {E}"
-    rows, experts, most_splits = (8, 16, 4) if few else (16, min(padded, 64), 8) if T <= MID_ROUTER_ROWS else (32, min(padded, 256), 1)
-    splits = max(1, min(most_splits, K // 512))
-    blocks = triton.cdiv(T, rows)
+    rows, experts, splits = _tiling(T, K, padded)
+    blocks, words = triton.cdiv(T, rows), triton.cdiv(E + scoring.shared, 32)
     assert blocks <= MAX_BLOCKS, f"expected at most {MAX_BLOCKS * rows} tokens; got {T}"
-    device, chosen = x.device, scoring.chosen
-    words = triton.cdiv(E + scoring.shared, 32)
-    routed = Routing(
-        torch.empty((T, chosen), dtype=torch.int32, device=device),
-        torch.empty((T, chosen), dtype=torch.float32, device=device),
-        torch.empty((T, words), dtype=torch.int32, device=device) if masks is None else masks,
-    )
+    routed = _new_routing(T, scoring.chosen, words, x.device, masks)
     if T == 0:
         return routed
     if supports(x, weight, scoring, bias, correction_bias):
         return route_few(x, weight, scoring, routed, bias, correction_bias, norm=norm, normed=normed, pdl=pdl)
-    logits = torch.empty((splits, T, padded), dtype=torch.float32, device=device)
+    logits = torch.empty((splits, T, padded), dtype=torch.float32, device=x.device)
     _route_kernel[(padded // experts, splits, blocks)](
         x, weight, bias, correction_bias, logits, tickets, routed.ids, routed.weights, routed.masks,
         None if norm is None else norm.squares, normed, 0 if norm is None else norm.squares.shape[1], 0.0 if norm is None else norm.eps,
         T, K, E, triton.cdiv(triton.cdiv(K, splits), COLUMNS) * COLUMNS, words, scoring.scaling,
-        TOP_K=scoring.top_k, SHARED=scoring.shared, TOP_PAD=triton.next_power_of_2(chosen), WORDS=triton.next_power_of_2(words),
+        TOP_K=scoring.top_k, SHARED=scoring.shared, TOP_PAD=triton.next_power_of_2(scoring.chosen), WORDS=triton.next_power_of_2(words),
         BLOCK_M=rows, BLOCK_E=experts, BLOCK_K=COLUMNS if few else COLUMNS // 2, E_PAD=padded, SPLITS=splits,
         SCORING=_SCORINGS[scoring.scoring], RENORMALIZE=scoring.renormalize,
         GROUPS=groups, TOP_GROUPS=scoring.top_groups, BIAS=bias is not None, CORRECTION=correction_bias is not None,
         NORM=norm is not None, PDL=pdl, num_warps=4 if few or experts <= 128 else 8, num_stages=4, **launch_options(pdl),
     )  # fmt: skip
     return routed
+
+
+def _tiling(tokens: int, columns: int, experts: int) -> tuple[int, int, int]:
+    """Tokens and experts of a program, and into how many parts the columns are split."""
+    if tokens <= FEW_ROWS:
+        rows, own, most_splits = 8, 16, 4
+    elif tokens <= MID_ROUTER_ROWS:
+        rows, own, most_splits = 16, min(experts, 64), 8
+    else:
+        rows, own, most_splits = 32, min(experts, 256), 1
+    return rows, own, max(1, min(most_splits, columns // 512))
+
+
+def _new_routing(tokens: int, chosen: int, words: int, device: torch.device, masks: torch.Tensor | None) -> Routing:
+    """A routing to be filled: `chosen` experts of each token, and `words` of its mask, unless there are `masks`."""
+    return Routing(
+        torch.empty((tokens, chosen), dtype=torch.int32, device=device),
+        torch.empty((tokens, chosen), dtype=torch.float32, device=device),
+        torch.empty((tokens, words), dtype=torch.int32, device=device) if masks is None else masks,
+    )
 
 
 @triton.jit(do_not_specialize=["T", "parts"])

@@ -65,7 +65,7 @@ class _Tile:
 
 TILES: Mapping[WeightFormat, dict[int, _Tile]] = {
     "fp8": {32: _Tile(16, 2), 48: _Tile(24, 2)},
-    "mxfp4": {48: _Tile(32, 3), 128: _Tile(32, 2)},
+    "mxfp4": {32: _Tile(16, 3), 48: _Tile(32, 3), 128: _Tile(32, 2)},
 }
 """Tiles by number of pairs. Sums of e4m3 need twice the registers, because each stage's sums are scaled before they are added."""
 

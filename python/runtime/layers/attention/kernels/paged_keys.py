@@ -1,4 +1,4 @@
-"""Where a split-KV pass finds the keys of each request."""
+"""Where a kernel finds the keys, or latent rows, of each request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.layers.attention.kernels.split_schedule import WorkSchedule
 
 
 @dataclass(frozen=True, slots=True)
-class SplitKeys:
+class PagedKeys:
     """Location of the keys of each request. Tensors are on the device.
 
     Attributes:
@@ -18,7 +18,7 @@ class SplitKeys:
         rows: int32 [B], its row of each request.
         seq_lens: int32 [B], keys of each request.
         page_size: slots of a page.
-        schedule: the shares of each program, if the shape's config is scheduled.
+        schedule: for scheduled split-KV attention: the shares of each program.
     """
 
     pages: torch.Tensor

@@ -1,4 +1,4 @@
-"""DFlashWorker: the drafter whose model fills a block of masked tokens in one pass.
+"""DFlashDrafter: the drafter whose model fills a block of masked tokens in one pass.
 
 Per request row and iteration:
 
@@ -39,7 +39,7 @@ from runtime.speculative.draft_passes import extend_spec
 from runtime.speculative.model_drafter import ModelDrafter, States, restricting
 
 
-class DFlashWorker(ModelDrafter):
+class DFlashDrafter(ModelDrafter):
     """The drafter of a `DFlashDraftModel`."""
 
     def __init__(self, model: DFlashDraftModel, runner: ModelRunner, config: SpeculativeConfig) -> None:

@@ -13,8 +13,8 @@ from runtime.batch import Pending, ScheduleBatch
 from runtime.config.tuning import SpeculativeTuning
 from runtime.model_executor.depth_controller import DepthController
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost, Routing
+from runtime.model_executor.scratch_prompts import scratch_prompts
 from runtime.model_executor.worker import Worker
-from runtime.speculative.scratch_prompts import scratch_prompts
 
 log = logging.getLogger(__name__)
 SIZES = (1, 4, 16, 32, 64, 128, 256)

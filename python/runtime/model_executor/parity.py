@@ -13,8 +13,8 @@ from runtime.batch import ScheduleBatch
 from runtime.errors import ConfigError
 from runtime.model_executor.acceptance import AcceptanceCounters, not_compared, side_by_side
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
+from runtime.model_executor.scratch_prompts import scratch_prompts
 from runtime.model_executor.worker import Worker
-from runtime.speculative.scratch_prompts import scratch_prompts
 
 log = logging.getLogger(__name__)
 PROMPTS, PROMPT_LEN, ITERATIONS = 4, 16, 16

@@ -1,0 +1,57 @@
+"""What each drafting algorithm needs and can do. No torch: flag checks, model checks and drafters read the same table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SpecAlgorithm = Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM"]
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmCaps:
+    """What an algorithm needs and can do. A flag that it cannot use is refused at start-up.
+
+    Attributes:
+        draft: where its draft model is: in a folder of its own, in the target's checkpoint, or nowhere.
+        without_folder: the algorithm that runs instead if no folder is named; None for an error.
+        unused_flags: further flags that have no effect.
+        unused_why: why they have none, as a sentence.
+        trees: whether drafts may branch.
+        token_map: whether a token map may limit the drafts.
+        blocks: whether the draft fills blocks of a size that its checkpoint states, which is then the default depth.
+        unmixable: why a pass cannot hold prompts and decoding requests; an empty text where it can.
+    """
+
+    draft: Literal["folder", "checkpoint", "none"] = "folder"
+    without_folder: SpecAlgorithm | None = None
+    unused_flags: tuple[str, ...] = ()
+    unused_why: str = ""
+    trees: bool = False
+    token_map: bool = False
+    blocks: bool = False
+    unmixable: str = ""
+
+
+_FOLDER = ("speculative_draft_model_path", "speculative_draft_load_format", "speculative_draft_model_quantization")
+_RUNS = ("speculative_draft_attention_backend", "disable_draft_decode_cuda_graph", "disable_draft_extend_cuda_graph")
+ALGORITHM_CAPS: dict[SpecAlgorithm, AlgorithmCaps] = {
+    "EAGLE": AlgorithmCaps(without_folder="MTP", trees=True, token_map=True),
+    "EAGLE3": AlgorithmCaps(trees=True),
+    "MTP": AlgorithmCaps(
+        draft="checkpoint",
+        unused_flags=_FOLDER,
+        unused_why="MTP drafts with a layer of the model's own checkpoint. Leave it out, or use EAGLE.",
+        trees=True,
+        token_map=True,
+    ),
+    "DFLASH": AlgorithmCaps(blocks=True),
+    "STANDALONE": AlgorithmCaps(),
+    "NGRAM": AlgorithmCaps(
+        draft="none",
+        unused_flags=(*_FOLDER, *_RUNS, "speculative_draft_tp_size"),
+        unused_why="NGRAM copies from the text so far and has no draft model. Leave it out.",
+        unmixable="NGRAM looks up its drafts between two steps",
+    ),
+}
+"""The algorithms, by the name that `--speculative-algorithm` takes."""

@@ -1,0 +1,54 @@
+"""Loads models: builds them for this rank and fills their weights."""
+
+from __future__ import annotations
+
+import logging
+
+from runtime.errors import ConfigError
+from runtime.layers.backend_selection import select_ops
+from runtime.model_executor.context import WorkerContext
+from runtime.model_executor.graph_capture import paused_gc
+from runtime.model_executor.memory_plan import MIB
+from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
+from runtime.models.config import ModelConfig
+from runtime.models.decoder import DecoderModel
+from runtime.models.registry import build_model
+
+log = logging.getLogger(__name__)
+
+
+def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_format: str, quantization: str | None) -> DecoderModel:
+    """Build a model and fill its weights."""
+    with context.timed("load_weights"), paused_gc(freeze=False):  # it would visit the many small objects again and again
+        ops, why = select_ops(context.device, context.dtype, context.timings)
+        log.info("block operations: %s", why)
+        shared = context.attention_group, context.config.parallel.ep_size, context.kv_dtype, context.exchange
+        fuse = context.config.model.fuse_shared_experts
+        model = build_model(config, ops, context.dtype, context.device, quantization, *shared, fuse_shared=fuse)
+        if context.exchange is not None and not model.sparse_mlps:
+            raise ConfigError(f"--enable-dp-attention: {config.architecture} has no experts for the groups to share. Leave it out.")
+        check_equal_shards(context, model)
+        model.load(model_weights(context, model.expected_weights(), folder, load_format))
+    kind, seconds = f" with {quantization} linears" if quantization else "", context.info.startup_seconds["load_weights"]
+    log.info("weights: %s, %.0f MiB, %s%s; loaded in %.1f s, %.0f MiB/s", config.architecture, model.weight_bytes / MIB,
+             context.config.device.dtype, kind, seconds, model.weight_bytes / MIB / max(seconds, 1e-3))  # fmt: skip
+    return model
+
+
+def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
+    """Raise `ConfigError` if GPUs would have shards of different sizes, because all ranks use the kernels that rank 0 chooses.
+
+    Experts that are cut into units may differ, because each rank chooses their kernels by its own sizes.
+    """
+    experts = [mlp.experts for mlp in model.sparse_mlps]
+    sizes = [(each.count, each.size[0] if each.scheme.shard_unit > 1 else each.size) for each in experts]
+    shapes = context.group.gather(([gemm.key(0) for gemm in model.gemms()], sizes))
+    if context.device.type == "cuda" and any(other != shapes[0] for other in shapes):
+        raise ConfigError(f"--tp-size {context.group.size} does not cut {model.config.architecture} into equal parts; use another size")
+
+
+def model_weights(context: WorkerContext, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str):
+    """The tensors of a checkpoint, or random ones."""
+    if load_format == "dummy":
+        return dummy_weights(shapes, context.dtype, context.device, seed=context.config.model.random_seed)
+    return safetensors_weights(folder, progress=context.group.rank == 0)

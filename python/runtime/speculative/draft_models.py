@@ -1,0 +1,103 @@
+"""Loads draft models. Every loader raises `ConfigError` if draft and target do not fit."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TypeVar, cast
+
+import torch
+
+from runtime.config.draft_algorithms import SpecAlgorithm
+from runtime.config.quant_config import with_flag
+from runtime.config.speculative import check_depth
+from runtime.distributed.parallel_group import ParallelGroup
+from runtime.errors import ConfigError
+from runtime.model_executor.context import WorkerContext
+from runtime.model_executor.model_loader import model_weights
+from runtime.model_executor.model_runner import ModelRunner
+from runtime.models.config import ModelConfig
+from runtime.models.decoder import DecoderModel
+from runtime.models.dflash import DFlashDraftModel
+from runtime.models.draft_config import DraftConfig, load_draft_config
+from runtime.models.draft_head import DraftModel
+from runtime.models.eagle import LlamaForCausalLMEagle
+from runtime.models.eagle3 import LlamaForCausalLMEagle3
+from runtime.models.mtp import MtpDraft
+from runtime.models.registry import build_model
+from runtime.models.standalone import StandaloneDraft
+from runtime.models.token_map import load_token_map
+from runtime.speculative.draft_group import draft_group
+
+log = logging.getLogger(__name__)
+Draft = TypeVar("Draft", bound=DraftModel | DFlashDraftModel)
+
+
+def load_eagle(context: WorkerContext, target: DecoderModel) -> DraftModel:
+    """An EAGLE head."""
+    config = _config(context, "EAGLE", target)
+    return _loaded(context, LlamaForCausalLMEagle(config, target, _token_map(context), _group(context, config.model, target)))
+
+
+def load_eagle3(context: WorkerContext, target: DecoderModel) -> DraftModel:
+    """An EAGLE-3 head."""
+    config = _config(context, "EAGLE3", target)
+    return _loaded(context, LlamaForCausalLMEagle3(config, target, _group(context, config.model, target)))
+
+
+def load_mtp(context: WorkerContext, target: DecoderModel) -> DraftModel:
+    """The layer for multi-token prediction of the target's checkpoint."""
+    return _loaded(context, MtpDraft(target, _token_map(context), _group(context, target.config, target)))
+
+
+def load_standalone(context: WorkerContext, target: DecoderModel) -> DraftModel:
+    """A whole model, in int8 if the target is and the checkpoint has no scheme of its own."""
+    config, own = _config(context, "STANDALONE", target).model, target.context
+    quantization = "int8" if config.quant is None and context.config.model.quantization == "int8" else None
+    shared = {"group": _group(context, config, target), "head_group": own.group, "kv_dtype": context.kv_dtype, "exchange": context.exchange}
+    model = build_model(config, own.ops, context.dtype, context.device, quantization, **shared, fuse_shared=own.fuse_shared)
+    return _loaded(context, StandaloneDraft(model))
+
+
+def load_dflash(context: WorkerContext, target: DecoderModel) -> DFlashDraftModel:
+    """A DFlash draft, whose blocks must not be smaller than the depth."""
+    config = _config(context, "DFLASH", target)
+    draft = DFlashDraftModel(config, target, _group(context, config.model, target))
+    check_depth(draft.block.size, context.speculative.num_steps)
+    return _loaded(context, draft)
+
+
+def draft_runner(context: WorkerContext, model: DraftModel | DFlashDraftModel) -> ModelRunner:
+    """The runner of a draft model."""
+    attention, tuning = context.speculative.attention_backend, context.config.device.tuning
+    decoder = cast(DecoderModel, model)
+    return ModelRunner(decoder, model.config, attention, context.dtype, context.device, tuning=tuning, group=context.group)
+
+
+def _config(context: WorkerContext, algorithm: SpecAlgorithm, target: DecoderModel) -> DraftConfig:
+    """The architecture of the draft in a folder of its own."""
+    spec = context.speculative
+    assert spec.draft_model_path is not None, "checked with the flags"
+    found = load_draft_config(spec.draft_model_path, algorithm, target.config)
+    quant = with_flag(found.model.quant, spec.draft_quantization, "--speculative-draft-model-quantization")
+    return replace(found, model=replace(found.model, quant=quant))
+
+
+def _token_map(context: WorkerContext) -> torch.Tensor | None:
+    path = context.speculative.token_map
+    return load_token_map(path) if path else None
+
+
+def _group(context: WorkerContext, draft: ModelConfig, target: DecoderModel) -> ParallelGroup:
+    return draft_group(context.speculative.draft_tp_size, draft, target.context, context.config.device.tuning)
+
+
+def _loaded(context: WorkerContext, draft: Draft) -> Draft:
+    """The draft with its weights, from its own folder or else from the target's. It must know a token for each branch of a node."""
+    spec, served = context.speculative, context.config.model
+    if spec.topk > draft.vocab_size:
+        raise ConfigError(f"--speculative-eagle-topk is {spec.topk}; this draft knows {draft.vocab_size} tokens, so lower it")
+    own = None if spec.draft_model_path is None else (spec.draft_model_path, spec.draft_load_format)
+    draft.load(model_weights(context, draft.expected_weights(), *(own or (served.model_path, served.load_format))))
+    log.info("draft: %s, %s, %d of %d tokens", spec.algorithm, draft.config.architecture, draft.vocab_size, draft.config.vocab_size)
+    return draft

@@ -1,0 +1,40 @@
+"""Families in the FP8 form in which they are published, and quantised on load: logits are those of the weights that are stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unit.test_models import GEMMA4, Checkpoint, loaded
+from unit.test_quantization import assert_close_to, write_quantized
+
+SIZES: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 160, "moe_intermediate_size": 160}
+"""Blocks of 128 do not divide them."""
+SPARSE_GEMMA4 = {**GEMMA4, **SIZES, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "MiniMaxM2ForCausalLM": ("minimax-m2", "qwen-block", SIZES),
+    "Glm4MoeLiteForCausalLM": ("glm4-flash", "qwen-block", SIZES),
+    "MixtralForCausalLM": ("mixtral", "static-tensor", SIZES),
+    "Qwen2MoeForCausalLM": ("qwen2-moe", "compressed-channel", SIZES),
+    "MiMoForCausalLM": ("qwen2", "compressed-channel", SIZES),
+    "Gemma4ForConditionalGeneration": ("gemma4-with-vision", "compressed-channel", {"text_config": SPARSE_GEMMA4}),
+}
+"""By architecture: the model of `test_models`, the form of `test_quantization`, and changes to the configuration."""
+
+
+@pytest.mark.parametrize("on_load", [False, True], ids=["stored", "on load"])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_fp8_logits_of_a_family_match_dequantized_ones(tmp_path: Path, architecture: str, on_load: bool) -> None:
+    name, form, changes = FAMILIES[architecture]
+    model = Checkpoint(name, tmp_path / "plain", **changes).reference
+    reference = write_quantized(tmp_path / "fp8", model, "qwen-block" if on_load else form)
+    folder = tmp_path / ("plain" if on_load else "fp8")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"architectures": [architecture]}))
+    served = loaded(folder, "fp8" if on_load else None)
+    schemes = {gemm.linear.scheme.name for gemm in served.gemms()} | {mlp.experts.scheme.name for mlp in served.sparse_mlps}
+    assert schemes == {"none", "fp8" if on_load or "block" in form else "fp8-row"}
+    assert_close_to(reference, served)

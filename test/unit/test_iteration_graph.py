@@ -123,6 +123,20 @@ def test_log_probabilities_are_those_of_three_graphs(tmp_path: Path) -> None:
             np.testing.assert_array_equal(getattr(a.logprobs, name), getattr(b.logprobs, name))
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_samples_change_no_token_of_drawn_text(tmp_path: Path, verify: bool) -> None:
+    """Nor what is drafted: the accept lengths are the same."""
+    drivers = []
+    for n in (1 << 20, 2):
+        worker = build(tmp_path)
+        worker.parts.monitor.schedule = EveryNth(n, verify=verify)
+        drivers.append(Driver(worker))
+        drivers[-1].generate(PROMPTS, 40, sampling=WARM)
+    assert drivers[0].out == drivers[1].out
+    assert all((a == b).all() for a, b in zip(*(driver.accepts for driver in drivers), strict=True))
+    assert drivers[1].worker.info().acceptance.eager_sample.iterations > 0
+
+
 def test_eager_samples_are_compared_with_iteration_graphs(tmp_path: Path) -> None:
     expected = Driver(build(tmp_path, whole=False)).generate(PROMPTS, 40)
     worker = build(tmp_path)

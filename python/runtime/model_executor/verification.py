@@ -167,7 +167,8 @@ class Verifier:
 
     def run(self, iteration: Iteration, batch: ForwardBatch) -> VerifyResult:
         """Run the target over filled inputs."""
-        outputs, graph = self._runner(iteration).run(batch, eager=iteration.eager)
+        eager = iteration.sample.eager and iteration.sample.verify
+        outputs, graph = self._runner(iteration).run(batch, eager=eager)
         return self._result(iteration, outputs, graph)
 
     def result_of(self, iteration: Iteration, states: States) -> VerifyResult:

@@ -175,7 +175,7 @@ class _SchedulerCollector:
                 yield self._gauge(name, help_text, {(): share})
         for name, help_text, load in GROUP_GAUGES if stats.groups else ():
             yield self._gauge(name, help_text, {(str(i),): load(group) for i, group in enumerate(stats.groups)}, "group")
-        rates = {(str(i),): rate for i, rate in enumerate(stats.spec.accept_rate_by_position) if rate is not None}
+        rates = {(str(i),): rate for i, rate in enumerate(stats.spec.accept_rate_by_position)}
         depths = {(depth,): float(count) for depth, count in sorted(stats.spec_depth_steps_total.items())}
         yield self._family(CounterMetricFamily, "talon:spec_depth_steps", "Steps with decode rows, by draft depth.", depths, "depth")
         help_text = "Fraction of verify steps of this depth or more that accepted the draft at this position."
@@ -201,10 +201,10 @@ class _SchedulerCollector:
             yield self._gauge("talon:layer_distinct_experts", help_text, layers, "layer")
         if worker.acceptance is not None:
             drift = worker.acceptance.drift
-            help_text = "Draft positions at which graphs accept less than eager drafts of the same windows; 0 is normal."
+            help_text = "Draft positions at which graphs and eager samples accept differently; 0 is normal."
             yield self._gauge("talon:spec_drifted_positions", help_text, {(): len(drift)})
             gaps = {(str(d.position),): d.graph - d.eager for d in drift}
-            yield self._gauge("talon:spec_drift", "Acceptance with graphs minus acceptance of eager drafts.", gaps, "position")
+            yield self._gauge("talon:spec_drift", "Acceptance with graphs minus acceptance in eager samples.", gaps, "position")
 
     def _gauge(self, name: str, help_text: str, rows: Rows, *labels: str) -> GaugeMetricFamily:
         return self._family(GaugeMetricFamily, name, help_text, rows, *labels)

@@ -57,8 +57,10 @@ ANY_BATCH = 1 << 16
 """A batch size above which nothing runs."""
 CHAIN_SHARE = 0.65
 """Share of the time for chains where trees can follow."""
-MOST_ROUNDS, TREE_ROUNDS = 8, 6
-"""Of all depths of a chain and of a tree at one batch size; fewer where the time is short."""
+SWEEPS, MOST_ROUNDS, TREE_ROUNDS = 2, 4, 6
+"""How often all batch sizes run, so that other load does not meet one alone, and each time the rounds of all depths of a chain; those of
+a tree. Fewer where the time is short.
+"""
 WORTH_MORE = 0.9
 """A tree with less than this share of the best chain's tokens per second is not tried with more requests."""
 
@@ -231,9 +233,16 @@ class Chains:
 
     @property
     def points(self) -> list[CostPoint]:
-        """Measured times, one for each padded batch size and depth."""
-        found = {(cell.size, depth): cell.seconds for (_, depth), cell in sorted(self.trial.cells.items())}
-        return [CostPoint(size, depth, seconds) for (size, depth), seconds in found.items()]
+        """Measured times, one for each padded batch size and depth.
+
+        Fewer drafts never take longer, and other load only adds time: each time is at most those of deeper iterations of the same batch.
+        """
+        found = {(cell.size, depth): self.trial.seconds(requests, depth) for (requests, depth), cell in sorted(self.trial.cells.items())}
+
+        def least(size: int, depth: int) -> float:
+            return min(seconds for (rows, drafts), seconds in found.items() if rows == size and drafts >= depth)
+
+        return [CostPoint(size, depth, least(size, depth)) for size, depth in found]
 
     def rates(self) -> dict[int, dict[int, float]]:
         """Tokens per second by requests, up to the largest measured batch, and depth; between measured batches as expected."""
@@ -289,11 +298,12 @@ class Bench:
         """All depths at all batch sizes, within a share of the time; what does not fit into it is left out, the largest batches first."""
         limits = worker.parts.depths.limits
         trial = worker.parts.depths.controller = DepthTrial(list(limits))
-        for i, size in enumerate(sizes):
+        turns = list(sizes) * SWEEPS
+        for i, size in enumerate(turns):
             left = share * self.options.seconds - self.elapsed
             if left <= 0 and i:
                 break
-            until = self.elapsed + left / (len(sizes) - i)
+            until = self.elapsed + left / (len(turns) - i)
             self._answer(worker, trial, size, MOST_ROUNDS, until)
         if not trial.cells:
             raise ConfigError("--seconds is too short to measure anything. Raise it.")
@@ -312,9 +322,9 @@ class Bench:
                 trial = worker.parts.depths.controller = DepthTrial([steps])
                 for size in chains.measured:
                     self._answer(worker, trial, size, TREE_ROUNDS, self.options.seconds)
-                    if (cell := trial.cells.get((size, steps))) is None:
+                    if (size, steps) not in trial.cells:
                         break
-                    rates[size] = size * trial.acceptance.mean_accept_len / cell.seconds
+                    rates[size] = size * trial.acceptance.mean_accept_len / trial.seconds(size, steps)
                     if rates[size] < WORTH_MORE * chain.rates[size]:
                         break
         except ConfigError as error:

@@ -466,6 +466,28 @@ def test_missing_position_counts_come_from_server_totals() -> None:
     assert (figures["accept_length"], figures["per_position_acceptance"]) == (2.0, [1.0, 0.5])
 
 
+def test_acceptance_by_position_is_of_what_was_drafted() -> None:
+    """By answers, and by the server's totals."""
+    record = finished([0.0] * 7)
+    record.verify_steps, record.accepted_by_position, record.drafted_by_position = 4, [3, 1, 0], [4, 2, 0]
+    assert metrics.acceptance([record], None, None)["per_position_acceptance"] == [0.75, 0.5, None]
+    name = ("spec_verify_steps_total", "spec_accepted_tokens_total", "spec_accepted_by_position", "spec_drafted_by_position")
+    before, after = (dict(zip(name, values, strict=True)) for values in ((9, 9, [9, 0, 0], [9, 9, 0]), (19, 16, [14, 2, 0], [19, 13, 0])))
+    figures = metrics.acceptance([], before, after)
+    assert figures["per_position_acceptance"] == [0.5, 0.5, None]
+    rest = {"backend": "talon", "request_rate": 1.0, "max_concurrency": 1, "total_output_tokens_retokenized": 7}
+    shown = summary.render(metrics.summarize([record], 1.0, None) | figures | rest)
+    assert " 0.500 0.500 -\n" in shown
+
+
+def test_acceptance_by_context_is_of_the_run() -> None:
+    name = "spec_steps_and_accepted_by_context"
+    before, after = {name: {"0": [10, 30], "1024": [4, 4]}}, {name: {"0": [30, 40], "1024": [4, 4], "4096": [2, 4]}}
+    after |= {"spec_accept_length_by_context": {"0": 9.0}}
+    assert metrics.acceptance([], before, after)["accept_length_by_context"] == {"0": 1.5, "4096": 3.0}
+    assert metrics.acceptance([], after, after)["accept_length_by_context"] is None
+
+
 def test_acceptance_uses_answers_if_all_report_it() -> None:
     told = [finished([0.0] * 7), finished([0.0] * 5)]
     for record, steps, accepted in zip(told, (3, 2), ([3, 1], [1, 1]), strict=True):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
+from runtime.entrypoints.openai.usage import speculative_usage
 from runtime.managers.messages import Finish
 from runtime.managers.observers.metrics import Metrics
 from runtime.managers.telemetry.decode_stats import DecodeStats
@@ -161,7 +162,18 @@ def test_steps_too_shallow_for_a_position_do_not_lower_its_rate() -> None:
     assert spec.accept_rate_by_position == [0.75, 0.5, 0.5]
     before = deepcopy(spec)
     spec.add(3, 2, 4, 2)
-    assert spec.since(before).accept_rate_by_position == [1.0, 1.0, 0.0]
+    assert spec.since(before).accept_rate_by_position == [1.0, 1.0, None]
+    assert spec.drafted_by_position == [5, 3, 2]
+
+
+def test_positions_that_were_never_drafted_are_absent() -> None:
+    stats = SchedulerStats()
+    stats.spec.add(2, 1, 4, 1)
+    assert stats.figures()["per_position_acceptance"] == [1.0, None, None]
+    assert stats.figures()["spec_drafted_by_position"] == [1, 0, 0]
+    rates = {labels: rate for (name, labels), rate in scraped(Metrics("m"), stats).items() if name == "talon:spec_accept_rate_by_position"}
+    assert rates == {(("position", "0"),): 1.0}
+    assert speculative_usage(stats.spec)["accept_rate_by_position"] == [1.0, None, None]
 
 
 def test_steps_are_counted_by_depth() -> None:
@@ -175,6 +187,7 @@ def test_accept_length_is_told_by_context_length() -> None:
     for context, accept_len in ((0, 1), (1023, 3), (1024, 4), (70_000, 2)):
         stats.spec_by_context.add(accept_len, context_class(context))
     assert stats.figures()["spec_accept_length_by_context"] == {"0": 2.0, "1024": 4.0, "65536": 2.0}
+    assert stats.figures()["spec_steps_and_accepted_by_context"]["0"] == (2, 2)
     samples = scraped(Metrics("m"), stats)
     assert samples["talon:spec_accept_length_by_context", (("context", "1024"),)] == 4.0
     assert samples["talon:spec_depth", ()] == 3

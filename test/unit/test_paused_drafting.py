@@ -357,7 +357,7 @@ def test_meta_info_covers_verified_windows_only() -> None:
     told = {name: value for name, value in answer.items() if name.startswith("spec_")}
     assert told == {
         "spec_verify_ct": 4, "spec_accept_length": 2.5, "spec_accept_rate": 0.5, "spec_accept_token_num": 6, "spec_draft_token_num": 12,
-        "spec_accepted_by_position": [4, 2, 0],
+        "spec_accepted_by_position": [4, 2, 0], "spec_drafted_by_position": [4, 4, 4],
     }  # fmt: skip
 
 

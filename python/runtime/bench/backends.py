@@ -170,6 +170,7 @@ class Answer:
         record.cached_tokens = meta.get("cached_tokens") or record.cached_tokens
         record.verify_steps = meta.get("spec_verify_ct") or record.verify_steps
         record.accepted_by_position = meta.get("spec_accepted_by_position") or record.accepted_by_position
+        record.drafted_by_position = meta.get("spec_drafted_by_position") or record.drafted_by_position
 
     def _openai(self, data: Json, at: float) -> None:
         usage = data.get("usage") or {}

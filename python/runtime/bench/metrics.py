@@ -152,6 +152,7 @@ COUNTERS = {
     "steps": "spec_verify_steps_total",
     "accepted": "spec_accepted_tokens_total",
     "by_position": "spec_accepted_by_position",
+    "drafted": "spec_drafted_by_position",
     "decodes": "decode_steps",
     "graphs": "graph_steps_total",
     "rows": "live_rows_total",
@@ -179,7 +180,7 @@ def acceptance(records: Sequence[RequestRecord], before: Mapping[str, Any] | Non
         "graph_hit_rate": state.get("graph_hit_rate"),
         "padding_waste": state.get("padding_waste"),
         "steps_by_depth": None,
-        "accept_length_by_context": state.get("spec_accept_length_by_context") or None,
+        "accept_length_by_context": None,
     }
     for known in (_from_totals(_state(before), state), _from_answers([record for record in records if record.success])):
         figures |= {name: value for name, value in known.items() if value is not None}
@@ -194,16 +195,33 @@ def _state(info: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _from_totals(before: Mapping[str, Any], after: Mapping[str, Any]) -> Figures:
     delta = {name: _difference(before.get(key), after.get(key)) for name, key in COUNTERS.items()}
-    steps, by_position = delta["steps"], delta["by_position"]
+    steps = delta["steps"]
     rows = (delta["rows"] or 0) + (delta["padding"] or 0)
     old, depths = before.get("spec_depth_steps_total") or {}, after.get("spec_depth_steps_total") or {}
     return {
         "steps_by_depth": {k: n - old.get(k, 0) for k, n in sorted(depths.items()) if n > old.get(k, 0)} or None,
         "accept_length": 1 + delta["accepted"] / steps if steps and delta["accepted"] is not None else None,
-        "per_position_acceptance": [count / steps for count in by_position] if steps and by_position else None,
+        "per_position_acceptance": _shares(delta["by_position"], delta["drafted"], steps),
+        "accept_length_by_context": _by_context(before, after),
         "graph_hit_rate": delta["graphs"] / delta["decodes"] if delta["decodes"] and delta["graphs"] is not None else None,
         "padding_waste": delta["padding"] / rows if rows and delta["padding"] is not None else None,
     }
+
+
+def _by_context(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float] | None:
+    """Accept lengths of the run by the beginning of each class of contexts that it had; None if the server reports none."""
+    name = "spec_steps_and_accepted_by_context"
+    if name not in after:
+        return None
+    totals = {start: _difference((before.get(name) or {}).get(start), new) for start, new in after[name].items()}
+    return {start: 1 + accepted / steps for start, (steps, accepted) in totals.items() if steps} or None
+
+
+def _shares(accepted: Sequence[int] | None, drafted: Sequence[int] | None, steps: int | None) -> list[float | None] | None:
+    """Accepted of drafted by position, None where nothing was drafted; `steps` each if the server does not report what was drafted."""
+    if not steps or not accepted:
+        return None
+    return [count / of if of else None for count, of in zip(accepted, drafted or [steps] * len(accepted), strict=True)]
 
 
 def _difference(old: Any, new: Any) -> Any:
@@ -234,7 +252,10 @@ def verified_tokens(output_len: int, verify_steps: int, accepted_by_position: Se
     return min(later, verify_steps + sum(accepted_by_position)) if accepted_by_position else later
 
 
-def _by_position(good: Sequence[RequestRecord], steps: int) -> list[float] | None:
-    """The share of verify passes in which the draft at each position was accepted."""
+def _by_position(good: Sequence[RequestRecord], steps: int) -> list[float | None] | None:
+    """The share of verify passes as deep as each position in which the draft there was accepted."""
     width = min(len(record.accepted_by_position) for record in good)
-    return [sum(record.accepted_by_position[i] for record in good) / steps for i in range(width)] or None
+    told = all(len(record.drafted_by_position) >= width for record in good)
+    accepted = [sum(record.accepted_by_position[i] for record in good) for i in range(width)]
+    drafted = [sum(record.drafted_by_position[i] for record in good) for i in range(width)] if told else None
+    return _shares(accepted, drafted, steps)

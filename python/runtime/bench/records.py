@@ -54,6 +54,7 @@ class RequestRecord:
     cached_tokens: int = 0
     verify_steps: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
+    drafted_by_position: list[int] = field(default_factory=list)
     error: str = ""
 
     @property

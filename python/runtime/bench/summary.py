@@ -63,7 +63,7 @@ def _totals(figures: Figures) -> list[str]:
     if figures["accept_length"]:
         lines.append(_row("Accept length:", float(figures["accept_length"])))
     if figures["per_position_acceptance"]:
-        shares = " ".join(f"{share:.3f}" for share in figures["per_position_acceptance"])
+        shares = " ".join("-" if share is None else f"{share:.3f}" for share in figures["per_position_acceptance"])
         lines.append(f"{'Acceptance by position:':<40} {shares}")
     tables = (("Decode steps by draft depth:", "steps_by_depth"), ("Accept length by context from:", "accept_length_by_context"))
     for title, name in tables:

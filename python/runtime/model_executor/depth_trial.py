@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,15 +23,20 @@ HOPELESS = 0.8
 
 @dataclass(slots=True)
 class Cell:
-    """Times of iterations of one batch size at one depth. `size`: its requests, padding included."""
+    """Times of iterations of one batch size at one depth, by round. `size`: its requests, padding included."""
 
     size: int
-    times: list[float] = field(default_factory=list)
+    rounds: dict[int, list[float]] = field(default_factory=dict)
 
     @property
-    def seconds(self) -> float:
-        """Time of an iteration, as the lower quartile: other load on the machine only adds time."""
-        return float(np.quantile(self.times, 0.25))
+    def times(self) -> list[float]:
+        """Those of all rounds."""
+        return [seconds for block in self.rounds.values() for seconds in block]
+
+
+def _typical(blocks: Iterable[Sequence[float]]) -> float:
+    """The geometric mean of the blocks' medians."""
+    return float(np.exp(np.mean([np.log(np.median(block)) for block in blocks])))
 
 
 class DepthTrial:
@@ -49,16 +54,32 @@ class DepthTrial:
         self.rounds = 0
         self._depths = self._running = sorted(depths)
         self._requests = self._at = self._in_row = 0
+        self._round = self._block = 0  # the present one of all batch sizes, and that of the block being read
         self._last: int | None = None
 
     def begin(self, requests: int) -> None:
-        """From now on compare depths for `requests` requests; iterations of fewer or more are not timed."""
-        self._requests, self._running = requests, self._depths
+        """From now on compare depths for `requests` requests, maybe again; iterations of fewer or more are not timed."""
+        self._requests, self._running, self._round = requests, self._depths, self._round + 1
         self._at = self.rounds = 0
 
     def tokens(self, depth: int) -> float:
         """Tokens that an iteration commits per request, bonus included."""
         return 1.0 + float(np.cumprod(self.acceptance.rates()[:depth]).sum())
+
+    def seconds(self, requests: int, depth: int) -> float:
+        """Time of an iteration, by its share of the times in the same rounds: other load on the machine slows all depths of a round alike.
+
+        The share is the median over rounds, and times their lower quartile: other load only adds time.
+        """
+        cells = {d: cell for (size, d), cell in self.cells.items() if size == requests}
+        most = max(len(cell.rounds) for cell in cells.values())
+        steady = [cell.rounds for cell in cells.values() if len(cell.rounds) == most]  # depths that were not dropped
+        shared = set(cells[depth].rounds).intersection(*steady)
+        if not shared:
+            return float(np.quantile(cells[depth].times, 0.25))
+        scales = {at: _typical(rounds[at] for rounds in steady) for at in set.intersection(*map(set, steady))}
+        share = np.median([np.median(cells[depth].rounds[at]) / scales[at] for at in shared])
+        return float(share * np.quantile(list(scales.values()), 0.25))
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
         """The depth whose turn it is, or the largest below it that can run."""
@@ -79,8 +100,11 @@ class DepthTrial:
             self.acceptance.add(read.accept_lens, read.depth)
         self._in_row = self._in_row + 1 if read.depth == self._last else 1
         self._last = read.depth
+        if self._in_row == 1:
+            self._block = self._round
         if read.seconds is not None and len(read.accept_lens) == self._requests and self._in_row > FIRST:
-            self.cells.setdefault((self._requests, read.depth), Cell(read.size)).times.append(read.seconds)
+            cell = self.cells.setdefault((self._requests, read.depth), Cell(read.size))
+            cell.rounds.setdefault(self._block, []).append(read.seconds)
 
     def observe_windows(self, windows: Windows) -> None:
         """Count the accepted tokens."""
@@ -97,10 +121,10 @@ class DepthTrial:
         return None
 
     def _end_round(self) -> None:
-        self._at, self.rounds = 0, self.rounds + 1
+        self._at, self.rounds, self._round = 0, self.rounds + 1, self._round + 1
         if self.acceptance.iterations < ENOUGH_WINDOWS:
             return
-        cells = {depth: cell for depth in self._running if (cell := self.cells.get((self._requests, depth))) is not None}
-        rates = {depth: self.tokens(depth) / cell.seconds for depth, cell in cells.items()}
+        timed = [depth for depth in self._running if (self._requests, depth) in self.cells]
+        rates = {depth: self.tokens(depth) / self.seconds(self._requests, depth) for depth in timed}
         least = HOPELESS * max(rates.values(), default=0.0)
         self._running = [depth for depth in self._running if rates.get(depth, least) >= least]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from runtime.config.tuning import BatchDepth
 
-CLOSE = 0.005
-"""Depths this close to the best count as equal: fewer depths have fewer graphs."""
-TREE_GAIN = 1.01
+CLOSE = 0.01
+"""Depths this close to the best count as equal: measured times are no better than that, and fewer depths have fewer graphs."""
+TREE_GAIN = 1.03
 """How much faster than the best chain a tree must be: a chain adapts to the text while it serves."""
 
 Rates = Mapping[int, Mapping[int, float]]

@@ -42,4 +42,5 @@ def _acceptance(spec: SpecStats) -> dict[str, Any]:
         "spec_accept_token_num": spec.accepted_tokens,
         "spec_draft_token_num": spec.draft_tokens,
         "spec_accepted_by_position": spec.accepted_by_position,
+        "spec_drafted_by_position": spec.drafted_by_position,
     }

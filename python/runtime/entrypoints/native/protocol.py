@@ -295,6 +295,7 @@ class MetaInfo(BaseModel):
     spec_accept_token_num: int | None = None
     spec_draft_token_num: int | None = None
     spec_accepted_by_position: list[int] | None = None
+    spec_drafted_by_position: list[int] | None = None
 
 
 class Generated(BaseModel):

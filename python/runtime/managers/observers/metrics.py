@@ -175,7 +175,7 @@ class _SchedulerCollector:
                 yield self._gauge(name, help_text, {(): share})
         for name, help_text, load in GROUP_GAUGES if stats.groups else ():
             yield self._gauge(name, help_text, {(str(i),): load(group) for i, group in enumerate(stats.groups)}, "group")
-        rates = {(str(i),): rate for i, rate in enumerate(stats.spec.accept_rate_by_position)}
+        rates = {(str(i),): rate for i, rate in enumerate(stats.spec.accept_rate_by_position) if rate is not None}
         depths = {(depth,): float(count) for depth, count in sorted(stats.spec_depth_steps_total.items())}
         yield self._family(CounterMetricFamily, "talon:spec_depth_steps", "Steps with decode rows, by draft depth.", depths, "depth")
         help_text = "Fraction of verify steps of this depth or more that accepted the draft at this position."

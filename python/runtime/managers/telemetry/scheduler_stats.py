@@ -111,10 +111,12 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
             "spec_draft_tokens_total": spec.draft_tokens,
             "spec_accepted_tokens_total": spec.accepted_tokens,
             "spec_accepted_by_position": spec.accepted_by_position,
+            "spec_drafted_by_position": spec.drafted_by_position,
             "spec_accept_length": spec.accept_length or 0.0,
             "avg_spec_accept_length": spec.accept_length,
             "spec_accept_rate": spec.accept_rate,
             "per_position_acceptance": spec.accept_rate_by_position,
             "spec_accept_length_by_context": self.spec_by_context.accept_lengths(),
+            "spec_steps_and_accepted_by_context": self.spec_by_context.totals(),
             **decode.shares(),
         }

@@ -28,10 +28,14 @@ class ContextAcceptance(msgspec.Struct):
         self.verify_steps[context] += times
         self.accepted_tokens[context] += (accept_len - 1) * times
 
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Verify steps and accepted drafts, by the beginning of each class."""
+        counts = zip(CONTEXTS, self.verify_steps, self.accepted_tokens, strict=True)
+        return {str(start): (steps, accepted) for start, steps, accepted in counts}
+
     def accept_lengths(self) -> dict[str, float]:
         """Mean tokens of a verify step, by the beginning of each class that has some."""
-        counts = zip(CONTEXTS, self.verify_steps, self.accepted_tokens, strict=True)
-        return {str(start): 1.0 + accepted / steps for start, steps, accepted in counts if steps}
+        return {start: 1.0 + accepted / steps for start, (steps, accepted) in self.totals().items() if steps}
 
 
 class SpecStats(msgspec.Struct, array_like=True):
@@ -106,9 +110,13 @@ class SpecStats(msgspec.Struct, array_like=True):
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
 
     @property
-    def accept_rate_by_position(self) -> list[float]:
-        """For each draft position, the share of verify steps as deep as that which accepted it."""
-        if not self.verify_steps:
-            return []
+    def drafted_by_position(self) -> list[int]:
+        """For each draft position, the verify steps that were as deep as that."""
         skipped = self.skipped_by_position or [0] * len(self.accepted_by_position)
-        return [count / max(self.verify_steps - less, 1) for count, less in zip(self.accepted_by_position, skipped, strict=True)]
+        return [self.verify_steps - less for less in skipped]
+
+    @property
+    def accept_rate_by_position(self) -> list[float | None]:
+        """For each draft position, the share of verify steps as deep as that which accepted it; None where there was none."""
+        counts = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
+        return [accepted / drafted if drafted else None for accepted, drafted in counts]

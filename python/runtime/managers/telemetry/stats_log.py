@@ -69,12 +69,13 @@ def _line(stats: SchedulerStats, mark: _Mark, now: float) -> str:
 
 
 def _of_drafts(spec: SpecStats) -> list[str]:
-    """Acceptance; by position as the share of verify steps that accepted the draft."""
+    """Acceptance; by position as the share of verify steps as deep as that which accepted the draft."""
     if not spec.verify_steps:
         return []
+    rates = ("-" if rate is None else f"{rate:.2f}" for rate in spec.accept_rate_by_position)
     return [
         f"accept len: {spec.accept_length:.2f}",
-        f"accepted by position: {' '.join(f'{rate:.2f}' for rate in spec.accept_rate_by_position)}",
+        f"accepted by position: {' '.join(rates)}",
         f"accepted/drafted: {spec.accepted_tokens}/{spec.draft_tokens}",
     ]
 

@@ -39,8 +39,8 @@ from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.gemm.timings import GemmTimings
 from runtime.layers.kernels.graph_timer import replay_times
 from runtime.mem_cache.kv_pool import PageTable
-from runtime.model_executor.build import load_model
-from runtime.model_executor.context import make_context
+from runtime.model_executor.context import BuildOptions, make_context
+from runtime.model_executor.model_loader import load_model
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
@@ -199,7 +199,9 @@ def measure(flags: Sequence[str], contexts: Sequence[int], replays: int) -> Iter
 def load(config: RuntimeConfig, model_config: ModelConfig, timings: GemmTimings) -> DecoderModel:
     """The model, with the GEMM choices of `timings`."""
     model = config.model
-    return load_model(make_context(config, timings=timings), model_config, model.model_path, model.load_format, model.quantization)
+    return load_model(
+        make_context(config, BuildOptions(timings=timings)), model_config, model.model_path, model.load_format, model.quantization
+    )
 
 
 # ---- greedy answers

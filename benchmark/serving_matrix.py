@@ -90,7 +90,7 @@ def _mode_table(rows: list[dict[str, Any]], rivals: list[dict[str, Any]], mode: 
 def _cell(row: dict[str, Any] | None) -> str | None:
     if row is None:
         return None
-    if row["mean_ttft_ms"] is None:
+    if row["mean_tpot_ms"] is None:  # a peer's throughput alone, or answers that came in one piece
         return f"{row['output_throughput']:.0f}"
     share = f" ({percent(row['roof_share'])})" if row.get("roof_share") else ""
     return f"{row['output_throughput']:.0f} / {row['mean_ttft_ms']:.1f} / {row['mean_tpot_ms']:.2f}{share}"

@@ -159,7 +159,8 @@ class Traffic:
 
     def sample(self) -> None:
         """Note which groups are busy now."""
-        running = [group["num_running_reqs"] for group in self.server.state()["groups"]]  # type: ignore[index, attr-defined]
+        state = httpx.get(f"{self.server.url}/get_server_info", timeout=PATIENCE, verify=False).json()["internal_states"][0]
+        running = [group["num_running_reqs"] for group in state["groups"]]
         busy = sum(count > 0 for count in running)
         self.samples["all busy" if busy == len(running) else "some idle" if busy else "all idle"] += 1
 

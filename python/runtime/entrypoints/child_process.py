@@ -24,8 +24,8 @@ from runtime.errors import ConfigError, ServingError
 
 COMMAND = (sys.executable, "-m", "runtime.entrypoints.child")
 """Starts a child of this server."""
-REPORT_SECONDS = 1.0
-"""How long the reports of the other children are awaited after one has failed during its start."""
+REPORT_SECONDS = 3.0
+"""How long the reports of the other children are awaited after one has failed during its start: on a busy machine the cause may come last."""
 
 
 class Child(ABC):

@@ -25,7 +25,7 @@ from runtime.errors import ConfigError, ServingError
 COMMAND = (sys.executable, "-m", "runtime.entrypoints.child")
 """Starts a child of this server."""
 REPORT_SECONDS = 3.0
-"""How long the reports of the other children are awaited after one has failed during its start: on a busy machine the cause may come last."""
+"""How long the reports of the other children are awaited after one has failed during its start. The cause may be reported last."""
 
 
 class Child(ABC):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.model_executor.depth_controller import DepthController
+from runtime.model_executor.depth_controller import DepthController, Observed
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.model_executor.row_acceptance import RowAcceptance
 from runtime.sampling_params import SamplingParams
@@ -85,3 +85,19 @@ def test_drafts_without_a_first_guess_are_compared_with_nothing(tmp_path: Path, 
     worker, recorder = drafting(tmp_path, algorithm)
     run_without_drafts(worker, FIRST)
     assert recorder.seen == []
+
+
+def test_a_step_that_fails_does_not_stop_later_guesses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, recorder = drafting(tmp_path)
+    driver = run_without_drafts(worker, FIRST - 1)
+
+    def fail(read: Observed) -> None:
+        raise RuntimeError("the step fails")
+
+    with worker.parts.depths.forced(0):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+            patch.setattr(recorder, "observe", fail)
+            driver.decode(list(PROMPTS))
+        for _ in range(GUESS_EVERY * WIDTH):
+            driver.decode(list(PROMPTS), slack=1)
+    assert len(recorder.seen) == 1

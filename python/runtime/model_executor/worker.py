@@ -83,6 +83,7 @@ class DecodesPending:
     stats: StepStats
     checked: bool = False
     experts: HostCopy | None = None
+    guessed: HostCopy | None = None
 
     @property
     def ranks_differ(self) -> bool:
@@ -308,7 +309,8 @@ class Worker:
                     decodes = send_to_host(target, iteration, emitted, verified, hit=hit)
             else:
                 prompts, decodes = self._iterate(batch, chunks, first, iteration)
-            self._guess_check.check(iteration, guesses)
+            if guesses is not None:
+                decodes = replace(decodes, guessed=self._guess_check.check(iteration, guesses))
         elif chunks is not None:
             extend, prompts = self._sample_next(batch, chunks, first, target.run(chunks)[0])
             self.parts.drafter.follow_prompt(extend)
@@ -406,7 +408,7 @@ class Worker:
         now = time.perf_counter()  # before work on the host: an iteration takes the time between the results of two
         if decodes is not None and decoded is not None:
             self._observe(decodes.iteration, decoded, now, prompts is not None, batch.pad_kv)
-            self._guess_check.read(decodes.iteration)
+            self._guess_check.read(decodes.iteration, decodes.guessed)
         if decodes is not None and decodes.experts is not None:
             self.parts.experts.add(decodes.iteration.live * (decodes.stats.draft_tokens + 1), decodes.experts.wait()[0].astype(np.int64))
             self.parts.depths.correct(self.parts.experts.spread)

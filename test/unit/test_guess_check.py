@@ -95,9 +95,10 @@ def test_a_step_that_fails_does_not_stop_later_guesses(tmp_path: Path, monkeypat
         raise RuntimeError("the step fails")
 
     with worker.parts.depths.forced(0):
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        with monkeypatch.context() as patch:
             patch.setattr(recorder, "observe", fail)
-            driver.decode(list(PROMPTS))
+            with pytest.raises(RuntimeError):
+                driver.decode(list(PROMPTS))
         for _ in range(GUESS_EVERY * WIDTH):
             driver.decode(list(PROMPTS), slack=1)
     assert len(recorder.seen) == 1

@@ -234,10 +234,8 @@ class DepthControl:
             return serving[0]
         kv_lens = np.concatenate([section.len_bounds[section.num_prompts :] for section in sections])
         kv_tokens = sections[0].pad_kv if batch.sections else int(kv_lens.sum())
-        decodes, padded = (
-            DecodeRows(caps, self._greedy[rows], kv_tokens, rows, np.maximum(self._ends[rows] - kv_lens, 1)),
-            self._padded(serving, live),
-        )
+        left = np.maximum(self._ends[rows] - kv_lens, 1)
+        decodes, padded = DecodeRows(caps, self._greedy[rows], kv_tokens, rows, left), self._padded(serving, live)
         passes = [] if batch.num_prompts or batch.sections else self._ragged_passes(live)
         if not passes or not self._ragged <= set(serving):
             return self.controller.choose(decodes, padded)

@@ -107,10 +107,11 @@ class FlashAttention(AttentionBackend):
         self._plan = self._fixed_plan(batch, num_steps) if batch.tokens_per_req or batch.max_queries else self._extend_plan(batch)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """One run per kernel of split-KV attention; FA3 comes compiled."""
+        """One run per kernel of split-KV attention and of the conversion of keys; FA3 comes compiled."""
+        conversion: list[Callable[[], object]] = [] if self._widened is None else [self._widened.warm_up]
         shapes = [shape for size in sizes if (shape := self._split_shape(size, width)) is not None]
         layers = {(-1 if tree else layer.window, layer.causal, layer.sinks is not None): layer for layer in self._shape.layers}
-        return [
+        return conversion + [
             partial(
                 warm_up,
                 shape,

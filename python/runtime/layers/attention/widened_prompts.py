@@ -48,6 +48,12 @@ class WidenedPrompts:
         self._pages = max(page_table.max_pages, -(-LEAST_TOKENS // page_table.page_size))
         self._wide = torch.empty((2, self._pages, *kv_pool.k[0].shape[1:]), dtype=dtype, device=kv_pool.k[0].device)
 
+    def warm_up(self) -> None:
+        """Convert the page of padding, to compile the kernel."""
+        row, length = (torch.tensor([value], dtype=torch.int32, device=self._wide.device) for value in (0, 1))
+        keys, scales = PagedKeys(self._table.pages, row, length, self._table.page_size), torch.ones(2, device=self._wide.device)
+        widen_keys(self._pool.k[0], self._pool.v[0], keys, scales, 1, self._wide)
+
     def groups(
         self, requests: Sequence[tuple[int, int]], rows: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor
     ) -> list[PromptGroup]:

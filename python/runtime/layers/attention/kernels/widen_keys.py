@@ -15,7 +15,7 @@ BLOCK = 8192
 """Numbers that a program converts."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "columns", "part_stride"], do_not_specialize_on_alignment=["rows_ptr", "lens_ptr"])
 def _widen_kernel(k_ptr, v_ptr, out_ptr, pages_ptr, rows_ptr, lens_ptr, scales_ptr, table_width, columns, part_stride,
                   PAGE: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Program (request * columns + page, block, 0 for keys or 1 for values)."""

@@ -101,9 +101,9 @@ def summary(result: Result) -> str:
         ours = {row["mode"]: row["output_throughput"] for row in result["rows"] if row["workload"] == name}
         plain, auto, narrow = ours.get(PLAIN), ours.get(AUTO), ours.get(NARROW_KV)
         line = [name, plain, _ratio(plain, known[PLAIN].get(name)), auto, _ratio(auto, known[AUTO].get(name)), _ratio(auto, plain)]
-        lines.append([*line, narrow, _ratio(narrow, auto)] if with_narrow else line)
+        lines.append([*line, narrow] if with_narrow else line)
     head = ["prompt → answer", "plain, tok/s", "against SGLang", "auto, tok/s", "against SGLang with EAGLE", "auto / plain"]
-    return table([*head, "auto, 8-bit KV, tok/s", "8-bit / 16-bit KV"] if with_narrow else head, lines)
+    return table([*head, "auto, 8-bit KV, tok/s"] if with_narrow else head, lines)
 
 
 def _ratio(value: float | None, other: float | None) -> str | None:

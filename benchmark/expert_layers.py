@@ -22,8 +22,6 @@ ENOUGH_BYTES = 3 << 30
 REPLAYS = 5
 FEW_CALLS, MANY_CALLS = 16, 4
 """Calls in one graph, up to and above 256 tokens."""
-READ_BYTES_PER_SECOND = 4.32e12
-"""What reading reaches on an H200."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,11 +57,8 @@ def route(
         pdl: as in `triton_gemm`.
     """
     (T, K), E = x.shape, weight.shape[0]
-    assert weight.shape[1] == K, f"expected a router of {K} columns; got {weight.shape[1]}"
-    assert K % 16 == 0, f"expected a multiple of 16 columns; got {K}"
     padded, few, groups = max(triton.next_power_of_2(E), 16), T <= FEW_ROWS, scoring.num_groups
-    assert scoring.top_k <= E, f"expected at least {scoring.top_k} experts; got {E}"
-    assert groups == 1 or padded == E, f"expected a power of two of experts in groups; got {E}"
+    _check(K, weight, scoring, padded)
     rows, experts, splits = _tiling(T, K, padded)
     blocks, words = triton.cdiv(T, rows), triton.cdiv(E + scoring.shared, 32)
     assert blocks <= MAX_BLOCKS, f"expected at most {MAX_BLOCKS * rows} tokens; got {T}"
@@ -82,6 +79,15 @@ def route(
         NORM=norm is not None, PDL=pdl, num_warps=4 if few or experts <= 128 else 8, num_stages=4, **launch_options(pdl),
     )  # fmt: skip
     return routed
+
+
+def _check(columns: int, weight: torch.Tensor, scoring: RoutingRule, padded: int) -> None:
+    """Assert that the kernel takes a router of these columns and experts, padded to a power of two."""
+    E, K = weight.shape
+    assert columns == K, f"expected a router of {columns} columns; got {K}"
+    assert K % 16 == 0, f"expected a multiple of 16 columns; got {K}"
+    assert scoring.top_k <= E, f"expected at least {scoring.top_k} experts; got {E}"
+    assert scoring.num_groups == 1 or padded == E, f"expected a power of two of experts in groups; got {E}"
 
 
 def _tiling(tokens: int, columns: int, experts: int) -> tuple[int, int, int]:

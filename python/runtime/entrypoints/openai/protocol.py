@@ -7,31 +7,11 @@ from typing import Annotated, Literal
 from annotated_types import Interval, Len
 from pydantic import BaseModel, Field, model_validator
 
-from runtime.entrypoints.http.body import (
-    MAX_PROMPTS,
-    Body,
-    Choices,
-    Int64,
-    Name,
-    Text,
-    TokenIds,
-    TopLogprobs,
-    Unused,
-    entries,
-    items,
-)
+from runtime.entrypoints.http.body import MAX_PROMPTS, Body, Choices, Int64, Name, Text, TokenIds, TopLogprobs, Unused, entries, items
 from runtime.entrypoints.http.field_rules import TRUE, any_of, has, lacks
 from runtime.entrypoints.openai.messages import Messages
 from runtime.entrypoints.openai.structured import ConstrainedFields
-from runtime.entrypoints.openai.tools import (
-    FunctionChoice,
-    FunctionReference,
-    Functions,
-    ToolChoice,
-    ToolReference,
-    ToolRequest,
-    Tools,
-)
+from runtime.entrypoints.openai.tools import FunctionChoice, FunctionReference, Functions, ToolChoice, ToolReference, ToolRequest, Tools
 from runtime.errors import InvalidField, RequestError
 from runtime.sampling_params import MAX_TOKENS, MinNewTokens, NewTokens
 from runtime.text.chat_template import RESERVED

@@ -212,10 +212,7 @@ def _grouped(
 class _Scales(ctypes.Structure):
     """`Scales` in `e4m3_weights.cu`."""
 
-    _fields_ = (
-        ("at", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("expert_scales", "row_scales", "row_shift", "column_shift")),
-    )
+    _fields_ = (("at", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("expert_scales", "row_scales", "row_shift", "column_shift")))
 
 
 def _scales(weights: ExpertWeights) -> _Scales:

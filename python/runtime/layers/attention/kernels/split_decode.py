@@ -28,6 +28,9 @@ PREFETCH_TILES = 2
 """Tiles that each program prefetches into L2 while the previous kernel still runs."""
 LN_2 = 0.6931471805599453
 
+Tensors = tuple[torch.Tensor | None, ...]
+Options = dict[str, int | bool]
+
 
 class SplitWorkspace:
     """Partial results, shared by all passes of one stream. Owned by the backend.
@@ -65,7 +68,7 @@ def split_attention(
     kv_scales: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Attend. Bit for bit, a result depends only on the request's own data, on `shape` and on the schedule.
+    """Attend: [B * W, H, D], the dtype of q. Bit for bit, a result depends only on the request's own data, on `shape` and on the schedule.
 
     One kernel runs the passes that `cluster_decode` supports if the config has a tiling for it; two Triton kernels run the others.
 
@@ -84,9 +87,6 @@ def split_attention(
         pdl: start before the previous kernel has ended and prefetch keys (programmatic dependent launch, Hopper). Row numbers,
             lengths, the page table and keys of earlier passes are read before the wait: a kernel that waits before it lets the next one
             start, as the embedding does, must run between the kernels that write them and this one.
-
-    Returns:
-        [B * W, H, D], the dtype of q.
     """
     _check(q, keys, shape, workspace)
     assert causal or sinks is None, "sinks require a causal pass"
@@ -94,9 +94,10 @@ def split_attention(
     if lse is None and cluster_decode.supports(shape, keys.page_size, q, k_cache, sinks):
         return cluster_decode.cluster_attention(q, k_cache, v_cache, keys, shape, scale, causal=causal, window=window, sinks=sinks, pdl=pdl)
     out, splits, shared = torch.empty_like(q), shape.splits, _shared_arguments(shape, window >= 0, lse is not None, pdl)
-    _attend_shares(q, k_cache, v_cache, keys, shape, splits, workspace, scale, causal, window, sinks, out, lse, kv_scales, shared)
+    given, written = (q, k_cache, v_cache, kv_scales, sinks), (out, lse, workspace.out, workspace.top, workspace.total)
+    _attend_shares(given, written, keys, shape, splits, scale, causal, window, shared)
     if splits > 1 and not shape.config.scheduled:
-        _merge_shares(keys, shape, splits, workspace, window, out, lse, shared)
+        _merge_shares(written, keys.seq_lens, shape, splits, window, shared)
     return out
 
 
@@ -109,53 +110,44 @@ def _check(q: torch.Tensor, keys: PagedKeys, shape: SplitShape, workspace: Split
 
 
 def _attend_shares(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    given: Tensors,
+    written: Tensors,
     keys: PagedKeys,
     shape: SplitShape,
     splits: int,
-    workspace: SplitWorkspace,
     scale: float,
     causal: bool,
     window: int,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    kv_scales: torch.Tensor | None,
-    shared: dict[str, int | bool],
+    shared: Options,
 ) -> None:
-    """Attend to each share of the keys; with a schedule, merge the shares too."""
+    """Attend to each share of the keys; with a schedule, merge the shares too.
+
+    Args:
+        given: queries, keys, values, scales and sinks.
+        written: output, log-sum-exp, and the workspace's tensors.
+    """
+    *_, kv_scales, sinks = given
     config, schedule = shape.config, keys.schedule
     items, arrived, space = (None, None, 0) if schedule is None else (schedule.items, schedule.arrived, len(schedule.items))
     _split_kernel[(shape.parts, shape.programs, 1) if config.scheduled else (shape.parts, splits, shape.batch)](
-        q, k_cache, v_cache, kv_scales, sinks, keys.pages, keys.rows, keys.seq_lens, items, arrived, out, lse,
-        workspace.out, workspace.top, workspace.total, scale / LN_2, splits, window, keys.pages.stride(0), space, **shared,
+        *given, keys.pages, keys.rows, keys.seq_lens, items, arrived, *written, scale / LN_2, splits, window, keys.pages.stride(0),
+        space, **shared,
         BLOCK_M=shape.block_rows, PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, SCHEDULED=config.scheduled,
         SINKS=sinks is not None, SCALED=kv_scales is not None, AT_ONCE=MERGED_AT_ONCE, num_warps=config.num_warps,
         num_stages=config.stages,
     )  # fmt: skip
 
 
-def _merge_shares(
-    keys: PagedKeys,
-    shape: SplitShape,
-    splits: int,
-    workspace: SplitWorkspace,
-    window: int,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    shared: dict[str, int | bool],
-) -> None:
+def _merge_shares(written: Tensors, seq_lens: torch.Tensor, shape: SplitShape, splits: int, window: int, shared: Options) -> None:
     """Merge the shares of each query and head."""
     padded = triton.next_power_of_2(splits)
     _merge_kernel[(shape.num_kv_heads, shape.width * shared["GROUP"], shape.batch)](
-        keys.seq_lens, out, lse, workspace.out, workspace.top, workspace.total, splits, window, **shared,
+        seq_lens, *written, splits, window, **shared,
         SPLITS=padded, num_warps=min(max(padded * shape.head_dim // 1024, 1), 8),  # 32 values a thread
     )  # fmt: skip
 
 
-def _shared_arguments(shape: SplitShape, window: bool, lse: bool, pdl: bool) -> dict[str, int | bool]:
+def _shared_arguments(shape: SplitShape, window: bool, lse: bool, pdl: bool) -> Options:
     """The constants that both kernels take, and how they are launched."""
     return dict(
         WIDTH=shape.width, GROUP=shape.num_q_heads // shape.num_kv_heads, NUM_KV=shape.num_kv_heads, D=shape.head_dim,

@@ -35,6 +35,7 @@ def measure(shape: ExpertShape, counts: Sequence[int], bytes_per_second: float |
 
 def _measure(layers: ExpertLayers, rows: int, bytes_per_second: float | None) -> Row:
     from runtime.config.expert_tuning import H200_EXPERTS
+    from runtime.layers.moe.kernels.expert_pass import ExpertPass
     from runtime.layers.moe.kernels.run_experts import run_experts
 
     shape, inputs = layers.shape, layers.inputs(rows)
@@ -43,7 +44,7 @@ def _measure(layers: ExpertLayers, rows: int, bytes_per_second: float | None) ->
 
     def experts(call: int, routing: object) -> None:
         weights = layers.layers[call % len(layers.layers)]
-        run_experts(inputs[call], *weights, routing, layers.act, H200_EXPERTS, out, pdl=True)  # type: ignore[arg-type]
+        run_experts(ExpertPass(inputs[call], *weights, routing, layers.act, out, pdl=True), H200_EXPERTS)  # type: ignore[arg-type]
 
     times = {
         "route_us": microseconds(lambda call: layers.route(inputs[call], call), len(inputs)),

@@ -103,14 +103,14 @@ class Bench:
 
     def run(self, config: Config, call: int = 0) -> torch.Tensor:
         """One call."""
+        from runtime.layers.moe.kernels.expert_pass import ExpertPass
         from runtime.layers.moe.kernels.few_rows import experts_in_triton
         from runtime.layers.moe.kernels.many_rows import experts_many_rows
 
         routing: Routing = self.routings[call]
-        args = (self.inputs[call], *self.layers.layers[call % len(self.layers.layers)], routing, self.layers.act)
-        if isinstance(config, GroupedConfig):
-            return experts_many_rows(*args, config, self.out, pdl=True)
-        return experts_in_triton(*args, config, self.out, pdl=True)
+        weights = self.layers.layers[call % len(self.layers.layers)]
+        experts = ExpertPass(self.inputs[call], *weights, routing, self.layers.act, self.out, pdl=True)
+        return experts_many_rows(experts, config) if isinstance(config, GroupedConfig) else experts_in_triton(experts, config)
 
     def time(self, config: Config) -> float | None:
         """Microseconds of a call; None if the tiling does not compile, does not fit or is wrong."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu.moe_layers import DEVICE, DTYPE, INTERPRETED, KINDS, Kind, masks, reference, relative, routed, weights
+from gpu.moe_layers import DEVICE, DTYPE, INTERPRETED, KINDS, Kind, expert_pass, masks, reference, relative, routed, weights
 from runtime.config.expert_tuning import H200_EXPERTS, WeightFormat
 from runtime.config.kernel_configs import GroupedConfig, StepConfig
 
@@ -52,7 +52,7 @@ class Layer:
 
         out = torch.full((len(x) + 1, self.hidden), float("nan"), device=DEVICE)
         run = experts_in_triton if triton else experts_few_rows
-        run(x, self.gate_up, self.down, routing, self.act, configs, out[: len(x)], **options)
+        run(expert_pass(self, x, routing, out[: len(x)], **options), configs)
         assert out[len(x)].isnan().all(), f"{configs} writes past its rows"
         return out[: len(x)]
 
@@ -60,7 +60,7 @@ class Layer:
         from runtime.layers.moe.kernels.many_rows import experts_many_rows
 
         out = torch.full((len(x) + 1, self.hidden), float("nan"), device=DEVICE)
-        experts_many_rows(x, self.gate_up, self.down, routing, self.act, config, out[: len(x)], **options)
+        experts_many_rows(expert_pass(self, x, routing, out[: len(x)], **options), config)
         assert out[len(x)].isnan().all(), f"{config} writes past its rows"
         return out[: len(x)]
 
@@ -109,7 +109,7 @@ def test_units_of_work_take_all_tokens_of_an_expert(name: str, rows: int) -> Non
             routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
             out = torch.full((rows + 1, hidden), float("nan"), device=DEVICE)
             for _ in range(2):
-                experts_by_fragments(x, layer.gate_up, layer.down, routing, layer.act, out[:rows])
+                experts_by_fragments(expert_pass(layer, x, routing, out[:rows]))
                 assert relative(out[:rows], layer.want(x, routing)) < ROUNDING, hot
             assert out[rows].isnan().all()
 
@@ -139,7 +139,7 @@ def test_sums_over_experts_in_one_kernel_match_the_definition(monkeypatch: pytes
             want = layer.want(x, routing)
             for dtype, pdl in ((DTYPE, False), (torch.float32, False), (torch.float32, True)):
                 out = torch.full((rows + 1, hidden), float("nan"), device=DEVICE, dtype=dtype)
-                experts_by_fragments(x, layer.gate_up, layer.down, routing, layer.act, out[:rows], pdl=pdl)
+                experts_by_fragments(expert_pass(layer, x, routing, out[:rows], pdl=pdl))
                 assert relative(out[:rows], want) < ROUNDING, (hidden, inner, hot, dtype, pdl)
                 assert out[rows].isnan().all()
 
@@ -167,7 +167,7 @@ def test_sums_over_experts_are_the_same_however_early_they_start(monkeypatch: py
         late, early = ([torch.full((rows, hidden), float("nan"), device=DEVICE) for _ in inputs] for _ in range(2))
         for pdl, outs in ((False, late), (True, early), (True, early)):
             for x, out in zip(inputs, outs, strict=True):
-                experts_by_fragments(x, layer.gate_up, layer.down, routing, layer.act, out, pdl=pdl)
+                experts_by_fragments(expert_pass(layer, x, routing, out, pdl=pdl))
             torch.cuda.synchronize()
             for out, expected in zip(outs, late, strict=True):
                 assert torch.equal(out, expected), (hidden, inner, pdl)
@@ -286,7 +286,7 @@ def test_few_rows_add_and_prepare_the_deferred_norm(config: StepConfig, name: st
     gain = torch.randn(HIDDEN, device=DEVICE).to(DTYPE)
     deferred = DeferredNorm(gain, torch.empty_like(h, dtype=DTYPE), torch.empty((rows, config.parts(HIDDEN)), device=DEVICE))
     want = h + layer.few(x, routing, (config, config), triton=config is FEW_CONFIG)
-    experts_few_rows(x, layer.gate_up, layer.down, routing, layer.act, (config, config), h, add=True, deferred=deferred)
+    experts_few_rows(expert_pass(layer, x, routing, h), (config, config), add=True, deferred=deferred)
     torch.testing.assert_close(h, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(deferred.scaled, (h * gain.float()).to(DTYPE))
     torch.testing.assert_close(deferred.squares.sum(1), h.square().sum(1), rtol=1e-5, atol=0)
@@ -456,7 +456,7 @@ def test_mxfp4_groups_have_scales_of_any_size(rows: int) -> None:
     layer.wide_gate_up *= torch.exp2(scale.float() - layer.gate_up.scale).repeat_interleave(32, 2)
     layer.gate_up = replace(layer.gate_up, scale=scale.to(torch.uint8))
     routing, x, out = routed(rows, EXPERTS, TOP_K), layer.x(rows), torch.empty((rows, 288), device=DEVICE)
-    experts_by_fragments(x, layer.gate_up, layer.down, routing, layer.act, out)
+    experts_by_fragments(expert_pass(layer, x, routing, out))
     assert relative(out, layer.want(x, routing)) < ROUNDING
 
 
@@ -502,7 +502,7 @@ def test_one_graph_serves_every_routing(name: str, rows: int, pdl: bool) -> None
 
     def step() -> Routing:
         found = route(x, router, scoring, tickets, pdl=pdl)
-        run_experts(x, layer.gate_up, layer.down, found, layer.act, H200_EXPERTS, out, pdl=pdl)
+        run_experts(expert_pass(layer, x, found, out, pdl=pdl), H200_EXPERTS)
         return found
 
     step()

@@ -121,8 +121,7 @@ class CudaOps:
 
     def route(self, x: torch.Tensor, router: Router) -> Routing:
         """The experts of each row of `x`."""
-        masks = router.kept_masks(len(x))
-        return route(x, router.weight, router.rule, self._tickets, router.bias, router.correction_bias, masks=masks, pdl=self.pdl)
+        return route(x, router, self._tickets, pdl=self.pdl)
 
     def norm_route(self, stream: Stream, norm: RMSNorm, router: Router) -> tuple[torch.Tensor, Routing]:
         """`norm(h)` [T, hidden] in the model's dtype and its experts; of few rows the router's kernel applies a deferred norm."""
@@ -132,11 +131,7 @@ class CudaOps:
             return x, self.route(x, router)
         assert stream.norm is norm, "the deferred norm is another one"
         x, scale = torch.empty_like(deferred.scaled), RowScale(deferred.squares, norm.eps)
-        routed = route(
-            deferred.scaled, router.weight, router.rule, self._tickets, router.bias, router.correction_bias,
-            masks=router.kept_masks(rows), norm=scale, normed=x, pdl=self.pdl,
-        )  # fmt: skip
-        return x, routed
+        return x, route(deferred.scaled, router, self._tickets, norm=scale, normed=x, pdl=self.pdl)
 
     def experts(self, x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: bool = False) -> torch.Tensor:
         """The weighted sum of the outputs of each row's experts, [T, hidden] in the dtype of `x`."""

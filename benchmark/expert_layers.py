@@ -22,8 +22,6 @@ ENOUGH_BYTES = 3 << 30
 REPLAYS = 5
 FEW_CALLS, MANY_CALLS = 16, 4
 """Calls in one graph, up to and above 256 tokens."""
-READ_BYTES_PER_SECOND = 4.32e12
-"""What reading reaches on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +63,18 @@ class ExpertLayers:
     def __init__(self, shape: ExpertShape) -> None:
         from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, SILU, GatedAct
         from runtime.layers.moe.kernels.route import new_tickets
-        from runtime.layers.moe.router import RoutingRule
+        from runtime.layers.moe.router import Router, RoutingRule
 
         self.shape = shape
         device = torch.device("cuda")
         count = max(2, -(-ENOUGH_BYTES // int(shape.experts * shape.expert_bytes)))
         self.layers = [(self._weights(2 * shape.inner, shape.hidden), self._weights(shape.hidden, shape.inner)) for _ in range(count)]
-        self.routers = [torch.randn((shape.experts, shape.hidden), device=device).to(BF16) for _ in range(count)]
-        self.bias = torch.randn(shape.experts, device=device).to(BF16) if shape.bias else None
-        self.correction = torch.rand(shape.experts, device=device) if shape.scoring == "sigmoid" else None
+        weights = [torch.randn((shape.experts, shape.hidden), device=device).to(BF16) for _ in range(count)]
+        bias = torch.randn(shape.experts, device=device).to(BF16) if shape.bias else None
+        correction = torch.rand(shape.experts, device=device) if shape.scoring == "sigmoid" else None
+        rule = RoutingRule(shape.top_k, shape.scoring, True)
+        self.routers = [Router(weight, rule, bias, correction) for weight in weights]
         self.act: GatedAct = GatedAct(CLAMPED_SWIGLU.value if shape.bias else SILU.value)
-        self.scoring = RoutingRule(shape.top_k, shape.scoring, True)
         self._tickets = new_tickets(device)
 
     def _weights(self, rows: int, columns: int) -> ExpertWeights:
@@ -102,7 +101,7 @@ class ExpertLayers:
         """The routing of the layer of a call."""
         from runtime.layers.moe.kernels.route import route
 
-        return route(x, self.routers[call % len(self.routers)], self.scoring, self._tickets, self.bias, self.correction, pdl=pdl)
+        return route(x, self.routers[call % len(self.routers)], self._tickets, pdl=pdl)
 
     def distinct(self, routings: Sequence[Routing]) -> float:
         """Experts hit, on average."""

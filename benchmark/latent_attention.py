@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from benchmark.machine import describe, slug
+from benchmark.shapes import READ_BYTES_PER_SECOND
 from runtime.config.kernel_configs import LatentConfig
 
 HEADS, BATCHES, WIDTHS, LENGTHS = (16, 20, 64, 128), (1, 4, 8, 16, 32, 64), (1, 4), (1024, 4096, 16384)
@@ -24,7 +26,6 @@ LAYERS, REPLAYS, PAGE_SIZE = 8, 5, 64
 MOST_ROWS = 1 << 21
 """Keys of all requests together; larger combinations are left out."""
 RANK, ROPE = 512, 64
-READ_BYTES_PER_SECOND = 4.32e12
 CUTS = {
     "16x32 4 warps": LatentConfig(16, 32, 4, 3),
     "32x32 8 warps": LatentConfig(32, 32, 8, 2),
@@ -44,9 +45,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="file for the JSON")
     args = parser.parse_args(argv)
     heads, batches, widths, lengths = QUICK if args.quick else (HEADS, BATCHES, WIDTHS, LENGTHS)
+    bytes_per_second = READ_BYTES_PER_SECOND.get(slug(describe()))
     with torch.inference_mode():
         rows = [
-            measure(h, batch, width, length, not args.no_fa3)
+            measure(h, batch, width, length, not args.no_fa3, bytes_per_second)
             for h in heads
             for batch in batches
             for width in widths
@@ -60,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{len(rows)} combinations; split attention is faster in {sum(best)} of {len(best)}")
 
 
-def measure(heads: int, batch: int, width: int, length: int, with_fa3: bool) -> dict[str, object]:
-    """Microseconds per layer of each kernel, and of reading the keys once."""
+def measure(heads: int, batch: int, width: int, length: int, with_fa3: bool, bytes_per_second: float | None) -> dict[str, object]:
+    """Microseconds per layer of each kernel, and of reading the keys once if the machine's rate is known."""
     from runtime.layers.attention.kernels.latent_cluster import latent_cluster_attention, supports
     from runtime.layers.attention.kernels.latent_decode import LatentShape, LatentWorkspace, latent_attention, trial_inputs
     from runtime.layers.attention.latent_passes import CausalQueries
@@ -84,7 +86,9 @@ def measure(heads: int, batch: int, width: int, length: int, with_fa3: bool) -> 
     times = {name: time for name, run in runs.items() if (time := _micros(run)) is not None}
     cut_times = [times[name] for name in cuts if name in times]
     row: dict[str, object] = {"heads": heads, "batch": batch, "width": width, "keys": length, "times": times}
-    row |= {"split": min(cut_times), "roof": round(batch * length * (RANK + ROPE) * 2 / READ_BYTES_PER_SECOND * 1e6, 2)}
+    row["split"] = min(cut_times)
+    if bytes_per_second is not None:
+        row["roof"] = round(batch * length * (RANK + ROPE) * 2 / bytes_per_second * 1e6, 2)
     row |= {name: times[name] for name in ("clusters", "fa3") if name in times}
     print(row, flush=True)
     return row

@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 
 from benchmark import picture, plots
-from benchmark.expert_layers import BF16, READ_BYTES_PER_SECOND, SHAPES, ExpertLayers, ExpertShape, microseconds
+from benchmark.expert_layers import BF16, SHAPES, ExpertLayers, ExpertShape, microseconds
+from benchmark.machine import slug
 from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record, Row
+from benchmark.shapes import READ_BYTES_PER_SECOND
 from benchmark.sweep import numbers
 
 NAME = "moe_kernels"
@@ -25,14 +27,15 @@ PROMPT_ROWS = 1024
 """From this many tokens on, arithmetic bounds the time."""
 
 
-def measure(shape: ExpertShape, counts: Sequence[int]) -> list[Row]:
-    """One row for each number of tokens."""
+def measure(shape: ExpertShape, counts: Sequence[int], bytes_per_second: float | None) -> list[Row]:
+    """One row for each number of tokens. `bytes_per_second`: what the machine reads at most; None leaves the roof out."""
     layers = ExpertLayers(shape)
-    return [{"shape": shape.name, "format": shape.format, "rows": rows, **_measure(layers, rows)} for rows in counts]
+    return [{"shape": shape.name, "format": shape.format, "rows": rows, **_measure(layers, rows, bytes_per_second)} for rows in counts]
 
 
-def _measure(layers: ExpertLayers, rows: int) -> Row:
+def _measure(layers: ExpertLayers, rows: int, bytes_per_second: float | None) -> Row:
     from runtime.config.expert_tuning import H200_EXPERTS
+    from runtime.layers.moe.kernels.expert_pass import ExpertPass
     from runtime.layers.moe.kernels.run_experts import run_experts
 
     shape, inputs = layers.shape, layers.inputs(rows)
@@ -41,7 +44,7 @@ def _measure(layers: ExpertLayers, rows: int) -> Row:
 
     def experts(call: int, routing: object) -> None:
         weights = layers.layers[call % len(layers.layers)]
-        run_experts(inputs[call], *weights, routing, layers.act, H200_EXPERTS, out, pdl=True)  # type: ignore[arg-type]
+        run_experts(ExpertPass(inputs[call], *weights, routing, layers.act, out, pdl=True), H200_EXPERTS)  # type: ignore[arg-type]
 
     times = {
         "route_us": microseconds(lambda call: layers.route(inputs[call], call), len(inputs)),
@@ -50,8 +53,10 @@ def _measure(layers: ExpertLayers, rows: int) -> Row:
     }
     distinct = layers.distinct(routings)
     read = distinct * shape.expert_bytes + 2 * rows * shape.hidden * BF16.itemsize
-    roof = read / READ_BYTES_PER_SECOND * 1e6
-    found: Row = {**times, "distinct_experts": distinct, "bytes": read, "roof_us": roof, "roof_share": roof / times["experts_us"]}
+    found: Row = {**times, "distinct_experts": distinct, "bytes": read}
+    if bytes_per_second is not None:
+        roof = read / bytes_per_second * 1e6
+        found |= {"roof_us": roof, "roof_share": roof / times["experts_us"]}
     if rows >= PROMPT_ROWS:
         flop = 2 * shape.expert_weights * rows * shape.top_k
         dense = _cublas_us(shape, rows)
@@ -77,8 +82,8 @@ def render(result: Result) -> str:
     """Times and shares of the roof, one row for each shape and number of tokens."""
     lines = [
         [
-            row["shape"], row["rows"], row["distinct_experts"], row["route_us"], row["experts_us"], row["layer_us"], row["roof_us"],
-            percent(row["roof_share"]), row.get("tflops"), percent(row.get("cublas_share")),
+            row["shape"], row["rows"], row["distinct_experts"], row["route_us"], row["experts_us"], row["layer_us"], row.get("roof_us"),
+            percent(row.get("roof_share")), row.get("tflops"), percent(row.get("cublas_share")),
         ]
         for row in result["rows"]
     ]  # fmt: skip
@@ -104,7 +109,7 @@ def summary(result: Result) -> str:
     lines = []
     for shape in dict.fromkeys(row["shape"] for row in rows):
         by = {row["rows"]: row for row in rows if row["shape"] == shape}
-        lines.append([shape, *(percent(by[count]["roof_share"]) if count in by else None for count in counts)])
+        lines.append([shape, *(percent(by[count].get("roof_share")) if count in by else None for count in counts)])
     return table(["experts, share of the roof", *(f"{count} tokens" for count in counts)], lines)
 
 
@@ -112,7 +117,7 @@ def plot(result: Result, file: Path) -> None:
     """Shares of the roof by number of tokens."""
     shares: dict[str, list[tuple[int, float]]] = {}
     for row in result["rows"]:
-        if row["rows"] < PROMPT_ROWS:
+        if row["rows"] < PROMPT_ROWS and "roof_share" in row:
             shares.setdefault(row["shape"], []).append((row["rows"], row["roof_share"]))
     panel = plots.lines({name: sorted(points) for name, points in shares.items()}, "", "tokens", "share of the byte roof", 1.0)
     picture.draw(result, file, "Experts of sparse layers against reading their weights once", [panel])
@@ -129,7 +134,7 @@ def main() -> None:
     record = Record(NAME, KEYS, args.out)
     with torch.inference_mode():
         for shape in SHAPES:
-            for row in measure(shape, args.rows):
+            for row in measure(shape, args.rows, READ_BYTES_PER_SECOND.get(slug(record.data["machine"]))):
                 record.add(row)
             torch.cuda.empty_cache()
     plot(record.data, record.file.with_suffix(".png"))

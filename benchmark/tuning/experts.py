@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmark.expert_layers import READ_BYTES_PER_SECOND, SHAPES, ExpertLayers, ExpertShape, microseconds
+from benchmark.expert_layers import SHAPES, ExpertLayers, ExpertShape, microseconds
 from benchmark.record import Record
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
+from benchmark.tuning.world import read_rate
 from runtime.config.expert_tuning import H200_EXPERTS, WeightFormat
 from runtime.config.kernel_configs import GroupedConfig, StepConfig
 
@@ -102,14 +103,14 @@ class Bench:
 
     def run(self, config: Config, call: int = 0) -> torch.Tensor:
         """One call."""
+        from runtime.layers.moe.kernels.expert_pass import ExpertPass
         from runtime.layers.moe.kernels.few_rows import experts_in_triton
         from runtime.layers.moe.kernels.many_rows import experts_many_rows
 
         routing: Routing = self.routings[call]
-        args = (self.inputs[call], *self.layers.layers[call % len(self.layers.layers)], routing, self.layers.act)
-        if isinstance(config, GroupedConfig):
-            return experts_many_rows(*args, config, self.out, pdl=True)
-        return experts_in_triton(*args, config, self.out, pdl=True)
+        weights = self.layers.layers[call % len(self.layers.layers)]
+        experts = ExpertPass(self.inputs[call], *weights, routing, self.layers.act, self.out, pdl=True)
+        return experts_many_rows(experts, config) if isinstance(config, GroupedConfig) else experts_in_triton(experts, config)
 
     def time(self, config: Config) -> float | None:
         """Microseconds of a call; None if the tiling does not compile, does not fit or is wrong."""
@@ -151,13 +152,12 @@ def fastest(bench: Bench, kernel: str, configs: Sequence[Config], record: Record
     times = {config: spent for config in configs if (spent := bench.time(config)) is not None}
     ordered = sorted(times, key=times.__getitem__)
     shape = bench.layers.shape
-    roof = bench.layers.distinct(bench.routings) * shape.expert_bytes / READ_BYTES_PER_SECOND * 1e6
-    print(
-        f"{shape.name}, {bench.rows} tokens, {kernel}, roof {roof:.1f}: " + "; ".join(f"{times[c]:.1f} ({_name(c)})" for c in ordered[:4]),
-        flush=True,
-    )
+    rate = read_rate(record.data["machine"])
+    roof = {} if rate is None else {"roof_us": round(bench.layers.distinct(bench.routings) * shape.expert_bytes / rate * 1e6, 2)}
+    best = "; ".join(f"{times[config]:.1f} ({_name(config)})" for config in ordered[:4])
+    print(f"{shape.name}, {bench.rows} tokens, {kernel}, roof {roof.get('roof_us', '-')}: {best}", flush=True)
     figures = {_name(config): round(times[config], 2) for config in ordered}
-    record.add({"shape": shape.name, "rows": bench.rows, "kernel": kernel, "roof_us": round(roof, 2), "us": figures})
+    record.add({"shape": shape.name, "rows": bench.rows, "kernel": kernel, **roof, "us": figures})
     return ordered[0]
 
 

@@ -13,9 +13,10 @@ from functools import partial
 
 import torch
 
-from benchmark.expert_layers import ENOUGH_BYTES, READ_BYTES_PER_SECOND, microseconds
+from benchmark.expert_layers import ENOUGH_BYTES, microseconds
 from benchmark.record import Record
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
+from benchmark.tuning.world import read_rate
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import FragmentConfig, TritonConfig, WideningConfig
 
@@ -90,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=counts, default=[1, 4, 16, 32, 64, 128, 8192], help="rows of x")
     args = parse_on_gpu(parser, argv)
     record = Record(NAME, KEYS, args.out)
+    rate = read_rate(record.data["machine"])
     with torch.inference_mode():
         for out, width in SHAPES:
             copies = max(2, ENOUGH_BYTES // 4 // (out * width))
@@ -105,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 else:
                     calls |= few_rows(x, narrow, scale) | many_rows(x, narrow, scale)
                 count = 16 if rows <= MAX_ROWS else 4
-                figures = {"bytes, e4m3": round(out * width / READ_BYTES_PER_SECOND * 1e6, 1), **timed(calls, count)}
+                roof = {} if rate is None else {"bytes, e4m3": round(out * width / rate * 1e6, 1)}
+                figures = {**roof, **timed(calls, count)}
                 record.add({"weight": f"{out}x{width}", "rows": rows, "us": figures})
                 print(f"{out}x{width}, {rows} rows: {figures}", flush=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -103,6 +104,13 @@ def reference(x, gate_up, down, biases, routing, act, first: int = 0) -> torch.T
         y = y if biases[1] is None else y + biases[1][expert].double()
         out.index_add_(0, rows, y * routing.weights[rows, place, None].double())
     return out
+
+
+def expert_pass(layer: Any, x: torch.Tensor, routing: Any, out: torch.Tensor, **options: Any):
+    """A pass through a layer. `options`: `first` and `pdl`."""
+    from runtime.layers.moe.kernels.expert_pass import ExpertPass
+
+    return ExpertPass(x, layer.gate_up, layer.down, routing, layer.act, out, **options)
 
 
 def relative(out: torch.Tensor, want: torch.Tensor) -> float:

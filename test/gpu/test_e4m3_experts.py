@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from gpu.moe_layers import Kind, masks, routed, weights
+from gpu.moe_layers import Kind, expert_pass, masks, routed, weights
 from gpu.test_grouped_gemm import HOPPER, with_counts, worst
 from gpu.test_grouped_gemm import Layer as AnyLayer
 from runtime.config.device_tuning import H200
@@ -36,7 +36,7 @@ class Layer(AnyLayer):
     def run_widened(self, x: torch.Tensor, routing: Routing, pairs: int, **options: object) -> torch.Tensor:
         assert supports(x, self.gate_up, self.down, self.act, pairs)
         out = torch.full((len(x) + 1, self.hidden), float("nan"), device="cuda")
-        widened_experts(x, self.gate_up, self.down, routing, self.act, pairs, out[: len(x)], **options)  # type: ignore[arg-type]
+        widened_experts(expert_pass(self, x, routing, out[: len(x)], **options), pairs)
         assert out[len(x)].isnan().all(), f"tiles of {pairs} pairs write past their rows"
         return out[: len(x)]
 
@@ -165,5 +165,5 @@ def test_every_layout_of_scales_has_a_kernel(kind: Kind) -> None:
     for rows in (65, 300, 1024):
         routing, x = routed(rows, EXPERTS, TOP_K), layer.x(rows)
         out = torch.empty((rows, 512), device="cuda")
-        run_experts(x, layer.gate_up, layer.down, routing, layer.act, H200.without_fp8_activations().experts, out)
+        run_experts(expert_pass(layer, x, routing, out), H200.without_fp8_activations().experts)
         assert worst(out, layer.want(x, routing)) < 2 * ROUNDING, rows

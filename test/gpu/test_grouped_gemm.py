@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from gpu.moe_layers import KINDS, masks, reference, relative, routed, weights
+from gpu.moe_layers import KINDS, expert_pass, masks, reference, relative, routed, weights
 from runtime.config.kernel_configs import WgmmaExpertsConfig
 from runtime.layers.gemm.quantized_rows import quantize_rows
 from runtime.layers.moe.kernels.align import align
@@ -73,7 +73,7 @@ class Layer:
     def run(self, x: torch.Tensor, routing: Routing, config: WgmmaExpertsConfig, **options: object) -> torch.Tensor:
         assert supports(x, self.gate_up, self.down, config)
         out = torch.full((len(x) + 1, self.hidden), float("nan"), device="cuda")
-        experts_by_wgmma(x, self.gate_up, self.down, routing, self.act, config, out[: len(x)], **options)  # type: ignore[arg-type]
+        experts_by_wgmma(expert_pass(self, x, routing, out[: len(x)], **options), config)
         assert out[len(x)].isnan().all(), f"{config} writes past its rows"
         return out[: len(x)]
 
@@ -213,11 +213,11 @@ def test_one_graph_serves_every_routing(name: str) -> None:
     layer, rows, config = Layer(name, 1024, 384), 900, WIDE
     x, out = layer.x(rows), torch.empty((rows, 1024), device="cuda")
     routing = routed(rows, EXPERTS, TOP_K)
-    experts_by_wgmma(x, layer.gate_up, layer.down, routing, layer.act, config, out, pdl=True)  # compile
+    experts_by_wgmma(expert_pass(layer, x, routing, out, pdl=True), config)  # compile
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
-            experts_by_wgmma(x, layer.gate_up, layer.down, routing, layer.act, config, out, pdl=True)
+            experts_by_wgmma(expert_pass(layer, x, routing, out, pdl=True), config)
     for hot in (None, TOP_K, TOP_K + 2, None):
         other = routed(rows, EXPERTS, TOP_K, hot)
         for to, source in zip((routing.ids, routing.weights, routing.masks), (other.ids, other.weights, other.masks), strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu.moe_layers import DEVICE, DTYPE, INTERPRETED, KINDS, Kind, masks, reference, relative, routed, weights
+from gpu.moe_layers import DEVICE, DTYPE, INTERPRETED, KINDS, Kind, expert_pass, masks, reference, relative, routed, weights
 from runtime.config.expert_tuning import H200_EXPERTS, WeightFormat
 from runtime.config.kernel_configs import GroupedConfig, StepConfig
 
@@ -52,7 +52,7 @@ class Layer:
 
         out = torch.full((len(x) + 1, self.hidden), float("nan"), device=DEVICE)
         run = experts_in_triton if triton else experts_few_rows
-        run(x, self.gate_up, self.down, routing, self.act, configs, out[: len(x)], **options)
+        run(expert_pass(self, x, routing, out[: len(x)], **options), configs)
         assert out[len(x)].isnan().all(), f"{configs} writes past its rows"
         return out[: len(x)]
 
@@ -60,7 +60,7 @@ class Layer:
         from runtime.layers.moe.kernels.many_rows import experts_many_rows
 
         out = torch.full((len(x) + 1, self.hidden), float("nan"), device=DEVICE)
-        experts_many_rows(x, self.gate_up, self.down, routing, self.act, config, out[: len(x)], **options)
+        experts_many_rows(expert_pass(self, x, routing, out[: len(x)], **options), config)
         assert out[len(x)].isnan().all(), f"{config} writes past its rows"
         return out[: len(x)]
 
@@ -109,7 +109,7 @@ def test_units_of_work_take_all_tokens_of_an_expert(name: str, rows: int) -> Non
             routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
             out = torch.full((rows + 1, hidden), float("nan"), device=DEVICE)
             for _ in range(2):
-                experts_by_fragments(x, layer.gate_up, layer.down, routing, layer.act, out[:rows])
+                experts_by_fragments(expert_pass(layer, x, routing, out[:rows]))
                 assert relative(out[:rows], layer.want(x, routing)) < ROUNDING, hot
             assert out[rows].isnan().all()
 
@@ -139,7 +139,7 @@ def test_sums_over_experts_in_one_kernel_match_the_definition(monkeypatch: pytes
             want = layer.want(x, routing)
             for dtype, pdl in ((DTYPE, False), (torch.float32, False), (torch.float32, True)):
                 out = torch.full((rows + 1, hidden), float("nan"), device=DEVICE, dtype=dtype)
-                experts_by_fragments(x, layer.gate_up, layer.down, routing, layer.act, out[:rows], pdl=pdl)
+                experts_by_fragments(expert_pass(layer, x, routing, out[:rows], pdl=pdl))
                 assert relative(out[:rows], want) < ROUNDING, (hidden, inner, hot, dtype, pdl)
                 assert out[rows].isnan().all()
 
@@ -167,7 +167,7 @@ def test_sums_over_experts_are_the_same_however_early_they_start(monkeypatch: py
         late, early = ([torch.full((rows, hidden), float("nan"), device=DEVICE) for _ in inputs] for _ in range(2))
         for pdl, outs in ((False, late), (True, early), (True, early)):
             for x, out in zip(inputs, outs, strict=True):
-                experts_by_fragments(x, layer.gate_up, layer.down, routing, layer.act, out, pdl=pdl)
+                experts_by_fragments(expert_pass(layer, x, routing, out, pdl=pdl))
             torch.cuda.synchronize()
             for out, expected in zip(outs, late, strict=True):
                 assert torch.equal(out, expected), (hidden, inner, pdl)
@@ -286,7 +286,7 @@ def test_few_rows_add_and_prepare_the_deferred_norm(config: StepConfig, name: st
     gain = torch.randn(HIDDEN, device=DEVICE).to(DTYPE)
     deferred = DeferredNorm(gain, torch.empty_like(h, dtype=DTYPE), torch.empty((rows, config.parts(HIDDEN)), device=DEVICE))
     want = h + layer.few(x, routing, (config, config), triton=config is FEW_CONFIG)
-    experts_few_rows(x, layer.gate_up, layer.down, routing, layer.act, (config, config), h, add=True, deferred=deferred)
+    experts_few_rows(expert_pass(layer, x, routing, h), (config, config), add=True, deferred=deferred)
     torch.testing.assert_close(h, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(deferred.scaled, (h * gain.float()).to(DTYPE))
     torch.testing.assert_close(deferred.squares.sum(1), h.square().sum(1), rtol=1e-5, atol=0)
@@ -308,7 +308,7 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_routing_matches_the_definition(name: str, rows: int) -> None:
     from runtime.layers.moe.kernels.route import new_tickets, route
-    from runtime.layers.moe.router import RoutingRule
+    from runtime.layers.moe.router import Router, RoutingRule
 
     experts, rule, biased, corrected = RULES[name]
     columns, scoring, tickets = 1040, RoutingRule(8 if experts > 64 else 4, *rule), new_tickets(DEVICE)
@@ -316,7 +316,8 @@ def test_routing_matches_the_definition(name: str, rows: int) -> None:
     weight = (torch.randn((experts, columns), device=DEVICE) * columns**-0.5).to(DTYPE)
     bias = torch.randn(experts, device=DEVICE).to(DTYPE) if biased else None
     correction = torch.rand(experts, device=DEVICE) if corrected else None
-    found = route(x, weight, scoring, tickets, bias, correction)
+    router = Router(weight, scoring, bias, correction)
+    found = route(x, router, tickets)
     scores, choice, clear = _scores(x, weight, scoring, bias, correction)
     # The choice is right up to rounding: nothing left out is clearly better than what was taken, best first.
     ids, weights = (tensor[:, : scoring.top_k] for tensor in (found.ids, found.weights))
@@ -334,7 +335,7 @@ def test_routing_matches_the_definition(name: str, rows: int) -> None:
     assert found.weights[:, scoring.top_k :].tolist() == [[1.0] * scoring.shared] * rows
     assert torch.equal(found.masks, masks(found.ids, experts + scoring.shared))
     assert not tickets.any()
-    again = route(x, weight, scoring, tickets, bias, correction)
+    again = route(x, router, tickets)
     assert torch.equal(again.ids, found.ids)
     assert torch.equal(again.weights, found.weights)
 
@@ -344,7 +345,7 @@ def test_routing_matches_the_definition(name: str, rows: int) -> None:
 def test_routing_applies_a_deferred_norm(rows: int, parts: int) -> None:
     from runtime.layers.gemm.deferred_norm import RowScale
     from runtime.layers.moe.kernels.route import new_tickets, route
-    from runtime.layers.moe.router import RoutingRule
+    from runtime.layers.moe.router import Router, RoutingRule
 
     experts, columns, rule = 128, 1024, RoutingRule(8, "softmax", True)
     h = torch.randn((rows, columns), device=DEVICE) * 3
@@ -352,10 +353,11 @@ def test_routing_applies_a_deferred_norm(rows: int, parts: int) -> None:
     weight = (torch.randn((experts, columns), device=DEVICE) * columns**-0.5).to(DTYPE)
     scaled, squares = (h * gain).to(DTYPE), h.square().view(rows, parts, -1).sum(2)
     normed = torch.full((rows, columns), float("nan"), dtype=DTYPE, device=DEVICE)
-    found = route(scaled, weight, rule, new_tickets(DEVICE), norm=RowScale(squares, 1e-6), normed=normed)
+    router = Router(weight, rule)
+    found = route(scaled, router, new_tickets(DEVICE), norm=RowScale(squares, 1e-6), normed=normed)
     want = scaled.double() * torch.rsqrt(h.double().square().mean(1, keepdim=True) + 1e-6)
     torch.testing.assert_close(normed.double(), want, rtol=1e-2 if DTYPE is torch.bfloat16 else 2e-3, atol=1e-3)
-    plain = route(normed, weight, rule, new_tickets(DEVICE))
+    plain = route(normed, router, new_tickets(DEVICE))
     assert torch.equal(found.ids, plain.ids), "the router reads what the experts read"
     assert torch.equal(found.weights, plain.weights)
 
@@ -377,10 +379,10 @@ def _scores(x, weight, scoring, bias, correction) -> tuple[torch.Tensor, torch.T
 
 def test_equal_logits_go_to_the_smaller_ids() -> None:
     from runtime.layers.moe.kernels.route import new_tickets, route
-    from runtime.layers.moe.router import RoutingRule
+    from runtime.layers.moe.router import Router, RoutingRule
 
     x, weight = torch.ones((3, 64), device=DEVICE, dtype=DTYPE), torch.ones((32, 64), device=DEVICE, dtype=DTYPE)
-    found = route(x, weight, RoutingRule(4, "softmax", True), new_tickets(DEVICE))
+    found = route(x, Router(weight, RoutingRule(4, "softmax", True)), new_tickets(DEVICE))
     assert found.ids.tolist() == [[0, 1, 2, 3]] * 3
 
 
@@ -398,8 +400,8 @@ def test_tokens_without_finite_scores_have_different_experts(name: str, rows: in
     weight = torch.rand((experts, 64), device=DEVICE).to(DTYPE) + 0.5
     bias = torch.randn(experts, device=DEVICE).to(DTYPE) if biased else None
     correction = torch.rand(experts, device=DEVICE) if corrected else None
-    found = route(x, weight, scoring, new_tickets(DEVICE), bias, correction)
-    want = definition.route(x, Router(weight, scoring, bias, correction))
+    router = Router(weight, scoring, bias, correction)
+    found, want = route(x, router, new_tickets(DEVICE)), definition.route(x, router)
     assert found.ids[1].tolist() == want.ids[1].tolist() == [*range(scoring.top_k), *[experts] * scoring.shared]
     assert found.ids.min() >= 0
     assert found.ids[:, : scoring.top_k].max() < experts
@@ -412,12 +414,12 @@ def test_tokens_without_finite_scores_have_different_experts(name: str, rows: in
 @pytest.mark.parametrize("name", KINDS)
 def test_tokens_of_nan_leave_the_others_as_they_are(name: str) -> None:
     from runtime.layers.moe.kernels.route import new_tickets, route
-    from runtime.layers.moe.router import RoutingRule
+    from runtime.layers.moe.router import Router, RoutingRule
 
     layer = Layer(KINDS[name], act_of(KINDS[name]))
     router, x = torch.randn((EXPERTS, HIDDEN), device=DEVICE).to(DTYPE), layer.x(6)
     x[:4] = torch.nan
-    routing = route(x, router, RoutingRule(TOP_K, "softmax", True), new_tickets(DEVICE))
+    routing = route(x, Router(router, RoutingRule(TOP_K, "softmax", True)), new_tickets(DEVICE))
     want = layer.want(x, routing)[4:]
     few = [layer.few(x, routing, (FEW_CONFIG, FEW_CONFIG), triton) for triton in (False, True)]
     for out in (*few, layer.many(x, routing, MANY_CONFIG)):
@@ -456,7 +458,7 @@ def test_mxfp4_groups_have_scales_of_any_size(rows: int) -> None:
     layer.wide_gate_up *= torch.exp2(scale.float() - layer.gate_up.scale).repeat_interleave(32, 2)
     layer.gate_up = replace(layer.gate_up, scale=scale.to(torch.uint8))
     routing, x, out = routed(rows, EXPERTS, TOP_K), layer.x(rows), torch.empty((rows, 288), device=DEVICE)
-    experts_by_fragments(x, layer.gate_up, layer.down, routing, layer.act, out)
+    experts_by_fragments(expert_pass(layer, x, routing, out))
     assert relative(out, layer.want(x, routing)) < ROUNDING
 
 
@@ -493,16 +495,15 @@ def test_pairs_are_sorted_by_expert_in_whole_tiles(tokens: int, rows: int, first
 def test_one_graph_serves_every_routing(name: str, rows: int, pdl: bool) -> None:
     from runtime.layers.moe.kernels.route import new_tickets, route
     from runtime.layers.moe.kernels.run_experts import run_experts
-    from runtime.layers.moe.router import Routing, RoutingRule
+    from runtime.layers.moe.router import Router, Routing, RoutingRule
 
     layer, tickets = Layer(KINDS[name], act_of(KINDS[name])), new_tickets(DEVICE)
-    router = torch.randn((EXPERTS, HIDDEN), device=DEVICE).to(DTYPE)
-    scoring = RoutingRule(TOP_K, "softmax", True)
+    router = Router(torch.randn((EXPERTS, HIDDEN), device=DEVICE).to(DTYPE), RoutingRule(TOP_K, "softmax", True))
     x, out = layer.x(rows), torch.empty((rows, HIDDEN), device=DEVICE)
 
     def step() -> Routing:
-        found = route(x, router, scoring, tickets, pdl=pdl)
-        run_experts(x, layer.gate_up, layer.down, found, layer.act, H200_EXPERTS, out, pdl=pdl)
+        found = route(x, router, tickets, pdl=pdl)
+        run_experts(expert_pass(layer, x, found, out, pdl=pdl), H200_EXPERTS)
         return found
 
     step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.moe_layers import masks, routed
+from gpu.moe_layers import expert_pass, masks, routed
 from gpu.test_grouped_gemm import Layer as AnyLayer
 from gpu.test_grouped_gemm import with_counts, worst
 from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU
@@ -29,7 +29,7 @@ class Layer(AnyLayer):
 
         assert supports(x, self.gate_up, self.down, self.act, pairs)
         out = torch.full((len(x) + 1, self.hidden), float("nan"), device="cuda")
-        widened_experts(x, self.gate_up, self.down, routing, self.act, pairs, out[: len(x)], **options)  # type: ignore[arg-type]
+        widened_experts(expert_pass(self, x, routing, out[: len(x)], **options), pairs)
         assert out[len(x)].isnan().all(), f"tiles of {pairs} pairs write past their rows"
         return out[: len(x)]
 

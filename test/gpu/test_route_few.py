@@ -18,7 +18,7 @@ from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.triton_gemm import TritonConfig, triton_gemm
 from runtime.layers.moe.kernels.route import new_tickets, route
 from runtime.layers.moe.kernels.route_few import MOST_SCORES, MOST_TOKENS, supports
-from runtime.layers.moe.router import Routing, RoutingRule
+from runtime.layers.moe.router import Router, Routing, RoutingRule
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("route_few"), pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -72,10 +72,10 @@ class Case:
         self.correction = torch.rand(experts, device="cuda") * 0.3 if self.rule.correction else None
         self.tickets = new_tickets(torch.device("cuda"))
 
-    def route(self, x: torch.Tensor, **options: Any) -> Routing:
-        rule = self.rule.of(self.top_k)
-        assert supports(x, self.weight, rule, self.bias, self.correction)
-        return route(x, self.weight, rule, self.tickets, self.bias, self.correction, **options)
+    def route(self, x: torch.Tensor, kept: torch.Tensor | None = None, **options: Any) -> Routing:
+        router = Router(self.weight, self.rule.of(self.top_k), self.bias, self.correction, kept)
+        assert supports(x, router)
+        return route(x, router, self.tickets, **options)
 
     def check(self, x: torch.Tensor, found: Routing) -> None:
         """Compare with float64: ids where no two of the scores are as close as rounding, weights everywhere."""
@@ -133,7 +133,7 @@ def test_routing_matches_float64(experts: int, columns: int, name: str, norm: bo
     for rows in (*range(1, 18), 31, 33, 100, most_rows(experts)):
         x, squares = rows_of(rows, columns, PARTS[rows % len(PARTS)])
         kept = torch.full((rows + 1, words), NO_ID, dtype=torch.int32, device="cuda")
-        options = {"masks": kept[:rows]} if rows % 2 else {}
+        options = {"kept": kept} if rows % 2 else {}
         if not norm:
             x = (x.float() / 3).to(BF16)
             found = case.route(x, **options)

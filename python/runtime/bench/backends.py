@@ -69,12 +69,7 @@ def payload(backend: Backend, request: BenchRequest, options: GenerationOptions)
     """
     if backend.dialect == "generate":
         return {**_generate_payload(request, options), **options.extra_body}
-    body: Json = {
-        "model": options.model,
-        "temperature": options.temperature,
-        "stream": options.stream,
-        "ignore_eos": options.ignore_eos,
-    }
+    body: Json = {"model": options.model, "temperature": options.temperature, "stream": options.stream, "ignore_eos": options.ignore_eos}
     if options.top_p < 1.0:
         body["top_p"] = options.top_p
     if options.stream:

@@ -54,8 +54,7 @@ def _header(text: str) -> tuple[str, str]:
 def parser() -> argparse.ArgumentParser:
     """The parser with all flags."""
     flags = argparse.ArgumentParser(
-        prog="python -m runtime.bench_serving",
-        description="Measure a running server over HTTP: throughput, TTFT, TPOT, ITL, acceptance.",
+        prog="python -m runtime.bench_serving", description="Measure a running server over HTTP: throughput, TTFT, TPOT, ITL, acceptance."
     )
     _server(flags.add_argument_group("server"))
     _dataset(flags.add_argument_group("prompts"))
@@ -135,12 +134,7 @@ def _output(group: argparse._ArgumentGroup) -> None:
     )
     add("--output-details", action="store_true", help="also write lengths, times, text and error of each request")
     add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="count requests within these limits, e.g. ttft:200 tpot:20 e2el:5000")
-    add(
-        "--plot-throughput",
-        "--plot",
-        action="store_true",
-        help="plot tokens and requests over time; with matplotlib also as PNG",
-    )
+    add("--plot-throughput", "--plot", action="store_true", help="plot tokens and requests over time; with matplotlib also as PNG")
     add("--cache-report", action="store_true", help="show the prefix cache hit rate")
     add("--disable-tqdm", action="store_true", help="no progress bar")
     add("--tag", help="label for the output file")

@@ -13,6 +13,7 @@ from runtime.bench.records import RequestRecord
 
 WIDTH = 50
 _CHART_ROWS = 24
+MOST_ERRORS = 5
 _SECTIONS = (
     ("End-to-End Latency", "E2E Latency", "e2e_latency"),
     ("Time to First Token", "TTFT", "ttft"),
@@ -79,12 +80,12 @@ def _row(label: str, value: Any) -> str:
     return f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}"
 
 
-def failures(records: Sequence[RequestRecord], most: int = 5) -> str:
+def failures(records: Sequence[RequestRecord]) -> str:
     """The errors of a run with their counts; empty if there were none."""
     counts = Counter(record.error for record in records if record.error)
-    lines = [f"{count} x {error}" for error, count in counts.most_common(most)]
-    if len(counts) > most:
-        lines.append(f"and {len(counts) - most} other errors (--output-details writes all of them)")
+    lines = [f"{count} x {error}" for error, count in counts.most_common(MOST_ERRORS)]
+    if len(counts) > MOST_ERRORS:
+        lines.append(f"and {len(counts) - MOST_ERRORS} other errors (--output-details writes all of them)")
     return "\n".join(lines)
 
 

@@ -18,11 +18,7 @@ from runtime.config.tuning import SpeculativeTuning
 
 
 def resolve(
-    args: ServerArgs,
-    machine: MachineFacts,
-    model: ModelFacts,
-    draft: DraftFacts | None = None,
-    tuning: SpeculativeTuning | None = None,
+    args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: DraftFacts | None = None, tuning: SpeculativeTuning | None = None
 ) -> RuntimeConfig:
     """Decide every option that was left open, and check every option that was given.
 

@@ -9,13 +9,7 @@ from runtime.config.attention_caps import ATTENTION_CAPS, AttentionName
 from runtime.config.device_tuning import CPU
 from runtime.config.draft_algorithms import ALGORITHM_CAPS
 from runtime.config.refusals import check_positive, check_ranges
-from runtime.config.runtime_config import (
-    DeviceConfig,
-    DeviceKind,
-    SchedulerConfig,
-    SpeculativeConfig,
-    part_of_flags,
-)
+from runtime.config.runtime_config import DeviceConfig, DeviceKind, SchedulerConfig, SpeculativeConfig, part_of_flags
 from runtime.config.server_args import GrammarBackendName, ServerArgs
 from runtime.errors import ConfigError
 

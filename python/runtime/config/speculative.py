@@ -127,16 +127,10 @@ def resolve_speculative(
     path, draft_format, block_size = (None, model.load_format, None) if draft is None else (draft.path, draft.load_format, draft.block_size)
     args = args if block_size is None else with_block_size(args, block_size)
     tuning = _applied(args, tuning)
-    shape = _draft_shape(args, device.device) if tuning is None else _tuned_shape(args, tuning)
-    forced = _synthetic(args, shape)
-    shape = shape if block_size is None else _within_block(shape, block_size, tuned=tuning is not None)
-    max_batch = args.speculative_disable_by_batch_size
+    shape, forced = _forced_shape(args, device.device, tuning, block_size)
     if shape.depths:
         log.info("speculative decoding %s: each iteration runs at the best of the depths %s", algorithm, shape.depths)
-    elif tuning is not None:
-        max_batch = max_batch or tuning.most_drafted
-    elif path == str(EMBEDDED_DRAFT):
-        max_batch = _embedded_max_batch(args, shape, device, quantization)
+    max_batch = _max_batch(args, shape, tuning, path, device, quantization)
     attention = _draft_attention(args, device, machine)
     graphs = graphs and _can_capture(algorithm, attention)
     return SpeculativeConfig(
@@ -153,13 +147,23 @@ def resolve_speculative(
         disable_by_batch_size=max_batch,
         accept_threshold_single=_threshold(args, "speculative_accept_threshold_single"),
         accept_threshold_acc=_threshold(args, "speculative_accept_threshold_acc"),
-        synthetic_accept=forced and forced[: shape.num_steps],
+        synthetic_accept=forced,
         check_parity=args.speculative_check_parity,
         draft_quantization="fp8" if args.speculative_draft_model_quantization == "fp8" else None,
         depths=shape.depths,
         draft_tp_size=args.speculative_draft_tp_size,
         tuning=tuning,
     )
+
+
+def _forced_shape(
+    args: ServerArgs, device: DeviceKind, tuning: SpeculativeTuning | None, block_size: int | None
+) -> tuple[_DraftShape, tuple[float, ...] | None]:
+    """The shape of the drafts, and the acceptance that is forced at each position, if any."""
+    shape = _draft_shape(args, device) if tuning is None else _tuned_shape(args, tuning)
+    forced = _synthetic(args, shape)
+    shape = shape if block_size is None else _within_block(shape, block_size, tuned=tuning is not None)
+    return shape, forced and forced[: shape.num_steps]
 
 
 def _within_block(shape: _DraftShape, block_size: int, tuned: bool) -> _DraftShape:
@@ -316,6 +320,22 @@ def _default_steps(args: ServerArgs, device: DeviceKind, topk: int) -> int:
         log.info("speculative num steps %d: a chain of %d draft tokens has one step fewer", asked - 1, asked)
         return asked - 1
     return EMBEDDED_DRAFT_STEPS[device] if args.speculative_draft_model_path == str(EMBEDDED_DRAFT) else DEFAULT_STEPS
+
+
+def _max_batch(
+    args: ServerArgs,
+    shape: _DraftShape,
+    tuning: SpeculativeTuning | None,
+    path: str | None,
+    device: DeviceConfig,
+    quantization: Quantization | None,
+) -> int | None:
+    """The largest batch that has drafts; None for no limit."""
+    if shape.depths == () and tuning is not None:
+        return args.speculative_disable_by_batch_size or tuning.most_drafted
+    if shape.depths == () and path == str(EMBEDDED_DRAFT):
+        return _embedded_max_batch(args, shape, device, quantization)
+    return args.speculative_disable_by_batch_size
 
 
 def _embedded_max_batch(args: ServerArgs, shape: _DraftShape, device: DeviceConfig, quantization: Quantization | None) -> int | None:

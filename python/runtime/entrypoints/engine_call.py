@@ -18,10 +18,7 @@ from runtime.sampling_params import SamplingParams
 
 SamplingLike = Mapping[str, Any] | SamplingParams | None
 
-TAKES = {
-    "prompt": "a string or a list of strings",
-    "input_ids": "a list of token ids or a list of such lists; use .tolist() of an array",
-}
+TAKES = {"prompt": "a string or a list of strings", "input_ids": "a list of token ids or a list of such lists; use .tolist() of an array"}
 EACH = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "cache_salt")
 """Arguments that take one value for all prompts or a list with one per prompt."""
 

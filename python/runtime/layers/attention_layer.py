@@ -76,14 +76,7 @@ class Attention(AttentionLayer):
         kernel_launches: approximate number per eager pass: norm, qkv, rotary and KV write, attention, output.
     """
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        qkv_proj: Linear,
-        o_proj: Linear,
-        ops: BlockOps,
-        row_norms: RowNorms | None = None,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, qkv_proj: Linear, o_proj: Linear, ops: BlockOps, row_norms: RowNorms | None = None) -> None:
         assert spec.heads is not None, "attention per head needs heads"
         self._row_norms = row_norms
         self.kernel_launches = 5 + (0 if row_norms is None else row_norms.kernel_launches)

@@ -41,7 +41,7 @@ from runtime.layers.kernels.row_norms import norm_rows
 from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.moe.experts import Experts
-from runtime.layers.moe.kernel_weights import kernel_weights
+from runtime.layers.moe.kernel_weights import expert_pass
 from runtime.layers.moe.kernels.many_rows import Added
 from runtime.layers.moe.kernels.route import FEW_ROWS, new_tickets, route
 from runtime.layers.moe.kernels.run_experts import experts_few_rows, run_experts
@@ -121,8 +121,7 @@ class CudaOps:
 
     def route(self, x: torch.Tensor, router: Router) -> Routing:
         """The experts of each row of `x`."""
-        masks = router.kept_masks(len(x))
-        return route(x, router.weight, router.rule, self._tickets, router.bias, router.correction_bias, masks=masks, pdl=self.pdl)
+        return route(x, router, self._tickets, pdl=self.pdl)
 
     def norm_route(self, stream: Stream, norm: RMSNorm, router: Router) -> tuple[torch.Tensor, Routing]:
         """`norm(h)` [T, hidden] in the model's dtype and its experts; of few rows the router's kernel applies a deferred norm."""
@@ -132,17 +131,11 @@ class CudaOps:
             return x, self.route(x, router)
         assert stream.norm is norm, "the deferred norm is another one"
         x, scale = torch.empty_like(deferred.scaled), RowScale(deferred.squares, norm.eps)
-        routed = route(
-            deferred.scaled, router.weight, router.rule, self._tickets, router.bias, router.correction_bias,
-            masks=router.kept_masks(rows), norm=scale, normed=x, pdl=self.pdl,
-        )  # fmt: skip
-        return x, routed
+        return x, route(deferred.scaled, router, self._tickets, norm=scale, normed=x, pdl=self.pdl)
 
     def experts(self, x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: bool = False) -> torch.Tensor:
         """The weighted sum of the outputs of each row's experts, [T, hidden] in the dtype of `x`."""
-        gate_up, down, act = kernel_weights(experts)
-        tuning = self._timings.tuning.experts
-        return run_experts(x, gate_up, down, routing, act, tuning, torch.empty_like(x), first=experts.first, pdl=self.pdl)
+        return run_experts(expert_pass(x, experts, routing, torch.empty_like(x), self.pdl), self._timings.tuning.experts)
 
     def experts_add(
         self,
@@ -154,21 +147,21 @@ class CudaOps:
         beside: torch.Tensor | None = None,
     ) -> Stream:
         """`h` plus the sum over the ranks of `experts(x)` and of `beside`, in the storage of `h`; on one rank the last kernel adds."""
-        h, (gate_up, down, act) = stream.h, kernel_weights(experts)
+        h = stream.h
         if experts.group.size > 1:
             part = self.experts(x, experts, routing)
             total = part if beside is None else part.add_(beside)
             return self._add_of_ranks(total, experts.group, h, next_norm, stream.in_prompt)
-        tuning = self._timings.tuning.experts
-        few = tuning.few_rows(gate_up.format, len(x))
+        tuning, own = self._timings.tuning.experts, expert_pass(x, experts, routing, h, self.pdl)
+        few = tuning.few_rows(own.gate_up.format, len(x))
         if few is None:
             added = Added(beside, next_norm)
-            run_experts(x, gate_up, down, routing, act, tuning, h, added=added, pdl=self.pdl)
+            run_experts(own, tuning, added)
             return Stream(h, next_norm, normed=added.normed, in_prompt=stream.in_prompt)
         if beside is not None:
             h.add_(beside)
         deferred = self._deferred(h, next_norm, few[1].parts(h.shape[1]))
-        experts_few_rows(x, gate_up, down, routing, act, few, h, add=True, deferred=deferred, pdl=self.pdl)
+        experts_few_rows(own, few, add=True, deferred=deferred)
         return Stream(h, next_norm, deferred, in_prompt=stream.in_prompt)
 
     def norm_rows(self, qkv: torch.Tensor, norms: RowNorms) -> torch.Tensor:

@@ -129,10 +129,7 @@ LOGITS_PROCESSORS: tuple[LogitsProcessor, ...] = (Penalties(), LogitBias(), MinL
 
 
 def process_logits(
-    logits: torch.Tensor,
-    context: LogitsContext,
-    needs: SamplingNeeds,
-    processors: Sequence[LogitsProcessor] = LOGITS_PROCESSORS,
+    logits: torch.Tensor, context: LogitsContext, needs: SamplingNeeds, processors: Sequence[LogitsProcessor] = LOGITS_PROCESSORS
 ) -> torch.Tensor:
     """Run the processors over float32 `logits` [B, W, V]. Returns new logits where a request needs a change, else `logits` itself."""
     selections = [(processor, processor.selects(needs)) for processor in processors]

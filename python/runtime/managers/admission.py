@@ -39,12 +39,7 @@ class Admission:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        cache_prefixes: bool,
-        limits: WorkerLimits,
-        stats: SchedulerStats,
-        clock: Callable[[], float],
+        self, config: SchedulerConfig, cache_prefixes: bool, limits: WorkerLimits, stats: SchedulerStats, clock: Callable[[], float]
     ) -> None:
         self.queue = FairQueue()
         self.running: list[Req] = []

@@ -20,12 +20,7 @@ class AttentionGroups:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        cache_prefixes: bool,
-        limits: WorkerLimits,
-        stats: SchedulerStats,
-        clock: Callable[[], float],
+        self, config: SchedulerConfig, cache_prefixes: bool, limits: WorkerLimits, stats: SchedulerStats, clock: Callable[[], float]
     ) -> None:
         self._groups = [Admission(config, cache_prefixes, limits, stats, clock) for _ in range(limits.groups)]
         self._config, self._limits = config, limits

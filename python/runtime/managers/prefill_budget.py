@@ -36,12 +36,7 @@ class PrefillBudget:
     def start(cls, chunk_size: int, max_tokens: int, limits: WorkerLimits, prompts: int = 0) -> PrefillBudget:
         """The budget of an empty step with `prompts` under way. A `chunk_size` below 1 leaves prompts whole."""
         left = min(n for n in (chunk_size, max_tokens, limits.max_extend_tokens) if n > 0)
-        return cls(
-            left,
-            chunk_size > 0,
-            limits.max_extend_tokens,
-            limits.cost_model if prompts <= FEW_PROMPTS else None,
-        )
+        return cls(left, chunk_size > 0, limits.max_extend_tokens, limits.cost_model if prompts <= FEW_PROMPTS else None)
 
     def decode_rows(self, tokens_per_step: int) -> int:
         """Requests that may decode in a prompt step, in at most half of its tokens; none if prompts are not cut."""

@@ -111,9 +111,9 @@ def compare(graph: AcceptanceCounters, eager: AcceptanceCounters, min_count: int
     return drifts
 
 
-def side_by_side(first: AcceptanceCounters, second: AcceptanceCounters, names: tuple[str, str] = ("eager", "graphs")) -> str:
-    """A table of two runs by position: accepted / reached and the rate of each, with a mark where the counts differ."""
-    lines = [f"{'position':>9}  {names[0]:>22}  {names[1]:>22}"]
+def side_by_side(first: AcceptanceCounters, second: AcceptanceCounters) -> str:
+    """A table of an eager run and one with graphs by position: accepted / reached and the rate of each; a mark shows where they differ."""
+    lines = [f"{'position':>9}  {'eager':>22}  {'graphs':>22}"]
     for i in range(max(first.num_steps, second.num_steps)):
         same = _cell(first, i) == _cell(second, i)
         lines.append(f"{i + 1:>9}  {_cell(first, i):>22}  {_cell(second, i):>22}{'' if same else '  <- differs'}")

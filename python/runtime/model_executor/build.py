@@ -375,8 +375,7 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
     mixed = config.scheduler.mixed_chunk and mixed_from <= context.extend_tokens
     if config.scheduler.mixed_chunk and not mixed:
         log.warning(
-            "--enable-mixed-chunk has no effect: prompt steps of at most %d tokens are captured as CUDA graphs",
-            context.extend_tokens,
+            "--enable-mixed-chunk has no effect: prompt steps of at most %d tokens are captured as CUDA graphs", context.extend_tokens
         )
     limits = WorkerLimits(
         max_total_tokens=plan.num_pages * config.cache.page_size,

@@ -132,12 +132,7 @@ class GraphRunner:
     """
 
     def __init__(
-        self,
-        spec: RunnerSpec,
-        forward: Forward,
-        inputs: InputBuffers,
-        backends: Sequence[AttentionBackend],
-        options: GraphOptions,
+        self, spec: RunnerSpec, forward: Forward, inputs: InputBuffers, backends: Sequence[AttentionBackend], options: GraphOptions
     ) -> None:
         self.spec, self._forward, self._inputs, self._backends = spec, forward, inputs, backends
         self._sizes, self._padding, self._cuda = sorted(options.sizes), options.padding, options.cuda

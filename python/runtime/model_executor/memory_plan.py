@@ -78,13 +78,7 @@ def _mib(size: int) -> int:
     return -(-size // MIB)
 
 
-def plan_memory(
-    budget: Budget,
-    page_size: int,
-    wanted_tokens: int | None,
-    fraction: float | None,
-    least_tokens: int,
-) -> MemoryPlan:
+def plan_memory(budget: Budget, page_size: int, wanted_tokens: int | None, fraction: float | None, least_tokens: int) -> MemoryPlan:
     """Divide the device's memory.
 
     Args:

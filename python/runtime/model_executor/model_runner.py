@@ -52,13 +52,7 @@ class ModelRunner:
         """KV bytes of one position, all layers."""
         return sum(layer.kv.bytes_per_slot for layer in self.model.attention_specs)
 
-    def allocate(
-        self,
-        num_pages: int,
-        page_table: PageTable,
-        max_batch_size: int,
-        max_width: int,
-    ) -> None:
+    def allocate(self, num_pages: int, page_table: PageTable, max_batch_size: int, max_width: int) -> None:
         """Make the KV pool and the backend, and bind them to the model.
 
         Called again, it replaces both (a profile run uses a small pool).

@@ -84,21 +84,11 @@ def decoder_config(
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
     """
-    if fields.get("hidden_act", "silu") not in ACTIVATIONS:
-        raise fields.error(f"hidden_act is {fields.get('hidden_act', None)!r}; only 'silu' is supported")
-    hidden, num_heads, num_layers = fields.positive("hidden_size"), fields.positive("num_attention_heads"), fields.num_layers()
-    num_kv_heads = fields.optional_positive("num_key_value_heads") or num_heads
-    if num_heads % num_kv_heads and not fields.given("num_key_value_heads"):
-        num_kv_heads = num_heads  # the family's default is that of its published models; no other number can be meant
-    if num_heads % num_kv_heads:
-        raise fields.error(f"num_attention_heads is {num_heads}; it must be a multiple of num_key_value_heads, {num_kv_heads}")
+    _check_activation(fields)
+    hidden, num_layers = fields.positive("hidden_size"), fields.num_layers()
+    num_heads, num_kv_heads = _heads(fields)
     head_dim = head_dim or fields.positive("head_dim", hidden // num_heads)
     rope = read_rope(fields)
-    if rope.partial != 1.0 and not partial_rotary:
-        raise fields.error(f"partial_rotary_factor is not 1; {fields.architecture()} rotates whole heads")
-    rotated = int(head_dim * rope.partial)
-    if rotated % 2 or not 0 < rotated <= head_dim:
-        raise fields.error(f"{rotated} of the {head_dim} entries of a head are rotated; the number must be even and at most head_dim")
     return ModelConfig(
         architecture=fields.architecture(),
         vocab_size=fields.positive("vocab_size"),
@@ -111,7 +101,7 @@ def decoder_config(
         rms_eps=fields.number("rms_norm_eps", DEFAULT_EPS),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
-        rotary_dim=None if rope.partial == 1.0 else rotated,
+        rotary_dim=_rotary_dim(fields, head_dim, rope.partial, partial_rotary),
         max_context_len=rope.max_context_len,
         tie_embeddings=fields.flag("tie_word_embeddings"),
         window=window or (-1,) * num_layers,
@@ -121,9 +111,34 @@ def decoder_config(
         draft_vocab_size=fields.optional_positive("draft_vocab_size"),
         target_hidden_size=fields.optional_positive("target_hidden_size"),
         moe=moe,
-        quant=None,  # the registry reads it, for every family
         **flags,
     )
+
+
+def _check_activation(fields: ConfigFields) -> None:
+    if fields.get("hidden_act", "silu") not in ACTIVATIONS:
+        raise fields.error(f"hidden_act is {fields.get('hidden_act', None)!r}; only 'silu' is supported")
+
+
+def _heads(fields: ConfigFields) -> tuple[int, int]:
+    """Query heads and KV heads."""
+    num_heads = fields.positive("num_attention_heads")
+    num_kv_heads = fields.optional_positive("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads and not fields.given("num_key_value_heads"):
+        num_kv_heads = num_heads  # the family's default is that of its published models; no other number can be meant
+    if num_heads % num_kv_heads:
+        raise fields.error(f"num_attention_heads is {num_heads}; it must be a multiple of num_key_value_heads, {num_kv_heads}")
+    return num_heads, num_kv_heads
+
+
+def _rotary_dim(fields: ConfigFields, head_dim: int, part: float, partial: bool) -> int | None:
+    """How many entries of a head are rotated, if it is this part of them; None for all. Not `partial`: it must be all."""
+    if part != 1.0 and not partial:
+        raise fields.error(f"partial_rotary_factor is not 1; {fields.architecture()} rotates whole heads")
+    rotated = int(head_dim * part)
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise fields.error(f"{rotated} of the {head_dim} entries of a head are rotated; the number must be even and at most head_dim")
+    return None if part == 1.0 else rotated
 
 
 def sliding_windows(fields: ConfigFields, slides: Callable[[int], bool] = lambda layer: True) -> tuple[int, ...] | None:

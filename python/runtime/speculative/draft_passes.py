@@ -123,12 +123,7 @@ class DraftPasses:
             token = write_guess(step + known + 1)
 
     def guess(
-        self,
-        hidden: torch.Tensor,
-        index: torch.Tensor,
-        positions: torch.Tensor | None,
-        drafts: torch.Tensor,
-        grammar: GrammarStep | None,
+        self, hidden: torch.Tensor, index: torch.Tensor, positions: torch.Tensor | None, drafts: torch.Tensor, grammar: GrammarStep | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`guess` after `drafts`, int64 [B, n], restricted by `grammar`; the token as the target's id."""
         mask = self._mask(drafts[:, None], grammar)
@@ -174,12 +169,7 @@ class DraftPasses:
             outputs[name].copy_(tensor)
 
     def _forward(
-        self,
-        batch: ForwardBatch,
-        step: int,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        mask: torch.Tensor | None = None,
+        self, batch: ForwardBatch, step: int, tokens: torch.Tensor, hidden: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """One pass. tokens int64 [B, topk], hidden [B * topk, hidden], mask int64 [B, topk] -> hidden [B * topk,
         hidden].

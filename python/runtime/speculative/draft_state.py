@@ -75,12 +75,7 @@ def guess(
 
 
 def first_guesses(
-    state: DraftState,
-    draft: DraftModel,
-    hidden: torch.Tensor,
-    tables: SamplingTables,
-    rows: torch.Tensor,
-    positions: torch.Tensor | None,
+    state: DraftState, draft: DraftModel, hidden: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, positions: torch.Tensor | None
 ) -> None:
     """Store the guesses after draft-extend. hidden [B, hidden], rows int64 [B], positions as for `guess`. In the graph."""
     if state.topk == 1:

@@ -5,33 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Interval, Len
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from runtime.entrypoints.http.body import (
-    MAX_PROMPTS,
-    Body,
-    Choices,
-    Int64,
-    Name,
-    Text,
-    TokenIds,
-    TopLogprobs,
-    Unused,
-    entries,
-    items,
-)
+from runtime.entrypoints.http.body import MAX_PROMPTS, Body, Choices, Int64, Name, Text, TokenIds, TopLogprobs, Unused, entries, items
 from runtime.entrypoints.http.field_rules import TRUE, any_of, has, lacks
 from runtime.entrypoints.openai.messages import Messages
 from runtime.entrypoints.openai.structured import ConstrainedFields
-from runtime.entrypoints.openai.tools import (
-    FunctionChoice,
-    FunctionReference,
-    Functions,
-    ToolChoice,
-    ToolReference,
-    ToolRequest,
-    Tools,
-)
+from runtime.entrypoints.openai.tools import FunctionChoice, FunctionReference, Functions, ToolChoice, ToolReference, ToolRequest, Tools
 from runtime.errors import InvalidField, RequestError
 from runtime.sampling_params import MAX_TOKENS, MinNewTokens, NewTokens
 from runtime.text.chat_template import RESERVED
@@ -265,14 +245,29 @@ class CompletionTokens(BaseModel):
     reasoning_tokens: int
 
 
+class SpeculativeUsage(BaseModel):
+    """Acceptance of all drafts of a call. Made from `SpecStats`."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    verify_steps: int
+    drafted_tokens: int = Field(validation_alias="draft_tokens")
+    accepted_tokens: int
+    accept_length: float
+    accept_rate: float | None
+    accept_rate_by_position: list[float | None]
+    mean_depth: float
+
+
 class Usage(BaseModel):
-    """Token counts of a call; the details of the completion come from models that think."""
+    """Token counts of a call: details of the completion from models that think, `speculative` with `return_spec_tokens_details`."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
     completion_tokens_details: CompletionTokens | None = None
+    speculative: SpeculativeUsage | None = None
 
 
 class CachedTokensDetails(BaseModel):
@@ -283,18 +278,21 @@ class CachedTokensDetails(BaseModel):
 
 
 class SpecTokensDetails(BaseModel):
-    """Acceptance of one choice's drafts.
+    """Acceptance of one choice's drafts. Made from `SpecStats`.
 
     `spec_num_draft_positions` adds up the depths of all verify steps. The histogram counts verify steps by the drafts that they accepted.
     """
 
-    spec_accept_rate: float
-    spec_accept_length: float
-    spec_num_correct_drafts: int
-    spec_num_proposed_drafts: int
-    spec_num_draft_positions: int
-    spec_verify_ct: int
-    spec_correct_drafts_histogram: list[int]
+    model_config = ConfigDict(from_attributes=True)
+
+    spec_accept_rate: float | None = Field(validation_alias="accept_rate")
+    spec_accept_length: float = Field(validation_alias="accept_length")
+    spec_accept_rate_by_position: list[float | None] = Field(validation_alias="accept_rate_by_position")
+    spec_num_correct_drafts: int = Field(validation_alias="accepted_tokens")
+    spec_num_proposed_drafts: int = Field(validation_alias="draft_tokens")
+    spec_num_draft_positions: int = Field(validation_alias="draft_positions")
+    spec_verify_ct: int = Field(validation_alias="verify_steps")
+    spec_correct_drafts_histogram: list[int] = Field(validation_alias="steps_by_accepted")
 
 
 class SglExt(BaseModel):

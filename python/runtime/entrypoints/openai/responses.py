@@ -22,13 +22,7 @@ from runtime.entrypoints.openai.logprobs import chat_logprobs
 from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.response_chat import CHAT_NAMES, SYSTEM_ROLES, chat_fields, without_oldest
 from runtime.entrypoints.openai.response_protocol import ChosenTool, InputItem, ResponseBody
-from runtime.entrypoints.openai.response_store import (
-    PreviousResponseNotFound,
-    ResponseNotFound,
-    ResponseStore,
-    StoredResponse,
-    size_of,
-)
+from runtime.entrypoints.openai.response_store import PreviousResponseNotFound, ResponseNotFound, ResponseStore, StoredResponse, size_of
 from runtime.entrypoints.openai.response_writer import ITEM_PREFIX, ResponseWriter
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.errors import ContextTooLong, RequestError, ServingError, shown

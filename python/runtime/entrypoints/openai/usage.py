@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
 from typing import Any
 
 from runtime.entrypoints.generations import Choice, Generations
-from runtime.entrypoints.openai.protocol import OpenAIBody
+from runtime.entrypoints.openai.protocol import OpenAIBody, SpecTokensDetails, SpeculativeUsage
 from runtime.managers.generation import GenerationUpdate
 from runtime.managers.telemetry.spec_stats import SpecStats
 
@@ -46,7 +45,7 @@ class TokenCounts:
         if body.return_cached_tokens_details:
             shown["cached_tokens_details"] = {"device": self.cached_tokens, "host": 0}
         if body.return_spec_tokens_details and self.spec:
-            details = [_spec_details(spec) for spec in self.spec]
+            details = [SpecTokensDetails.model_validate(spec).model_dump() for spec in self.spec]
             shown["spec_tokens_details"] = details if len(details) > 1 else details[0]
         return {"sglext": shown} if shown else {}
 
@@ -87,26 +86,4 @@ class UsageCounter:
 
 def speculative_usage(spec: SpecStats) -> dict[str, Any]:
     """Acceptance of all choices of a call together."""
-    return {
-        "verify_steps": spec.verify_steps,
-        "drafted_tokens": spec.draft_tokens,
-        "accepted_tokens": spec.accepted_tokens,
-        "accept_length": spec.accept_length,
-        "accept_rate": spec.accept_rate,
-        "accept_rate_by_position": spec.accept_rate_by_position,
-        "mean_depth": spec.draft_positions / spec.verify_steps,
-    }
-
-
-def _spec_details(spec: SpecStats) -> dict[str, Any]:
-    reached = [spec.verify_steps, *spec.accepted_by_position, 0]
-    return {
-        "spec_accept_rate": spec.accept_rate,
-        "spec_accept_length": spec.accept_length,
-        "spec_accept_rate_by_position": spec.accept_rate_by_position,
-        "spec_num_correct_drafts": spec.accepted_tokens,
-        "spec_num_proposed_drafts": spec.draft_tokens,
-        "spec_num_draft_positions": spec.draft_positions,
-        "spec_verify_ct": spec.verify_steps,
-        "spec_correct_drafts_histogram": [this - further for this, further in pairwise(reached)],
-    }
+    return SpeculativeUsage.model_validate(spec).model_dump()

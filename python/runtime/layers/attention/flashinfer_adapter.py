@@ -83,14 +83,7 @@ class FixedPrefill:
     """
 
     def __init__(
-        self,
-        layout: PrefillLayout,
-        workspace: torch.Tensor,
-        lists: PageLists,
-        width: int,
-        causal: bool,
-        window: int,
-        plan_bytes: int,
+        self, layout: PrefillLayout, workspace: torch.Tensor, lists: PageLists, width: int, causal: bool, window: int, plan_bytes: int
     ) -> None:
         """`plan_bytes`: bytes of the planner's integers for this size."""
         B, device = len(lists.last_page_len), workspace.device

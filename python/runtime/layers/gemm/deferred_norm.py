@@ -53,6 +53,11 @@ class RowScale:
         assert self.squares.dtype is torch.float32, f"expected float32 squares; got {self.squares.dtype}"
 
 
+def deferred_buffers(deferred: DeferredNorm | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | tuple[None, None, None]:
+    """A kernel's pointers: gain, scaled and squares."""
+    return (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
+
+
 class Norms(ctypes.Structure):
     """`Norms` in the CUDA sources."""
 
@@ -69,5 +74,4 @@ class Norms(ctypes.Structure):
 def norms_argument(scale: RowScale | None, deferred: DeferredNorm | None) -> Norms:
     """A kernel's parameter: the norm before it and the one after it."""
     read = (scale.squares.data_ptr(), scale.squares.shape[1], scale.eps) if scale is not None else (None, 0, 0.0)
-    tensors = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
-    return Norms(*read, *(None if tensor is None else tensor.data_ptr() for tensor in tensors))
+    return Norms(*read, *(None if tensor is None else tensor.data_ptr() for tensor in deferred_buffers(deferred)))

@@ -40,13 +40,7 @@ def supports(weight: torch.Tensor) -> bool:
 
 
 def resident_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    config: ResidentConfig,
-    epilogue: Epilogue = NO_EPILOGUE,
-    *,
-    pdl: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: ResidentConfig, epilogue: Epilogue = NO_EPILOGUE, *, pdl: bool = False
 ) -> torch.Tensor:
     """`out = epilogue(x @ weight.T)`; returns `out`.
 

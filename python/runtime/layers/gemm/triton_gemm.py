@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from runtime.config.kernel_configs import TritonConfig
+from runtime.layers.gemm.deferred_norm import deferred_buffers
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
 from runtime.layers.kernels.argmax_reduce import tile_argmax
 from runtime.layers.kernels.pdl import launch_options
@@ -66,11 +69,10 @@ def triton_gemm(
     outputs = config.block_n // 2 if epilogue.gated else config.block_n
     assert weight_scale is None or (config.swap and not config.tma), f"e4m3 weights need a tiling with swap, without tma; got {config}"
     scales = (0, 1, K) if weight_scale is None else scale_layout(weight.shape[0], K, weight_scale)
-    deferred, (row_squares, count, eps) = epilogue.deferred, _row_scale(epilogue)
-    gain, scaled, squares = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
+    row_squares, count, eps = _row_scale(epilogue)
     args = (
-        x, _tiles(weight, config, epilogue.gated), weight, weight_scale, out, epilogue.argmax, epilogue.bias, row_squares, gain, scaled,
-        squares, M, N, K, *scales, count, eps, config.prefetch, int(config.late),
+        x, _tiles(weight, config, epilogue.gated), weight, weight_scale, out, epilogue.argmax, epilogue.bias, row_squares,
+        *deferred_buffers(epilogue.deferred), M, N, K, *scales, count, eps, config.prefetch, int(config.late),
     )  # fmt: skip
     options = dict(
         EVEN_N=N % outputs == 0, EVEN_K=K % config.block_k == 0, STORE=out is not None, PDL=pdl,
@@ -79,12 +81,8 @@ def triton_gemm(
         **_constants(config, padded_rows(M, config.swap), count), **_operations(epilogue), **launch_options(pdl),
     )  # fmt: skip
     grid = (triton.cdiv(N, outputs),)
-    if launch:
-        _triton_gemm_kernel[grid](*args, **options)
-    else:
-        _triton_gemm_kernel.warmup(  # pyright: ignore[reportFunctionMemberAccess]
-            *args, grid=grid, **options
-        )
+    start = _triton_gemm_kernel[grid] if launch else partial(_triton_gemm_kernel.warmup, grid=grid)  # pyright: ignore[reportFunctionMemberAccess]
+    start(*args, **options)
     return out
 
 

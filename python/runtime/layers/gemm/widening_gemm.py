@@ -44,12 +44,7 @@ They are per multiprocessor of a Hopper GPU, the only kind that runs the kernel.
 class _Scales(ctypes.Structure):
     """`Scales` in the CUDA source."""
 
-    _fields_ = (
-        ("at", ctypes.c_void_p),
-        ("row_scales", ctypes.c_int),
-        ("scale_rows", ctypes.c_int),
-        ("column_shift", ctypes.c_int),
-    )
+    _fields_ = (("at", ctypes.c_void_p), ("row_scales", ctypes.c_int), ("scale_rows", ctypes.c_int), ("column_shift", ctypes.c_int))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from runtime.layers.activation import CLAMP_ALPHA, CLAMP_LIMIT, Activation
 from runtime.layers.moe.experts import Experts
+from runtime.layers.moe.kernels.expert_pass import ExpertPass
 from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GELU_TANH, SILU, GatedAct
+from runtime.layers.moe.router import Routing
 
 ACTS = {
     Activation.SILU: GatedAct(SILU.value),
@@ -15,7 +19,8 @@ ACTS = {
 """What the kernels compute between the two GEMMs."""
 
 
-def kernel_weights(experts: Experts) -> tuple[ExpertWeights, ExpertWeights, GatedAct]:
-    """Gate and up, down, and the activation between them."""
+def expert_pass(x: torch.Tensor, experts: Experts, routing: Routing, out: torch.Tensor, pdl: bool) -> ExpertPass:
+    """A pass of rows `x` through the experts."""
     gate_up = ExpertWeights(experts.gate_up.weight, experts.gate_up.scale, experts.gate_up_bias)
-    return gate_up, ExpertWeights(experts.down.weight, experts.down.scale, experts.down_bias), ACTS[experts.activation]
+    down = ExpertWeights(experts.down.weight, experts.down.scale, experts.down_bias)
+    return ExpertPass(x, gate_up, down, routing, ACTS[experts.activation], out, experts.first, pdl)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Literal
 
 import msgspec
@@ -103,6 +103,17 @@ class SpecStats(msgspec.Struct, array_like=True):
     def draft_positions(self) -> int:
         """The depths of all verify steps, added up."""
         return self.verify_steps * len(self.accepted_by_position) - sum(self.skipped_by_position)
+
+    @property
+    def mean_depth(self) -> float | None:
+        """Mean depth of a verify step; None before the first one."""
+        return self.draft_positions / self.verify_steps if self.verify_steps else None
+
+    @property
+    def steps_by_accepted(self) -> list[int]:
+        """For each number of drafts from 0 on, the verify steps that accepted that many."""
+        reached = [self.verify_steps, *self.accepted_by_position, 0]
+        return [this - further for this, further in pairwise(reached)]
 
     @property
     def accept_rate(self) -> float | None:

@@ -21,6 +21,7 @@ from runtime.config.kernel_configs import LatentConfig
 from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.split_decode import LN_2
 from runtime.layers.attention.kernels.tile_slots import tile_slots
+from runtime.layers.kernels.pdl import launch_options
 
 MAX_SPLITS = 64
 """Maximum splits of one request."""
@@ -131,22 +132,28 @@ def latent_attention(
     assert (tree_mask is None) == (tail == 0), "a tree has a mask and a tail"
     config, splits = shape.config, shape.splits
     out = torch.empty((*q.shape[:2], shape.rank), dtype=q.dtype, device=q.device)
-    launch = {"launch_pdl": True} if pdl else {}
-    shared = {"RANK": shape.rank, "TILE": config.tile, "PDL": pdl}
+    shared = dict(RANK=shape.rank, TILE=config.tile, PDL=pdl, **launch_options(pdl))
     _latent_kernel[(shape.blocks, splits, shape.batch)](
         q, cache, keys.pages, keys.rows, keys.seq_lens, tree_mask, out, workspace.out, workspace.top, workspace.total, scale / LN_2,
         splits, tail, shape.width, shape.rows, keys.pages.stride(0), HEADS=shape.num_heads, ROPE=shape.rope, PAGE=keys.page_size,
-        BLOCK_M=shape.block_m, TREE=tree_mask is not None, **shared, num_warps=config.num_warps, num_stages=config.stages, **launch,
+        BLOCK_M=shape.block_m, TREE=tree_mask is not None, **shared, num_warps=config.num_warps, num_stages=config.stages,
     )  # fmt: skip
     if splits > 1:
-        few = splits <= FEW_SPLITS
-        padded = FEW_SPLITS if few else MAX_SPLITS  # two kernels to compile, not one for each power
-        columns = shape.rank if few else min(shape.rank, MERGED_COLUMNS)
-        _merge_kernel[(shape.rows, shape.batch, shape.rank // columns)](
-            keys.seq_lens, out, workspace.out, workspace.top, workspace.total, splits, shape.rows, **shared, SPLITS=padded,
-            COLUMNS=columns, num_warps=min(max(padded * columns // 2048, 2), 8), **launch,
-        )  # fmt: skip
+        _merge_splits(out, keys.seq_lens, shape, splits, workspace, shared)
     return out
+
+
+def _merge_splits(
+    out: torch.Tensor, seq_lens: torch.Tensor, shape: LatentShape, splits: int, workspace: LatentWorkspace, shared: dict[str, int | bool]
+) -> None:
+    """Merge the parts of each query and head."""
+    few = splits <= FEW_SPLITS
+    padded = FEW_SPLITS if few else MAX_SPLITS  # two kernels to compile, not one for each power
+    columns = shape.rank if few else min(shape.rank, MERGED_COLUMNS)
+    _merge_kernel[(shape.rows, shape.batch, shape.rank // columns)](
+        seq_lens, out, workspace.out, workspace.top, workspace.total, splits, shape.rows, **shared, SPLITS=padded,
+        COLUMNS=columns, num_warps=min(max(padded * columns // 2048, 2), 8),
+    )  # fmt: skip
 
 
 def trial_inputs(

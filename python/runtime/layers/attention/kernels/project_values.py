@@ -52,9 +52,7 @@ def project_values(attended: torch.Tensor, value: torch.Tensor, *, pdl: bool = F
     assert value.stride(1) == rank, "the rows of a head's values are adjacent"
     out = torch.empty((T, H, width), dtype=attended.dtype, device=attended.device)
     _kernel(rank, width, token_tile(T), pdl)(
-        H * (width // ROWS),
-        (*map(cuda_driver.pointer, (attended, value, out)), *map(cuda_driver.int32, (T, value.stride(0)))),
-        pdl,
+        H * (width // ROWS), (*map(cuda_driver.pointer, (attended, value, out)), *map(cuda_driver.int32, (T, value.stride(0)))), pdl
     )
     return out
 

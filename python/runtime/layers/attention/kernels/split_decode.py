@@ -19,6 +19,7 @@ from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.split_schedule import schedule_work, unpack
 from runtime.layers.attention.kernels.split_shape import SplitShape
 from runtime.layers.attention.kernels.tile_slots import tile_slots
+from runtime.layers.kernels.pdl import launch_options
 from runtime.layers.rope import RotaryHeads
 
 MERGED_AT_ONCE = 2
@@ -26,6 +27,9 @@ MERGED_AT_ONCE = 2
 PREFETCH_TILES = 2
 """Tiles that each program prefetches into L2 while the previous kernel still runs."""
 LN_2 = 0.6931471805599453
+
+Tensors = tuple[torch.Tensor | None, ...]
+Options = dict[str, int | bool]
 
 
 class SplitWorkspace:
@@ -64,15 +68,14 @@ def split_attention(
     kv_scales: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Attend. Bit for bit, a result depends only on the request's own data, on `shape` and on the schedule.
+    """Attend: [B * W, H, D], the dtype of q. Bit for bit, a result depends only on the request's own data, on `shape` and on the schedule.
 
     One kernel runs the passes that `cluster_decode` supports if the config has a tiling for it; two Triton kernels run the others.
 
     Args:
         q: [B * W, H, D] contiguous, W queries per request, bfloat16 or float16.
         k_cache, v_cache: [num_pages, page_size, G, D] contiguous.
-        keys: location of the keys. With `causal` at least W per request; otherwise results of requests without keys are
-            not written.
+        keys: location of the keys. With `causal` at least W per request; otherwise results of requests without keys are not written.
         shape: the kind of pass; `supports` must hold for its width.
         workspace: built for `shape` among others.
         scale: factor of the scores.
@@ -81,39 +84,20 @@ def split_attention(
         sinks: [H], a score per head that is part of the softmax and has no value. Requires `causal`.
         lse: float32 [B * W, H] contiguous; receives the base-2 log-sum-exp.
         kv_scales: float32 [2], factors of stored keys and values: caches in e4m3, which are converted in registers.
-        pdl: start before the previous kernel has ended and prefetch keys (programmatic dependent launch, Hopper). Row
-            numbers, lengths, the page table and keys of earlier passes are read before the wait: a kernel that waits before it
-            lets the next one start, as the embedding does, must run between the kernels that write them and this one.
-
-    Returns:
-        [B * W, H, D], the dtype of q.
+        pdl: start before the previous kernel has ended and prefetch keys (programmatic dependent launch, Hopper). Row numbers,
+            lengths, the page table and keys of earlier passes are read before the wait: a kernel that waits before it lets the next one
+            start, as the embedding does, must run between the kernels that write them and this one.
     """
-    (_, H, D), G, config = q.shape, k_cache.shape[2], shape.config
     _check(q, keys, shape, workspace)
     assert causal or sinks is None, "sinks require a causal pass"
     assert causal or window < 0 or lse is None, "a window requires a causal pass"
     if lse is None and cluster_decode.supports(shape, keys.page_size, q, k_cache, sinks):
         return cluster_decode.cluster_attention(q, k_cache, v_cache, keys, shape, scale, causal=causal, window=window, sinks=sinks, pdl=pdl)
-    out, splits, group = torch.empty_like(q), shape.splits, H // G
-    launch, schedule = {"launch_pdl": True} if pdl else {}, keys.schedule
-    items, arrived, space = (None, None, 0) if schedule is None else (schedule.items, schedule.arrived, len(schedule.items))
-    shared = {
-        "WIDTH": shape.width, "GROUP": group, "NUM_KV": G, "D": D, "TILE": config.tile, "ALONE": config.alone, "ROWS": shape.rows,
-        "WINDOW": window >= 0, "LSE": lse is not None, "PDL": pdl,
-    }  # fmt: skip
-    _split_kernel[(shape.parts, shape.programs, 1) if config.scheduled else (shape.parts, splits, shape.batch)](
-        q, k_cache, v_cache, kv_scales, sinks, keys.pages, keys.rows, keys.seq_lens, items, arrived, out, lse,
-        workspace.out, workspace.top, workspace.total, scale / LN_2, splits, window, keys.pages.stride(0), space, **shared,
-        BLOCK_M=shape.block_rows, PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, SCHEDULED=config.scheduled,
-        SINKS=sinks is not None, SCALED=kv_scales is not None, AT_ONCE=MERGED_AT_ONCE, num_warps=config.num_warps,
-        num_stages=config.stages, **launch,
-    )  # fmt: skip
-    if splits > 1 and not config.scheduled:
-        padded = triton.next_power_of_2(splits)
-        _merge_kernel[(G, shape.width * group, shape.batch)](
-            keys.seq_lens, out, lse, workspace.out, workspace.top, workspace.total, splits, window, **shared,
-            SPLITS=padded, num_warps=min(max(padded * D // 1024, 1), 8), **launch,  # 32 values a thread
-        )  # fmt: skip
+    out, splits, shared = torch.empty_like(q), shape.splits, _shared_arguments(shape, window >= 0, lse is not None, pdl)
+    given, written = (q, k_cache, v_cache, kv_scales, sinks), (out, lse, workspace.out, workspace.top, workspace.total)
+    _attend_shares(given, written, keys, shape, splits, scale, causal, window, shared)
+    if splits > 1 and not shape.config.scheduled:
+        _merge_shares(written, keys.seq_lens, shape, splits, window, shared)
     return out
 
 
@@ -123,6 +107,53 @@ def _check(q: torch.Tensor, keys: PagedKeys, shape: SplitShape, workspace: Split
     assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
     assert q.is_contiguous(), "queries must be contiguous"
     assert (keys.schedule is not None) == shape.config.scheduled, "a scheduled config needs a schedule, another has none"
+
+
+def _attend_shares(
+    given: Tensors,
+    written: Tensors,
+    keys: PagedKeys,
+    shape: SplitShape,
+    splits: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    shared: Options,
+) -> None:
+    """Attend to each share of the keys; with a schedule, merge the shares too.
+
+    Args:
+        given: queries, keys, values, scales and sinks.
+        written: output, log-sum-exp, and the workspace's tensors.
+    """
+    *_, kv_scales, sinks = given
+    config, schedule = shape.config, keys.schedule
+    items, arrived, space = (None, None, 0) if schedule is None else (schedule.items, schedule.arrived, len(schedule.items))
+    _split_kernel[(shape.parts, shape.programs, 1) if config.scheduled else (shape.parts, splits, shape.batch)](
+        *given, keys.pages, keys.rows, keys.seq_lens, items, arrived, *written, scale / LN_2, splits, window, keys.pages.stride(0),
+        space, **shared,
+        BLOCK_M=shape.block_rows, PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, SCHEDULED=config.scheduled,
+        SINKS=sinks is not None, SCALED=kv_scales is not None, AT_ONCE=MERGED_AT_ONCE, num_warps=config.num_warps,
+        num_stages=config.stages,
+    )  # fmt: skip
+
+
+def _merge_shares(written: Tensors, seq_lens: torch.Tensor, shape: SplitShape, splits: int, window: int, shared: Options) -> None:
+    """Merge the shares of each query and head."""
+    padded = triton.next_power_of_2(splits)
+    _merge_kernel[(shape.num_kv_heads, shape.width * shared["GROUP"], shape.batch)](
+        seq_lens, *written, splits, window, **shared,
+        SPLITS=padded, num_warps=min(max(padded * shape.head_dim // 1024, 1), 8),  # 32 values a thread
+    )  # fmt: skip
+
+
+def _shared_arguments(shape: SplitShape, window: bool, lse: bool, pdl: bool) -> Options:
+    """The constants that both kernels take, and how they are launched."""
+    return dict(
+        WIDTH=shape.width, GROUP=shape.num_q_heads // shape.num_kv_heads, NUM_KV=shape.num_kv_heads, D=shape.head_dim,
+        TILE=shape.config.tile, ALONE=shape.config.alone, ROWS=shape.rows, WINDOW=window, LSE=lse, PDL=pdl,
+        **launch_options(pdl),
+    )  # fmt: skip
 
 
 def warm_up(

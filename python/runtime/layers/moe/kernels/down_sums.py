@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from runtime.config.expert_tuning import WeightFormat
-from runtime.layers.gemm.deferred_norm import DeferredNorm
+from runtime.layers.gemm.deferred_norm import DeferredNorm, deferred_buffers
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument
@@ -98,13 +98,12 @@ def down_sums(
     cut = best_cut(hidden, torch.cuda.get_device_properties(out.device).multi_processor_count)
     even, float_out = inner % STAGE_COLUMNS[down.format] == 0, out.dtype is torch.float32
     variant = _Variant(down.format, even, top_k, down.bias is not None, add, deferred is not None, float_out, pdl, cut)
-    gain, scaled, squares = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
     weights = fragments.weights_argument(down.weight, down.scale, down.bias, (hidden, inner), down.scale_layout)
     arguments = (
         cuda_driver.pointer(h),
         weights,
         routing,
-        *map(cuda_driver.pointer, (out, gain, scaled, squares)),
+        *map(cuda_driver.pointer, (out, *deferred_buffers(deferred))),
         cuda_driver.int32(tokens),
     )
     _kernel(variant, shared_bytes(variant, tokens))(hidden // (ROWS * cut.tiles) * cut.blocks, arguments, pdl)

@@ -50,13 +50,3 @@ class ExpertWeights:
         if self.format == "mxfp4":
             return self.scale[0].numel(), K // 32, 1, 32
         return self.scale[0].numel(), *scale_layout(N, K, self.scale[0])
-
-
-def check_experts(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, out: torch.Tensor) -> None:
-    """What every kernel of experts asks of x [T, hidden], its weights and `out`."""
-    (T, hidden), (E, _, inner) = x.shape, down.shape
-    assert T > 0, "expected at least one row"
-    assert gate_up.shape == (E, 2 * inner, hidden), f"expected gate and up rows {(E, 2 * inner, hidden)}; got {gate_up.shape}"
-    assert down.shape[1] == hidden, f"expected a down projection of {hidden} rows; got {down.shape[1]}"
-    assert x.is_contiguous(), "expected a contiguous x"
-    assert out.is_contiguous(), "expected a contiguous out"

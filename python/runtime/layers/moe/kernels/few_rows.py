@@ -16,53 +16,35 @@ import triton
 import triton.language as tl
 
 from runtime.config.kernel_configs import StepConfig
-from runtime.layers.gemm.deferred_norm import DeferredNorm
+from runtime.layers.gemm.deferred_norm import DeferredNorm, deferred_buffers
 from runtime.layers.gemm.triton_gemm import sum_rows
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.kernels.weight_step import dot_step
-from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights, check_experts
-from runtime.layers.moe.kernels.gate import GatedAct, apply_gate
-from runtime.layers.moe.router import Routing
+from runtime.layers.moe.kernels.expert_pass import ExpertPass
+from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
+from runtime.layers.moe.kernels.gate import apply_gate
 
 MAX_ROWS = 64
 """Tokens, at most."""
 
 
 def experts_in_triton(
-    x: torch.Tensor,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
-    routed: Routing,
-    act: GatedAct,
-    configs: tuple[StepConfig, StepConfig],
-    out: torch.Tensor,
-    *,
-    first: int = 0,
-    add: bool = False,
-    deferred: DeferredNorm | None = None,
-    pdl: bool = False,
+    experts: ExpertPass, configs: tuple[StepConfig, StepConfig], *, add: bool = False, deferred: DeferredNorm | None = None
 ) -> torch.Tensor:
-    """`out[t] = sum(weight * down(act(gate(x[t]), up(x[t]))))` over the experts of each token; returns `out`.
+    """Run a pass of at most `MAX_ROWS` tokens; returns its `out`.
 
     Args:
-        x: [T, hidden] contiguous, T at most 64.
-        gate_up: [E, 2 * I, hidden]: the gate's rows, then the up projection's.
-        down: [E, hidden, I].
         configs: the tilings of the two kernels.
-        out: [T, hidden] contiguous, any float dtype; written whole.
-        first: id of the first of these E experts; other experts of the tokens are skipped.
         add: add to `out` instead of overwriting it.
-        deferred: with `add`: what is also written for the norm that reads `out` next, with `configs[1].parts(hidden)`
-            sums of squares per row.
-        pdl: as in `triton_gemm`.
+        deferred: with `add`: what is also written for the norm that reads `out` next; `configs[1].parts(hidden)` squares per row.
 
     The order of sums depends only on the shapes, the routing of all tokens and `configs`.
     """
+    x, gate_up, down, routed, act, out, first, pdl = experts
     (T, hidden), (E, N, _), top_k = x.shape, gate_up.shape, routed.ids.shape[1]
-    inner = N // 2
     assert 0 < T <= MAX_ROWS, f"expected 1 to {MAX_ROWS} rows; got {T}"
-    check_experts(x, gate_up, down, out)
-    slots, block_m = min(E, T * top_k), max(8, triton.next_power_of_2(T))
+    experts.check()
+    inner, slots, block_m = N // 2, min(E, T * top_k), max(8, triton.next_power_of_2(T))
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
     # Of each slot: the expert, then the index of each token's pair in h, or -1; and last the number of slots.
     plan = torch.empty(slots * (block_m + 1) + 1, dtype=torch.int32, device=x.device)
@@ -74,9 +56,8 @@ def experts_in_triton(
         E_PAD=triton.next_power_of_2(E), TOP_PAD=triton.next_power_of_2(top_k), KIND=act.kind, BIAS=gate_up.bias is not None,
         EVEN_N=inner % (up.block_n // 2) == 0, **_constants(up, gate_up), **common,
     )  # fmt: skip
-    gain, scaled, squares = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
     _down_kernel[(triton.cdiv(hidden, last.block_n),)](
-        h, routed.weights, plan, down.weight, down.scale, down.bias, out, gain, scaled, squares,
+        h, routed.weights, plan, down.weight, down.scale, down.bias, out, *deferred_buffers(deferred),
         T, hidden, inner, slots, *down.scale_layout, BIAS=down.bias is not None, ADD=add, DEFER=deferred is not None,
         EVEN_N=hidden % last.block_n == 0, **_constants(last, down), **common,
     )  # fmt: skip

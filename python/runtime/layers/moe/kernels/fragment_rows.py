@@ -15,12 +15,12 @@ from runtime.layers.kernels.fragments import readable, weights_argument
 from runtime.layers.moe.kernels.down_sums import down_sums
 from runtime.layers.moe.kernels.down_sums import pays as sums_pay
 from runtime.layers.moe.kernels.down_sums import supports as sums_supported
+from runtime.layers.moe.kernels.expert_pass import ExpertPass
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct
 from runtime.layers.moe.kernels.pair_sums import SQUARE_COLUMNS, pair_sums
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument, routing_argument
 from runtime.layers.moe.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
-from runtime.layers.moe.router import Routing
 
 MOST_TOKENS = 256
 SMALL_PAIRS = 32
@@ -101,23 +101,12 @@ def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, top_k
     )
 
 
-def experts_by_fragments(
-    x: torch.Tensor,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
-    routing: Routing,
-    act: GatedAct,
-    out: torch.Tensor,
-    *,
-    first: int = 0,
-    add: bool = False,
-    deferred: DeferredNorm | None = None,
-    pdl: bool = False,
-) -> torch.Tensor:
+def experts_by_fragments(experts: ExpertPass, *, add: bool = False, deferred: DeferredNorm | None = None) -> torch.Tensor:
     """`experts_in_triton`, for what the kernels `supports`; `deferred.squares` has hidden / 16 columns.
 
     The order of sums depends only on the shapes and the routing of all tokens.
     """
+    x, gate_up, down, routing, act, out, first, pdl = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routing.ids.shape[1]
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
     routed = routing_argument(routing, first, E)

@@ -16,7 +16,8 @@ from runtime.layers.gemm.wgmma_gemm import PARTS, ROW_BYTES, multiply_source
 from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.cuda_program import program
 from runtime.layers.moe.kernels.align import Aligned, align
-from runtime.layers.moe.kernels.expert_weights import ExpertWeights, check_experts
+from runtime.layers.moe.kernels.expert_pass import ExpertPass
+from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct
 from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
 from runtime.layers.moe.router import Routing
@@ -99,24 +100,13 @@ def _takes(weights: ExpertWeights, dtype: torch.dtype, rows: int, tile: int, hal
     )
 
 
-def experts_by_wgmma(
-    x: torch.Tensor,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
-    routed: Routing,
-    act: GatedAct,
-    config: WgmmaExpertsConfig,
-    out: torch.Tensor,
-    *,
-    first: int = 0,
-    added: Added | None = None,
-    pdl: bool = False,
-) -> torch.Tensor:
+def experts_by_wgmma(experts: ExpertPass, config: WgmmaExpertsConfig, added: Added | None = None) -> torch.Tensor:
     """Like `experts_many_rows`, for what the kernels support; with e4m3 weights, rows of x are rounded to e4m3 with a scale each, and
     those between the GEMMs with one for each `SCALE_BLOCK` columns.
     """
+    x, gate_up, down, routed, act, out, first, pdl = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
-    check_experts(x, gate_up, down, out)
+    experts.check()
     fp8, x_scale, h_scale = gate_up.format == "fp8", None, None
     aligned = align(routed.ids, first, E, config.rows, pdl=pdl)
     places = aligned.tiles * config.rows

@@ -18,7 +18,8 @@ from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.kernels.rms_norm import WIDE
 from runtime.layers.kernels.weight_step import dot_step
 from runtime.layers.moe.kernels.align import Aligned, align
-from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights, check_experts
+from runtime.layers.moe.kernels.expert_pass import ExpertPass
+from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import GatedAct, apply_gate
 from runtime.layers.moe.router import Routing
 from runtime.layers.norm import RMSNorm
@@ -26,28 +27,17 @@ from runtime.layers.norm import RMSNorm
 SUM_COLUMNS = 1024
 
 
-def experts_many_rows(
-    x: torch.Tensor,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
-    routed: Routing,
-    act: GatedAct,
-    config: GroupedConfig,
-    out: torch.Tensor,
-    *,
-    first: int = 0,
-    added: Added | None = None,
-    pdl: bool = False,
-) -> torch.Tensor:
+def experts_many_rows(experts: ExpertPass, config: GroupedConfig, added: Added | None = None) -> torch.Tensor:
     """Like `experts_in_triton`, for any number of tokens; outputs of experts are rounded to the dtype of x before they are summed.
 
     Args:
         config: the tilings; with `config.fp8_rows` and FP8 weights, activations are rounded to e4m3 with a scale for each row.
         added: as in `sum_pairs`.
     """
+    x, gate_up, down, routed, act, out, first, pdl = experts
     (T, hidden), (E, N, _), top_k = x.shape, gate_up.shape, routed.ids.shape[1]
     inner, pairs = N // 2, T * top_k
-    check_experts(x, gate_up, down, out)
+    experts.check()
     aligned = align(routed.ids, first, E, config.rows, pdl=pdl)
     h = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     y = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)

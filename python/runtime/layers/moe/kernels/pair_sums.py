@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.layers.gemm.deferred_norm import DeferredNorm
+from runtime.layers.gemm.deferred_norm import DeferredNorm, deferred_buffers
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.moe.kernels.routing_argument import RoutingArgument
 
@@ -41,10 +41,9 @@ def pair_sums(
         deferred: gets hidden / 16 sums of squares of each row of `out`.
     """
     T, hidden = out.shape
-    gain, scaled, squares = (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
     _kernel(_Variant(top_k, add, deferred is not None, out.dtype is torch.float32, pdl))(
         T * -(-hidden // COLUMNS),
-        (cuda_driver.pointer(y), routed, *map(cuda_driver.pointer, (out, gain, scaled, squares)), cuda_driver.int32(hidden)),
+        (cuda_driver.pointer(y), routed, *map(cuda_driver.pointer, (out, *deferred_buffers(deferred))), cuda_driver.int32(hidden)),
         pdl,
     )
     return out

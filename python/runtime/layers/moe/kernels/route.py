@@ -13,7 +13,7 @@ from runtime.config.expert_tuning import MID_ROUTER_ROWS
 from runtime.layers.gemm.deferred_norm import RowScale
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.moe.kernels.route_few import route_few, supports
-from runtime.layers.moe.router import Routing, RoutingRule
+from runtime.layers.moe.router import Router, Routing, RoutingRule
 
 SOFTMAX, SIGMOID, TOPK_SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _SCORINGS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "topk_softmax": TOPK_SOFTMAX.value}
@@ -33,13 +33,9 @@ def new_tickets(device: torch.device) -> torch.Tensor:
 
 def route(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    scoring: RoutingRule,
+    router: Router,
     tickets: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    correction_bias: torch.Tensor | None = None,
     *,
-    masks: torch.Tensor | None = None,
     norm: RowScale | None = None,
     normed: torch.Tensor | None = None,
     pdl: bool = False,
@@ -48,40 +44,44 @@ def route(
 
     Args:
         x: [T, K] contiguous, K a multiple of 16.
-        weight: [E, K] contiguous, the dtype of x. Logits are summed and kept in float32.
+        router: its weight [E, K] is contiguous, in the dtype of x. Logits are summed and kept in float32.
         tickets: from `new_tickets`: in Triton, the last program of a block of tokens makes the choice.
-        bias: [E], added to the logits.
-        correction_bias: float32 [E], added to the scores for the choice only.
-        masks: int32 [T, ⌈(E + shared) / 32⌉] for `Routing.masks`; allocated if None.
         norm: x has still to be multiplied by this; `normed` [T, K] receives the product.
         pdl: as in `triton_gemm`.
     """
-    (T, K), E = x.shape, weight.shape[0]
-    assert weight.shape[1] == K, f"expected a router of {K} columns; got {weight.shape[1]}"
-    assert K % 16 == 0, f"expected a multiple of 16 columns; got {K}"
-    padded, few, groups = max(triton.next_power_of_2(E), 16), T <= FEW_ROWS, scoring.num_groups
-    assert scoring.top_k <= E, f"expected at least {scoring.top_k} experts; got {E}"
-    assert groups == 1 or padded == E, f"expected a power of two of experts in groups; got {E}"
+    (T, K), E, scoring = x.shape, router.num_experts, router.rule
+    padded, few = max(triton.next_power_of_2(E), 16), T <= FEW_ROWS
+    _check(K, router.weight, scoring, padded)
     rows, experts, splits = _tiling(T, K, padded)
     blocks, words = triton.cdiv(T, rows), triton.cdiv(E + scoring.shared, 32)
     assert blocks <= MAX_BLOCKS, f"expected at most {MAX_BLOCKS * rows} tokens; got {T}"
-    routed = _new_routing(T, scoring.chosen, words, x.device, masks)
+    routed = _new_routing(T, scoring.chosen, words, x.device, router.kept_masks(T))
     if T == 0:
         return routed
-    if supports(x, weight, scoring, bias, correction_bias):
-        return route_few(x, weight, scoring, routed, bias, correction_bias, norm=norm, normed=normed, pdl=pdl)
+    if supports(x, router):
+        return route_few(x, router, routed, norm=norm, normed=normed, pdl=pdl)
     logits = torch.empty((splits, T, padded), dtype=torch.float32, device=x.device)
     _route_kernel[(padded // experts, splits, blocks)](
-        x, weight, bias, correction_bias, logits, tickets, routed.ids, routed.weights, routed.masks,
+        x, router.weight, router.bias, router.correction_bias, logits, tickets, routed.ids, routed.weights, routed.masks,
         None if norm is None else norm.squares, normed, 0 if norm is None else norm.squares.shape[1], 0.0 if norm is None else norm.eps,
         T, K, E, triton.cdiv(triton.cdiv(K, splits), COLUMNS) * COLUMNS, words, scoring.scaling,
         TOP_K=scoring.top_k, SHARED=scoring.shared, TOP_PAD=triton.next_power_of_2(scoring.chosen), WORDS=triton.next_power_of_2(words),
         BLOCK_M=rows, BLOCK_E=experts, BLOCK_K=COLUMNS if few else COLUMNS // 2, E_PAD=padded, SPLITS=splits,
         SCORING=_SCORINGS[scoring.scoring], RENORMALIZE=scoring.renormalize,
-        GROUPS=groups, TOP_GROUPS=scoring.top_groups, BIAS=bias is not None, CORRECTION=correction_bias is not None,
-        NORM=norm is not None, PDL=pdl, num_warps=4 if few or experts <= 128 else 8, num_stages=4, **launch_options(pdl),
+        GROUPS=scoring.num_groups, TOP_GROUPS=scoring.top_groups, BIAS=router.bias is not None,
+        CORRECTION=router.correction_bias is not None, NORM=norm is not None, PDL=pdl,
+        num_warps=4 if few or experts <= 128 else 8, num_stages=4, **launch_options(pdl),
     )  # fmt: skip
     return routed
+
+
+def _check(columns: int, weight: torch.Tensor, scoring: RoutingRule, padded: int) -> None:
+    """Assert that the kernel takes a router of these columns and experts, padded to a power of two."""
+    E, K = weight.shape
+    assert columns == K, f"expected a router of {columns} columns; got {K}"
+    assert K % 16 == 0, f"expected a multiple of 16 columns; got {K}"
+    assert scoring.top_k <= E, f"expected at least {scoring.top_k} experts; got {E}"
+    assert scoring.num_groups == 1 or padded == E, f"expected a power of two of experts in groups; got {E}"
 
 
 def _tiling(tokens: int, columns: int, experts: int) -> tuple[int, int, int]:

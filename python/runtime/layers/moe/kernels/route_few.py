@@ -11,7 +11,7 @@ import torch
 
 from runtime.layers.gemm.deferred_norm import RowScale, norms_argument
 from runtime.layers.kernels import cuda_driver, fragments
-from runtime.layers.moe.router import Routing, RoutingRule
+from runtime.layers.moe.router import Router, Routing
 
 MOST_TOKENS, MOST_SCORES = 512, 1 << 16
 """Tokens, and tokens times experts: each cluster reads the router's weights."""
@@ -70,10 +70,9 @@ class _Variant:
     early: bool
 
 
-def supports(
-    x: torch.Tensor, weight: torch.Tensor, rule: RoutingRule, bias: torch.Tensor | None = None, correction_bias: torch.Tensor | None = None
-) -> bool:
+def supports(x: torch.Tensor, router: Router) -> bool:
     """Whether the kernel can route these rows on their device: few rows in bfloat16, by a rule without groups."""
+    weight, rule, bias, correction_bias = router.weight, router.rule, router.bias, router.correction_bias
     return (
         x.is_cuda
         and 0 < len(x) <= MOST_TOKENS
@@ -93,29 +92,20 @@ def supports(
 
 
 def route_few(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rule: RoutingRule,
-    routed: Routing,
-    bias: torch.Tensor | None = None,
-    correction_bias: torch.Tensor | None = None,
-    *,
-    norm: RowScale | None = None,
-    normed: torch.Tensor | None = None,
-    pdl: bool = False,
+    x: torch.Tensor, router: Router, routed: Routing, *, norm: RowScale | None = None, normed: torch.Tensor | None = None, pdl: bool = False
 ) -> Routing:
     """`route`, for what the kernel `supports`; fills and returns `routed`.
 
     A row's result depends only on its own row, summed in an order fixed by the router's shape.
     """
-    T, (E, K) = len(x), weight.shape
-    scoring, biased, corrected = SCORINGS.index(rule.scoring), bias is not None, correction_bias is not None
+    T, (E, K), rule = len(x), router.weight.shape, router.rule
+    scoring, biased, corrected = SCORINGS.index(rule.scoring), router.bias is not None, router.correction_bias is not None
     variant = _Variant(E, K, rule.top_k, rule.shared, scoring, rule.renormalize, biased, corrected, norm is not None, pdl)
     cluster, kernels = _kernels(variant)
     kernels[(min(T, PASS) - 1).bit_length()](
         -(-T // PASS) * cluster,
         (
-            *map(cuda_driver.pointer, (x, weight, bias, correction_bias)), norms_argument(norm, None),
+            *map(cuda_driver.pointer, (x, router.weight, router.bias, router.correction_bias)), norms_argument(norm, None),
             *map(cuda_driver.pointer, (normed, routed.ids, routed.weights, routed.masks)),
             cuda_driver.int32(T), ctypes.c_float(rule.scaling),
         ),

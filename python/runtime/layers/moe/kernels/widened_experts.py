@@ -15,7 +15,8 @@ from runtime.config.expert_tuning import WeightFormat
 from runtime.layers.gemm.wgmma_gemm import PARTS, multiply_source
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.moe.kernels.align import Aligned, align
-from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights, check_experts
+from runtime.layers.moe.kernels.expert_pass import ExpertPass
+from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GatedAct
 from runtime.layers.moe.kernels.grouped_gemm import GROUPED_PARTS
 from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
@@ -138,26 +139,15 @@ def _readable(weights: ExpertWeights, pairs: int) -> bool:
     return rows % MATRIX == 0 and columns % DEPTH == 0  # one scale for the rows of a matrix, and the columns of a stage
 
 
-def widened_experts(
-    x: torch.Tensor,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
-    routed: Routing,
-    act: GatedAct,
-    pairs: int,
-    out: torch.Tensor,
-    *,
-    first: int = 0,
-    added: Added | None = None,
-    pdl: bool = False,
-) -> torch.Tensor:
+def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None) -> torch.Tensor:
     """Like `experts_many_rows`, for what the kernels support.
 
     Args:
         pairs: pairs per tile, one of `TILES` of the format: about as many as an expert has.
     """
+    x, gate_up, down, routed, act, out, first, pdl = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
-    check_experts(x, gate_up, down, out)
+    experts.check()
     rows, factors = prepare_rows(x, pdl=pdl)
     aligned = align(routed.ids, first, E, pairs, pdl=pdl)
     between = torch.bfloat16 if gate_up.format == "fp8" else torch.float16
@@ -212,10 +202,7 @@ def _grouped(
 class _Scales(ctypes.Structure):
     """`Scales` in `e4m3_weights.cu`."""
 
-    _fields_ = (
-        ("at", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("expert_scales", "row_scales", "row_shift", "column_shift")),
-    )
+    _fields_ = (("at", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("expert_scales", "row_scales", "row_shift", "column_shift")))
 
 
 def _scales(weights: ExpertWeights) -> _Scales:

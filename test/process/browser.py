@@ -20,18 +20,17 @@ def find() -> str | None:
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
-class Page:
-    """One page of a browser of its own. Use as a context manager."""
+class Browser:
+    """Chromium without a window. Use as a context manager."""
 
-    def __init__(self, path: str, *, dark: bool = False, width: int = 1280) -> None:
+    def __init__(self, path: str) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         to_us, theirs_out = os.pipe()
         theirs_in, to_them = os.pipe()
         self._in, self._out = to_us, to_them
         flags = [
             "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
-            "--disable-background-networking", "--remote-debugging-pipe", f"--window-size={width},900",
-            f"--user-data-dir={self._folder.name}",
+            "--disable-background-networking", "--remote-debugging-pipe", "--window-size=1280,900", f"--user-data-dir={self._folder.name}",
         ]  # fmt: skip
         # The browser reads from descriptor 3 and writes to 4; the shell puts them there.
         os.set_inheritable(theirs_in, True)
@@ -46,15 +45,8 @@ class Page:
         self._numbers = itertools.count(1)
         self._rest = b""
         self.events: list[dict[str, Any]] = []
-        self._session = ""
-        pages = [one for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page"]
-        self._session = self.call("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
-        if dark:
-            self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
 
-    def __enter__(self) -> Page:
+    def __enter__(self) -> Browser:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -64,12 +56,12 @@ class Page:
         os.close(self._out)
         self._folder.cleanup()
 
-    def call(self, method: str, **params: object) -> dict[str, Any]:
-        """One command of the DevTools protocol."""
+    def call(self, session: str, method: str, **params: object) -> dict[str, Any]:
+        """One command of the DevTools protocol, to a page or, with an empty session, to the browser."""
         number = next(self._numbers)
         message: dict[str, object] = {"id": number, "method": method, "params": params}
-        if self._session:
-            message["sessionId"] = self._session
+        if session:
+            message["sessionId"] = session
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._next(30.0)
@@ -87,6 +79,35 @@ class Page:
             self._rest += data
         message, self._rest = self._rest.split(b"\0", 1)
         return json.loads(message)
+
+
+class Page:
+    """One page, which shares nothing with the browser's others. Use as a context manager."""
+
+    def __init__(self, browser: Browser, *, dark: bool = False) -> None:
+        self._browser, self._session = browser, ""
+        self._context = self.call("Target.createBrowserContext")["browserContextId"]
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=self._context)["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        if dark:
+            self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+
+    def __enter__(self) -> Page:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._browser.call("", "Target.disposeBrowserContext", browserContextId=self._context)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What the browser told about this page."""
+        return [event for event in self._browser.events if event.get("sessionId") == self._session]
+
+    def call(self, method: str, **params: object) -> dict[str, Any]:
+        """One command of the DevTools protocol."""
+        return self._browser.call(self._session, method, **params)
 
     def open(self, url: str) -> None:
         """Load a page."""

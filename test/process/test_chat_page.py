@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from browser import Page, find
+from browser import Browser, Page, find
 
 from conftest import Embedded
 
@@ -73,12 +73,18 @@ CONTROLS = {"button", "textbox", "searchbox", "spinbutton", "combobox", "Disclos
 LIGHT = pytest.mark.parametrize("page", ["light"], indirect=True)
 
 
-@pytest.fixture(params=["light", "dark"])
-def page(request: pytest.FixtureRequest, embedded: Embedded) -> Iterator[Page]:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
     path = find()
     if path is None:
         pytest.skip("no Chromium on this machine; the package `chromium` brings it")
-    with Page(path, dark=request.param == "dark") as page:
+    with Browser(path) as browser:
+        yield browser
+
+
+@pytest.fixture(params=["light", "dark"])
+def page(request: pytest.FixtureRequest, browser: Browser, embedded: Embedded) -> Iterator[Page]:
+    with Page(browser, dark=request.param == "dark") as page:
         page.open(embedded.url + "/")
         page.until("document.getElementById('model').textContent !== '…'")
         yield page
@@ -156,7 +162,7 @@ def test_settings_reach_the_server_and_its_refusals_reach_the_user(page: Page) -
 @LIGHT
 def test_paris_is_the_second_answer_at_the_models_defaults(page: Page) -> None:
     assert page.run("[document.getElementById('temperature').placeholder, document.getElementById('top_p').placeholder]") == ["0.2", "0.9"]
-    page.run("document.getElementById('max_completion_tokens').value = '200'")  # so small a model may repeat itself without end
+    page.run("document.getElementById('max_completion_tokens').value = '60'")  # so small a model may repeat itself without end
     for _ in range(5):
         ask(page, "Hello!")
         done(page, 1)

@@ -19,7 +19,7 @@ import client_script as script
 import llm
 import openai
 import pytest
-from browser import Page, find
+from browser import Browser, Page, find
 from client_script import ANSWER, ASK, CALLS, CAPITAL, CITIES, LONG, MODEL, RESULTS, THOUGHT, TOOLS, WHO, Person, calls_of, user
 from llm.default_plugins.openai_models import Chat
 from llm.parts import ToolCallPart, ToolResultPart
@@ -33,7 +33,7 @@ OTHERS = Path(sys.prefix) / "clients"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Embedded]:
-    with serve_embedded("--reasoning-parser", "qwen3") as server:
+    with serve_embedded("--reasoning-parser", "qwen3", "--speculative-algorithm", "NGRAM") as server:
         yield server
 
 
@@ -345,7 +345,7 @@ def test_chat_page(server: Embedded) -> None:
         page.until(f"document.querySelectorAll('.assistant').length === {answers} && !running", 60)
         return page.run("[...document.querySelectorAll('.assistant .body')].at(-1).textContent")
 
-    with Page(path) as page:
+    with Browser(path) as browser, Page(browser) as page:
         page.open(server.url + "/")
         assert talk(page, script.thought_turns(), CAPITAL, 1) == ANSWER
         assert page.run("document.querySelector('.thinking:not([open]) > div').textContent") == THOUGHT

@@ -10,7 +10,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from browser import Page, find
+from browser import Browser, Page, find
 from fake import dummy_model, serving
 
 CALL = """
@@ -47,7 +47,7 @@ def test_only_a_page_of_an_allowed_origin_uses_the_api(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     with site(tmp_path / "a") as allowed, site(tmp_path / "b") as other:
         flags = ["--allow-origins", f"{allowed},https://app.example", "--api-key", "secret"]
-        with serving(model, *flags) as server, Page(path) as page:
+        with serving(model, *flags) as server, Browser(path) as browser, Page(browser) as page:
             page.open(allowed)
             assert page.run(CALL % server.url) == [200, True, True]
             page.open(other)

@@ -17,6 +17,7 @@ from process import rank_storm
 from process.fake import ENV, Server, dummy_model
 from process.rank_deaths import PATIENCE, Place, Role, strike, two_nodes, two_ranks
 from runtime import Engine
+from unit.small_tokenizer import write_small_tokenizer
 
 PROMPTS = ["The capital of France is", "Once upon a time"]
 
@@ -158,8 +159,11 @@ def test_a_storm_of_kills_aborts_and_bad_requests_loses_nothing() -> None:
     assert set(outcome["rounds"]) == {"abort", "ask_badly", "kill"}
 
 
-def test_acceptance_on_two_ranks_is_the_same_eager_and_through_graphs() -> None:
-    flags = ["--tp-size", "2", "--device", "cpu", "--quantization", "none", "--cpu-threads", "1", "--max-total-tokens", "8192"]
+def test_acceptance_on_two_ranks_is_the_same_eager_and_through_graphs(tmp_path: Path) -> None:
+    model = str(write_small_tokenizer(dummy_model(tmp_path / "model")))
+    flags = ["--model", model, "--load-format", "dummy", "--dtype", "float32", "--tp-size", "2", "--device", "cpu", "--cpu-threads", "1"]
+    flags += ["--max-total-tokens", "8192", "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", model]
+    flags += ["--speculative-num-steps", "3", "--max-running-requests", "2"]
     command = [sys.executable, "-m", "runtime.check_acceptance", *flags, "--num-prompts", "2", "--max-new-tokens", "16"]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True)  # a process of its own, which ends if it loses its other rank
     assert done.returncode == 0, done.stderr

@@ -8,15 +8,19 @@ import json
 import re
 import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import fake
 import httpx
 import jsonschema
 import psutil
 import pytest
 from benchmark.hostile_grammars import HOSTILE
 
-from conftest import Embedded, serve_embedded
+from conftest import Embedded
+from unit.small_tokenizer import write_small_tokenizer
 from warm_start import cold_start
 
 SCHEMA = {
@@ -65,9 +69,9 @@ def test_a_regex_holds_on_the_native_endpoint(embedded: Embedded) -> None:
     assert all(re.fullmatch("(yes|no), [a-z]{3,8}", answer["text"]) for answer in answers)
 
 
-def processes(embedded: Embedded) -> dict[str, psutil.Process]:
+def processes(server: Embedded | fake.Server) -> dict[str, psutil.Process]:
     """The processes of the server by title."""
-    return {process.cmdline()[0].strip(): process for process in psutil.Process(embedded.process.pid).children(recursive=True)}
+    return {process.cmdline()[0].strip(): process for process in psutil.Process(server.process.pid).children(recursive=True)}
 
 
 @pytest.mark.parametrize("fields", HOSTILE.values(), ids=HOSTILE)
@@ -86,12 +90,19 @@ def test_hostile_grammars_are_refused_while_others_stream(embedded: Embedded, fi
     assert processes(embedded)["talon::scheduler"].pid == before
 
 
-def test_no_process_is_left_behind_when_the_scheduler_is_killed_in_a_trial() -> None:
-    with cold_start(), serve_embedded() as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[fake.Server]:
+    """A server without a model, which compiles grammars for a small vocabulary. Its processes start as a user's do."""
+    with cold_start(), fake.serving(write_small_tokenizer(fake.dummy_model(tmp_path / "model"))) as server:
+        yield server
+
+
+def test_no_process_is_left_behind_when_the_scheduler_is_killed_in_a_trial(small: fake.Server) -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
         body = {"prompt": "x", "max_tokens": 8}
-        assert httpx.post(f"{server.url}/v1/completions", json={**body, "regex": "ab"}, timeout=60).status_code == 200
-        family = processes(server)
-        trying = pool.submit(httpx.post, f"{server.url}/v1/completions", json={**body, "regex": "a?" * 20_000}, timeout=60)
+        assert httpx.post(f"{small.url}/v1/completions", json={**body, "regex": "ab"}, timeout=60).status_code == 200
+        family = processes(small)
+        trying = pool.submit(httpx.post, f"{small.url}/v1/completions", json={**body, "regex": "a?" * 20_000}, timeout=60)
         deadline = time.monotonic() + 30
         while not (forks := family["talon::grammars"].children()) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -101,11 +112,10 @@ def test_no_process_is_left_behind_when_the_scheduler_is_killed_in_a_trial() -> 
             assert trying.result().status_code >= 500
 
 
-def test_no_process_is_left_behind_after_a_shutdown() -> None:
-    with cold_start(), serve_embedded() as server:
-        body = {"prompt": "x", "max_tokens": 8, "regex": "ab"}
-        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
-        family = processes(server)
-        assert set(family) == {"talon::scheduler", "talon::detokenizer", "talon::grammars"}
-        server.process.send_signal(signal.SIGTERM)
-        assert not psutil.wait_procs(list(family.values()), timeout=30)[1]
+def test_no_process_is_left_behind_after_a_shutdown(small: fake.Server) -> None:
+    body = {"prompt": "x", "max_tokens": 8, "regex": "ab"}
+    assert httpx.post(f"{small.url}/v1/completions", json=body, timeout=60).status_code == 200
+    family = processes(small)
+    assert set(family) == {"talon::scheduler", "talon::detokenizer", "talon::grammars"}
+    small.process.send_signal(signal.SIGTERM)
+    assert not psutil.wait_procs(list(family.values()), timeout=30)[1]

@@ -26,10 +26,16 @@ RUNTIME = dict(max_running_requests=40, max_total_tokens=8192)
 
 
 def model_config(**changes: Any) -> ModelConfig:
-    return tiny_model(**{"vocab_size": VOCAB, **changes})
+    """`tiny_model` with two layers, and of another vocabulary."""
+    return tiny_model(**{"vocab_size": VOCAB, "num_layers": 2, "window": (-1, -1), **changes})
 
 
-def draft_folder(folder: Path, algorithm: str, layers: int = 3, **changes: Any) -> str:
+def three_layers() -> ModelConfig:
+    """`model_config` with three layers."""
+    return tiny_model(vocab_size=VOCAB)
+
+
+def draft_folder(folder: Path, algorithm: str, layers: int = 2, **changes: Any) -> str:
     """config.json of a draft: heads with one layer and, for EAGLE-3, more KV heads than the target."""
     names = {
         "EAGLE": "LlamaForCausalLMEagle",
@@ -44,7 +50,7 @@ def draft_folder(folder: Path, algorithm: str, layers: int = 3, **changes: Any) 
         max_position_embeddings=256, tie_word_embeddings=False, torch_dtype="float32", eos_token_id=1, bos_token_id=0,
     )  # fmt: skip
     if algorithm == "DFLASH":
-        raw |= {"num_hidden_layers": 2, "num_key_value_heads": 4, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 1]}}
+        raw |= {"num_hidden_layers": 2, "num_key_value_heads": 4, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0]}}
     if algorithm == "EAGLE3":
         raw |= {"draft_vocab_size": changes.pop("draft_vocab_size", VOCAB), "target_hidden_size": 64}
     folder.mkdir(parents=True, exist_ok=True)

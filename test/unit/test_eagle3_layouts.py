@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from unit.driver import Driver
-from unit.predicting import VOCAB, plain, speculating
+from unit.predicting import VOCAB, plain, speculating, three_layers
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +37,8 @@ WINDOWS: dict[str, dict[str, int]] = {"chain": {"num_steps": 3}, "tree": {"num_s
 def test_greedy_text_is_the_targets(tmp_path: Path, layout: str, window: str) -> None:
     rng = np.random.default_rng(5)
     prompts = {row: rng.integers(0, VOCAB, size).tolist() for row, size in ((1, 9), (2, 30), (3, 17))}
-    expected = Driver(plain()).generate(prompts, 24)
-    worker = speculating(tmp_path, "EAGLE3", head=LAYOUTS[layout], **WINDOWS[window])
+    expected = Driver(plain(model=three_layers())).generate(prompts, 24)
+    worker = speculating(tmp_path, "EAGLE3", model=three_layers(), head=LAYOUTS[layout], **WINDOWS[window])
     driver = Driver(worker)
     assert driver.generate(prompts, 24) == expected
     assert driver.step < 24, "no draft was accepted"

@@ -124,7 +124,7 @@ def test_piggybacked_decoding_equals_separate_decoding(
     """The same storm by a worker that mixes, over padded and poisoned buffers and without, and by one that does not."""
 
     def storm(mixed: bool, replay: str | None) -> Storm:
-        return life(tmp_path, algorithm, replay, 5, 8, page, mixed=mixed, mixing=True, **spec)
+        return life(tmp_path, algorithm, replay, 5, 6, page, mixed=mixed, mixing=True, **spec)
 
     together, padded, apart = storm(True, None), storm(True, "eager"), storm(False, None)
     same_life(together, padded)
@@ -154,7 +154,7 @@ def test_greedy_text_is_the_same_with_speculation(tmp_path: Path, algorithm: str
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"architecture": "Qwen2ForCausalLM", "qkv_bias": True},
     "qwen3": {"architecture": "Qwen3ForCausalLM", "qk_norm": True},
-    "mistral": {"architecture": "MistralForCausalLM", "window": (11, 11, 11)},
+    "mistral": {"architecture": "MistralForCausalLM", "window": (11, 11)},
 }
 
 

@@ -216,8 +216,8 @@ def test_a_length_cut_inside_a_grammar_says_so(tmp_path: Path, compiler: Grammar
 def test_a_finished_grammar_ends_before_the_minimum_length(tmp_path: Path, compiler: GrammarCompiler, algorithm: str | None) -> None:
     worker = constrained_worker(tmp_path, algorithm)
     sampling = SamplingParams(temperature=1.0, max_new_tokens=64, min_new_tokens=40, regex="(left|right)", ignore_eos=True)
-    served, _ = serve(worker, [GenerateReq(rid=str(i), input_ids=[5 + i], sampling=sampling, seed=i) for i in range(6)], compiler)
-    assert {served.text(str(i)) for i in range(6)} == {"left", "right"}
+    served, _ = serve(worker, [GenerateReq(rid=str(i), input_ids=[5 + i], sampling=sampling, seed=i) for i in range(12)], compiler)
+    assert {served.text(str(i)) for i in range(12)} == {"left", "right"}
     assert {end.reason for end in served.ends.values()} == {"stop"}
     worker.close()
 

@@ -24,7 +24,7 @@ from runtime.model_executor.parity import eagerly
 from runtime.model_executor.staging import HostCopy
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver, EveryNth
-from unit.predicting import VOCAB, exact_product, speculating
+from unit.predicting import VOCAB, exact_product, speculating, three_layers
 from unit.storm import SIZES, Poison, Storm, pools, runners, same_life
 from unit.tiny import tiny_runtime
 
@@ -603,7 +603,7 @@ def test_10_a_stale_graph_raises_the_drift_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str | None, fault: Any, verify: bool
 ) -> None:
     """Samples of the draft alone replay verification, so they see no fault there."""
-    worker = graphs(tmp_path)
+    worker = graphs(tmp_path, model=three_layers())
     # The sample, what it starts from, what starts from it, and two through graphs alone.
     worker.parts.monitor.schedule = EveryNth(5, verify=verify)
     seen = broken is not None and (verify or broken != "verify")

@@ -251,7 +251,7 @@ def test_each_request_is_told_how_its_own_steps_ran_and_the_server_how_all_did(
         if out.finish is not None:
             told[out.rid] = figures
 
-    endings = [structs.replace(GREEDY, max_new_tokens=1 + 4 * i, ignore_eos=True) for i in range(16)]
+    endings = [structs.replace(GREEDY, max_new_tokens=1 + 3 * i, ignore_eos=True) for i in range(16)]
     asks = [
         structs.replace(a, sampling=s, stream=True, running_counts=True) for a, s in zip(asked(GREEDY, prompts()), endings, strict=True)
     ]

@@ -31,7 +31,9 @@ def sparse_config(**changes: Any) -> ModelConfig:
     moe = MoeConfig(
         num_experts=8, top_k=2, intermediate_size=48, scoring="softmax", renormalize=True, layers=(False, True, True)
     )  # fmt: skip
-    return model_config(**{"architecture": "Qwen3MoeForCausalLM", "qk_norm": True, "moe": moe, **changes})
+    return model_config(
+        **{"architecture": "Qwen3MoeForCausalLM", "num_layers": 3, "window": (-1, -1, -1), "qk_norm": True, "moe": moe, **changes}
+    )
 
 
 def family(name: str, **changes: Any) -> ModelConfig:

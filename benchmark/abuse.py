@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--flags", nargs="*", default=[], help="further flags of the server, without the leading dashes")
     args = parser.parse_args()
     record = Record(NAME, KEYS, args.out, args.quick)
-    flags, seconds = (tiny_model().target_flags, 2.0) if args.quick else (EMBEDDED, args.seconds)
+    flags, seconds = (tiny_model().target_flags, 1.0) if args.quick else (EMBEDDED, args.seconds)
     kinds = list(worst(1024, 512, random.Random(0)))
     loads: dict[str, Sequence[str] | None] = {"well-behaved": None, "worst requests": kinds}
     loads |= {kind: [kind] for kind in kinds} if args.each else {}

@@ -15,7 +15,7 @@ PARTS = {part.name: part.type for part in msgspec.structs.fields(RuntimeConfig) 
 
 
 def tiny_model(**changes: object) -> ModelConfig:
-    """A Llama of two layers."""
+    """A Llama of three layers."""
     values: dict[str, object] = dict(
         architecture="LlamaForCausalLM", vocab_size=96, hidden_size=64, intermediate_size=128, num_layers=3, num_q_heads=4, num_kv_heads=2,
         head_dim=16, rms_eps=1e-5, rope_theta=10000.0, rope_scaling=None, max_context_len=256, tie_embeddings=False, qkv_bias=False,

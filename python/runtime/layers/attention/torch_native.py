@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
-from runtime.layers.attention.stable_shapes import ROW_BLOCK, HeadKind, StableShapes, any_shapes, find_stable_shapes
+from runtime.layers.attention.stable_shapes import HeadKind, StableShapes, any_shapes, find_stable_shapes
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
@@ -44,9 +44,9 @@ class Segment:
 class TorchNativeAttention(AttentionBackend):
     """`AttentionBackend` of gathered pages and `scaled_dot_product_attention`.
 
-    Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch. Other passes, of prompts or over
-    ragged windows, are one segment per run of requests with equally many queries, or one per request if these fill a block of queries.
-    Where the lengths are `uneven`, each request has a separate segment. Layers with sinks use the written-out formula in float32.
+    Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass is one
+    segment per request, and a pass over ragged windows one per run of equal widths. Where the lengths are `uneven`, each request
+    has a separate segment. Layers with sinks use the written-out formula in float32.
     """
 
     caps = ATTENTION_CAPS["torch_native"]
@@ -89,13 +89,13 @@ class TorchNativeAttention(AttentionBackend):
         assert batch.extend_lens is not None
         segments, start, i = [], 0, 0
         widths, bounds = batch.extend_lens.tolist(), batch.seq_len_bounds.tolist()
-        together = not uneven(batch.seq_len_bounds)
+        together = batch.max_queries and not uneven(batch.seq_len_bounds)
         while i < len(widths):
             width, end = widths[i], i + 1
             if width == 0:
                 i = end
                 continue
-            while together and width <= ROW_BLOCK and end < len(widths) and widths[end] == width:
+            while together and end < len(widths) and widths[end] == width:
                 end += 1
             seq_len = max(bounds[i:end])
             pages, num_keys = self._pages(batch.req_pool_indices[i:end], seq_len)

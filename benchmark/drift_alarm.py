@@ -84,9 +84,9 @@ def session(prompts: int, new_tokens: int) -> Session:
 class EveryIteration:
     """A schedule of samples that drafts every window twice."""
 
-    def next(self, alarm: DriftAlarm) -> EagerSample:
+    def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
         """As `Samples.next`."""
-        return EagerSample(taken=True)
+        return EagerSample(taken=possible)
 
     def observe(self, seconds: float, sample: EagerSample) -> None:
         """As `Samples.observe`; times change nothing."""

@@ -264,6 +264,11 @@ class ScheduleBatch:
         return max((section.num_decodes for section in self.sections), default=self.num_decodes)
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether an attention group has any."""
+        return any(part.num_prompts for part in self.sections or [self])
+
+    @property
     def longest(self) -> int:
         """An upper bound of the KV lengths before the step, of all attention groups."""
         return max(int(part.len_bounds.max(initial=0)) for part in self.sections or [self])

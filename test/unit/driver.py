@@ -41,9 +41,9 @@ class EveryNth:
     def __init__(self, n: int, after: int = 0, verify: bool = True) -> None:
         self.n, self.iterations, self.verify = n, after, verify
 
-    def next(self, alarm: DriftAlarm) -> EagerSample:
+    def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
         self.iterations += 1
-        return EagerSample(self.iterations % self.n == 0, self.verify)
+        return EagerSample(possible and self.iterations % self.n == 0, self.verify)
 
     def observe(self, seconds: float, sample: EagerSample) -> None:
         """Times change nothing."""

@@ -27,7 +27,7 @@ class AcceptanceMonitor:
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
-        self._sampling = num_steps > 0
+        self._sampling, self._depth = num_steps > 0, 0  # depth of the previous iteration
         self.schedule = Samples()
         self.reset()
 
@@ -41,9 +41,14 @@ class AcceptanceMonitor:
         """Forget the evidence of a drift."""
         self.alarm, self._warned = DriftAlarm(self._num_steps), set[int]()
 
-    def next_iteration(self, depth: int) -> EagerSample:
-        """Count an iteration. Returns what runs again eagerly: nothing of one without drafts, which the draft may follow later."""
-        return self.schedule.next(self.alarm) if self._sampling and depth else NO_SAMPLE
+    def next_iteration(self, depth: int, possible: bool) -> EagerSample:
+        """Count an iteration. Returns what runs again eagerly: nothing of one without drafts, which the draft may follow later.
+
+        Nothing of the first one at a depth either, but after none: the depth controller learns the time of a depth from the second one,
+        which a sample would delay.
+        """
+        possible, self._depth = possible and self._depth in (depth, 0), depth
+        return self.schedule.next(self.alarm, possible) if self._sampling and depth else NO_SAMPLE
 
     @contextmanager
     def without_sample(self) -> Iterator[None]:

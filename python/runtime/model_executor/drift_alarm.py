@@ -3,7 +3,8 @@
 Each sample proposes one window twice, through graphs and eagerly, and the target's tokens say which of both drafts is right. Where they
 differ in that, sound graphs are right as often as eager passes are, whatever the text and its acceptance: McNemar's test of pairs.
 It may be looked at after every sample and still has a bounded rate of false alarms: it is an e-detector (Shin, Ramdas and Rinaldo 2022,
-arXiv:2203.03532) over the likelihood ratios of such a coin.
+arXiv:2203.03532) over the likelihood ratios of such a coin. One test looks at each position, which shows a fault of that one soonest, and
+one at all together: the first draft that only one side has is as often the graphs' as the eager side's, at whatever position.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from runtime.model_executor.unlike_drafts import UnlikeDrafts
 from runtime.worker_info import Drift
 
 Floats = npt.NDArray[np.float64]
@@ -29,8 +31,8 @@ FORGET_PAIRS, CALM_PAIRS = 300, 80
 """Pairs that are right alike after which earlier ones are forgotten, and after which they ask for no more samples: within them a fault
 of `MIN_GAP` and one of five points nearly always show.
 """
-UNLIKE, PROBES, PROBED = 0.1, 16, 1.0
-"""A share of unlike first drafts, right or wrong, that sound graphs do not show, the samples that follow, and their suspicion in nats."""
+PROBED = 0.25
+"""Suspicion, in nats, where first drafts are surprisingly often unlike: less than that by one right draft of the eager side alone."""
 MOST_EVIDENCE = 50.0
 """Evidence in nats above which more changes nothing."""
 KEPT = 1e3
@@ -92,7 +94,7 @@ class DriftAlarm:
 
 
 class Comparison:
-    """Owner of the evidence that samples of one kind give.
+    """Owner of the evidence that samples of one kind give: by position, and last of all positions together.
 
     Attributes:
         iterations: since the previous sample.
@@ -100,44 +102,60 @@ class Comparison:
     """
 
     def __init__(self, num_steps: int) -> None:
-        self._limit = FALSE_ALARM_ITERATIONS * KINDS * num_steps
-        # The e-detector of each position and fault: without a drift its mean is the iterations so far, however they are sampled.
-        self._detector, self._evidence = np.zeros((num_steps, len(EAGER_SHARE))), np.zeros((num_steps, len(EAGER_SHARE)))
-        self._counts = np.zeros((4, num_steps), dtype=np.int64)  # since the evidence of a position was last 0
-        self._alike = np.zeros(num_steps, dtype=np.int64)  # pairs since the last difference
-        self._probes = 0  # samples to come
+        tests = num_steps + 1 if num_steps else 0
+        self._limit = FALSE_ALARM_ITERATIONS * KINDS * tests
+        # The e-detector of each test and fault: without a drift its mean is the iterations so far, however they are sampled.
+        self._detector, self._evidence = np.zeros((tests, len(EAGER_SHARE))), np.zeros((tests, len(EAGER_SHARE)))
+        self._alike = np.zeros(tests, dtype=np.int64)  # pairs since the last difference
+        self._counts = np.zeros((4, num_steps), dtype=np.int64)  # while there is evidence
+        self._unlike = UnlikeDrafts()
         self.iterations, self.suspicion = 0, 0.0
 
     def add(self, pairs: Pairs) -> None:
         """Count the pairs of a sample."""
         counts = pairs.counts(self._counts.shape[1])
-        alone = np.stack([counts[3], counts[1] - (counts[2] - counts[3])])  # right on the eager side alone, and through graphs alone
-        gain = alone[0][:, None] * EAGER_GAIN + alone[1][:, None] * GRAPH_GAIN
+        both, graph, eager, eager_alone = counts
+        self._count_alone(_with_total(eager_alone), _with_total(graph - (eager - eager_alone)), np.append(both, len(pairs.graph)))
+        open_tests = self._evidence.any(axis=1) | self._reported()
+        self._counts = np.where(open_tests[:-1] | open_tests[-1:], self._counts + counts, 0)
+        self._unlike.add(int(pairs.unlike.sum()), len(pairs.unlike))
+        probed = PROBED if self._unlike.surprising else 0.0
+        self.suspicion = 0.0 if self._reported().any() else max(_nats(self._evidence), probed)
+
+    def _count_alone(self, eager: Int64, graph: Int64, pairs: Int64) -> None:
+        """Right drafts of either side alone and pairs, int64 [tests] each."""
+        gain = eager[:, None] * EAGER_GAIN + graph[:, None] * GRAPH_GAIN
         self._detector = np.minimum((self._detector + self.iterations) * np.exp(gain), KEPT * self._limit)
         self._evidence = np.clip(self._evidence + gain, 0.0, MOST_EVIDENCE)
-        self._counts, self.iterations = self._counts + counts, 0
-        self._alike = np.where(alone.any(axis=0), 0, self._alike + counts[0])
+        self._alike = np.where(eager + graph > 0, 0, self._alike + pairs)
         self._detector[self._alike > FORGET_PAIRS] = 0.0
         self._evidence[self._alike > CALM_PAIRS] = 0.0
-        self._counts[:, ~(self._evidence.any(axis=1) | self._reported())] = 0
-        self._probes = PROBES if pairs.unlike.mean() >= UNLIKE else max(self._probes - 1, 0)
-        self.suspicion = 0.0 if self._reported().any() else max(_mean(self._evidence), PROBED if self._probes else 0.0)
+        self.iterations = 0
 
     def _reported(self) -> npt.NDArray[np.bool_]:
         return self._detector.mean(axis=1) >= self._limit
 
     def drifts(self) -> list[Drift]:
-        """The positions that drifted."""
-        found = []
-        for i in np.flatnonzero(self._reported()):
-            reached, graph, eager, eager_alone = self._counts[:, i].tolist()
-            graph_alone = graph - (eager - eager_alone)
-            if (eager - graph) >= MIN_GAP * reached > 0:
-                z = (graph_alone - eager_alone) / np.sqrt(graph_alone + eager_alone)
-                found.append(Drift(int(i), graph / reached, eager / reached, float(z)))
-        return found
+        """The positions that drifted; if only all together show it, the one with the most evidence."""
+        reported = self._reported()
+        if not reported.any():
+            return []
+        positions = np.flatnonzero(reported[:-1]) if reported[:-1].any() else [int(self._detector[:-1].mean(axis=1).argmax())]
+        return [drift for i in positions if (drift := _drift(int(i), *self._counts[:, i].tolist())) is not None]
 
 
-def _mean(evidence: Floats) -> float:
-    """Evidence [K, faults] in nats of the most suspicious position: the mean over faults."""
+def _with_total(counts: Int64) -> Int64:
+    return np.append(counts, counts.sum())
+
+
+def _drift(position: int, reached: int, graph: int, eager: int, eager_alone: int) -> Drift | None:
+    """The drift of a position by its `Pairs.counts`; None if it is too small."""
+    if not eager - graph >= MIN_GAP * reached > 0:
+        return None
+    graph_alone = graph - (eager - eager_alone)
+    return Drift(position, graph / reached, eager / reached, float((graph_alone - eager_alone) / np.sqrt(graph_alone + eager_alone)))
+
+
+def _nats(evidence: Floats) -> float:
+    """Evidence [tests, faults] of the most suspicious test: the mean over faults."""
     return float(np.log(np.exp(evidence).mean(axis=1)).max(initial=0.0))

@@ -74,12 +74,12 @@ class EagerDrafts:
         """Requests took rows."""
         self._drafted[[init.row for init in new_rows]] = False
 
-    def begin(self, iteration: Iteration, alone: bool) -> Iteration:
+    def begin(self, iteration: Iteration) -> Iteration:
         """An iteration whose inputs are filled, as it runs. All ranks that run together decide alike.
 
-        If the draft just followed steps without drafts, the sample is of that, and is taken now. `alone`: no prompts run in its passes.
+        If the draft just followed steps without drafts, the sample is of that, and is taken now.
         """
-        sample = iteration.sample.taken and alone and self._can_draft(iteration)
+        sample = iteration.sample.taken and self._can_draft(iteration)
         catch_up = self._drafter.catch_up_eagerly() if sample else None
         if catch_up is not None:
             self._draft(replace(iteration, eager=True, sample=EagerSample(taken=True)), catch_up, self._drafter.spec.catch_up)

@@ -1,6 +1,10 @@
 """Decides when an iteration is drafted again eagerly: now and then, more often under suspicion, within a time limit.
 
 A draft's eager passes are short. Verification runs eagerly in separate samples, which take as long as launching all kernels of the target.
+
+Time is counted in replays. A fraction of the running time pays for samples, and a reserve is lent to them. How much of the reserve may be
+used grows with the evidence of a drift: sound graphs reach n nats by chance with a probability of about exp(-n), so that their samples stay
+cheap on average. What was used for a suspicion that proved wrong is saved again before another one as weak can use it.
 """
 
 from __future__ import annotations
@@ -11,34 +15,39 @@ from dataclasses import dataclass
 from runtime.batch import NO_SAMPLE, EagerSample
 from runtime.model_executor.drift_alarm import DriftAlarm
 
-RISE = 6.0
-"""The gap between samples shrinks by exp(`RISE` x evidence in nats): one right draft that only the eager side has is half a nat."""
-STRONG = 1.5
-"""Evidence, in nats, that sound graphs seldom show: below it `EASY_SHARE` of the reserve can be spent."""
-EASY_SHARE = 0.4
-LEAST_EXTRA, MOST_EXTRA = 0.05, 16.0
-"""Minimum and maximum extra time of a sample, in replays: its first run may compile kernels."""
+GROWTH = 1.0
+"""What suspicion may use of the reserve grows as exp(`GROWTH` x nats)."""
+STRONG, WEAK_GAP = 2.0, 2
+"""Nats from which every iteration may be sampled, and iterations from a sample to the next with fewer: those between are timed."""
+LEAST_EXTRA = 0.05
+"""Minimum extra time of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How samples of one kind are spread.
+    """How samples of one kind are spread. Times are in replays.
 
     Attributes:
         first: iterations before the first.
         share: fraction of the time for them while nothing is suspicious.
-        extra: replays that a sample takes, before any is timed.
-        reserve, refill: samples make n iterations longer by the time of at most `reserve` + `refill` x n replays, for any n.
+        saved: fraction of the time for all of them.
+        extra: time that a sample takes, before any is timed.
+        most_extra: time that one counts as at most: the first may load kernels.
+        weak: what the weakest suspicion may use of the reserve.
+        reserve: what the strongest may use.
     """
 
     first: int
     share: float
+    saved: float
     extra: float
+    most_extra: float
+    weak: float
     reserve: float
-    refill: float
 
 
-WHOLE, DRAFTS = Kind(480, 0.002, 5.0, 130.0, 0.004), Kind(8, 0.005, 0.15, 400.0, 0.01)
+DRAFTS = Kind(first=8, share=0.002, saved=0.004, extra=0.15, most_extra=2.0, weak=3.0, reserve=400.0)
+WHOLE = Kind(first=3000, share=0.001, saved=0.0015, extra=5.0, most_extra=16.0, weak=10.0, reserve=400.0)
 
 
 class Samples:
@@ -47,10 +56,10 @@ class Samples:
     def __init__(self) -> None:
         self._whole, self._drafts = SampleSchedule(WHOLE), SampleSchedule(DRAFTS)
 
-    def next(self, alarm: DriftAlarm) -> EagerSample:
-        """Count an iteration."""
-        drafts = self._drafts.next(alarm.suspicion(verify=False))
-        if self._whole.next(alarm.suspicion(verify=True)):
+    def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
+        """Count an iteration; `possible`: whether it can be sampled."""
+        drafts = self._drafts.next(alarm.suspicion(verify=False), possible)
+        if self._whole.next(alarm.suspicion(verify=True), possible):
             return EagerSample(taken=True, verify=True)
         return EagerSample(taken=True) if drafts else NO_SAMPLE
 
@@ -62,20 +71,25 @@ class Samples:
 
 
 class SampleSchedule:
-    """Chooses the iterations of one kind of sample."""
+    """Chooses the iterations of one kind of sample.
+
+    `next` runs on the thread that submits steps and `observe` on the one that reads them; each writes only its own fields.
+    """
 
     def __init__(self, kind: Kind) -> None:
         self._kind, self._wait = kind, kind.extra / kind.share - kind.first  # iterations since the previous sample
-        self._budget, self._replay, self._extra = kind.reserve, 0.0, kind.extra  # in replays, in seconds, in replays
+        self._used = 0.0  # of the reserve
+        self._replay, self._extra = 0.0, kind.extra  # in seconds, in replays
+        self._late = self._late_before = 0.0  # by how much all samples took longer than was expected
 
-    def next(self, suspicion: float) -> bool:
+    def next(self, suspicion: float, possible: bool = True) -> bool:
         """Count an iteration. Returns whether it is sampled."""
         self._wait += 1
-        self._budget = min(self._budget + self._kind.refill, self._kind.reserve)
-        kept = 0.0 if suspicion >= STRONG else (1 - EASY_SHARE) * self._kind.reserve
-        if self._wait < self._gap(suspicion) or self._budget - self._extra < kept:
+        late = self._late
+        self._used, self._late_before = max(self._used - self._kind.saved + late - self._late_before, 0.0), late
+        if not possible or not self._is_due(suspicion):
             return False
-        self._wait, self._budget = 0, self._budget - self._extra
+        self._wait, self._used = 0, self._used + self._extra
         return True
 
     def observe(self, seconds: float, sampled: bool) -> None:
@@ -83,9 +97,14 @@ class SampleSchedule:
         if not sampled:
             self._replay += (seconds - self._replay) / (16 if self._replay else 1)
         elif self._replay:
-            extra = min(max(seconds / self._replay - 1, LEAST_EXTRA), MOST_EXTRA)
+            extra = min(max(seconds / self._replay - 1, LEAST_EXTRA), self._kind.most_extra)
+            self._late += extra - self._extra
             self._extra += (extra - self._extra) / 4
 
-    def _gap(self, suspicion: float) -> float:
-        """Iterations from a sample to the next."""
-        return self._extra / self._kind.share * math.exp(-RISE * suspicion)
+    def _is_due(self, suspicion: float) -> bool:
+        kind, used = self._kind, self._used + self._extra
+        if self._wait >= self._extra / kind.share:
+            return used <= kind.reserve
+        if suspicion == 0 or self._wait < (1 if suspicion >= STRONG else WEAK_GAP):
+            return False
+        return used <= min(kind.weak * math.exp(GROWTH * suspicion), kind.reserve)

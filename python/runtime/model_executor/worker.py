@@ -134,8 +134,8 @@ class Worker:
         """Queue one step and return immediately."""
         if self._group.rank == 0:
             self.parts.depths.plan(batch)
-            if batch.longest + batch.depth < self._limits.max_context_len:
-                batch.sample = self.parts.monitor.next_iteration(batch.depth)
+            fits = batch.longest + batch.depth < self._limits.max_context_len
+            batch.sample = self.parts.monitor.next_iteration(batch.depth, fits and not batch.has_prompts)
             for section in batch.sections:
                 section.depth, section.sample = batch.depth, batch.sample
         # A batch without sections runs identically in all attention groups.
@@ -293,7 +293,7 @@ class Worker:
             started=started,
             unfollowed=unfollowed,
         )
-        return self.eager_drafts.begin(iteration, alone=first == 0)
+        return self.eager_drafts.begin(iteration)
 
     def _caps(self, host_rows: Int32, depth: int, size: int, widths: Int32) -> DraftCaps | None:
         """The caps of these rows, which their windows of `widths` lower, if one is below `depth`."""

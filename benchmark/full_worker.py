@@ -27,10 +27,10 @@ class FirstStep:
     def __init__(self) -> None:
         self._iterations = 0
 
-    def next(self, alarm: DriftAlarm) -> EagerSample:
+    def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
         """As `Samples.next`."""
         self._iterations += 1
-        return EagerSample(self._iterations == 1, verify=True)
+        return EagerSample(possible and self._iterations == 1, verify=True)
 
     def observe(self, seconds: float, sample: EagerSample) -> None:
         """As `Samples.observe`; times change nothing."""

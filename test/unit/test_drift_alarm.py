@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from runtime.batch import NO_SAMPLE, EagerSample
+from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.drift_alarm import EAGER_GAIN, FORGET_PAIRS, GRAPH_GAIN, DriftAlarm, Pairs
+from runtime.model_executor.eager_drafts import first_of_equal
 from runtime.model_executor.sample_schedule import DRAFTS, GROWTH, WHOLE, Kind, Samples, SampleSchedule
 from runtime.model_executor.unlike_drafts import UnlikeDrafts
+from unit.driver import EveryNth
 
 RATES = (0.39, 0.45, 0.5)
 FAULTY = (0.04, 0.45, 0.5)
@@ -317,3 +320,15 @@ def test_samples_with_verification_come_before_those_without() -> None:
     kinds = [samples.next(alarm) for _ in range(4_000)]
     assert {EagerSample(taken=True), EagerSample(taken=True, verify=True), NO_SAMPLE} == set(kinds)
     assert sum(sample.verify for sample in kinds) == 1
+
+
+def test_no_sample_delays_the_first_time_of_a_depth() -> None:
+    monitor = AcceptanceMonitor(3)
+    monitor.schedule = EveryNth(1)  # type: ignore[assignment]
+    steps = [(3, True), (3, True), (1, True), (1, True), (1, False), (0, True), (3, True)]
+    assert [monitor.next_iteration(*step).taken for step in steps] == [True, True, False, True, False, False, True]
+
+
+def test_copies_of_a_request_count_once() -> None:
+    emitted = np.array([[5, 6, 2], [5, 7, 2], [5, 6, 2], [5, 6, 1], [5, 7, 2]])
+    assert first_of_equal(emitted).tolist() == [True, True, False, True, False]

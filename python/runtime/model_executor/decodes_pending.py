@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from runtime.batch import BatchResult, StepStats
-from runtime.model_executor.eager_drafts import Compared
+from runtime.model_executor.drift_alarm import Pairs
+from runtime.model_executor.eager_drafts import Compared, first_of_equal
 from runtime.model_executor.iteration import Iteration, VerifyResult
 from runtime.model_executor.results import LogprobCopy, copy_logprobs
 from runtime.model_executor.staging import HostCopy
@@ -17,7 +19,17 @@ from runtime.model_executor.target_model import TargetModel
 
 @dataclass(frozen=True, slots=True)
 class DecodesPending:
-    """The live rows of `AcceptResult.emitted` on their way to the host, and with several ranks whether they differ."""
+    """Copies in flight to a rank that reads results. Methods wait for them.
+
+    Attributes:
+        emitted: the live rows of `AcceptResult.emitted`, and with several ranks whether they differ.
+        logprobs: if they were asked for.
+        stats: how the iteration ran.
+        checked: whether ranks were compared.
+        experts: of `ExpertCounter.sample`, in iterations that count them.
+        compared: of `EagerDrafts.compare`, after a sample.
+        guessed: of `GuessCheck.check`, in iterations without drafts.
+    """
 
     iteration: Iteration
     emitted: HostCopy
@@ -30,11 +42,11 @@ class DecodesPending:
 
     @property
     def ranks_differ(self) -> bool:
-        """Whether the ranks committed different tokens before this iteration. Waits for it."""
+        """Whether the ranks committed different tokens before this iteration."""
         return self.checked and bool(self.emitted.wait()[-1].any())
 
     def wait(self) -> BatchResult:
-        """Wait for them."""
+        """The committed tokens of each request."""
         emitted, D = self.emitted.wait()[0], self.stats.draft_tokens + 1
         tokens, lens = emitted[:, :D], emitted[:, D] if D > 1 else np.ones(len(emitted), dtype=np.int32)
         keep = np.arange(tokens.shape[1])[None] < lens[:, None]
@@ -44,6 +56,13 @@ class DecodesPending:
             logprobs=None if self.logprobs is None else self.logprobs.wait(keep.flatten()),
             stats=self.stats,
         )
+
+    def pairs(self, wanted: npt.NDArray[np.bool_]) -> Pairs | None:
+        """The windows of `wanted` requests, bool [live], that were drafted eagerly too; copies of a request count once."""
+        if self.compared is None:
+            return None
+        emitted = self.emitted.wait()[0]
+        return self.compared.pairs(emitted[:, -1], wanted & first_of_equal(emitted))
 
 
 def send_to_host(
@@ -62,18 +81,22 @@ def send_to_host(
         hit: of `ExpertCounter.sample`.
         compared: of `EagerDrafts.compare`.
     """
-    live, D = iteration.live, verified.tokens.shape[1]
+    live, reads, agreement = iteration.live, target.reads_results, target.agreement
     emitted = emitted[:live]
-    index = None
-    if path is not None:
-        index = (torch.arange(live, device=emitted.device)[:, None] * D + path[:live]).flatten()
-    logprobs, reads, agreement = None, target.reads_results, target.agreement
-    if iteration.top_logprobs >= 0:
-        logits = verified.all_logits(live * D)
-        tokens = emitted[:, :D].flatten()
-        logprobs = copy_logprobs(logits, tokens, iteration.top_logprobs, index, iteration.mask) if reads else None
     wanted = [emitted, *([agreement.differs] if agreement.active else [])] if reads else []
+    logprobs = _logprobs(iteration, emitted, verified, path, reads) if iteration.top_logprobs >= 0 else None
     drafts = () if iteration.ragged is None or iteration.caps is None else tuple(iteration.caps.host.tolist())
-    stats = StepStats(verified.graph, iteration.size, D - 1, iteration.depth, iteration.unfollowed, drafts)
+    stats = StepStats(verified.graph, iteration.size, verified.tokens.shape[1] - 1, iteration.depth, iteration.unfollowed, drafts)
     experts = HostCopy(hit) if hit is not None and reads else None
     return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active, experts, compared)
+
+
+def _logprobs(
+    iteration: Iteration, emitted: torch.Tensor, verified: VerifyResult, path: torch.Tensor | None, reads: bool
+) -> LogprobCopy | None:
+    """The copy of the log-probabilities of `emitted`. All ranks gather the logits together; those that read no results copy nothing."""
+    live, D = iteration.live, verified.tokens.shape[1]
+    logits, index = verified.all_logits(live * D), None
+    if path is not None:
+        index = (torch.arange(live, device=emitted.device)[:, None] * D + path[:live]).flatten()
+    return copy_logprobs(logits, emitted[:, :D].flatten(), iteration.top_logprobs, index, iteration.mask) if reads else None

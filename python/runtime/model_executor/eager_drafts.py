@@ -35,12 +35,13 @@ MOST_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Eager drafts of an iteration on their way to the host.
+    """How the eager drafts of an iteration compare with the tokens that it commits, on its way to the host.
 
     Attributes:
         depth: drafts of each window that are compared.
         rows: bool [live], the requests that have eager drafts.
-        found: int64 [live] each: leading committed tokens that they have, and whether their first drafts are unlike those of graphs.
+        found: int64 [live] each: leading committed tokens that the eager window has, and whether it begins with other drafts than the one
+            through graphs.
         verify: whether verification was eager too.
     """
 
@@ -49,56 +50,75 @@ class Compared:
     found: HostCopy
     verify: bool
 
-    def pairs(self, accept_lens: npt.NDArray[np.integer], whole: npt.NDArray[np.bool_]) -> Pairs:
-        """Accepted drafts of both windows; int [live] and bool [live], the requests that took all drafts. Waits for them."""
-        both = self.rows & whole
+    def pairs(self, accept_lens: npt.NDArray[np.integer], wanted: npt.NDArray[np.bool_]) -> Pairs:
+        """Accepted drafts of both windows. Waits for them.
+
+        Args:
+            accept_lens: int [live], of the windows through graphs.
+            wanted: bool [live], the requests to compare.
+        """
+        both = self.rows & wanted
         hits, unlike = self.found.wait()
-        graph, eager = (np.minimum(lens[both], self.depth).astype(np.int64) for lens in (accept_lens - 1, np.minimum(hits, accept_lens)))
+        # The token after the accepted drafts shows whether the eager side has one more right; beyond it nothing is known.
+        graph, eager = accept_lens[both] - 1, np.minimum(hits, accept_lens)[both]
+        graph, eager = (np.minimum(side, self.depth).astype(np.int64) for side in (graph, eager))
         return Pairs(graph, eager, unlike[both].astype(np.bool_), self.depth, self.verify)
 
 
+def first_of_equal(emitted: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+    """bool [live]: requests whose tokens, [live, n], no earlier one has. Copies of a request differ together by one chance."""
+    first = np.zeros(len(emitted), dtype=np.bool_)
+    first[np.unique(emitted, axis=0, return_index=True)[1]] = True
+    return first
+
+
 class EagerDrafts:
-    """Owner of the eager drafts by request row. Every method runs outside graphs and waits for nothing."""
+    """Owner of the eager drafts by request row. Every method runs outside graphs and waits for nothing.
+
+    An iteration calls `begin`, then `compare` with what an earlier sample drafted, and at its end `draft`, which takes a sample.
+    """
 
     def __init__(self, target: TargetModel, inputs: InputBuffers, drafter: Drafter, verifier: Verifier) -> None:
         self._target, self._inputs, self._drafter, self._verifier = target, inputs, drafter, verifier
         rows, shape = len(target.rows.kv_lens), drafter.spec.shape
         D = shape.num_draft_tokens
         self._reach = max(D, drafter.spec.catch_up) + shape.tokens_per_step  # positions that a sample writes
+        # By request row, the eager window: its tokens, the parents of these, and whether it begins with other drafts than graphs propose.
         self._tokens, self._parents = (torch.zeros((rows, D), dtype=torch.int64, device=target.device) for _ in range(2))
         self._unlike = torch.zeros(rows, dtype=torch.int64, device=target.device)
-        self._drafted = np.zeros(rows, dtype=np.bool_)  # rows whose next window has eager drafts
-        self._depth, self._sample, self._delay = 0, NO_SAMPLE, NO_SAMPLE
+        self._has_window = np.zeros(rows, dtype=np.bool_)
+        self._depth, self._verified = 0, False  # of all eager windows, which are of one sample
+        self._delay = NO_SAMPLE  # what ran since the previous iteration
 
     def admit(self, new_rows: Sequence[RowInit]) -> None:
         """Requests took rows."""
-        self._drafted[[init.row for init in new_rows]] = False
+        self._has_window[[init.row for init in new_rows]] = False
 
     def begin(self, iteration: Iteration) -> Iteration:
-        """An iteration whose inputs are filled, as it runs. All ranks that run together decide alike.
+        """The iteration with `sample` and `delay` as they are, after its inputs are filled. All ranks that run together decide alike.
 
-        If the draft just followed steps without drafts, the sample is of that, and is taken now.
+        If the draft just followed steps without drafts, the sample is of that, and is taken now instead of at the end.
         """
-        sample = iteration.sample.taken and self._can_draft(iteration)
-        catch_up = self._drafter.catch_up_eagerly() if sample else None
-        if catch_up is not None:
-            self._draft(replace(iteration, eager=True, sample=EagerSample(taken=True)), catch_up, self._drafter.spec.catch_up)
+        taken = iteration.sample.taken and self._can_draft(iteration)
+        if taken and (catch_up := self._drafter.catch_up_eagerly()) is not None:
+            taken = False
+            self._draft(replace(iteration, sample=EagerSample(taken=True)), catch_up, self._drafter.spec.catch_up)
         delay, self._delay = self._delay, NO_SAMPLE
-        return replace(iteration, sample=iteration.sample if sample and catch_up is None else NO_SAMPLE, delay=delay)
+        return replace(iteration, sample=iteration.sample if taken else NO_SAMPLE, delay=delay)
 
     def compare(self, iteration: Iteration, committed: torch.Tensor) -> Compared | None:
-        """Compare the eager drafts with the tokens that the iteration commits, int64 [size, D or more]. None: there are none."""
-        drafted = self._drafted[iteration.host_rows]
-        self._drafted[iteration.host_rows] = False
+        """Compare the eager windows with the tokens that the iteration commits, int64 [size, D or more]. None: there are none."""
+        compared = self._has_window[iteration.host_rows]
+        self._has_window[iteration.host_rows] = False
         depth = min(self._depth, iteration.depth)
-        if not depth or not drafted.any():
+        if not depth or not compared.any():
             return None
         rows = iteration.rows[: iteration.live]
         hits = self._hits(rows, committed[: iteration.live], depth)
-        return Compared(depth, drafted, HostCopy(hits, self._unlike[rows]), self._sample.verify)
+        return Compared(depth, compared, HostCopy(hits, self._unlike[rows]), self._verified)
 
     def draft(self, iteration: Iteration, window: DraftWindow, accepted: Accepted) -> None:
-        """Draft what follows an iteration that verified `window` and committed `accepted`."""
+        """Draft what follows a sampled iteration that verified `window` and committed `accepted`."""
         eager = replace(iteration, eager=True)
 
         def follow() -> None:
@@ -107,43 +127,59 @@ class EagerDrafts:
                 seen = replace(accepted, features=self._verifier.run(eager, self._verifier.fill(eager, window)).features)
             self._drafter.follow(eager, seen)
 
-        self._draft(eager, follow)
+        self._draft(iteration, follow)
 
     def _draft(self, iteration: Iteration, follow: Callable[[], None], behind: int = 0) -> None:
-        """`behind`: positions before the KV lengths that `follow` may write; 0 if it writes the iteration's window."""
-        live, inputs, bounds = iteration.live, self._inputs, iteration.bounds.copy()
-        bounds[:live] += 0 if behind else iteration.depth + 1
-        with self._put_back(iteration, behind):
+        """Keep the eager window that the draft proposes after `follow`, its passes over what was committed.
+
+        Args:
+            behind: positions before the KV lengths that `follow` may write; 0 if it writes the iteration's window.
+        """
+        live, rows = iteration.live, iteration.rows
+        with self._put_back(iteration, behind) as before:
             follow()
-            load_rows(inputs, iteration.rows, self._target.rows)
-            state = inputs.kv_lens(iteration.size), inputs.last_tokens(iteration.size)
-            window = self._drafter.propose(replace(iteration, kv_lens=state[0], last_tokens=state[1], bounds=bounds, grammar=None))
+            self._unlike[rows] = self._differs(iteration, before)
+            window = self._drafter.propose(self._next(iteration, 0 if behind else iteration.depth + 1))
             D = window.width
-            parents = torch.arange(D, device=window.tokens.device) - 1 if window.parents is None else window.parents[:live]
-            self._tokens[iteration.rows[:live], :D] = window.tokens[:live]
-            self._parents[iteration.rows[:live], :D] = parents
-        self._drafted[:] = False
-        self._drafted[iteration.host_rows] = True
-        self._depth, self._sample, self._delay = iteration.depth, iteration.sample, iteration.sample
+            chain = torch.arange(D, device=rows.device) - 1
+            self._tokens[rows[:live], :D] = window.tokens[:live]
+            self._parents[rows[:live], :D] = chain if window.parents is None else window.parents[:live]
+        self._has_window[:] = False
+        self._has_window[iteration.host_rows] = True
+        self._depth, self._verified, self._delay = iteration.depth, iteration.sample.verify, iteration.sample
+
+    def _next(self, iteration: Iteration, committed: int) -> Iteration:
+        """An eager iteration of the same requests after it, which committed up to so many tokens. Fills the inputs."""
+        load_rows(self._inputs, iteration.rows, self._target.rows)
+        lens, last, bounds = self._inputs.kv_lens(iteration.size), self._inputs.last_tokens(iteration.size), iteration.bounds.copy()
+        bounds[: iteration.live] += committed
+        return replace(iteration, kv_lens=lens, last_tokens=last, bounds=bounds, grammar=None, eager=True)
 
     @contextmanager
-    def _put_back(self, iteration: Iteration, behind: int) -> Iterator[None]:
-        """Within, the draft's state of these rows and KV may be overwritten, from `behind` positions before the KV lengths on."""
-        rows, table, tables = iteration.rows, self._target.page_table, self._drafter.row_state(iteration.needs)
+    def _put_back(self, iteration: Iteration, behind: int) -> Iterator[list[torch.Tensor]]:
+        """Within, the draft's state of these rows and KV may be overwritten, from `behind` positions before the KV lengths on. Yields the
+        state.
+        """
+        rows, tables = iteration.rows, self._drafter.row_state(iteration.needs)
         pools = [model.runner.kv_pool for model in self._drafter.models()]
         if iteration.sample.verify:
             pools.append(self._target.runner.kv_pool)
         first = (iteration.kv_lens[:, None].to(torch.int64) - behind).clamp(min=0)
-        slots = table.slots(rows[:, None], first + torch.arange(self._reach, device=rows.device)).flatten()
-        states, contents = [each[rows] for each in tables], [pool.read(slots) for pool in pools]
-        self._unlike[rows] = 0
-        yield
-        for each, state in zip(tables, states, strict=True):
-            if not each.is_floating_point():
-                self._unlike[rows] |= (each[rows] != state).any(dim=1)
-            each[rows] = state
+        slots = self._target.page_table.slots(rows[:, None], first + torch.arange(self._reach, device=rows.device)).flatten()
+        state, contents = [table[rows] for table in tables], [pool.read(slots) for pool in pools]
+        yield state
+        for table, kept in zip(tables, state, strict=True):
+            table[rows] = kept
         for pool, content in zip(pools, contents, strict=True):
             pool.write(slots, content)
+
+    def _differs(self, iteration: Iteration, before: Sequence[torch.Tensor]) -> torch.Tensor:
+        """int64 [size]: whether the tokens in the draft's state, which begin its next window, differ from those in `before`."""
+        rows, unlike = iteration.rows, torch.zeros_like(iteration.rows)
+        for table, kept in zip(self._drafter.row_state(iteration.needs), before, strict=True):
+            if not table.is_floating_point():
+                unlike |= (table[rows] != kept).any(dim=1)
+        return unlike
 
     def _can_draft(self, iteration: Iteration) -> bool:
         """Whether the draft has passes, which would replay graphs."""

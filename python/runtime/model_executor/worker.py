@@ -379,8 +379,7 @@ class Worker:
         iteration, lens, controller = decodes.iteration, decoded.accept_lens, self.parts.depths.controller
         caps = iteration.caps
         whole = np.ones(len(lens), dtype=np.bool_) if caps is None else caps.host >= iteration.depth
-        pairs = None if decodes.compared is None else decodes.compared.pairs(lens, whole)
-        self.parts.monitor.add(iteration, lens[whole], decoded.stats, pairs)
+        self.parts.monitor.add(iteration, lens[whole], decoded.stats, decodes.pairs(whole))
         seconds = now - max(self._read_at, iteration.started)
         # The draft follows prompts after their results are read.
         usual = not (with_prompts or self._prompts_read or iteration.grammar)

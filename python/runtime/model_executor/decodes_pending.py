@@ -62,7 +62,7 @@ class DecodesPending:
         if self.compared is None:
             return None
         emitted = self.emitted.wait()[0]
-        return self.compared.pairs(emitted[:, -1], wanted & first_of_equal(emitted))
+        return self.compared.pairs(emitted[:, -1].astype(np.int64), wanted & first_of_equal(emitted))
 
 
 def send_to_host(

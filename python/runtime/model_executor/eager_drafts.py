@@ -149,7 +149,7 @@ class EagerDrafts:
         self._depth, self._verified, self._delay = iteration.depth, iteration.sample.verify, iteration.sample
 
     def _next(self, iteration: Iteration, committed: int) -> Iteration:
-        """An eager iteration of the same requests after it, which committed up to so many tokens. Fills the inputs."""
+        """The eager iteration of the same requests that follows it, if it commits at most `committed` tokens. Fills the inputs."""
         load_rows(self._inputs, iteration.rows, self._target.rows)
         lens, last, bounds = self._inputs.kv_lens(iteration.size), self._inputs.last_tokens(iteration.size), iteration.bounds.copy()
         bounds[: iteration.live] += committed

@@ -95,7 +95,7 @@ class EveryIteration:
         """As `Samples.next`."""
         return EagerSample(taken=possible)
 
-    def observe(self, seconds: float, sample: EagerSample) -> None:
+    def observe(self, seconds: float | None, disturbed: bool, after: EagerSample) -> None:
         """As `Samples.observe`; times change nothing."""
 
 
@@ -292,7 +292,7 @@ def plot(result: Result, file: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Record, simulate, sabotage, print."""
     parser = arguments(__doc__)
-    parser.add_argument("--iterations", type=int, default=10_000_000, help="of the run without a fault, for each batch size")
+    parser.add_argument("--iterations", type=int, default=2_000_000, help="of each run without a fault")
     args = parser.parse_args(argv)
     prompts, new_tokens = (2, 16) if args.quick else (24, 64)
     record = Record(NAME, KEYS, args.out, args.quick)

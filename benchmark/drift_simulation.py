@@ -108,7 +108,7 @@ class Simulation:
     def __init__(self, source: Source, batch: int, seed: int, cost: Cost) -> None:
         self._windows, self._cost = source(batch, np.random.default_rng(seed)), cost
         self._alarm, self._schedule = DriftAlarm(STEPS), Samples()
-        self._schedule.observe(1.0, NO_SAMPLE)  # all without a sample take as long
+        self._schedule.observe(1.0, False, NO_SAMPLE)  # all without a sample take as long
         self.sampled, self.spent = 0, [(0, 0.0)]
 
     def run(self, iterations: int) -> int | None:
@@ -122,7 +122,7 @@ class Simulation:
             extra = self._cost.draft + sample.verify * self._cost.verify
             self.sampled += 1
             self.spent.append((i, self.spent[-1][1] + extra))
-            self._schedule.observe(1.0 + extra, sample)
+            self._schedule.observe(1.0 + extra, True, sample)
             graph, eager, unlike = self._windows(i - last).T
             self._alarm.add(Pairs(graph, eager, unlike > 0, STEPS, sample.verify))
             last = i

@@ -32,7 +32,7 @@ class FirstStep:
         self._iterations += 1
         return EagerSample(possible and self._iterations == 1, verify=True)
 
-    def observe(self, seconds: float, sample: EagerSample) -> None:
+    def observe(self, seconds: float | None, disturbed: bool, after: EagerSample) -> None:
         """As `Samples.observe`; times change nothing."""
 
 

@@ -45,7 +45,7 @@ class EveryNth:
         self.iterations += 1
         return EagerSample(possible and self.iterations % self.n == 0, self.verify)
 
-    def observe(self, seconds: float, sample: EagerSample) -> None:
+    def observe(self, seconds: float | None, disturbed: bool, after: EagerSample) -> None:
         """Times change nothing."""
 
 

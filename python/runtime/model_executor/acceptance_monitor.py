@@ -57,10 +57,14 @@ class AcceptanceMonitor:
         yield
         self._sampling = before
 
-    def observe_time(self, iteration: Iteration, graph: bool, seconds: float) -> None:
-        """An iteration of decode rows alone took `seconds`; `graph`: it was verified through a graph."""
-        if iteration.depth and graph:
-            self.schedule.observe(seconds, iteration.delay)
+    def observe_time(self, iteration: Iteration, graph: bool, seconds: float | None, disturbed: bool) -> None:
+        """An iteration took `seconds`; None if it is not a usual one.
+
+        Args:
+            graph: whether it was verified through a graph.
+            disturbed: whether a sample changed its time.
+        """
+        self.schedule.observe(seconds if iteration.depth and graph else None, disturbed, iteration.delay)
 
     def add(self, iteration: Iteration, accept_lens: np.ndarray, stats: StepStats, pairs: Pairs | None = None) -> None:
         """Count an iteration that was read; `pairs`: its windows that were drafted eagerly too. On the host."""

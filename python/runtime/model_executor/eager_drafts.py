@@ -76,6 +76,9 @@ class EagerDrafts:
     """Owner of the eager drafts by request row. Every method runs outside graphs and waits for nothing.
 
     An iteration calls `begin`, then `compare` with what an earlier sample drafted, and at its end `draft`, which takes a sample.
+
+    Attributes:
+        samples: number of samples that were launched.
     """
 
     def __init__(self, target: TargetModel, inputs: InputBuffers, drafter: Drafter, verifier: Verifier) -> None:
@@ -88,7 +91,7 @@ class EagerDrafts:
         self._unlike = torch.zeros(rows, dtype=torch.int64, device=target.device)
         self._has_window = np.zeros(rows, dtype=np.bool_)
         self._depth, self._verified = 0, False  # of all eager windows, which are of one sample
-        self._delay = NO_SAMPLE  # what ran since the previous iteration
+        self._delay, self.samples = NO_SAMPLE, 0  # what ran since the previous iteration
 
     def admit(self, new_rows: Sequence[RowInit]) -> None:
         """Requests took rows."""
@@ -147,6 +150,7 @@ class EagerDrafts:
         self._has_window[:] = False
         self._has_window[iteration.host_rows] = True
         self._depth, self._verified, self._delay = iteration.depth, iteration.sample.verify, iteration.sample
+        self.samples += 1
 
     def _next(self, iteration: Iteration, committed: int) -> Iteration:
         """The eager iteration of the same requests that follows it, if it commits at most `committed` tokens. Fills the inputs."""

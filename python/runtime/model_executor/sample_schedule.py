@@ -17,8 +17,10 @@ from runtime.model_executor.drift_alarm import DriftAlarm
 
 GROWTH = 1.0
 """What suspicion may use of the reserve grows as exp(`GROWTH` x nats)."""
-STRONG, WEAK_GAP = 2.0, 2
-"""Nats from which every iteration may be sampled, and iterations from a sample to the next with fewer: those between are timed."""
+EVIDENT, PROBE_GAP = 0.4, 4
+"""Nats from which every iteration may be sampled, a little below those of one right draft of the eager side alone, and iterations from a
+sample to the next with fewer: a sample disturbs the times of three, so that one of four shows the time of its depth.
+"""
 LEAST_EXTRA = 0.05
 """Minimum extra time of a sample."""
 
@@ -46,7 +48,7 @@ class Kind:
     reserve: float
 
 
-DRAFTS = Kind(first=8, share=0.002, saved=0.004, extra=0.15, most_extra=2.0, weak=3.0, reserve=400.0)
+DRAFTS = Kind(first=8, share=0.002, saved=0.004, extra=0.15, most_extra=4.0, weak=3.0, reserve=400.0)
 WHOLE = Kind(first=3000, share=0.001, saved=0.0015, extra=5.0, most_extra=16.0, weak=10.0, reserve=400.0)
 
 
@@ -55,6 +57,7 @@ class Samples:
 
     def __init__(self) -> None:
         self._whole, self._drafts = SampleSchedule(WHOLE), SampleSchedule(DRAFTS)
+        self._replay, self._late = 0.0, 0.0  # time of a usual iteration in seconds; how much longer disturbed ones took, in replays
 
     def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
         """Count an iteration; `possible`: whether it can be sampled."""
@@ -63,11 +66,24 @@ class Samples:
             return EagerSample(taken=True, verify=True)
         return EagerSample(taken=True) if drafts else NO_SAMPLE
 
-    def observe(self, seconds: float, sample: EagerSample) -> None:
-        """An iteration took `seconds`, which began with `sample`."""
-        for schedule, verify in ((self._whole, True), (self._drafts, False)):
-            if not sample.taken or sample.verify == verify:
-                schedule.observe(seconds, sample.taken)
+    def observe(self, seconds: float | None, disturbed: bool, after: EagerSample) -> None:
+        """An iteration was read.
+
+        Args:
+            seconds: since the one before was read; None if that is not the time of usual iterations.
+            disturbed: whether a sample changed it.
+            after: the sample that ran before it: its work on the host and on the device changed this time and those of up to two before.
+        """
+        if seconds is None:
+            self._late = 0.0
+        elif not disturbed:
+            self._replay += (seconds - self._replay) / (16 if self._replay else 1)
+            self._late = 0.0
+        elif self._replay:
+            self._late += seconds / self._replay - 1
+            if after.taken:
+                (self._whole if after.verify else self._drafts).observe(self._late)
+                self._late = 0.0
 
 
 class SampleSchedule:
@@ -79,7 +95,7 @@ class SampleSchedule:
     def __init__(self, kind: Kind) -> None:
         self._kind, self._wait = kind, kind.extra / kind.share - kind.first  # iterations since the previous sample
         self._used = 0.0  # of the reserve
-        self._replay, self._extra = 0.0, kind.extra  # in seconds, in replays
+        self._extra = kind.extra
         self._late = self._late_before = 0.0  # by how much all samples took longer than was expected
 
     def next(self, suspicion: float, possible: bool = True) -> bool:
@@ -92,19 +108,16 @@ class SampleSchedule:
         self._wait, self._used = 0, self._used + self._extra
         return True
 
-    def observe(self, seconds: float, sampled: bool) -> None:
-        """An iteration took `seconds`; `sampled`: a sample included."""
-        if not sampled:
-            self._replay += (seconds - self._replay) / (16 if self._replay else 1)
-        elif self._replay:
-            extra = min(max(seconds / self._replay - 1, LEAST_EXTRA), self._kind.most_extra)
-            self._late += extra - self._extra
-            self._extra += (extra - self._extra) / 4
+    def observe(self, took: float) -> None:
+        """What a sample took."""
+        extra = min(max(took, LEAST_EXTRA), self._kind.most_extra)
+        self._late += extra - self._extra
+        self._extra += (extra - self._extra) / 4
 
     def _is_due(self, suspicion: float) -> bool:
         kind, used = self._kind, self._used + self._extra
         if self._wait >= self._extra / kind.share:
             return used <= kind.reserve
-        if suspicion == 0 or self._wait < (1 if suspicion >= STRONG else WEAK_GAP):
+        if suspicion == 0 or self._wait < (1 if suspicion >= EVIDENT else PROBE_GAP):
             return False
         return used <= min(kind.weak * math.exp(GROWTH * suspicion), kind.reserve)

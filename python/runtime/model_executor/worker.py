@@ -118,6 +118,7 @@ class Worker:
         self._step_seconds, self._token_checks = 0.0, 0
         self._guess_check = GuessCheck(parts.drafter, parts.accepter, parts.depths)
         self._read_at, self._prompts_read = 0.0, False  # when the last step was read, and whether it had prompts
+        self._samples_read = 0  # samples that had been launched then
         self._profiler = Profiler("scheduler", parts.target.device)
 
     @property
@@ -363,7 +364,7 @@ class Worker:
             self.parts.experts.add(decodes.iteration.live * (decodes.stats.draft_tokens + 1), decodes.experts.wait()[0].astype(np.int64))
             self.parts.depths.correct(self.parts.experts.spread)
         result = join(prompted, decoded)
-        self._read_at, self._prompts_read = now, prompts is not None
+        self._read_at, self._prompts_read, self._samples_read = now, prompts is not None, self.eager_drafts.samples
         self.parts.drafter.observe(batch.rows, result)
         for grammar, offset in zip(grammars, (0, batch.num_prompts), strict=True):
             if grammar is not None:
@@ -380,14 +381,15 @@ class Worker:
         caps = iteration.caps
         whole = np.ones(len(lens), dtype=np.bool_) if caps is None else caps.host >= iteration.depth
         self.parts.monitor.add(iteration, lens[whole], decoded.stats, decodes.pairs(whole))
-        seconds = now - max(self._read_at, iteration.started)
         # The draft follows prompts after their results are read.
         usual = not (with_prompts or self._prompts_read or iteration.grammar)
-        if usual:
-            self.parts.monitor.observe_time(iteration, decoded.stats.graph, seconds)
+        seconds = now - max(self._read_at, iteration.started) if usual else None
+        # A sample occupies the host while it is launched, before the previous iteration is read, and then the device.
+        disturbed = iteration.sample.taken or iteration.delay.taken or self.eager_drafts.samples > self._samples_read
+        self.parts.monitor.observe_time(iteration, decoded.stats.graph, seconds, disturbed)
         if controller is None:
             return
-        timed = seconds if usual and not iteration.delay.taken else None
+        timed = None if disturbed else seconds
         assert iteration.greedy is not None
         most = np.full(iteration.live, iteration.depth) if caps is None else caps.host
         kv_tokens = pad_kv or int(iteration.bounds.sum())

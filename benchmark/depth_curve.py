@@ -26,7 +26,8 @@ NAME = "depth_curve"
 KEYS = ("model", "speculation", "acceptance", "concurrency", "output_len")
 OFF, AUTO, ARROW = "off", "auto", " → "
 CHANGING = ARROW.join(("3.5", "1.2", "3.5"))
-LEAST_PROMPTS = 4
+LEAST_PROMPTS = 16
+"""Prompts of the smallest bursts: with fewer, chance in accepting drafts would change throughput by several per cent."""
 POLL = 0.05
 """Seconds between two looks at the tokens written so far."""
 
@@ -84,7 +85,8 @@ def run(record: Record, served: Model, args: argparse.Namespace) -> None:
     common = (*served.target_flags, "--disable-radix-cache")
     # The largest first: after a change of acceptance the controller adapts within its first iterations.
     loads = sorted(args.concurrency, reverse=True)
-    bursts = [random_ids(c, args.input_len, args.output_len, max(2 * c, LEAST_PROMPTS)) for c in loads]
+    least = 4 if args.quick else LEAST_PROMPTS
+    bursts = [random_ids(c, args.input_len, args.output_len, max(2 * c, least)) for c in loads]
     changing = [random_ids(c, args.input_len, 4 * args.output_len) for c in args.changing]
     with Server([*common, *(() if args.quick else ("--attention-backend", "fa3"))]) as server:
         for burst in [*bursts, *changing]:

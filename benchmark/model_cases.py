@@ -54,6 +54,7 @@ class Case:
         steps: drafts of an iteration that the roof is for.
         fixed: servers draft as many, not at their default depth, so that iterations of two servers can be compared.
         tp_size: GPUs that share it.
+        groups: attention groups of these GPUs. Several have no roof in the tables: each reads weights of its own.
         in_file: whether it is loaded from a checkpoint file. The weights of others are made on the device: the disk is too small for
             them, or it is a dense model, whose time does not depend on them.
         flags: more flags of every server.
@@ -70,13 +71,14 @@ class Case:
     steps: int = 3
     fixed: bool = False
     tp_size: int = 1
+    groups: int = 1
     in_file: bool = True
     flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A case in a folder: the flags of its server, those of its drafts, and its limit; None for a tiny one."""
+    """A case in a folder: the flags of its server, those of its drafts, and its limit, if known."""
 
     folder: Path
     target_flags: tuple[str, ...]
@@ -89,6 +91,9 @@ BLOCKS = ("--max-running-requests", "16", "--cuda-graph-max-bs", "16", "--contex
 CASES = {
     "qwen3-30b-a3b": Case("Qwen3-30B-A3B, bf16", "qwen3-30b-a3b", "qwen3-30b-a3b-eagle3", peers="250"),
     "qwen3-30b-a3b-fp8": Case("Qwen3-30B-A3B-FP8", "qwen3-30b-a3b-fp8", "qwen3-30b-a3b-eagle3", peers="275 to 300"),
+    "qwen3-30b-a3b-fp8-groups": Case(
+        "Qwen3-30B-A3B-FP8, two attention groups on two GPUs", "qwen3-30b-a3b-fp8", "qwen3-30b-a3b-eagle3", tp_size=2, groups=2,
+    ),
     "gpt-oss-20b": Case("gpt-oss-20b, MXFP4", "gpt-oss-20b", "gpt-oss-20b-eagle3", peers="345"),
     "gpt-oss-120b": Case("gpt-oss-120b, MXFP4", "gpt-oss-120b", "gpt-oss-20b-eagle3", in_file=False),
     "glm-4.7-flash": Case("GLM-4.7-Flash, bf16", "glm-4.7-flash", algorithm="MTP", flags=("--context-length", "8192")),
@@ -116,8 +121,10 @@ def prepare(case: Case, folder: Path) -> Served:
     elif not (target / "config.json").is_file():
         random_checkpoint.write(CONFIGS / case.shape, target, case.changes)
     draft = None if case.draft is None else CONFIGS / case.draft
-    roof = roof_of(target, case.algorithm, draft, case.hot_tokens).of_ranks(case.tp_size)
+    roof = None if case.groups > 1 else roof_of(target, case.algorithm, draft, case.hot_tokens).of_ranks(case.tp_size)
     ranks = ("--tp-size", str(case.tp_size)) if case.tp_size > 1 else ()
+    if case.groups > 1:
+        ranks += ("--dp-size", str(case.groups), "--enable-dp-attention", "--ep-size", str(case.tp_size))
     made = () if case.in_file else ("--load-format", "dummy")
     return _served(case, target, draft, (*ranks, *made), roof)
 

@@ -1,7 +1,7 @@
 """Throughput of the 8B shape on different workloads, without drafts and at the depth that the controller chooses, next to SGLang.
 
-Short and long prompts, small and large batches, a shared prompt, and sampling. Only the shared prompt is found in the prefix
-cache. The configured context length of target and draft head is 32,768 tokens, for the longest prompts.
+Short and long prompts, small and large batches, a shared prompt, and sampling; also with keys and values in 8 bits. Only the shared
+prompt is found in the prefix cache. The configured context length of target and draft head is 32,768 tokens, for the longest prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmark.sweep import Burst, Setup, arguments, names, random_ids, served_m
 
 NAME = "workloads"
 KEYS = ("model", "mode", "workload")
-PLAIN = "plain"
+PLAIN, NARROW_KV = "plain", "auto-e4m3-kv"
 LOADS = ((1000, 1000, 1), (1000, 1000, 4), (1000, 1000, 16), (1000, 1000, 32), (1000, 1000, 64), (128, 128, 64), (128, 128, 128),
          (1000, 250, 128), (1000, 250, 256), (16000, 256, 1), (16000, 256, 8))  # fmt: skip
 """Tokens of a prompt, tokens of an answer, and concurrency, of random prompts decoded greedily."""
@@ -76,7 +76,7 @@ def with_long_context(served: Model, folder: Path) -> Model:
 def setups(served: Model, modes: list[str], quick: bool) -> list[Setup]:
     """A server for each mode."""
     common = (*served.target_flags, *(() if quick else ("--attention-backend", "fa3")))
-    drafts = {PLAIN: (), AUTO: drafting(served)}
+    drafts = {PLAIN: (), AUTO: drafting(served), NARROW_KV: (*drafting(served), "--kv-cache-dtype", "fp8_e4m3")}
     return [Setup({"model": served.name, "mode": mode}, (*common, *drafts[mode])) for mode in modes]
 
 
@@ -96,14 +96,14 @@ def render(result: Result) -> str:
 def summary(result: Result) -> str:
     """The table alone."""
     known, lines = peers(result), []
+    with_narrow = any(row["mode"] == NARROW_KV for row in result["rows"])
     for name in dict.fromkeys(row["workload"] for row in result["rows"]):
         ours = {row["mode"]: row["output_throughput"] for row in result["rows"] if row["workload"] == name}
-        plain, auto = ours.get(PLAIN), ours.get(AUTO)
-        lines.append(
-            [name, plain, _ratio(plain, known[PLAIN].get(name)), auto, _ratio(auto, known[AUTO].get(name)), _ratio(auto, plain)]
-        )  # fmt: skip
+        plain, auto, narrow = ours.get(PLAIN), ours.get(AUTO), ours.get(NARROW_KV)
+        line = [name, plain, _ratio(plain, known[PLAIN].get(name)), auto, _ratio(auto, known[AUTO].get(name)), _ratio(auto, plain)]
+        lines.append([*line, narrow, _ratio(narrow, auto)] if with_narrow else line)
     head = ["prompt → answer", "plain, tok/s", "against SGLang", "auto, tok/s", "against SGLang with EAGLE", "auto / plain"]
-    return table(head, lines)
+    return table([*head, "auto, 8-bit KV, tok/s", "8-bit / 16-bit KV"] if with_narrow else head, lines)
 
 
 def _ratio(value: float | None, other: float | None) -> str | None:
@@ -129,7 +129,7 @@ def plot(result: Result, file: Path) -> None:
 def main() -> None:
     """Measure, record and plot."""
     parser = arguments(__doc__)
-    parser.add_argument("--modes", type=names, default=[PLAIN, AUTO])
+    parser.add_argument("--modes", type=names, default=[PLAIN, AUTO, NARROW_KV])
     parser.add_argument("--only", type=names, default=[], help="only workloads whose name starts so, e.g. '128 → 128,1000 → 250'")
     args = parser.parse_args()
     record = Record(NAME, KEYS, args.out, args.quick)

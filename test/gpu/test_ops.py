@@ -175,10 +175,11 @@ def test_a_deferred_norm_is_the_norm(rows: int) -> None:
         assert error(ops.norm_linear(stream, norm, qkv), matmul(normed(stream.h, norm), qkv)) < TOLERANCE, way
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("rows", [150, 384, 1000])
-def test_a_deferred_norm_of_many_rows_is_the_norm(rows: int) -> None:
+def test_a_deferred_norm_of_many_rows_is_the_norm(rows: int, split: bool) -> None:
     from runtime.layers.cuda_ops import CudaOps
-    from runtime.layers.gemm.many_rows import GemmSize, many_rows_config
+    from runtime.layers.gemm.many_rows import GemmSize, many_rows_config, split_config
     from runtime.layers.gemm.tilings import m_bucket
 
     if torch.cuda.get_device_capability()[0] != 9:
@@ -189,7 +190,8 @@ def test_a_deferred_norm_of_many_rows_is_the_norm(rows: int) -> None:
     ops = CudaOps(GemmTimings(H200))
     for op, linear in linears.items():
         size = GemmSize(rows, linear.out_features, linear.in_features, op == "gate_up")
-        ops.choices[Gemm(op, linear, norm).key(m_bucket(rows))] = many_rows_config(size, 132)
+        halves = split_config(size, H200.clusters_at_once) if split else None
+        ops.choices[Gemm(op, linear, norm).key(m_bucket(rows))] = halves or many_rows_config(size, 132)
     stream = ops.linear_add(x, down, Stream(h.clone()), norm)
     assert stream.deferred is not None
     assert error(stream.h.double() - h.double(), matmul(x, down)) < TOLERANCE

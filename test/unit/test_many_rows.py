@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.layers.gemm.many_rows import GemmSize, cycles, many_rows_config
+from runtime.config.device_tuning import H200
+from runtime.layers.gemm.many_rows import GemmSize, cycles, many_rows_config, split_config
 from runtime.layers.gemm.wgmma_gemm import BLOCK_ROWS, WgmmaConfig, _blocks, _boxes
 from runtime.model_executor.build import prompt_rows
 
@@ -24,6 +25,19 @@ def test_the_tiling_offered_is_valid(num_sms: int, rows: int, shape: tuple[int, 
     assert _boxes(config, BLOCK_ROWS, BLOCK_ROWS, gated).stages >= 4
     narrower = WgmmaConfig(config.tile // 2 // 16 * 16, cluster_m=2)
     assert narrower.tile < 32 or not narrower.fits(gated) or cycles(config, size, num_sms) <= cycles(narrower, size, num_sms)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_clusters_of_a_split_tiling_all_run_at_once(rows: int, shape: tuple[int, int]) -> None:
+    config = split_config(GemmSize(rows, *shape, gated=False), H200.clusters_at_once)
+    if config is None:
+        assert -(-rows // 256) * -(-shape[0] // 256) > H200.clusters_at_once[4], "no tile is wide enough"
+        return
+    assert config.fits(gated=False)
+    assert _boxes(config, BLOCK_ROWS, BLOCK_ROWS, gated=False).stages >= 4
+    assert -(-rows // 256) * -(-shape[0] // config.tile) <= H200.clusters_at_once[config.cluster]
+    assert split_config(GemmSize(rows, *shape, gated=True), H200.clusters_at_once) is None
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -53,6 +53,7 @@ class DeviceTuning:
         gemm_flops: FLOP/s of a prompt's GEMMs in 16-bit weights.
         weight_read_tokens: tokens whose GEMMs take as long as reading the weights once, at two bytes per parameter.
         graph_node_bytes: device memory of one kernel node of an instantiated graph.
+        nccl_node_bytes: the same of one call of NCCL.
         split_kv_batches: batch sizes, first and last, whose fixed-width passes run by split-KV attention, not FA3.
         split_kv_width: most queries per request of such a pass.
         split_kv_queries: passes of more queries per request also use split-KV if they have at most this many in total.
@@ -80,6 +81,7 @@ class DeviceTuning:
     gemm_flops: float
     weight_read_tokens: int
     graph_node_bytes: int
+    nccl_node_bytes: int
     split_kv_batches: tuple[tuple[int, int], ...]
     split_kv_width: int
     split_kv_queries: int
@@ -152,6 +154,8 @@ H200 = DeviceTuning(
     weight_read_tokens=128,
     # CUDA 13: 52 graphs of 300 nodes took 88 MiB.
     graph_node_bytes=5800,
+    # On two H100s 51 graphs of 96 calls took 551 MiB more than by their nodes.
+    nccl_node_bytes=120_000,
     # Up to 1.5 times as fast as FA3 with one request, 10 to 25 % faster up to 16. At 32, 12 % faster where lengths are
     # alike, 10 % slower where they differ by a factor of seven. With other batch sizes FA3 is as fast.
     split_kv_batches=((1, 16), (25, 32)),

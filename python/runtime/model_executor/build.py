@@ -36,6 +36,7 @@ from runtime.model_executor.iteration_graph import IterationGraphs, IterationSta
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_loader import load_model
 from runtime.model_executor.model_runner import ModelRunner
+from runtime.model_executor.nccl_graphs import captured_everywhere, nccl_bytes_of_graph
 from runtime.model_executor.parity import check_parity
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.short_prompts import SLOTS, PromptCost, ShortPrompts, prompt_forward, prompt_spec, shared_sizes, shared_spec
@@ -186,7 +187,8 @@ def graph_options(context: WorkerContext, model: ModelRunner, sizes: Sequence[in
     """Options of a graph runner of `model` that captures `sizes`."""
     captured = () if context.replay == "none" else tuple(sizes)
     padding, node_bytes = context.config.graphs.cuda_graph_padding, context.config.device.tuning.graph_node_bytes
-    return GraphOptions(captured, padding, max_size, context.replay == "cuda", model.arena, node_bytes=node_bytes)
+    nccl_bytes = partial(nccl_bytes_of_graph, context, model.config)
+    return GraphOptions(captured, padding, max_size, context.replay == "cuda", model.arena, node_bytes=node_bytes, nccl_bytes=nccl_bytes)
 
 
 def make_policy(context: WorkerContext, spec: DrafterSpec) -> AcceptPolicy:
@@ -348,9 +350,10 @@ def capture_graphs(context: WorkerContext, models: list[ModelPasses], plan: Memo
     """Capture all graphs; log their cost, and planned against used memory."""
     with torch.inference_mode(), context.timed("capture_graphs"):
         runners = [runner for model in models for runner in _in_capture_order(model)]
+        wanted = [runner.sizes for runner in runners]
         reports = capture_all(runners)
-        for runner in runners:
-            runner.keep(sorted(set.intersection(*map(set, context.group.gather(runner.sizes)))))
+        for runner, sizes in zip(runners, wanted, strict=True):
+            runner.keep(captured_everywhere(context, runner, sizes))
     for r in reports:
         log.info("graphs: %-14s %3d sizes up to %4d, %5.1f s, reserved %8.1f MiB, used %8.1f MiB",
                  r.name, len(r.sizes), max(r.sizes, default=0), r.seconds, r.reserved_mib, r.used_mib)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,11 +21,11 @@ log = logging.getLogger(__name__)
 SIZES = (1, 4, 16, 32, 64, 128, 256)
 ORDER = (0, 3, 7, 1, 5, 2)
 """Depths, the most informative ones first."""
-BUDGET = 1.5
+BUDGET = 2.0
 """Seconds. Points that are expected to take longer than the remaining time are not measured."""
 ENOUGH = 0.05
-"""Seconds from which an iteration runs twice instead of three times."""
-RUNS, SLOW_RUNS = 3, 2
+"""Seconds from which an iteration runs twice instead of four times."""
+RUNS, SLOW_RUNS = 4, 2
 ROOM = 128
 """Positions that a request may take in the measurement, if the context is that long."""
 
@@ -109,9 +110,10 @@ class ScratchRows:
         return self._bounds[0] + RUNS * (depth + 1) <= _pages(self._worker) * self._worker.limits.page_size
 
     def time(self, depth: int) -> CostPoint:
-        """The shortest time of a few iterations at a depth, each submitted before the previous one is read if steps overlap.
+        """The median time of a few iterations at a depth, each submitted before the previous one is read if steps overlap.
 
-        The first does not count: it does not wait for a preceding draft extend, and may load kernels.
+        The first does not count: it does not wait for a preceding draft extend, and may load kernels. A result that is read late makes
+        one time too long and the next too short.
         """
         found, ahead, last = list[float](), self._worker.limits.overlap, time.perf_counter()
         with self._worker.parts.depths.forced(depth):
@@ -121,11 +123,11 @@ class ScratchRows:
                 now = time.perf_counter()
                 found.append(now - last)
                 last = now
-                runs = SLOW_RUNS if found[0] > ENOUGH else RUNS
+                runs = SLOW_RUNS if min(found) > ENOUGH else RUNS
                 while submitted < runs and len(pending) < 1 + ahead:
                     pending.append(self._submit(depth))
                     submitted += 1
-        return CostPoint(self._worker.parts.verifier.padded_size(depth, self._size), depth, min(found[1:]))
+        return CostPoint(self._worker.parts.verifier.padded_size(depth, self._size), depth, statistics.median(found[1:]))
 
     def _submit(self, depth: int) -> Pending:
         self._step += 1

@@ -109,6 +109,7 @@ class GraphOptions:
         cuda: whether captures are CUDA graphs; False records plain calls.
         arena: memory of the outputs, shared with runners whose outputs are dead when this one runs; None for its own.
         node_bytes: device memory of one kernel node of an instantiated graph.
+        nccl_bytes: device memory that NCCL's calls take in a graph of a pass over some tokens.
     """
 
     sizes: Sequence[int] = ()
@@ -117,6 +118,7 @@ class GraphOptions:
     cuda: bool = True
     arena: OutputArena | None = None
     node_bytes: int = field(kw_only=True)
+    nccl_bytes: Callable[[int], int] = field(kw_only=True, default=lambda tokens: 0)
 
 
 class GraphRunner:
@@ -139,7 +141,7 @@ class GraphRunner:
     ) -> None:
         self.spec, self._forward, self._inputs, self._backends = spec, forward, inputs, backends
         self._sizes, self._padding, self._cuda = sorted(options.sizes), options.padding, options.cuda
-        self._node_bytes = options.node_bytes
+        self._nccl_bytes, self._node_bytes = options.nccl_bytes, options.node_bytes
         self._max_size = options.max_size or (inputs.max_requests if spec.width else inputs.max_tokens)
         self._arena = options.arena if options.arena is not None else OutputArena(inputs.device)
         self._storage: torch.Tensor | None = None
@@ -246,12 +248,18 @@ class GraphRunner:
         if self.uses_cuda_graphs:
             self.pool_peak = self._peak(self._sizes[-1])
 
+    def calls_nccl(self, size: int) -> bool:
+        """Whether a CUDA graph of this size contains calls of NCCL."""
+        return self._cuda and self._nccl_bytes(self.spec.shape(size)[1]) > 0
+
     def reserve(self, pool_bytes: int) -> int:
         """Bytes that capturing will take with `pool_bytes` in the pool already. Outputs are allocated by now."""
         if not self.uses_cuda_graphs:
             return 0
+        passes = len(self.spec.variants) * max(self.spec.num_steps, 1)
         nodes = len(self._sizes) * len(self.spec.variants) * self.spec.launches
-        needed = max(self.pool_peak - pool_bytes, 0) + nodes * self._node_bytes
+        nccl = passes * sum(self._nccl_bytes(self.spec.shape(size)[1]) for size in self._sizes)
+        needed = max(self.pool_peak - pool_bytes, 0) + nodes * self._node_bytes + nccl
         self.report.reserved_mib = (needed + self.report.output_bytes) / MIB
         return needed
 

@@ -19,6 +19,7 @@ from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_
 from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work
 from runtime.layers.attention.kernels.split_shape import MAX_WIDTH, SplitShape, one_of_each_kernel, supports
 from runtime.layers.attention.kernels.tree_tail import merge_tree_tail
+from runtime.layers.attention.widened_prompts import PromptGroup, WidenedPrompts
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.kernels.pdl import starts_early
 from runtime.mem_cache.kv_pool import KVPool, PageTable
@@ -53,8 +54,8 @@ class _ExtendPlan:
         cu_seqlens_q: int32 [B + 1].
         max_queries: the most queries of a request.
         pages: int32 [rows, cols], a view of the page table.
-        requests: queries of each request, and an upper bound of its keys, on the host.
-        metadata: by window and whether the layer is causal, FA3's tile schedule, int32; empty for an 8-bit cache.
+        groups: over an 8-bit cache, the requests whose keys are converted together.
+        metadata: by window and whether the layer is causal, FA3's tile schedule, int32; with groups each has its own.
     """
 
     rows: torch.Tensor
@@ -62,7 +63,7 @@ class _ExtendPlan:
     cu_seqlens_q: torch.Tensor
     max_queries: int
     pages: torch.Tensor
-    requests: list[tuple[int, int]]
+    groups: list[PromptGroup]
     metadata: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict[tuple[int, bool], torch.Tensor])
 
 
@@ -74,7 +75,7 @@ class FlashAttention(AttentionBackend):
     attention to the keys before the tail, then the tail under the mask.
 
     FA3 reads no 8-bit cache with 16-bit queries. With one, all fixed-width passes run by split-KV attention, and a ragged pass
-    converts the keys and values of one request after the other.
+    converts the keys and values of its requests first (`WidenedPrompts`).
     """
 
     caps = ATTENTION_CAPS["fa3"]
@@ -94,8 +95,7 @@ class FlashAttention(AttentionBackend):
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._pdl = starts_early(self._device)
         self._workspace = self._split_workspace()
-        pages = page_table.max_pages if self._scaled else 0
-        self._wide = torch.empty((2, pages, *kv_pool.k[0].shape[1:]), dtype=self._dtype, device=self._device)
+        self._widened = WidenedPrompts(kv_pool, page_table, self._dtype) if self._scaled else None
         # FA3 supports sinks only in bfloat16, the type of published ones.
         self._sinks = {layer.layer_id: None if layer.sinks is None else layer.sinks.to(torch.bfloat16) for layer in shape.layers}
         self._kinds = sorted({(layer.window, layer.causal) for layer in shape.layers})
@@ -107,10 +107,11 @@ class FlashAttention(AttentionBackend):
         self._plan = self._fixed_plan(batch, num_steps) if batch.tokens_per_req or batch.max_queries else self._extend_plan(batch)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """One run per kernel of split-KV attention; FA3 comes compiled."""
+        """One run per kernel of split-KV attention and of the conversion of keys; FA3 comes compiled."""
+        conversion: list[Callable[[], object]] = [] if self._widened is None else [self._widened.warm_up]
         shapes = [shape for size in sizes if (shape := self._split_shape(size, width)) is not None]
         layers = {(-1 if tree else layer.window, layer.causal, layer.sinks is not None): layer for layer in self._shape.layers}
-        return [
+        return conversion + [
             partial(
                 warm_up,
                 shape,
@@ -135,8 +136,7 @@ class FlashAttention(AttentionBackend):
         """Compute lengths and the tile or split-KV schedules, in place."""
         plan = self._plan
         if isinstance(plan, _ExtendPlan):
-            if not self._scaled:
-                plan.metadata.update({kind: self._extend_metadata(plan, *kind) for kind in self._kinds})
+            self._plan_extend(plan)
             return
         assert plan is not None, "prepare comes before plan_on_device"
         plan.at.fill(batch)
@@ -178,13 +178,14 @@ class FlashAttention(AttentionBackend):
     def _extend_plan(self, batch: ForwardBatch) -> _ExtendPlan:
         assert batch.extend_lens is not None
         cols = -(-int(batch.seq_len_bounds.max()) // self._table.page_size)
+        requests = list(zip(batch.extend_lens.tolist(), batch.seq_len_bounds.tolist(), strict=True))
         return _ExtendPlan(
             rows=batch.page_rows,
             seq_lens=batch.seq_lens,
             cu_seqlens_q=batch.qo_indptr,
             max_queries=int(batch.extend_lens.max()),
             pages=self._table.pages[:, : min(max(cols, 1), self._table.max_pages)],
-            requests=list(zip(batch.extend_lens.tolist(), batch.seq_len_bounds.tolist(), strict=True)),
+            groups=[] if self._widened is None else self._widened.groups(requests, batch.page_rows, batch.seq_lens, batch.qo_indptr),
         )
 
     def _fixed_plan(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
@@ -233,12 +234,24 @@ class FlashAttention(AttentionBackend):
         else:
             static.copy_(fresh)
 
-    def _extend_metadata(self, plan: _ExtendPlan, window: int, causal: bool) -> torch.Tensor:
-        """The tile schedule of a ragged pass, which otherwise each layer would compute. Arguments must match those of `_extend`."""
+    def _plan_extend(self, plan: _ExtendPlan) -> None:
+        """Compute the tile schedules of a ragged pass, which otherwise each layer would compute."""
+        for window, causal in self._kinds:
+            kind = window, causal
+            if not plan.groups:
+                plan.metadata[kind] = self._extend_metadata(plan.pages, plan.seq_lens, plan.cu_seqlens_q, plan.max_queries, *kind)
+            for group in plan.groups:
+                lens = group.keys.seq_lens
+                group.metadata[kind] = self._extend_metadata(group.table, lens, group.cu_seqlens_q, group.max_queries, *kind)
+
+    def _extend_metadata(
+        self, table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_queries: int, window: int, causal: bool
+    ) -> torch.Tensor:
+        """Arguments must match those of `_extend`."""
         shape = self._shape
         return get_scheduler_metadata(
-            len(plan.rows), plan.max_queries, plan.pages.shape[1] * self._table.page_size, shape.num_q_heads, shape.num_kv_heads,
-            shape.head_dim, plan.seq_lens, qkv_dtype=self._dtype, cu_seqlens_q=plan.cu_seqlens_q, page_size=self._table.page_size,
+            len(seq_lens), max_queries, table.shape[1] * self._table.page_size, shape.num_q_heads, shape.num_kv_heads,
+            shape.head_dim, seq_lens, qkv_dtype=self._dtype, cu_seqlens_q=cu_seqlens_q, page_size=self._table.page_size,
             causal=causal, window_size=_window_size(window, causal), num_splits=0,
         )  # fmt: skip
 
@@ -299,8 +312,8 @@ class FlashAttention(AttentionBackend):
         )  # fmt: skip
 
     def _extend(self, q: torch.Tensor, layer: AttentionSpec, plan: _ExtendPlan) -> torch.Tensor:
-        if layer.kv_scales is not None:
-            return self._extend_widened(q, layer, layer.kv_scales, plan)
+        if self._widened is not None:
+            return self._extend_widened(q, layer, self._widened, plan)
         return flash_attn_with_kvcache(
             q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=plan.seq_lens,
             page_table=plan.pages, cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q,
@@ -309,26 +322,19 @@ class FlashAttention(AttentionBackend):
             num_splits=0, sinks=self._sinks[layer.layer_id],
         )  # fmt: skip
 
-    def _extend_widened(self, q: torch.Tensor, layer: AttentionSpec, scales: torch.Tensor, plan: _ExtendPlan) -> torch.Tensor:
-        outs, start = [], 0
-        for i, (queries, keys) in enumerate(plan.requests):
-            count = min(-(-keys // self._table.page_size), plan.pages.shape[1])
-            pages = plan.pages[:, :count].index_select(0, plan.rows[i : i + 1])
-            for cache, scale, wide in zip((self._pool.k, self._pool.v), scales, self._wide, strict=True):
-                stored = cache[layer.layer_id].view(torch.uint8).index_select(0, pages[0])  # torch indexes no 8-bit floats
-                wide[:count].copy_(stored.view(torch.float8_e4m3fn)).mul_(scale)
-            k, v = self._wide[:, :count]
-            in_order = torch.arange(count, dtype=torch.int32, device=self._device)[None]
-            bounds = plan.cu_seqlens_q[i : i + 2]
+    def _extend_widened(self, q: torch.Tensor, layer: AttentionSpec, widened: WidenedPrompts, plan: _ExtendPlan) -> torch.Tensor:
+        outs = []
+        for group in plan.groups:
+            k, v = widened.widen(group, layer)
             outs.append(
                 flash_attn_with_kvcache(
-                    q[start : start + queries], k, v, cache_seqlens=plan.seq_lens[i : i + 1], page_table=in_order,
-                    cu_seqlens_q=bounds - bounds[:1], max_seqlen_q=queries, softmax_scale=layer.scale, causal=layer.causal,
-                    window_size=_window_size(layer.window, layer.causal), num_splits=0, sinks=self._sinks[layer.layer_id],
+                    q[group.queries], k, v, cache_seqlens=group.keys.seq_lens, page_table=group.table,
+                    cu_seqlens_q=group.cu_seqlens_q, max_seqlen_q=group.max_queries, softmax_scale=layer.scale, causal=layer.causal,
+                    window_size=_window_size(layer.window, layer.causal), scheduler_metadata=group.metadata[layer.window, layer.causal],
+                    num_splits=0, sinks=self._sinks[layer.layer_id],
                 )
             )  # fmt: skip
-            start += queries
-        return torch.cat(outs)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _window_size(window: int, causal: bool) -> tuple[int, int]:

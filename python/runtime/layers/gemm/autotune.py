@@ -24,7 +24,7 @@ from runtime.layers.activation import Activation
 from runtime.layers.gemm.few_rows_output import MAX_ROWS as FEW_ROWS
 from runtime.layers.gemm.fragment_gemm import supports as fragments_support
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
-from runtime.layers.gemm.many_rows import GemmSize, many_rows_config
+from runtime.layers.gemm.many_rows import GemmSize, many_rows_config, split_config
 from runtime.layers.gemm.resident_gemm import resident_config
 from runtime.layers.gemm.resident_gemm import supports as can_be_resident
 from runtime.layers.gemm.tilings import wgmma_configs
@@ -45,6 +45,8 @@ COMPILE_THREADS = min(2 * len(os.sched_getaffinity(0)) + 4, 32)
 """More than cores, because some wait for kernels that others compile; limited so that compilers do not fill the host's memory."""
 ENOUGH_BYTES = 400 << 20
 """Bytes of weights to cycle through while timing: several times any L2, so that each GEMM reads memory as in the model."""
+SPLITTABLE: tuple[GemmOp, ...] = ("linear", "linear_add")
+"""Operations whose sums blocks of a cluster may add up."""
 Run = Callable[[int], object]
 """A run of one GEMM or of several; the argument counts calls and picks the layer."""
 
@@ -117,7 +119,8 @@ def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[Ge
         return None, *_scaled_candidates(group, num_sms, tuning)
     if rows > MAX_ROWS:
         size = GemmSize(rows, linear.out_features, linear.in_features, gated=group.op == "gate_up")
-        return None, many_rows_config(size, num_sms)
+        split = split_config(size, tuning.clusters_at_once) if group.op in SPLITTABLE else None
+        return None, many_rows_config(size, num_sms), *(() if split is None else (split,))
     found: tuple[GemmChoice, ...] = tuning.gemm_configs(group.op, rows)
     if supports(linear.weight, silu=group.op == "gate_up"):
         wgmma = wgmma_configs(group.op, rows, linear.out_features, num_sms, tuning)

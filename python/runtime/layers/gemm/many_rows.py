@@ -1,7 +1,8 @@
-"""The tiling of the WGMMA GEMM for more than 128 rows, by an estimate of its time."""
+"""The tilings of the WGMMA GEMM for more than 128 rows, by an estimate of its time."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.layers.gemm.wgmma_gemm import BLOCK_ROWS, COLUMNS, MAX_TILE, ROW_BYTES, WgmmaConfig
@@ -14,6 +15,8 @@ TILE_CYCLES, STORE_RATE = 1000, 50
 """Fixed cycles per tile; bytes of float32 sums that the epilogue processes per cycle."""
 SHARING = 2
 """Blocks of a cluster, which have the same weight rows and neighbouring rows of x. Larger clusters leave SMs idle."""
+SPLIT = 2
+"""Blocks that split K. More leave SMs idle."""
 NARROWEST, STEP = 32, 8
 """Weight rows of the narrowest tile, and by how many tiles differ. The rates and cycles above are per multiprocessor of a
 Hopper GPU, the only kind that runs the kernel, and choose no more than the tiling that is timed beside cuBLAS."""
@@ -30,9 +33,26 @@ class GemmSize:
 
 
 def many_rows_config(size: GemmSize, num_sms: int) -> WgmmaConfig:
-    """The tiling to time against cuBLAS: the one with the shortest estimate."""
+    """The tiling without split-K to time against cuBLAS: the one with the shortest estimate."""
     tilings = (WgmmaConfig(tile, cluster_m=SHARING) for tile in range(NARROWEST, MAX_TILE + 1, STEP))
     return min((config for config in tilings if config.fits(size.gated)), key=lambda config: cycles(config, size, num_sms))
+
+
+def split_config(size: GemmSize, clusters_at_once: Mapping[int, int]) -> WgmmaConfig | None:
+    """The tiling with split-K to time as well: the narrowest whose clusters all run at once. None if there is none.
+
+    With few rows the tiles that fill all SMs are narrow, so that SMs wait for L2. Two blocks that split K of a tile twice as wide load
+    fewer bytes together.
+
+    Args:
+        clusters_at_once: by blocks per cluster, how many clusters run at once.
+    """
+    row_groups = _ceil(size.rows, BLOCK_ROWS * SHARING)
+    tiles = clusters_at_once[SHARING * SPLIT] // row_groups
+    if size.gated or not tiles:
+        return None
+    tile = _ceil(_ceil(size.weight_rows, tiles), STEP * SPLIT) * STEP * SPLIT
+    return WgmmaConfig(max(tile, NARROWEST), SPLIT, SHARING) if tile <= MAX_TILE else None
 
 
 def cycles(config: WgmmaConfig, size: GemmSize, num_sms: int) -> float:

@@ -1,0 +1,35 @@
+"""Calls of NCCL in CUDA graphs: the memory that they take, and what a capture of them that failed means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from runtime.errors import ConfigError
+from runtime.model_executor.context import WorkerContext
+from runtime.model_executor.graph_runner import GraphRunner
+from runtime.models.config import ModelConfig
+
+
+def nccl_bytes_of_graph(context: WorkerContext, model: ModelConfig, tokens: int) -> int:
+    """Device memory of NCCL's calls in a graph of a pass over `tokens`: for each layer two sums over the ranks, unless our own kernels
+    take them, and two exchanges with other attention groups.
+    """
+    group = context.attention_group
+    x = torch.empty((tokens, model.hidden_size), dtype=context.dtype, device="meta")
+    sums = group.size > 1 and (group.fused is None or not group.fused.fits(x))
+    return 2 * model.num_layers * (sums + (context.exchange is not None)) * context.config.device.tuning.nccl_node_bytes
+
+
+def captured_everywhere(context: WorkerContext, runner: GraphRunner, wanted: Sequence[int]) -> list[int]:
+    """The sizes that have a graph on all ranks.
+
+    Raises:
+        ConfigError: one of those that were `wanted` calls NCCL and failed. Later calls would hang.
+    """
+    held = set.intersection(*map(set, context.group.gather(runner.sizes)))
+    if any(runner.calls_nccl(size) for size in set(wanted) - held):
+        name = runner.spec.name
+        raise ConfigError(f"The graphs of {name} do not fit the memory of all GPUs. Lower --mem-fraction-static or --cuda-graph-max-bs.")
+    return sorted(held)

@@ -1,0 +1,50 @@
+"""Calls of NCCL in CUDA graphs: their memory is planned, and a failed capture of them ends the start."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.config.device_tuning import H200
+from runtime.errors import ConfigError
+from runtime.model_executor.nccl_graphs import captured_everywhere, nccl_bytes_of_graph
+
+MODEL: Any = SimpleNamespace(num_layers=3, hidden_size=64)
+
+
+def context(size: int = 1, fused: int | None = None, exchange: bool = False, sizes: list[list[int]] | None = None) -> Any:
+    """Of ranks whose own kernels sum arrays of up to `fused` bytes, and that hold graphs of these `sizes`."""
+    own = None if fused is None else SimpleNamespace(fits=lambda x: x.nbytes <= fused)
+    return SimpleNamespace(
+        attention_group=SimpleNamespace(size=size, fused=own),
+        group=SimpleNamespace(gather=lambda mine: sizes),
+        exchange=object() if exchange else None,
+        dtype=torch.bfloat16,
+        config=SimpleNamespace(device=SimpleNamespace(tuning=H200)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "calls"),
+    [
+        (context(), 8, 0),
+        (context(size=2), 8, 6),
+        (context(size=2, fused=8 * 64 * 2), 8, 0),
+        (context(size=2, fused=8 * 64 * 2), 9, 6),
+        (context(exchange=True), 8, 6),
+        (context(size=2, exchange=True), 8, 12),
+    ],
+)
+def test_two_sums_and_two_exchanges_per_layer_take_memory(ranks: Any, tokens: int, calls: int) -> None:
+    assert nccl_bytes_of_graph(ranks, MODEL, tokens) == calls * H200.nccl_node_bytes
+
+
+def test_a_failed_capture_with_nccl_ends_the_start() -> None:
+    runner: Any = SimpleNamespace(sizes=[2, 4], spec=SimpleNamespace(name="target decode"), calls_nccl=lambda size: size > 1)
+    assert captured_everywhere(context(sizes=[[2, 4], [2, 4]]), runner, [2, 4]) == [2, 4]
+    assert captured_everywhere(context(sizes=[[2, 4], [1, 2, 4]]), runner, [1, 2, 4]) == [2, 4], "size 1 calls no NCCL"
+    with pytest.raises(ConfigError, match="target decode do not fit the memory of all GPUs"):
+        captured_everywhere(context(sizes=[[2, 4], [4]]), runner, [2, 4])

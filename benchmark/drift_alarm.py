@@ -1,55 +1,76 @@
-"""How early the drift alarm reports graphs that lose acceptance, and how rarely it is wrong.
+"""How early the drift alarm reports graphs that lose acceptance, how rarely it is wrong, and what its samples cost.
 
-Acceptance of the embedded model is recorded once, request by request. The simulation runs B requests at a time; each
-repeats a recorded one, and faulty graphs accept fewer first drafts. The live row is the embedded model itself with 16
-concurrent requests and an error injected into the draft-extend graph runner: the next drafts start from the slot after the
-last accepted one. Times are those of the 8B shape on an H200, where an eager iteration of one request takes as long as
-five replays. An iteration with only the draft eager is assumed to be 5 % longer than a replay.
+The embedded model drafts every window twice on a CPU, through recorded passes and eagerly, once without a fault and once with each:
+the next drafts start from the slot after the last accepted one, or draft-extend reads features with noise, so that acceptance falls by
+about five points. Which drafts of both were accepted is recorded request by request. The simulation runs B requests at a time; each
+repeats a recorded one. In all of it harmless differences of rounding spoil a share of the windows of either side. "Hard text" is drawn:
+slots off by one where acceptance of the first draft is 0.39. The live rows are the embedded model itself with the first fault and as many
+concurrent requests as they say.
+
+Sound graphs are simulated with near-ties at which the first drafts of both sides differ, in 0 to 100 % of the windows, for 1 to 256
+requests; either they are right as often on both sides, or acceptance is forced as in benchmarks, and eager drafts never are. The cost of a
+sample is counted in replays of an iteration; what it is on a GPU is not measured here, so there are three assumptions.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from benchmark import picture, plots
+from benchmark.drift_simulation import (
+    COSTS,
+    EARLY,
+    NEAR_TIES,
+    REQUESTS,
+    SPOILT,
+    STEPS,
+    Cost,
+    Lens,
+    detection,
+    false_alarms,
+    hard_text,
+    near_ties,
+    replayed,
+    start_cost,
+)
 from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record
 from benchmark.sweep import arguments
-from runtime.batch import EagerSample, RowInit
+from runtime.batch import EagerSample, RowInit, StepStats
 from runtime.check_acceptance import EMBEDDED_PROMPTS, Options, Session, read_prompts, tokenised
 from runtime.config.flag_parser import parse
 from runtime.entrypoints.prepare import prepare
-from runtime.model_executor.drift_alarm import DriftAlarm
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
+from runtime.model_executor.drift_alarm import DriftAlarm, Pairs
+from runtime.model_executor.eager_drafts import Compared
+from runtime.model_executor.iteration import Iteration
 from runtime.model_executor.parity import eagerly
 from runtime.model_executor.sample_schedule import Samples
 from runtime.text.tokenizer import Tokenizer
 
 NAME = "drift_alarm"
-KEYS = ("kind", "fault", "requests")
-FAULTS = {"slots off by one": 0.1, "5 points": None}
-"""Share of accepted first drafts that a fault leaves; None: as many as lower acceptance by 0.05."""
-STEPS = 3
-EAGER_SECONDS = 0.028
-"""Time of an eager iteration of the 8B shape on an H200: as long as launching its kernels takes, at any batch size."""
-DRAFT_SHARE = 0.05
-"""Share by which an iteration is longer whose draft alone runs eagerly. Its launches are hidden behind verification: without the graph
-of draft-extend the GPU waits for at most 1.9 % of an iteration (docs/benchmarks/draft_extend_graph.md)."""
-WINDOW_SECONDS = 4.0
-"""Eager samples must not make any stretch of this length much longer."""
-
-SHORT, SHORT_RUNS = 250, 12
-"""Iterations of a short run from the start, and how many such runs are averaged."""
-CHUNK = 1024
-"""Iterations whose accept lengths are drawn together."""
-
-Lens = list[np.ndarray]
+KEYS = ("kind", "fault", "requests", "draft")
+NONE, OFF_BY_ONE, HARD, NOISE = "none", "slots off by one", "slots off by one, hard text", "5 points"
+MOST = {OFF_BY_ONE: 4_000, HARD: 4_000, NOISE: 20_000}
+"""Faults, and the longest simulation of each."""
+SOME_NEAR_TIES = 0.2
+LIVE = {1: 256, 16: 48}
+"""Tokens of each answer of the live runs, by requests."""
+NOISE_SCALE = 0.02
+"""Standard deviation of the noise in features, in standard deviations of these: acceptance of the embedded model falls by five points."""
+Fault = Callable[[dict[str, torch.Tensor]], None]
+"""Changes the inputs of draft-extend through graphs."""
 
 
 def session(prompts: int, new_tokens: int) -> Session:
@@ -67,164 +88,148 @@ def session(prompts: int, new_tokens: int) -> Session:
     return Session(worker, config, model_config, ids, new_tokens)
 
 
-def record_acceptance(run: Session) -> Lens:
-    """Accept lengths of each request over time, of one run of all prompts."""
-    texts, rows = list[list[int]](), dict[int, list[int]]()
-    monitor, drafter = run.worker.parts.monitor, run.worker.parts.drafter
-    count, admitted = monitor.add, drafter.admit
+class EveryIteration:
+    """A schedule of samples that drafts every window twice."""
+
+    def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
+        """As `Samples.next`."""
+        return EagerSample(taken=possible)
+
+    def observe(self, seconds: float | None, disturbed: bool, after: EagerSample) -> None:
+        """As `Samples.observe`; times change nothing."""
+
+
+def off_by_one(inputs: dict[str, torch.Tensor]) -> None:
+    """The next drafts start from the wrong position."""
+    lens = inputs["accept_lens"]
+    lens.copy_(lens % (STEPS + 1) + 1)
+
+
+def noise() -> Fault:
+    """The draft reads features with noise."""
+    rng = torch.Generator().manual_seed(0)
+
+    def disturb(inputs: dict[str, torch.Tensor]) -> None:
+        features = inputs["features"]
+        features.add_(torch.randn(features.shape, generator=rng) * features.float().std() * NOISE_SCALE)
+
+    return disturb
+
+
+@contextmanager
+def faulty(run: Session, fault: Fault | None) -> Iterator[AcceptanceMonitor]:
+    """Within, replays of draft-extend have a fault, and the monitor samples although the session checks graphs itself."""
+    worker = run.worker
+    (extend,) = [runner for runner in worker.runners if runner.spec.name == "draft extend"]
+    replay, monitor = extend.run, worker.parts.monitor
+    count, unsampled = monitor.add, monitor.without_sample
+
+    def sabotaged(batch: ForwardBatch, variant: str = "", eager: bool = False) -> Any:
+        if fault is not None and not eager:
+            fault(extend.inputs(batch.batch_size))
+        return replay(batch, variant, eager)
+
+    extend.run, monitor.without_sample = sabotaged, nullcontext  # type: ignore[method-assign]
+    worker.reset()
+    with eagerly(worker.iteration_runners):
+        yield monitor
+    extend.run, monitor.add, monitor.without_sample = replay, count, unsampled  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded(Compared):
+    """Adds the pairs of each request to its text, a list of [graph, eager, unlike]."""
+
+    texts: Sequence[list[list[int]]] = ()
+
+    def pairs(self, accept_lens: npt.NDArray[np.integer], wanted: npt.NDArray[np.bool_]) -> Pairs:
+        """As those of all requests."""
+        found = Compared.pairs(self, accept_lens, np.ones_like(wanted))
+        texts = [text for text, compared in zip(self.texts, self.rows, strict=True) if compared]
+        for text, *pair in zip(texts, found.graph.tolist(), found.eager.tolist(), found.unlike.tolist(), strict=True):
+            text.append(pair)
+        return found
+
+
+def record_pairs(run: Session, fault: Fault | None) -> Lens:
+    """Accepted drafts of each request over time, of one run of all prompts."""
+    texts, rows = list[list[list[int]]](), dict[int, list[list[int]]]()
+    drafter, drafts = run.worker.parts.drafter, run.worker.eager_drafts
+    admitted, compared = drafter.admit, drafts.compare
 
     def admit(new_rows: Sequence[RowInit]) -> None:
         admitted(new_rows)
         for init in new_rows:
-            rows[init.row] = list[int]()
+            rows[init.row] = list[list[int]]()
             texts.append(rows[init.row])
 
-    def add(iteration: Any, lens: Any, stats: Any) -> None:
-        for row, length in zip(iteration.host_rows.tolist(), lens.tolist(), strict=True):
-            rows[row].append(length)
-        count(iteration, lens, stats)
+    def compare(iteration: Iteration, committed: torch.Tensor) -> Compared | None:
+        found = compared(iteration, committed)
+        own = [rows[row] for row in iteration.host_rows.tolist()]
+        return None if found is None else Recorded(found.depth, found.rows, found.found, found.verify, own)
 
-    monitor.add, drafter.admit = add, admit
-    run.run()
-    monitor.add, drafter.admit = count, admitted
-    return [np.array(text) for text in texts if text]
-
-
-def live(run: Session) -> dict[str, Any]:
-    """Run the prompts again with the wrong slot in replays of draft-extend; iterations until the alarm."""
-    worker = run.worker
-    (extend,) = [runner for runner in worker.runners if runner.spec.name == "draft extend"]
-    replay = extend.run
-
-    def off_by_one(batch: Any, variant: str = "", eager: bool = False) -> Any:
-        if not eager:
-            lens = extend.inputs(batch.batch_size)["accept_lens"]
-            lens.copy_(lens % (STEPS + 1) + 1)
-        return replay(batch, variant, eager)
-
-    extend.run = off_by_one
-    worker.reset()
-    monitor, seen = worker.parts.monitor, 0
-    found: dict[str, Any] = {"alarm": None}
-    count = monitor.add
-
-    def add(iteration: Any, lens: Any, stats: Any) -> None:
-        nonlocal seen
-        count(iteration, lens, stats)
-        seen += 1
-        if found["alarm"] is None and (drifts := monitor.alarm.check()):
-            found.update(alarm=seen, drift=str(drifts[0]), requests=iteration.live)
-
-    monitor.add, monitor.without_sample = add, nullcontext  # the check itself takes no sample
-    with eagerly(worker.iteration_runners):
+    with faulty(run, fault) as monitor:
+        monitor.schedule = EveryIteration()  # type: ignore[assignment]
+        drafter.admit, drafts.compare = admit, compare  # type: ignore[method-assign]
         run.run()
-    monitor.add, extend.run = count, replay
+        drafter.admit, drafts.compare = admitted, compared  # type: ignore[method-assign]
+    return [np.array(text, dtype=np.int64) for text in texts if text]
+
+
+def live(run: Session, requests: int, new_tokens: int) -> dict[str, Any]:
+    """Run some prompts again with the wrong slot in replays of draft-extend; iterations until the alarm."""
+    found: dict[str, Any] = {"kind": "live", "fault": OFF_BY_ONE, "requests": requests, "draft": None, "alarm": None}
+    seen, part = 0, replace(run, prompts=run.prompts[:requests], max_new_tokens=new_tokens)
+    with faulty(part, off_by_one) as monitor:
+        count, monitor.schedule = monitor.add, Samples()
+
+        def add(iteration: Iteration, lens: np.ndarray, stats: StepStats, pairs: Pairs | None = None) -> None:
+            nonlocal seen
+            count(iteration, lens, stats, pairs)
+            seen += 1
+            if found["alarm"] is None and (drifts := monitor.alarm.check()):
+                found.update(alarm=seen, drift=str(drifts[0]))
+
+        monitor.add = add  # type: ignore[method-assign]
+        part.run()
     return found
 
 
-def replay_seconds(batch: int) -> float:
-    """Time of the same iteration through graphs."""
-    return 0.0054 + 6e-5 * batch
+def simulations(lens: Mapping[str, Lens], quick: bool, iterations: int) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Functions that make the rows; `iterations` of the runs without a fault."""
+    runs, start_runs, iterations = (2, 1, 500) if quick else (100, 24, iterations)
+    for fault, most in MOST.items():
+        texts, usual = (lens[fault], lens[NONE]) if fault in lens else (hard_text(), None)
+        for cost in COSTS:
+            for batch in (1, 4, 16, 64) if cost is COSTS[0] else (1, 4):
+                yield partial(fault_row, fault, texts, usual, batch, runs, 200 if quick else most, cost)
+    for share in (None, SOME_NEAR_TIES):
+        for batch in (1, 16, 64):
+            yield partial(quiet_row, lens[NONE], share, batch, iterations)
+    for forced in (False, True):
+        for cost in COSTS:
+            yield partial(start_row, forced, start_runs, cost, quick)
 
 
-def extra_seconds(batch: int, sample: EagerSample) -> float:
-    """By how much an iteration takes longer than through graphs."""
-    replay = replay_seconds(batch)
-    return 0.0 if not sample.eager else EAGER_SECONDS - replay if sample.verify else DRAFT_SHARE * replay
+def fault_row(fault: str, texts: Lens, usual: Lens | None, batch: int, runs: int, most: int, cost: Cost) -> dict[str, Any]:
+    """Detection of a fault; `usual`: the record without it, or None where `texts` say both."""
+    accepted = np.concatenate(texts)[:, :2] > 0
+    eager = accepted[:, 1] if usual is None else np.concatenate(usual)[:, 0] > 0
+    rates = [float(eager.mean()), float(accepted[:, 0].mean())]
+    return detection(replayed(texts), batch, runs, most, cost) | {"fault": fault, "rates": rates}
 
 
-class Simulation:
-    """Iterations of `batch` requests, each of which repeats a request of the record from its begin to its end.
-
-    Attributes:
-        batch: its requests.
-        eager: number of eager iterations.
-        extra: by iteration, the seconds by which it took longer.
-    """
-
-    def __init__(self, record: Lens, batch: int, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._record = record
-        self._streams = [self._rest_of_a_text() for _ in range(batch)]
-        self._chunk, self._at = np.empty((0, batch), dtype=np.int64), 0
-        self.alarm, self.schedule, self.eager = DriftAlarm(STEPS), Samples(), 0
-        self.extra = array("d")
-        self.batch = batch
-
-    def run(self, iterations: int, keep: float) -> int | None:
-        """The iterations until the alarm, or None; graphs keep this share of the accepted first drafts."""
-        for i in range(1, iterations + 1):
-            sample = self.schedule.next(self.batch, self.alarm)
-            self.eager += sample.taken
-            self.extra.append(extra_seconds(self.batch, sample))
-            self.schedule.observe(replay_seconds(self.batch) + self.extra[-1], sample)
-            lens = self._next()
-            if not sample.taken and keep < 1:
-                lens = np.where(self._rng.random(self.batch) < keep, lens, 1)
-            if sample.taken or not (sample.precedes and sample.verify):
-                self.alarm.add(lens, sample.taken, verify=sample.verify)
-            if sample.taken and self.alarm.check():
-                return i
-        return None
-
-    def _next(self) -> np.ndarray:
-        """Accept lengths of an iteration."""
-        if self._at == len(self._chunk):
-            self._chunk, self._at = np.stack([self._drawn(row) for row in range(self.batch)], axis=1), 0
-        self._at += 1
-        return self._chunk[self._at - 1]
-
-    def _drawn(self, row: int) -> np.ndarray:
-        """The next `CHUNK` accept lengths of a request and those that follow it."""
-        parts, left = [self._streams[row]], CHUNK - len(self._streams[row])
-        while left > 0:
-            parts.append(self._record[self._rng.integers(0, len(self._record))])
-            left -= len(parts[-1])
-        drawn = np.concatenate(parts)
-        self._streams[row] = drawn[CHUNK:]
-        return drawn[:CHUNK]
-
-    def _rest_of_a_text(self) -> np.ndarray:
-        """A text from anywhere on."""
-        text = self._record[self._rng.integers(0, len(self._record))]
-        return text[self._rng.integers(0, len(text)) :]
+def quiet_row(texts: Lens, share: float | None, batch: int, iterations: int) -> dict[str, Any]:
+    """A long run without a fault, over recorded texts or with a share of near-ties."""
+    source = replayed(texts) if share is None else near_ties(share, forced=False)
+    name = f"{SPOILT:.0%} of the windows spoilt" if share is None else f"near-ties in {share:.0%}"
+    return false_alarms(source, batch, iterations, COSTS[0]) | {"fault": name}
 
 
-def detection(record: Lens, fault: str, batch: int, runs: int, most: int) -> dict[str, Any]:
-    """Iterations until the alarm over several runs; None counts as `most`."""
-    rate = float(np.mean(np.concatenate(record) > 1))
-    keep = FAULTS[fault] or (rate - 0.05) / rate
-    found = [Simulation(record, batch, seed).run(most, keep) for seed in range(runs)]
-    times = np.array([most if one is None else one for one in found])
-    return {
-        "kind": "simulation", "fault": fault, "requests": batch, "runs": runs, "most": most, "missed": found.count(None),
-        "median": float(np.median(times)), "p90": float(np.quantile(times, 0.9)), "rates": [rate, rate * keep],
-    }  # fmt: skip
-
-
-def false_alarms(record: Lens, batch: int, iterations: int) -> dict[str, Any]:
-    """Alarms over a long run without a fault; the test starts anew after each."""
-    alarms, left, eager, seed = 0, iterations, 0, 0
-    extra = array("d")
-    while left > 0:
-        simulation = Simulation(record, batch, seed)
-        at = simulation.run(left, 1.0)
-        extra += simulation.extra
-        alarms, left, eager, seed = alarms + (at is not None), left - (at or left), eager + simulation.eager, seed + 1
-    window, total = (
-        round(WINDOW_SECONDS / replay_seconds(batch)),
-        np.concatenate([[0.0], np.frombuffer(extra).cumsum()]) / replay_seconds(batch),
-    )
-    return {"kind": "false alarms", "fault": "none", "requests": batch, "iterations": iterations, "alarms": alarms, "eager": eager,
-            "time_share": float(total[-1]) / iterations,
-            "time_share_at_first": float(np.mean([time_share(Simulation(record, batch, seed)) for seed in range(SHORT_RUNS)])),
-            "most_in_window": float((total[window:] - total[:-window]).max(initial=0.0)) / window}  # fmt: skip
-
-
-def time_share(simulation: Simulation) -> float:
-    """The share of time that samples add to a short run."""
-    simulation.run(SHORT, 1.0)
-    return sum(simulation.extra) / replay_seconds(simulation.batch) / SHORT
+def start_row(forced: bool, runs: int, cost: Cost, quick: bool) -> dict[str, Any]:
+    """The cost of samples where a server begins."""
+    requests = REQUESTS[:1] if quick else REQUESTS
+    return start_cost(forced, runs, cost, NEAR_TIES, requests) | {"fault": "forced" if forced else "real"}
 
 
 def render(result: Result) -> str:
@@ -233,39 +238,51 @@ def render(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Detection by fault and requests, false alarms, and the live run."""
-    rows = result["rows"]
-    simulated = [row for row in rows if row["kind"] == "simulation"]
-    quiet = [row for row in rows if row["kind"] == "false alarms"]
-    head = ["fault", "requests", "first drafts accepted", "iterations until the alarm (median)", "90 %", "missed", "runs"]
+    """Detection by fault and requests, false alarms, the cost of a start, and the live run."""
+    kinds = {kind: [row for row in result["rows"] if row["kind"] == kind] for kind in ("simulation", "false alarms", "start", "live")}
+    head = ["fault", "requests", "a sample of the draft", "iterations until the alarm (median)", "90 %", "most", "missed", "runs"]
     found = [
-        [
-            row["fault"],
-            row["requests"],
-            " to ".join(f"{rate:.2f}" for rate in row["rates"]),
-            f"{row['median']:.0f}",
-            f"{row['p90']:.0f}",
-            row["missed"],
-            row["runs"],
-        ]
-        for row in simulated
+        [row["fault"] + _rates(row), row["requests"], _replays(row["draft"])]
+        + [f"{row[name]:.0f}" for name in ("median", "p90", "slowest")]
+        + [row["missed"], row["runs"]]
+        for row in kinds["simulation"]
     ]
     false = [
-        [row["requests"], f"{row['iterations']:,}", row["alarms"], f"{row['eager'] / row['iterations']:.2%}"]
-        + [percent(row.get(name), 1) for name in ("time_share", "time_share_at_first", "most_in_window")]
-        for row in quiet
+        [f"{row['fault']}, {row['requests']}", f"{row['iterations']:,}", row["alarms"], *_shares(row)] for row in kinds["false alarms"]
     ]
-    times = ["time that they add", f"in the first {SHORT} iterations", f"at most, in {WINDOW_SECONDS:.0f} s"]
-    parts = [table(head, found), table(["requests, no fault", "iterations", "alarms", "eager share", *times], false)]
-    for row in rows:
-        if row["kind"] == "live":
-            parts.append(f"Live: alarm after {row['alarm']} iterations of {row['live_requests']} requests; {row.get('drift', 'none')}.")
+    start = [[row["fault"], _replays(row["draft"]), _replays(row["verify"]), *_start(row), row["alarms"]] for row in kinds["start"]]
+    early = [f"{name} {count:,} iterations" for count in EARLY for name in ("usual replays in the first", "most in the first")]
+    parts = [
+        table(head, found),
+        table(["no fault; near-ties, requests", "iterations", "alarms", "sampled", "time that samples add"], false),
+        table(["acceptance", "a sample of the draft", "verification", *early, "alarms"], start),
+    ]
+    for row in kinds["live"]:
+        parts.append(f"Live: alarm after {row['alarm']} iterations of {row['requests']} requests; {row.get('drift', 'none')}.")
     return "\n\n".join(part for part in parts if part)
+
+
+def _rates(row: Mapping[str, Any]) -> str:
+    return f" ({' to '.join(f'{rate:.2f}' for rate in row['rates'])})"
+
+
+def _shares(row: Mapping[str, Any]) -> list[str]:
+    return [percent(row["sampled"] / row["iterations"], 2), percent(row["time_share"], 2)]
+
+
+def _replays(cost: float) -> str:
+    return f"{cost:g} replays"
+
+
+def _start(row: Mapping[str, Any]) -> list[str]:
+    """The mean over all near-ties and batch sizes, and the mean and the 90th percentile at those that cost most, by iterations."""
+    figures = [row[str(count)] for count in EARLY]
+    return [text for one in figures for text in (f"{one['usual']:.1f}", f"{one['mean']:.1f} (90 %: {one['p90']:.1f})")]
 
 
 def plot(result: Result, file: Any) -> None:
     """Iterations until the alarm by requests, one line per fault."""
-    rows = [row for row in result["rows"] if row["kind"] == "simulation"]
+    rows = [row for row in result["rows"] if row["kind"] == "simulation" and row["draft"] == COSTS[0].draft]
     groups = {str(r["requests"]): {o["fault"]: o["median"] for o in rows if o["requests"] == r["requests"]} for r in rows}
     picture.draw(
         result, file, "The drift alarm: SmolLM2-135M", [plots.bars(groups, "Until the alarm, by requests", "iterations", kind="requests")]
@@ -275,31 +292,21 @@ def plot(result: Result, file: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Record, simulate, sabotage, print."""
     parser = arguments(__doc__)
-    parser.add_argument("--iterations", type=int, default=10_000_000, help="of the run without a fault, for each batch size")
+    parser.add_argument("--iterations", type=int, default=2_000_000, help="of each run without a fault")
     args = parser.parse_args(argv)
-    prompts, new_tokens, runs = (2, 16, 2) if args.quick else (64, 96, 40)
-    iterations = 500 if args.quick else args.iterations
+    prompts, new_tokens = (2, 16) if args.quick else (24, 64)
     record = Record(NAME, KEYS, args.out, args.quick)
     run = session(prompts, new_tokens)
-    lens = record_acceptance(run)
-    found = live(run)
+    faults: dict[str, Fault | None] = {NONE: None, OFF_BY_ONE: off_by_one, NOISE: noise()}
+    lens = {name: record_pairs(run, fault) for name, fault in faults.items()}
+    for requests, longest in LIVE.items():
+        record.add(live(run, requests, new_tokens if args.quick else longest))
     run.worker.close()
-    record.add({"kind": "live", "fault": "slots off by one", "live_requests": found.pop("requests", 0), "requests": 0, **found})
     with ProcessPoolExecutor(1 if args.quick else None, get_context("spawn")) as pool:  # each process imports torch
-        quiet = [pool.submit(false_alarms, lens, batch, iterations) for batch in (1, 16, 64)]
-        simulate_faults(record, lens, runs, args.quick)
-        for one in as_completed(quiet):
-            record.add(one.result())
+        for job in [pool.submit(row) for row in simulations(lens, args.quick, args.iterations)]:
+            record.add(job.result())
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
-
-
-def simulate_faults(record: Record, lens: Lens, runs: int, quick: bool) -> None:
-    """Detection of each fault by requests."""
-    for batch in (1, 2, 4, 8, 16, 32, 64):
-        for fault, most in (("slots off by one", 2_000), ("5 points", 20_000)):
-            many = runs if quick or FAULTS[fault] else runs // 4
-            record.add(detection(lens, fault, batch, many, most if not quick else 200))
 
 
 if __name__ == "__main__":

@@ -21,18 +21,18 @@ FILTERED = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)
 PENALISED = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5, min_new_tokens=4)
 
 
-class SecondStep:
-    """A schedule of eager samples whose only one is the second iteration."""
+class FirstStep:
+    """A schedule of eager samples whose only one follows the first iteration."""
 
     def __init__(self) -> None:
         self._iterations = 0
 
-    def next(self, live: int, alarm: DriftAlarm) -> EagerSample:
+    def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
         """As `Samples.next`."""
         self._iterations += 1
-        return EagerSample(self._iterations == 2, self._iterations == 1, verify=True)
+        return EagerSample(possible and self._iterations == 1, verify=True)
 
-    def observe(self, seconds: float, sample: EagerSample) -> None:
+    def observe(self, seconds: float | None, disturbed: bool, after: EagerSample) -> None:
         """As `Samples.observe`; times change nothing."""
 
 
@@ -55,7 +55,7 @@ class FullWorker:
         before = torch.cuda.memory_allocated() if on_gpu else 0
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        self.worker.parts.monitor.schedule = SecondStep()  # at the largest size
+        self.worker.parts.monitor.schedule = FirstStep()  # at the largest size
         self.prompts()
         self.lengthen(2 * steps)
         for _ in range(steps):

@@ -153,22 +153,15 @@ def no_ints() -> Int32:
 
 @dataclass(frozen=True, slots=True)
 class EagerSample:
-    """What of an iteration runs eagerly, so that graphs can be compared with it.
+    """What runs a second time after an iteration, eagerly, so that the drafts through graphs can be compared with its drafts.
 
     Attributes:
-        taken: its drafts do, and it is in the sample.
-        precedes: the draft's pass after it does, because the next iteration is in the sample, which begins with its results.
+        taken: the draft's passes do.
         verify: verification does too.
     """
 
     taken: bool = False
-    precedes: bool = False
     verify: bool = False
-
-    @property
-    def eager(self) -> bool:
-        """Whether anything does."""
-        return self.taken or self.precedes
 
 
 NO_SAMPLE = EagerSample()
@@ -269,6 +262,16 @@ class ScheduleBatch:
     def most_decodes(self) -> int:
         """B - E, of the attention group where it is the most."""
         return max((section.num_decodes for section in self.sections), default=self.num_decodes)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether an attention group has any."""
+        return any(part.num_prompts for part in self.sections or [self])
+
+    @property
+    def longest(self) -> int:
+        """An upper bound of the KV lengths before the step, of all attention groups."""
+        return max(int(part.len_bounds.max(initial=0)) for part in self.sections or [self])
 
     @property
     def mode(self) -> ForwardMode:

@@ -55,11 +55,11 @@ class Drift(msgspec.Struct, frozen=True):
 
 
 class AcceptanceStats(msgspec.Struct):
-    """Acceptance since the start, by how verification ran, and the positions where graphs and the eager sample differ.
+    """Acceptance since the start, by how windows ran, and the positions where graphs and the eager sample differ.
 
     Attributes:
         graph: windows verified by a replayed graph.
-        eager_sample: windows verified eagerly in place of a replay, to be compared with `graph`.
+        eager_sample: eager drafts of windows that count in `graph` too, as far as graphs drafted what is right before them.
         eager: all other windows.
     """
 

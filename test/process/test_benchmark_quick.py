@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("lossless", ["--shapes", "3/1/4"], 1),
         ("lossless", ["--default-start"], 6),
         ("exactness", [], 24),
-        ("drift_alarm", [], 18),
+        ("drift_alarm", [], 38),
         ("host_cost", [], 8),
         ("memory_limits", [], 2),
         ("grammar", ["--only", "serving"], 2),

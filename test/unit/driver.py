@@ -36,16 +36,16 @@ def parts_of(result: BatchResult, prompts: int) -> tuple[BatchResult, BatchResul
 
 
 class EveryNth:
-    """Samples for tests: one iteration in `n` is eager, with verification or without; `after` says how many have run already."""
+    """Samples for tests: one iteration in `n` is sampled, with verification or without; `after` says how many have run already."""
 
     def __init__(self, n: int, after: int = 0, verify: bool = True) -> None:
         self.n, self.iterations, self.verify = n, after, verify
 
-    def next(self, live: int, alarm: DriftAlarm) -> EagerSample:
+    def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
         self.iterations += 1
-        return EagerSample(self.iterations % self.n == 0, (self.iterations + 1) % self.n == 0, self.verify)
+        return EagerSample(possible and self.iterations % self.n == 0, self.verify)
 
-    def observe(self, seconds: float, sample: EagerSample) -> None:
+    def observe(self, seconds: float | None, disturbed: bool, after: EagerSample) -> None:
         """Times change nothing."""
 
 
@@ -183,7 +183,7 @@ class Driver:
         """Let the draft follow steps without drafts, as before a step with some."""
         rows, bounds = np.array(list(self.kv), dtype=np.int32), np.array(list(self.kv.values()), dtype=np.int32)
         parts = self.worker.parts  # type: ignore[attr-defined]
-        self.worker.run_between_steps(lambda: parts.drafter.before(rows, bounds, 1, parts.target.rows.needs(rows), False))  # type: ignore[attr-defined]
+        self.worker.run_between_steps(lambda: parts.drafter.before(rows, bounds, 1, parts.target.rows.needs(rows)))  # type: ignore[attr-defined]
 
     def release(self, row: int) -> None:
         """Give a row and its pages back."""

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from runtime.model_executor.acceptance import AcceptanceCounters, compare, side_by_side
+from runtime.model_executor.acceptance import AcceptanceCounters, side_by_side
 from runtime.worker_info import AcceptanceCounts
 
 
@@ -54,11 +54,10 @@ def test_nothing_counted_is_one_token_per_iteration() -> None:
     assert empty.mean_accept_len == AcceptanceCounters(3).mean_accept_len == 1.0
 
 
-def test_identical_runs_compare_as_zero_and_print_without_marks() -> None:
+def test_identical_runs_print_without_marks() -> None:
     first, second = AcceptanceCounters(2), AcceptanceCounters(2)
     for counters in (first, second):
         counters.add([1, 2, 3, 3])
-    assert [d.z for d in compare(first, second)] == [0.0, 0.0]
     table = side_by_side(first, second)
     assert "differs" not in table
     assert "3/4 0.7500" in table

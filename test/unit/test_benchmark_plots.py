@@ -163,7 +163,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "lossless": [{"shape": "3/1/4", "dtype": "float32", "prompts": 8, "accept_length": 2.0, "differences": []}],
     "drift_alarm": [
-        {"kind": "simulation", "fault": f, "requests": b, "rates": [0.4, 0.1], "median": 20.0, "p90": 30.0, "missed": 0, "runs": 2}
+        {"kind": "simulation", "fault": f, "requests": b, "draft": 0.15, "rates": [0.4, 0.1], "median": 20.0, "p90": 30.0}
+        | {"missed": 0, "runs": 2}
         for f in ("slots off by one", "5 points") for b in (1, 32)
     ],
     "host_cost": [

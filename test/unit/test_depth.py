@@ -305,6 +305,30 @@ def test_an_iteration_takes_the_time_between_two_results(tmp_path: Path, monkeyp
     assert seconds[1:] == [1.0, 1.0, 1.0]
 
 
+def test_times_that_a_sample_changes_are_not_learned(tmp_path: Path) -> None:
+    """It is launched before the previous iteration is read, whose time it adds to, and then runs before the next one."""
+    worker: Any = speculating(tmp_path, "EAGLE", replay="eager", sizes=[1], **AUTO)
+    worker._queue.close()
+    worker._queue = DeviceQueue(worker._step, torch.device("cuda"))
+    known = list[bool]()
+
+    class Recorder:
+        def observe(self, read: Observed) -> None:
+            known.append(read.seconds is not None)
+
+    rows, last, pending = np.array([1], dtype=np.int32), np.array([-1], dtype=np.int32), list[Any]()
+    worker.submit(scratch_prompts(rows, np.full((1, 4), 7, dtype=np.int32), 40)).wait()
+    worker.parts.depths.controller = Recorder()
+    worker.parts.monitor.schedule = EveryNth(5, verify=False)
+    with worker.parts.depths.forced(1):
+        for step in range(1, 10):
+            pending.append(worker.submit(ScheduleBatch(step, rows, np.array([2 + 2 * step], dtype=np.int32), last)))
+            if step > 1:
+                pending.pop(0).wait()
+        pending.pop(0).wait()
+    assert known[1:] == [True, True, False, False, False, True, True, True]
+
+
 def test_the_measurement_replays_graphs_and_leaves_nothing(tmp_path: Path) -> None:
     worker: Any = speculating(tmp_path, "EAGLE", "eager", [1, 4, 16, 40], **AUTO)
     assert all(runner.run_eagerly == 0 for runner in worker.parts.verifier.runners.values()), "no eager sample, and padded to graphs"

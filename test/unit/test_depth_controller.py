@@ -235,6 +235,16 @@ def test_the_window_that_catches_up_is_not_taken_for_the_time_of_a_depth(seconds
     assert control.cost.seconds(1, 1) > before - 1e-3 * learned
 
 
+def test_iterations_between_those_of_unknown_time_are_timed() -> None:
+    """As where every other one is delayed by eager drafts."""
+    control = controller(GPU, 1, np.random.default_rng(0), error=0.0)
+    expected_at_start, one = control.cost.seconds(1, 3), np.ones(1, dtype=np.int64)
+    for step in range(100):
+        seconds = None if step % 2 else 0.8 * expected_at_start
+        control.observe(Observed(3, 1, one, one * UNCAPPED, one > 0, 0, seconds))
+    assert control.cost.seconds(1, 3) == pytest.approx(0.8 * expected_at_start, rel=0.03)
+
+
 def test_requests_that_would_end_together_ask_more_of_drafts() -> None:
     """Drafts promise 6 % more; without them all requests would end in one step."""
     rate = AcceptanceAverages(7).rates()[0]

@@ -624,20 +624,16 @@ def test_10_a_stale_graph_raises_the_drift_alarm(
 
 
 def test_10_eager_iterations_are_not_counted_as_graph_traffic(tmp_path: Path) -> None:
-    for replay, sizes, counted in (("none", [], ["eager"]), ("eager", [2], ["graph", "eager_sample", "eager"])):
+    for replay, sizes, counted in (("none", [], (0, 0, 36)), ("eager", [2], (16, 4, 20))):
         worker = speculating(tmp_path / replay, replay=replay, sizes=sizes)
-        worker.parts.monitor.schedule = EveryNth(3)
+        worker.parts.monitor.schedule = EveryNth(2)
         driver = Driver(worker)
         driver.prefill({r: [r, 7, 9] for r in range(1, 6)})
-        for rows in ([1, 2], [1, 2, 3, 4, 5]) * 6:
+        for rows in ([1, 2], [1, 2], [1, 2, 3, 4, 5]) * 4:
             driver.decode(rows)
         info = worker.info().acceptance
-        ran = {"graph": info.graph.iterations, "eager_sample": info.eager_sample.iterations, "eager": info.eager.iterations}
-        assert [how for how, iterations in ran.items() if iterations] == counted
-        assert sum(ran.values()) == 6 * (2 + 5)
-        replayed = info.graph.iterations
-        # Of twelve steps every third may be the sample and the one before it feeds it; of the other four, two have a graph.
-        assert replayed == (2 * 2 if sizes else 0)
+        # Of the six steps that are drafted again, two are followed by one that replays a graph.
+        assert (info.graph.iterations, info.eager_sample.iterations, info.eager.iterations) == counted
 
 
 def accept_by_load(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -670,5 +666,5 @@ def test_10_the_sample_is_of_the_traffic_that_graphs_see(tmp_path: Path, monkeyp
     info = worker.info().acceptance
     assert info.eager.rates[0] < 1
     assert info.graph.rates == [1.0, 1.0, 1.0]
-    assert info.eager_sample.rates == [1.0, 1.0, 1.0]
+    assert info.eager_sample.iterations == 25, "of the request that runs alone"
     assert info.drift == []

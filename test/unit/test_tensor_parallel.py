@@ -169,7 +169,7 @@ def test_rank_0_chooses_the_eager_sample_of_all_ranks(tmp_path: Path, verify: bo
         stats = worker.info().acceptance
     assert stats.eager_sample.iterations >= 2
     assert seen[0] == seen[1]
-    assert EagerSample(True, False, verify) in seen[0]
+    assert EagerSample(True, verify) in seen[0]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -54,15 +54,30 @@ class KVPool:
         Within each request's `group`, sources rise and are never below their targets, as on an accepted tree path. Beyond its group
         no slot is both source and target but slot 0.
         """
-        for row_bytes, tensors in self._stored.items():
-            if source.is_cuda:
-                from runtime.mem_cache.kv_move import move_slots
+        if not source.is_cuda:
+            self.write(target, self.read(source))
+            return
+        from runtime.mem_cache.kv_move import move_slots
 
-                move_slots(self._pointers[row_bytes], source, target, group, row_bytes)
-            else:
-                for tensor in tensors:
-                    flat = tensor.flatten(0, 1).view(torch.uint8)  # torch indexes no 8-bit floats
-                    flat[target] = flat[source]
+        for row_bytes in self._stored:
+            move_slots(self._pointers[row_bytes], source, target, group, row_bytes)
+
+    def read(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """A copy of slots, int64 [n], in every layer, for `write`."""
+        return [flat[slots] for flat in self._bytes()]
+
+    def write(self, slots: torch.Tensor, contents: list[torch.Tensor]) -> None:
+        """Put back what `read` gave for these slots."""
+        for flat, content in zip(self._bytes(), contents, strict=True):
+            flat[slots] = content
+
+    def slot_bytes(self) -> int:
+        """Bytes of a slot in all layers."""
+        return sum(row_bytes * len(tensors) for row_bytes, tensors in self._stored.items())
+
+    def _bytes(self) -> Iterator[torch.Tensor]:
+        """What is stored, uint8 [num_slots, G, bytes]: torch indexes no 8-bit floats."""
+        return (tensor.flatten(0, 1).view(torch.uint8) for tensors in self._stored.values() for tensor in tensors)
 
 
 def front_slots(sources: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

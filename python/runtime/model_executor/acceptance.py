@@ -1,4 +1,4 @@
-"""Counts and compares acceptance of drafts by position. On the host; no torch.
+"""Counts acceptance of drafts by position. On the host; no torch.
 
 Rates are conditional: the fraction of drafts accepted among those with all predecessors accepted. They are
 independent between positions, so one bad position shows as one bad number.
@@ -6,13 +6,12 @@ independent between positions, so one bad position shows as one bad number.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.worker_info import AcceptanceCounts, Drift
+from runtime.worker_info import AcceptanceCounts
 
 Int64 = npt.NDArray[np.int64]
 
@@ -95,20 +94,6 @@ def total(num_steps: int, batches: Iterable[AcceptanceCounters]) -> AcceptanceCo
         found.draft_tokens = sum(batch.draft_tokens for batch in all_batches)
         found.counts[:] = np.array([batch.counts for batch in all_batches]).sum(0)
     return found
-
-
-def compare(graph: AcceptanceCounters, eager: AcceptanceCounters, min_count: int = 1) -> list[Drift]:
-    """Each position that both reached `min_count` times, with the z of the difference of two proportions."""
-    drifts = []
-    for i in range(graph.num_steps):
-        n_graph, n_eager = int(graph.reached[i]), int(eager.reached[i])
-        if min(n_graph, n_eager) < max(min_count, 1):
-            continue
-        p_graph, p_eager = graph.accepted[i] / n_graph, eager.accepted[i] / n_eager
-        pooled = (graph.accepted[i] + eager.accepted[i]) / (n_graph + n_eager)
-        deviation = math.sqrt(pooled * (1 - pooled) * (1 / n_graph + 1 / n_eager))
-        drifts.append(Drift(i, float(p_graph), float(p_eager), float((p_graph - p_eager) / deviation) if deviation else 0.0))
-    return drifts
 
 
 def side_by_side(first: AcceptanceCounters, second: AcceptanceCounters) -> str:

@@ -1,4 +1,4 @@
-"""Live acceptance: counted by how verification ran, and an eager sample that graphs are compared with."""
+"""Live acceptance: counted by how windows ran, and eager drafts that those through graphs are compared with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from runtime.batch import NO_SAMPLE, EagerSample, StepStats
 from runtime.model_executor.acceptance import AcceptanceCounters, total
-from runtime.model_executor.drift_alarm import DriftAlarm
+from runtime.model_executor.drift_alarm import DriftAlarm, Pairs
 from runtime.model_executor.iteration import Iteration
 from runtime.model_executor.sample_schedule import Samples
 from runtime.worker_info import AcceptanceStats
@@ -21,16 +21,13 @@ log = logging.getLogger(__name__)
 class AcceptanceMonitor:
     """Owner of the acceptance counters. Iterations without drafts are not counted.
 
-    In iterations of the eager sample, drafts run eagerly; so does draft extend of the previous iteration, because it makes their
-    first drafts, and in some of them verification, because the draft reads its features.
-
     Attributes:
         schedule: chooses the sample.
     """
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
-        self._sampling = num_steps > 0
+        self._sampling, self._depth = num_steps > 0, 0  # depth of the previous iteration
         self.schedule = Samples()
         self.reset()
 
@@ -42,14 +39,16 @@ class AcceptanceMonitor:
 
     def reset_alarm(self) -> None:
         """Forget the evidence of a drift."""
-        self.alarm = DriftAlarm(self._num_steps)
+        self.alarm, self._warned = DriftAlarm(self._num_steps), set[int]()
 
-    def next_iteration(self, live: int, depth: int) -> EagerSample:
-        """Count an iteration of `live` requests. Returns which of its parts may run eagerly.
+    def next_iteration(self, depth: int, possible: bool) -> EagerSample:
+        """Count an iteration. Returns what runs again eagerly: nothing of one without drafts, which the draft may follow later.
 
-        An iteration without drafts is in no sample, and runs eagerly before none: the draft follows it within the sample.
+        Nothing of the first one at a depth either, but after none: the depth controller learns the time of a depth from the second one,
+        which a sample would delay.
         """
-        return self.schedule.next(live, self.alarm) if self._sampling and depth else NO_SAMPLE
+        possible, self._depth = possible and self._depth in (depth, 0), depth
+        return self.schedule.next(self.alarm, possible) if self._sampling and depth else NO_SAMPLE
 
     @contextmanager
     def without_sample(self) -> Iterator[None]:
@@ -58,37 +57,51 @@ class AcceptanceMonitor:
         yield
         self._sampling = before
 
-    def observe_time(self, iteration: Iteration, graph: bool, seconds: float) -> None:
-        """An iteration of decode rows alone took `seconds`; `graph`: it was verified through a graph."""
-        if iteration.depth and (iteration.sample.eager or graph):
-            self.schedule.observe(seconds, iteration.sample)
+    def observe_time(self, iteration: Iteration, graph: bool, seconds: float | None, disturbed: bool) -> None:
+        """An iteration took `seconds`; None if it is not a usual one.
 
-    def add(self, iteration: Iteration, accept_lens: np.ndarray, stats: StepStats) -> None:
-        """Count an iteration that was read. On the host."""
+        Args:
+            graph: whether it was verified through a graph.
+            disturbed: whether a sample changed its time.
+        """
+        self.schedule.observe(seconds if iteration.depth and graph else None, disturbed, iteration.delay)
+
+    def add(self, iteration: Iteration, accept_lens: np.ndarray, stats: StepStats, pairs: Pairs | None = None) -> None:
+        """Count an iteration that was read; `pairs`: its windows that were drafted eagerly too. On the host."""
         if iteration.depth == 0:
             return
         graph = stats.graph and iteration.grammar is None  # a grammar's drafts run eagerly
-        counters = self._sample if iteration.sample.taken else self._graph if graph else self._eager
-        batch = AcceptanceCounters(self._num_steps)
-        batch.add(accept_lens, iteration.depth, stats.draft_tokens)
-        counters.merge(batch)
-        if iteration.sample.taken or graph:
-            self.alarm.count(batch, iteration.sample.taken, iteration.sample.verify)
-        if iteration.sample.taken:
+        (self._graph if graph else self._eager).add(accept_lens, iteration.depth, stats.draft_tokens)
+        if not graph:
+            return
+        self.alarm.count_iteration()
+        if pairs is not None:
+            self._count_sample(pairs)
+            self.alarm.add(pairs)
             self._warn_of_drift()
 
     def counted(self) -> AcceptanceCounters:
         """Acceptance since the start, however it ran."""
-        return total(self._num_steps, (self._graph, self._sample, self._eager))
+        return total(self._num_steps, (self._graph, self._eager))
 
     def stats(self) -> AcceptanceStats | None:
-        """Acceptance since the start by how verification ran; None for a worker without drafts."""
+        """Acceptance since the start by how windows ran; None for a worker without drafts."""
         if self._num_steps == 0:
             return None
         return AcceptanceStats(self._graph.stats(), self._sample.stats(), self._eager.stats(), self.alarm.check())
 
+    def _count_sample(self, pairs: Pairs) -> None:
+        counters, (reached, _, accepted, _) = self._sample, pairs.counts(self._num_steps)
+        counters.iterations += len(pairs.eager)
+        counters.draft_tokens += len(pairs.eager) * pairs.depth
+        counters.drafted[: pairs.depth] += len(pairs.eager)
+        counters.reached += reached
+        counters.accepted += accepted
+
     def _warn_of_drift(self) -> None:
-        for drift in self.alarm.check():
+        drifts = self.alarm.check()
+        new, self._warned = [drift for drift in drifts if drift.position not in self._warned], {drift.position for drift in drifts}
+        for drift in new:
             log.warning(
                 "acceptance of draft %d is %.3f through graphs and %.3f eager (z = %.1f): a graph reads stale inputs; "
                 "restart with --disable-cuda-graph",

@@ -149,7 +149,8 @@ class Observed:
         caps, greedy, kv_tokens: as in `DecodeRows`.
         seconds: time since the results of the iteration before; None if it is not known or not that of usual
             iterations. The draft follows an iteration after its results are read, so that this is an iteration's own time
-            only after one of the same depth. After one of depth 0 it includes the window in which the draft catches up.
+            only after one of the same depth, whether the time of that one is known or not. After one of depth 0 it includes
+            the window in which the draft catches up.
         width: mean tokens of its windows if they differ, else 0.
         rows: int32 [n], request rows if windows may differ in width; else empty.
     """
@@ -230,7 +231,7 @@ class DepthController:
         self._steps = self._changed_at = 0
         self._kept: Option | None = None  # what was chosen for `_kept_for`, requests and sizes
         self._kept_for: tuple[int, Mapping[int, int]] = (0, {})
-        self._observed = -1  # the depth of the iteration read before, if its time is known
+        self._observed = -1  # the depth of the iteration read before
         self._windows = 0  # windows whose acceptance is known; `observe` writes it
         self._parts = False  # whether drafts make requests end apart that would end together
 
@@ -318,7 +319,7 @@ class DepthController:
 
     def observe(self, read: Observed) -> None:
         """Learn from an iteration."""
-        before, self._observed = self._observed, -1 if read.seconds is None else read.depth
+        before, self._observed = self._observed, read.depth
         if read.seconds is not None and before in (read.depth, 0):
             # A longer one after depth 0 may be that of the draft, and says nothing about the depth.
             expected = self.cost.seconds(read.size, read.depth, read.kv_tokens, read.width)

@@ -121,7 +121,7 @@ class Drafter(Protocol):
     def admit(self, new_rows: Sequence[RowInit]) -> None:
         """Requests took rows."""
 
-    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds, eager: bool) -> int:
+    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
         """An iteration is about to start: its inputs are not filled yet.
 
         Args:
@@ -129,7 +129,6 @@ class Drafter(Protocol):
             bounds: int32 [live], upper bounds of their KV lengths.
             depth: K.
             needs: what the sampler has to do.
-            eager: run no graph.
 
         Returns:
             Positions at the end of a row's KV that the draft will not have followed after the iteration, at most.
@@ -146,6 +145,14 @@ class Drafter(Protocol):
             int64 [live], tokens; None in most iterations, and if the draft has no guess before it drafts.
         """
         return None
+
+    def catch_up_eagerly(self) -> Callable[[], None] | None:
+        """Does eagerly again what the latest `before` did through graphs; None if it did nothing."""
+        return None
+
+    def row_state(self, needs: SamplingNeeds) -> list[torch.Tensor]:
+        """What `follow` writes besides KV for requests with these needs: tensors by request row, [R, ...] each."""
+        return []
 
     def observe(self, rows: Int32, result: BatchResult) -> None:
         """A step of `rows`, int32 [B], was read on the host."""

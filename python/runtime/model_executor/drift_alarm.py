@@ -1,233 +1,161 @@
 """Tells acceptance that graphs lose from chance: a sequential test. On the host; no torch.
 
-The test may be looked at after every sample and still has a bounded rate of false alarms: an e-detector (Shin, Ramdas and
-Rinaldo 2022, arXiv:2203.03532) over conditional likelihood ratios of 2 x 2 tables. Given how many drafts of a block were
-accepted in all, the number among the eager ones is hypergeometric if graphs and eager steps accept alike, whatever the
-rate; text that changes the rate of both is no evidence.
+Each sample proposes one window twice, through graphs and eagerly, and the target's tokens say which of both drafts is right. Where they
+differ in that, sound graphs are right as often as eager passes are, whatever the text and its acceptance: McNemar's test of pairs.
+It may be looked at after every sample and still has a bounded rate of false alarms: it is an e-detector (Shin, Ramdas and Rinaldo 2022,
+arXiv:2203.03532) over the likelihood ratios of such a coin. One test looks at each position, which shows a fault of that one soonest, and
+one at all together: the first draft that only one side has is as often the graphs' as the eager side's, at whatever position.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from functools import cache, lru_cache
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.model_executor.acceptance import AcceptanceCounters, compare, total
+from runtime.model_executor.unlike_drafts import UnlikeDrafts
 from runtime.worker_info import Drift
 
 Floats = npt.NDArray[np.float64]
-KEPT = 1e3
-"""The detector's most, in limits: a drift that ends is forgotten."""
-BLOCK_ITERATIONS = 16
-"""Iterations through graphs and eager ones of a block, at the least; one more runs between them."""
-MAX_GRAPH_ITERATIONS = 32
-"""Iterations through graphs of a block, at the most: earlier ones may be of other text."""
+Int64 = npt.NDArray[np.int64]
 FALSE_ALARM_ITERATIONS, KINDS = 1e7, 2
 """Iterations in which one false alarm is expected, at the most, by all kinds of samples."""
-LOG_ODDS = np.array([-3.0, -1.2, -0.5, -0.2, 0.2, 0.5, 1.2, 3.0])
-"""The differences that the test looks for: log odds of an eager draft's acceptance minus those through graphs."""
-GRAPHS_LOSE = LOG_ODDS > 0
-PRIOR = np.where(GRAPHS_LOSE, 0.225, 0.025)
-"""What each of them counts for: a fault loses acceptance."""
-CAUTION = np.where(GRAPHS_LOSE, np.where(LOG_ODDS < 1, 0.8, 0.7), 0.5)
-"""Drafts that follow each other in one text go well or badly together, and a text ends in repetitions, which are easy. So evidence
-counts by these factors: with them its mean over recorded texts is at most one, by differences, for 1 to 64 requests.
-"""
-SUSPICION, STRONG = 0.6, 3.5
-"""Evidence, in nats, from which more iterations are sampled, and evidence that healthy graphs seldom show."""
-MOST_GAIN = 7.5
-"""Evidence of a single block, at the most: its iterations through graphs may be of other text."""
+EAGER_SHARE = np.array([0.6, 0.75, 0.9, 0.98])
+"""The faults that the test looks for: the share of eager drafts among those right ones that the other side does not have."""
+EAGER_GAIN, GRAPH_GAIN = np.log(2 * EAGER_SHARE), np.log(2 * (1 - EAGER_SHARE))
+"""What one right draft of one side alone adds to the logarithm of the likelihood ratio."""
 MIN_GAP = 0.02
 """A smaller difference of acceptance is never reported."""
-FALL, FALL_DEVIATIONS = 0.15, 4.0
-"""A fall of acceptance through graphs that asks for samples: at least this much, in this many standard deviations."""
-FALL_BLOCKS = 6
-"""Blocks that are sampled as under strong evidence after it: text that is harder to draft is told from a drift within them."""
+FORGET_PAIRS, CALM_PAIRS = 300, 80
+"""Pairs that are right alike after which earlier ones are forgotten, and after which they ask for no more samples: within them a fault
+of `MIN_GAP` and one of five points nearly always show.
+"""
+PROBED = 0.25
+"""Suspicion, in nats, where first drafts are surprisingly often unlike: less than that by one right draft of the eager side alone."""
+MOST_EVIDENCE = 50.0
+"""Evidence in nats above which more changes nothing."""
+KEPT = 1e3
+"""The detector's most, in limits, so that right drafts of graphs can end an alarm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Windows that were drafted twice.
+
+    Attributes:
+        graph, eager: int64 [n], accepted drafts of each window; beyond the first draft that only one side has right nothing is known.
+        unlike: bool [n], whether both sides begin with different drafts, as far as the draft keeps them between iterations.
+        depth: drafts of a window.
+        verify: whether the eager ones follow an eager verification.
+    """
+
+    graph: Int64
+    eager: Int64
+    unlike: npt.NDArray[np.bool_]
+    depth: int
+    verify: bool = False
+
+    def counts(self, num_steps: int) -> Int64:
+        """int64 [4, K]: by position the pairs in which both sides got there, those in which graphs are right, and the eager side is, and
+        those in which the eager side alone is.
+        """
+        positions = np.arange(num_steps)
+        both = (np.minimum(self.graph, self.eager)[:, None] >= positions) & (positions < self.depth)
+        graph, eager = (both & (side[:, None] > positions) for side in (self.graph, self.eager))
+        return np.stack([side.sum(axis=0) for side in (both, graph, eager, eager & ~graph)])
 
 
 class DriftAlarm:
-    """Compares drafts through graphs with eager ones, block by block.
-
-    A block is the eager iterations of one sample, and the last ones through graphs before them. Samples of the draft alone are compared
-    apart from those in which verification is eager too: they do not show what its graph does.
+    """Compares drafts through graphs with eager ones. Samples in which verification is eager too are compared by themselves: those of the
+    draft alone do not show what its graph does.
     """
 
     def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        self._whole, self._drafts = self._kinds = Comparison(num_steps), Comparison(num_steps)
-        self._graph = deque[AcceptanceCounters](maxlen=MAX_GRAPH_ITERATIONS)
-        self._recent, self._usual = RecentRates(num_steps, 64), RecentRates(num_steps, 1024)
+        self._drafts, self._whole = Comparison(num_steps), Comparison(num_steps)
 
-    def add(self, accept_lens: npt.ArrayLike, eager_sample: bool, num_steps: int | None = None, verify: bool = True) -> None:
-        """As `count`: int [B], each in 1..num_steps + 1."""
-        batch = AcceptanceCounters(self._num_steps)
-        batch.add(accept_lens, num_steps)
-        self.count(batch, eager_sample, verify)
+    def count_iteration(self) -> None:
+        """An iteration ran, sampled or not."""
+        self._drafts.iterations += 1
+        self._whole.iterations += 1
 
-    def count(self, batch: AcceptanceCounters, eager_sample: bool, verify: bool) -> None:
-        """Count one batch. One through graphs after eager ones ends their block.
-
-        `verify`: whether verification was eager in the sample too.
-        """
-        for kind in self._kinds:
-            kind.iterations += 1
-        if eager_sample:
-            (self._whole if verify else self._drafts).eager.merge(batch)
-            return
-        for kind in self._kinds:
-            if kind.eager.iterations:
-                kind.end_block(self._graph)
-                self._graph.clear()
-        self._graph.append(batch)
-        self._recent.add(batch)
-        self._usual.add(batch)
-        if self._recent.fell_below(self._usual):
-            for kind in self._kinds:
-                kind.blocks_to_probe = FALL_BLOCKS
-            self._usual.copy(self._recent)
+    def add(self, pairs: Pairs) -> None:
+        """Count the pairs of a sample."""
+        (self._whole if pairs.verify else self._drafts).add(pairs)
 
     def check(self) -> list[Drift]:
-        """The positions that drifted, the block under way included."""
-        found = self._whole.drifts(self._graph)
-        return found + [drift for drift in self._drafts.drifts(self._graph) if drift.position not in {one.position for one in found}]
+        """The positions that drifted."""
+        found = self._drafts.drifts()
+        return found + [drift for drift in self._whole.drifts() if drift.position not in {one.position for one in found}]
 
-    @property
-    def suspicion(self) -> float:
-        """Evidence of a drift in nats; a recent fall of acceptance through graphs counts as strong. After an alarm more samples
-        tell nothing new.
-        """
-        return self._whole.suspicion
-
-    @property
-    def draft_suspicion(self) -> float:
-        """The same by samples of the draft alone."""
-        return self._drafts.suspicion
+    def suspicion(self, verify: bool) -> float:
+        """Evidence of a drift by samples with or without verification, in nats; 0 after an alarm: more samples tell nothing new."""
+        return (self._whole if verify else self._drafts).suspicion
 
 
 class Comparison:
-    """Owner of the evidence that samples of one kind give.
+    """Owner of the evidence that samples of one kind give: by position, and last of all positions together.
 
     Attributes:
-        eager: the block under way.
-        iterations: since the block before.
-        blocks_to_probe: blocks that are sampled as under strong evidence.
+        iterations: since the previous sample.
+        suspicion: like `DriftAlarm.suspicion`.
     """
 
     def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        self._evidence = np.zeros((num_steps, len(LOG_ODDS)))
-        # The e-detector of each position and difference: without a drift its mean is the iterations so far, however they are sampled.
-        self._detector, self._limit = np.zeros((num_steps, len(LOG_ODDS))), FALSE_ALARM_ITERATIONS * KINDS * num_steps
-        # Counts since the evidence of a position became suspicious, for the report.
-        self._counts = [self._counters() for _ in range(num_steps)]
-        self.eager, self.iterations, self.blocks_to_probe = AcceptanceCounters(num_steps), 0, 0
-        self._latest = 0.0  # evidence as of the last complete block
+        tests = num_steps + 1 if num_steps else 0
+        self._limit = FALSE_ALARM_ITERATIONS * KINDS * tests
+        # The e-detector of each test and fault: without a drift its mean is the iterations so far, however they are sampled.
+        self._detector, self._evidence = np.zeros((tests, len(EAGER_SHARE))), np.zeros((tests, len(EAGER_SHARE)))
+        self._alike = np.zeros(tests, dtype=np.int64)  # pairs since the last difference
+        self._counts = np.zeros((4, num_steps), dtype=np.int64)  # while there is evidence
+        self._unlike = UnlikeDrafts()
+        self.iterations, self.suspicion = 0, 0.0
 
-    def _counters(self) -> dict[bool, AcceptanceCounters]:
-        return {eager: AcceptanceCounters(self._num_steps) for eager in (False, True)}
+    def add(self, pairs: Pairs) -> None:
+        """Count the pairs of a sample."""
+        counts = pairs.counts(self._counts.shape[1])
+        both, graph, eager, eager_alone = counts
+        self._count_alone(_with_total(eager_alone), _with_total(graph - (eager - eager_alone)), np.append(both, len(pairs.graph)))
+        open_tests = self._evidence.any(axis=1) | self._reported()
+        self._counts = np.where(open_tests[:-1] | open_tests[-1:], self._counts + counts, 0)
+        self._unlike.add(int(pairs.unlike.sum()), len(pairs.unlike))
+        probed = PROBED if self._unlike.surprising else 0.0
+        self.suspicion = 0.0 if self._reported().any() else max(_nats(self._evidence), probed)
 
-    @property
-    def suspicion(self) -> float:
-        """Like `DriftAlarm.suspicion`."""
-        return max(self._latest, STRONG if self.blocks_to_probe else 0.0)
+    def _count_alone(self, eager: Int64, graph: Int64, pairs: Int64) -> None:
+        """Right drafts of either side alone and pairs, int64 [tests] each."""
+        gain = eager[:, None] * EAGER_GAIN + graph[:, None] * GRAPH_GAIN
+        self._detector = np.minimum((self._detector + self.iterations) * np.exp(gain), KEPT * self._limit)
+        self._evidence = np.clip(self._evidence + gain, 0.0, MOST_EVIDENCE)
+        self._alike = np.where(eager + graph > 0, 0, self._alike + pairs)
+        self._detector[self._alike > FORGET_PAIRS] = 0.0
+        self._evidence[self._alike > CALM_PAIRS] = 0.0
+        self.iterations = 0
 
-    def drifts(self, graph: Iterable[AcceptanceCounters]) -> list[Drift]:
-        """The positions that drifted; `graph`: iterations through graphs before the block under way."""
-        _, detector, counts = self._with_block(graph)
-        found = []
-        for i in np.flatnonzero(detector @ PRIOR >= self._limit):
-            drift = compare(counts[i][False], counts[i][True])
-            found += [d for d in drift if d.position == i and abs(d.graph - d.eager) >= MIN_GAP]
-        return found
+    def _reported(self) -> npt.NDArray[np.bool_]:
+        return self._detector.mean(axis=1) >= self._limit
 
-    def end_block(self, graph: Iterable[AcceptanceCounters]) -> None:
-        """Add the evidence of the block under way."""
-        self._evidence, detector, self._counts = self._with_block(graph)
-        self._detector = np.minimum(detector, KEPT * self._limit)
-        reported = (detector @ PRIOR >= self._limit).any()
-        self._latest = 0.0 if reported else float(_mean_evidence(self._evidence).max(initial=0.0))
-        self.eager, self.iterations = AcceptanceCounters(self._num_steps), 0
-        self.blocks_to_probe = max(self.blocks_to_probe - 1, 0)
-
-    def _with_block(self, batches: Iterable[AcceptanceCounters]) -> tuple[Floats, Floats, list[dict[bool, AcceptanceCounters]]]:
-        """Evidence [K, differences] in nats, the detector of the same shape and counts by position, after the block so far."""
-        graph, eager = total(self._num_steps, batches), self.eager
-        if not graph.iterations or not eager.iterations:
-            return self._evidence, self._detector, self._counts
-        gained, counts = np.zeros_like(self._evidence), []
-        grown = _mean_evidence(self._evidence) >= SUSPICION
-        for i in range(self._num_steps):
-            both = self._counters()
-            for side, block in ((False, graph), (True, eager)):
-                both[side].merge(block)
-                if grown[i]:
-                    both[side].merge(self._counts[i][side])
-            counts.append(both)
-            gained[i] = CAUTION * block_evidence(*(int(n[i]) for c in (eager, graph) for n in (c.accepted, c.reached)))
-        gained = np.minimum(gained, MOST_GAIN)
-        return np.maximum(self._evidence, 0.0) + gained, (self._detector + self.iterations) * np.exp(gained), counts
+    def drifts(self) -> list[Drift]:
+        """The positions that drifted; if only all together show it, the one with the most evidence."""
+        reported = self._reported()
+        if not reported.any():
+            return []
+        positions = np.flatnonzero(reported[:-1]) if reported[:-1].any() else [int(self._detector[:-1].mean(axis=1).argmax())]
+        return [drift for i in positions if (drift := _drift(int(i), *self._counts[:, i].tolist())) is not None]
 
 
-class RecentRates:
-    """Acceptance by position over about the last `span` batches, older ones counting less."""
-
-    def __init__(self, num_steps: int, span: int) -> None:
-        self._keep = 1 - 1 / span
-        self._batches = 0.0
-        self._counts = np.zeros((2, num_steps))  # reached, accepted
-
-    def add(self, batch: AcceptanceCounters) -> None:
-        """Count one batch."""
-        self._batches = self._batches * self._keep + 1
-        self._counts = self._counts * self._keep + batch.counts[1:]
-
-    def copy(self, other: RecentRates) -> None:
-        """Remember what `other` does."""
-        self._batches, self._counts = other._batches, other._counts
-
-    def fell_below(self, usual: RecentRates) -> bool:
-        """Whether a position accepts less than usual, beyond chance. False before `usual` knows more than this one."""
-        if usual._batches <= 4 * self._batches:
-            return False
-        n = self._counts[0]
-        # Of a depth that ran long ago, less than one window is remembered.
-        before, now = (accepted / np.maximum(reached, 1e-9) for reached, accepted in (usual._counts, self._counts))
-        drop = before - now
-        if drop.max() < FALL:
-            return False
-        deviation = np.sqrt(before * (1 - before) / np.maximum(n, 1)) + 1e-9
-        return bool(((drop >= FALL) & (drop >= FALL_DEVIATIONS * deviation)).any())
+def _with_total(counts: Int64) -> Int64:
+    return np.append(counts, counts.sum())
 
 
-@lru_cache(maxsize=4096)
-def block_evidence(eager_accepted: int, eager: int, graph_accepted: int, graph: int) -> Floats:
-    """Log likelihood ratios, [differences], of a 2 x 2 table given its margins: each of `LOG_ODDS` against none."""
-    total = eager_accepted + graph_accepted
-    eager_counts = np.arange(max(0, total - graph), min(eager, total) + 1)
-    weights = _log_binomial(eager, eager_counts) + _log_binomial(graph, total - eager_counts)
-    tilted = weights + LOG_ODDS[:, None] * eager_counts
-    return LOG_ODDS * eager_accepted - (_log_sum(tilted) - _log_sum(weights[None]))
+def _drift(position: int, reached: int, graph: int, eager: int, eager_alone: int) -> Drift | None:
+    """The drift of a position by its `Pairs.counts`; None if it is too small."""
+    if not eager - graph >= MIN_GAP * reached > 0:
+        return None
+    graph_alone = graph - (eager - eager_alone)
+    return Drift(position, graph / reached, eager / reached, float((graph_alone - eager_alone) / np.sqrt(graph_alone + eager_alone)))
 
 
-def _log_binomial(n: int, k: npt.NDArray[np.int64]) -> Floats:
-    log_factorial = _log_factorials(n.bit_length())
-    return log_factorial[n] - log_factorial[k] - log_factorial[n - k]
-
-
-@cache
-def _log_factorials(bits: int) -> Floats:
-    """Logarithms of the factorials of 0 to 2 ** bits - 1."""
-    return np.concatenate([[0.0], np.log(np.arange(1, 1 << bits)).cumsum()])
-
-
-def _log_sum(logs: Floats) -> Floats:
-    top = logs.max(axis=1)
-    return top + np.log(np.exp(logs - top[:, None]).sum(axis=1))
-
-
-def _mean_evidence(evidence: Floats) -> Floats:
-    """The evidence of each position, [K] in nats: the mean over differences."""
-    return _log_sum(evidence + np.log(PRIOR))
+def _nats(evidence: Floats) -> float:
+    """Evidence [tests, faults] of the most suspicious test: the mean over faults."""
+    return float(np.log(np.exp(evidence).mean(axis=1)).max(initial=0.0))

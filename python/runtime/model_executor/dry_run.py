@@ -9,12 +9,13 @@ from runtime.batch import PAD_ROW, RowInit, ScheduleBatch, no_ints
 from runtime.layers.sampler import sample, top_logprobs
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.model_executor.context import WorkerContext
+from runtime.model_executor.decodes_pending import send_to_host
 from runtime.model_executor.iteration import Iteration
 from runtime.model_executor.request_rows import GREEDY
 from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target_model import ExtendPass, PromptsPending, TargetModel
-from runtime.model_executor.worker import WorkerParts, send_to_host
+from runtime.model_executor.worker import WorkerParts
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
 FILTERED = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)

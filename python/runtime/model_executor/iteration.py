@@ -43,7 +43,9 @@ class Iteration:
         bounds: int32 [size], on the host: upper bounds of `kv_lens`.
         needs: what the sampler has to do.
         top_logprobs: number of most likely tokens to report for each token; -1 for no log-probabilities.
-        sample: what of it runs eagerly, to be compared with replays.
+        sample: what runs again eagerly after it.
+        delay: what ran so before it, since the previous iteration's results.
+        eager: run no graph of the draft or of verification.
         grammar: the constrained requests; None if there are none.
         mask: what grammars allow at the positions of the window, once it is known; None if nothing is restricted.
         caps: None if every request takes all drafts.
@@ -62,6 +64,8 @@ class Iteration:
     needs: SamplingNeeds
     top_logprobs: int = -1
     sample: EagerSample = NO_SAMPLE
+    delay: EagerSample = NO_SAMPLE
+    eager: bool = False
     grammar: GrammarStep | None = None
     mask: TokenMask | None = None
     caps: DraftCaps | None = None

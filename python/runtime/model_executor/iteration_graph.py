@@ -97,14 +97,14 @@ class IterationGraphs:
 
     def serves(self, iteration: Iteration) -> bool:
         """Whether there is a graph for this iteration: decode rows alone, all greedy or all sampled, without grammars, penalties, biases,
-        minimum lengths or draft caps, and no eager sample.
+        minimum lengths or draft caps.
         """
         runner, depth = self.runners.get(iteration.depth), iteration.depth
         if runner is None or not runner.has_graph(iteration.size) or _variant(iteration.needs) is None:
             return False
         parts = (runner, *self._stages.verifier.at_depth(depth), *self._stages.drafter.runners(depth))
         replays = all(part.mode is RunMode.REPLAY for part in parts)
-        return replays and not iteration.sample.eager and iteration.grammar is None and iteration.caps is None
+        return replays and iteration.grammar is None and iteration.caps is None
 
     def run(self, iteration: Iteration) -> tuple[torch.Tensor, VerifyResult]:
         """Run an iteration whose rows are in the inputs, with their lengths and last tokens.

@@ -1,48 +1,55 @@
-"""Decides when iterations run eagerly for comparison with graphs: rarely, more often under suspicion, within a time limit.
+"""Decides when an iteration is drafted again eagerly: now and then, more often under suspicion, within a time limit.
 
-A draft pass has few launches, which a large model's verification hides, so samples of only the draft cost almost nothing there.
-Verification runs eagerly in separate samples, which take as long as launching all kernels of the target.
+A draft's eager passes are short. Verification runs eagerly in separate samples, which take as long as launching all kernels of the target.
+
+Time is counted in replays. A fraction of the running time pays for samples, and a reserve is lent to them. How much of the reserve may be
+used grows with the evidence of a drift: sound graphs reach n nats by chance with a probability of about exp(-n), so that their samples stay
+cheap on average. What was used for a suspicion that proved wrong is saved again before another one as weak can use it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import numpy as np
+from runtime.batch import NO_SAMPLE, EagerSample
+from runtime.model_executor.drift_alarm import DriftAlarm
 
-from runtime.batch import EagerSample
-from runtime.model_executor.drift_alarm import BLOCK_ITERATIONS, STRONG, SUSPICION, DriftAlarm
-
-FEWEST, LONG_BLOCK = 2, 6
-"""Up to `FEWEST` requests, blocks of cheap samples have `LONG_BLOCK` iterations, because each shows few drafts."""
-EASY_SHARE = 0.002
-"""Fraction of the time for samples of one kind while nothing is suspicious."""
-RESERVE, EASY_RESERVE, REFILL = 320.0, 85.0, 0.01
-"""Eager samples make n iterations longer by the time of at most `RESERVE` + `REFILL` x n replays, for any n, and of
-`EASY_RESERVE` + `REFILL` x n while the evidence is below `STRONG`."""
-SUSPICIOUS_SHARE = 0.01
-"""Fraction of the time that samples may take by the odds of a drift, exp(evidence): healthy graphs rarely look very suspicious."""
-LEAST_EXTRA, MOST_EXTRA = 0.05, 16.0
-"""Minimum and maximum extra time of an eager iteration, in replays: its first run may compile kernels."""
+GROWTH = 1.0
+"""What suspicion may use of the reserve grows as exp(`GROWTH` x nats)."""
+EVIDENT, PROBE_GAP = 0.4, 4
+"""Nats from which every iteration may be sampled, a little below those of one right draft of the eager side alone, and iterations from a
+sample to the next with fewer: a sample disturbs the times of three, so that one of four shows the time of its depth.
+"""
+LEAST_EXTRA = 0.05
+"""Minimum extra time of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Initial values for samples of one kind.
+    """How samples of one kind are spread. Times are in replays.
 
     Attributes:
-        gap: iterations before the first block, and between it and the others of the first `blocks`.
-        extra: replays by which an eager iteration takes longer, before any is timed.
-        share: their maximum fraction of the time for samples.
+        first: iterations before the first.
+        share: fraction of the time for them while nothing is suspicious.
+        saved: fraction of the time for all of them.
+        extra: time that a sample takes, before any is timed.
+        most_extra: time that one counts as at most: the first may load kernels.
+        weak: what the weakest suspicion may use of the reserve.
+        reserve: what the strongest may use.
     """
 
-    gap: int
-    blocks: int
-    extra: float
+    first: int
     share: float
+    saved: float
+    extra: float
+    most_extra: float
+    weak: float
+    reserve: float
 
 
-WHOLE, DRAFTS = Kind(480, 1, 4.0, 0.4), Kind(20, 2, 0.3, 0.2)
+DRAFTS = Kind(first=8, share=0.002, saved=0.004, extra=0.15, most_extra=4.0, weak=3.0, reserve=400.0)
+WHOLE = Kind(first=3000, share=0.001, saved=0.0015, extra=5.0, most_extra=16.0, weak=10.0, reserve=400.0)
 
 
 class Samples:
@@ -50,81 +57,67 @@ class Samples:
 
     def __init__(self) -> None:
         self._whole, self._drafts = SampleSchedule(WHOLE), SampleSchedule(DRAFTS)
-        self._prepared = False
+        self._replay, self._late = 0.0, 0.0  # time of a usual iteration in seconds; how much longer disturbed ones took, in replays
 
-    def next(self, live: int, alarm: DriftAlarm) -> EagerSample:
-        """Count an iteration of `live` requests."""
-        whole = EagerSample(*self._whole.next(live, alarm.suspicion), verify=True)
-        drafts = EagerSample(*self._drafts.next(live, alarm.draft_suspicion))
-        sample = whole if whole.eager else EagerSample(drafts.taken and self._prepared, drafts.precedes)
-        self._prepared = sample.precedes
-        return sample
+    def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
+        """Count an iteration; `possible`: whether it can be sampled."""
+        drafts = self._drafts.next(alarm.suspicion(verify=False), possible)
+        if self._whole.next(alarm.suspicion(verify=True), possible):
+            return EagerSample(taken=True, verify=True)
+        return EagerSample(taken=True) if drafts else NO_SAMPLE
 
-    def observe(self, seconds: float, sample: EagerSample) -> None:
-        """An iteration took `seconds`."""
-        for schedule, verify in ((self._whole, True), (self._drafts, False)):
-            if not sample.eager or sample.verify == verify:
-                schedule.observe(seconds, sample.eager)
+    def observe(self, seconds: float | None, disturbed: bool, after: EagerSample) -> None:
+        """An iteration was read.
+
+        Args:
+            seconds: since the one before was read; None if that is not the time of usual iterations.
+            disturbed: whether a sample changed it.
+            after: the sample that ran before it: its work on the host and on the device changed this time and those of up to two before.
+        """
+        if seconds is None:
+            self._late = 0.0
+        elif not disturbed:
+            self._replay += (seconds - self._replay) / (16 if self._replay else 1)
+            self._late = 0.0
+        elif self._replay:
+            self._late += seconds / self._replay - 1
+            if after.taken:
+                (self._whole if after.verify else self._drafts).observe(self._late)
+                self._late = 0.0
 
 
 class SampleSchedule:
-    """Chooses the iterations of one kind of sample."""
+    """Chooses the iterations of one kind of sample.
 
-    def __init__(self, kind: Kind = WHOLE) -> None:
-        self._kind, self._share = kind, kind.share
-        self._now = self._blocks = 0
-        self._length, self._start = 3, kind.gap
-        self._budget, self._replay, self._extra = kind.share * RESERVE, 0.0, kind.extra  # in replays, in seconds, in replays
+    `next` runs on the thread that submits steps and `observe` on the one that reads them; each writes only its own fields.
+    """
 
-    def next(self, live: int, suspicion: float) -> tuple[bool, bool]:
-        """Count an iteration of `live` requests. Returns whether it is eager, and whether the next one is."""
-        self._now += 1
-        self._budget = min(self._budget + self._share * REFILL, self._share * RESERVE)
-        if self._now >= self._start + self._length:
-            self._plan(live, suspicion)
-        elif suspicion >= SUSPICION and self._start - self._now > BLOCK_ITERATIONS:
-            self._start = min(self._start, self._now + self._distance(self._length, suspicion))
-        if self._now == self._start:
-            self._budget -= self._cost(self._length)
-        return self._sampled(self._now), self._sampled(self._now + 1)
+    def __init__(self, kind: Kind) -> None:
+        self._kind, self._wait = kind, kind.extra / kind.share - kind.first  # iterations since the previous sample
+        self._used = 0.0  # of the reserve
+        self._extra = kind.extra
+        self._late = self._late_before = 0.0  # by how much all samples took longer than was expected
 
-    def observe(self, seconds: float, eager: bool) -> None:
-        """An iteration took `seconds`; `eager`: it was in the sample, or preceded it."""
-        if not eager:
-            self._replay += (seconds - self._replay) / (16 if self._replay else 1)
-        elif self._replay:
-            extra = min(max(seconds / self._replay - 1, LEAST_EXTRA), MOST_EXTRA)
-            self._extra += (extra - self._extra) / 4
+    def next(self, suspicion: float, possible: bool = True) -> bool:
+        """Count an iteration. Returns whether it is sampled."""
+        self._wait += 1
+        late = self._late
+        self._used, self._late_before = max(self._used - self._kind.saved + late - self._late_before, 0.0), late
+        if not possible or not self._is_due(suspicion):
+            return False
+        self._wait, self._used = 0, self._used + self._extra
+        return True
 
-    def _sampled(self, iteration: int) -> bool:
-        return self._start <= iteration < self._start + self._length
+    def observe(self, took: float) -> None:
+        """What a sample took."""
+        extra = min(max(took, LEAST_EXTRA), self._kind.most_extra)
+        self._late += extra - self._extra
+        self._extra += (extra - self._extra) / 4
 
-    def _longest(self, live: int) -> int:
-        """Iterations of a block that shows few drafts and costs little; else 0."""
-        return LONG_BLOCK if live <= FEWEST and self._extra < 1 else 0
-
-    def _cost(self, length: int) -> float:
-        """Replays by which a block takes longer; verification of the iteration before it runs eagerly too."""
-        return (length + 1) * self._extra
-
-    def _distance(self, length: int, suspicion: float) -> int:
-        """Iterations until a block of `length` may begin that this much suspicion asks for."""
-        share = min(SUSPICIOUS_SHARE * np.exp(suspicion), 1.0)
-        return max(BLOCK_ITERATIONS + 1, round(self._cost(length) / share), self._wait(length, suspicion)) - length
-
-    def _wait(self, length: int, suspicion: float) -> int:
-        """Iterations until the budget pays for a block."""
-        kept = 0.0 if suspicion >= STRONG else self._share * (RESERVE - EASY_RESERVE)
-        wanted = min(kept + self._cost(length), self._share * RESERVE)
-        return int(np.ceil(max(wanted - self._budget, 0.0) / (self._share * REFILL)))
-
-    def _plan(self, live: int, suspicion: float) -> None:
-        """Set the next block, which begins now. Few requests give few drafts, so more of their iterations are eager."""
-        if suspicion >= SUSPICION:
-            self._length = self._longest(live) or (4 if live <= 16 or self._extra < 1 else 2)
-            self._start = self._now + self._distance(self._length, suspicion)
-        else:
-            self._blocks, self._length = self._blocks + 1, (1 if live > 32 else self._longest(live) or 3)
-            rare = max(round(self._cost(self._length) / EASY_SHARE), BLOCK_ITERATIONS + self._length)
-            gap = self._kind.gap if self._blocks < self._kind.blocks else rare
-            self._start = self._now + max(gap, self._wait(self._length, suspicion))
+    def _is_due(self, suspicion: float) -> bool:
+        kind, used = self._kind, self._used + self._extra
+        if self._wait >= self._extra / kind.share:
+            return used <= kind.reserve
+        if suspicion == 0 or self._wait < (1 if suspicion >= EVIDENT else PROBE_GAP):
+            return False
+        return used <= min(kind.weak * math.exp(GROWTH * suspicion), kind.reserve)

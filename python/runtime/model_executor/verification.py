@@ -167,8 +167,7 @@ class Verifier:
 
     def run(self, iteration: Iteration, batch: ForwardBatch) -> VerifyResult:
         """Run the target over filled inputs."""
-        eager = iteration.sample.eager and iteration.sample.verify
-        outputs, graph = self._runner(iteration).run(batch, eager=eager)
+        outputs, graph = self._runner(iteration).run(batch, eager=iteration.eager)
         return self._result(iteration, outputs, graph)
 
     def result_of(self, iteration: Iteration, states: States) -> VerifyResult:

@@ -12,30 +12,31 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from runtime.batch import BatchResult, Int32, Pending, ScheduleBatch, SpeculationChange, StepStats, WorkerLimits, no_ints
+from runtime.batch import BatchResult, Int32, Pending, ScheduleBatch, SpeculationChange, WorkerLimits, no_ints
 from runtime.distributed.parallel_group import ParallelGroup
 from runtime.errors import RanksDiffer, RequestError
 from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.accepter import Accepter
+from runtime.model_executor.decodes_pending import DecodesPending, send_to_host
 from runtime.model_executor.depth import DepthControl
 from runtime.model_executor.depth_controller import Observed
 from runtime.model_executor.device_queue import DeviceQueue, Finish
 from runtime.model_executor.drafter import Drafter
+from runtime.model_executor.eager_drafts import EagerDrafts, verified_chain
 from runtime.model_executor.expert_counter import ExpertCounter
 from runtime.model_executor.followers import Followers, GroupsPending, SharedPending
 from runtime.model_executor.grammar_rows import GrammarRows, GrammarStep
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
 from runtime.model_executor.guess_check import GuessCheck
 from runtime.model_executor.input_buffers import InputBuffers
-from runtime.model_executor.iteration import Accepted, DraftCaps, Iteration, VerifyResult
+from runtime.model_executor.iteration import Accepted, DraftCaps, Iteration
 from runtime.model_executor.iteration_graph import IterationGraphs
 from runtime.model_executor.profiler import Profiler, span
 from runtime.model_executor.ragged_windows import RaggedWindows
-from runtime.model_executor.results import LogprobCopy, copy_logprobs, join
+from runtime.model_executor.results import join
 from runtime.model_executor.row_inputs import load_rows
-from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target_model import Chunks, ExtendPass, PromptsPending, States, TargetModel
 from runtime.model_executor.verification import Verifier
 from runtime.worker_info import WorkerInfo
@@ -73,67 +74,6 @@ class WorkerParts:
         return [self.target.runner.kv_pool, *(model.runner.kv_pool for model in self.drafter.models())]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodesPending:
-    """The live rows of `AcceptResult.emitted` on their way to the host, and with several ranks whether they differ."""
-
-    iteration: Iteration
-    emitted: HostCopy
-    logprobs: LogprobCopy | None
-    stats: StepStats
-    checked: bool = False
-    experts: HostCopy | None = None
-    guessed: HostCopy | None = None
-
-    @property
-    def ranks_differ(self) -> bool:
-        """Whether the ranks committed different tokens before this iteration. Waits for it."""
-        return self.checked and bool(self.emitted.wait()[-1].any())
-
-    def wait(self) -> BatchResult:
-        """Wait for them."""
-        emitted, D = self.emitted.wait()[0], self.stats.draft_tokens + 1
-        tokens, lens = emitted[:, :D], emitted[:, D] if D > 1 else np.ones(len(emitted), dtype=np.int32)
-        keep = np.arange(tokens.shape[1])[None] < lens[:, None]
-        return BatchResult(
-            token_ids=tokens[keep].astype(np.int32),
-            accept_lens=lens.astype(np.int32),
-            logprobs=None if self.logprobs is None else self.logprobs.wait(keep.flatten()),
-            stats=self.stats,
-        )
-
-
-def send_to_host(
-    target: TargetModel,
-    iteration: Iteration,
-    emitted: torch.Tensor,
-    verified: VerifyResult,
-    path: torch.Tensor | None = None,
-    hit: torch.Tensor | None = None,
-) -> DecodesPending:
-    """Start the copies of what an iteration emits, on a rank that reads results.
-
-    Args:
-        emitted, path: of its `AcceptResult`.
-        hit: of `ExpertCounter.sample`.
-    """
-    live, D = iteration.live, verified.tokens.shape[1]
-    emitted = emitted[:live]
-    index = None
-    if path is not None:
-        index = (torch.arange(live, device=emitted.device)[:, None] * D + path[:live]).flatten()
-    logprobs, reads, agreement = None, target.reads_results, target.agreement
-    if iteration.top_logprobs >= 0:
-        logits = verified.all_logits(live * D)
-        tokens = emitted[:, :D].flatten()
-        logprobs = copy_logprobs(logits, tokens, iteration.top_logprobs, index, iteration.mask) if reads else None
-    wanted = [emitted, *([agreement.differs] if agreement.active else [])] if reads else []
-    drafts = () if iteration.ragged is None or iteration.caps is None else tuple(iteration.caps.host.tolist())
-    stats = StepStats(verified.graph, iteration.size, D - 1, iteration.depth, iteration.unfollowed, drafts)
-    experts = HostCopy(hit) if hit is not None and reads else None
-    return DecodesPending(iteration, HostCopy(*wanted), logprobs, stats, agreement.active, experts)
-
-
 def masked(iteration: Iteration) -> Iteration:
     """The iteration with what grammars allow at the positions of its window. Waits for the thread that computes it."""
     mask = None if iteration.grammar is None else iteration.grammar.window_mask()
@@ -147,6 +87,7 @@ class Worker:
 
     Attributes:
         parts: for checks and tests that look inside; read only.
+        eager_drafts: what samples draft; read only.
         runners: the graph runners of decode steps, deepest first.
         ragged_runners: of verify passes over ragged windows.
         iteration_runners: those of whole iterations, which replay where all `runners` of their depth do.
@@ -173,9 +114,11 @@ class Worker:
         self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
         self.iteration_runners, self.ragged_runners = tuple(parts.iterations.runners.values()), tuple(parts.verifier.ragged_runners)
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
+        self.eager_drafts = EagerDrafts(parts.target, parts.inputs, parts.drafter, parts.verifier)
         self._step_seconds, self._token_checks = 0.0, 0
         self._guess_check = GuessCheck(parts.drafter, parts.accepter, parts.depths)
         self._read_at, self._prompts_read = 0.0, False  # when the last step was read, and whether it had prompts
+        self._samples_read = 0  # samples that had been launched then
         self._profiler = Profiler("scheduler", parts.target.device)
 
     @property
@@ -192,7 +135,8 @@ class Worker:
         """Queue one step and return immediately."""
         if self._group.rank == 0:
             self.parts.depths.plan(batch)
-            batch.sample = self.parts.monitor.next_iteration(batch.most_decodes, batch.depth)
+            fits = batch.longest + batch.depth < self._limits.max_context_len
+            batch.sample = self.parts.monitor.next_iteration(batch.depth, fits and not batch.has_prompts)
             for section in batch.sections:
                 section.depth, section.sample = batch.depth, batch.sample
         # A batch without sections runs identically in all attention groups.
@@ -295,6 +239,7 @@ class Worker:
             target.copy_pages(batch, self.parts.kv_pools)
         chunk_rows, rows = target.stage_rows(batch, size)
         self.parts.drafter.admit(batch.new_rows)
+        self.eager_drafts.admit(batch.new_rows)
         self.parts.grammars.admit(batch.new_rows)
         chunks = target.stage_chunks(batch, chunk_rows) if batch.num_prompts else None
         first = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, wanted=batch.next_tokens < 0)
@@ -306,7 +251,10 @@ class Worker:
                 with span("iteration"):
                     emitted, verified = self.parts.iterations.run(iteration)
                     hit = self.parts.experts.sample(iteration.live * (depth + 1))
-                    decodes = send_to_host(target, iteration, emitted, verified, hit=hit)
+                    compared = self.eager_drafts.compare(iteration, emitted)
+                    decodes = send_to_host(target, iteration, emitted, verified, None, hit, compared)
+                    if iteration.sample.taken:
+                        self.eager_drafts.draft(iteration, *verified_chain(iteration, emitted, verified))
             else:
                 prompts, decodes = self._iterate(batch, chunks, first, iteration)
             if guesses is not None:
@@ -334,20 +282,19 @@ class Worker:
         bounds[: len(host_rows)] = batch.len_bounds[first:]
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         grammar = parts.grammars.step(host_rows, size, parts.drafter.spec.shape.at_depth(depth).num_draft_tokens)
-        # The sample is of iterations that would replay a graph: other traffic may be accepted differently, and counts
-        # for neither side.
-        taken = batch.sample.taken and first == 0 and grammar is None and parts.verifier.has_graph(depth, size)
-        unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs, taken)
+        unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs)
         load_rows(parts.inputs, rows, parts.target.rows)
         lens, last = parts.inputs.kv_lens(size), parts.inputs.last_tokens(size)
-        return Iteration(
-            *(depth, host_rows, rows, lens, last, bounds, needs, k, replace(batch.sample, taken=taken), grammar),
+        iteration = Iteration(
+            *(depth, host_rows, rows, lens, last, bounds, needs, k, batch.sample),
+            grammar=grammar,
             caps=self._caps(host_rows, depth, size, batch.widths),
             ragged=RaggedWindows.of(batch.widths, depth + 1, parts.target.staging.upload) if len(batch.widths) else None,
             greedy=None if parts.depths.controller is None else parts.target.rows.greedy(host_rows),
             started=started,
             unfollowed=unfollowed,
         )
+        return self.eager_drafts.begin(iteration)
 
     def _caps(self, host_rows: Int32, depth: int, size: int, widths: Int32) -> DraftCaps | None:
         """The caps of these rows, which their windows of `widths` lower, if one is below `depth`."""
@@ -382,14 +329,18 @@ class Worker:
                 extend, prompts = self._sample_next(batch, chunks, first, states)
             iteration = masked(iteration)
             result = self.parts.accepter.accept(iteration, draft, verified, window)
-            decodes = send_to_host(target, iteration, result.emitted(), verified, result.path, hit)
+            compared = self.eager_drafts.compare(iteration, result.tokens)
+            decodes = send_to_host(target, iteration, result.emitted(), verified, result.path, hit, compared)
             if iteration.grammar is not None:
                 self.parts.grammars.follow(iteration.grammar, result.tokens[: iteration.live], result.accept_lens[: iteration.live])
             target.agreement.commit(result.tokens[: iteration.live], result.accept_lens[: iteration.live])
         if extend is not None:
             drafter.follow_prompt(extend)
         with span("draft_extend"):
-            drafter.follow(iteration, Accepted(result, draft.tokens, verified.features))
+            accepted = Accepted(result, draft.tokens, verified.features)
+            drafter.follow(iteration, accepted)
+        if iteration.sample.taken:
+            self.eager_drafts.draft(iteration, draft, accepted)
         return prompts, decodes
 
     def _read(
@@ -407,36 +358,38 @@ class Worker:
         decoded, prompted = None if decodes is None else decodes.wait(), None if prompts is None else prompts.wait()
         now = time.perf_counter()  # before work on the host: an iteration takes the time between the results of two
         if decodes is not None and decoded is not None:
-            self._observe(decodes.iteration, decoded, now, prompts is not None, batch.pad_kv)
+            self._observe(decodes, decoded, now, prompts is not None, batch.pad_kv)
             self._guess_check.read(decodes.iteration, decodes.guessed)
         if decodes is not None and decodes.experts is not None:
             self.parts.experts.add(decodes.iteration.live * (decodes.stats.draft_tokens + 1), decodes.experts.wait()[0].astype(np.int64))
             self.parts.depths.correct(self.parts.experts.spread)
         result = join(prompted, decoded)
-        self._read_at, self._prompts_read = now, prompts is not None
+        self._read_at, self._prompts_read, self._samples_read = now, prompts is not None, self.eager_drafts.samples
         self.parts.drafter.observe(batch.rows, result)
         for grammar, offset in zip(grammars, (0, batch.num_prompts), strict=True):
             if grammar is not None:
                 result.grammar_errors.update(grammar.errors(offset))
         return result
 
-    def _observe(self, iteration: Iteration, decoded: BatchResult, now: float, with_prompts: bool, pad_kv: int) -> None:
+    def _observe(self, decodes: DecodesPending, decoded: BatchResult, now: float, with_prompts: bool, pad_kv: int) -> None:
         """Count acceptance, and tell the depth controller what the iteration accepted and how long it took.
 
         Steps run one after another on the device, so an iteration took the time from the results of the previous step, or from
         its own start if that was later, until `now`, when its results had arrived.
         """
-        caps, lens, controller = iteration.caps, decoded.accept_lens, self.parts.depths.controller
-        counted = lens if caps is None else lens[caps.host >= iteration.depth]
-        self.parts.monitor.add(iteration, counted, decoded.stats)
-        seconds = now - max(self._read_at, iteration.started)
+        iteration, lens, controller = decodes.iteration, decoded.accept_lens, self.parts.depths.controller
+        caps = iteration.caps
+        whole = np.ones(len(lens), dtype=np.bool_) if caps is None else caps.host >= iteration.depth
+        self.parts.monitor.add(iteration, lens[whole], decoded.stats, decodes.pairs(whole))
         # The draft follows prompts after their results are read.
         usual = not (with_prompts or self._prompts_read or iteration.grammar)
-        if usual:
-            self.parts.monitor.observe_time(iteration, decoded.stats.graph, seconds)
+        seconds = now - max(self._read_at, iteration.started) if usual else None
+        # A sample occupies the host while it is launched, before the previous iteration is read, and then the device.
+        disturbed = iteration.sample.taken or iteration.delay.taken or self.eager_drafts.samples > self._samples_read
+        self.parts.monitor.observe_time(iteration, decoded.stats.graph, seconds, disturbed)
         if controller is None:
             return
-        timed = seconds if usual and not iteration.sample.eager else None
+        timed = None if disturbed else seconds
         assert iteration.greedy is not None
         most = np.full(iteration.live, iteration.depth) if caps is None else caps.host
         kv_tokens = pad_kv or int(iteration.bounds.sum())

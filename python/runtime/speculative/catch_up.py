@@ -7,7 +7,8 @@ would have computed step by step; until then its KV and first drafts lag behind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -71,10 +72,12 @@ class CatchUp:
         held: the positions to follow.
         runner: over windows of `WIDTH` of them.
         guessed: whether the last one ended with guesses although no drafts follow.
+        again: runs the window of the latest `before` eagerly; None if it ran none.
     """
 
     def __init__(self, target: TargetModel, inputs: InputBuffers, held: HeldStates, runner: GraphRunner) -> None:
         self.runner, self._target, self._inputs, self.held = runner, target, inputs, held
+        self.again: Callable[[], None] | None = None
         self._in_step = target.runner.model.context.exchange is not None
         self._behind = np.zeros(len(target.rows.kv_lens), dtype=np.int32)
         self._windows, self.guessed = 0, False
@@ -96,7 +99,7 @@ class CatchUp:
 
     # ---- before an iteration, outside any graph
 
-    def before(self, rows: Int32, bounds: Int32, depth: int, variant: str, eager: bool) -> int:
+    def before(self, rows: Int32, bounds: Int32, depth: int, variant: str) -> int:
         """Run the window if an iteration of `rows` needs it, and count the position that it will store.
 
         Args:
@@ -104,12 +107,12 @@ class CatchUp:
             bounds: int32 [live], upper bounds of their KV lengths.
             depth: of the iteration.
             variant: of the runner.
-            eager: run the window eagerly.
 
         Returns:
             The maximum number of positions at the end of a row's KV that the draft still lags after the iteration.
         """
         due, self.guessed = self.guesses_next, False
+        self.again = None
         if self._in_step:
             self.guessed = depth == 0 and due
             self._windows += depth == 0
@@ -117,7 +120,9 @@ class CatchUp:
         behind = self._behind[rows]
         most = int(behind.max(initial=0))
         if most and (depth or most == WIDTH):
-            self._run(rows, bounds, behind, variant, eager, self.runner.size_for(len(rows)))
+            run = partial(self._run, rows, bounds, behind, variant, size=self.runner.size_for(len(rows)))
+            run(eager=False)
+            self.again = partial(run, eager=True)
             self._behind[rows] = most = 0
             self.guessed = depth == 0 and due
             self._windows += depth == 0
@@ -136,7 +141,7 @@ class CatchUp:
             live = iteration.live
             one = np.ones(live, dtype=np.int32)
             bounds = iteration.bounds[:live] + 1
-            self._run(iteration.host_rows, bounds, one, variant, iteration.sample.precedes, iteration.size)
+            self._run(iteration.host_rows, bounds, one, variant, eager=iteration.eager, size=iteration.size)
 
     def _run(self, rows: Int32, bounds: Int32, behind: Int32, variant: str, eager: bool, size: int) -> None:
         """One window per row that lags; the other rows are padding."""

@@ -106,17 +106,22 @@ class EagleWorker(ModelDrafter):
         self.state.reset()
         super().reset()
 
-    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds, eager: bool) -> int:
+    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
         """Follow steps without drafts, if it is time. Guesses are made before drafts, and at times where a controller chooses depths."""
         if self.catch_up is None:
             return 0
         guesses = depth > 0 or (bool(self._config.depths) and self.catch_up.guesses_next)
-        return self.catch_up.before(rows, bounds, depth, self._variant(needs) if guesses else KV_ONLY, eager)
+        return self.catch_up.before(rows, bounds, depth, self._variant(needs) if guesses else KV_ONLY)
 
     def guesses(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Those of draft-extend; a draft without lookahead has none."""
         known = self.model.lookahead and bool(self._config.depths) and self.catch_up is not None and self.catch_up.guessed
         return self.state.tokens[rows, 0] if known else None
+
+    def row_state(self, needs: SamplingNeeds) -> list[torch.Tensor]:
+        """The state that draft-extend writes."""
+        state = self.state
+        return [state.hidden, state.tokens, state.scores, *([state.probs] if self._variant(needs) == SAMPLED else [])]
 
     def propose(self, iteration: Iteration) -> DraftWindow:
         """Run draft-decode."""

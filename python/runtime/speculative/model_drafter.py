@@ -125,9 +125,13 @@ class ModelDrafter(Drafter):
         if self.catch_up is not None:
             self.catch_up.admit(new_rows)
 
-    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds, eager: bool) -> int:
+    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
         """Follow steps without drafts, if it is time."""
-        return 0 if self.catch_up is None else self.catch_up.before(rows, bounds, depth, self._variant(needs), eager)
+        return 0 if self.catch_up is None else self.catch_up.before(rows, bounds, depth, self._variant(needs))
+
+    def catch_up_eagerly(self) -> Callable[[], None] | None:
+        """Follow the same steps without graphs."""
+        return None if self.catch_up is None else self.catch_up.again
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
         """Run draft-extend over the whole window, including rejected positions; after a step without drafts only store its inputs."""
@@ -146,14 +150,14 @@ class ModelDrafter(Drafter):
             first = torch.arange(iteration.size, device=features.device)[:, None] * width
             features = features[(first + accepted.result.path).flatten()]
         inputs["features"].copy_(features)
-        runner.run(batch, variant, iteration.sample.precedes)
+        runner.run(batch, variant, iteration.eager)
 
     def _decode(self, iteration: Iteration, runner: GraphRunner, restricted: Forward | None) -> Outputs:
         """Run the drafting runner, or `restricted` eagerly instead."""
         batch, width = runner.batch(iteration.size), runner.spec.width
         batch.seq_len_bounds[:] = iteration.bounds + width
         torch.add(iteration.kv_lens, width, out=batch.seq_lens)
-        return runner.run(batch, self._variant(iteration.needs), iteration.sample.taken, restricted)[0]
+        return runner.run(batch, self._variant(iteration.needs), iteration.eager, restricted)[0]
 
 
 def restricting(iteration: Iteration) -> GrammarStep | None:

@@ -201,10 +201,10 @@ class _SchedulerCollector:
             yield self._gauge("talon:layer_distinct_experts", help_text, layers, "layer")
         if worker.acceptance is not None:
             drift = worker.acceptance.drift
-            help_text = "Draft positions at which graphs and eager samples accept differently; 0 is normal."
+            help_text = "Draft positions at which graphs accept less than eager drafts of the same windows; 0 is normal."
             yield self._gauge("talon:spec_drifted_positions", help_text, {(): len(drift)})
             gaps = {(str(d.position),): d.graph - d.eager for d in drift}
-            yield self._gauge("talon:spec_drift", "Acceptance with graphs minus acceptance in eager samples.", gaps, "position")
+            yield self._gauge("talon:spec_drift", "Acceptance with graphs minus acceptance of eager drafts.", gaps, "position")
 
     def _gauge(self, name: str, help_text: str, rows: Rows, *labels: str) -> GaugeMetricFamily:
         return self._family(GaugeMetricFamily, name, help_text, rows, *labels)

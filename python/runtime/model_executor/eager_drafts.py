@@ -1,0 +1,215 @@
+"""Eager drafts: what the draft proposes for the next window without graphs, to be compared with what it proposes through them.
+
+After a sampled iteration the draft's passes, and in some samples verification, run a second time, eagerly, over the same window. They
+propose the next window, of which only the tokens are kept: the rows' draft state and the KV are put back as the graphs left them. So a
+sample changes no token, and the next iteration proposes through graphs whatever it would have proposed. How many of the tokens that it
+commits both windows have tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from runtime.batch import NO_SAMPLE, EagerSample, RowInit
+from runtime.layers.sampling_tables import SamplingNeeds
+from runtime.model_executor.draft_window import DraftWindow
+from runtime.model_executor.drafter import Drafter
+from runtime.model_executor.drift_alarm import Pairs
+from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.iteration import Accepted, AcceptResult, Iteration, VerifyResult
+from runtime.model_executor.row_inputs import load_rows
+from runtime.model_executor.staging import HostCopy
+from runtime.model_executor.target_model import TargetModel
+from runtime.model_executor.verification import Verifier
+
+SAMPLED = SamplingNeeds(False, False, False, [], [], [])
+MOST_BYTES = 128 << 20
+"""No sample is taken where more than this would have to be put back. It is less than prompt steps take for activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How the eager drafts of an iteration compare with the tokens that it commits, on its way to the host.
+
+    Attributes:
+        depth: drafts of each window that are compared.
+        rows: bool [live], the requests that have eager drafts.
+        found: int64 [live] each: leading committed tokens that the eager window has, and whether it begins with other drafts than the one
+            through graphs.
+        verify: whether verification was eager too.
+    """
+
+    depth: int
+    rows: npt.NDArray[np.bool_]
+    found: HostCopy
+    verify: bool
+
+    def pairs(self, accept_lens: npt.NDArray[np.integer], wanted: npt.NDArray[np.bool_]) -> Pairs:
+        """Accepted drafts of both windows. Waits for them.
+
+        Args:
+            accept_lens: int [live], of the windows through graphs.
+            wanted: bool [live], the requests to compare.
+        """
+        both = self.rows & wanted
+        hits, unlike = self.found.wait()
+        # The token after the accepted drafts shows whether the eager side has one more right; beyond it nothing is known.
+        graph, eager = accept_lens[both] - 1, np.minimum(hits, accept_lens)[both]
+        graph, eager = (np.minimum(side, self.depth).astype(np.int64) for side in (graph, eager))
+        return Pairs(graph, eager, unlike[both].astype(np.bool_), self.depth, self.verify)
+
+
+def first_of_equal(emitted: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+    """bool [live]: requests whose tokens, [live, n], no earlier one has. Copies of a request differ together by one chance."""
+    first = np.zeros(len(emitted), dtype=np.bool_)
+    first[np.unique(emitted, axis=0, return_index=True)[1]] = True
+    return first
+
+
+class EagerDrafts:
+    """Owner of the eager drafts by request row. Every method runs outside graphs and waits for nothing.
+
+    An iteration calls `begin`, then `compare` with what an earlier sample drafted, and at its end `draft`, which takes a sample.
+
+    Attributes:
+        samples: number of samples that were launched.
+    """
+
+    def __init__(self, target: TargetModel, inputs: InputBuffers, drafter: Drafter, verifier: Verifier) -> None:
+        self._target, self._inputs, self._drafter, self._verifier = target, inputs, drafter, verifier
+        rows, shape = len(target.rows.kv_lens), drafter.spec.shape
+        D = shape.num_draft_tokens
+        self._reach = max(D, drafter.spec.catch_up) + shape.tokens_per_step  # positions that a sample writes
+        # By request row, the eager window: its tokens, the parents of these, and whether it begins with other drafts than graphs propose.
+        self._tokens, self._parents = (torch.zeros((rows, D), dtype=torch.int64, device=target.device) for _ in range(2))
+        self._unlike = torch.zeros(rows, dtype=torch.int64, device=target.device)
+        self._has_window = np.zeros(rows, dtype=np.bool_)
+        self._depth, self._verified = 0, False  # of all eager windows, which are of one sample
+        self._delay, self.samples = NO_SAMPLE, 0  # what ran since the previous iteration
+
+    def admit(self, new_rows: Sequence[RowInit]) -> None:
+        """Requests took rows."""
+        self._has_window[[init.row for init in new_rows]] = False
+
+    def begin(self, iteration: Iteration) -> Iteration:
+        """The iteration with `sample` and `delay` as they are, after its inputs are filled. All ranks that run together decide alike.
+
+        If the draft just followed steps without drafts, the sample is of that, and is taken now instead of at the end.
+        """
+        taken = iteration.sample.taken and self._can_draft(iteration)
+        if taken and (catch_up := self._drafter.catch_up_eagerly()) is not None:
+            taken = False
+            self._draft(replace(iteration, sample=EagerSample(taken=True)), catch_up, self._drafter.spec.catch_up)
+        delay, self._delay = self._delay, NO_SAMPLE
+        return replace(iteration, sample=iteration.sample if taken else NO_SAMPLE, delay=delay)
+
+    def compare(self, iteration: Iteration, committed: torch.Tensor) -> Compared | None:
+        """Compare the eager windows with the tokens that the iteration commits, int64 [size, D or more]. None: there are none."""
+        compared = self._has_window[iteration.host_rows]
+        self._has_window[iteration.host_rows] = False
+        depth = min(self._depth, iteration.depth)
+        if not depth or not compared.any():
+            return None
+        rows = iteration.rows[: iteration.live]
+        hits = self._hits(rows, committed[: iteration.live], depth)
+        return Compared(depth, compared, HostCopy(hits, self._unlike[rows]), self._verified)
+
+    def draft(self, iteration: Iteration, window: DraftWindow, accepted: Accepted) -> None:
+        """Draft what follows a sampled iteration that verified `window` and committed `accepted`."""
+        eager = replace(iteration, eager=True)
+
+        def follow() -> None:
+            seen = accepted
+            if iteration.sample.verify:
+                seen = replace(accepted, features=self._verifier.run(eager, self._verifier.fill(eager, window)).features)
+            self._drafter.follow(eager, seen)
+
+        self._draft(iteration, follow)
+
+    def _draft(self, iteration: Iteration, follow: Callable[[], None], behind: int = 0) -> None:
+        """Keep the eager window that the draft proposes after `follow`, its passes over what was committed.
+
+        Args:
+            behind: positions before the KV lengths that `follow` may write; 0 if it writes the iteration's window.
+        """
+        live, rows = iteration.live, iteration.rows
+        with self._put_back(iteration, behind) as before:
+            follow()
+            self._unlike[rows] = self._differs(iteration, before)
+            window = self._drafter.propose(self._next(iteration, 0 if behind else iteration.depth + 1))
+            D = window.width
+            chain = torch.arange(D, device=rows.device) - 1
+            self._tokens[rows[:live], :D] = window.tokens[:live]
+            self._parents[rows[:live], :D] = chain if window.parents is None else window.parents[:live]
+        self._has_window[:] = False
+        self._has_window[iteration.host_rows] = True
+        self._depth, self._verified, self._delay = iteration.depth, iteration.sample.verify, iteration.sample
+        self.samples += 1
+
+    def _next(self, iteration: Iteration, committed: int) -> Iteration:
+        """The eager iteration of the same requests that follows it, if it commits at most `committed` tokens. Fills the inputs."""
+        load_rows(self._inputs, iteration.rows, self._target.rows)
+        lens, last, bounds = self._inputs.kv_lens(iteration.size), self._inputs.last_tokens(iteration.size), iteration.bounds.copy()
+        bounds[: iteration.live] += committed
+        return replace(iteration, kv_lens=lens, last_tokens=last, bounds=bounds, grammar=None, eager=True)
+
+    @contextmanager
+    def _put_back(self, iteration: Iteration, behind: int) -> Iterator[list[torch.Tensor]]:
+        """Within, the draft's state of these rows and KV may be overwritten, from `behind` positions before the KV lengths on. Yields the
+        state.
+        """
+        rows, tables = iteration.rows, self._drafter.row_state(iteration.needs)
+        pools = [model.runner.kv_pool for model in self._drafter.models()]
+        if iteration.sample.verify:
+            pools.append(self._target.runner.kv_pool)
+        first = (iteration.kv_lens[:, None].to(torch.int64) - behind).clamp(min=0)
+        slots = self._target.page_table.slots(rows[:, None], first + torch.arange(self._reach, device=rows.device)).flatten()
+        state, contents = [table[rows] for table in tables], [pool.read(slots) for pool in pools]
+        yield state
+        for table, kept in zip(tables, state, strict=True):
+            table[rows] = kept
+        for pool, content in zip(pools, contents, strict=True):
+            pool.write(slots, content)
+
+    def _differs(self, iteration: Iteration, before: Sequence[torch.Tensor]) -> torch.Tensor:
+        """int64 [size]: whether the tokens in the draft's state, which begin its next window, differ from those in `before`."""
+        rows, unlike = iteration.rows, torch.zeros_like(iteration.rows)
+        for table, kept in zip(self._drafter.row_state(iteration.needs), before, strict=True):
+            if not table.is_floating_point():
+                unlike |= (table[rows] != kept).any(dim=1)
+        return unlike
+
+    def _can_draft(self, iteration: Iteration) -> bool:
+        """Whether the draft has passes, which would replay graphs."""
+        return bool(self._drafter.models()) and self._verifier.has_graph(iteration.depth, iteration.size) and self._fits(iteration)
+
+    def _fits(self, iteration: Iteration) -> bool:
+        """Whether what has to be put back is small."""
+        pools = [self._target.runner.kv_pool, *(model.runner.kv_pool for model in self._drafter.models())]
+        kv = self._reach * sum(pool.slot_bytes() for pool in (pools if iteration.sample.verify else pools[1:]))
+        return iteration.size * (kv + sum(each[0].nbytes for each in self._drafter.row_state(SAMPLED))) <= MOST_BYTES
+
+    def _hits(self, rows: torch.Tensor, committed: torch.Tensor, depth: int) -> torch.Tensor:
+        """int64 [live]: leading tokens of `committed` that are on a path of the eager windows, at most `depth`."""
+        tokens, parents = self._tokens[rows], self._parents[rows]
+        at, on_path = torch.zeros_like(rows)[:, None], torch.ones_like(rows, dtype=torch.bool)[:, None]
+        hits = torch.zeros_like(rows)
+        for i in range(depth):
+            child = on_path & (parents == at) & (tokens == committed[:, i : i + 1])
+            child[:, 0] = False  # the root
+            on_path, at = child.any(1, keepdim=True), child.int().argmax(1, keepdim=True)
+            hits += on_path[:, 0]
+        return hits
+
+
+def verified_chain(iteration: Iteration, emitted: torch.Tensor, verified: VerifyResult) -> tuple[DraftWindow, Accepted]:
+    """What an iteration graph verified and committed, int64 [size, D + 1]: past the accepted drafts the window is anything valid."""
+    tokens = emitted[:, :-1]
+    window = torch.cat([iteration.last_tokens[:, None], tokens[:, :-1]], dim=1)
+    return DraftWindow(window), Accepted(AcceptResult(emitted[:, -1].to(torch.int32), tokens), window, verified.features)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import StepStats
 from runtime.entrypoints.native.meta_info import meta_info
 from runtime.layers.linear import Linear
 from runtime.managers.generation import GenerationUpdate
@@ -329,8 +328,8 @@ def test_steps_without_drafts_are_counted_apart(tmp_path: Path, kind: str, mixed
     steps, told = Counter[str](), dict[str, Any]()
     add = worker.parts.monitor.add
 
-    def noted(iteration: Any, accept_lens: np.ndarray, stats: StepStats) -> None:
-        add(iteration, accept_lens, stats)
+    def noted(iteration: Any, accept_lens: np.ndarray, *others: Any) -> None:
+        add(iteration, accept_lens, *others)
         size = len(accept_lens)
         steps.update({"paused": 1} if size > 2 else {"verified": size, "accepted": int(accept_lens.sum()) - size})
 
@@ -465,7 +464,7 @@ def test_depth_is_chosen_per_step_with_overlap(tmp_path: Path) -> None:
     """With a step in flight, who decodes next is decided by who is there, so that pausing and resuming need nothing that is on the way."""
     worker = pausing(tmp_path, "chain", 2, context_length=CONTEXT, max_running_requests=8)
     seen: list[tuple[int, int]] = []
-    worker.parts.monitor.add = lambda iteration, lens, stats: seen.append((len(lens), stats.draft_tokens))
+    worker.parts.monitor.add = lambda iteration, lens, stats, pairs: seen.append((len(lens), stats.draft_tokens))
     endings = [SamplingParams(temperature=0.0, max_new_tokens=6 + 9 * i, ignore_eos=True) for i in range(5)]
     asks = [GenerateReq(rid=str(i), input_ids=prompts()[i], sampling=s, seed=i) for i, s in enumerate(endings)]
 

@@ -111,11 +111,9 @@ class CatchUp:
         Returns:
             The maximum number of positions at the end of a row's KV that the draft still lags after the iteration.
         """
-        due, self.guessed = self.guesses_next, False
-        self.again = None
+        self.guessed, self.again = False, None
         if self._in_step:
-            self.guessed = depth == 0 and due
-            self._windows += depth == 0
+            self._count_window(depth)
             return 0
         behind = self._behind[rows]
         most = int(behind.max(initial=0))
@@ -124,12 +122,16 @@ class CatchUp:
             run(eager=False)
             self.again = partial(run, eager=True)
             self._behind[rows] = most = 0
-            self.guessed = depth == 0 and due
-            self._windows += depth == 0
+            self._count_window(depth)
         if depth == 0:
             self._behind[rows] += 1
             most += 1
         return most
+
+    def _count_window(self, depth: int) -> None:
+        """Count a window before an iteration of `depth`."""
+        self.guessed = depth == 0 and self.guesses_next
+        self._windows += depth == 0
 
     def add(self, iteration: Iteration, tokens: torch.Tensor, states: torch.Tensor, variant: str) -> None:
         """Store the results of an iteration without drafts; arguments as for `HeldStates.add`.

@@ -94,10 +94,10 @@ def split_attention(
     if lse is None and cluster_decode.supports(shape, keys.page_size, q, k_cache, sinks):
         return cluster_decode.cluster_attention(q, k_cache, v_cache, keys, shape, scale, causal=causal, window=window, sinks=sinks, pdl=pdl)
     out, splits, shared = torch.empty_like(q), shape.splits, _shared_arguments(shape, window >= 0, lse is not None, pdl)
-    given, written = (q, k_cache, v_cache, kv_scales, sinks), (out, lse, workspace.out, workspace.top, workspace.total)
-    _attend_shares(given, written, keys, shape, splits, scale, causal, window, shared)
+    inputs, outputs = (q, k_cache, v_cache, kv_scales, sinks), (out, lse, workspace.out, workspace.top, workspace.total)
+    _attend_shares(inputs, outputs, keys, shape, splits, scale, causal, window, shared)
     if splits > 1 and not shape.config.scheduled:
-        _merge_shares(written, keys.seq_lens, shape, splits, window, shared)
+        _merge_shares(outputs, keys.seq_lens, shape, splits, window, shared)
     return out
 
 
@@ -110,8 +110,8 @@ def _check(q: torch.Tensor, keys: PagedKeys, shape: SplitShape, workspace: Split
 
 
 def _attend_shares(
-    given: Tensors,
-    written: Tensors,
+    inputs: Tensors,
+    outputs: Tensors,
     keys: PagedKeys,
     shape: SplitShape,
     splits: int,
@@ -123,14 +123,14 @@ def _attend_shares(
     """Attend to each share of the keys; with a schedule, merge the shares too.
 
     Args:
-        given: queries, keys, values, scales and sinks.
-        written: output, log-sum-exp, and the workspace's tensors.
+        inputs: queries, keys, values, scales and sinks.
+        outputs: output, log-sum-exp, and the workspace's tensors.
     """
-    *_, kv_scales, sinks = given
+    *_, kv_scales, sinks = inputs
     config, schedule = shape.config, keys.schedule
     items, arrived, space = (None, None, 0) if schedule is None else (schedule.items, schedule.arrived, len(schedule.items))
     _split_kernel[(shape.parts, shape.programs, 1) if config.scheduled else (shape.parts, splits, shape.batch)](
-        *given, keys.pages, keys.rows, keys.seq_lens, items, arrived, *written, scale / LN_2, splits, window, keys.pages.stride(0),
+        *inputs, keys.pages, keys.rows, keys.seq_lens, items, arrived, *outputs, scale / LN_2, splits, window, keys.pages.stride(0),
         space, **shared,
         BLOCK_M=shape.block_rows, PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, SCHEDULED=config.scheduled,
         SINKS=sinks is not None, SCALED=kv_scales is not None, AT_ONCE=MERGED_AT_ONCE, num_warps=config.num_warps,
@@ -138,11 +138,11 @@ def _attend_shares(
     )  # fmt: skip
 
 
-def _merge_shares(written: Tensors, seq_lens: torch.Tensor, shape: SplitShape, splits: int, window: int, shared: Options) -> None:
+def _merge_shares(outputs: Tensors, seq_lens: torch.Tensor, shape: SplitShape, splits: int, window: int, shared: Options) -> None:
     """Merge the shares of each query and head."""
     padded = triton.next_power_of_2(splits)
     _merge_kernel[(shape.num_kv_heads, shape.width * shared["GROUP"], shape.batch)](
-        seq_lens, *written, splits, window, **shared,
+        seq_lens, *outputs, splits, window, **shared,
         SPLITS=padded, num_warps=min(max(padded * shape.head_dim // 1024, 1), 8),  # 32 values a thread
     )  # fmt: skip
 

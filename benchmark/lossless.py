@@ -37,13 +37,14 @@ def compare(plain: Sequence[Mapping[str, Any]], drafted: Sequence[Mapping[str, A
         a, b = one["output_ids"], other["output_ids"]
         if a != b:
             differences.append({"prompt": number, "token": next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))})
-    windows = sum(int(output["meta_info"].get("spec_verify_ct", 0)) for output in drafted)
+    facts = [output["meta_info"] for output in drafted]
+    windows, accepted = (sum(int(fact.get(name) or 0) for fact in facts) for name in ("spec_verify_ct", "spec_accept_token_num"))
     tokens = sum(len(output["output_ids"]) for output in drafted)
     return {
         "prompts": len(plain),
         "tokens": tokens,
         "windows": windows,
-        "accept_length": (tokens - len(plain)) / windows if windows else None,
+        "accept_length": 1 + accepted / windows if windows else None,
         "differences": differences,
     }
 
@@ -97,8 +98,9 @@ def summary(result: Result) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Accept length and number of differing answers by shape, in float32."""
-    rows = [row for row in result["rows"] if row["dtype"] == "float32"]
+    """Accept length and number of differing answers by shape, in float32 if that was compared."""
+    dtype = "float32" if any(row["dtype"] == "float32" for row in result["rows"]) else result["rows"][0]["dtype"]
+    rows = [row for row in result["rows"] if row["dtype"] == dtype]
     lengths = {row["shape"]: {"accept length": row["accept_length"]} for row in rows}
     differ = {row["shape"]: {"answers that differ": len(row["differences"])} for row in rows}
 
@@ -110,7 +112,7 @@ def plot(result: Result, file: Path) -> None:
         plots.bars(lengths, "Accept length, by steps/topk/draft tokens", "tokens per window"),
         plots.bars(differ, "Answers that differ, by steps/topk/draft tokens", "answers", text=text),
     ]
-    picture.draw(result, file, "Greedy answers with and without drafts: SmolLM2-135M, float32", panels)
+    picture.draw(result, file, f"Greedy answers with and without drafts: SmolLM2-135M, {dtype}", panels)
 
 
 def main() -> None:

@@ -258,7 +258,7 @@ def summary(result: Result) -> str:
         table(["acceptance", "a sample of the draft", "verification", *early, "alarms"], start),
     ]
     for row in kinds["live"]:
-        parts.append(f"Live: alarm after {row['alarm']} iterations of {row['requests']} requests; {row.get('drift', 'none')}.")
+        parts.append(f"Live, batch size {row['requests']}: alarm after {row['alarm']} iterations; {row.get('drift', 'none')}.")
     return "\n\n".join(part for part in parts if part)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from runtime.batch import NO_SAMPLE, EagerSample, RowInit
 from runtime.layers.sampling_tables import SamplingNeeds
+from runtime.mem_cache.kv_pool import KVPool
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.drift_alarm import Pairs
@@ -164,10 +165,7 @@ class EagerDrafts:
         """Within, the draft's state of these rows and KV may be overwritten, from `behind` positions before the KV lengths on. Yields the
         state.
         """
-        rows, tables = iteration.rows, self._drafter.row_state(iteration.needs)
-        pools = [model.runner.kv_pool for model in self._drafter.models()]
-        if iteration.sample.verify:
-            pools.append(self._target.runner.kv_pool)
+        rows, tables, pools = iteration.rows, self._drafter.row_state(iteration.needs), self._written(iteration.sample)
         first = (iteration.kv_lens[:, None].to(torch.int64) - behind).clamp(min=0)
         slots = self._target.page_table.slots(rows[:, None], first + torch.arange(self._reach, device=rows.device)).flatten()
         state, contents = [table[rows] for table in tables], [pool.read(slots) for pool in pools]
@@ -191,9 +189,13 @@ class EagerDrafts:
 
     def _fits(self, iteration: Iteration) -> bool:
         """Whether what has to be put back is small."""
-        pools = [self._target.runner.kv_pool, *(model.runner.kv_pool for model in self._drafter.models())]
-        kv = self._reach * sum(pool.slot_bytes() for pool in (pools if iteration.sample.verify else pools[1:]))
+        kv = self._reach * sum(pool.slot_bytes() for pool in self._written(iteration.sample))
         return iteration.size * (kv + sum(each[0].nbytes for each in self._drafter.row_state(SAMPLED))) <= MOST_BYTES
+
+    def _written(self, sample: EagerSample) -> list[KVPool]:
+        """The pools whose KV a sample overwrites: those of the draft, and the target's where verification runs again."""
+        pools = [model.runner.kv_pool for model in self._drafter.models()]
+        return [*pools, self._target.runner.kv_pool] if sample.verify else pools
 
     def _hits(self, rows: torch.Tensor, committed: torch.Tensor, depth: int) -> torch.Tensor:
         """int64 [live]: leading tokens of `committed` that are on a path of the eager windows, at most `depth`."""

@@ -135,8 +135,8 @@ class Worker:
         """Queue one step and return immediately."""
         if self._group.rank == 0:
             self.parts.depths.plan(batch)
-            fits = batch.longest + batch.depth < self._limits.max_context_len
-            batch.sample = self.parts.monitor.next_iteration(batch.depth, fits and not batch.has_prompts)
+            possible = batch.depth > 0 and not batch.has_prompts and batch.longest + batch.depth < self._limits.max_context_len
+            batch.sample = self.parts.monitor.next_iteration(batch.depth, possible)
             for section in batch.sections:
                 section.depth, section.sample = batch.depth, batch.sample
         # A batch without sections runs identically in all attention groups.

@@ -146,9 +146,12 @@ class RowInit:
     grammar: Grammar | None = None
 
 
+_NO_INTS: Int32 = np.empty(0, dtype=np.int32)
+
+
 def no_ints() -> Int32:
     """An empty int32 array."""
-    return np.empty(0, dtype=np.int32)
+    return _NO_INTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ def test_changes_of_depth_and_of_the_number_of_graphs_keep_every_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, samplings: tuple[SamplingParams, ...]
 ) -> None:
     """Depth 1 has no iteration graphs, and neither have batches with penalties, nor of greedy and sampled requests."""
+    monkeypatch.setattr(iteration_graph, "TINY_MODEL", 0)
     monkeypatch.setattr(worker_build, "make_depths", lambda *args: {depth: DepthBatches(40, 40, SIZES, SIZES) for depth in (5, 3, 1, 0)})
     lives = []
     for whole in (False, True):
@@ -102,13 +103,32 @@ def test_drafts_pause_above_a_batch_size_through_iteration_graphs(tmp_path: Path
 
 
 def test_hot_depths_are_those_with_graphs_of_all_sizes() -> None:
+    large = iteration_graph.SMALL_MODEL + 1
     fixed = tiny_runtime(tiny_speculative("", num_steps=5), iteration_graph=True)
-    assert hot_depths([5, 3, 1, 0], fixed) == [5, 3, 0]
+    assert hot_depths([5, 3, 1, 0], fixed, large) == [5, 3, 0]
     auto = tiny_speculative("", num_steps=7, depths=(0, 1, 3, 5, 7))
-    assert hot_depths([7, 5, 3, 1, 0], tiny_runtime(auto, iteration_graph=True)) == [3, 0]
-    assert hot_depths([5], fixed) == [5]
-    assert hot_depths([0], tiny_runtime(iteration_graph=True)) == [0]
-    assert hot_depths([0], tiny_runtime()) == hot_depths([0], tiny_runtime(iteration_graph=True, tp_size=2)) == []
+    assert hot_depths([7, 5, 3, 1, 0], tiny_runtime(auto, iteration_graph=True), large) == [3, 0]
+    assert hot_depths([5], fixed, large) == [5]
+    assert hot_depths([0], tiny_runtime(iteration_graph=True), large) == [0]
+    assert hot_depths([0], tiny_runtime(), large) == hot_depths([0], tiny_runtime(iteration_graph=True, tp_size=2), large) == []
+
+
+@pytest.mark.parametrize(
+    ("parameters", "wanted", "tp_size", "want"),
+    [
+        (iteration_graph.TINY_MODEL, None, 1, [7, 5, 3, 1, 0]),
+        (iteration_graph.TINY_MODEL, True, 1, [7, 5, 3, 1, 0]),
+        (iteration_graph.TINY_MODEL, False, 1, []),
+        (iteration_graph.TINY_MODEL, None, 2, []),
+        (iteration_graph.SMALL_MODEL, None, 1, [3, 0]),
+        (iteration_graph.SMALL_MODEL + 1, None, 1, []),
+    ],
+)
+def test_iterations_of_small_models_are_one_graph_unless_unwanted(
+    parameters: int, wanted: bool | None, tp_size: int, want: list[int]
+) -> None:
+    auto = tiny_speculative("", num_steps=7, depths=(0, 1, 3, 5, 7))
+    assert hot_depths([7, 5, 3, 1, 0], tiny_runtime(auto, iteration_graph=wanted, tp_size=tp_size), parameters) == want
 
 
 def test_log_probabilities_are_those_of_three_graphs(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def resolve_graphs(args: ServerArgs, device: DeviceConfig) -> GraphConfig:
     return GraphConfig(
         cuda_graph_bs=sizes,
         cuda_graph_padding=not args.disable_cuda_graph_padding,
-        iteration_graph=args.enable_iteration_graph,
+        iteration_graph=args.enable_iteration_graph or None,
     )
 
 

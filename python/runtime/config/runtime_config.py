@@ -112,12 +112,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which batch sizes are captured (none: all steps run eagerly), whether smaller batches are padded to them, and whether one graph
-    runs a whole iteration where that is possible.
+    runs a whole iteration where that is possible; None: if the model is small.
     """
 
     cuda_graph_bs: tuple[int, ...]
     cuda_graph_padding: bool
-    iteration_graph: bool = False
+    iteration_graph: bool | None = False
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

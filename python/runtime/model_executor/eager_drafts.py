@@ -99,22 +99,29 @@ class EagerDrafts:
         self._has_window[[init.row for init in new_rows]] = False
 
     def begin(self, iteration: Iteration) -> Iteration:
-        """The iteration with `sample` and `delay` as they are, after its inputs are filled. All ranks that run together decide alike.
+        """The iteration with `sample` and `delay` as they are. All ranks that run together decide alike.
 
         If the draft just followed steps without drafts, the sample is of that, and is taken now instead of at the end.
         """
+        if not (iteration.sample.taken or self._delay.taken):
+            return iteration
         taken = iteration.sample.taken and self._can_draft(iteration)
         if taken and (catch_up := self._drafter.catch_up_eagerly()) is not None:
             taken = False
+            load_rows(self._inputs, iteration.rows, self._target.rows)
             self._draft(replace(iteration, sample=EagerSample(taken=True)), catch_up, self._drafter.spec.catch_up)
         delay, self._delay = self._delay, NO_SAMPLE
         return replace(iteration, sample=iteration.sample if taken else NO_SAMPLE, delay=delay)
 
     def compare(self, iteration: Iteration, committed: torch.Tensor) -> Compared | None:
         """Compare the eager windows with the tokens that the iteration commits, int64 [size, D or more]. None: there are none."""
+        depth = min(self._depth, iteration.depth)
+        if not self._depth:
+            return None
         compared = self._has_window[iteration.host_rows]
         self._has_window[iteration.host_rows] = False
-        depth = min(self._depth, iteration.depth)
+        if not self._has_window.any():
+            self._depth = 0  # the following iterations have nothing to look for
         if not depth or not compared.any():
             return None
         rows = iteration.rows[: iteration.live]

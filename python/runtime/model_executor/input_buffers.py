@@ -72,6 +72,7 @@ class InputBuffers:
         self._specs: dict[str, BufferSpec] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self._batches: dict[tuple[ForwardMode, int, int, int, int], ForwardBatch] = {}
+        self._named: dict[tuple[str, int], torch.Tensor] = {}
         self._indptr = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
         self.declare(INPUTS, max_requests, max_tokens)
 
@@ -84,6 +85,7 @@ class InputBuffers:
             if old is None or len(old) < shape[0]:
                 assert not self.frozen, "a graph holds the address of the inputs"
                 self.tensors[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)
+                self._named.clear()
 
     def view(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int = 0, max_queries: int = 0) -> ForwardBatch:
         """The batch of `requests` requests with `tokens` tokens together; `tree_tail` > 0 gives it the tree mask, `max_queries` > 0
@@ -95,8 +97,10 @@ class InputBuffers:
         return self._batches[key]
 
     def named(self, name: str, rows: int) -> torch.Tensor:
-        """The first `rows` rows of an input."""
-        return self.tensors[name][:rows]
+        """The first `rows` rows of an input: the same view each time, because making one costs the host time."""
+        if (name, rows) not in self._named:
+            self._named[name, rows] = self.tensors[name][:rows]
+        return self._named[name, rows]
 
     def rows(self, size: int) -> torch.Tensor:
         """int64 [size]: request rows, `req_pool_indices` of every batch."""

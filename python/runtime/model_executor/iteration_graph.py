@@ -1,8 +1,9 @@
 """Iteration graphs: propose, verify, process logits, accept, commit and follow of one iteration as one captured graph.
 
 The function that is captured calls the same drafter, verifier and accepter as an iteration of three graphs. Their passes
-become part of the one graph, and so do their attention schedules, which are computed on the device. Host work is left at
-its two ends: the upload of request rows before it, and the copy of the result after it.
+become part of the one graph, and so do the load of the rows' state and the attention schedules, which are computed on the
+device. Host work is left at its two ends: the upload of request rows before it, if others run than before, and the copy of the
+result after it.
 
 Iterations that need more run as three graphs: `serves` says which.
 """
@@ -27,6 +28,7 @@ from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.iteration import Accepted, Iteration, VerifyResult
+from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.verification import Verifier
 
@@ -38,6 +40,11 @@ VARIANTS = {
 """What the requests of an iteration need of the sampler, by the name of the captured variant."""
 MOST_REQUESTS = 32
 """The largest batch with iteration graphs: with more requests the time between graphs is less than 1 % of an iteration."""
+ROWS = BufferSpec("iteration_rows", "req", torch.int64, 0)
+"""Input of the graphs: the request rows, which stay as they are until other rows run. Passes outside the graphs fill the other inputs."""
+SMALL_MODEL, TINY_MODEL = 4_000_000_000, 1_000_000_000
+"""Parameters per token. The GPU waits for the host between the graphs of an iteration, which shows where it is as short as with a small model.
+A tiny one is slower by the host's work than by drafts, so that it needs iteration graphs at every depth."""
 OTHER_LAUNCHES = 100
 """Approximate number of kernels besides the models': inputs, schedules, acceptance and sampling."""
 
@@ -68,12 +75,17 @@ class IterationStages:
         return all(model.backend.caps.plan_on_device for model in models)
 
 
-def hot_depths(depths: Iterable[int], config: RuntimeConfig) -> list[int]:
-    """Those depths of the table that have graphs of all batch sizes: 0, the usual one, and a fixed one. None if iteration graphs are
-    not wanted, or where ranks exchange between the passes.
+def hot_depths(depths: Iterable[int], config: RuntimeConfig, active_parameters: int) -> list[int]:
+    """The depths with iteration graphs: those that have graphs of all batch sizes, which are 0, the usual one, and a fixed one; of a tiny
+    model all. None of a model that is not small, unless asked for, and none where ranks exchange between the passes.
     """
-    if not config.graphs.iteration_graph or config.parallel.tp_size > 1:
+    wanted = config.graphs.iteration_graph
+    if wanted is None:
+        wanted = active_parameters <= SMALL_MODEL
+    if config.parallel.tp_size > 1 or not wanted:
         return []
+    if active_parameters <= TINY_MODEL:
+        return sorted(depths, reverse=True)
     drafts = config.speculative
     hot = {0, USUAL_STEPS} | ({drafts.num_steps} if drafts is not None and not drafts.depths else set())
     return sorted(hot & set(depths), reverse=True)
@@ -88,7 +100,7 @@ class IterationGraphs:
 
     def __init__(self, stages: IterationStages, depths: Sequence[int], options: GraphOptions) -> None:
         """`options`: how they are captured, at `depths` where everything can be captured together."""
-        self._stages = stages
+        self._stages, self._rows = stages, torch.empty(0)
         capturable = stages.drafter.spec.capturable and (stages.plans_on_device or not options.cuda)
         sizes = {depth: stages.sizes(depth) for depth in depths} if capturable else {}
         self.runners = {depth: self._make_runner(depth, own, options) for depth, own in sizes.items() if own}
@@ -107,7 +119,7 @@ class IterationGraphs:
         return replays and iteration.grammar is None and iteration.caps is None
 
     def run(self, iteration: Iteration) -> tuple[torch.Tensor, VerifyResult]:
-        """Run an iteration whose rows are in the inputs, with their lengths and last tokens.
+        """Run an iteration; its inputs need not be filled.
 
         Returns:
             `AcceptResult.emitted`, and the target's outputs. Valid until the next iteration.
@@ -116,6 +128,9 @@ class IterationGraphs:
         assert variant is not None, "serves comes before run"
         batch = runner.batch(iteration.size)
         batch.seq_len_bounds[:] = iteration.bounds + batch.tokens_per_req
+        if iteration.rows is not self._rows:
+            runner.inputs(iteration.size)[ROWS.name].copy_(iteration.rows)
+            self._rows = iteration.rows
         outputs, _ = runner.run(batch, variant)
         return outputs["emitted"], replace(self._stages.verifier.latest(iteration), graph=True)
 
@@ -127,6 +142,7 @@ class IterationGraphs:
             mode=runners[0].spec.mode,
             width=D,
             outputs=(BufferSpec("emitted", "req", torch.int64, 0, (D + 1 if D > 1 else 1,)),),
+            inputs=(ROWS,),
             num_steps=0,
             variants=tuple(VARIANTS),
             launches=OTHER_LAUNCHES + sum(runner.spec.launches for runner in runners),
@@ -140,6 +156,7 @@ class IterationGraphs:
     def _forward(self, depth: int, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         stages, size = self._stages, batch.batch_size
         inputs, bounds = stages.inputs, batch.seq_len_bounds - batch.tokens_per_req
+        load_rows(inputs, inputs.named(ROWS.name, size), stages.target.rows)
         state = inputs.rows(size), inputs.kv_lens(size), inputs.last_tokens(size)
         iteration = Iteration(depth, np.full(size, PAD_ROW, dtype=np.int32), *state, bounds, VARIANTS[variant])
         with _recorded(stages.runners(depth)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -45,7 +45,6 @@ class Profiler:
         done.export_chrome_trace(path)
         return path
 
-
-def span(name: str) -> AbstractContextManager[object]:
-    """A named phase of the trace; under a microsecond when no trace is running."""
-    return torch.profiler.record_function(f"talon::{name}")
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """A named phase of the trace, if one is running."""
+        return nullcontext() if self._running is None else torch.profiler.record_function(f"talon::{name}")

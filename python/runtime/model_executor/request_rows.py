@@ -67,11 +67,13 @@ class RequestRows:
         self.tables.floats[:, :] = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
         self._stages = np.full(rows, Stage.GREEDY, dtype=np.uint8)
         self._draft_caps = np.full(rows, MAX_DRAFT_STEPS, dtype=np.int32)
+        self._known_needs: tuple[bytes, SamplingNeeds] | None = None  # of the rows that were asked for last
 
     def admit(self, new_rows: list[RowInit]) -> None:
         """Write the state of rows that new requests took."""
         if not new_rows:
             return
+        self._known_needs = None
         packed = self._upload(np.array([_common(init) for init in new_rows], dtype=COMMON).view(np.int64).reshape(len(new_rows), -1))
         rows, seeds, least, floats, top_k = packed.split([1, 1, 1, 3, 1], dim=1)
         t, rows = self.tables, rows[:, 0]
@@ -85,7 +87,12 @@ class RequestRows:
 
     def needs(self, rows: np.ndarray) -> SamplingNeeds:
         """The sampling stages that these rows need; known on the host, so a stage without requests costs nothing."""
-        stages = self._stages[rows]
+        key = rows.tobytes()
+        if self._known_needs is None or self._known_needs[0] != key:
+            self._known_needs = key, self._find_needs(self._stages[rows])
+        return self._known_needs[1]
+
+    def _find_needs(self, stages: np.ndarray) -> SamplingNeeds:
         indices = [np.flatnonzero(stages & stage).tolist() for stage in (Stage.PENALISED, Stage.BIASED, Stage.MIN_LENGTH)]
         greedy = (stages & Stage.GREEDY) > 0
         return SamplingNeeds(bool(greedy.all()), bool(greedy.any()), bool((stages & Stage.FILTERED).any()), *indices)

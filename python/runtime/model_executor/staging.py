@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,55 @@ ALIGNMENT = 4
 """Align arrays to 4 words, 16 bytes: Triton recompiles a kernel for a different pointer alignment."""
 MOST_ARRAYS = 32
 """Most arrays per upload."""
+MOST_LAYOUTS = 64
+"""Layouts of uploads that a slot remembers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the arrays of an upload are: in pinned memory, and as views on the device. Both begin with `host` and `device`, which are copied."""
+
+    places: list[npt.NDArray[np.int32]]
+    host: torch.Tensor
+    device: torch.Tensor
+    views: list[torch.Tensor]
+
+
+class _Slot:
+    """Pinned memory, memory of the same size on the device, and the event after the last copy."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._pinned = torch.empty(capacity, dtype=torch.int32, pin_memory=True)
+        self._on_device = torch.empty(capacity, dtype=torch.int32, device=device)
+        self._copied = torch.cuda.Event()
+        self._layouts: dict[tuple[tuple[int, bool], ...], _Layout] = {}
+
+    def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """As `StagingRing.upload`."""
+        layout = self._layout(tuple((array.nbytes // 4, array.dtype == np.int64) for array in arrays))
+        self._copied.synchronize()
+        for place, array in zip(layout.places, arrays, strict=True):
+            place[:] = np.ascontiguousarray(array).view(np.int32)
+        layout.device.copy_(layout.host, non_blocking=True)
+        self._copied.record()
+        return layout.views
+
+    def _layout(self, sizes: tuple[tuple[int, bool], ...]) -> _Layout:
+        """The layout of arrays of so many words, of 64-bit numbers or not. Steps repeat few of them, and each view costs the host time."""
+        if sizes in self._layouts:
+            return self._layouts[sizes]
+        if len(self._layouts) >= MOST_LAYOUTS:
+            self._layouts.clear()
+        ends = list(accumulate((-(-words // ALIGNMENT) * ALIGNMENT for words, _ in sizes), initial=0))
+        places = [slice(start, start + words) for start, (words, _) in zip(ends, sizes, strict=False)]
+        views = [self._on_device[place] for place in places]
+        self._layouts[sizes] = _Layout(
+            [self._pinned[place].numpy() for place in places],
+            self._pinned[: ends[-1]],
+            self._on_device[: ends[-1]],
+            [view.view(torch.int64) if wide else view for view, (_, wide) in zip(views, sizes, strict=True)],
+        )
+        return self._layouts[sizes]
 
 
 class StagingRing:
@@ -26,39 +78,19 @@ class StagingRing:
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         """`capacity`: words of 4 bytes of the largest upload."""
-        self.device = device
-        self._next = 0
-        if device.type == "cuda":
-            capacity += MOST_ARRAYS * (ALIGNMENT - 1)
-            self._pinned = [torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(DEPTH)]
-            self._host = [p.numpy() for p in self._pinned]
-            self._on_device = [torch.empty(capacity, dtype=torch.int32, device=device) for _ in range(DEPTH)]
-            self._copied: list[torch.cuda.Event | None] = [None] * DEPTH
+        self.device, self._next = device, 0
+        capacity += MOST_ARRAYS * (ALIGNMENT - 1)
+        self._slots = [_Slot(capacity, device) for _ in range(DEPTH)] if device.type == "cuda" else []
 
     def upload(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
         """Device copies of 1-D `arrays` of int32 or int64, by one transfer, without a host wait."""
         assert all(a.dtype in (np.int32, np.int64) for a in arrays), f"upload of {[a.dtype.name for a in arrays]}"
-        if self.device.type != "cuda":
-            return [torch.from_numpy(a.copy()) for a in arrays]
-        slot = self._next
-        self._next = (slot + 1) % DEPTH
-        done = self._copied[slot]
-        if done is not None:
-            done.synchronize()
         assert len(arrays) <= MOST_ARRAYS, f"{len(arrays)} arrays in one upload"
-        total, places = 0, []
-        for a in arrays:
-            words = np.ascontiguousarray(a).view(np.int32)
-            places.append(slice(total, total + len(words)))
-            self._host[slot][places[-1]] = words
-            total += -(-len(words) // ALIGNMENT) * ALIGNMENT
-        target = self._on_device[slot][:total]
-        target.copy_(self._pinned[slot][:total], non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._copied[slot] = event
-        views = zip(places, arrays, strict=True)
-        return [target[place].view(torch.int64) if a.dtype == np.int64 else target[place] for place, a in views]
+        if not self._slots:
+            return [torch.from_numpy(a.copy()) for a in arrays]
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % DEPTH
+        return slot.upload(arrays)
 
 
 class HostCopy:

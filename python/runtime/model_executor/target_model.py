@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from runtime.batch import PAD_ROW, BatchResult, ScheduleBatch
@@ -103,6 +104,8 @@ class TargetModel:
         self.aux_layers = aux_layers
         self.short_prompts: ShortPrompts | None = None
         self.device = runner.device
+        self._no_rows = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._decode_rows: tuple[tuple[int, bytes], torch.Tensor] | None = None  # of the last step without prompts, and what they are made of
 
     # ---- outside any graph
 
@@ -129,18 +132,30 @@ class TargetModel:
         """Write pages and new rows.
 
         Returns:
-            int64 [E] rows of the prompt chunks, and int64 [size] those of the decode rows, padded with row 0.
+            int64 [E] rows of the prompt chunks, and int64 [size] those of the decode rows, padded with row 0: the same tensor as in the
+            step before if the same rows decode.
         """
         self.rows.admit(batch.new_rows)
-        rows = batch.rows.astype(np.int64)
+        rows, key = batch.rows.astype(np.int64), (size, batch.rows.tobytes())
+        if not batch.num_prompts and self._decode_rows is not None and self._decode_rows[0] == key:
+            if len(batch.page_ids):
+                self._write_pages(batch)
+            return self._no_rows, self._decode_rows[1]
         decoding = np.full(size, PAD_ROW, dtype=np.int64)
         decoding[: batch.num_decodes] = rows[batch.num_prompts :]
-        chunks, decoding_d, page_rows, page_cols, page_ids = self.staging.upload(
-            rows[: batch.num_prompts], decoding, batch.page_rows.astype(np.int64), batch.page_cols.astype(np.int64), batch.page_ids
-        )
+        chunks, decoding_d = self._write_pages(batch, rows[: batch.num_prompts], decoding)
+        if not batch.num_prompts:
+            decoding_d = decoding_d.clone()  # later uploads use the memory again
+            self._decode_rows = key, decoding_d
+        return chunks, decoding_d
+
+    def _write_pages(self, batch: ScheduleBatch, *more: npt.NDArray[np.int64]) -> list[torch.Tensor]:
+        """Write the pages of a step. `more` is uploaded with them and returned."""
+        pages = batch.page_rows.astype(np.int64), batch.page_cols.astype(np.int64), batch.page_ids
+        page_rows, page_cols, page_ids, *uploaded = self.staging.upload(*pages, *more)
         if len(batch.page_ids):
             self.page_table.write(page_rows, page_cols, page_ids)
-        return chunks, decoding_d
+        return uploaded
 
     def stage_chunks(self, batch: ScheduleBatch, rows: torch.Tensor) -> Chunks:
         """The inputs of the prompt chunks. rows int64 [E], from `stage_rows`.

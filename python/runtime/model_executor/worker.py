@@ -33,7 +33,7 @@ from runtime.model_executor.guess_check import GuessCheck
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration import Accepted, DraftCaps, Iteration
 from runtime.model_executor.iteration_graph import IterationGraphs
-from runtime.model_executor.profiler import Profiler, span
+from runtime.model_executor.profiler import Profiler
 from runtime.model_executor.ragged_windows import RaggedWindows
 from runtime.model_executor.results import join
 from runtime.model_executor.row_inputs import load_rows
@@ -248,7 +248,7 @@ class Worker:
             iteration = self._begin(batch, rows, depth)
             grammar, guesses = iteration.grammar, self._guess_check.of(iteration)
             if chunks is None and self.parts.iterations.serves(iteration):
-                with span("iteration"):
+                with self._profiler.span("iteration"):
                     emitted, verified = self.parts.iterations.run(iteration)
                     hit = self.parts.experts.sample(iteration.live * (depth + 1))
                     compared = self.eager_drafts.compare(iteration, emitted)
@@ -275,7 +275,7 @@ class Worker:
         return extend, prompts
 
     def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
-        """An iteration of the decode rows, int64 [size], which go with their state into the inputs that all runners share."""
+        """An iteration of the decode rows, int64 [size]. Their state is not in its inputs yet."""
         started, parts, first, size = time.perf_counter(), self.parts, batch.num_prompts, len(rows)
         host_rows = batch.rows[first:]
         bounds = np.zeros(size, dtype=np.int32)
@@ -283,7 +283,6 @@ class Worker:
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         grammar = parts.grammars.step(host_rows, size, parts.drafter.spec.shape.at_depth(depth).num_draft_tokens)
         unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs)
-        load_rows(parts.inputs, rows, parts.target.rows)
         lens, last = parts.inputs.kv_lens(size), parts.inputs.last_tokens(size)
         iteration = Iteration(
             *(depth, host_rows, rows, lens, last, bounds, needs, k, batch.sample),
@@ -311,14 +310,15 @@ class Worker:
     def _iterate(
         self, batch: ScheduleBatch, chunks: Chunks | None, first: GrammarStep | None, iteration: Iteration
     ) -> tuple[PromptsPending | None, DecodesPending]:
-        """Propose, verify, accept, commit, follow. Prompt chunks run in the pass that verifies."""
+        """Load the rows, propose, verify, accept, commit, follow. Prompt chunks run in the pass that verifies."""
         target, drafter, verifier = self.parts.target, self.parts.drafter, self.parts.verifier
+        load_rows(self.parts.inputs, iteration.rows, target.rows)
         extend, prompts = None, None
-        with span("draft_decode"):
+        with self._profiler.span("draft_decode"):
             draft = drafter.propose(iteration)
         if iteration.grammar is not None:
             iteration.grammar.verify(draft)
-        with span("verify"):
+        with self._profiler.span("verify"):
             window, hit = verifier.fill(iteration, draft), None
             if chunks is None:
                 verified = verifier.run(iteration, window)
@@ -336,7 +336,7 @@ class Worker:
             target.agreement.commit(result.tokens[: iteration.live], result.accept_lens[: iteration.live])
         if extend is not None:
             drafter.follow_prompt(extend)
-        with span("draft_extend"):
+        with self._profiler.span("draft_extend"):
             accepted = Accepted(result, draft.tokens, verified.features)
             drafter.follow(iteration, accepted)
         if iteration.sample.taken:

@@ -68,6 +68,7 @@ def setups(served: Model, backends: list[str], overlaps: list[str]) -> list[Setu
         for overlap in overlaps:
             for graph in ("off", "on"):
                 flags = [*served.target_flags, *served.eagle_flags("2.0", STEPS), "--attention-backend", backend, "--disable-radix-cache"]
+                flags += ["--disable-iteration-graph"]  # which would include draft-extend
                 flags += [] if overlap == "on" else ["--disable-overlap-schedule"]
                 flags += [] if graph == "on" else ["--disable-draft-extend-cuda-graph"]
                 labels = {"model": served.name, "backend": backend, "overlap": overlap, "loop": "server", "graph": graph, "steps": STEPS}

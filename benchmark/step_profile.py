@@ -36,6 +36,7 @@ PHASES = ("draft_decode", "verify", "accept", "draft_extend", "plan", "sample")
 def flags(served: Model, backend: str, concurrency: int) -> list[str]:
     """The flags of one process."""
     found = [*served.target_flags, *served.eagle_flags("2.5", STEPS), "--attention-backend", backend, "--disable-radix-cache"]
+    found.append("--disable-iteration-graph")  # its phases are not apart
     graphs = ("--cuda-graph-max-bs", str(max(concurrency, 8)))
     return found if backend == "torch_native" else [*found, *graphs]
 

@@ -231,6 +231,24 @@ def test_an_iteration_graph_reads_nothing_from_the_device_and_brings_nothing_to_
     assert replays(worker) == 3
 
 
+def test_nothing_is_uploaded_while_the_same_requests_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = build(tmp_path)
+    driver, staging, uploads = Driver(worker), worker.parts.target.staging, list[int]()
+    driver.prefill(PROMPTS)
+    upload = staging.upload
+    monkeypatch.setattr(staging, "upload", lambda *arrays: uploads.append(sum(map(len, arrays))) or upload(*arrays))
+    for rows, words in (([1, 2, 3], 4), ([1, 2, 3], 0), ([3, 1, 2], 4), ([3, 1, 2], 0), ([3], 1), ([1, 2, 3], 4)):
+        uploads.clear()
+        driver.decode(rows)
+        assert sum(uploads) == words, rows
+    assert replays(worker) == 6
+    other = Driver(build(tmp_path, whole=False))
+    other.prefill(PROMPTS)
+    for rows in ([1, 2, 3], [1, 2, 3], [3, 1, 2], [3, 1, 2], [3], [1, 2, 3]):
+        other.decode(rows)
+    assert driver.out == other.out
+
+
 def test_all_passes_of_an_iteration_must_have_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not build(tmp_path, whole=False).iteration_runners
     assert not build(tmp_path, draft_extend_graph=False).iteration_runners

@@ -85,6 +85,16 @@ def test_needs_name_the_requests_of_the_batch_in_its_order() -> None:
     assert not sampled.adjusts
 
 
+def test_needs_change_with_the_owner_of_a_row() -> None:
+    rows, index = RequestRows(3, VOCAB, CPU), np.array([1, 2], dtype=np.int32)
+    assert rows.needs(index).all_greedy
+    rows.admit([init(2, SamplingParams(temperature=1.0))])
+    assert not rows.needs(index).all_greedy
+    rows.admit([init(2, SamplingParams(temperature=0.0))])
+    assert rows.needs(index).all_greedy
+    assert rows.needs(index[:1]) == rows.needs(np.array([1], dtype=np.int32))
+
+
 def test_open_ends_are_filled_with_values_that_mean_all() -> None:
     rows = RequestRows(3, VOCAB, CPU)
     rows.admit([init(1, SamplingParams(top_k=-1)), init(2, SamplingParams(top_k=0))])

@@ -25,10 +25,12 @@ def resolve_graphs(args: ServerArgs, device: DeviceConfig) -> GraphConfig:
     sizes = _sizes(args, device)
     if args.enable_iteration_graph and device.device == "cuda" and not sizes:
         raise ConfigError("--enable-iteration-graph has no effect: nothing is captured. Leave it out.")
+    if args.enable_iteration_graph and args.disable_iteration_graph:
+        raise ConfigError("--enable-iteration-graph and --disable-iteration-graph contradict each other. Give one of the two.")
     return GraphConfig(
         cuda_graph_bs=sizes,
         cuda_graph_padding=not args.disable_cuda_graph_padding,
-        iteration_graph=args.enable_iteration_graph or None,
+        iteration_graph=False if args.disable_iteration_graph else args.enable_iteration_graph or None,
     )
 
 

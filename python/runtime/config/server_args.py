@@ -188,7 +188,9 @@ class ServerArgs:
     disable_cuda_graph_padding: bool = _flag(GRAPHS, False)
     """Replay a graph only for exactly the batch size it was captured for."""
     enable_iteration_graph: bool = _flag(GRAPHS, False)
-    """Capture draft decode, verify and draft extend as one graph where possible."""
+    """Capture draft decode, verify and draft extend as one graph where possible; default: for models of up to 4B active parameters."""
+    disable_iteration_graph: bool = _flag(GRAPHS, False)
+    """Capture them as separate graphs for every model."""
     cuda_graph_max_bs: int | None = _flag(GRAPHS, None, "N", "--cuda-graph-max-bs-decode")
     """Largest captured batch size; default: 256, or --max-running-requests if that is smaller."""
     cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")

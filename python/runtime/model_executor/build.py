@@ -129,7 +129,8 @@ def make_parts(
     drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
     stages = (target, inputs, drafter, verifier, Accepter(target, make_policy(context, spec)))
-    graphs = IterationGraphs(IterationStages(*stages), hot_depths(depths, context.config, model.active_parameters), graph_options(context, runner, ()))
+    hot = hot_depths(depths, context.config, model.active_parameters)
+    graphs = IterationGraphs(IterationStages(*stages), hot, graph_options(context, runner, ()))
     return WorkerParts(
         *stages,
         depths=DepthControl(limits, context.running + 1, verifier, verifier.ragged, context.config.parallel.dp_size),

@@ -43,8 +43,8 @@ MOST_REQUESTS = 32
 ROWS = BufferSpec("iteration_rows", "req", torch.int64, 0)
 """Input of the graphs: the request rows, which stay as they are until other rows run. Passes outside the graphs fill the other inputs."""
 SMALL_MODEL, TINY_MODEL = 4_000_000_000, 1_000_000_000
-"""Parameters per token. The GPU waits for the host between the graphs of an iteration, which shows where it is as short as with a small model.
-A tiny one is slower by the host's work than by drafts, so that it needs iteration graphs at every depth."""
+"""Parameters per token. Between the graphs of an iteration the GPU waits for the host, which matters for small models because their
+iterations are short. With a tiny one the host's work takes longer than all drafts, so every depth has iteration graphs."""
 OTHER_LAUNCHES = 100
 """Approximate number of kernels besides the models': inputs, schedules, acceptance and sampling."""
 

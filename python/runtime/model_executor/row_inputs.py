@@ -9,7 +9,10 @@ from runtime.model_executor.request_rows import RequestRows
 
 
 def load_rows(inputs: InputBuffers, rows: torch.Tensor, state: RequestRows) -> None:
-    """Fill `rows`, `page_rows`, `kv_lens` and `last_tokens` of the inputs for request rows int64 [B]; padding: row 0. Outside or inside a graph."""
+    """Fill `rows`, `page_rows`, `kv_lens` and `last_tokens` of the inputs for request rows int64 [B]; padding: row 0.
+
+    Outside or inside a graph.
+    """
     size = len(rows)
     indices, page_rows = inputs.rows(size), inputs.named("page_rows", size)
     kv_lens, last_tokens = inputs.kv_lens(size), inputs.last_tokens(size)

@@ -24,7 +24,9 @@ MOST_LAYOUTS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the arrays of an upload are: in pinned memory, and as views on the device. Both begin with `host` and `device`, which are copied."""
+    """The parts of a slot that arrays of certain sizes take: `places` for each in pinned memory, `views` on the device, and the parts that
+    are copied, `host` to `device`.
+    """
 
     places: list[npt.NDArray[np.int32]]
     host: torch.Tensor
@@ -52,7 +54,9 @@ class _Slot:
         return layout.views
 
     def _layout(self, sizes: tuple[tuple[int, bool], ...]) -> _Layout:
-        """The layout of arrays of so many words, of 64-bit numbers or not. Steps repeat few of them, and each view costs the host time."""
+        """The layout for arrays of these numbers of words, each with whether its numbers have 64 bits. It is remembered because making
+        views takes the host longer than the copy, and steps have few layouts.
+        """
         if sizes in self._layouts:
             return self._layouts[sizes]
         if len(self._layouts) >= MOST_LAYOUTS:

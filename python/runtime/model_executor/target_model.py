@@ -105,7 +105,8 @@ class TargetModel:
         self.short_prompts: ShortPrompts | None = None
         self.device = runner.device
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._decode_rows: tuple[tuple[int, bytes], torch.Tensor] | None = None  # of the last step without prompts, and what they are made of
+        # Of the last step without prompts: its size and rows, and the rows on the device.
+        self._decode_rows: tuple[tuple[int, bytes], torch.Tensor] | None = None
 
     # ---- outside any graph
 

@@ -64,9 +64,19 @@ def replays(worker: Any) -> int:
 )
 def test_a_life_is_the_same_through_one_graph_and_three(tmp_path: Path, algorithm: str | None, sampling: SamplingParams) -> None:
     """Requests end, are aborted and are retracted, in padded batches of many sizes; stale inputs, outputs and rows are poisoned."""
+    same_as_three_graphs(tmp_path, algorithm, (sampling,))
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", None])
+@pytest.mark.parametrize("others", [(WARM,), (WARM, FILTERED)], ids=["warm", "warm and filtered"])
+def test_greedy_and_sampled_requests_share_a_graph(tmp_path: Path, algorithm: str | None, others: tuple[SamplingParams, ...]) -> None:
+    same_as_three_graphs(tmp_path, algorithm, (GREEDY, *others))
+
+
+def same_as_three_graphs(tmp_path: Path, algorithm: str | None, samplings: tuple[SamplingParams, ...]) -> None:
     worker = build(tmp_path, algorithm, sizes=SIZES)
-    life = Storm(worker, 3, (sampling,)).run(3)
-    same_life(Storm(build(tmp_path, algorithm, False, SIZES), 3, (sampling,)).run(3), life)
+    life = Storm(worker, 3, samplings).run(3)
+    same_life(Storm(build(tmp_path, algorithm, False, SIZES), 3, samplings).run(3), life)
     assert replays(worker) > 0
     assert not any(runner.replayed or runner.run_eagerly for runner in worker.runners), "no iteration needs three graphs"
     assert worker.parts.target.rows.kv_lens[0] == 0, "the padding row stays empty"
@@ -76,7 +86,7 @@ def test_a_life_is_the_same_through_one_graph_and_three(tmp_path: Path, algorith
 def test_changes_of_depth_and_of_the_number_of_graphs_keep_every_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, samplings: tuple[SamplingParams, ...]
 ) -> None:
-    """Depth 1 has no iteration graphs, and neither have batches with penalties, nor of greedy and sampled requests."""
+    """Depth 1 has no iteration graphs, and neither have batches with penalties."""
     monkeypatch.setattr(iteration_graph, "TINY_MODEL", 0)
     monkeypatch.setattr(worker_build, "make_depths", lambda *args: {depth: DepthBatches(40, 40, SIZES, SIZES) for depth in (5, 3, 1, 0)})
     lives = []
@@ -179,7 +189,6 @@ def test_what_iteration_graphs_do_not_cover_runs_as_three(tmp_path: Path, monkey
     caps = DraftCaps(np.ones(3), torch.ones(4, dtype=torch.int64))
     changes: list[dict[str, Any]] = [
         *({"needs": replace(one.needs, **{name: [0]})} for name in ("penalised", "biased", "min_length", "constrained")),
-        {"needs": replace(one.needs, all_greedy=False)},
         {"caps": caps}, {"grammar": object()},
         {"depth": 1}, {"bounds": np.zeros(3, dtype=np.int32)},
     ]  # fmt: skip

@@ -36,8 +36,11 @@ VARIANTS = {
     "greedy": SamplingNeeds(True, True, False, [], [], []),
     "sampled": SamplingNeeds(False, False, False, [], [], []),
     "filtered": SamplingNeeds(False, False, True, [], [], []),
+    "mixed": SamplingNeeds(False, True, True, [], [], []),
 }
-"""What the requests of an iteration need of the sampler, by the name of the captured variant."""
+"""What the requests of an iteration need of the sampler, by the name of the captured variant. Greedy and sampled requests together run as
+if some had a filter, which keeps the bits of the others.
+"""
 MOST_REQUESTS = 32
 """The largest batch with iteration graphs: with more requests the time between graphs is less than 1 % of an iteration."""
 ROWS = BufferSpec("iteration_rows", "req", torch.int64, 0)
@@ -108,8 +111,8 @@ class IterationGraphs:
     # ---- outside the graph
 
     def serves(self, iteration: Iteration) -> bool:
-        """Whether there is a graph for this iteration: decode rows alone, all greedy or all sampled, without grammars, penalties, biases,
-        minimum lengths or draft caps.
+        """Whether there is a graph for this iteration: decode rows alone, without grammars, penalties, biases, minimum lengths or draft
+        caps.
         """
         runner, depth = self.runners.get(iteration.depth), iteration.depth
         if runner is None or not runner.has_graph(iteration.size) or _variant(iteration.needs) is None:
@@ -171,7 +174,11 @@ class IterationGraphs:
 
 def _variant(needs: SamplingNeeds) -> str | None:
     """The captured variant that does what the sampler has to do; None if there is none."""
-    return next((name for name, own in VARIANTS.items() if own == needs), None)
+    if needs.adjusts:
+        return None
+    if needs.any_greedy:
+        return "greedy" if needs.all_greedy else "mixed"
+    return "filtered" if needs.filtered else "sampled"
 
 
 @contextmanager

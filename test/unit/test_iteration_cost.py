@@ -81,3 +81,19 @@ def test_two_short_first_times_correct_all_depths_that_did_not_run() -> None:
     cost.observe(16, 7, 0, 2.9 * true_seconds(16, 7))
     assert cost.seconds(16, 7) == pytest.approx(3 * true_seconds(16, 7), rel=0.02), "its own times count once it runs"
     assert cost.seconds(1, 7) == pytest.approx(3 * true_seconds(1, 7), rel=0.02), "few requests were measured at another time"
+
+
+def test_a_delay_that_is_over_is_forgotten_for_depths_that_do_not_run() -> None:
+    cost, rng = IterationCost(POINTS), np.random.default_rng(0)
+
+    def run(depth: int, count: int, slowdown: float = 1.0) -> None:
+        for _ in range(count):
+            cost.observe(1, depth, 0, slowdown * true_seconds(1, depth) * (1 + 0.03 * rng.standard_normal()))
+
+    run(3, 400)
+    run(5, 350, 3.2)
+    run(7, 100)
+    assert cost.seconds(1, 7) == pytest.approx(true_seconds(1, 7), rel=0.05), "the depth that runs is learned soon"
+    run(7, 8000)
+    for depth in (0, 3, 5, 7):
+        assert cost.seconds(1, depth) == pytest.approx(true_seconds(1, depth), rel=0.1)

@@ -13,6 +13,12 @@ MEMORY = 200
 """Iterations over which the scale and the cost of context are averaged."""
 CELL_RATE, FIRST_RUNS = 0.02, 5
 """Fraction of an error assigned to a single batch size and depth, at first 1 / (runs + `FIRST_RUNS`); the scale gets most of the rest."""
+RECENT, FORGET, SURE = 512, 500, 8
+"""Runs of a depth count for about `RECENT` iterations of about as many requests. The errors of depths that ran `SURE` times lately are
+known relative to each other. What they have in common, and the errors of other depths, are forgotten within about `FORGET` iterations, and
+the scale takes over what remains. Such errors may come from a delay of the machine that is over: the depth that ran during the delay then
+seems slow, or the one after it fast, compared with depths that do not run and so would never be corrected.
+"""
 MOST_CELL, MOST_LATE = math.log(3.0), math.log(1.25)
 """The largest correction of a single batch size and depth, as a logarithm, and the largest error towards a longer time that one iteration
 counts as: a delay of the machine only adds time, and a depth that seems slow is seldom tried again."""
@@ -79,7 +85,7 @@ class IterationCost:
         self._ratios = {depth: self._ratios_at(depth) for depth in sorted({point.depth for point in self.points})}
         self._table: dict[tuple[int, int, int, Routing | None], float] = {}
         self._cells: dict[tuple[int, int, int], float] = {}
-        self._runs: dict[tuple[int, int, int], int] = {}
+        self._runs: dict[tuple[int, int, int], float] = {}
         self._short: dict[tuple[int, int, int], float] = {}  # first times that were clearly short: logarithms over the expected ones
         self._unseen: dict[int, float] = {}  # the correction of depths with drafts that did not run yet, by `size.bit_length()`
         self._sums = [0.0] * 5  # 1, u, u^2, y, u * y of the regression y = scale + u * context
@@ -112,9 +118,22 @@ class IterationCost:
         n, suu, sy = n + PRIOR_SCALE, suu + PRIOR_CONTEXT, sy + PRIOR_SCALE
         context = max((n * suy - su * sy) / (n * suu - su * su), 0.0)
         self._scale, self._context = max((sy - su * context) / n, 1e-3), context
-        runs = self._runs[key] = self._runs.get(key, 0) + 1
+        self._forget(key[0])
+        cell = self._cells[key]
+        runs = self._runs[key] = self._runs.get(key, 0.0) + 1
         cell += max(CELL_RATE, 1 / (runs + FIRST_RUNS)) * min(math.log(seconds / expected), MOST_LATE)
         self._cells[key] = min(max(cell, -MOST_CELL), MOST_CELL)
+
+    def _forget(self, sizes: int) -> None:
+        """Forget a little of the errors of single depths for about as many requests."""
+        keys = [key for key in self._cells if key[0] == sizes]
+        for key in keys:
+            self._runs[key] = self._runs.get(key, 0.0) * (1 - 1 / RECENT)
+        total = sum(self._runs[key] for key in keys)
+        common = sum(self._runs[key] * self._cells[key] for key in keys) / total if total else 0.0
+        for key in keys:
+            known = min(self._runs[key] / SURE, 1.0)
+            self._cells[key] -= (known * common + (1 - known) * self._cells[key]) / FORGET
 
     def _was_busy(self, key: tuple[int, int, int], size: int, kv_tokens: int, seconds: float) -> bool:
         """Whether one of the first times of a depth with drafts is clearly shorter than at start-up, where that of depth 0 is not. If the

@@ -24,14 +24,18 @@ PATIENCE = 60.0
 
 @dataclass
 class Meeting:
-    """What the threads of a group share."""
+    """What the threads of a group share.
+
+    Attributes:
+        values: of this exchange and of the one before it, in turn: a thread that waits for an exchange has read the one before it, so
+            that one barrier an exchange is enough.
+    """
 
     size: int
-    values: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.values = [None] * self.size
-        self.barrier = threading.Barrier(self.size, timeout=PATIENCE)
+        self.values = [[None] * self.size, [None] * self.size]
+        self.barrier = threading.Barrier(self.size, action=self.values.reverse, timeout=PATIENCE)
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,10 @@ class ThreadGroup:
         return {}
 
     def gather(self, value: T) -> list[T]:
-        self.meeting.values[self.rank] = value
+        values: list[Any] = self.meeting.values[0]
+        values[self.rank] = value
         self.meeting.barrier.wait()
-        values = list(self.meeting.values)
-        self.meeting.barrier.wait()
-        return values
+        return list(values)
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self.gather(x.clone()))

@@ -265,6 +265,7 @@ def test_a_stale_graph_of_any_depth_raises_the_drift_alarm(tmp_path: Path, depth
     assert found == [False, True]
 
 
+@pytest.mark.usefixtures("full_measurement")
 def test_the_controller_chooses_and_learns(tmp_path: Path) -> None:
     worker: Any = speculating(tmp_path, "EAGLE", **AUTO)
     measured = worker.info().depth
@@ -329,6 +330,7 @@ def test_times_that_a_sample_changes_are_not_learned(tmp_path: Path) -> None:
     assert known[1:] == [True, True, False, False, False, True, True, True]
 
 
+@pytest.mark.usefixtures("full_measurement")
 def test_the_measurement_replays_graphs_and_leaves_nothing(tmp_path: Path) -> None:
     worker: Any = speculating(tmp_path, "EAGLE", "eager", [1, 4, 16, 40], **AUTO)
     assert all(runner.run_eagerly == 0 for runner in worker.parts.verifier.runners.values()), "no eager sample, and padded to graphs"

@@ -266,6 +266,7 @@ def test_attention_groups_and_a_server_without_drafts_refuse_a_file(tmp_path: Pa
     assert "--speculative-tuning has no effect without --speculative-algorithm" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("full_measurement")
 def test_the_controller_starts_from_the_file(tmp_path: Path) -> None:
     worker = speculating(tmp_path, num_steps=5, num_draft_tokens=6, depths=(0, 2, 5))
     try:

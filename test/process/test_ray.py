@@ -19,17 +19,20 @@ from process.fake import ENV, ROOT, dummy_model
 from process.rank_deaths import PATIENCE, Role, runs, serving_at, strike
 
 
+@pytest.fixture(autouse=True)
+def small_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray sends no statistics, and starts no processes before an actor needs one."""
+    monkeypatch.setitem(ENV, "RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setitem(ENV, "RAY_prestart_worker_first_driver", "0")
+
+
 @pytest.mark.parametrize(("role", "fault"), [("worker-1", "SIGKILL"), ("scheduler", "SIGSTOP")])
-def test_a_lost_rank_of_ray_ends_the_server_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: Role, fault: str
-) -> None:
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+def test_a_lost_rank_of_ray_ends_the_server_and_leaves_nothing(tmp_path: Path, role: Role, fault: str) -> None:
     outcome, text = strike(dummy_model(tmp_path / "tiny"), "ray", role, fault)
     assert outcome.clean, f"{outcome}\n{text}"
 
 
-def test_a_server_of_ray_answers_open_requests_after_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+def test_a_server_of_ray_answers_open_requests_after_a_signal(tmp_path: Path) -> None:
     with serving_at("ray", dummy_model(tmp_path / "tiny"), "well") as (server,):
         stream = server.stream(400)
         processes = psutil.Process(server.process.pid).children(recursive=True)
@@ -53,7 +56,7 @@ def test_the_example_answers_a_data_set_with_ray_data(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "ray_data.py"), *flags]
     done = subprocess.run(
         command,
-        env={**ENV, "PYTHONPATH": os.pathsep.join([ENV["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]), "RAY_USAGE_STATS_ENABLED": "0"},
+        env={**ENV, "PYTHONPATH": os.pathsep.join([ENV["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=240,

@@ -29,7 +29,7 @@ def text_of(server: Embedded) -> str:
 
 def test_a_server_starts_with_what_was_measured_for_it(embedded: Embedded, tmp_path: Path) -> None:
     file = tmp_path / "tuning.json"
-    command = [sys.executable, "-m", "runtime.tune", "--output", str(file), "--seconds", "10", "--batch-sizes", "1", "2"]
+    command = [sys.executable, "-m", "runtime.tune", "--output", str(file), "--seconds", "6", "--batch-sizes", "1", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

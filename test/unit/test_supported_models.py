@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -18,14 +19,18 @@ from runtime.models.registry import FAMILIES, parse_hf_config
 from runtime.models.rope_fields import REQUIRED
 
 
+@functools.cache
+def page() -> str:
+    return supported_models.page()
+
+
 def test_the_committed_page_is_up_to_date() -> None:
     assert supported_models.main(["--check"]) == 0, "run: python scripts/supported_models.py"
 
 
 def test_every_registered_name_is_on_the_page() -> None:
-    page = supported_models.page()
     for name in (*FAMILIES, *DRAFT_FAMILIES, *REQUIRED, *ALGORITHM_CAPS):
-        assert f"`{name}`" in page
+        assert f"`{name}`" in page()
 
 
 LLAMA: dict[str, Any] = {
@@ -37,7 +42,7 @@ HEAD = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers
 
 def assert_on_the_page(error: ConfigError) -> None:
     """The page has a message of which the error is a case."""
-    messages = re.findall(r"^- `(.*)`$", supported_models.page(), re.MULTILINE)
+    messages = re.findall(r"^- `(.*)`$", page(), re.MULTILINE)
     patterns = [re.sub(r"\\{\w+\\}", ".*", re.escape(message)) for message in messages]
     assert any(re.search(f"(^|: ){pattern}$", str(error)) for pattern in patterns), error
 
@@ -82,13 +87,13 @@ def test_the_message_of_a_refused_draft_is_on_the_page(tmp_path: Path, algorithm
 
 
 def test_no_message_of_the_source_is_missing() -> None:
-    page, literal = supported_models.page(), re.compile(r'(?:ConfigError|\.error)\(\s*f?"([^"{\\]{12,})')
+    literal = re.compile(r'(?:ConfigError|\.error)\(\s*f?"([^"{\\]{12,})')
     found = 0
     for _, folder, words in supported_models.REFUSALS:
         for path in (error_texts.ROOT / folder).glob("*.py"):
             source = path.read_text()
             for text in literal.findall(source) if any(word in source for word in words) else ():
-                assert text in page, f"{path.name}: {text}"
+                assert text in page(), f"{path.name}: {text}"
                 found += 1
     assert found > 40
 

@@ -75,6 +75,13 @@ def test_wanted_tokens_are_given_or_a_valid_number_is_named(budget: Budget, want
         assert int(most[1]) < wanted
 
 
+def test_too_few_wanted_tokens_name_the_whole_pages_of_one_request() -> None:
+    budget = Budget(100 * GIB, 40 * GIB, GIB, {}, 1024)
+    with pytest.raises(ConfigError, match="is 330; one request needs 384, in pages of 64"):
+        plan_memory(budget, 64, 330, None, 322)
+    assert plan_memory(budget, 64, 384, None, 322).num_pages == 6
+
+
 @pytest.mark.parametrize(("fraction", "flag"), [(None, "--chunked-prefill-size"), (0.5, "--mem-fraction-static")])
 def test_too_little_memory_names_flag_and_amount(fraction: float | None, flag: str) -> None:
     budget = Budget(8 * GIB, 4 * GIB, 5 * GIB if fraction is None else 0, {}, 1 << 20)

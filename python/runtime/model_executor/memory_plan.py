@@ -98,8 +98,10 @@ def plan_memory(budget: Budget, page_size: int, wanted_tokens: int | None, fract
     page_bytes = budget.bytes_per_slot * page_size
     pages = max(available, 0) // page_bytes - 1  # page 0 is padding
     if wanted_tokens is not None:
-        if wanted_tokens // page_size * page_size < least_tokens:
-            raise ConfigError(f"--max-total-tokens is {wanted_tokens}; one request needs {least_tokens}. Raise it or leave it out.")
+        if wanted_tokens < (least := -(-least_tokens // page_size) * page_size):
+            raise ConfigError(
+                f"--max-total-tokens is {wanted_tokens}; one request needs {least}, in pages of {page_size}. Raise it or leave it out."
+            )
         if wanted_tokens // page_size > pages:
             raise ConfigError(
                 f"--max-total-tokens {wanted_tokens} needs {_mib((wanted_tokens // page_size + 1) * page_bytes):,} MiB of KV, "

@@ -256,17 +256,6 @@ class QueuedTokensFull(RateLimited):
         super().__init__(f"The queue is full: its prompts have {limit} tokens (--max-queued-tokens). Try again later.")
 
 
-class QueueTimeout(ServingError):
-    """The request waited too long for its first step."""
-
-    status = 503
-    code = "service_unavailable"
-    retry_after = 1
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"The request waited longer than {seconds:g} seconds (--queue-timeout). Try again later.")
-
-
 class RequestTimeout(ServingError):
     """The request took too long."""
 
@@ -277,22 +266,29 @@ class RequestTimeout(ServingError):
         super().__init__(f"The request took longer than {seconds:g} seconds (--request-timeout). Lower max_tokens.")
 
 
-class CompilerBusy(ServingError):
-    """Other grammars keep the compiler busy."""
-
-    status = 503
-    code = "service_unavailable"
-    retry_after = 1
-
-    def __init__(self) -> None:
-        super().__init__("The server is compiling other grammars. Try again later.")
-
-
 class Unavailable(ServingError):
     """The server cannot answer requests."""
 
     status = 503
     code = "service_unavailable"
+
+
+class QueueTimeout(Unavailable):
+    """The request waited too long for its first step."""
+
+    retry_after = 1
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"The request waited longer than {seconds:g} seconds (--queue-timeout). Try again later.")
+
+
+class CompilerBusy(Unavailable):
+    """Other grammars keep the compiler busy."""
+
+    retry_after = 1
+
+    def __init__(self) -> None:
+        super().__init__("The server is compiling other grammars. Try again later.")
 
 
 class ServerDraining(Unavailable):

@@ -14,8 +14,7 @@ import torch
 
 from runtime.entrypoints.native.meta_info import meta_info
 from runtime.layers.linear import Linear
-from runtime.managers.generation import GenerationUpdate
-from runtime.managers.messages import GenerateReq
+from runtime.managers.messages import GenerateReq, TextOut
 from runtime.managers.observers.metrics import Metrics
 from runtime.managers.scheduler import Scheduler
 from runtime.managers.telemetry.progress import Progress
@@ -354,7 +353,7 @@ def test_steps_without_drafts_are_counted_apart(tmp_path: Path, kind: str, mixed
 def test_meta_info_covers_verified_windows_only() -> None:
     """And not of the tokens that came without drafts."""
     spec = SpecStats(verify_steps=4, draft_tokens=12, accepted_tokens=6, accepted_by_position=[4, 2, 0])
-    answer = meta_info("1", GenerationUpdate(0, "text", list(range(40)), Progress(5, 0, 40, spec=spec)))
+    answer = meta_info("1", TextOut(rid="1", text="text", token_ids=list(range(40)), progress=Progress(5, 0, 40, spec=spec)))
     told = {name: value for name, value in answer.items() if name.startswith("spec_")}
     assert told == {
         "spec_verify_ct": 4, "spec_accept_length": 2.5, "spec_accept_rate": 0.5, "spec_accept_token_num": 6, "spec_draft_token_num": 12,

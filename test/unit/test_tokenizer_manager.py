@@ -26,7 +26,7 @@ from runtime.errors import (
     SlowReader,
     WorkerDied,
 )
-from runtime.managers.generation import Generation, GenerationUpdate, RequestOptions
+from runtime.managers.generation import Generation, RequestOptions
 from runtime.managers.messages import (
     AbortReq,
     CallFailed,
@@ -161,7 +161,7 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(body(), 10.0))  # type: ignore[arg-type]
 
 
-async def collect(generation: Generation) -> list[GenerationUpdate]:
+async def collect(generation: Generation) -> list[TextOut]:
     return [update async for update in generation]
 
 
@@ -463,7 +463,7 @@ def test_a_reader_that_is_behind_gets_what_waits_as_one_update_per_choice() -> N
         generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True, n=2))
         first, second = (request.rid for request in desk.requests)
         desk.reply(first, "a")
-        assert await generation.__anext__() == GenerationUpdate(0, "a", [5], Progress(3, 0, 1))
+        assert await generation.__anext__() == TextOut(rid=first, index=0, text="a", token_ids=[5], progress=Progress(3, 0, 1))
         desk.reply(first, "b", tokens=2)
         desk.reply(second, "x")
         desk.reply(first, "c", tokens=3, finish=LENGTH)
@@ -471,8 +471,8 @@ def test_a_reader_that_is_behind_gets_what_waits_as_one_update_per_choice() -> N
         assert desk.manager.unread_messages == 0, "all choices have ended, so the manager knows the generation no longer"
         assert generation.unread == 4
         assert await collect(generation) == [
-            GenerationUpdate(0, "bc", [5] * 5, Progress(3, 0, 3), LENGTH),
-            GenerationUpdate(1, "xy", [5] * 2, Progress(3, 0, 1), LENGTH),
+            TextOut(rid=first, index=0, text="bc", token_ids=[5] * 5, progress=Progress(3, 0, 3), finish=LENGTH),
+            TextOut(rid=second, index=1, text="xy", token_ids=[5] * 2, progress=Progress(3, 0, 1), finish=LENGTH),
         ]
         assert generation.unread == 0
 

@@ -18,7 +18,7 @@ from runtime.entrypoints.native.output import Output, Outputs
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
 from runtime.errors import ConfigError, ServingError
-from runtime.managers.generation import GenerationUpdate
+from runtime.managers.messages import TextOut
 
 T = TypeVar("T")
 
@@ -205,7 +205,7 @@ class Engine:
         manager, began = self._alive().manager, time.monotonic()
         return Outputs(manager.tokenizer, body, await Generations.start(manager, native_call(body, self._defaults)), began)
 
-    async def _next(self, outputs: Outputs, updates: AsyncGenerator[tuple[int, GenerationUpdate], None], choice: Choice) -> Output | None:
+    async def _next(self, outputs: Outputs, updates: AsyncGenerator[tuple[int, TextOut], None], choice: Choice) -> Output | None:
         async for _, update in updates:
             choice.add(update)
             return outputs.of(0, choice)

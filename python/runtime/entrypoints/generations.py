@@ -11,8 +11,8 @@ import msgspec
 
 from runtime.errors import RequestError
 from runtime.managers.cost import CallCost
-from runtime.managers.generation import Generation, GenerationUpdate, RequestOptions
-from runtime.managers.messages import Finish, TokenLogprobs
+from runtime.managers.generation import Generation, RequestOptions
+from runtime.managers.messages import Finish, TextOut, TokenLogprobs
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingParams
 
@@ -86,9 +86,9 @@ class Generations:
         for generation in self.each:
             generation.close()
 
-    async def updates(self) -> AsyncGenerator[tuple[int, GenerationUpdate], None]:
+    async def updates(self) -> AsyncGenerator[tuple[int, TextOut], None]:
         """The updates of all generations as they come, each with the index of its prompt; the first error is raised."""
-        news: asyncio.Queue[tuple[int, GenerationUpdate] | Exception | None] = asyncio.Queue(MAX_UNREAD)
+        news: asyncio.Queue[tuple[int, TextOut] | Exception | None] = asyncio.Queue(MAX_UNREAD)
         readers: list[asyncio.Task[None]] = []
         try:
             if len(self.each) == 1:
@@ -133,7 +133,7 @@ async def _price(manager: TokenizerManager, call: Call) -> tuple[CallCost, list[
     return cost, priced
 
 
-async def _read(prompt: int, generation: Generation, news: asyncio.Queue[tuple[int, GenerationUpdate] | Exception | None]) -> None:
+async def _read(prompt: int, generation: Generation, news: asyncio.Queue[tuple[int, TextOut] | Exception | None]) -> None:
     try:
         async for update in generation:
             await news.put((prompt, update))
@@ -152,9 +152,9 @@ class Choice:
     logprobs: list[float | None] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: TokenLogprobs | None = None
-    last: GenerationUpdate | None = None
+    last: TextOut | None = None
 
-    def add(self, update: GenerationUpdate) -> None:
+    def add(self, update: TextOut) -> None:
         """Append an update."""
         self.text += update.text
         self.token_ids.extend(update.token_ids)

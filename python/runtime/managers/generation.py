@@ -4,81 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
 from runtime.errors import ServingError
-from runtime.managers.messages import Finish, TextOut, TokenLogprobs
+from runtime.managers.messages import AnswerOptions, TextOut
 from runtime.managers.request_context import CURRENT_REQUEST
-from runtime.managers.telemetry.progress import Progress
-from runtime.pooling import Pooling
 
 Release = Callable[["Generation"], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOptions:
-    """What is asked of a prompt beside its sampling.
+class RequestOptions(AnswerOptions, frozen=True, kw_only=True):
+    """`AnswerOptions` of a prompt with n texts.
 
     Attributes:
         n: number of texts.
         fill_context: generate to the end of the context, whatever `max_new_tokens` says.
-        stream: pass text on as it is generated; otherwise each choice gets one update.
-        top_logprobs: -1: no log-probabilities; k >= 0: those of the chosen token and of the k most likely.
-        prompt_logprobs: also return log-probabilities of the prompt.
-        priority: higher runs first.
-        cache_salt: separates prefix caches.
-        continues_prompt: whether the output continues the text of the prompt, so its leading space counts.
-        running_counts: whether each update, not only the last, carries the counts of decode steps and drafts.
-        pooling: reduce the prompt to numbers instead of generating.
     """
 
     n: int = 1
     fill_context: bool = False
-    stream: bool = False
-    top_logprobs: int = -1
-    prompt_logprobs: bool = False
-    priority: int = 0
-    cache_salt: str = ""
-    continues_prompt: bool = False
-    running_counts: bool = False
-    pooling: Pooling | None = None
 
 
 NO_OPTIONS = RequestOptions()
 
 
-class GenerationUpdate(msgspec.Struct, frozen=True):
-    """News of one choice: of one step, or of several if the reader is behind.
-
-    Attributes:
-        index: the choice, 0..n - 1.
-        text: new text, maybe empty.
-        token_ids: new tokens, including a stop token that ended the choice.
-        progress: counts of this choice so far.
-        finish: why the choice ended; exactly one update of each choice has it.
-        logprobs, prompt_logprobs: of `token_ids` and of the prompt, if requested.
-        pooled: what a pooling request asked for, with its only update.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    progress: Progress
-    finish: Finish | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: TokenLogprobs | None = None
-    pooled: list[float] | None = None
-
-    @classmethod
-    def of(cls, index: int, out: TextOut) -> GenerationUpdate:
-        """`out` as the next step of choice `index`."""
-        return cls(index, out.text, out.token_ids, out.progress, out.finish, out.logprobs, out.prompt_logprobs, out.pooled)
-
-
 class Generation:
-    """The answer to one request: an async iterator of `GenerationUpdate` that ends when all n choices have finished.
+    """The answer to one request: an async iterator of the news of its choices that ends when all n choices have finished.
 
     Iterating raises the `ServingError` that ended the request early. `close()`, or leaving `async with`, aborts it.
 
@@ -121,7 +73,8 @@ class Generation:
     def __aiter__(self) -> Generation:
         return self
 
-    async def __anext__(self) -> GenerationUpdate:
+    async def __anext__(self) -> TextOut:
+        """News of one choice: of one step, or of several if the reader is behind. Exactly one of each choice has a finish reason."""
         while not self._news:
             if self._error is not None:
                 raise self._error
@@ -132,7 +85,7 @@ class Generation:
         index = next(iter(self._news))
         outs = self._news.pop(index)
         self.unread -= len(outs)
-        return GenerationUpdate.of(index, TextOut.joined(outs))
+        return msgspec.structs.replace(TextOut.joined(outs), index=index)
 
     def close(self) -> None:
         """Abort what still runs; harmless when nothing does."""

@@ -32,35 +32,45 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     seed: int
 
 
-class GenerateReq(Message, frozen=True, kw_only=True):
+class AnswerOptions(Message, frozen=True, kw_only=True):
+    """What is asked of a prompt beside its sampling.
+
+    Attributes:
+        top_logprobs: -1: no log-probabilities; k >= 0: those of the chosen token and of the k most likely.
+        prompt_logprobs: also return log-probabilities of the prompt.
+        stream: pass text on as it is generated; otherwise each choice gets one update.
+        priority: higher runs first.
+        cache_salt: separates prefix caches; prompts share cached KV only within the same salt.
+        continues_prompt: whether the text of the output continues that of the prompt, so that a leading space counts.
+        running_counts: whether each update, not only the last, carries the counts of decode steps and drafts.
+        pooling: what the prompt is reduced to; such a request ends with the prompt and generates nothing.
+    """
+
+    top_logprobs: int = -1
+    prompt_logprobs: bool = False
+    stream: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    continues_prompt: bool = False
+    running_counts: bool = False
+    pooling: Pooling | None = None
+
+
+class GenerateReq(AnswerOptions, frozen=True, kw_only=True):
     """Start one request, and one more for each of `more`: n texts of a prompt travel as one message.
 
     Attributes:
         rid: a unique name.
         client: whom the fair queue counts it for.
         max_priority: the highest priority that counts against other clients.
-        top_logprobs: -1: no log-probabilities; k >= 0: those of the chosen token and of the k most likely.
-        cache_salt: separates prefix caches; prompts share cached KV only within the same salt.
-        continues_prompt: whether the text of the output continues that of the prompt, so that a leading space counts.
-        running_counts: whether each reply, not only the last, carries the counts of decode steps and drafts.
-        pooling: what the prompt is reduced to; such a request ends with the prompt and generates nothing.
     """
 
     rid: str
     input_ids: list[int]
     sampling: SamplingParams
     seed: int
-    top_logprobs: int = -1
-    prompt_logprobs: bool = False
-    stream: bool = False
-    priority: int = 0
     client: str = ""
     max_priority: int = 0
-    cache_salt: str = ""
-    continues_prompt: bool = False
-    running_counts: bool = False
-    pooling: Pooling | None = None
-
     more: tuple[Sample, ...] = ()
 
     def samples(self) -> Iterator[GenerateReq]:
@@ -219,9 +229,13 @@ ToDetokenizer = RequestInfo | TokensOutBatch | ControlReply | Heartbeat | DrainR
 
 
 class TextOut(TokensOut, frozen=True, kw_only=True):
-    """`TokensOut` with its text: complete characters only, and no part of a stop string."""
+    """`TokensOut` with its text: complete characters only, and no part of a stop string.
+
+    `index`: the choice that it belongs to, 0..n - 1, once `Generation` has read it.
+    """
 
     text: str
+    index: int = 0
 
     @staticmethod
     def joined(outs: Sequence[TextOut]) -> TextOut:

@@ -18,6 +18,7 @@ from runtime.managers.cost import CallCost
 from runtime.managers.generation import NO_OPTIONS, Generation, RequestOptions
 from runtime.managers.messages import (
     AbortReq,
+    AnswerOptions,
     CacheFlushed,
     CallFailed,
     ControlCall,
@@ -196,17 +197,10 @@ class TokenizerManager:
             input_ids=prompt_ids,
             sampling=sampling,
             seed=first.seed,
-            top_logprobs=options.top_logprobs,
-            prompt_logprobs=options.prompt_logprobs,
-            stream=options.stream,
-            priority=options.priority,
             client=client.name,
             max_priority=self.config.scheduler.max_priority if client.max_priority is None else client.max_priority,
-            cache_salt=options.cache_salt,
-            continues_prompt=options.continues_prompt,
-            running_counts=options.running_counts,
-            pooling=options.pooling,
             more=tuple(more),
+            **{name: getattr(options, name) for name in AnswerOptions.__struct_fields__},
         )
 
     def abort(self, rid: str = "", *, all: bool = False) -> None:

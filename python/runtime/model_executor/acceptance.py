@@ -46,11 +46,16 @@ class AcceptanceCounters:
         depth = self.num_steps if num_steps is None else num_steps
         lens = np.asarray(accept_lens, dtype=np.int64)
         at_least = np.bincount(lens, minlength=depth + 2)[::-1].cumsum()[::-1]
-        self.iterations += len(lens)
-        self.draft_tokens += len(lens) * (depth if draft_tokens is None else draft_tokens)
-        self.drafted[:depth] += len(lens)
-        self.reached[:depth] += at_least[1 : depth + 1]
-        self.accepted[:depth] += at_least[2 : depth + 2]
+        self.count(len(lens), depth if draft_tokens is None else draft_tokens, at_least[1 : depth + 1], at_least[2 : depth + 2])
+
+    def count(self, windows: int, draft_tokens: int, reached: Int64, accepted: Int64) -> None:
+        """Count windows of `draft_tokens` drafts each; `reached` and `accepted` have an entry for each of their positions."""
+        depth = len(reached)
+        self.iterations += windows
+        self.draft_tokens += windows * draft_tokens
+        self.drafted[:depth] += windows
+        self.reached[:depth] += reached
+        self.accepted[:depth] += accepted
 
     def merge(self, other: AcceptanceCounters) -> None:
         """Add another's totals, of the same K."""

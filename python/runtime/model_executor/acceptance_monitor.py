@@ -76,7 +76,8 @@ class AcceptanceMonitor:
             return
         self.alarm.count_iteration()
         if pairs is not None:
-            self._count_sample(pairs)
+            reached, _, accepted, _ = pairs.counts(pairs.depth)
+            self._sample.count(len(pairs.eager), pairs.depth, reached, accepted)
             self.alarm.add(pairs)
             self._warn_of_drift()
 
@@ -89,14 +90,6 @@ class AcceptanceMonitor:
         if self._num_steps == 0:
             return None
         return AcceptanceStats(self._graph.stats(), self._sample.stats(), self._eager.stats(), self.alarm.check())
-
-    def _count_sample(self, pairs: Pairs) -> None:
-        counters, (reached, _, accepted, _) = self._sample, pairs.counts(self._num_steps)
-        counters.iterations += len(pairs.eager)
-        counters.draft_tokens += len(pairs.eager) * pairs.depth
-        counters.drafted[: pairs.depth] += len(pairs.eager)
-        counters.reached += reached
-        counters.accepted += accepted
 
     def _warn_of_drift(self) -> None:
         drifts = self.alarm.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from runtime.config.quant_config import QuantConfig
@@ -206,15 +206,7 @@ class ModelConfig:
         full = self.full_attention
         if full is None or self.window[layer] >= 0:
             return self
-        return replace(
-            self,
-            num_kv_heads=full.num_kv_heads,
-            head_dim=full.head_dim,
-            rope_theta=full.rope_theta,
-            rope_scaling=full.rope_scaling,
-            shared_kv=full.shared_kv,
-            full_attention=None,
-        )
+        return replace(self, **{field.name: getattr(full, field.name) for field in fields(full)}, full_attention=None)
 
     @property
     def kv_columns(self) -> int:

@@ -111,12 +111,8 @@ def latent_block(parts: ModelParts, prefix: str, layer_id: int) -> Block:
     """The block of tensors `prefix`*."""
     from runtime.models.block import Block
     from runtime.models.latent_parts import latent_attention
-    from runtime.models.sparse import SparseNames
 
     attn_norm = parts.norm(prefix + "input_layernorm.weight")
     attention = latent_attention(parts, prefix + "self_attn.", layer_id)
     mlp_norm = parts.norm(prefix + "post_attention_layernorm.weight")
-    moe = parts.config.moe
-    sparse = moe is not None and moe.layers[layer_id]
-    mlp = parts.sparse_mlp(SparseNames.usual(prefix + "mlp.")) if sparse else parts.gated_mlp(prefix + "mlp.")
-    return Block(attention, mlp, attn_norm, mlp_norm)
+    return Block(attention, parts.mlp(prefix + "mlp.", layer_id), attn_norm, mlp_norm)

@@ -190,6 +190,12 @@ class ModelParts:
         self.sparse_mlps.append(mlp)
         return mlp
 
+    def mlp(self, prefix: str, layer_id: int, names: SparseNames | None = None) -> GatedMlp | SparseMlp:
+        """The MLP of tensors `prefix`* where the layer is dense, that of `names` where it is sparse; Qwen's names by default."""
+        if self.config.moe is None or not self.config.moe.layers[layer_id]:
+            return self.gated_mlp(prefix)
+        return self.sparse_mlp(names or SparseNames.usual(prefix))
+
     def dense_block(self, prefix: str, layer_id: int, in_features: int | None = None, input_norm: bool = True) -> Block:
         """The block of tensors `prefix`*, under Llama's names."""
         attn_norm = self.norm(prefix + "input_layernorm.weight") if input_norm else None
@@ -202,12 +208,9 @@ class ModelParts:
 
         `names`: of the sparse MLP; Qwen's by default.
         """
-        moe = self.config.moe
-        if moe is None or not moe.layers[layer_id]:
-            return self.dense_block(prefix, layer_id)
         attn_norm, attention = self.norm(prefix + "input_layernorm.weight"), self.attention(prefix + "self_attn.", layer_id)
         mlp_norm = self.norm(prefix + "post_attention_layernorm.weight")
-        return Block(attention, self.sparse_mlp(names or SparseNames.usual(prefix + "mlp.")), attn_norm, mlp_norm)
+        return Block(attention, self.mlp(prefix + "mlp.", layer_id, names), attn_norm, mlp_norm)
 
 
 def _length(part: slice) -> int:

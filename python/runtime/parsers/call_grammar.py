@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +54,17 @@ def object_schema(schema: Schema) -> Schema:
     return {"type": "object", **schema} if schema else {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def members(schema: Schema) -> list[tuple[str, Schema, bool]]:
-    """Name, schema and whether it is required of each property; references to definitions of the whole schema still hold."""
+def members(schema: Schema, write: Callable[[str, Schema], Part]) -> list[Part]:
+    """What `write` makes of each property's name and schema, optional unless it is required.
+
+    References to definitions of the whole schema still hold in the schema of a property.
+    """
     properties, required = schema.get("properties"), schema.get("required")
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     found = properties.items() if isinstance(properties, Mapping) else ()
     names = required if isinstance(required, list) else []
-    return [(name, {**node, **shared} if isinstance(node, Mapping) else shared, name in names) for name, node in found]
+    parts = {name: write(name, {**node, **shared} if isinstance(node, Mapping) else shared) for name, node in found}
+    return [part if name in names else optional(part) for name, part in parts.items()]
 
 
 def text_value(node: Schema, types: frozenset[str]) -> Part:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.parsers.argument_types import STRING, resolved, schema_types, typed_json
-from runtime.parsers.call_grammar import CallGrammar, Part, Schema, const, json_of, members, one_of, optional, sequence, tag, text_value
+from runtime.parsers.call_grammar import CallGrammar, Part, Schema, const, json_of, members, one_of, sequence, tag, text_value
 from runtime.parsers.calls import ArgumentWriter
 from runtime.parsers.json_reader import MAX_DEPTH, escaped
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
@@ -122,8 +122,5 @@ class _GrammarWriter:
 
     def members(self, node: Schema, depth: int = 0) -> Part:
         """An object with its properties in the order of the schema."""
-        parts = []
-        for name, schema, required in members(node):
-            part = sequence(const(f"{name}:"), self.value(schema, depth + 1), const(","))
-            parts.append(part if required else optional(part))
+        parts = members(node, lambda name, schema: sequence(const(f"{name}:"), self.value(schema, depth + 1), const(",")))
         return sequence(const("{"), *parts, const("}"))

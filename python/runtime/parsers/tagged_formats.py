@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.parsers.argument_types import STRING, parameter_types, typed_json
-from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, Schema, const, members, optional, sequence, tag, text_value
+from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, Schema, const, members, sequence, tag, text_value
 from runtime.parsers.calls import ArgumentWriter, read_block
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
 
@@ -110,24 +110,20 @@ class Tagged:
     def _members(self, schema: Schema) -> Part:
         """All parameters in the order of the schema."""
         line = "\n" if self.line_breaks else ""
-        parts: list[Part] = []
-        for name, node, required in members(schema):
-            types = parameter_types(schema, name)
-            value = text_value(node, types)
+
+        def parameter(name: str, node: Schema) -> Part:
+            value = text_value(node, parameter_types(schema, name))
             end = self.value_end if value is ANY_TEXT else f"{line}{self.value_end}"
-            part = sequence(tag(f"{self.key}{name}{self.key_end}{self.value_begin}{line}", value, end), const("\n"))
-            parts.append(part if required else optional(part))
-        return sequence(*(parts or [const("")]))
+            return sequence(tag(f"{self.key}{name}{self.key_end}{self.value_begin}{line}", value, end), const("\n"))
+
+        return sequence(*(members(schema, parameter) or [const("")]))
 
 
 QWEN3_CODER = Tagged(
     begin="<tool_call>", end="</tool_call>", function="<function=", function_end="</function>", name_ends=(">",),
     key="<parameter=", key_end=">", value_end="</parameter>", line_breaks=True,
 )  # fmt: skip
-MIMO = Tagged(
-    begin="<tool_call>", end="</tool_call>", function="<function=", function_end="</function>", name_ends=(">",),
-    key="<parameter=", key_end=">", value_end="</parameter>", escapes=True,
-)  # fmt: skip
+MIMO = replace(QWEN3_CODER, line_breaks=False, escapes=True)
 MINIMAX_M2 = Tagged(
     begin="<minimax:tool_call>", end="</minimax:tool_call>", function='<invoke name="', function_end="</invoke>", name_ends=('">',),
     key='<parameter name="', key_end='">', value_end="</parameter>", shared=True,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.managers.generation import GenerationUpdate
+from runtime.managers.messages import TextOut
 from runtime.managers.telemetry.spec_stats import SpecStats
 
 
-def meta_info(rid: str, last: GenerationUpdate) -> dict[str, Any]:
+def meta_info(rid: str, last: TextOut) -> dict[str, Any]:
     """Counts, finish reason and acceptance of generation `rid` after its update `last`."""
     progress = last.progress
     return {
@@ -23,7 +23,7 @@ def meta_info(rid: str, last: GenerationUpdate) -> dict[str, Any]:
     }
 
 
-def _finish_reason(update: GenerationUpdate) -> dict[str, Any] | None:
+def _finish_reason(update: TextOut) -> dict[str, Any] | None:
     finish = update.finish
     if finish is None:
         return None

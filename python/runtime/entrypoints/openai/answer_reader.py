@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
-from runtime.managers.generation import GenerationUpdate
+from runtime.managers.messages import TextOut
 from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning, joined
 from runtime.parsers.output_parser import OutputParser
 
@@ -28,7 +28,7 @@ class AnswerReader:
         """How many tokens were thinking so far."""
         return 0 if self._parser is None else self._parser.reasoning_tokens
 
-    def read(self, update: GenerationUpdate) -> ChatUpdate:
+    def read(self, update: TextOut) -> ChatUpdate:
         """The next update."""
         finish = update.finish and ChatFinish(update.finish.reason, update.finish.matched)
         if self._parser is None:

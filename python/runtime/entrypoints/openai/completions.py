@@ -19,7 +19,8 @@ from runtime.entrypoints.openai.logprobs import CompletionLogprobs, EchoedPrompt
 from runtime.entrypoints.openai.protocol import CompletionBody
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.openai.usage import UsageCounter
-from runtime.managers.generation import Generation, GenerationUpdate, RequestOptions
+from runtime.managers.generation import Generation, RequestOptions
+from runtime.managers.messages import TextOut
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingDefaults
 from runtime.text.decode_stream import PROMPT_TAIL
@@ -99,7 +100,7 @@ class CompletionApi:
         yield chunks.end()
 
     def _delta(
-        self, body: CompletionBody, generation: Generation, prompt: int, update: GenerationUpdate, logprobs: dict[int, CompletionLogprobs]
+        self, body: CompletionBody, generation: Generation, prompt: int, update: TextOut, logprobs: dict[int, CompletionLogprobs]
     ) -> Json | None:
         """The chunk of an update; None if it shows nothing. `logprobs` holds the text offset of each choice."""
         index = prompt * body.n + update.index
@@ -128,9 +129,7 @@ class CompletionApi:
     def _prompt_text(self, given: str | list[int], ids: list[int]) -> str:
         return given if isinstance(given, str) else self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _visible(
-        self, body: CompletionBody, prompt: int, generation: Generation, update: GenerationUpdate, piece: _Piece, *, first: bool
-    ) -> _Piece:
+    def _visible(self, body: CompletionBody, prompt: int, generation: Generation, update: TextOut, piece: _Piece, *, first: bool) -> _Piece:
         """`piece` as the client sees it: without the output if `only_echo`, and after the prompt if it is echoed."""
         piece = _NOTHING if body.only_echo else piece
         if not (body.echo and first):
@@ -164,7 +163,7 @@ def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
 
 
 def _shown(
-    body: CompletionBody, index: int, piece: _Piece, logprobs: CompletionLogprobs, update: GenerationUpdate, prompt_ids: list[int] | None
+    body: CompletionBody, index: int, piece: _Piece, logprobs: CompletionLogprobs, update: TextOut, prompt_ids: list[int] | None
 ) -> Json:
     """One choice, or the news of one."""
     lists = logprobs.take(piece.ids, piece.chosen, piece.top) if body.top >= 0 else None

@@ -13,6 +13,7 @@ from runtime.entrypoints.openai.messages import Messages
 from runtime.entrypoints.openai.structured import ConstrainedFields
 from runtime.entrypoints.openai.tools import FunctionChoice, FunctionReference, Functions, ToolChoice, ToolReference, ToolRequest, Tools
 from runtime.errors import InvalidField, RequestError
+from runtime.managers.messages import FinishReason
 from runtime.sampling_params import MAX_TOKENS, MinNewTokens, NewTokens
 from runtime.text.chat_template import RESERVED
 
@@ -349,7 +350,6 @@ class ChatMessage(BaseModel):
     function_call: AnswerFunction | None = None
 
 
-FinishReason = Literal["stop", "length", "abort"]
 ChatFinishReason = Literal["stop", "length", "abort", "tool_calls", "function_call"]
 
 

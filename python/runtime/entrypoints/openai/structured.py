@@ -105,16 +105,13 @@ class ConstrainedFields(SamplingFields):
 
 def _constraints(prefix: str, schema: Any, regex: str | None, choices: list[str] | None, grammar: str | None) -> list[Constraint]:
     """What vLLM's fields give, whose names begin with `prefix`."""
-    given = []
-    if schema is not None:
-        given.append(Constraint(f"{prefix}json", "json_schema", schema_text(schema)))
-    if regex is not None:
-        given.append(Constraint(f"{prefix}regex", "regex", regex))
-    if choices is not None:
-        given.append(Constraint(f"{prefix}choice", "regex", "|".join(map(escaped, choices))))
-    if grammar is not None:
-        given.append(Constraint(f"{prefix}grammar", "ebnf", grammar))
-    return given
+    texts = {
+        "json": ("json_schema", None if schema is None else schema_text(schema)),
+        "regex": ("regex", regex),
+        "choice": ("regex", None if choices is None else "|".join(map(escaped, choices))),
+        "grammar": ("ebnf", grammar),
+    }
+    return [Constraint(prefix + field, kind, text) for field, (kind, text) in texts.items() if text is not None]
 
 
 def escaped(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.entrypoints.generations import Choice, Generations
 from runtime.entrypoints.openai.protocol import OpenAIBody, SpecTokensDetails, SpeculativeUsage
-from runtime.managers.generation import GenerationUpdate
+from runtime.managers.messages import TextOut
 from runtime.managers.telemetry.spec_stats import SpecStats
 
 
@@ -60,7 +60,7 @@ class UsageCounter:
         self._generated: dict[tuple[int, int], int] = {}
         self._spec: dict[tuple[int, int], SpecStats] = {}
 
-    def add(self, prompt: int, update: GenerationUpdate | None) -> None:
+    def add(self, prompt: int, update: TextOut | None) -> None:
         """Take the counts of an update; they are totals of its choice."""
         if update is not None:
             self._cached[prompt] = max(self._cached[prompt], update.progress.cached_tokens)

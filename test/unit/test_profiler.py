@@ -11,19 +11,22 @@ import pytest
 import torch
 
 from runtime.errors import ServingError, WrongProfile
-from runtime.model_executor.profiler import Profiler, span
+from runtime.model_executor.profiler import Profiler
 
 
 def test_a_trace_holds_the_phases_between_start_and_stop(tmp_path: Path) -> None:
     profiler = Profiler("scheduler", torch.device("cpu"))
+    with profiler.span("before"):
+        torch.ones(3).sum()
     profiler.start(str(tmp_path / "new"))
     with pytest.raises(WrongProfile, match="already running"):
         profiler.start(str(tmp_path))
-    with span("phase"):
+    with profiler.span("phase"):
         torch.ones(3).sum()
     file = Path(profiler.stop())
     assert file.parent == tmp_path / "new"
-    assert "talon::phase" in {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+    names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+    assert {"talon::phase", "talon::before"} & names == {"talon::phase"}
     with pytest.raises(WrongProfile, match="No profile is running"):
         profiler.stop()
 

@@ -72,7 +72,7 @@ def test_every_tiling_computes_the_same_gemm(rows: int, pdl: bool) -> None:
         assert half[rows].isnan().all(), f"{config} writes past its rows"
 
 
-@pytest.mark.parametrize(("rows", "N"), zip(ROWS, (1000, 1024, 1024, 1000), strict=True))
+@pytest.mark.parametrize(("rows", "N"), list(zip(ROWS, (1000, 1024, 1024, 1000), strict=True)))
 def test_every_tiling_prepares_the_deferred_norm_beside_the_same_sums(rows: int, N: int) -> None:
     from runtime.layers.gemm.triton_gemm import triton_gemm
 
@@ -275,7 +275,7 @@ def test_squares_of_another_tiling_are_refused() -> None:
         triton_gemm(x, weight, h, TritonConfig(32, 64, 4, 3), Epilogue(add=True, deferred=deferred))
 
 
-@pytest.mark.parametrize(("rows", "count"), zip(ROWS, (43, 1, 344, 12), strict=True))
+@pytest.mark.parametrize(("rows", "count"), list(zip(ROWS, (43, 1, 344, 12), strict=True)))
 def test_every_tiling_and_epilogue_applies_a_deferred_norm(rows: int, count: int) -> None:
     from runtime.layers.gemm.triton_gemm import triton_gemm
 

@@ -108,7 +108,7 @@ class IterationCost:
         key = (size.bit_length(), depth, width)
         if self._was_busy(key, size, kv_tokens, seconds):
             return
-        cell = self._cells.setdefault(key, 0.0)
+        self._cells.setdefault(key, 0.0)
         expected, base = self.seconds(size, depth, kv_tokens, width), self._at(size, depth, width)
         seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
         u, y = self._unit * kv_tokens / base, seconds / base

@@ -25,7 +25,8 @@ class GrammarQueue:
     def check(self, spec: GrammarSpec) -> None:
         """Raise `GrammarError` if this server compiles no grammars."""
         if self._compiler is None:
-            raise GrammarError(spec.kind, "this server has no grammar backend (--grammar-backend).")
+            flags = "--grammar-backend; none with --speculative-synthetic-accept-length"
+            raise GrammarError(spec.kind, f"this server has no grammar backend ({flags}).")
 
     def add(self, req: Req, spec: GrammarSpec) -> None:
         """Let `req` wait for its grammar."""

@@ -115,10 +115,9 @@ class EagerDrafts:
 
     def compare(self, iteration: Iteration, committed: torch.Tensor) -> Compared | None:
         """Compare the eager windows with the tokens that the iteration commits, int64 [size, D or more]. None: there are none."""
-        depth = min(self._depth, iteration.depth)
         if not self._depth:
             return None
-        compared = self._has_window[iteration.host_rows]
+        depth, compared = min(self._depth, iteration.depth), self._has_window[iteration.host_rows]
         self._has_window[iteration.host_rows] = False
         if not self._has_window.any():
             self._depth = 0  # the following iterations have nothing to look for

@@ -42,7 +42,7 @@ VARIANTS = {
 if some had a filter, which keeps the bits of the others.
 """
 MOST_REQUESTS = 32
-"""The largest batch with iteration graphs: with more requests the time between graphs is less than 1 % of an iteration."""
+"""The largest batch with iteration graphs: with more requests the time between graphs is less than 1 % of an iteration of the 8B shape."""
 ROWS = BufferSpec("iteration_rows", "req", torch.int64, 0)
 """Input of the graphs: the request rows, which stay as they are until other rows run. Passes outside the graphs fill the other inputs."""
 SMALL_MODEL, TINY_MODEL = 4_000_000_000, 1_000_000_000
@@ -103,7 +103,8 @@ class IterationGraphs:
 
     def __init__(self, stages: IterationStages, depths: Sequence[int], options: GraphOptions) -> None:
         """`options`: how they are captured, at `depths` where everything can be captured together."""
-        self._stages, self._rows = stages, torch.empty(0)
+        self._stages = stages
+        self._rows: torch.Tensor | None = None  # what the input `ROWS` holds
         capturable = stages.drafter.spec.capturable and (stages.plans_on_device or not options.cuda)
         sizes = {depth: stages.sizes(depth) for depth in depths} if capturable else {}
         self.runners = {depth: self._make_runner(depth, own, options) for depth, own in sizes.items() if own}

@@ -137,12 +137,12 @@ class TargetModel:
             step before if the same rows decode.
         """
         self.rows.admit(batch.new_rows)
-        rows, key = batch.rows.astype(np.int64), (size, batch.rows.tobytes())
+        key = size, batch.rows.tobytes()
         if not batch.num_prompts and self._decode_rows is not None and self._decode_rows[0] == key:
             if len(batch.page_ids):
                 self._write_pages(batch)
             return self._no_rows, self._decode_rows[1]
-        decoding = np.full(size, PAD_ROW, dtype=np.int64)
+        rows, decoding = batch.rows.astype(np.int64), np.full(size, PAD_ROW, dtype=np.int64)
         decoding[: batch.num_decodes] = rows[batch.num_prompts :]
         chunks, decoding_d = self._write_pages(batch, rows[: batch.num_prompts], decoding)
         if not batch.num_prompts:

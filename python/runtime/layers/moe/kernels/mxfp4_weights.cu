@@ -66,7 +66,7 @@ struct ScaleLoader {
     Scales scales;
     Slots slots;
 
-    // `starts`: the first rows of the matrices among those of all experts, -1 past the last one; `boxes`: how many are not.
+    // `starts`: the first rows of the matrices among those of all experts, -1 if the item has fewer; `boxes`: how many it has.
     __device__ __forceinline__ void load_item(const Item& item, const int (&starts)[MATRICES], int boxes, int rows, int member) {
         if (member == 0) {
             if (slots.round > 0) barrier_wait(slots.empty(), (slots.round - 1) & 1);

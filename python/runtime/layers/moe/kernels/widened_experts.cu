@@ -45,14 +45,14 @@ struct Loader {
     int rows, width, top_k;
     u32 data;
 
-    __device__ __forceinline__ void run(int first, int step, Ring& ring, ScaleLoader& scales) const {
+    __device__ __forceinline__ void run(Ring& ring, ScaleLoader& scales) const {
         constexpr int COPIES = PAIRS * 8 / LOADERS, STRIDE = LOADERS / 8;  // of a thread: 16-byte copies, and the rows between them
         const int member = threadIdx.x - MULTIPLIERS, row = member / 8, piece = member % 8;
         const int stages = stages_of(width), limit = width / 8;  // pieces of a row
         const u32 to = data + W_BYTES + row * 128 + (piece ^ row % 8) * 16;
-        for (int i = first; i < work.count; i += step) {
-            const Item item = work.item(i);
-            int starts[MATRICES], boxes = 0;  // of the matrices among the rows of all experts; -1 past the last one
+        for (Items items(work); items.inside();) {
+            const Item item = items.next();
+            int starts[MATRICES], boxes = 0;  // of the matrices among the rows of all experts; -1 if the item has fewer
 #pragma unroll
             for (int m = 0; m < MATRICES; m++) {
                 starts[m] = first_row(item, m, rows);
@@ -170,9 +170,9 @@ struct Multiplier {
             }
         }
     }
-    __device__ __forceinline__ void run(int first, int step, Ring& ring, Widener& widener) const {
-        for (int i = first; i < work.count; i += step) {
-            const Item item = work.item(i);
+    __device__ __forceinline__ void run(Ring& ring, Widener& widener) const {
+        for (Items items(work); items.inside();) {
+            const Item item = items.next();
             widener.begin_item();
             if (first_row(item, 2 * group, rows) < 0) {
                 for (int s = 0; s < stages_of(width); s++, ring.next()) {
@@ -211,16 +211,15 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1) widened_e
     __syncthreads();
     wait_for_previous();  // for the table, on which the weights depend too
     const Work work(tiles, columns);
-    const int first = blockIdx.x, step = gridDim.x;
     if (warp >= MULTIPLIERS / 32) {
         leave_registers<LOAD_REGISTERS>();
         ScaleLoader scale_loader{scales, slots};
-        Loader{x, &w_map, work, rows, width, top_k, data}.run(first, step, ring, scale_loader);
+        Loader{x, &w_map, work, rows, width, top_k, data}.run(ring, scale_loader);
         return;
     }
     take_registers<MULTIPLY_REGISTERS>();
     Widener widener{slots, data, width, warp / 4, warp % 4, lane};
     Multiplier{work, out, bias, pair_weights, token_factors, rows, columns, width, top_k, act, data, warp / 4, warp % 4, lane}.run(
-        first, step, ring, widener
+        ring, widener
     );
 }

@@ -89,11 +89,6 @@ class _Variant:
         return TILES[self.format][self.pairs]
 
     @property
-    def outputs(self) -> int:
-        """Columns of the output of a tile."""
-        return self.tile.groups * MATRIX * (1 if self.gated else 2)
-
-    @property
     def bfloat16(self) -> bool:
         """Whether results are bfloat16: those of the second GEMM, and e4m3's rows between the GEMMs, whose activation is not clamped."""
         return not self.gated or self.format == "fp8"
@@ -183,9 +178,8 @@ def _grouped(
     assert weights.scale is not None
     fp8, bias = weights.format == "fp8", weights.bias is not None
     variant = _Variant(weights.format, aligned.rows, 0 if fp8 else K, gated, act.kind if gated else 0, bias, pdl)
-    items = aligned.tiles * -(-columns // variant.outputs)
     _kernel(variant)(
-        min(items, torch.cuda.get_device_properties(x.device).multi_processor_count),
+        min(aligned.tiles * (columns // MATRIX), torch.cuda.get_device_properties(x.device).multi_processor_count),
         (
             cuda_driver.pointer(x),
             _map(weights.weight.data_ptr(), E * N, weights.weight.shape[2], DEPTH * CODE_BITS[weights.format] // 8),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from runtime.entrypoints.http.responses import anthropic_error
 from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
 from runtime.entrypoints.openai.usage import TokenCounts
+from runtime.errors import ServingError
 from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 
 Json = dict[str, Any]
@@ -52,6 +54,10 @@ class MessageWriter:
                 stop = {"stop_reason": "stop_sequence", "stop_sequence": finish.matched}
         self.message |= {**stop, "usage": _usage(counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens)}
         return [*events, {"type": "message_delta", "delta": stop, "usage": self.message["usage"]}, {"type": "message_stop"}]
+
+    def fail(self, error: ServingError) -> list[Json]:
+        """End with an error."""
+        return [anthropic_error(error.status, str(error))]
 
     # ---- blocks
 

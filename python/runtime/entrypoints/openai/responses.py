@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -13,8 +12,8 @@ from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.entrypoints.http.responses import INTERNAL, json_response
-from runtime.entrypoints.http.sse import EventStream, named_events, until_gone
+from runtime.entrypoints.http.responses import json_response
+from runtime.entrypoints.http.sse import EventStream, until_gone
 from runtime.entrypoints.openai.chat_conversion import ChatConversion
 from runtime.entrypoints.openai.chat_updates import ChatUpdate
 from runtime.entrypoints.openai.chats import Chat, Chats
@@ -25,11 +24,9 @@ from runtime.entrypoints.openai.response_protocol import ChosenTool, InputItem, 
 from runtime.entrypoints.openai.response_store import PreviousResponseNotFound, ResponseNotFound, ResponseStore, StoredResponse, size_of
 from runtime.entrypoints.openai.response_writer import ITEM_PREFIX, ResponseWriter
 from runtime.entrypoints.openai.served_model import ServedModel
-from runtime.errors import ContextTooLong, RequestError, ServingError, shown
+from runtime.errors import ContextTooLong, RequestError, shown
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 Streamed = Annotated[bool, Query(json_schema_extra={"enum": [False]})]
@@ -61,10 +58,12 @@ class ResponseApi:
         run = await until_gone(request, self._start(body))
         response_id = run.writer.response["id"]
         if body.stream:
-            return EventStream(self._events(run), lambda: self._close(run))
+            events = self._conversion.events(run.chat, run.writer, lambda: self._keep(run))
+            return EventStream(events, lambda: self._close(run))
         try:
             async with run.chat:
-                await until_gone(request, self._collect(run))
+                await until_gone(request, self._conversion.collect(run.chat, run.writer))
+                self._keep(run)
         finally:
             self._running.pop(response_id, None)
         return json_response(run.writer.response)
@@ -184,32 +183,6 @@ class ResponseApi:
         if found is None or not body.logprobs:
             return []
         return chat_logprobs(self._tokenizer, update.token_ids, found.chosen, found.top, body.top)["content"]
-
-    async def _collect(self, run: _Run) -> None:
-        """Run to the end."""
-        with self._conversion.naming():
-            async for update in run.chat.updates():
-                run.writer.update(update)
-        run.writer.end(run.chat.counts())
-        self._keep(run)
-
-    async def _events(self, run: _Run) -> AsyncGenerator[bytes, None]:
-        writer = run.writer
-        try:
-            async with run.chat:
-                yield named_events(writer.start())
-                with self._conversion.naming():
-                    async for update in run.chat.updates():
-                        if events := writer.update(update):
-                            yield named_events(events)
-            last = writer.end(run.chat.counts())
-        except ServingError as error:
-            last = writer.fail(error)
-        except Exception:
-            log.exception("a stream failed")
-            last = writer.fail(ServingError(INTERNAL))
-        self._keep(run)
-        yield named_events(last)
 
     def _close(self, run: _Run) -> None:
         run.chat.close()

@@ -23,7 +23,7 @@ from runtime.constrained.grammar import Grammar, mask_words
 from runtime.constrained.window_masks import Path, WindowMasks
 from runtime.layers.token_mask import TokenMask
 from runtime.model_executor.draft_window import DraftWindow
-from runtime.model_executor.staging import HostCopy
+from runtime.model_executor.staging import HostCopy, to_device
 from runtime.sampling_params import GrammarSpec
 
 TOO_SLOW = "It takes too long to tell which tokens may come next. Make it simpler."
@@ -80,7 +80,7 @@ class GrammarStep:
         self._selected = [request for request, _ in constraints]
         requests, index = np.array(self._selected), np.zeros(size, dtype=np.int64)
         index[requests] = np.arange(len(requests))
-        self._index, self._requests = (self._upload(torch.from_numpy(array)) for array in (index, requests))
+        self._index, self._requests = (to_device(torch.from_numpy(array), device) for array in (index, requests))
         self._window: Future[Paths] | None = None
 
     @property
@@ -148,7 +148,7 @@ class GrammarStep:
         if not any(restricted):
             return None
         start = len(paths[0][0])
-        bits = self._upload(self._bits[start : start + len(paths[0])])
+        bits = to_device(self._bits[start : start + len(paths[0])], self._device)
         return TokenMask(bits.transpose(0, 1), self._index, self._requests, self._selected)
 
     def _tree_mask(self, paths: Paths) -> TokenMask | None:
@@ -160,14 +160,11 @@ class GrammarStep:
         for places, found in zip(bits.numpy(), rows, strict=True):
             for place, row in zip(places, found, strict=True):
                 place[:] = -1 if row is None else row
-        return TokenMask(self._upload(bits), self._index, self._requests, self._selected)
+        return TokenMask(to_device(bits, self._device), self._index, self._requests, self._selected)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         """Memory for mask rows, from which copies to the device are not waited for."""
         return torch.empty((*shape, self._words), dtype=torch.int32, pin_memory=self._device.type == "cuda")
-
-    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
 
 class GrammarRows:

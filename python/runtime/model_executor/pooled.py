@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from runtime.batch import ScheduleBatch
-from runtime.model_executor.staging import HostCopy
+from runtime.model_executor.staging import HostCopy, to_device
 
 
 def pool_chunks(batch: ScheduleBatch, hidden: torch.Tensor, logits: torch.Tensor) -> dict[int, HostCopy]:
@@ -26,7 +26,7 @@ def pool_chunks(batch: ScheduleBatch, hidden: torch.Tensor, logits: torch.Tensor
         stop = start + length
         if pooling is not None:
             if pooling.kind == "labels":
-                vector = logits[i].index_select(0, _to_device(pooling.label_ids, logits.device)) - logits[i].logsumexp(0)
+                vector = logits[i].index_select(0, to_device(torch.tensor(pooling.label_ids), logits.device)) - logits[i].logsumexp(0)
             elif pooling.kind == "last":
                 vector = hidden[stop - 1].float()
             else:
@@ -34,9 +34,3 @@ def pool_chunks(batch: ScheduleBatch, hidden: torch.Tensor, logits: torch.Tensor
             found[i] = HostCopy(vector)
         start = stop
     return found
-
-
-def _to_device(ids: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64 [n] on `device`, without a host wait."""
-    host = torch.tensor(ids, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)

@@ -14,6 +14,7 @@ import torch
 from runtime.batch import RowInit
 from runtime.layers.sampler import TorchSampling
 from runtime.layers.sampling_tables import SamplingNeeds, SamplingOps, SamplingTables
+from runtime.model_executor.staging import to_device
 from runtime.sampling_params import MAX_DRAFT_STEPS, MAX_LOGIT_BIAS, MAX_STOP_IDS, TOP_K_ALL, SamplingParams
 
 MAX_EOS = MAX_STOP_IDS + 16
@@ -134,8 +135,7 @@ class RequestRows:
             t.output_counts[row], t.in_prompt[row] = self._upload(output), self._upload(prompt)
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+        return to_device(torch.from_numpy(array), self.device)
 
 
 def _common(init: RowInit) -> tuple[object, ...]:

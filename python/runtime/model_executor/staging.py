@@ -97,6 +97,11 @@ class StagingRing:
         return slot.upload(arrays)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on `device` of a tensor on the host, without a host wait; on the CPU the tensor itself."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class HostCopy:
     """Device to host: copies in flight, and the event that marks their end."""
 

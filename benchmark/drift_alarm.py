@@ -54,8 +54,8 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.drift_alarm import DriftAlarm, Pairs
 from runtime.model_executor.eager_drafts import Compared
+from runtime.model_executor.graph_runner import eagerly
 from runtime.model_executor.iteration import Iteration
-from runtime.model_executor.parity import eagerly
 from runtime.model_executor.sample_schedule import Samples
 from runtime.text.tokenizer import Tokenizer
 

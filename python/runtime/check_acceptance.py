@@ -151,8 +151,7 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
     if speculative is None:
         raise ConfigError("there is no acceptance without speculation; give --speculative-algorithm and its flags")
     from runtime.model_executor.acceptance import side_by_side
-    from runtime.model_executor.graph_runner import RunMode
-    from runtime.model_executor.parity import eagerly
+    from runtime.model_executor.graph_runner import RunMode, eagerly
 
     most = max(len(prompts), (speculative.disable_by_batch_size or 0) + 1)  # requests at once, in `run`
     on_cpu = config.device.device == "cpu"

@@ -18,9 +18,8 @@ from runtime.layers.attention.torch_native import TorchNativeAttention
 from runtime.layers.linear import Linear
 from runtime.model_executor.context import BuildOptions, make_context
 from runtime.model_executor.graph_capture import CallPool
-from runtime.model_executor.graph_runner import GraphRunner, RunMode
+from runtime.model_executor.graph_runner import GraphRunner, RunMode, eagerly
 from runtime.model_executor.input_buffers import InputBuffers
-from runtime.model_executor.parity import eagerly
 from runtime.model_executor.staging import HostCopy
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver, EveryNth

@@ -17,10 +17,10 @@ from runtime.errors import ConfigError
 from runtime.model_executor import build as worker_build
 from runtime.model_executor import iteration_graph
 from runtime.model_executor.depth import DepthBatches
-from runtime.model_executor.graph_runner import GraphOptions, RunMode
+from runtime.model_executor.graph_runner import GraphOptions, RunMode, eagerly
 from runtime.model_executor.iteration import DraftCaps, Iteration
 from runtime.model_executor.iteration_graph import IterationGraphs, hot_depths
-from runtime.model_executor.parity import check_parity, eagerly
+from runtime.model_executor.parity import check_parity
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver, EveryNth
 from unit.predicting import VOCAB, plain, speculating

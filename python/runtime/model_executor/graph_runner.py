@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -50,6 +51,24 @@ class RunMode(Enum):
     EAGER_PADDED = "eager padded"
     EAGER = "eager"
     RECORDED = "recorded"
+
+
+@contextmanager
+def eagerly(runners: Sequence[GraphRunner], mode: RunMode = RunMode.EAGER_PADDED) -> Iterator[None]:
+    """Within, `runners` run without their graphs.
+
+    EAGER_PADDED reads the same inputs as a graph: GEMMs have the same shapes, hence the same kernels and bits, and only
+    the replay differs. EAGER runs without padding and also shows its effect, if shapes do not change the rounding of
+    a GEMM.
+    """
+    before = [runner.mode for runner in runners]
+    for runner in runners:
+        runner.mode = mode
+    try:
+        yield
+    finally:
+        for runner, own in zip(runners, before, strict=True):
+            runner.mode = own
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ Iterations that need more run as three graphs: `serves` says which.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,7 +24,7 @@ from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.depth import USUAL_STEPS, thinned
 from runtime.model_executor.drafter import Drafter
-from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec
+from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec, eagerly
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.iteration import Accepted, Iteration, VerifyResult
 from runtime.model_executor.row_inputs import load_rows
@@ -163,7 +162,7 @@ class IterationGraphs:
         load_rows(inputs, inputs.named(ROWS.name, size), stages.target.rows)
         state = inputs.rows(size), inputs.kv_lens(size), inputs.last_tokens(size)
         iteration = Iteration(depth, np.full(size, PAD_ROW, dtype=np.int32), *state, bounds, VARIANTS[variant])
-        with _recorded(stages.runners(depth)):
+        with eagerly(stages.runners(depth), RunMode.RECORDED):
             draft = stages.drafter.propose(iteration)
             window = stages.verifier.fill(iteration, draft)
             verified = stages.verifier.run(iteration, window)
@@ -180,16 +179,3 @@ def _variant(needs: SamplingNeeds) -> str | None:
     if needs.any_greedy:
         return "greedy" if needs.all_greedy else "mixed"
     return "filtered" if needs.filtered else "sampled"
-
-
-@contextmanager
-def _recorded(runners: Sequence[GraphRunner]) -> Iterator[None]:
-    """Within, `runners` run as part of a larger graph."""
-    modes = [runner.mode for runner in runners]
-    for runner in runners:
-        runner.mode = RunMode.RECORDED
-    try:
-        yield
-    finally:
-        for runner, mode in zip(runners, modes, strict=True):
-            runner.mode = mode

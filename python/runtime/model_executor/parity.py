@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +10,7 @@ import numpy as np
 from runtime.batch import ScheduleBatch
 from runtime.errors import ConfigError
 from runtime.model_executor.acceptance import AcceptanceCounters, not_compared, side_by_side
-from runtime.model_executor.graph_runner import GraphRunner, RunMode
+from runtime.model_executor.graph_runner import eagerly
 from runtime.model_executor.scratch_prompts import scratch_prompts
 from runtime.model_executor.worker import Worker
 
@@ -24,34 +22,12 @@ PERIOD = 5
 """Prompts repeat after this many tokens, so that prompt lookup finds drafts."""
 
 
-@contextmanager
-def eagerly(runners: Sequence[GraphRunner], mode: RunMode = RunMode.EAGER_PADDED) -> Iterator[None]:
-    """Within, `runners` run eagerly.
-
-    EAGER_PADDED reads the same inputs as a graph: GEMMs have the same shapes, hence the same kernels and bits, and only
-    the replay differs. EAGER runs without padding and also shows its effect, if shapes do not change the rounding of
-    a GEMM.
-    """
-    for runner in runners:
-        runner.mode = mode
-    try:
-        yield
-    finally:
-        for runner in runners:
-            runner.mode = RunMode.REPLAY
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The result of a run: acceptance, and the tokens of each request."""
 
     counters: AcceptanceCounters
     tokens: list[list[int]]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Outcome) and self.counters == other.counters and self.tokens == other.tokens
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def check_parity(worker: Worker) -> None:

@@ -20,24 +20,11 @@ Finish = Callable[[], BatchResult]
 Step = Callable[[ScheduleBatch], Finish]
 
 
-@dataclass(slots=True)
-class _Launched:
-    finish: Finish | None
-    error: Exception | None = None
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A step on its way; `wait` returns its result, or raises what the step raised."""
 
-    def wait(self) -> BatchResult:
-        if self.error is not None:
-            raise self.error
-        assert self.finish is not None
-        return self.finish()
-
-
-@dataclass(slots=True)
-class _Queued:
-    future: Future[BatchResult]
-
-    def wait(self) -> BatchResult:
-        return self.future.result()
+    wait: Finish
 
 
 class DeviceQueue:
@@ -50,12 +37,14 @@ class DeviceQueue:
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step. What it raises comes out of `wait`."""
         if self._thread is not None:
-            return _Queued(self._thread.submit(self._run, batch))
+            return _Submitted(self._thread.submit(self._run, batch).result)
         try:
             with torch.inference_mode():
-                return _Launched(self._step(batch))
+                return _Submitted(self._step(batch))
         except Exception as error:  # the scheduler fails these requests and goes on
-            return _Launched(None, error)
+            failed: Future[BatchResult] = Future()
+            failed.set_exception(error)
+            return _Submitted(failed.result)
 
     def run(self, function: Callable[[], T]) -> T:
         """Call `function` between steps, on the thread that runs them."""

@@ -167,7 +167,7 @@ class Observed:
 
 
 class DepthChooser(Protocol):
-    """Chooses the depth of each iteration and observes its result."""
+    """Chooses the depth of each iteration and observes its result. Hooks that it does not need do nothing."""
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
         """The depth of the next iteration; `sizes`: its requests, padding included, at each depth that it can run at."""
@@ -192,18 +192,16 @@ class DepthChooser(Protocol):
             greedy: bool [n], as in `DecodeRows`.
             hits: bool [n].
         """
-        ...
 
     def correct(self, spread: float) -> None:
         """How independently tokens choose the experts of a sparse model was measured, as in `Routing.spread`."""
-        ...
 
     def info(self) -> DepthInfo | None:
         """The values behind the choice, for reports."""
-        ...
+        return None
 
 
-class DepthController:
+class DepthController(DepthChooser):
     """Owner of the averages, the cost model and the current depth.
 
     Attributes:

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from runtime.model_executor.acceptance import AcceptanceCounters
-from runtime.model_executor.depth_controller import DecodeRows, Observed, Windows
+from runtime.model_executor.depth_controller import DecodeRows, DepthChooser, Observed, Windows
 from runtime.model_executor.depth_option import Option
-from runtime.worker_info import DepthInfo
 
 BLOCK, FIRST = 4, 1
 """Iterations at one depth before the next, and how many of them are not timed: the first may follow steps without drafts."""
@@ -39,7 +37,7 @@ def _typical(blocks: Iterable[Sequence[float]]) -> float:
     return float(np.exp(np.mean([np.log(np.median(block)) for block in blocks])))
 
 
-class DepthTrial:
+class DepthTrial(DepthChooser):
     """Takes the place of the depth controller while depths are compared.
 
     Attributes:
@@ -109,16 +107,6 @@ class DepthTrial:
     def observe_windows(self, windows: Windows) -> None:
         """Count the accepted tokens."""
         self.acceptance.add(windows.accept_lens, windows.depth)
-
-    def observe_guesses(self, greedy: npt.NDArray[np.bool_], hits: npt.NDArray[np.bool_]) -> None:
-        """Nothing: windows with drafts show acceptance."""
-
-    def correct(self, spread: float) -> None:
-        """Nothing: times are measured with the experts that are read."""
-
-    def info(self) -> DepthInfo | None:
-        """Nothing: it chooses nothing."""
-        return None
 
     def _end_round(self) -> None:
         self._at, self.rounds, self._round = 0, self.rounds + 1, self._round + 1

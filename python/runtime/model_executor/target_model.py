@@ -139,8 +139,7 @@ class TargetModel:
         self.rows.admit(batch.new_rows)
         key = size, batch.rows.tobytes()
         if not batch.num_prompts and self._decode_rows is not None and self._decode_rows[0] == key:
-            if len(batch.page_ids):
-                self._write_pages(batch)
+            self._write_pages(batch)
             return self._no_rows, self._decode_rows[1]
         rows, decoding = batch.rows.astype(np.int64), np.full(size, PAD_ROW, dtype=np.int64)
         decoding[: batch.num_decodes] = rows[batch.num_prompts :]
@@ -151,11 +150,12 @@ class TargetModel:
         return chunks, decoding_d
 
     def _write_pages(self, batch: ScheduleBatch, *more: npt.NDArray[np.int64]) -> list[torch.Tensor]:
-        """Write the pages of a step. `more` is uploaded with them and returned."""
+        """Write the pages of a step, if it has new ones. `more` is uploaded with them and returned."""
+        if not len(batch.page_ids):
+            return self.staging.upload(*more) if more else []
         pages = batch.page_rows.astype(np.int64), batch.page_cols.astype(np.int64), batch.page_ids
         page_rows, page_cols, page_ids, *uploaded = self.staging.upload(*pages, *more)
-        if len(batch.page_ids):
-            self.page_table.write(page_rows, page_cols, page_ids)
+        self.page_table.write(page_rows, page_cols, page_ids)
         return uploaded
 
     def stage_chunks(self, batch: ScheduleBatch, rows: torch.Tensor) -> Chunks:

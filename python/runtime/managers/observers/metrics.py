@@ -6,7 +6,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
-from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -23,11 +22,10 @@ ITL_BUCKETS = (1e-3, 2e-3, 4e-3, 6e-3, 8e-3, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06
 E2E_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200, 1800, 2400)
 QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 
-F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
 Rows = Mapping[tuple[str, ...], float]
 """Values by labels other than the model name."""
-Figure = tuple[str, str, Callable[[SchedulerStats], float]]
-"""A metric's name, its help text and its value."""
+Figure = tuple[str, str, Callable[[SchedulerStats], float | None]]
+"""A metric's name, its help text and its value; None while it has none."""
 
 GAUGES: tuple[Figure, ...] = (
     ("sglang:num_running_reqs", "Running requests.", lambda s: s.num_running_reqs),
@@ -55,7 +53,7 @@ COUNTERS: tuple[Figure, ...] = (
     ("talon:spec_accepted_tokens", "Draft tokens accepted.", lambda s: s.spec.accepted_tokens),
     ("talon:spec_paused_steps", "Decode steps without drafts.", lambda s: s.spec_paused_steps_total),
 )
-RATES: tuple[tuple[str, str, Callable[[SchedulerStats], float | None]], ...] = (
+RATES: tuple[Figure, ...] = (
     ("sglang:spec_accept_length", "Mean tokens committed per verify step, including the bonus token.", lambda s: s.spec.accept_length),
     ("sglang:spec_accept_rate", "Fraction of draft tokens accepted.", lambda s: s.spec.accept_rate),
     ("talon:graph_hit_rate", "Fraction of decode steps that replayed a graph.", lambda s: s.decode.graph_hit_rate),
@@ -166,13 +164,10 @@ class _SchedulerCollector:
         stats = self.latest
         if stats is None:
             return
-        for name, help_text, value in GAUGES:
-            yield self._gauge(name, help_text, {(): value(stats)})
-        for name, help_text, value in COUNTERS:
-            yield self._family(CounterMetricFamily, name, help_text, {(): value(stats)})
-        for name, help_text, rate in RATES:
-            if (share := rate(stats)) is not None:
-                yield self._gauge(name, help_text, {(): share})
+        for kind, figures in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS), (GaugeMetricFamily, RATES)):
+            for name, help_text, value in figures:
+                if (figure := value(stats)) is not None:
+                    yield self._family(kind, name, help_text, {(): figure})
         for name, help_text, load in GROUP_GAUGES if stats.groups else ():
             yield self._gauge(name, help_text, {(str(i),): load(group) for i, group in enumerate(stats.groups)}, "group")
         rates = {(str(i),): rate for i, rate in enumerate(stats.spec.accept_rate_by_position) if rate is not None}
@@ -206,10 +201,10 @@ class _SchedulerCollector:
             gaps = {(str(d.position),): d.graph - d.eager for d in drift}
             yield self._gauge("talon:spec_drift", "Acceptance with graphs minus acceptance of eager drafts.", gaps, "position")
 
-    def _gauge(self, name: str, help_text: str, rows: Rows, *labels: str) -> GaugeMetricFamily:
+    def _gauge(self, name: str, help_text: str, rows: Rows, *labels: str) -> Metric:
         return self._family(GaugeMetricFamily, name, help_text, rows, *labels)
 
-    def _family(self, kind: type[F], name: str, help_text: str, rows: Rows, *labels: str) -> F:
+    def _family(self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, help_text: str, rows: Rows, *labels: str) -> Metric:
         """A metric with a row per combination of label values."""
         family = kind(name, help_text, labels=["model_name", *labels])
         for values, value in rows.items():

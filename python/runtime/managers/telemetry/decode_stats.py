@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import sub
+
 import msgspec
 
 
@@ -27,12 +29,7 @@ class DecodeStats(msgspec.Struct, array_like=True):
 
     def since(self, earlier: DecodeStats) -> DecodeStats:
         """The difference to `earlier`, a copy of this one."""
-        return DecodeStats(
-            self.steps - earlier.steps,
-            self.graph_steps - earlier.graph_steps,
-            self.live_rows - earlier.live_rows,
-            self.padded_rows - earlier.padded_rows,
-        )
+        return DecodeStats(*map(sub, msgspec.structs.astuple(self), msgspec.structs.astuple(earlier)))
 
     @property
     def graph_hit_rate(self) -> float | None:

@@ -105,7 +105,7 @@ class TokenizerManager:
         self.health = health or Health()
         self.stats: SchedulerStats | None = None
         self.observer: Metrics | None = None
-        self.charge: Callable[[str, int], None] | None = None
+        self.charge: Callable[[str, int], None] = lambda client, tokens: None
         self.on_end: list[Callable[[RequestEnd], None]] = [log_request] if config.server.log_requests else []
         if (slow := config.server.log_slow_requests) is not None:
             self.on_end.append(SlowRequestLog(slow))
@@ -384,7 +384,7 @@ class TokenizerManager:
         generation.wires.update(wires)
         self._idle.clear()
         self._room.add(generation.client, len(wires), len(generation.prompt_ids))
-        self._charge(generation.client, len(generation.prompt_ids))
+        self.charge(generation.client, len(generation.prompt_ids))
 
     def _end(self, wire: str, finish: Finish | None, progress: Progress | None = None) -> None:
         choice = self._open.pop(wire, None)
@@ -399,16 +399,12 @@ class TokenizerManager:
             self._idle.set()
         known = progress or Progress(len(generation.prompt_ids))
         if finish is not None:
-            self._charge(generation.client, known.completion_tokens)
+            self.charge(generation.client, known.completion_tokens)
         end = RequestEnd(generation, choice.index, finish, known, choice.arrived, time.monotonic())
         if self.observer is not None:
             self.observer.ended(end.seconds, finish, known)
         for told in self.on_end:
             told(end)
-
-    def _charge(self, client: str, tokens: int) -> None:
-        if self.charge is not None:
-            self.charge(client, tokens)
 
     def _observe(self, choice: _Choice, out: TextOut, now: float) -> None:
         if not out.token_ids:

@@ -93,11 +93,9 @@ class AcceptanceCounters:
 
 def total(num_steps: int, batches: Iterable[AcceptanceCounters]) -> AcceptanceCounters:
     """The totals of all of them, each of this K."""
-    found, all_batches = AcceptanceCounters(num_steps), list(batches)
-    if all_batches:
-        found.iterations = sum(batch.iterations for batch in all_batches)
-        found.draft_tokens = sum(batch.draft_tokens for batch in all_batches)
-        found.counts[:] = np.array([batch.counts for batch in all_batches]).sum(0)
+    found = AcceptanceCounters(num_steps)
+    for batch in batches:
+        found.merge(batch)
     return found
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from runtime.batch import Int32, RowInit, ScheduleBatch
-from runtime.sampling_params import SamplingParams
-
-GREEDY = SamplingParams(temperature=0.0)
+from runtime.model_executor.request_rows import GREEDY
 
 
 def scratch_prompts(rows: Int32, prompts: Int32, pages: int) -> ScheduleBatch:

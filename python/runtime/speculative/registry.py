@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from runtime.config.draft_algorithms import SpecAlgorithm
+from runtime.config.runtime_config import SpeculativeConfig
+from runtime.model_executor.build import MakeDrafter
 from runtime.model_executor.context import WorkerContext
 from runtime.model_executor.drafter import Drafter, NoDrafter
+from runtime.model_executor.model_runner import ModelRunner
 from runtime.models.decoder import DecoderModel
-from runtime.models.draft_head import DraftModel
 from runtime.speculative.dflash_drafter import DFlashDrafter
-from runtime.speculative.draft_models import draft_runner, load_dflash, load_eagle, load_eagle3, load_mtp, load_standalone
+from runtime.speculative.draft_models import Draft, draft_runner, load_dflash, load_eagle, load_eagle3, load_mtp, load_standalone
 from runtime.speculative.eagle_worker import EagleWorker
 from runtime.speculative.ngram_drafter import NgramDrafter
-
-MakeDrafter = Callable[[WorkerContext, DecoderModel], Drafter]
 
 
 def make_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
@@ -23,27 +23,24 @@ def make_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
     return NoDrafter() if config is None else DRAFTERS[config.algorithm](context, target)
 
 
-def _eagle(load: Callable[[WorkerContext, DecoderModel], DraftModel]) -> MakeDrafter:
-    """Makes an `EagleWorker` of a loaded draft model."""
+def _with_model(
+    load: Callable[[WorkerContext, DecoderModel], Draft], drafter: Callable[[Draft, ModelRunner, SpeculativeConfig], Drafter]
+) -> MakeDrafter:
+    """Makes the drafter of a draft model that `load` loads."""
 
     def make(context: WorkerContext, target: DecoderModel) -> Drafter:
         model = load(context, target)
-        return EagleWorker(model, draft_runner(context, model), context.speculative)
+        return drafter(model, draft_runner(context, model), context.speculative)
 
     return make
 
 
-def _dflash(context: WorkerContext, target: DecoderModel) -> Drafter:
-    model = load_dflash(context, target)
-    return DFlashDrafter(model, draft_runner(context, model), context.speculative)
-
-
 DRAFTERS: dict[SpecAlgorithm, MakeDrafter] = {
-    "EAGLE": _eagle(load_eagle),
-    "EAGLE3": _eagle(load_eagle3),
-    "MTP": _eagle(load_mtp),
-    "DFLASH": _dflash,
-    "STANDALONE": _eagle(load_standalone),
+    "EAGLE": _with_model(load_eagle, EagleWorker),
+    "EAGLE3": _with_model(load_eagle3, EagleWorker),
+    "MTP": _with_model(load_mtp, EagleWorker),
+    "DFLASH": _with_model(load_dflash, DFlashDrafter),
+    "STANDALONE": _with_model(load_standalone, EagleWorker),
     "NGRAM": lambda context, target: NgramDrafter(context.speculative.num_steps),
 }
 """Makes the drafter of each algorithm in `config/draft_algorithms.py`."""

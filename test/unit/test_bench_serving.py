@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 
-from runtime.bench import metrics, summary
+from runtime.bench import backends, metrics, summary
 from runtime.bench.backends import BACKENDS, Answer, GenerationOptions, payload, send
 from runtime.bench.chat_template import chat_template
 from runtime.bench.datasets import DatasetOptions, embedded_prompts, load, random_lens
@@ -219,12 +219,9 @@ def test_failed_answer_is_an_error(events: list[tuple[float, Any]], why: str) ->
     assert why in read("sglang-oai", events).error
 
 
-def test_ttft_includes_connect_time() -> None:
+def test_ttft_includes_connect_time(monkeypatch: pytest.MonkeyPatch) -> None:
     class Client:
         now = 5.0
-
-        def clock(self) -> float:
-            return self.now
 
         async def exchange(self, method: str, path: str, body: bytes, on_event: Callable[[bytes, float], None]) -> tuple[int, bytes]:
             self.now += 1.0
@@ -232,6 +229,7 @@ def test_ttft_includes_connect_time() -> None:
             return 200, b""
 
     client: Any = Client()
+    monkeypatch.setattr(backends.time, "perf_counter", lambda: client.now)
     record = asyncio.run(send(client, BACKENDS["sglang-oai"], REQUEST, GenerationOptions(model="m")))
     assert (record.start, record.ttft, record.error) == (5.0, 1.0, "")
 

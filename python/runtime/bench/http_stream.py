@@ -16,7 +16,6 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 OnEvent = Callable[[bytes, float], None]
-Clock = Callable[[], float]
 
 _MAX_HEADER_BYTES = 65536
 
@@ -57,10 +56,9 @@ class _Exchange(asyncio.Protocol):
     With `on_event`, the events of a 200 answer go there as they arrive and `body` stays empty.
     """
 
-    def __init__(self, request: bytes, on_event: OnEvent | None, clock: Clock) -> None:
+    def __init__(self, request: bytes, on_event: OnEvent | None) -> None:
         self._request = request
         self._on_event = on_event
-        self._clock = clock
         self._buffer = bytearray()
         self._line = bytearray()
         self._body = bytearray()
@@ -76,7 +74,7 @@ class _Exchange(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        now = self._clock()
+        now = time.perf_counter()
         self._buffer += data
         try:
             if not self._in_body:
@@ -166,9 +164,8 @@ class _Exchange(asyncio.Protocol):
 class HttpClient:
     """Sends requests to one server."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str] | None = None, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
         self.endpoint = Endpoint.parse(base_url)
-        self.clock = clock
         self._headers = dict(headers or {})
         self._ssl = ssl.create_default_context() if self.endpoint.scheme == "https" else None
 
@@ -210,7 +207,7 @@ class HttpClient:
 
     async def _exchange(self, request: bytes, on_event: OnEvent | None) -> tuple[int, bytes]:
         _, protocol = await asyncio.get_running_loop().create_connection(
-            lambda: _Exchange(request, on_event, self.clock), self.endpoint.host, self.endpoint.port, ssl=self._ssl
+            lambda: _Exchange(request, on_event), self.endpoint.host, self.endpoint.port, ssl=self._ssl
         )
         try:
             return await protocol.done

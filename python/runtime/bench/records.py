@@ -31,7 +31,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The outcome of one request; times are seconds of the client's clock.
+    """The outcome of one request; times are seconds of `time.perf_counter`.
 
     Attributes:
         start: when the request began, before connecting.

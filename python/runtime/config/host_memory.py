@@ -33,16 +33,16 @@ class HostMemory:
         return "the machine's memory" if self.cgroup is None else f"the limit of the control group {self.cgroup}"
 
 
-def host_memory(cgroups: Path | None = None, membership: Path | None = None) -> HostMemory:
+def host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostMemory:
     """The smallest of the machine's memory and the limits of this process's control groups, of version 1 and 2.
 
     Args:
-        cgroups: where the hierarchies are mounted; None: `CGROUPS`.
-        membership: names the process's group in each; None: `MEMBERSHIP`.
+        cgroups: where the hierarchies are mounted.
+        membership: names the process's group in each.
     """
     machine = psutil.virtual_memory()
     tightest = HostMemory(machine.total, machine.available)
-    for group in _groups(cgroups or CGROUPS, membership or MEMBERSHIP):
+    for group in _groups(cgroups, membership):
         limit, used = _limit(group), _used(group)
         if limit is None or limit >= machine.total:
             continue
@@ -54,11 +54,7 @@ def host_memory(cgroups: Path | None = None, membership: Path | None = None) -> 
 
 def _groups(cgroups: Path, membership: Path) -> Iterator[Path]:
     """The folders of the process's groups and of the groups around them. A container shows its own group as the root."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in text_of(membership).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers and "memory" not in controllers.split(","):
@@ -69,21 +65,22 @@ def _groups(cgroups: Path, membership: Path) -> Iterator[Path]:
 
 
 def _limit(group: Path) -> int | None:
-    texts = (_read(group / name) for name in ("memory.max", "memory.limit_in_bytes"))
+    texts = (text_of(group / name) for name in ("memory.max", "memory.limit_in_bytes"))
     limits = [int(text) for text in texts if text.isdigit()]
     return min(limits) if limits else None
 
 
 def _used(group: Path) -> int:
     """Bytes in use, without the page cache, which the kernel gives back."""
-    usage = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
-    fields = dict(line.split() for line in _read(group / "memory.stat").splitlines() if len(line.split()) == 2)
+    usage = text_of(group / "memory.current") or text_of(group / "memory.usage_in_bytes")
+    fields = dict(line.split() for line in text_of(group / "memory.stat").splitlines() if len(line.split()) == 2)
     prefix = "total_" if "total_cache" in fields else ""
     cache = sum(int(fields.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
     return max(0, int(usage) - cache) if usage.isdigit() else 0
 
 
-def _read(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a file of the kernel; empty where there is none."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.config.attention_caps import ATTENTION_CAPS
-from runtime.config.host_memory import host_memory
+from runtime.config.host_memory import CGROUPS, host_memory, text_of
 
 _CC_MAJOR, _CC_MINOR, _NUM_SMS, _MEMORY_KHZ, _BUS_BITS = 75, 76, 16, 36, 37
 """Of the CUDA driver API's CU_DEVICE_ATTRIBUTE_*: COMPUTE_CAPABILITY_MAJOR and _MINOR, MULTIPROCESSOR_COUNT,
@@ -69,7 +69,7 @@ def probe() -> MachineFacts:
 
 def _cores() -> int:
     allowed = len(os.sched_getaffinity(0))
-    quota, _, period = _cgroup("cpu.max").partition(" ")
+    quota, _, period = text_of(CGROUPS / "cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit() and int(period) > 0:
         allowed = min(allowed, -(-int(quota) // int(period)))
     return max(1, allowed)
@@ -81,18 +81,8 @@ def _threads() -> int | None:
 
 
 def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = text_of(Path("/proc/cpuinfo")).splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
-
-
-def _cgroup(name: str) -> str:
-    try:
-        return (Path("/sys/fs/cgroup") / name).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _gpus() -> tuple[Gpu, ...]:

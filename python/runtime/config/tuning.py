@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from runtime.config.attention_caps import MAX_TREE_BITS
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, unreadable
 
 log = logging.getLogger(__name__)
 FLAG = "--speculative-tuning"
@@ -119,7 +119,7 @@ def read_tuning(path: str) -> SpeculativeTuning:
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=SpeculativeTuning)
     except OSError as error:
-        raise ConfigError(f"{FLAG} {path} cannot be read: {(error.strerror or str(error)).lower()}.") from error
+        raise ConfigError(f"{FLAG} {path} cannot be read: {unreadable(error)}.") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"{FLAG} {path} is not a file of this version of python -m runtime.tune: {error}.") from error
 

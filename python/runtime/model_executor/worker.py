@@ -87,6 +87,7 @@ class Worker:
 
     Attributes:
         parts: for checks and tests that look inside; read only.
+        limits: of the device side; read only.
         eager_drafts: what samples draft; read only.
         runners: the graph runners of decode steps, deepest first.
         ragged_runners: of verify passes over ragged windows.
@@ -108,7 +109,7 @@ class Worker:
             exchange: between attention groups; None if there is one.
             followers: the other ranks of the model, on rank 0 of several.
         """
-        self.parts, self._limits, self._info, self._followers = parts, limits, info, followers
+        self.parts, self.limits, self._info, self._followers = parts, limits, info, followers
         self._group, self._exchange = group, exchange
         runners = parts.verifier.runners
         self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
@@ -122,11 +123,6 @@ class Worker:
         self._profiler = Profiler("scheduler", parts.target.device)
 
     @property
-    def limits(self) -> WorkerLimits:
-        """The limits of the device side."""
-        return self._limits
-
-    @property
     def all_runners(self) -> tuple[GraphRunner, ...]:
         """All graph runners: `runners`, `ragged_runners`, `iteration_runners`, and those of short prompts."""
         return (*self.runners, *self.ragged_runners, *self.iteration_runners, *self.parts.target.prompt_runners)
@@ -135,7 +131,7 @@ class Worker:
         """Queue one step and return immediately."""
         if self._group.rank == 0:
             self.parts.depths.plan(batch)
-            possible = batch.depth > 0 and not batch.has_prompts and batch.longest + batch.depth < self._limits.max_context_len
+            possible = batch.depth > 0 and not batch.has_prompts and batch.longest + batch.depth < self.limits.max_context_len
             batch.sample = self.parts.monitor.next_iteration(batch.depth, possible)
             for section in batch.sections:
                 section.depth, section.sample = batch.depth, batch.sample

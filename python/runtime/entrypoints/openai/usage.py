@@ -79,10 +79,6 @@ class UsageCounter:
         generated = sum(self._generated.values()) if self._output else 0
         return TokenCounts(self._prompt_tokens, generated, sum(self._cached), tuple(self._spec[key] for key in sorted(self._spec)))
 
-    def usage(self) -> dict[str, Any]:
-        """The counts so far, as OpenAI's `usage`."""
-        return self.counts().usage()
-
 
 def speculative_usage(spec: SpecStats) -> dict[str, Any]:
     """Acceptance of all choices of a call together."""

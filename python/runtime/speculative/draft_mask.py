@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from runtime.layers.token_mask import TokenMask, forbid
-
-
-class DraftVocabulary(Protocol):
-    """What a mask reads of a draft model.
-
-    Attributes:
-        vocab_size: Vd, the ids of its logits.
-        to_target, to_draft: int64 [Vd] and [V], maps between the vocabularies; None if they are the same.
-    """
-
-    vocab_size: int
-    to_target: torch.Tensor | None
-    to_draft: torch.Tensor | None
+from runtime.models.dflash import DFlashDraftModel
+from runtime.models.draft_head import DraftModel
 
 
 class DraftMask:
@@ -29,7 +16,7 @@ class DraftMask:
     only one token, that token is the draft, whether the draft model can produce it or not.
     """
 
-    def __init__(self, mask: TokenMask, draft: DraftVocabulary) -> None:
+    def __init__(self, mask: TokenMask, draft: DraftModel | DFlashDraftModel) -> None:
         self._requests = mask.requests
         to_target, to_draft = draft.to_target, draft.to_draft
         allowed = mask.allowed(mask.requests, draft.vocab_size if to_draft is None else len(to_draft))

@@ -16,8 +16,7 @@ from runtime import check_acceptance
 from runtime.config.device_tuning import H200
 from runtime.errors import BAD_USE, ConfigError
 from runtime.model_executor import build as worker_build
-from runtime.model_executor.graph_capture import capture_all
-from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunMode, eagerly
+from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunMode, capture_all, eagerly
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.parity import check_parity, run_scratch
 from runtime.model_executor.short_prompts import PromptCost, ShortPrompts, prompt_forward, prompt_spec

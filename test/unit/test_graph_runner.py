@@ -17,8 +17,8 @@ from runtime.batch import ForwardMode
 from runtime.config.device_tuning import H200
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
-from runtime.model_executor.graph_capture import CallPool, GraphKey, GraphPool, Replay, capture_all
-from runtime.model_executor.graph_runner import MIB, GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec
+from runtime.model_executor.graph_capture import CallPool, GraphKey, GraphPool, Replay
+from runtime.model_executor.graph_runner import MIB, GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec, capture_all
 from runtime.model_executor.input_buffers import ROW_WIDTH, BufferSpec, InputBuffers
 from runtime.model_executor.output_arena import OutputArena
 from runtime.model_executor.staging import HostCopy, StagingRing

@@ -20,8 +20,8 @@ from runtime.model_executor.build import add_short_prompts, build_worker, make_l
 from runtime.model_executor.context import BuildOptions
 from runtime.model_executor.draft_window import NO_DRAFTS
 from runtime.model_executor.drafter import DrafterSpec
-from runtime.model_executor.graph_capture import CallPool, GraphKey, Replay, capture_all
-from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunnerSpec
+from runtime.model_executor.graph_capture import CallPool, GraphKey, Replay
+from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, RunnerSpec, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.memory_plan import MemoryPlan
 from runtime.model_executor.short_prompts import (

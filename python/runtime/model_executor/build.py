@@ -29,8 +29,7 @@ from runtime.model_executor.dry_run import measure_activations, sample_padding
 from runtime.model_executor.expert_counter import ExpertCounter
 from runtime.model_executor.followers import Followers
 from runtime.model_executor.grammar_rows import GrammarRows
-from runtime.model_executor.graph_capture import capture_all
-from runtime.model_executor.graph_runner import Forward, GraphOptions, GraphRunner, RunnerSpec
+from runtime.model_executor.graph_runner import Forward, GraphOptions, GraphRunner, RunnerSpec, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration_graph import IterationGraphs, IterationStages, hot_depths
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory

@@ -1,17 +1,14 @@
-"""Recording functions as CUDA graphs: the shared pool, and the order in which runners are captured."""
+"""Recording functions as CUDA graphs: the shared pool, and what a capture cost."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from tqdm import tqdm
-
-from runtime.log import writes_json
 
 GraphKey = tuple[int, int, str]
 """Requests, tokens and variant of a captured pass."""
@@ -77,26 +74,6 @@ class CaptureReport:
     output_bytes: int = 0
 
 
-class Capturable(Protocol):
-    """A runner as `capture_all` sees it."""
-
-    report: CaptureReport
-
-    @property
-    def sizes(self) -> list[int]:
-        """Sizes to capture; after capture, those that have a graph."""
-        ...
-
-    @property
-    def uses_cuda_graphs(self) -> bool:
-        """Whether its sizes become CUDA graphs."""
-        ...
-
-    def capture(self, pool: CapturePool, progress: Callable[[], object] = ...) -> list[int]:
-        """Capture every size; returns those that have a graph."""
-        ...
-
-
 @contextmanager
 def paused_gc(freeze: bool):
     """Disable garbage collection: it is slow where many objects stay, and during capture it may free tensors of the recording stream.
@@ -115,21 +92,6 @@ def paused_gc(freeze: bool):
             gc.enable()
         if freeze:
             gc.unfreeze()
-
-
-def capture_all(runners: Sequence[Capturable]) -> list[CaptureReport]:
-    """Capture the graphs of all runners in one pool, with one progress bar."""
-    wanted = [runner for runner in runners if runner.sizes]
-    if not wanted:
-        return []
-    graphs = GraphPool() if any(runner.uses_cuda_graphs for runner in wanted) else None
-    total = sum(len(runner.sizes) for runner in wanted)
-    bar = tqdm(total=total, desc="Capturing graphs", unit="graph", disable=graphs is None or writes_json())
-    with paused_gc(freeze=graphs is not None), bar:
-        for runner in wanted:
-            bar.set_postfix_str(runner.report.name)
-            runner.capture(graphs if graphs is not None and runner.uses_cuda_graphs else CallPool(), bar.update)
-    return [runner.report for runner in wanted]
 
 
 def device_bytes() -> int:

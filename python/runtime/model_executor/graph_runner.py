@@ -23,11 +23,13 @@ from enum import Enum
 from functools import partial
 
 import torch
+from tqdm import tqdm
 
 from runtime.batch import ForwardMode
 from runtime.layers.attention.base import AttentionBackend, plan_pass
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.model_executor.graph_capture import CapturePool, CaptureReport, GraphKey, Replay, device_bytes
+from runtime.log import writes_json
+from runtime.model_executor.graph_capture import CallPool, CapturePool, CaptureReport, GraphKey, GraphPool, Replay, device_bytes, paused_gc
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.output_arena import OutputArena
 from runtime.worker_info import RunnerRuns
@@ -372,3 +374,18 @@ class GraphRunner:
         if (requests, tokens) not in self._outputs:
             self._outputs[requests, tokens] = {o.name: buffers[o.name][: o.shape(requests, tokens)[0]] for o in self.spec.outputs}
         return self._outputs[requests, tokens]
+
+
+def capture_all(runners: Sequence[GraphRunner]) -> list[CaptureReport]:
+    """Capture the graphs of all runners in one pool, with one progress bar."""
+    wanted = [runner for runner in runners if runner.sizes]
+    if not wanted:
+        return []
+    graphs = GraphPool() if any(runner.uses_cuda_graphs for runner in wanted) else None
+    total = sum(len(runner.sizes) for runner in wanted)
+    bar = tqdm(total=total, desc="Capturing graphs", unit="graph", disable=graphs is None or writes_json())
+    with paused_gc(freeze=graphs is not None), bar:
+        for runner in wanted:
+            bar.set_postfix_str(runner.report.name)
+            runner.capture(graphs if graphs is not None and runner.uses_cuda_graphs else CallPool(), bar.update)
+    return [runner.report for runner in wanted]

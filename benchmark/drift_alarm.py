@@ -47,7 +47,7 @@ from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record
 from benchmark.sweep import arguments
 from runtime.batch import EagerSample, RowInit, StepStats
-from runtime.check_acceptance import EMBEDDED_PROMPTS, Options, Session, read_prompts, tokenised
+from runtime.check_acceptance import EMBEDDED_PROMPTS, Session, read_prompts, tokenised
 from runtime.config.flag_parser import parse
 from runtime.entrypoints.prepare import prepare
 from runtime.layers.forward_batch import ForwardBatch
@@ -83,7 +83,7 @@ def session(prompts: int, new_tokens: int) -> Session:
     flags += ["--speculative-disable-by-batch-size", "16"]
     shape = ["--speculative-num-steps", str(STEPS), "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(STEPS + 1)]
     config, model_config = prepare(parse([*flags, *shape]).args)
-    ids = tokenised(Tokenizer.load(config.model.tokenizer_path), read_prompts(Options(EMBEDDED_PROMPTS, prompts, new_tokens)))
+    ids = tokenised(Tokenizer.load(config.model.tokenizer_path), read_prompts(EMBEDDED_PROMPTS, prompts))
     worker = build_worker(config, model_config, make_drafter, BuildOptions("eager", [1, 2, 4, 8, 16]))
     return Session(worker, config, model_config, ids, new_tokens)
 

@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging_setup.setup(args.log_level, "talon::check")
         config, model_config = prepare(args)
         tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
-        prompts = fit(tokenised(tokenizer, read_prompts(options)), config, model_config.vocab_size, options.max_new_tokens)
+        prompts = tokenised(tokenizer, read_prompts(options.prompts, options.num_prompts))
+        prompts = fit(prompts, config, model_config.vocab_size, options.max_new_tokens)
         return compare(config, model_config, prompts, options.max_new_tokens)
     except ServingError as error:
         return report(error)
@@ -90,9 +91,9 @@ def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     return Options(own.prompts, own.num_prompts, own.max_new_tokens), rest
 
 
-def read_prompts(options: Options) -> list[str]:
-    """The requested prompts. Raises `ConfigError` if there are none."""
-    path = options.prompts or EMBEDDED_PROMPTS
+def read_prompts(path: Path | None, count: int | None = None) -> list[str]:
+    """The first `count` prompts of a file, or else of the embedded ones. Raises `ConfigError` if there are none."""
+    path = path or EMBEDDED_PROMPTS
     try:
         # Split at line feeds only: JSON may contain other Unicode line separators unescaped.
         lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
@@ -100,7 +101,7 @@ def read_prompts(options: Options) -> list[str]:
         raise ConfigError(f"--prompts {path} cannot be read: {unreadable(error)}") from error
     if not lines:
         raise ConfigError(f"--prompts {path}: it is empty")
-    return [_prompt_of(line) for line in lines[: options.num_prompts]]
+    return [_prompt_of(line) for line in lines[:count]]
 
 
 def _prompt_of(line: str) -> str:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from runtime.check_acceptance import Options as PromptOptions
 from runtime.check_acceptance import read_prompts, tokenised
 from runtime.config.flag_parser import parse
 from runtime.config.refusals import check_output
@@ -106,7 +105,7 @@ def write(engine: Engine, options: Options) -> Iterable[list[int]]:
     room = config.context_length - options.answer
     if room < 1:
         raise ConfigError(f"--max-new-tokens {options.answer} leaves no room for a prompt in a context of {config.context_length}")
-    prompts = [ids[-room:] for ids in tokenised(tokenizer, read_prompts(PromptOptions(options.prompts, None, options.answer)))]
+    prompts = [ids[-room:] for ids in tokenised(tokenizer, read_prompts(options.prompts))]
     written, seeds = 0, itertools.count()
     for start in itertools.count(0, SIDE_BY_SIDE):
         ids = [prompts[(start + i) % len(prompts)] for i in range(SIDE_BY_SIDE)]

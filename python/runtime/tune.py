@@ -21,7 +21,6 @@ from msgspec import structs
 
 from runtime import __version__
 from runtime import log as logging_setup
-from runtime.check_acceptance import Options as PromptOptions
 from runtime.check_acceptance import fit, open_worker, read_prompts, tokenised
 from runtime.config.attention_caps import MAX_TREE_BITS
 from runtime.config.draft_algorithms import ALGORITHM_CAPS
@@ -283,8 +282,7 @@ class Bench:
         """Read and tokenise the prompts; the time counts from here. `opening`: when the worker began to load."""
         started = time.perf_counter()
         tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
-        texts = read_prompts(PromptOptions(options.prompts, None, options.answer))
-        prompts = fit(tokenised(tokenizer, texts), config, model_config.vocab_size, options.answer)
+        prompts = fit(tokenised(tokenizer, read_prompts(options.prompts)), config, model_config.vocab_size, options.answer)
         random_text = config.model.load_format == "dummy"
         sampling = SamplingParams(temperature=options.temperature, max_new_tokens=options.answer, ignore_eos=random_text)
         return cls(options, config, model_config, prompts, sampling, started, started - opening)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.check_acceptance import EMBEDDED_PROMPTS, Options, read_prompts, tokenised
+from runtime.check_acceptance import EMBEDDED_PROMPTS, read_prompts, tokenised
 from runtime.config.flag_parser import parse
 from runtime.entrypoints.child import build_worker
 from runtime.entrypoints.prepare import prepare
@@ -47,7 +47,7 @@ def answers(flags: list[str]) -> tuple[Answers, Tokenizer]:
     """Run the held-out prompts through a worker built by the server's flags."""
     config, model_config = prepare(parse(["--model-path", GGUF, "--random-seed", "1", *flags]).args)
     tokenizer = Tokenizer.load(config.model.tokenizer_path)
-    ids = tokenised(tokenizer, read_prompts(Options(EMBEDDED_PROMPTS, PROMPTS, TOKENS)))
+    ids = tokenised(tokenizer, read_prompts(EMBEDDED_PROMPTS, PROMPTS))
     worker: Any = build_worker(config, model_config)
     driver = Driver(worker)
     rows = list(range(1, len(ids) + 1))

@@ -130,7 +130,7 @@ def test_a_prompt_is_a_line_whatever_unicode_holds_it(tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in written]
     (tmp_path / "prompts").write_bytes(("\ufeff" + "\r\n".join([*lines, deep, "plain\u2028words"])).encode())
     options, _ = check_acceptance.read_options(["--prompts", str(tmp_path / "prompts")])
-    assert check_acceptance.read_prompts(options) == [*written, deep, "plain\u2028words"]
+    assert check_acceptance.read_prompts(options.prompts) == [*written, deep, "plain\u2028words"]
 
 
 @pytest.mark.parametrize(("text", "chat", "why"), [('{"prompt": "\\ud800"}', True, "surrogate"), ('{"prompt": ""}', False, "empty")])
@@ -240,7 +240,7 @@ def test_what_cannot_be_compared_is_refused(command: list[str], tmp_path: Path, 
 def test_the_embedded_prompts_are_the_default() -> None:
     options, rest = check_acceptance.read_options(["--page-size", "16"])
     assert rest == ["--page-size", "16"]
-    assert len(check_acceptance.read_prompts(options)) >= 64
+    assert len(check_acceptance.read_prompts(options.prompts)) >= 64
 
 
 def make_stale(runner: Any, name: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from runtime.errors import ContextTooLong, RequestError, TextTooLong
@@ -42,30 +43,25 @@ class PromptEncoder:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._huge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize-huge")
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt.
+    async def encode(self, text: str, add_special_tokens: bool = True, *, any_length: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            any_length: whether it need not fit in the context.
 
         Raises:
             ContextTooLong: it cannot fit in the context; a text that is far too long is not tokenised.
+            RequestError: with `any_length`, it has more than `max_tokens`.
         """
-        self._check_chars(len(text))
-        return await self._run(len(text), lambda: self._tokenizer.encode(text, add_special_tokens, self._context_bound()))
-
-    async def encode_any(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text that need not fit in the context. Raises `RequestError` above `max_tokens`."""
-        return await self._run(len(text), lambda: self._tokenizer.encode(text, add_special_tokens, self._any_bound()))
+        bound = self._bound(len(text), "prompt", any_length)
+        return await self._run(len(text), lambda: self._tokenizer.encode(text, add_special_tokens, bound))
 
     async def encode_chat(self, messages: Sequence[Message], *, any_length: bool = False, **options: Any) -> list[int]:
-        """Token ids of a conversation; `options` are those of `Tokenizer.encode_chat`.
-
-        Raises like `encode`, or with `any_length` like `encode_any`.
-        """
+        """Token ids of a conversation; `options` are those of `Tokenizer.encode_chat`. Raises like `encode`."""
         tools = options.get("tools") or []
         chars = count_chars([*messages, *tools])
-        if not any_length:
-            self._check_chars(chars, "messages")
+        bound = self._bound(chars, "messages", any_length)
         long = options.get("chat_template") is not None or bool(tools)
-        bound = self._any_bound("messages") if any_length else self._context_bound("messages")
         return await self._run(max(chars, LONG_TEXT * long), lambda: self._tokenizer.encode_chat(messages, bound=bound, **options))
 
     def close(self) -> None:
@@ -88,16 +84,15 @@ class PromptEncoder:
             request.tokenized.append((began, time.monotonic()))
         return done
 
-    def _check_chars(self, characters: int, param: str = "prompt") -> None:
+    def _bound(self, characters: int, param: str, any_length: bool) -> BoundedEncoding:
+        """Refuses a text of too many tokens while it is encoded. Raises `TextTooLong` where its characters are too many already."""
+        if any_length:
+            return BoundedEncoding(self._max_tokens, lambda count: _too_many(count, self._max_tokens, param))
         if characters > self._max_chars:
             raise TextTooLong(characters, self._max_chars, self._max_context_len, param)
+        too_long = partial(ContextTooLong, max_context_len=self._max_context_len, at_least=True, param=param)
+        return BoundedEncoding(self._max_context_len - 1, too_long)
 
-    def _context_bound(self, param: str = "prompt") -> BoundedEncoding:
-        refuse = lambda count: ContextTooLong(count, self._max_context_len, at_least=True, param=param)  # noqa: E731
-        return BoundedEncoding(self._max_context_len - 1, refuse)
 
-    def _any_bound(self, param: str = "prompt") -> BoundedEncoding:
-        return BoundedEncoding(self._max_tokens, lambda count: self._too_many(count, param))
-
-    def _too_many(self, count: int, param: str) -> RequestError:
-        return RequestError(f"A text may have {self._max_tokens:,} tokens (--max-queued-tokens); this one has at least {count:,}.", param)
+def _too_many(count: int, most: int, param: str) -> RequestError:
+    return RequestError(f"A text may have {most:,} tokens (--max-queued-tokens); this one has at least {count:,}.", param)

@@ -29,7 +29,7 @@ class TokenApi:
         if body.messages is not None:
             tokens: Any = await self._chats.prompt_ids(body.chat(body.messages), any_length=True)
         elif isinstance(body.prompt, str):
-            tokens = await self._manager.encoder.encode_any(body.prompt, body.add_special_tokens)
+            tokens = await self._manager.encoder.encode(body.prompt, body.add_special_tokens, any_length=True)
         else:
             tokens = await self._ids_of(body.prompt or [], body.add_special_tokens)
         count = [len(ids) for ids in tokens] if isinstance(body.prompt, list) else len(tokens)
@@ -43,7 +43,7 @@ class TokenApi:
         """Token ids of several texts, which have one limit together."""
         done: list[list[int]] = []
         for text in texts:
-            done.append(await self._manager.encoder.encode_any(text, add_special_tokens))
+            done.append(await self._manager.encoder.encode(text, add_special_tokens, any_length=True))
             self._manager.new_cost().check_tokens(sum(map(len, done)), "prompt")
         return done
 

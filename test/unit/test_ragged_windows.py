@@ -118,7 +118,6 @@ def test_sampled_text_is_that_of_the_same_drafts_in_full_windows(tmp_path: Path,
         worker: Any = speculating(tmp_path, algorithm, num_steps=3)
         if not ragged:
             worker.parts.verifier.ragged.clear()
-            worker.parts.depths._ragged.clear()
         asks = {row: SamplingParams(temperature=0.8, seed=row, speculative_num_steps=cap) for row, cap in ((1, 1), (2, None), (3, 2))}
         return Driver(worker).generate(PROMPTS, 40, sampling=asks, room=160)
 
@@ -136,7 +135,7 @@ def test_a_life_of_capped_requests_is_the_same_in_full_and_ragged_windows_and_gr
     def life(replay: str | None, ragged: bool = True) -> tuple[Storm, Any]:
         worker: Any = speculating(tmp_path, algorithm, replay, SIZES if replay else None, runtime={"page_size": 16}, num_steps=3)
         if not ragged:
-            worker.parts.depths._ragged.clear()
+            worker.parts.verifier.ragged.clear()
         return Storm(worker, 7, CAPPED, poison=replay is not None).run(8), worker
 
     full, _ = life(None, ragged=False)

@@ -132,7 +132,7 @@ def make_parts(
     graphs = IterationGraphs(IterationStages(*stages), hot, graph_options(context, runner, ()))
     return WorkerParts(
         *stages,
-        depths=DepthControl(limits, context.running + 1, verifier, verifier.ragged, context.config.parallel.dp_size),
+        depths=DepthControl(limits, context.running + 1, verifier, context.config.parallel.dp_size),
         monitor=AcceptanceMonitor(max(depths)),
         grammars=GrammarRows(config.vocab_size, context.device),
         iterations=graphs,
@@ -215,7 +215,7 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
         rows.update(batches.tuned, (size * at_depth.num_draft_tokens for size in batches.tuned))
         if batches.tuned:
             warmup_runs += backend.warmup_runs(batches.tuned, at_depth.num_draft_tokens, tree=at_depth.topk > 1)
-    rows.update(size * runner.spec.width for runner in parts.verifier.ragged_runners for size in runner.sizes)
+    rows.update(size * runner.spec.width for runner in parts.verifier.ragged.values() for size in runner.sizes)
     if context.device.type == "cuda":
         warmup_runs += model.warmup_runs(sorted(rows | context.config.device.tuning.experts.kernel_rows(context.extend_tokens)))
     with torch.inference_mode(), context.timed("autotune_gemms"):
@@ -289,7 +289,7 @@ def _reserve(model: ModelPasses) -> dict[str, int]:
 
 def model_passes(context: WorkerContext, parts: WorkerParts) -> list[ModelPasses]:
     """The target, with graphs for short prompts, and the drafter's models."""
-    verify = [*parts.verifier.runners.values(), *parts.verifier.ragged_runners]
+    verify = [*parts.verifier.runners.values(), *parts.verifier.ragged.values()]
     graphs = [*add_short_prompts(context, parts.target), *verify, *parts.iterations.runners.values()]
     return [ModelPasses(parts.target.runner, graphs, parts.drafter.spec.shape.num_draft_tokens), *parts.drafter.models()]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -130,7 +130,13 @@ def depths_to_drop(graph_bytes: Mapping[int, int], most_bytes: int) -> list[int]
 
 
 class Sizes(Protocol):
-    """What the verifier knows about batch sizes."""
+    """What the verifier knows about batch sizes.
+
+    Attributes:
+        ragged_depth: at which windows may differ in width.
+    """
+
+    ragged_depth: int
 
     def padded_size(self, depth: int, live: int) -> int:
         """Requests that an iteration of `live` requests runs with."""
@@ -140,7 +146,7 @@ class Sizes(Protocol):
         """Whether iterations of `size` requests replay a graph."""
         ...
 
-    def ragged_passes(self, depth: int, live: int) -> list[tuple[int, int]]:
+    def ragged_passes(self, live: int) -> list[tuple[int, int]]:
         """Requests and tokens, padding included, of the passes over windows of different widths, fewest tokens first."""
         ...
 
@@ -154,14 +160,11 @@ class DepthControl:
         rows: acceptance by request row, for the controller.
     """
 
-    def __init__(
-        self, limits: Mapping[int, int], rows: int = 0, sizes: Sizes | None = None, ragged: Collection[int] = (), groups: int = 1
-    ) -> None:
+    def __init__(self, limits: Mapping[int, int], rows: int = 0, sizes: Sizes | None = None, groups: int = 1) -> None:
         """
         Args:
             rows: number of request rows of each attention group.
             sizes: batch sizes by depth, for the controller.
-            ragged: depths at which windows may differ in width.
             groups: number of attention groups.
         """
         self.limits, self._sizes = dict(limits), sizes
@@ -170,7 +173,7 @@ class DepthControl:
         self._forced: int | None = None
         self._fixed: int | None = None
         self._turn: int | None = None
-        self._ragged, self._capped, self._widths = set(ragged), False, no_ints()
+        self._capped, self._widths = False, no_ints()
         # Of the rows of all groups, one group after another.
         self._per_group = rows
         self._caps = np.full(rows * groups, MAX_DRAFT_STEPS, dtype=np.int32)
@@ -190,21 +193,20 @@ class DepthControl:
         """Set the depth of a step and, if its windows differ, their widths. Called once per step, in order."""
         self._widths = no_ints()
         batch.depth, batch.widths = self.choose_for(batch), self._widths
-        if self._learns:
+        if self._learns or not self._capped or batch.num_prompts or batch.sections or self._forced is not None:
             return
-        if self._capped and batch.depth in self._ragged and not batch.num_prompts and not batch.sections and self._forced is None:
-            batch.widths = self._by_caps(batch)
+        if self._sizes is not None and batch.depth == self._sizes.ragged_depth:
+            batch.widths = self._by_caps(batch, self._sizes)
 
-    def _by_caps(self, batch: ScheduleBatch) -> Int32:
+    def _by_caps(self, batch: ScheduleBatch, sizes: Sizes) -> Int32:
         """Windows as wide as each request allows, if a pass over them has fewer tokens than one over full windows."""
-        assert self._sizes is not None
         depth, live = batch.depth, batch.num_decodes
         caps = self._caps[batch.rows]
         if caps.min(initial=depth) >= depth:
             return no_ints()
         drafts = int(np.minimum(caps, depth).sum())
-        full = self._sizes.padded_size(depth, live) * (depth + 1)
-        for size, tokens in self._sizes.ragged_passes(depth, live):
+        full = sizes.padded_size(depth, live) * (depth + 1)
+        for size, tokens in sizes.ragged_passes(live):
             if size + drafts <= tokens < full:
                 return allot((np.arange(depth) < caps[:, None]).astype(np.float32), size, tokens)
         return no_ints()
@@ -237,9 +239,9 @@ class DepthControl:
         left = np.maximum(self._ends[rows] - kv_lens, 1)
         decodes, padded = DecodeRows(caps, self._greedy[rows], kv_tokens, rows, left), self._padded(serving, live)
         passes = [] if batch.num_prompts or batch.sections else self._ragged_passes(live)
-        if not passes or not self._ragged <= set(serving):
+        depth = self._sizes.ragged_depth
+        if not passes or depth not in serving:
             return self.controller.choose(decodes, padded)
-        (depth,) = self._ragged
         passes = [(size, tokens) for size, tokens in passes if size < tokens and not tokens % size]
         chosen = self.controller.decide(decodes, padded, passes, depth)
         self._widths = no_ints() if chosen.widths is None else chosen.widths
@@ -255,10 +257,8 @@ class DepthControl:
         return bool(self._ragged_passes(live))
 
     def _ragged_passes(self, live: int) -> list[tuple[int, int]]:
-        """`Sizes.ragged_passes` at the depth that has some; [] for one request."""
-        if self._sizes is None or live < 2:
-            return []
-        return [found for depth in self._ragged for found in self._sizes.ragged_passes(depth, live)]
+        """`Sizes.ragged_passes`; [] for one request."""
+        return [] if self._sizes is None or live < 2 else self._sizes.ragged_passes(live)
 
     @property
     def _learns(self) -> bool:

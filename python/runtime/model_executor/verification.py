@@ -89,7 +89,7 @@ def make_verifier(
         feature: width of the states that the drafter reads.
         make: makes a graph runner of the target's passes.
     """
-    model, runners, ragged = target.runner.model, dict[int, GraphRunner](), dict[int, dict[int, GraphRunner]]()
+    model, runners, ragged = target.runner.model, dict[int, GraphRunner](), dict[int, GraphRunner]()
     capable = shape.topk == 1 and model.context.exchange is None and target.runner.backend.caps.ragged_windows
     usual = USUAL_STEPS if USUAL_STEPS in depths else max(depths)
     for depth, batches in depths.items():
@@ -99,8 +99,8 @@ def make_verifier(
         if capable and depth == usual:
             large = thinned([size for size in batches.captured if size >= LEAST_REQUESTS])
             own, forward = replace(batches, captured=large), ragged_forward(target, inputs)
-            ragged[depth] = {mean: make(ragged_spec(spec, mean), forward, own) for mean in mean_widths(depth)}
-    return Verifier(target, runners, ragged)
+            ragged = {mean: make(ragged_spec(spec, mean), forward, own) for mean in mean_widths(depth)}
+    return Verifier(target, runners, ragged, usual)
 
 
 def _write_outputs(target: TargetModel, states: States, outputs: Outputs) -> None:
@@ -114,20 +114,16 @@ class Verifier:
 
     Attributes:
         runners: by depth.
-        ragged: over ragged windows, by depth and mean width.
+        ragged: over ragged windows, by mean width.
+        ragged_depth: the depth of those.
     """
 
-    def __init__(self, target: TargetModel, runners: Mapping[int, GraphRunner], ragged: Mapping[int, Mapping[int, GraphRunner]]) -> None:
-        self._target, self.runners, self.ragged = target, dict(runners), dict(ragged)
-
-    @property
-    def ragged_runners(self) -> list[GraphRunner]:
-        """All runners over ragged windows."""
-        return [runner for runners in self.ragged.values() for runner in runners.values()]
+    def __init__(self, target: TargetModel, runners: dict[int, GraphRunner], ragged: dict[int, GraphRunner], ragged_depth: int) -> None:
+        self._target, self.runners, self.ragged, self.ragged_depth = target, runners, ragged, ragged_depth
 
     def at_depth(self, depth: int) -> list[GraphRunner]:
         """The runners of one depth."""
-        return [self.runners[depth], *self.ragged.get(depth, {}).values()]
+        return [self.runners[depth], *(self.ragged.values() if depth == self.ragged_depth else ())]
 
     def padded_size(self, depth: int, live: int) -> int:
         """Requests that an iteration of `live` requests runs with."""
@@ -137,12 +133,12 @@ class Verifier:
         """Whether iterations of `size` requests replay a graph."""
         return self.runners[depth].has_graph(size)
 
-    def ragged_passes(self, depth: int, live: int) -> list[tuple[int, int]]:
+    def ragged_passes(self, live: int) -> list[tuple[int, int]]:
         """Requests and tokens, padding included, of the ragged passes that `live` requests can run as, fewest tokens first.
 
         Where full windows replay a graph these are passes that have one too; elsewhere any number of tokens, in few steps.
         """
-        runners, full = self.ragged.get(depth, {}), self.runners[depth]
+        runners, full = self.ragged, self.runners[self.ragged_depth]
         if not runners or full.has_graph(full.size_for(live)):
             sizes = ((mean, runner.size_for(live)) for mean, runner in runners.items())
             return sorted((size, size * mean) for mean, size in sizes if runners[mean].has_graph(size))
@@ -193,5 +189,4 @@ class Verifier:
         """The runner of an iteration's verify pass; of an eager ragged pass any that takes its widths."""
         if iteration.ragged is None:
             return self.runners[iteration.depth]
-        runners = self.ragged[iteration.depth]
-        return runners.get(iteration.ragged.tokens // iteration.size, next(iter(runners.values())))
+        return self.ragged.get(iteration.ragged.tokens // iteration.size, next(iter(self.ragged.values())))

@@ -16,6 +16,7 @@ from runtime.managers.messages import GenerateReq
 from runtime.model_executor import build
 from runtime.model_executor.depth import DepthBatches, DepthControl, choose_depth, depths_to_drop, split_batch_sizes, split_by_depth
 from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed, Windows
+from runtime.model_executor.depth_option import Option
 from runtime.model_executor.device_queue import DeviceQueue
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.model_executor.scratch_prompts import scratch_prompts
@@ -59,9 +60,9 @@ def test_one_depth_is_chosen_from_the_requests_of_all_attention_groups() -> None
     chosen, read = list[tuple[DecodeRows, dict[int, int]]](), list[Windows]()
 
     class Recorder:
-        def choose(self, rows: DecodeRows, sizes: dict[int, int]) -> int:
+        def choose(self, rows: DecodeRows, sizes: dict[int, int], *_: Any) -> Option:
             chosen.append((rows, sizes))
-            return 2
+            return Option(2, 0.0, 0.0)
 
         def observe_windows(self, windows: Windows) -> None:
             read.append(windows)
@@ -183,9 +184,9 @@ def test_a_depth_without_a_graph_is_not_chosen_beside_others() -> None:
     seen: list[dict[int, int]] = []
 
     class Recorder:
-        def choose(self, rows: DecodeRows, sizes: dict[int, int]) -> int:
+        def choose(self, rows: DecodeRows, sizes: dict[int, int], *_: Any) -> Option:
             seen.append(sizes)
-            return 3
+            return Option(3, 0.0, 0.0)
 
     control.controller = Recorder()  # type: ignore[assignment]
     rows = np.array([1, 2], dtype=np.int32)
@@ -198,9 +199,9 @@ def test_the_controller_sees_how_much_each_request_may_still_write() -> None:
     seen: list[list[int]] = []
 
     class Recorder:
-        def choose(self, rows: DecodeRows, sizes: dict[int, int]) -> int:
+        def choose(self, rows: DecodeRows, sizes: dict[int, int], *_: Any) -> Option:
             seen.append(rows.left.tolist())
-            return 3
+            return Option(3, 0.0, 0.0)
 
     control.controller = Recorder()  # type: ignore[assignment]
     new = [RowInit(row, 10 * row, SamplingParams(max_new_tokens=50), 0, no_ints()) for row in (1, 2)]

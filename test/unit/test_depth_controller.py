@@ -70,7 +70,7 @@ def run(
     times = {depth: 1e-3 * table.milliseconds(batch, depth) for depth in DEPTHS}
     rows = DecodeRows(np.full(batch, UNCAPPED), np.ones(batch, dtype=np.bool_), 300 * batch)
     for step in range(iterations):
-        depth = control.choose(rows, dict.fromkeys(DEPTHS, batch))
+        depth = control.choose(rows, dict.fromkeys(DEPTHS, batch)).depth
         accepted = rng.random((batch, depth)) < np.array(rates(acceptance(step))[:depth])
         lens = 1 + accepted.cumprod(axis=1).sum(axis=1)
         took, own = times[depth], FOLLOWING * times[depth] if depth else 0.0
@@ -157,9 +157,9 @@ def test_classes_and_caps_are_counted_apart() -> None:
 def test_a_request_with_a_cap_counts_for_no_more_than_its_cap() -> None:
     flat = IterationCost([CostPoint(1, depth, 1e-3 * (1 + 0.1 * depth)) for depth in DEPTHS])
     rows = DecodeRows(np.array([0] * 30 + [7]), np.ones(31, dtype=np.bool_), 0)
-    assert DepthController(DEPTHS, flat).choose(rows, dict.fromkeys(DEPTHS, 1)) == 0
+    assert DepthController(DEPTHS, flat).choose(rows, dict.fromkeys(DEPTHS, 1)).depth == 0
     every = DecodeRows(np.full(31, 7), np.ones(31, dtype=np.bool_), 0)
-    assert DepthController(DEPTHS, flat).choose(every, dict.fromkeys(DEPTHS, 1)) > 1
+    assert DepthController(DEPTHS, flat).choose(every, dict.fromkeys(DEPTHS, 1)).depth > 1
 
 
 def test_a_slightly_better_depth_does_not_replace_the_current_one() -> None:
@@ -252,7 +252,7 @@ def test_requests_that_would_end_together_ask_more_of_drafts() -> None:
     caps, greedy = np.full(16, 1), np.ones(16, dtype=np.bool_)
     for left, depth in [(np.full(16, 100), 0), (np.arange(100, 900, 50), 1)]:
         rows = DecodeRows(caps, greedy, 0, left=left)
-        assert DepthController(DEPTHS, cost).choose(rows, {0: 16, 1: 16}) == depth
+        assert DepthController(DEPTHS, cost).choose(rows, {0: 16, 1: 16}).depth == depth
 
 
 # ---- a batch whose requests are accepted differently
@@ -278,7 +278,7 @@ def run_mixed(batch: int, firsts: np.ndarray, iterations: int, caps: np.ndarray 
     for row in numbers.tolist():
         control.rows.admit(row)
     for _ in range(iterations):
-        chosen = control.decide(rows, dict.fromkeys(DEPTHS, batch), [(batch, batch * mean) for mean in MEANS], 3)
+        chosen = control.choose(rows, dict.fromkeys(DEPTHS, batch), [(batch, batch * mean) for mean in MEANS], 3)
         drafts = np.minimum(caps, chosen.depth if chosen.widths is None else chosen.widths - 1)
         width = 0 if chosen.widths is None else int(chosen.widths.sum()) // batch
         accepted = (rng.random((batch, chosen.depth)) < firsts[:, None]) & (np.arange(chosen.depth) < drafts[:, None])

@@ -91,7 +91,7 @@ class Server:
         else:
             bound = np.maximum(self.known - in_flight * (max(DEPTHS) + 1), 1)  # as if all drafts in flight were accepted
             rows = DecodeRows(np.full(live, MAX_DRAFT_STEPS), np.ones(live, dtype=np.bool_), kv_tokens, left=bound[chosen])
-            depth = self.control.choose(rows, sizes)
+            depth = self.control.choose(rows, sizes).depth
         late, guesses = self._catch_up(live, depth)
         took = without_context(sizes[depth], depth) + CONTEXT_TOKEN * kv_tokens + late
         lens = window_lens(self.rng, live, depth, rate)

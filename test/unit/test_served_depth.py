@@ -95,7 +95,7 @@ class Load:
             live, sizes, kv_tokens = len(left), sizes_of(len(left)), int(kv_lens.sum())
             if control:
                 rows = DecodeRows(np.full(live, MAX_DRAFT_STEPS), np.ones(live, dtype=np.bool_), kv_tokens, left=left)
-                depth = control.choose(rows, sizes)
+                depth = control.choose(rows, sizes).depth
             else:
                 depth = deepest(live, fixed)
             took, rate = seconds(sizes[depth], depth, kv_tokens), first_rate(self.acceptance, tokens / (self.requests * LENGTH))

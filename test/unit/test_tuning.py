@@ -63,7 +63,7 @@ def simulated(table: Table, sizes: list[int], acceptance: tuple[float, ...], rou
         trial.begin(size)
         rows = DecodeRows(np.full(size, 99), np.ones(size, dtype=np.bool_), 300 * size)
         while trial.rounds < rounds:
-            depth = trial.choose(rows, dict.fromkeys(DEPTHS, size))
+            depth = trial.choose(rows, dict.fromkeys(DEPTHS, size)).depth
             lens = 1 + (rng.random((size, depth)) < np.array(acceptance[:depth])).cumprod(axis=1).sum(axis=1)
             seconds = 1e-3 * table.milliseconds(size, depth) * (1 + 0.03 * rng.standard_normal())
             trial.observe(Observed(depth, size, lens, rows.caps, rows.greedy, rows.kv_tokens, seconds))
@@ -92,7 +92,7 @@ def test_other_load_on_the_machine_changes_the_choice_by_three_percent_at_most(s
         rows = DecodeRows(np.full(size, 99), np.ones(size, dtype=np.bool_), 300 * size)
         slow = 1.0 + 3.0 * rng.random(tune.MOST_ROUNDS)
         while (at := trial.rounds) < tune.MOST_ROUNDS:
-            depth = trial.choose(rows, dict.fromkeys(DEPTHS, size))
+            depth = trial.choose(rows, dict.fromkeys(DEPTHS, size)).depth
             lens = 1 + (rng.random((size, depth)) < np.array(acceptance[:depth])).cumprod(axis=1).sum(axis=1)
             once = 1.0 + 8.0 * rng.random() * (rng.random() < 0.1)
             seconds = 1e-3 * SLOW.milliseconds(size, depth) * slow[at] * once * (1 + 0.03 * rng.random())
@@ -137,7 +137,7 @@ def test_depths_take_turns_in_blocks_and_the_first_step_is_not_timed() -> None:
     trial.begin(2)
     chosen = []
     for seconds in itertools.islice(itertools.count(1), 2 * BLOCK):
-        chosen.append(trial.choose(rows, {0: 2, 3: 2}))
+        chosen.append(trial.choose(rows, {0: 2, 3: 2}).depth)
         trial.observe(Observed(chosen[-1], 2, np.array([1, 1 + chosen[-1]]), rows.caps, rows.greedy, 0, float(seconds)))
     assert chosen == [0] * BLOCK + [3] * BLOCK
     assert trial.rounds == 1
@@ -162,7 +162,7 @@ def test_load_that_slows_whole_rounds_does_not_change_the_times_of_depths() -> N
     rows, lens = DecodeRows(np.full(4, 9), np.ones(4, dtype=np.bool_), 0), {0: np.ones(4, dtype=np.int64), 3: np.full(4, 2)}
     while trial.rounds < 8:
         slow = 1.0 if trial.rounds < 3 else 2.0 + trial.rounds
-        depth = trial.choose(rows, {0: 4, 3: 4})
+        depth = trial.choose(rows, {0: 4, 3: 4}).depth
         once = 9.0 if rng.random() < 0.1 else 1.0
         trial.observe(Observed(depth, 4, lens[depth], rows.caps, rows.greedy, 0, 1e-3 * slow * once * (2 if depth else 1)))
     assert trial.seconds(4, 3) / trial.seconds(4, 0) == pytest.approx(2.0, rel=0.05)

@@ -238,12 +238,10 @@ class DepthControl:
         kv_tokens = sections[0].pad_kv if batch.sections else int(kv_lens.sum())
         left = np.maximum(self._ends[rows] - kv_lens, 1)
         decodes, padded = DecodeRows(caps, self._greedy[rows], kv_tokens, rows, left), self._padded(serving, live)
-        passes = [] if batch.num_prompts or batch.sections else self._ragged_passes(live)
-        depth = self._sizes.ragged_depth
-        if not passes or depth not in serving:
-            return self.controller.choose(decodes, padded)
-        passes = [(size, tokens) for size, tokens in passes if size < tokens and not tokens % size]
-        chosen = self.controller.decide(decodes, padded, passes, depth)
+        depth, passes = self._sizes.ragged_depth, list[tuple[int, int]]()
+        if depth in serving and not batch.num_prompts and not batch.sections:
+            passes = [(size, tokens) for size, tokens in self._ragged_passes(live) if size < tokens and not tokens % size]
+        chosen = self.controller.choose(decodes, padded, passes, depth)
         self._widths = no_ints() if chosen.widths is None else chosen.widths
         return chosen.depth
 

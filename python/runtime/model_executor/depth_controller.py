@@ -169,12 +169,13 @@ class Observed:
 class DepthChooser(Protocol):
     """Chooses the depth of each iteration and observes its result. Hooks that it does not need do nothing."""
 
-    def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
-        """The depth of the next iteration; `sizes`: its requests, padding included, at each depth that it can run at."""
-        ...
+    def choose(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]] = (), ragged_depth: int = 0) -> Option:
+        """The option that the next iteration runs.
 
-    def decide(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]], ragged_depth: int) -> Option:
-        """The same where windows may differ in width: `passes` gives requests and tokens of those passes, at `ragged_depth`."""
+        Args:
+            sizes: its requests, padding included, at each depth that it can run at.
+            passes: requests and tokens of passes over windows that differ in width, at `ragged_depth`.
+        """
         ...
 
     def observe(self, read: Observed) -> None:
@@ -233,17 +234,8 @@ class DepthController(DepthChooser):
         self._windows = 0  # windows whose acceptance is known; `observe` writes it
         self._parts = False  # whether drafts make requests end apart that would end together
 
-    def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
-        """The depth of the next iteration; `sizes`: its requests, padding included, at each depth that it can run at."""
-        return self.decide(rows, sizes).depth
-
-    def decide(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]] = (), ragged_depth: int = 0) -> Option:
-        """The option that the next iteration runs.
-
-        Args:
-            sizes: its requests, padding included, at each depth that it can run at.
-            passes: requests and tokens of passes over windows that differ in width, at `ragged_depth`.
-        """
+    def choose(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]] = (), ragged_depth: int = 0) -> Option:
+        """The option that is expected to commit the most tokens per second, or a probe of another depth."""
         mixed = passes and (self._ragged or rows.caps.min() < ragged_depth or self._steps % RAGGED_EVERY == 0)
         if self._kept is not None and not mixed and self._steps % KEEP_FOR and self._kept_for == (len(rows.caps), sizes):
             self._probes.hold(self._kept, len(rows.caps))

@@ -79,18 +79,14 @@ class DepthTrial(DepthChooser):
         share = np.median([np.median(cells[depth].rounds[at]) / scales[at] for at in shared])
         return float(share * np.quantile(list(scales.values()), 0.25))
 
-    def choose(self, rows: DecodeRows, sizes: Mapping[int, int]) -> int:
-        """The depth whose turn it is, or the largest below it that can run."""
+    def choose(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]] = (), ragged_depth: int = 0) -> Option:
+        """The depth whose turn it is, or the largest below it that can run, with full windows."""
         wanted = self._running[self._at // BLOCK % len(self._running)]
         if len(rows.caps) == self._requests:
             self._at += 1
             if self._at == BLOCK * len(self._running):
                 self._end_round()
-        return max((depth for depth in sizes if depth <= wanted), default=min(sizes))
-
-    def decide(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]], ragged_depth: int) -> Option:
-        """The same, with full windows."""
-        return Option(self.choose(rows, sizes), 0.0, 0.0)
+        return Option(max((depth for depth in sizes if depth <= wanted), default=min(sizes)), 0.0, 0.0)
 
     def observe(self, read: Observed) -> None:
         """Count the accepted tokens, and the time if the previous step ran at the same depth."""

@@ -28,8 +28,8 @@ def check_server(args: ServerArgs) -> None:
     check_ranges(args, port=(0, 65535), max_body_mib=(1, 1 << 10), max_parse_ms=(1, 1 << 20), max_logprob_cells=(1, 1 << 40))
     check_positive(args, shutdown_timeout=86400.0, log_slow_requests=86400.0)
     for name, key in (("--api-key", args.api_key), ("--admin-api-key", args.admin_api_key), (KEY_VARIABLE, _api_key(args))):
-        if key is not None:
-            _check_key(name, key)
+        if key is not None and (problem := key_problem(key)):
+            raise ConfigError(f"{name} {problem}")
     if args.api_key_file is not None:
         read_key_file(Path(args.api_key_file))
     _check_address(args)
@@ -101,11 +101,6 @@ def _origins(args: ServerArgs) -> tuple[str, ...]:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
             raise ConfigError(f"--allow-origins {origin} is not an origin. Give scheme://host or scheme://host:port, or *.")
     return origins
-
-
-def _check_key(flag: str, key: str) -> None:
-    if problem := key_problem(key):
-        raise ConfigError(f"{flag} {problem}")
 
 
 def _api_key(args: ServerArgs) -> str | None:

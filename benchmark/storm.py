@@ -115,11 +115,13 @@ def clients(server: Server, rng: random.Random) -> Clients:
     return Clients(Served(server.port, info["max_context_len"], info["vocab_size"]), random.Random(rng.random()))
 
 
-async def weather(server: Server, record: Record, phase: str, count: int, hostile: int, until: float, rng: random.Random) -> None:
+async def weather(
+    server: Server, record: Record, phase: str, count: int, hostile: int, until: float, rng: random.Random, think: float
+) -> None:
     """One phase without kills; as many clients are hostile as asked, the others good. The row is written once a minute."""
     began, memory, crowd = time.monotonic(), Memory(), clients(server, rng)
     watch = asyncio.create_task(memory.watch(server.pid))
-    crowd.start(count - hostile, hostile, RAMP * (until - began))
+    crowd.start(count - hostile, hostile, RAMP * (until - began), think)
 
     async def figures() -> dict[str, Any]:
         state = (await asyncio.to_thread(server.get, "/get_server_info"))["internal_states"][0]
@@ -174,13 +176,13 @@ def kill(server: Server, victim: str, folder: Path) -> list[str]:
     return wrong + ([f"kill of {victim}: files were left: {left}"] if left else [])
 
 
-async def storm(record: Record, flags: Sequence[str], minutes: float, count: int, seed: int) -> None:
+async def storm(record: Record, flags: Sequence[str], minutes: float, count: int, seed: int, think: float) -> None:
     """Run the four phases and record a row each. A phase ends at its share of the whole time, however long the one before took."""
     rng, tiny = random.Random(seed), tiny_model().target_flags
     with Server(flags) as server:
         ends = [time.monotonic() + share * minutes * 60 for share in itertools.accumulate(SHARES.values())]
-        await weather(server, record, "calm", count, 0, ends[0], rng)
-        await weather(server, record, "storm", count, count // 2, ends[1], rng)
+        await weather(server, record, "calm", count, 0, ends[0], rng, think)
+        await weather(server, record, "storm", count, count // 2, ends[1], rng, think)
     for phase, more, until in (("kills, one rank", (), ends[2]), ("kills, two ranks", ("--tp-size", "2"), ends[3])):
         record.add(await kills(phase, [*tiny, *more], min(count, 16), until, rng))
 
@@ -231,9 +233,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=3.0, help="length of the whole run")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--think", type=float, default=0.0, help="seconds that good clients wait after an answer, at the most")
     args = parser.parse_args()
     record = Record(NAME, KEYS, args.out, args.quick)
-    asyncio.run(storm(record, tiny_model().target_flags if args.quick else EMBEDDED, args.minutes, args.clients, args.seed))
+    asyncio.run(storm(record, tiny_model().target_flags if args.quick else EMBEDDED, args.minutes, args.clients, args.seed, args.think))
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
     if wrong := failures(record.rows, args.minutes):

@@ -80,11 +80,14 @@ class Clients:
         self._ending = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, good: int, hostile: int, ramp: float = 0.0) -> None:
-        """Let `good` and `hostile` clients run; each begins at a random time within `ramp` seconds."""
+    def start(self, good: int, hostile: int, ramp: float = 0.0, think: float = 0.0) -> None:
+        """Let `good` and `hostile` clients run; each begins at a random time within `ramp` seconds.
+
+        `think`: good clients wait up to so many seconds after each answer.
+        """
         for index in range(good + hostile):
             client = _Client(self._served, f"127.0.1.{index + 1}", self.tally, self._ending, random.Random(self._rng.random()))
-            self._tasks.append(asyncio.create_task(client.run(index < good, ramp)))
+            self._tasks.append(asyncio.create_task(client.run(index < good, ramp, think)))
 
     async def stop(self) -> Tally:
         """Let every client finish what it began."""
@@ -104,16 +107,16 @@ class _Client:
             self._vanish, self._vanish_early, self._read_slowly, self._ask_badly, self._ask_much, self._throw_bomb, self._say_half,
         )  # fmt: skip
 
-    async def run(self, good: bool, ramp: float) -> None:
+    async def run(self, good: bool, ramp: float, think: float) -> None:
         """One request after the other until the end."""
         await asyncio.sleep(self._rng.uniform(0.0, ramp))
         async with self._http:
             while not self._ending.is_set():
-                await (self._be_good() if good else self._be_hostile())
+                await (self._be_good(think) if good else self._be_hostile())
 
     # ---- good clients
 
-    async def _be_good(self) -> None:
+    async def _be_good(self, think: float) -> None:
         body = {
             "prompt": self._prompt(8, 96),
             "max_tokens": 16,
@@ -132,6 +135,7 @@ class _Client:
         self._tally.ends[end] += 1
         if end == "answered":
             self._tally.seconds.append(time.perf_counter() - began)
+            await asyncio.sleep(self._rng.uniform(0.0, think))
         else:
             await asyncio.sleep(1.0)
 

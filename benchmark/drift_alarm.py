@@ -294,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--iterations", type=int, default=2_000_000, help="of each run without a fault")
     args = parser.parse_args(argv)
-    prompts, new_tokens = (2, 16) if args.quick else (24, 64)
+    prompts, new_tokens = (2, 8) if args.quick else (24, 64)
     record = Record(NAME, KEYS, args.out, args.quick)
     run = session(prompts, new_tokens)
     faults: dict[str, Fault | None] = {NONE: None, OFF_BY_ONE: off_by_one, NOISE: noise()}
@@ -302,9 +302,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     for requests, longest in LIVE.items():
         record.add(live(run, requests, new_tokens if args.quick else longest))
     run.worker.close()
-    with ProcessPoolExecutor(1 if args.quick else None, get_context("spawn")) as pool:  # each process imports torch
-        for job in [pool.submit(row) for row in simulations(lens, args.quick, args.iterations)]:
-            record.add(job.result())
+    rows = list(simulations(lens, args.quick, args.iterations))
+    if args.quick:  # a process of a pool imports torch first, which takes longer than these rows
+        for row in rows:
+            record.add(row())
+    else:
+        with ProcessPoolExecutor(None, get_context("spawn")) as pool:
+            for job in [pool.submit(row) for row in rows]:
+                record.add(job.result())
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--head", default=str(EMBEDDED_DRAFT), help="folder of its EAGLE-3 head")
     args = parser.parse_args()
     if args.quick:
-        args.shapes, args.batch, args.bursts, args.new_tokens, args.seconds = [OFF, "1/1/2"], [1], 1, 8, 6.0
+        args.shapes, args.batch, args.bursts, args.new_tokens, args.seconds = [OFF, "1/1/2"], [1], 1, 8, 3.0
     record = Record(NAME, KEYS, args.out, args.quick)
     common: dict[str, Any] = {"device": args.device, "context_length": CONTEXT, "max_running_requests": max(args.batch)}
     if args.device == "cuda":  # otherwise each server would take all of the GPU's memory

@@ -127,7 +127,7 @@ class Server:
 
 def serve(concurrency: int, acceptance: str, seed: int, control: DepthController | None = None, fixed: int = 0) -> float:
     """Tokens per second of two waves of requests, with a controller or at a fixed depth. Prompts run before all else."""
-    requests = max(2 * concurrency, 24)
+    requests = max(2 * concurrency, 16)
     server, waiting = Server(np.random.default_rng(seed), control, fixed), requests - concurrency
     arrivals, total = [0.0] * concurrency, requests * LENGTH
     while arrivals or len(server.left):
@@ -162,7 +162,7 @@ def warmed_up(rng: np.random.Generator, acceptance: str) -> DepthController:
 @pytest.mark.parametrize("acceptance", ["1.2", "1.6", "2.5", "3.5", CHANGING])
 @pytest.mark.parametrize("concurrency", [1, 2, 4, 8, 16, 32, 64, 128, 256])
 def test_requests_that_end_together_are_near_their_best_depth(concurrency: int, acceptance: str) -> None:
-    runs, rng = 6 if concurrency < 4 else 12 if concurrency < 16 else 6 if concurrency < 128 else 2, np.random.default_rng(concurrency)
+    runs, rng = 4 if concurrency < 4 else 8 if concurrency < 16 else 6 if concurrency < 128 else 2, np.random.default_rng(concurrency)
     of_best, of_plain = shares(
         lambda seed, depth: serve(concurrency, acceptance, seed, fixed=depth) if depth else serve_without_drafts(concurrency, seed),
         lambda seed: serve(concurrency, acceptance, seed, warmed_up(rng, acceptance)),

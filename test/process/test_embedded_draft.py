@@ -18,7 +18,7 @@ from runtime import Engine
 from runtime.config.speculative import EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS
 from warm_start import ForkedPopen
 
-GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
+GREEDY = {"temperature": 0.0, "max_new_tokens": 8}
 EXACT = {"device": "cpu", "dtype": "float32", "cpu_threads": 1, "context_length": 512, "grammar_backend": "none"}
 
 
@@ -44,7 +44,7 @@ def test_drafts_leave_greedy_answers_as_they_are(shape: str, plain: list[Sequenc
 
 def test_int8_answers_do_not_depend_on_drafts_or_company() -> None:
     """The default start: one prompt after the other without drafts, against drafts, deep ones too, and prompts that share their passes."""
-    found, sampling = [], {"temperature": 0.0, "max_new_tokens": 8}
+    found, sampling = [], {"temperature": 0.0, "max_new_tokens": 6}
     for drafts, sizes in (({"speculative_algorithm": "none"}, [1]), ({}, [1, 4, 8]), ({"speculative_num_steps": 7}, [4])):
         with Engine(device="cpu", cpu_threads=1, context_length=512, **drafts) as engine:
             assert engine.config.model.quantization == "int8"

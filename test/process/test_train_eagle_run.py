@@ -35,8 +35,8 @@ def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_small_tokenizer(write_model(folder / "model", RAW | {"vocab_size": VOCAB, "eos_token_id": 2, "max_position_embeddings": 512}))
     command = [
         sys.executable, str(ROOT / "scripts" / "train_eagle.py"), "--model-path", str(folder / "model"), "--output", str(folder / "head"),
-        "--device", "cpu", "--threads", "1", "--quick", "--engines", "2", "--generate-tokens", "2500",
-        "--train-steps", "60", "--batch-tokens", "512", "--max-length", "192", "--draft-vocab-size", "256", "--learning-rate", "0.003",
+        "--device", "cpu", "--threads", "1", "--quick", "--engines", "2", "--generate-tokens", "1500",
+        "--train-steps", "40", "--batch-tokens", "512", "--max-length", "192", "--draft-vocab-size", "256", "--learning-rate", "0.003",
         "--hard-share", "1", "--shapes", "3/1/4",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)

@@ -27,7 +27,7 @@ from unit.test_sparse_workers import FAMILIES, family
 from unit.test_tensor_parallel import CHAIN, builder
 from unit.tiny import tiny_runtime
 
-GREEDY = SamplingParams(temperature=0.0, max_new_tokens=16)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=24)
 ROOMY: dict[str, Any] = {"context_length": 128, "max_running_requests": 8}
 
@@ -62,7 +62,7 @@ DEPTHS = (3, 2, 1, 0)
 def test_groups_share_a_depth_that_changes_and_keep_the_text(chosen: bool, size: int, groups: int) -> None:
     """Chosen by a controller, or by the batch size of the largest group."""
     spec: dict[str, Any] = {"depths": DEPTHS} if chosen else {"disable_by_batch_size": 4 // groups}
-    ids, model = prompts()[:10], latent()
+    ids, model = prompts()[: 6 if chosen else 10], latent()
     expected, _ = serve(test_mtp.plain(model, **ROOMY), asked(GREEDY, ids), {}, radix_cache=False)
 
     def build(**group: Any) -> Any:
@@ -85,7 +85,7 @@ def test_groups_share_a_depth_that_changes_and_keep_the_text(chosen: bool, size:
 
 @pytest.mark.parametrize(("spec", "size"), [("one", 2), ("chain", 2), ("tree", 2), ("chain", 4)])
 def test_latent_attention_with_mtp_drafts_runs_in_groups(spec: str, size: int) -> None:
-    ids, model = prompts()[:10], latent()
+    ids, model = prompts()[:6], latent()
     expected, _ = serve(test_mtp.plain(model, **ROOMY), asked(GREEDY, ids), {}, radix_cache=False)
 
     def build(**group: Any) -> Any:

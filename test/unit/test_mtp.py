@@ -259,7 +259,7 @@ def drafting(
 
 @functools.cache
 def plain_text(name: str) -> dict[int, list[int]]:
-    return Driver(plain(MODELS[name]())).generate(PROMPTS, 24)
+    return Driver(plain(MODELS[name]())).generate(PROMPTS, 16)
 
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -274,7 +274,7 @@ SPECS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("page", [1, 16, 64])
 def test_greedy_text_is_that_without_drafts(name: str, spec: str, page: int) -> None:
     driver = Driver(drafting(MODELS[name](), {"page_size": page}, "eager", [2, 4], **SPECS[spec]))
-    assert driver.generate(PROMPTS, 24, chunk=5) == plain_text(name)
+    assert driver.generate(PROMPTS, 16, chunk=5) == plain_text(name)
     assert driver.mean_accept_len() > 1.2
 
 
@@ -316,7 +316,7 @@ def test_a_token_map_restricts_the_draft_and_keeps_the_text(name: str, tmp_path:
     assert (draft.vocab_size, draft.lm_head.out_features) == (len(hot), len(hot))
     draft.lm_head.weight.copy_(worker.parts.target.runner.model.lm_head.weight[torch.tensor(hot)])
     driver = Driver(worker)
-    assert driver.generate(PROMPTS, 24) == plain_text(name)
+    assert driver.generate(PROMPTS, 16) == plain_text(name)
     assert driver.mean_accept_len() > 1.1
 
 

@@ -79,8 +79,8 @@ def asked(sampling: SamplingParams, ids: list[list[int]]) -> list[GenerateReq]:
     return [GenerateReq(rid=str(i), input_ids=p, sampling=sampling, seed=i) for i, p in enumerate(ids)]
 
 
-GREEDY = SamplingParams(temperature=0.0, max_new_tokens=40)
-PENALISED = SamplingParams(temperature=0.0, max_new_tokens=40, repetition_penalty=1.2, frequency_penalty=0.3, min_new_tokens=20)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=32)
+PENALISED = SamplingParams(temperature=0.0, max_new_tokens=32, repetition_penalty=1.2, frequency_penalty=0.3, min_new_tokens=20)
 BIASED = SamplingParams(temperature=0.0, max_new_tokens=30, logit_bias={5: 3.0}, presence_penalty=0.4)
 SAMPLINGS = {"greedy": GREEDY, "penalised": PENALISED, "biased": BIASED}
 
@@ -113,7 +113,7 @@ def test_text_is_the_plain_workers_when_kv_is_short_and_prefixes_are_shared(
 ) -> None:
     kind, ids = "penalised" if page == 16 else "greedy", prompts()
     expected = plain_texts(kind)
-    tight = {"context_length": CONTEXT, "max_running_requests": 8, "page_size": page, "max_total_tokens": 320}
+    tight = {"context_length": CONTEXT, "max_running_requests": 8, "page_size": page, "max_total_tokens": 272}
     worker = speculating(tmp_path, algorithm, "eager", [2, 4, 8], runtime=tight, **spec)
     aborted = {9: "3", 14: "8", 15: "9"}
     got, scheduler = serve(worker, asks_of(kind), aborted, page_size=page, overlap=overlap, schedule_conservativeness=0.05)
@@ -137,7 +137,7 @@ def test_text_is_the_plain_workers_when_prompts_and_decoding_share_a_pass(
 ) -> None:
     kinds = ("greedy", "penalised", "greedy", "biased")
     asks, expected = asks_of(*kinds), plain_texts(*kinds)
-    tight = {"context_length": CONTEXT, "max_running_requests": 8, "page_size": page, "max_total_tokens": 320, "mixed_chunk": True}
+    tight = {"context_length": CONTEXT, "max_running_requests": 8, "page_size": page, "max_total_tokens": 272, "mixed_chunk": True}
     if algorithm is None:
         worker = plain("eager", [2, 4, 8], **tight)
     else:
@@ -156,7 +156,7 @@ def test_text_is_the_plain_workers_when_prompts_and_decoding_share_a_pass(
 def test_kv_of_both_models_is_that_of_a_prefill_behind_prefixes_aborts_and_retractions(
     tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int
 ) -> None:
-    tight = {"context_length": CONTEXT, "max_running_requests": 8, "page_size": page, "max_total_tokens": 320}
+    tight = {"context_length": CONTEXT, "max_running_requests": 8, "page_size": page, "max_total_tokens": 272}
     worker = speculating(tmp_path, algorithm, "eager", [2, 4, 8], runtime=tight, **spec)
     reference = Driver(fresh := speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec))
     behind_prefixes: set[str] = set()

@@ -165,8 +165,15 @@ class Unauthorized(ServingError):
     kind = "authentication_error"
     code = "invalid_api_key"
 
-    def __init__(self) -> None:
-        super().__init__("The API key is missing or wrong. Send the header 'Authorization: Bearer KEY'.")
+    def __init__(self, message: str = "The API key is missing or wrong. Send the header 'Authorization: Bearer KEY'.") -> None:
+        super().__init__(message)
+
+
+class NotAdmin(Unauthorized):
+    """The API key is right, but does not open the administration paths."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path} needs an admin key. Send one of them in the header 'Authorization: Bearer KEY'.")
 
 
 class ModelNotFound(ServingError):

@@ -67,8 +67,13 @@ def test_each_key_has_its_own_limits(file: Path) -> None:
             assert (await ask("sk-carol"))[0] == 200
             assert scheduler.requests[0].client == "key alice"
             assert scheduler.requests[0].max_priority == 7
-            for key, status in (("sk-alice", 401), ("sk-ops", 200)):
-                assert (await f.client.post("/flush_cache", headers=bearer(key))).status_code == status
+            for key, status, words in (
+                ("sk-alice", 401, "/flush_cache needs an admin key."),
+                ("sk-unknown", 401, "The API key is missing or wrong."),
+                ("sk-ops", 200, "success"),
+            ):
+                answer = await f.client.post("/flush_cache", headers=bearer(key))
+                assert (answer.status_code, words in answer.text) == (status, True)
 
     run(case())
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.entrypoints.http.key_ring import KeyRing, KeyUse
 from runtime.entrypoints.http.responses import error_response
-from runtime.errors import KeyLimitReached, Unauthorized
+from runtime.errors import KeyLimitReached, NotAdmin, Unauthorized
 from runtime.managers.request_context import CURRENT_CLIENT, Client
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
@@ -37,7 +37,8 @@ class KeyGate:
         """Pass the request on or refuse it."""
         use = self.ring.find(_key_of(Headers(scope=scope)))
         if not self._opens(scope["path"], use):
-            await error_response(Unauthorized(), scope["path"])(scope, receive, send)
+            refused = Unauthorized() if use is None else NotAdmin(scope["path"])
+            await error_response(refused, scope["path"])(scope, receive, send)
         elif use is None:
             await self.app(scope, receive, send)
         else:

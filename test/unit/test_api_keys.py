@@ -122,6 +122,14 @@ def test_an_unchanged_key_keeps_its_use(file: Path) -> None:
     assert ring.find("sk-bob") is not None
 
 
+def test_a_file_for_all_users_is_reported_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for mode, times in ((0o600, 0), (0o644, 1)):
+        file.chmod(mode)
+        check(from_fields({"api_key_file": str(file)}))
+        KeyRing([], file)
+        assert caplog.text.count("can be read by every user") == times
+
+
 def test_a_rate_refills_evenly() -> None:
     now = [0.0]
     use = KeyUse(ApiKey(name="a", key="k", requests_per_minute=2), lambda: now[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +9,6 @@ import msgspec
 import yaml
 
 from runtime.errors import ConfigError, unreadable
-
-log = logging.getLogger(__name__)
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 FLAG = "--api-key-file"
@@ -66,8 +63,6 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     for key in keys:
         if problem := key_problem(key.key):
             raise ConfigError(f"{FLAG} {path}: the key of {key.name} {problem}")
-    if path.stat().st_mode & 0o007:
-        log.warning("%s %s can be read by every user of this machine", FLAG, path)
     return keys
 
 

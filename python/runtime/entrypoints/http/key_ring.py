@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from runtime.config.key_file import ApiKey, read_key_file
+from runtime.config.key_file import FLAG, ApiKey, read_key_file
 from runtime.config.runtime_config import ServerConfig
 from runtime.errors import ConfigError, KeyLimitReached
 
@@ -101,7 +101,7 @@ class KeyRing:
         self._file = file
         self._uses = self._fixed
         if file is not None:
-            self._uses = [*self._fixed, *map(KeyUse, read_key_file(file))]
+            self._uses = [*self._fixed, *map(KeyUse, _keys(file))]
 
     @property
     def has_admin(self) -> bool:
@@ -130,7 +130,7 @@ class KeyRing:
         if self._file is None:
             return
         try:
-            keys = read_key_file(self._file)
+            keys = _keys(self._file)
         except ConfigError as error:
             log.error("the API keys are unchanged: %s", error)
             return
@@ -147,6 +147,13 @@ def key_ring(server: ServerConfig) -> KeyRing:
         if key
     ]
     return KeyRing(fixed, Path(server.api_key_file) if server.api_key_file is not None else None)
+
+
+def _keys(file: Path) -> tuple[ApiKey, ...]:
+    keys = read_key_file(file)
+    if file.stat().st_mode & 0o007:
+        log.warning("%s %s can be read by every user of this machine", FLAG, file)
+    return keys
 
 
 def digest_of(key: str) -> bytes:

@@ -394,4 +394,4 @@ def shown(value: object) -> str:
         return str(value) if value.bit_length() <= 64 else "an integer of more than 64 bits"
     if isinstance(value, (list, tuple)):
         return f"an array of {len(value)} items"
-    return "an object" if isinstance(value, dict) else str(value)[:MAX_SHOWN]
+    return f"an object of {len(value)} entries" if isinstance(value, dict) else str(value)[:MAX_SHOWN]

@@ -332,6 +332,11 @@ PROMPT = "prompt must be a string, an array of token ids, or an array of 1 to 25
             chat(logit_bias={"a": 1}),
             'logit_bias must be an object of at most 1024 entries, from a token id to a number between -100 and 100; got "a".',
         ),
+        (
+            chat(logit_bias={str(token): 1 for token in range(1025)}),
+            "logit_bias must be an object of at most 1024 entries, from a token id to a number between -100 and 100; "
+            "got an object of 1025 entries.",
+        ),
         (completion(prompt=[-1]), f"{PROMPT}; got -1 at prompt[0]."),
         (completion(prompt=[5, 6, -1]), f"{PROMPT}; got -1 at prompt[2]."),
         (completion(prompt=["a", 5]), f"{PROMPT}; got 5 at prompt[1]."),

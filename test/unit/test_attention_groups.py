@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmark.shapes import tiny_model
 
 from runtime.batch import BatchResult, Logprobs, StepStats
+from runtime.config.flag_parser import parse
 from runtime.distributed.step_messages import GroupResult, RankCodec
+from runtime.entrypoints.prepare import prepare
 from runtime.errors import ConfigError
 from runtime.managers.messages import GenerateReq
 from runtime.managers.schedule_policy import GroupOffer, best_group
@@ -20,7 +23,7 @@ from runtime.models.config import ModelConfig
 from runtime.sampling_params import SamplingParams
 from unit import grammars, test_mtp
 from unit.latent import latent_model
-from unit.predicting import VOCAB, model_config, plain
+from unit.predicting import VOCAB, plain
 from unit.ranks import ranks
 from unit.test_served_speculation import BIASED, PENALISED, asked, prompts, serve
 from unit.test_sparse_workers import FAMILIES, family
@@ -210,7 +213,7 @@ def test_results_of_groups_arrive_as_they_were_sent() -> None:
     assert found.result.logprobs.top.shape == (3, 0)
 
 
-def test_models_without_experts_to_share_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--enable-dp-attention: LlamaForCausalLM has no experts"):  # noqa: SIM117
-        with ranks(2, builder(tmp_path, None, model_config(), dp_size=2), groups=2):
-            pass
+def test_models_without_experts_to_share_are_refused() -> None:
+    flags = [*tiny_model().target_flags, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"]
+    with pytest.raises(ConfigError, match="--enable-dp-attention: LlamaForCausalLM has no experts"):
+        prepare(parse(flags).args)

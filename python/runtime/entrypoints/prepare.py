@@ -16,6 +16,7 @@ from runtime.config.server_args import ServerArgs
 from runtime.config.speculative import with_embedded_draft
 from runtime.config.tuning import MadeFor, fitting, read_tuning
 from runtime.entrypoints.memory_check import check_memory
+from runtime.errors import ConfigError
 from runtime.model_files.embedded import SAMPLING as EMBEDDED_SAMPLING
 from runtime.model_files.fingerprint import fingerprint
 from runtime.model_files.model_source import DRAFT_FLAGS, ModelSource, resolve_model, resolve_weights
@@ -58,6 +59,8 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         quant=model_config.quant,
         sampling=_sampling(args, source),
     )
+    if args.enable_dp_attention and model_config.moe is None:
+        raise ConfigError(f"--enable-dp-attention: {model_config.architecture} has no experts for the groups to share. Leave it out.")
     draft = find_draft(args, source.kind)
     machine, tuning = probe(), None if args.speculative_tuning is None else read_tuning(args.speculative_tuning)
     config = fitted(resolve(args, machine, facts, draft, tuning), machine)

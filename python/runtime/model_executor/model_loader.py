@@ -25,8 +25,6 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
         shared = context.attention_group, context.config.parallel.ep_size, context.kv_dtype, context.exchange
         fuse = context.config.model.fuse_shared_experts
         model = build_model(config, ops, context.dtype, context.device, quantization, *shared, fuse_shared=fuse)
-        if context.exchange is not None and not model.sparse_mlps:
-            raise ConfigError(f"--enable-dp-attention: {config.architecture} has no experts for the groups to share. Leave it out.")
         check_equal_shards(context, model)
         model.load(model_weights(context, model.expected_weights(), folder, load_format))
     kind, seconds = f" with {quantization} linears" if quantization else "", context.info.startup_seconds["load_weights"]

@@ -597,7 +597,7 @@ def test_each_flag_reaches_the_configuration(name: str) -> None:
 
 def test_a_grammar_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="--grammar-backend xgrammar needs the package: pip install xgrammar"):
+    with pytest.raises(ConfigError, match=r"--grammar-backend xgrammar needs the package: pip install 'talon-runtime\[xgrammar\]'"):
         resolve(args(grammar_backend="xgrammar"), CPU, LLAMA)
 
 

@@ -59,7 +59,7 @@ def resolve_scheduler(
 
 def _grammar_backend(args: ServerArgs, speculative: SpeculativeConfig | None) -> GrammarBackendName:
     if args.grammar_backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
-        raise ConfigError("--grammar-backend xgrammar needs the package: pip install xgrammar. Or leave the flag out.")
+        raise ConfigError("--grammar-backend xgrammar needs the package: pip install 'talon-runtime[xgrammar]'. Or leave the flag out.")
     if speculative is not None and speculative.synthetic_accept is not None:
         log.info("grammar backend none: synthetic acceptance commits drafts that a grammar forbids")
         return "none"

@@ -92,7 +92,8 @@ def test_a_rank_that_is_lost_ends_the_server(model: Path, place: Place, role: Ro
 def test_a_rank_without_memory_for_its_weights_is_named(model: Path, role: Role, rank: int) -> None:
     with two_ranks(model, behaviour=f"oom-load:{role}", ready=False) as server:
         assert server.process.wait(PATIENCE) == 1
-        assert f"talon: rank {rank} ({role}) failed: OutOfMemoryError: tried to allocate 1.00 GiB" in server.text()
+        text = server.text()
+        assert f"talon: rank {rank} ({role}) failed: OutOfMemoryError: tried to allocate 1.00 GiB" in text, text
         assert server.folders() == []
 
 

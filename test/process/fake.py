@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -129,13 +129,14 @@ def dummy_model(folder: Path) -> Path:
 
 @dataclass
 class Server:
-    """A running server: its process, its address, and what it has written."""
+    """A running server: its process, its address, what it has written, and whether all of that has been read."""
 
     process: subprocess.Popen[str]
     lines: queue.Queue[str]
     temp: Path
     output: list[str]
     url: str = ""
+    all_read: threading.Event = field(default_factory=threading.Event)
 
     def wait_ready(self, seconds: float = 60.0) -> None:
         """Wait for the ready line and learn the address from it."""
@@ -153,7 +154,9 @@ class Server:
                 assert time.monotonic() < deadline, self.text()
 
     def text(self) -> str:
-        """All that it wrote so far, with stdout and stderr together."""
+        """All that it wrote so far, with stdout and stderr together. Its last lines may be read after it has ended."""
+        if self.process.poll() is not None:
+            self.all_read.wait(5.0)
         return "".join(self.output)
 
     def child(self, title: str) -> psutil.Process:
@@ -244,6 +247,7 @@ def _keep(process: subprocess.Popen[str], server: Server) -> None:
     for line in process.stdout:
         server.output.append(line)
         server.lines.put(line)
+    server.all_read.set()
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from benchmark.sweep import Burst
+from benchmark.whole_file import write_whole
 from runtime.bench.datasets import embedded_prompts
 
 PROMPTS = 80
@@ -33,6 +34,5 @@ def _asked(prompts: int, rounds: int) -> Path:
     chosen = sorted(range(len(known)), key=lambda number: number % _A_KIND)[:prompts]
     lines = [json.dumps({"prompt": known[number]["prompt"]}) for number in chosen]
     file = Path(tempfile.gettempdir()) / "talon-benchmark" / f"chat_prompts_{prompts}x{rounds}.jsonl"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("\n".join(lines * rounds) + "\n", encoding="utf-8")
+    write_whole(file, "\n".join(lines * rounds) + "\n")
     return file

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from benchmark import machine
+from benchmark.whole_file import write_whole
 
 RESULTS = Path(__file__).resolve().parent / "results"
 QUICK = Path(__file__).resolve().parent.parent / "build" / "benchmark-quick"
@@ -57,10 +57,7 @@ def put(rows: list[Row], row: Row, keys: Sequence[str]) -> None:
 
 def write(data: Mapping[str, Any], file: Path) -> None:
     """Write a result file atomically."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+    write_whole(file, json.dumps(data, indent=1) + "\n")
 
 
 def _now() -> str:

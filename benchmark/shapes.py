@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.step_bytes import ModelRoof, StepBytes
+from benchmark.whole_file import write_whole
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 TARGET = CONFIGS / "llama-3-8b"
@@ -85,8 +86,7 @@ def write_tiny(folder: Path) -> tuple[Path, Path]:
     target |= {"bos_token_id": 0, "eos_token_id": 1}
     head = target | {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
     for name, config in (("tiny", target), ("tiny-eagle", head)):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        (folder / name / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        write_whole(folder / name / "config.json", json.dumps(config, indent=1))
     return folder / "tiny", folder / "tiny-eagle"
 
 

@@ -1,0 +1,14 @@
+"""Writing files that other processes read meanwhile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file, and its folder, at once: readers see the whole old or the whole new text."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)

@@ -5,6 +5,15 @@
 # Installs only if pyproject.toml, the locks or the extras changed since the last time. Needs python3 >= 3.10 with venv, and a network the first time.
 
 talon_setup() {
+  local lock status=0
+  exec {lock}<pyproject.toml
+  flock "$lock" # two commands started together would install into .venv at once
+  talon_set_up "$@" || status=$?
+  exec {lock}<&- # what starts next must not inherit it
+  return "$status"
+}
+
+talon_set_up() {
   local extras=${1:-} stamp wanted python
   python=${PYTHON:-python3}
   "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || {
@@ -18,7 +27,7 @@ talon_setup() {
     }
   fi
   # shellcheck disable=SC1091
-  source .venv/bin/activate
+  source .venv/bin/activate || return
   # An environment with more extras also satisfies a request for fewer.
   stamp=.venv/talon-setup
   wanted="$(cat pyproject.toml requirements/*.lock | sha256sum | cut -c 1-16) $extras"

@@ -90,7 +90,7 @@ class ExpertLayers:
                 expert.copy_(torch.randn((rows, columns), device=device) * 50)
             scale = torch.rand((E, -(-rows // 128), -(-columns // 128)), device=device) * (columns**-0.5 / 50)
             return ExpertWeights(weight, scale, bias)
-        packed = torch.randint(256, (E, rows, columns // 2), dtype=torch.uint8, device=device)
+        packed = torch.randint(256, (E, rows // 8, columns // 32, 8, 16), dtype=torch.uint8, device=device)
         return ExpertWeights(packed, torch.randint(116, 124, (E, rows, columns // 32), dtype=torch.uint8, device=device), bias)
 
     def inputs(self, rows: int) -> list[torch.Tensor]:

@@ -19,6 +19,8 @@ from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record, Row
 from benchmark.shapes import READ_BYTES_PER_SECOND
 from benchmark.sweep import numbers
+from runtime.config.device_tuning import tuning_of
+from runtime.config.machine import probe
 
 NAME = "moe_kernels"
 KEYS = ("shape", "rows")
@@ -34,17 +36,16 @@ def measure(shape: ExpertShape, counts: Sequence[int], bytes_per_second: float |
 
 
 def _measure(layers: ExpertLayers, rows: int, bytes_per_second: float | None) -> Row:
-    from runtime.config.expert_tuning import H200_EXPERTS
     from runtime.layers.moe.kernels.expert_pass import ExpertPass
     from runtime.layers.moe.kernels.run_experts import run_experts
 
-    shape, inputs = layers.shape, layers.inputs(rows)
+    shape, inputs, tuning = layers.shape, layers.inputs(rows), tuning_of(probe().gpus[0]).experts
     out = torch.empty((rows, shape.hidden), device="cuda")
     routings = [layers.route(x, call) for call, x in enumerate(inputs)]
 
     def experts(call: int, routing: object) -> None:
         weights = layers.layers[call % len(layers.layers)]
-        run_experts(ExpertPass(inputs[call], *weights, routing, layers.act, out, pdl=True), H200_EXPERTS)  # type: ignore[arg-type]
+        run_experts(ExpertPass(inputs[call], *weights, routing, layers.act, out, pdl=True), tuning)  # type: ignore[arg-type]
 
     times = {
         "route_us": microseconds(lambda call: layers.route(inputs[call], call), len(inputs)),

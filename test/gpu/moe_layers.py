@@ -58,12 +58,12 @@ def weights(kind: Kind, experts: int, rows: int, columns: int):
 
 def _mxfp4(experts: int, rows: int, columns: int, bias: torch.Tensor | None):
     from runtime.layers.moe.kernels.expert_weights import ExpertWeights
-    from runtime.layers.quantization.mxfp4 import packed
+    from runtime.layers.quantization.mxfp4 import core_matrices, packed
 
     codes = torch.randint(16, (experts, rows, columns), device=DEVICE, dtype=torch.uint8)
     scale = torch.randint(116, 124, (experts, rows, columns // 32), device=DEVICE, dtype=torch.uint8)
     halves = codes.view(experts, rows, -1, 2, 16)
-    stored = packed(halves[:, :, :, 0], halves[:, :, :, 1]).flatten(2)
+    stored = core_matrices(packed(halves[:, :, :, 0], halves[:, :, :, 1]))
     values = torch.tensor(E2M1, device=DEVICE)[codes.long()] * torch.exp2(scale.float() - 127).repeat_interleave(32, 2)
     return ExpertWeights(stored, scale, bias), values
 

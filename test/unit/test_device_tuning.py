@@ -38,6 +38,17 @@ def test_the_rule_reproduces_the_measured_device() -> None:
     assert unlisted == H200
 
 
+def test_experts_of_an_h100_are_widened_for_fewer_tokens() -> None:
+    experts = tuning_of(Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, 132, 3_350_000_000_000)).experts
+    assert [experts.widened_pairs("mxfp4", count) for count in (1, 32, 33, 192, 193, 385)] == [0, 0, 32, 32, 48, 128]
+    assert [experts.few_rows("mxfp4", count) is None for count in (1, 8, 9, 32, 33)] == [False, False, False, False, True]
+    assert {32, 192} <= experts.kernel_rows(2048)
+    for kind in ("dense", "fp8"):
+        assert experts.few[kind] == H200.experts.few[kind]
+        assert experts.widened.get(kind) == H200.experts.widened.get(kind)
+    assert tuning_of(A100_GPU).experts is H200.experts, "WGMMA needs Hopper"
+
+
 def test_a_gpu_of_unknown_size_takes_the_reference() -> None:
     assert tuning_of(Gpu("unknown", (9, 0), 1 << 30)) is H200
     assert tuning_of(None) is H200

@@ -306,7 +306,7 @@ def test_a_stack_dequantizes_like_its_layers(scheme: Any) -> None:
     assert whole.shape == (3, 96, 160)
     for expert in range(3):
         assert torch.equal(whole[expert], scheme.dequantize(storage.at(expert), torch.float32))
-    rows = torch.tensor([95, 3, 40])
+    rows = torch.tensor([95, 3, 40, 41, 7, 0, 1, 2])
     assert torch.equal(scheme.dequantize(scheme.select_rows(storage.at(1), rows), torch.float32), whole[1][rows])
 
 
@@ -335,6 +335,8 @@ def test_mxfp4_slices_must_keep_their_scales_whole() -> None:
     scheme = Mxfp4()
     with pytest.raises(ConfigError, match="has 48 columns; only multiples of 32 are supported"):
         scheme.allocate(NewWeight(64, 48, torch.float32, CPU))
+    with pytest.raises(ConfigError, match="has 60 rows; only multiples of 8 are supported"):
+        scheme.allocate(NewWeight(60, 64, torch.float32, CPU))
     storage = scheme.allocate(NewWeight(64, 64, torch.float32, CPU))
     with pytest.raises(ConfigError, match="columns 16 to 80 of a rank cut an mxfp4 scale"):
         scheme.places(LinearPart("e", (64, 160), (slice(0, 64), slice(16, 80)), 0), storage)
@@ -342,11 +344,11 @@ def test_mxfp4_slices_must_keep_their_scales_whole() -> None:
 
 def test_mxfp4_scales_that_kernels_cannot_represent_are_refused() -> None:
     table = WeightTable(torch.float32, CPU, Mxfp4(), Rank(0, 1))
-    table.linear({"e": 2}, 64)
-    blocks = torch.zeros((2, 2, 16), dtype=torch.uint8)
-    table.load({"e.weight_blocks": blocks, "e.weight_scales": torch.full((2, 2), 128, dtype=torch.uint8)}.items())
+    table.linear({"e": 8}, 64)
+    blocks = torch.zeros((8, 2, 16), dtype=torch.uint8)
+    table.load({"e.weight_blocks": blocks, "e.weight_scales": torch.full((8, 2), 128, dtype=torch.uint8)}.items())
     with pytest.raises(ConfigError, match=r"tensor e\.weight_scales holds 129; at most 128 is supported"):
-        table.load({"e.weight_blocks": blocks, "e.weight_scales": torch.full((2, 2), 129, dtype=torch.uint8)}.items())
+        table.load({"e.weight_blocks": blocks, "e.weight_scales": torch.full((8, 2), 129, dtype=torch.uint8)}.items())
 
 
 @pytest.mark.parametrize("form", ["qwen-block", "static-tensor"])

@@ -29,7 +29,8 @@ CLAMPED = GatedAct(CLAMPED_SWIGLU.value)
 
 
 def mxfp4(rows: int, columns: int) -> ExpertWeights:
-    return ExpertWeights(torch.zeros((2, rows, columns // 2), dtype=torch.uint8), torch.zeros((2, rows, columns // 32), dtype=torch.uint8))
+    codes = torch.zeros((2, rows // 8, columns // 32, 8, 16), dtype=torch.uint8)
+    return ExpertWeights(codes, torch.zeros((2, rows, columns // 32), dtype=torch.uint8))
 
 
 def e4m3(rows: int, columns: int, *scales: int) -> ExpertWeights:

@@ -158,13 +158,13 @@ def _run_nvrtc(source: bytes, options: tuple[bytes, ...]) -> bytes:
 
 
 def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]) -> Any:
-    """A TMA descriptor of a contiguous tensor: elements outside read as zero, rows of a box are swizzled by their 64 or 128 bytes.
+    """A TMA descriptor of a contiguous tensor: elements outside read as zero. Rows of a box of 64 or 128 bytes are swizzled.
 
     Args:
         address: address of the first element.
         sizes: of the tensor, innermost dimension first.
-        dtype: bfloat16, float16, e4m3 or uint8.
-        box: sizes of a box in the same order; its rows are 64 or 128 bytes.
+        dtype: bfloat16, float16, e4m3, uint8 or int64.
+        box: sizes of a box in the same order; at most 256 each.
     """
     strides, bytes_ = [], dtype.itemsize
     for size in sizes[:-1]:
@@ -176,6 +176,7 @@ def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tu
         torch.float16: kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         torch.float8_e4m3fn: kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         torch.uint8: kind.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        torch.int64: kind.CU_TENSOR_MAP_DATA_TYPE_INT64,
     }
     swizzle = driver.CUtensorMapSwizzle
     swizzles = {64: swizzle.CU_TENSOR_MAP_SWIZZLE_64B, 128: swizzle.CU_TENSOR_MAP_SWIZZLE_128B}
@@ -189,7 +190,7 @@ def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tu
             [driver.cuuint32_t(size) for size in box],
             [driver.cuuint32_t(1) for _ in sizes],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzles[box[0] * dtype.itemsize],
+            swizzles.get(box[0] * dtype.itemsize, swizzle.CU_TENSOR_MAP_SWIZZLE_NONE),
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

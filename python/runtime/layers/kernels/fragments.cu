@@ -106,7 +106,7 @@ struct Routing {  // of T tokens to TOP_K experts each
     int first, experts;    // ids of this process: first to first + experts
 };
 
-struct Row {  // one weight row of a lane
+struct Row {  // one weight row of a lane; of FORMAT 2 the first of a core matrix
     const u8* at;
     const u8* scale;
 };

@@ -10,6 +10,14 @@ DENSE, FP8, MXFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
+def row_pointers(w_ptr, row, K, FORMAT: tl.constexpr):
+    """Pointers to the first entry of weight rows with K columns, of MXFP4 to their first 16 bytes in a core matrix."""
+    if FORMAT == MXFP4:
+        return w_ptr + row // 8 * (K * 4) + row % 8 * 16
+    return w_ptr + row * K
+
+
+@triton.jit
 def dot_step(
     acc, w_rows, scale_rows, x_rows, x_in, start, K, scale_columns,
     BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
@@ -17,7 +25,7 @@ def dot_step(
     """`acc + w @ x.T` over columns `start` to `start + BLOCK_K`, float32 [N, M].
 
     Args:
-        w_rows, scale_rows: pointers [N, 1] to the first entry of each weight row, and to its first scale.
+        w_rows, scale_rows: pointers [N, 1] to the first entry of each weight row (`row_pointers`), and to its first scale.
         x_rows: pointers [M, 1] to rows of x in 16 bits.
         x_in: [M, 1]: whether a row is read; it counts as zeros otherwise.
         scale_columns: FP8: columns of a scale block, a multiple of `BLOCK_K`, or at least K.
@@ -27,7 +35,7 @@ def dot_step(
         byte = start // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
         group = start // 32 + tl.arange(0, BLOCK_K // 32)[None, :]
         column = byte // 16 * 32 + byte % 16
-        packed = tl.load(w_rows + byte, mask=None if EVEN_K else byte < K // 2, other=None if EVEN_K else 0)
+        packed = tl.load(w_rows + byte // 16 * 128 + byte % 16, mask=None if EVEN_K else byte < K // 2, other=None if EVEN_K else 0)
         scale = tl.load(scale_rows + group, mask=None if EVEN_K else group < K // 32, other=None if EVEN_K else 0)
         x_mask = x_in if EVEN_K else x_in & (column < K)
         x_low = tl.load(x_rows + column, mask=x_mask, other=0.0)

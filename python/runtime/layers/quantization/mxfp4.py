@@ -15,6 +15,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of the codes 0 to 7; 8 to 15 are their negatives."""
 BIAS = 127
 """A scale byte s stands for 2 ** (s - 127)."""
+ROWS = 8
+"""Rows of a core matrix."""
 LARGEST = 128
 """Largest scale byte: a kernel multiplies by 2 ** 126 times the scale, which must fit into bfloat16."""
 
@@ -22,11 +24,12 @@ LARGEST = 128
 class Mxfp4(QuantScheme):
     """Weights in MXFP4 (e2m1), with a power of two as the scale of each 32 columns.
 
-    `weight` is uint8 [out, in / 2], two codes in a byte, and `scale` uint8 [out, in / 32].
+    `weight` is uint8 [out / 8, in / 32, 8, 16], two codes in a byte, and `scale` uint8 [out, in / 32].
 
-    Each of the 16 bytes with a common scale contains one of its first 16 columns and the column 16 later (`packed`), so that
-    kernels read both in column order. Source: OCP Microscaling Formats specification 1.0. Activations stay in their 16
-    bits.
+    The 16 bytes with a common scale contain one of the first 16 columns each and the column 16 later (`packed`), so that kernels
+    read both in column order. Eight rows of them, a core matrix of the tensor cores, are neighbours in memory, and so are those
+    of the next columns: a kernel reads long runs of bytes, in the order in which `ldmatrix` takes them. Source: OCP
+    Microscaling Formats specification 1.0. Activations stay in their 16 bits.
     """
 
     name = "mxfp4"
@@ -40,7 +43,10 @@ class Mxfp4(QuantScheme):
         out, columns = new.out_features, new.in_features
         if columns % GROUP:
             raise ConfigError(f"an mxfp4 weight has {columns} columns; only multiples of {GROUP} are supported")
-        return Storage(new.empty(out, columns // 2, dtype=torch.uint8), new.empty(out, columns // GROUP, dtype=torch.uint8))
+        if out % ROWS:
+            raise ConfigError(f"an mxfp4 weight has {out} rows; only multiples of {ROWS} are supported")
+        groups = columns // GROUP
+        return Storage(new.empty(out // ROWS, groups, ROWS, GROUP // 2, dtype=torch.uint8), new.empty(out, groups, dtype=torch.uint8))
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """`prefix.weight_blocks` uint8 [out, in / 32, 16] and `prefix.weight_scales` uint8 [out, in / 32]."""
@@ -51,13 +57,14 @@ class Mxfp4(QuantScheme):
                 f"{part.prefix}: columns {columns.start} to {columns.stop} of a rank cut an mxfp4 scale; use another --tp-size"
             )
         groups = slice(columns.start // GROUP, columns.stop // GROUP)
-        weight, scale = storage.weight[part.rows], storage.scale[part.rows]
-        blocks = weight.unflatten(1, (-1, GROUP // 2))
+        first, stop = part.rows.start, part.rows.stop
+        assert first % ROWS == 0 == stop % ROWS, f"{part.prefix}: rows {first} to {stop} cut a core matrix"
+        weight, scale = storage.weight[first // ROWS : stop // ROWS], storage.scale[part.rows]
         return {
             part.prefix + ".weight_blocks": WeightSlot(
                 (out, width // GROUP, GROUP // 2),
                 (rows, groups, slice(0, GROUP // 2)),
-                lambda codes: blocks.copy_(_regroup(codes)),
+                lambda codes: weight.copy_(core_matrices(_regroup(codes))),
                 torch.uint8,
             ),
             part.prefix + ".weight_scales": WeightSlot((out, width // GROUP), (rows, groups), scale.copy_, torch.uint8, largest=LARGEST),
@@ -67,8 +74,23 @@ class Mxfp4(QuantScheme):
         """Each number times its scale: exact in bfloat16 and float32."""
         assert storage.scale is not None
         table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=storage.weight.device)
-        values = table[torch.cat(unpacked(storage.weight.unflatten(-1, (-1, GROUP // 2))), dim=-1).to(torch.int32)]
+        values = table[torch.cat(unpacked(_rows(storage.weight)), dim=-1).to(torch.int32)]
         return torch.ldexp(values, storage.scale.to(torch.int32)[..., None] - BIAS).to(dtype).flatten(-2)
+
+    def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
+        """As for any scheme, but of whole core matrices."""
+        assert storage.scale is not None
+        return Storage(core_matrices(_rows(storage.weight)[rows]), storage.scale[rows])
+
+
+def core_matrices(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., out, in / 32, 16] in the order of the storage: [..., out / 8, in / 32, 8, 16]."""
+    return codes.unflatten(-3, (-1, ROWS)).transpose(-3, -2).contiguous()
+
+
+def _rows(weight: torch.Tensor) -> torch.Tensor:
+    """The bytes [..., out, in / 32, 16] of `weight` [..., out / 8, in / 32, 8, 16]."""
+    return weight.transpose(-3, -2).flatten(-4, -3)
 
 
 def packed(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@
 // Defined before this text: STAGE_SCALES (places for the scales of a stage, one for each matrix), widened_tiles.cu.
 
 static_assert(MATRICES <= STAGE_SCALES);
+constexpr int STRIP = 1;  // rows of weights in one of a box
 constexpr int SCALE_BYTES = STAGES * STAGE_SCALES * 4;
 
 // kernels/scale_layout.py, by matrix [experts, rows of blocks, blocks].

@@ -9,6 +9,7 @@ import torch
 from runtime.config.expert_tuning import WeightFormat
 from runtime.layers.kernels.scale_layout import scale_layout
 from runtime.layers.kernels.weight_step import DENSE, FP8, MXFP4
+from runtime.layers.quantization.mxfp4 import GROUP, ROWS
 
 FORMATS: dict[WeightFormat, int] = {"dense": DENSE.value, "fp8": FP8.value, "mxfp4": MXFP4.value}
 """The constants that kernels know the formats by."""
@@ -19,8 +20,8 @@ class ExpertWeights:
     """E matrices [N, K] in one of four formats, as kernels need them.
 
     Attributes:
-        weight: [E, N, K] in the activations' dtype, or e4m3; or uint8 [E, N, K / 2] of MXFP4, as `quantization.mxfp4`
-            stores it.
+        weight: [E, N, K] in the activations' dtype, or e4m3; or uint8 [E, N / 8, K / 32, 8, 16] of MXFP4, as
+            `quantization.mxfp4` stores it.
         scale: None; float32 [E, N], one for each row; float32 [E, blocks of rows, blocks of columns]; or uint8
             [E, N, K / 32] of MXFP4. Sizes of blocks are powers of two.
         bias: [E, N], or None.
@@ -38,8 +39,11 @@ class ExpertWeights:
     @property
     def shape(self) -> tuple[int, int, int]:
         """E, N, K."""
-        experts, rows, stored = self.weight.shape
-        return experts, rows, stored * 2 if self.format == "mxfp4" else stored
+        if self.format == "mxfp4":
+            experts, rows, columns = self.weight.shape[:3]
+            return experts, rows * ROWS, columns * GROUP
+        experts, rows, columns = self.weight.shape
+        return experts, rows, columns
 
     @property
     def scale_layout(self) -> tuple[int, int, int, int]:
@@ -48,5 +52,5 @@ class ExpertWeights:
         if self.scale is None:
             return 0, 0, 1, K
         if self.format == "mxfp4":
-            return self.scale[0].numel(), K // 32, 1, 32
+            return self.scale[0].numel(), K // GROUP, 1, GROUP
         return self.scale[0].numel(), *scale_layout(N, K, self.scale[0])

@@ -19,7 +19,7 @@ from runtime.config.kernel_configs import StepConfig
 from runtime.layers.gemm.deferred_norm import DeferredNorm, deferred_buffers
 from runtime.layers.gemm.triton_gemm import sum_rows
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
-from runtime.layers.kernels.weight_step import dot_step
+from runtime.layers.kernels.weight_step import dot_step, row_pointers
 from runtime.layers.moe.kernels.expert_pass import ExpertPass
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import apply_gate
@@ -117,7 +117,7 @@ def _up_kernel(
     OUTPUTS: tl.constexpr = BLOCK_N // 2
     r = tl.arange(0, BLOCK_N)
     row = tl.minimum(tile * OUTPUTS + r // 2, inner - 1) + r % 2 * inner
-    w_rows = w_ptr + (expert.to(tl.int64) * (2 * inner) + row[:, None]) * (K // 2 if FORMAT == 2 else K)
+    w_rows = row_pointers(w_ptr, expert.to(tl.int64) * (2 * inner) + row[:, None], K, FORMAT)
     scales = scale_ptr
     if FORMAT != 0:
         scales = scale_ptr + expert.to(tl.int64) * expert_scales + (row // scale_rows)[:, None] * row_scales
@@ -153,14 +153,13 @@ def _down_kernel(
     row = tl.minimum(n, N - 1)
     count = tl.load(plan_ptr + slots * (BLOCK_M + 1))
     steps = tl.cdiv(K, UNROLL * BLOCK_K)
-    stored: tl.constexpr = 2 if FORMAT == 2 else 1
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     # The plan of a step is loaded one step ahead.
     expert = tl.load(plan_ptr, mask=count > 0, other=0).to(tl.int64)
     pair = tl.load(plan_ptr + slots + m, mask=(m < T) & (count > 0), other=-1)
     for step in tl.range(0, count * steps, num_stages=STAGES):
         start = step % steps * (UNROLL * BLOCK_K)
-        w_rows = w_ptr + (expert * N + row[:, None]) * (K // stored)
+        w_rows = row_pointers(w_ptr, expert * N + row[:, None], K, FORMAT)
         scales = scale_ptr
         if FORMAT != 0:
             scales = scale_ptr + expert * expert_scales + (row // scale_rows)[:, None] * row_scales

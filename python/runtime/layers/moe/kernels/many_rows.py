@@ -16,7 +16,7 @@ from runtime.config.kernel_configs import GroupedConfig
 from runtime.layers.gemm.quantized_rows import quantize_rows
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.kernels.rms_norm import WIDE
-from runtime.layers.kernels.weight_step import dot_step
+from runtime.layers.kernels.weight_step import dot_step, row_pointers
 from runtime.layers.moe.kernels.align import Aligned, align
 from runtime.layers.moe.kernels.expert_pass import ExpertPass
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
@@ -153,7 +153,7 @@ def _grouped_kernel(
         row = tl.minimum(block * OUTPUTS + r, columns - 1)
         source = pair
     x_in = (pair < pairs)[:, None]
-    w_rows = w_ptr + (expert * N + row[:, None]) * (K // 2 if FORMAT == 2 else K)
+    w_rows = row_pointers(w_ptr, expert * N + row[:, None], K, FORMAT)
     scales = scale_ptr
     if FORMAT != 0:
         scales = scale_ptr + expert * expert_scales + (row // scale_rows)[:, None] * row_scales

@@ -1,11 +1,14 @@
 // MXFP4 weights for `widened_experts.cu`: they are dequantized to float16 with scale / max row scale; the sums are multiplied by the row
 // maximum.
 //
+// Weights are core matrices of eight rows by 16 bytes. A row of a box has those of eight rows, in elements of eight bytes.
+//
 // Lane (g, t) of a warp gets bytes 4 t to 4 t + 3 of the 16 bytes that share a scale, by `ldmatrix`, and bytes 0 and 2, 1 and 3 of a word widen
 // together. Scales of a matrix are adjacent in memory and loaded in one copy.
 //
 // Defined before this text: SLOTS (of the scales of a tile), SCALES (of a row), widened_tiles.cu.
 
+constexpr int STRIP = 8, CORE_BYTES = 16 * STRIP;  // rows of weights in one of a box
 constexpr int SCALE_BYTES_OF_MATRIX = MATRIX * SCALES, SLOT_BYTES = MATRICES * SCALE_BYTES_OF_MATRIX;
 constexpr int SCALE_BYTES = SLOTS * SLOT_BYTES;
 
@@ -115,7 +118,7 @@ struct Widener {
         u32 largest[2];
         find_largest(largest, scales_of_warp);
         const int stages = stages_of(width), row = matrix_row(warp, lane), chunk = lane / 16;
-        const u32 codes = 2 * group * MATRIX_BYTES + row * CODE_BYTES, first = (chunk ^ (row / 2 & 3)) * 16, second = first ^ 32;
+        const u32 codes = 2 * group * MATRIX_BYTES + row / STRIP * (STRIP * CODE_BYTES) + chunk * CORE_BYTES + row % STRIP * 16;
         u32 fragments[2][2][4], tops[2][2], scales[2];
         int stage = __shfl_sync(~0u, ring.stage, 0), before = 0;  // known to be the same in all lanes: descriptors stay in uniform registers
 #pragma unroll
@@ -136,7 +139,7 @@ struct Widener {
                 u32 factors[2][2];
 #pragma unroll
                 for (int q = 0; q < 2; q++) {
-                    words[q] = matrices(here + codes + q * MATRIX_BYTES + (half ? second : first));
+                    words[q] = matrices(here + codes + q * MATRIX_BYTES + half * (2 * CORE_BYTES));
 #pragma unroll
                     for (int high = 0; high < 2; high++) {  // past the last column, codes are zeros, whose scale must be finite
                         const u32 two = SCALES % 4 == 0 || 4 * s + 2 * half < SCALES

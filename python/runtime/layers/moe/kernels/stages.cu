@@ -1,11 +1,12 @@
 // Stages of an expert's weights: 128 bytes of each of 16 rows in shared memory with their scales, as a warp copies and multiplies them, by
-// `fragments.cu`.
+// `fragments.cu`. MXFP4 stays in core matrices, eight of the low eight rows and then eight of the high ones.
 //
 // Constants from the host besides those of `fragments.cu`: EVEN (whether columns fill whole stages).
 
 constexpr int STAGE_COLUMNS = 2 * CHUNK;
 constexpr int SCALE_BYTES = FORMAT == 0 ? 0 : FORMAT == 1 ? 4 : 16;  // of a row in a stage
 constexpr int STAGE_BYTES = 16 * (128 + SCALE_BYTES);                // the rows, then their scales
+constexpr int RUN = FORMAT == 2 ? 8 : 1;                             // rows whose bytes of a stage are neighbours in memory
 
 // An address that stays in its register: the compiler would recompute it in each stage.
 __device__ __forceinline__ u32 kept(u32 address) {
@@ -13,8 +14,8 @@ __device__ __forceinline__ u32 kept(u32 address) {
     return address;
 }
 
-// Where a piece of 16 bytes of a row's 128 lies. Pieces change places so that lanes read from different banks, whether eight lanes read four
-// neighbours of two rows, or the same piece of eight rows.
+// Where a piece of 16 bytes of a row's 128 lies, if rows follow each other. Pieces change places so that lanes read from different banks, whether
+// eight lanes read four neighbours of two rows, or the same piece of eight rows.
 __device__ __forceinline__ int place_of(int piece, int row) { return piece ^ ((row & 1) << 2 | (row & 7) >> 1); }
 
 // Eight columns of a token in shared memory. FORMAT 2 keeps each 32 columns in the order in which `matrices` gives their weights to lanes: four of
@@ -36,7 +37,7 @@ __device__ __forceinline__ void put_piece(u8* token, int piece, uint4 v) {
     }
 }
 
-// What a lane copies of 16 rows: pieces of four of them, `rows` in the first, and the scales of one.
+// What a lane copies of 16 rows: four pieces of 16 bytes, the first of them at `rows`, and the scales of one row.
 struct Sources {
     const u8 *rows, *scales;
     int scale_bytes;  // of FORMAT 2, from `scales` to the end of the row's
@@ -46,7 +47,7 @@ struct Sources {
 __device__ __forceinline__ Sources sources_of(const Weights& w, int expert, int row, int next) {
     const int lane = threadIdx.x % 32;
     Sources from;
-    from.rows = row_of(w, expert, row).at + lane / 8 * row_bytes(w.columns) + lane % 8 * 16;
+    from.rows = row_of(w, expert, row).at + (RUN == 8 ? lane * 16 : lane / 8 * row_bytes(w.columns) + lane % 8 * 16);
     if (FORMAT == 1) from.scales = row_of(w, expert, row + lane % 8 + (lane < 8 ? 0 : next)).scale;
     if (FORMAT == 2) {  // two words of eight bytes hold the eight scales of a row in a stage
         const u8* const scale = row_of(w, expert, row + lane / 2 % 8 + (lane < 16 ? 0 : next)).scale;
@@ -56,30 +57,33 @@ __device__ __forceinline__ Sources sources_of(const Weights& w, int expert, int 
     return from;
 }
 
-struct Targets {  // where a lane copies them to, in the first stage of a ring
-    u32 low, low_4, scales;
+struct Targets {  // where a lane copies them to, in the first stage of a ring: the first two pieces, and the scales
+    u32 first, second, scales;
 };
 
 __device__ __forceinline__ Targets targets_in(u32 ring) {
     const int lane = threadIdx.x % 32;
+    if (FORMAT == 2) return {kept(ring + lane * 16), kept(ring + 512 + lane * 16), kept(ring + 2048 + lane * 8)};
     return {
         kept(ring + lane / 8 * 128 + place_of(lane % 8, lane / 8) * 16),  // rows lie 128 bytes apart
         kept(ring + (lane / 8 + 4) * 128 + place_of(lane % 8, lane / 8 + 4) * 16),
-        kept(ring + 2048 + lane * (FORMAT == 1 ? 4 : 8)),
+        kept(ring + 2048 + lane * 4),
     };
 }
 
 // Copy stage `stage` of the rows to the stage of the ring at this byte offset. `next` is that of the sources.
 __device__ __forceinline__ void copy_weights(const Weights& w, const Sources& from, int next, const Targets& to, int place, int stage) {
     const int lane = threadIdx.x % 32;
-    const u32 low = to.low + place, low_4 = to.low_4 + place;
-    const long size = row_bytes(w.columns);
-    const u8 *const at = from.rows + 128L * stage, *const high = at + next * size;
-    const bool in = EVEN || 128 * stage + lane % 8 * 16 < (int)row_bytes(w.columns);
-    copy16<256>(low, at, in);
-    copy16<256>(low_4, at + 4 * size, in);
-    copy16<256>(low + 1024, high, in);
-    copy16<256>(low_4 + 1024, high + 4 * size, in);
+    const u32 first = to.first + place, second = to.second + place;
+    const int size = row_bytes(w.columns);
+    const u8 *const at = from.rows + 128L * RUN * stage, *const high = at + (long)next * size;
+    const long apart = RUN == 8 ? 512 : 4L * size;                                    // from the first piece to the second
+    const int left = RUN * (size - 128 * stage) - (RUN == 8 ? lane : lane % 8) * 16;  // bytes of the run from the first piece on
+    const bool first_in = EVEN || left > 0, second_in = EVEN || left > (RUN == 8 ? 512 : 0);
+    copy16<256>(first, at, first_in);
+    copy16<256>(second, at + apart, second_in);
+    copy16<256>(first + 1024, high, first_in);
+    copy16<256>(second + 1024, high + apart, second_in);
     if (FORMAT == 1 && lane < 16) copy<4>(to.scales + place, from.scales + 4 * scale_block(w, stage * STAGE_COLUMNS));
     if (FORMAT == 2) copy<8>(to.scales + place, from.scales + 8 * stage, 8 * stage < from.scale_bytes);
 }
@@ -87,8 +91,8 @@ __device__ __forceinline__ void copy_weights(const Weights& w, const Sources& fr
 // Where lane (g, t) reads rows g and g + 8 in the first stage of a ring.
 struct Fragments {
     const u8 *rows, *low_scale, *high_scale;
-    int other_half;      // from a row's first chunk to its second
-    u32 matrix_rows[4];  // of FORMAT 2, which reads the 16 bytes of a group from all rows, and those of the next group
+    int other_half;  // from a row's first chunk to its second
+    u32 group_rows;  // of FORMAT 2: 16 bytes of one of 16 rows, of the first group or the second
 };
 
 __device__ __forceinline__ Fragments fragments_in(const u8* ring) {
@@ -98,9 +102,7 @@ __device__ __forceinline__ Fragments fragments_in(const u8* ring) {
     at.other_half = (g & 1) ? -64 : 64;
     at.low_scale = ring + 2048 + g * SCALE_BYTES;
     at.high_scale = at.low_scale + 8 * SCALE_BYTES;
-    #pragma unroll
-    for (int j = 0; FORMAT == 2 && j < 4; j++)
-        at.matrix_rows[j] = kept(shared_address(ring) + (lane & 15) * 128 + place_of(2 * j + lane / 16, lane) * 16);
+    at.group_rows = kept(shared_address(ring) + lane / 16 * 128 + lane / 8 % 2 * 1024 + lane % 8 * 16);
     return at;
 }
 
@@ -146,7 +148,7 @@ template <int N, int MOST> __device__ __forceinline__ void multiply_stage(
     } else {
         #pragma unroll
         for (int group = 0; group < 8; group += 2) {
-            const uint4 v = matrices(own.matrix_rows[group / 2] + place);
+            const uint4 v = matrices(own.group_rows + place + group * 128);
             const u32 words[4] = {v.x, v.y, v.z, v.w};
             #pragma unroll
             for (int k = 0; k < 2; k++) {

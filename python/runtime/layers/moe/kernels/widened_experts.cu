@@ -75,7 +75,7 @@ struct Loader {
                     for (int m = 0; m < MATRICES; m++)
                         if (starts[m] >= 0)
                             load_box<false>(
-                                ring.here() + m * MATRIX_BYTES, w_map, ring.full_here(), s * CODE_BYTES, starts[m], EVICT_NORMAL, 0
+                                ring.here() + m * MATRIX_BYTES, w_map, ring.full_here(), s * CODE_BYTES, starts[m] / STRIP, EVICT_NORMAL, 0
                             );
                 }
 #pragma unroll

@@ -21,9 +21,8 @@ from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, GatedAct
 from runtime.layers.moe.kernels.grouped_gemm import GROUPED_PARTS
 from runtime.layers.moe.kernels.many_rows import Added, sum_pairs
 from runtime.layers.moe.router import Routing
+from runtime.layers.quantization.mxfp4 import GROUP, ROWS
 
-GROUP = 32
-"""Columns of an MXFP4 row with a common scale."""
 MATRIX = 64
 """Weight rows of a matrix that is loaded at once; a warpgroup multiplies by two."""
 DEPTH = 128
@@ -182,7 +181,7 @@ def _grouped(
         min(aligned.tiles * (columns // MATRIX), torch.cuda.get_device_properties(x.device).multi_processor_count),
         (
             cuda_driver.pointer(x),
-            _map(weights.weight.data_ptr(), E * N, weights.weight.shape[2], DEPTH * CODE_BITS[weights.format] // 8),
+            _map(weights.weight.data_ptr(), E * N, K * CODE_BITS[weights.format] // 8, weights.format),
             _scales(weights) if fp8 else cuda_driver.pointer(weights.scale),
             aligned.argument,
             *map(cuda_driver.pointer, (out, weights.bias, routed.weights, factors)),
@@ -206,8 +205,10 @@ def _scales(weights: ExpertWeights) -> _Scales:
 
 
 @lru_cache(maxsize=1 << 12)
-def _map(address: int, rows: int, row_bytes: int, box_bytes: int) -> Any:
-    return cuda_driver.tensor_map(address, (row_bytes, rows), torch.uint8, (box_bytes, MATRIX))
+def _map(address: int, rows: int, row_bytes: int, kind: WeightFormat) -> Any:
+    """Of weights; the map's rows are eight of MXFP4's, which are stored together, in elements of eight bytes."""
+    strip, dtype = (ROWS, torch.int64) if kind == "mxfp4" else (1, torch.uint8)
+    return cuda_driver.tensor_map(address, (row_bytes, rows // strip), dtype, (DEPTH * CODE_BITS[kind] // 8, MATRIX // strip))
 
 
 @cache

@@ -119,7 +119,7 @@ def test_a_warm_up_reaches_every_tiling_of_the_router(most: int) -> None:
 def test_experts_that_are_widened_have_wider_tiles_for_more_tokens() -> None:
     experts, rows = H200.experts, (1, 64, 65, 256, 257, 512, 513, 1 << 20)
     assert [experts.widened_pairs("fp8", count) for count in rows] == [0, 0, 32, 32, 48, 48, 0, 0]
-    assert [experts.widened_pairs("mxfp4", count) for count in (1, 96, 97, 160, 161, 384, 385, 1 << 20)] == [0, 0, 32, 32, 48, 48, 128, 128]
+    assert [experts.widened_pairs("mxfp4", count) for count in (1, 96, 97, 192, 193, 384, 385, 1 << 20)] == [0, 0, 32, 32, 48, 48, 128, 128]
     assert experts.widened_pairs("dense", 512) == 0
     for kind, table in experts.widened.items():
         assert {largest for largest, _ in table[:-1]} <= experts.kernel_rows(1 << 20)

@@ -320,6 +320,30 @@ def test_calls_are_rendered_without_tools_too(tmp_path: Path) -> None:
     assert '<tool_call>\n{"name": "f"' in _tokenizer(tmp_path).render_chat(CALLED)
 
 
+ROLES = "{% for m in messages %}SKIP<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\nEND{% endfor %}"
+DROPS = ROLES.replace("SKIP", "{% if m.role != 'system' or loop.first %}").replace("END", "{% endif %}")
+REFUSES = ROLES.replace("SKIP", "{% if not loop.first and m.role == 'system' %}{{ raise_exception('x') }}{% endif %}").replace("END", "")
+ALTERNATES = REFUSES.replace("m.role == 'system'", "m.role in ('system', loop.previtem.role)")
+MANY_ROLES = [("system", "s1"), ("system", "s2"), ("user", "u1"), ("user", "u2"), ("assistant", "a"), ("system", "s3"), ("user", "u3")]
+ONE_SYSTEM = [("system", "s1\n\ns2"), ("user", "u1"), ("user", "u2"), ("assistant", "a"), ("user", "s3"), ("user", "u3")]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, MANY_ROLES),
+        (DROPS, ONE_SYSTEM),
+        (REFUSES, ONE_SYSTEM),
+        (ALTERNATES, [("system", "s1\n\ns2"), ("user", "u1\n\nu2"), ("assistant", "a"), ("user", "s3\n\nu3")]),
+    ],
+    ids=["any", "drops", "refuses", "alternates"],
+)
+def test_messages_in_an_order_that_the_template_lacks_are_fitted(tmp_path: Path, template: str, expected: list[tuple[str, str]]) -> None:
+    chat = [{"role": role, "content": content} for role, content in MANY_ROLES]
+    text = _tokenizer(tmp_path, template).render_chat(chat, add_generation_prompt=False)
+    assert text == "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in expected)
+
+
 QWEN_THINKING = (
     "{% for m in messages %}{% set content = m.content %}{% set thought = '' %}{% if m.role == 'assistant' %}"
     "{% if '</think>' in content %}{% set thought = content.split('</think>')[0].split('<think>')[-1] %}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from runtime.errors import RequestError
 from runtime.text.control_tokens import ControlTokens, unused_noncharacters
+from runtime.text.roles import RoleTraits, fit_roles, has_unusual_order
 from runtime.text.template_sandbox import compile_template, render_bounded
 from runtime.text.tool_prompt import HERMES_FORM, Message, TemplateTraits, fit_tools, uses_tools
 
@@ -83,6 +84,8 @@ class ChatTemplate:
         _check_kwargs(kwargs)
         _check_messages(messages)
         mark, tag = unused_noncharacters([messages, tools], kwargs)
+        if has_unusual_order(messages):
+            messages = fit_roles(messages, self._roles)
         if uses_tools(messages, tools):
             messages = fit_tools(messages, tools, self.traits, call_form)
             tools = tools if self.traits.describes_tools else ()
@@ -103,6 +106,11 @@ class ChatTemplate:
     def traits(self) -> TemplateTraits:
         """What the template does with tools."""
         return TemplateTraits.probe(lambda messages, tools: self._run(messages, {**self._named_tokens, "tools": tools or None}, True))
+
+    @cached_property
+    def _roles(self) -> RoleTraits:
+        """Which messages the template takes."""
+        return RoleTraits.probe(lambda messages, tools: self._run(messages, {**self._named_tokens, "tools": tools or None}, True))
 
     def _run(self, chat: Sequence[Message], variables: Mapping[str, object], add_generation_prompt: bool) -> str:
         given = {"messages": chat, "documents": None, "add_generation_prompt": add_generation_prompt}

@@ -54,14 +54,14 @@ class TemplateTraits:
     @classmethod
     def probe(cls, render: Render) -> TemplateTraits:
         """Find out by rendering short conversations."""
-        given = _rendered(render, _called({_KEY: _VALUE}))
+        given = rendered(render, _called({_KEY: _VALUE}))
         objects = _VALUE in given and f"'{_KEY}'" not in given
-        text = given if objects else _rendered(render, _called(json.dumps({_KEY: _VALUE})))
+        text = given if objects else rendered(render, _called(json.dumps({_KEY: _VALUE})))
         return cls(
-            describes_tools=_NAME in _rendered(render, [_USER], [_TOOL]),
+            describes_tools=_NAME in rendered(render, [_USER], [_TOOL]),
             renders_calls=_VALUE in text and _TEXT in text,
             argument_objects=objects,
-            takes_system=_TEXT in _rendered(render, [{"role": "system", "content": _TEXT}, _USER]),
+            takes_system=_TEXT in rendered(render, [{"role": "system", "content": _TEXT}, _USER]),
         )
 
 
@@ -71,7 +71,8 @@ def _called(arguments: object) -> list[Message]:
     return [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
 
 
-def _rendered(render: Render, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+def rendered(render: Render, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+    """The text of a conversation; empty if the template rejects it."""
     try:
         return render(messages, tools)
     except RequestError:

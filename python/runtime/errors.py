@@ -141,7 +141,8 @@ class TextTooLong(ContextTooLong):
     def __init__(self, characters: int, limit: int, max_context_len: int, param: str = "prompt") -> None:
         RequestError.__init__(
             self,
-            f"The prompt has {characters} characters; a context of {max_context_len} tokens holds at most {limit}. Shorten the prompt.",
+            f"This model's maximum context length is {max_context_len} tokens, which hold at most {limit} characters; "
+            f"the prompt has {characters}. Shorten the prompt.",
             param,
         )
 

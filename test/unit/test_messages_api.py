@@ -275,11 +275,11 @@ def test_an_aborted_message_has_no_reason_to_stop() -> None:
         ({"messages": HI}, "max_tokens is required"),
         ({"max_tokens": 5}, "messages is required"),
         ({"max_tokens": 5, "messages": []}, "messages must be"),
-        ({"max_tokens": 5, "messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"max_tokens": 5, "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"max_tokens": 5, "messages": HI, "system": [{"type": "tool_result", "text": "x"}]}, "system[0].type"),
         ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, '"image" is not supported'),
         ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is required"),
-        ({"max_tokens": 5, "messages": [{"role": "user", "content": "x" * 300}]}, "context length"),
+        ({"max_tokens": 5, "messages": [{"role": "user", "content": "x" * 300}]}, "Prompt is too long."),
         ({"max_tokens": 5, "messages": HI, "temperature": 1.5}, "temperature must be a number between 0 and 1"),
         (
             {"max_tokens": 5, "messages": HI, "tools": [{"type": "bash_20250124", "name": "bash"}]},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from runtime.entrypoints.anthropic.protocol import Block, CountBody, MessagesBody, Tool, ToolChoice, Turn, text_of
+from runtime.entrypoints.anthropic.protocol import Block, CountBody, MessagesBody, TextBlock, Tool, ToolChoice, Turn, text_of
 
 Json = dict[str, Any]
 
@@ -18,6 +18,7 @@ CHAT_NAMES = {
 }
 """Fields of a chat body under their names in /v1/messages."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+CLIENT_LINE = "x-anthropic-billing-header:"
 EFFORTS = {"xhigh": "high", "max": "high"}
 """Efforts above the highest one that chat templates know."""
 
@@ -55,10 +56,21 @@ def chat_fields(body: MessagesBody, max_tokens: int) -> Json:
 
 def messages(body: CountBody) -> list[Json]:
     """The conversation as chat messages."""
-    done: list[Json] = [] if body.system is None else [{"role": "system", "content": text_of(body.system)}]
+    done: list[Json] = [] if body.system is None else [{"role": "system", "content": _system(body.system)}]
     for turn in body.messages:
-        done.extend([_assistant(turn)] if turn.role == "assistant" else _user(turn))
+        done.extend(_turn(turn))
     return done
+
+
+def _system(system: str | list[TextBlock]) -> str:
+    """The system prompt without the line in which Claude Code counts its use: it differs by conversation, so no prefix would be cached."""
+    return text_of(system if isinstance(system, str) else [block for block in system if not block.text.startswith(CLIENT_LINE)])
+
+
+def _turn(turn: Turn) -> list[Json]:
+    if turn.role == "system":
+        return [{"role": "system", "content": text_of(turn.content)}]
+    return [_assistant(turn)] if turn.role == "assistant" else _user(turn)
 
 
 def _user(turn: Turn) -> list[Json]:
@@ -71,7 +83,7 @@ def _user(turn: Turn) -> list[Json]:
 
 
 def _result(block: Block) -> Json:
-    text = text_of(block.content)
+    text = block.content if isinstance(block.content, str) else "".join(part.shown for part in block.content)
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": f"Error: {text}" if block.is_error else text}
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from runtime.entrypoints.http.body import Body, Int64, Name, StopText, Unused, items
 from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, unless
-from runtime.entrypoints.openai.messages import MAX_MESSAGES, TEXT_PARTS_ONLY
+from runtime.entrypoints.openai.messages import LEFT_OUT, MAX_MESSAGES, TEXT_PARTS_ONLY
 from runtime.entrypoints.openai.protocol import ModelName
 from runtime.entrypoints.openai.response_protocol import Shown
 from runtime.entrypoints.openai.tools import MAX_TOOLS, FunctionName, JsonSchema
@@ -18,6 +18,25 @@ from runtime.errors import RequestError
 from runtime.sampling_params import MAX_STOPS, MAX_TOKENS, NewTokens, TopK, TopP
 
 # ---- messages
+
+
+class ResultBlock(Body):
+    """A part of the result of a tool. The model is told of images and documents that it cannot read."""
+
+    OTHER_TYPES = TEXT_PARTS_ONLY
+
+    type: Literal["text", "image", "document"]
+    text: str = ""
+    cache_control: Unused = None
+    citations: Unused = None
+    context: Unused = None
+    source: Unused = None
+    title: Unused = None
+
+    @property
+    def shown(self) -> str:
+        """What the model reads."""
+        return self.text if self.type == "text" else LEFT_OUT.format(self.type)
 
 
 class Block(Body):
@@ -31,7 +50,7 @@ class Block(Body):
     )
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
-    content: str | Annotated[list[Block], items(0, MAX_MESSAGES)] = ""
+    content: str | Annotated[list[ResultBlock], items(0, MAX_MESSAGES)] = ""
     id: Name | None = None
     input: Annotated[dict[str, Any], Field(description="an object")] | None = None
     is_error: bool = False
@@ -72,7 +91,7 @@ TextBlocks = Annotated[list[TextBlock], items(0, MAX_MESSAGES)]
 class Turn(Body):
     """One message of a conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Blocks
 
 
@@ -95,6 +114,7 @@ class Tool(Body):
     strict: bool | None = None
     type: Literal["custom"] = "custom"
     cache_control: Unused = None
+    eager_input_streaming: Unused = None
 
 
 class ToolChoice(Body):

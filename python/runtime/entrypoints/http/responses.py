@@ -8,7 +8,7 @@ import orjson
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from runtime.errors import ServingError
+from runtime.errors import ContextTooLong, ServingError
 
 ANTHROPIC_PATH = "/v1/messages"
 """Paths that begin with it have errors in Anthropic's form."""
@@ -64,16 +64,18 @@ def internal_error() -> dict[str, Any]:
     return error_form(INTERNAL, "server_error", 500, code="internal_error")
 
 
-def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """An `AnthropicError`."""
+def anthropic_error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """An `AnthropicError`. Agents shorten their conversation when they read that the prompt is too long."""
     kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    if code == ContextTooLong.code:
+        message = f"Prompt is too long. {message}"
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def error_body(form: dict[str, Any], path: str) -> dict[str, Any]:
     """An `ErrorBody` in the form that belongs to a path."""
     detail = form["error"]
-    return anthropic_error(detail["status"], detail["message"]) if path.startswith(ANTHROPIC_PATH) else form
+    return anthropic_error(detail["status"], detail["message"], detail["code"]) if path.startswith(ANTHROPIC_PATH) else form
 
 
 def error_response(error: ServingError, path: str) -> Response:

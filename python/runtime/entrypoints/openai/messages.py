@@ -13,6 +13,8 @@ from runtime.entrypoints.openai.tools import CalledFunction, CalledTool, CalledT
 
 MAX_MESSAGES = 4096
 TEXT_PARTS_ONLY = "this server reads text parts only and opens no URL"
+LEFT_OUT = "[The {} was left out: this model reads text only.]"
+"""What the model reads in place of a part of a tool's result."""
 
 
 class TextPart(Body):

@@ -75,7 +75,7 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
     chats = Chats(manager, manager.tokenizer)
     admin, model, tokens = AdminApi(manager, metrics), ServedModel(manager), TokenApi(manager, manager.tokenizer, chats)
     load = LoadApi(manager, admin.fresh_stats)
-    app.add_api_route("/", admin.page, response_class=HTMLResponse, include_in_schema=False)
+    app.add_api_route("/", admin.page, methods=["GET", "HEAD"], response_class=HTMLResponse, include_in_schema=False)
     app.add_api_route("/metrics", admin.scrape, response_class=PlainTextResponse, responses=_errors(404))
     for path, handler, answer, statuses in (
         ("/health", admin.health, Status, (503,)),

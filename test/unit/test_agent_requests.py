@@ -6,15 +6,17 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+import pytest
 from front import ScriptedScheduler, front
 from test_chat_tools import TEMPLATE
 from test_messages_api import events_of
-from test_responses_api import prompt_of
+from test_responses_api import EVENT, prompt_of, stream
 
 from runtime.entrypoints.openai.messages import LEFT_OUT
 
-MESSAGES = "/v1/messages?beta=true"
+MESSAGES, RESPONSES = "/v1/messages?beta=true", "/v1/responses"
 PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+SHELL = {"type": "function", "name": "shell", "strict": False, "parameters": PARAMETERS}
 CLAUDE_CODE = {
     "model": "tiny", "max_tokens": 32000, "stream": True, "metadata": {"user_id": "u"}, "thinking": {"type": "adaptive"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, "output_config": {"effort": "high"},
@@ -29,6 +31,27 @@ CLAUDE_CODE = {
     ],
 }  # fmt: skip
 """The first request of Claude Code 2.1."""
+CODEX = {
+    "model": "tiny", "stream": True, "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"summary": "auto"}, "store": False,
+    "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "client_metadata": {"turn_id": "t"},
+    "tools": [
+        SHELL,
+        {"type": "namespace", "name": "agents", "description": "Sub-agents.", "tools": [{**SHELL, "name": "spawn"}]},
+        {"type": "web_search", "external_web_access": True},
+    ],
+    "input": [
+        {"type": "message", "id": "msg_1", "role": "developer", "content": [{"type": "input_text", "text": "You are an agent."}]},
+        {"type": "message", "id": "msg_2", "role": "developer", "content": [{"type": "input_text", "text": "Skills: none."}]},
+        {"type": "message", "id": "msg_3", "role": "user", "content": [{"type": "input_text", "text": "Directory: /x"}]},
+        {"type": "message", "id": "msg_4", "role": "user", "content": [{"type": "input_text", "text": "Go."}]},
+    ],
+}  # fmt: skip
+"""The first request of Codex 0.171."""
+FIRST_SYSTEM_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be first') }}{% endif %}"
+    "{% if m.role == 'user' and not loop.first and loop.previtem.role == 'user' %}{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -82,6 +105,40 @@ def test_the_first_page_answers_head() -> None:
     run(check())
 
 
+def test_codex_calls_a_function_of_a_namespace_and_sends_its_output() -> None:
+    async def check() -> None:
+        async with front(calling("agents__spawn"), **OPTIONS) as f:
+            events = await stream(f, CODEX)
+            for event in events:
+                EVENT.validate_python(event)
+            assert ('"name": "agents__spawn"' in prompt_of(f), "web_search" in prompt_of(f)) == (True, False)
+            response = events[-1]["response"]
+            assert [tool["type"] for tool in response["tools"]] == ["function", "namespace"]
+            call = response["output"][-1]
+            assert (call["name"], call["namespace"]) == ("spawn", "agents")
+            output = {"type": "function_call_output", "call_id": call["call_id"], "output": "done"}
+            await stream(f, {**CODEX, "input": [*CODEX["input"], *response["output"], output]})
+            called = '<tool_call>{"name": "agents__spawn", "arguments": {"command": "ls"}}</tool_call>'
+            assert prompt_of(f).endswith(f"<assistant\nYes.{called}>\n<tool\ndone>\n<assistant\n")
+
+    run(check())
+
+
+@pytest.mark.parametrize(("path", "body"), [(MESSAGES, CLAUDE_CODE), (RESPONSES, CODEX)], ids=["claude-code", "codex"])
+def test_templates_that_take_one_system_message_at_the_start_are_no_obstacle(path: str, body: dict[str, Any]) -> None:
+    async def check() -> None:
+        async with front(template=FIRST_SYSTEM_ONLY, context_length=4000) as f:
+            answer = await f.post(path, {name: value for name, value in body.items() if name != "tools"})
+            assert answer.status_code == 200, answer.text
+            expected = {
+                MESSAGES: "<system\nYou are an agent.>\n<user\nGo.\n\nAgents: none.>\n",
+                RESPONSES: "<system\nYou are an agent.\n\nSkills: none.>\n<user\nDirectory: /x\n\nGo.>\n",
+            }
+            assert prompt_of(f) == expected[path] + "<assistant\n"
+
+    run(check())
+
+
 def test_an_image_in_the_result_of_a_tool_is_told_to_the_model() -> None:
     """Refusing it would end the conversation: the agent sends it again with every later request."""
 
@@ -95,5 +152,31 @@ def test_an_image_in_the_result_of_a_tool_is_told_to_the_model() -> None:
             assert f"<tool\nred.png{LEFT_OUT.format('image')}>" in prompt_of(f)
             turns[2] = {"role": "user", "content": [image]}
             assert (await f.post(MESSAGES, {"max_tokens": 5, "messages": turns})).status_code == 400
+
+            output = [{"type": "input_image", "image_url": "data:image/png;base64,iVBO", "detail": "high"}]
+            call = {"type": "function_call", "call_id": "t", "name": "view_image", "arguments": "{}"}
+            given = [call, {"type": "function_call_output", "call_id": "t", "output": output}]
+            assert (await f.post(RESPONSES, {"input": given})).status_code == 200
+            assert f"<tool\n{LEFT_OUT.format('image')}>" in prompt_of(f)
+
+    run(check())
+
+
+def test_the_ai_sdk_refers_to_items_of_stored_responses() -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(say=lambda _: "<think>\nhm\n</think>\n\nYes."), reasoning_parser="qwen3", **OPTIONS) as f:
+            first = (await f.post(RESPONSES, {"input": "a"})).json()
+            references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+            user = {"role": "user", "content": [{"type": "input_text", "text": "b"}]}
+            second = (await f.post(RESPONSES, {"input": [user, *references, user]})).json()
+            assert prompt_of(f) == "<user\nb>\n<assistant\n<think>hm</think>Yes.>\n<user\nb>\n<assistant\n"
+            listed = (await f.client.get(f"{RESPONSES}/{second['id']}/input_items", params={"order": "asc"})).json()["data"]
+            assert [item["type"] for item in listed] == ["message", "reasoning", "message", "message"]
+            assert (await f.client.delete(f"{RESPONSES}/{first['id']}")).status_code == 200
+            unkept = (await f.post(RESPONSES, {"input": "a", "store": False})).json()["output"][0]["id"]
+            again = [{"type": "item_reference", "id": second["output"][0]["id"]}] * 2
+            for wrong in (references, [{"type": "item_reference", "id": unkept}], again):
+                error = (await f.post(RESPONSES, {"input": wrong})).json()["error"]
+                assert (error["status"], error["param"], wrong[0]["id"] in error["message"]) == (400, "input", True)
 
     run(check())

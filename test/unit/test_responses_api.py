@@ -251,7 +251,7 @@ async def _until_data(answer: Any) -> AsyncIterator[str]:
 
 def test_the_store_is_bounded_in_number_and_bytes() -> None:
     def stored(name: str, size: int) -> StoredResponse:
-        return StoredResponse({"id": name}, (), (), size)
+        return StoredResponse({"id": name, "output": []}, (), (), size)
 
     store = ResponseStore(max_responses=3, max_bytes=100)
     for name in "abc":
@@ -417,7 +417,9 @@ def test_an_aborted_answer_is_cancelled() -> None:
         ({"input": "x" * 300}, "input"),
         ({"input": [{"role": "owner", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": "item_reference"}]}, "input"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "conversation": "conv"}, "conversation"),
@@ -425,7 +427,9 @@ def test_an_aborted_answer_is_cancelled() -> None:
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "max_output_tokens": 100000}, "max_output_tokens"),
         ({"input": "x", "temperature": 300}, "temperature"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "x", "tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
+        ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "x", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),

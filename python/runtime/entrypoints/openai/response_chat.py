@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from runtime.entrypoints.http.body import SamplingFields
-from runtime.entrypoints.openai.response_protocol import ChosenTool, FunctionTool, InputItem, ResponseBody, TextFormat, text_of
+from runtime.entrypoints.openai.response_protocol import ChosenTool, InputItem, ResponseBody, TextFormat, Tool, text_of
 from runtime.errors import RequestError
 
 Json = dict[str, Any]
@@ -42,7 +42,7 @@ def chat_fields(body: ResponseBody, conversation: Sequence[InputItem]) -> Json:
         "response_format": _response_format(body.text.format),
         "stream": body.stream,
         "tool_choice": _choice(body),
-        "tools": [_tool(tool) for tool in body.tools] or None,
+        "tools": [tool for given in body.tools for tool in _tools(given)] or None,
         "top_logprobs": body.top_logprobs,
     }
 
@@ -74,7 +74,7 @@ def _add_to_assistant(done: list[Json], item: InputItem) -> None:
     elif item.type == "message":
         last["content"] = text_of(item.content)
     else:
-        function = {"name": item.name, "arguments": item.arguments}
+        function = {"name": chat_name(item.namespace, item.name or ""), "arguments": item.arguments}
         last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
 
 
@@ -107,8 +107,27 @@ def _reference(name: str | None) -> Json:
     return {"type": "function", "function": {"name": name}}
 
 
-def _tool(tool: FunctionTool) -> Json:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+def chat_name(namespace: str | None, name: str) -> str:
+    """The name under which the model knows a function."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def call_names(tools: Iterable[Tool]) -> dict[str, Json]:
+    """Name and namespace of the functions in namespaces, by the name under which the model knows them."""
+    return {
+        chat_name(tool.name, function.name): {"name": function.name, "namespace": tool.name} for tool in tools for function in tool.tools
+    }
+
+
+def _tools(tool: Tool) -> list[Json]:
+    """The functions of a tool."""
+    namespace = tool.name if tool.type == "namespace" else None
+    given = {"function": [tool], "namespace": tool.tools}.get(tool.type, [])
+    functions = [function.model_dump(include={"description", "parameters", "strict"}, exclude_none=True) for function in given]
+    return [
+        {"type": "function", "function": {"name": chat_name(namespace, each.name), **function}}
+        for each, function in zip(given, functions, strict=True)
+    ]
 
 
 def _response_format(wanted: TextFormat) -> Json | None:

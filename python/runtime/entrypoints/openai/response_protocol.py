@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from runtime.entrypoints.http.body import (
     Body,
@@ -20,14 +22,14 @@ from runtime.entrypoints.http.body import (
     unsupported_type,
 )
 from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, unless
-from runtime.entrypoints.openai.messages import MAX_MESSAGES, TEXT_PARTS_ONLY
+from runtime.entrypoints.openai.messages import LEFT_OUT, MAX_MESSAGES, TEXT_PARTS_ONLY
 from runtime.entrypoints.openai.protocol import ModelName, ReasoningEffort, TemplateKwargs
 from runtime.entrypoints.openai.tools import MAX_TOOLS, FunctionName, JsonSchema
 from runtime.errors import RequestError, shown
 from runtime.sampling_params import NewTokens
 
 MAX_METADATA = 16
-ItemType = Literal["message", "function_call", "function_call_output", "reasoning"]
+ItemType = Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"]
 LOGPROBS = "message.output_text.logprobs"
 _REFUSED = {
     "background": "this server answers while the client waits, or streams",
@@ -62,16 +64,44 @@ class Part(Body):
             raise unsupported_type(kind, TEXT_PARTS_ONLY)
         return data
 
+    @property
+    def shown(self) -> str:
+        """What the model reads."""
+        return self.text or self.refusal
+
+
+class ResultPart(Body):
+    """A part of the output of a function. The model is told of images and files that it cannot read."""
+
+    OTHER_TYPES = TEXT_PARTS_ONLY
+
+    type: Literal["input_text", "output_text", "text", "input_image", "input_file"]
+    text: str = ""
+    annotations: Unused = None
+    detail: Unused = None
+    file_data: Unused = None
+    file_id: Unused = None
+    file_url: Unused = None
+    filename: Unused = None
+    image_url: Unused = None
+    logprobs: Unused = None
+
+    @property
+    def shown(self) -> str:
+        """What the model reads."""
+        return LEFT_OUT.format(self.type.removeprefix("input_")) if self.type in ("input_image", "input_file") else self.text
+
 
 Parts = Annotated[list[Part], items(0, MAX_MESSAGES)]
 
 
 class InputItem(Body):
-    """One item of a conversation: a message, a function call, its output, or the reasoning before it."""
+    """One item of a conversation: a message, a function call, its output, the reasoning before it, or a reference to a stored item."""
 
     OTHER_TYPES = f"use one of {', '.join(map(shown, get_args(ItemType)))}"
     RULES = (
-        any_of(has(type={"enum": ["function_call", "function_call_output", "reasoning"]}), has("role")),
+        any_of(has(type={"enum": ["function_call", "function_call_output", "reasoning", "item_reference"]}), has("role")),
+        any_of(unless("type", "item_reference"), has("id")),
         any_of(unless("type", "function_call"), has("call_id", "arguments", name=TEXT)),
         any_of(unless("type", "function_call_output"), has("call_id", "output")),
     )
@@ -82,7 +112,8 @@ class InputItem(Body):
     content: str | Parts = Field(default_factory=list)
     id: Name | None = None
     name: Name | None = None
-    output: str | Parts | None = None
+    namespace: Name | None = None
+    output: str | Annotated[list[ResultPart], items(0, MAX_MESSAGES)] | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     summary: Parts = Field(default_factory=list)
     encrypted_content: Unused = None
@@ -92,15 +123,16 @@ class InputItem(Body):
     @model_validator(mode="after")
     def _check_fields(self) -> InputItem:
         needed = {"message": ("role",), "function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}
+        needed["item_reference"] = ("id",)
         for name in needed.get(self.type, ()):
             if getattr(self, name) is None:
                 raise RequestError(f"{name} is required in an input item of type {self.type}.", "input")
         return self
 
 
-def text_of(content: str | list[Part]) -> str:
+def text_of(content: str | Sequence[Part | ResultPart]) -> str:
     """The text of some parts, joined."""
-    return content if isinstance(content, str) else "".join(part.text or part.refusal for part in content)
+    return content if isinstance(content, str) else "".join(part.shown for part in content)
 
 
 # ---- requests
@@ -116,6 +148,32 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: JsonSchema | None = None
     strict: bool | None = None
+
+
+class Tool(FunctionTool):
+    """A function, a namespace of functions, or the web search that OpenAI runs: the model is not told of it, so it never searches."""
+
+    OTHER_TYPES = 'use "function" or "namespace"'
+    RULES = (
+        any_of(has(type={"enum": ["web_search", "web_search_preview"]}), has("name")),
+        any_of(unless("type", "namespace"), has(tools=ITEMS)),
+    )
+
+    type: Literal["function", "namespace", "web_search", "web_search_preview"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    name: FunctionName = Field(default_factory=str)
+    tools: Annotated[list[FunctionTool], items(0, MAX_TOOLS)] = Field(default_factory=list)
+    external_web_access: Unused = None
+    filters: Unused = None
+    search_context_size: Unused = None
+    user_location: Unused = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Tool:
+        needed = {"function": ("name",), "namespace": ("name", "tools")}
+        for name in needed.get(self.type, ()):
+            if not getattr(self, name):
+                raise PydanticCustomError("required", "required", {"field": name})
+        return self
 
 
 class ChosenTool(Body):
@@ -191,7 +249,7 @@ class ResponseBody(SamplingFields):
     stream: bool = False
     text: TextOptions = TextOptions()
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
-    tools: Annotated[list[FunctionTool], items(0, MAX_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[Tool], items(0, MAX_TOOLS)] = Field(default_factory=list)
     top_logprobs: TopLogprobs | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
     max_tool_calls: Unused = None

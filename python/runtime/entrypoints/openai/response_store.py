@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,14 @@ class PreviousResponseNotFound(RequestError):
     code = "previous_response_not_found"
 
 
+class ItemNotFound(RequestError):
+    """An item that a request refers to is not stored, or it refers to one twice."""
+
+    def __init__(self, item_id: str, found: bool) -> None:
+        why = "is referred to twice" if found else "is not among the items of stored responses; send the item itself"
+        super().__init__(f"The item {shown(item_id)} {why}.", "input")
+
+
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """One response.
@@ -57,6 +65,12 @@ class StoredResponse:
     conversation: tuple[InputItem, ...]
     size: int
 
+    @property
+    def outputs(self) -> dict[str, InputItem]:
+        """The items of the output by their ids."""
+        made = {item["id"] for item in self.response["output"]}
+        return {item.id: item for item in self.conversation if item.id is not None and item.id in made}
+
 
 def size_of(response: Json, given: Sequence[Json]) -> int:
     """Bytes in memory, about, of a response and of the items of its request."""
@@ -69,6 +83,7 @@ class ResponseStore:
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._items: dict[str, tuple[str, InputItem]] = {}
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -78,9 +93,9 @@ class ResponseStore:
         """Keep a response, and drop old ones that no longer fit."""
         self._kept[stored.response["id"]] = stored
         self._bytes += stored.size
+        self._items |= {name: (stored.response["id"], item) for name, item in stored.outputs.items()}
         while len(self._kept) > self._max_responses or self._bytes > self._max_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            self._bytes -= dropped.size
+            self.remove(next(iter(self._kept)))
 
     def get(self, response_id: str) -> StoredResponse:
         """A response. Raises `ResponseNotFound`."""
@@ -89,7 +104,28 @@ class ResponseStore:
         self._kept.move_to_end(response_id)
         return self._kept[response_id]
 
+    def resolved(self, items: Iterable[InputItem]) -> list[InputItem]:
+        """The items, with the stored ones in place of references. Raises `ItemNotFound`.
+
+        Each stored item is taken once at most, so that a small body cannot make a large prompt.
+        """
+        done: list[InputItem] = []
+        taken = set[str]()
+        for item in items:
+            if item.type == "item_reference":
+                name = item.id or ""
+                if name not in self._items or name in taken:
+                    raise ItemNotFound(name, name in taken)
+                taken.add(name)
+                owner, item = self._items[name]
+                self._kept.move_to_end(owner)
+            done.append(item)
+        return done
+
     def remove(self, response_id: str) -> None:
         """Forget a response. Raises `ResponseNotFound`."""
-        self._bytes -= self.get(response_id).size
+        stored = self.get(response_id)
+        self._bytes -= stored.size
+        for name in stored.outputs:
+            del self._items[name]
         del self._kept[response_id]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
@@ -25,12 +26,14 @@ class ResponseWriter:
     Args:
         response: the response object without output.
         logprobs: the log-probabilities of an update, in OpenAI's form; empty if none were asked for.
+        names: name and namespace of functions in namespaces, by the name under which the model calls them.
     """
 
-    def __init__(self, response: Json, logprobs: Logprobs) -> None:
+    def __init__(self, response: Json, logprobs: Logprobs, names: Mapping[str, Json] = MappingProxyType({})) -> None:
         self.response = response
         self._output: list[Json] = response["output"]
         self._logprobs = logprobs
+        self._names = names
         self._open: Json | None = None
         self._sequence = 0
         self._finish: ChatFinish | None = None
@@ -81,7 +84,8 @@ class ResponseWriter:
                 self._part("reasoning")["text"] += text
                 return [*opened, self._at("response.reasoning_text.delta", content_index=0, delta=text)]
             case CallStart(_, call_id, name):
-                return [*self._close("completed"), *self._begin("function_call", call_id=call_id, name=name, arguments="")]
+                named = self._names.get(name, {"name": name})
+                return [*self._close("completed"), *self._begin("function_call", call_id=call_id, **named, arguments="")]
             case CallArguments(_, text):
                 item = self._current()
                 item["arguments"] += text

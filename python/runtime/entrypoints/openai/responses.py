@@ -19,8 +19,8 @@ from runtime.entrypoints.openai.chat_updates import ChatUpdate
 from runtime.entrypoints.openai.chats import Chat, Chats
 from runtime.entrypoints.openai.logprobs import chat_logprobs
 from runtime.entrypoints.openai.protocol import ChatBody
-from runtime.entrypoints.openai.response_chat import CHAT_NAMES, SYSTEM_ROLES, chat_fields, without_oldest
-from runtime.entrypoints.openai.response_protocol import ChosenTool, InputItem, ResponseBody
+from runtime.entrypoints.openai.response_chat import CHAT_NAMES, SYSTEM_ROLES, call_names, chat_fields, without_oldest
+from runtime.entrypoints.openai.response_protocol import ChosenTool, InputItem, ResponseBody, Tool
 from runtime.entrypoints.openai.response_store import PreviousResponseNotFound, ResponseNotFound, ResponseStore, StoredResponse, size_of
 from runtime.entrypoints.openai.response_writer import ITEM_PREFIX, ResponseWriter
 from runtime.entrypoints.openai.served_model import ServedModel
@@ -34,9 +34,10 @@ Streamed = Annotated[bool, Query(json_schema_extra={"enum": [False]})]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A response under way: its request, what it continues, its chat and its writer."""
+    """A response under way: its request, the items of its input, what it continues, its chat and its writer."""
 
     body: ResponseBody
+    given: list[InputItem]
     conversation: list[InputItem]
     size: int
     chat: Chat
@@ -120,11 +121,12 @@ class ResponseApi:
             except ResponseNotFound as error:
                 raise PreviousResponseNotFound(str(error), "previous_response_id") from None
             conversation, size = list(previous.conversation), previous.size
-        conversation.extend(body.input_items)
+        given = self._store.resolved(body.input_items)
+        conversation.extend(given)
         with self._conversion.naming():
             chat, chat_body = await self._start_chat(body, conversation)
-        writer = ResponseWriter(self._head(body, chat_body), lambda update: self._logprobs(chat_body, update))
-        run = self._running[writer.response["id"]] = _Run(body, conversation, size, chat, writer)
+        writer = ResponseWriter(self._head(body, chat_body), lambda update: self._logprobs(chat_body, update), call_names(body.tools))
+        run = self._running[writer.response["id"]] = _Run(body, given, conversation, size, chat, writer)
         return run
 
     async def _start_chat(self, body: ResponseBody, conversation: Sequence[InputItem]) -> tuple[Chat, ChatBody]:
@@ -170,7 +172,7 @@ class ResponseApi:
             "temperature": sampling["temperature"] if body.temperature is None else body.temperature,
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": choice.model_dump(exclude_none=True, exclude_defaults=True) if isinstance(choice, ChosenTool) else choice,
-            "tools": [{"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)} for tool in body.tools],
+            "tools": [_shown_tool(tool) for tool in body.tools if tool.type in ("function", "namespace")],
             "top_logprobs": max(chat_body.top, 0),
             "top_p": sampling["top_p"] if body.top_p is None else body.top_p,
             "truncation": body.truncation,
@@ -194,9 +196,15 @@ class ResponseApi:
         self._running.pop(response["id"], None)
         if not run.body.store:
             return
-        given = tuple(_with_id(item) for item in run.body.input_items)
+        given = tuple(_with_id(item) for item in run.given)
         output = [InputItem.model_validate(item) for item in response["output"]]
         self._store.add(StoredResponse(response, given, (*run.conversation, *output), run.size + size_of(response, given)))
+
+
+def _shown_tool(tool: Tool) -> Json:
+    """A tool in a response object."""
+    fields = tool.model_dump(exclude_unset=True)
+    return {"parameters": None, "strict": None, **fields} if tool.type == "function" else fields
 
 
 def _with_id(item: InputItem) -> Json:

@@ -14,7 +14,7 @@ from test_responses_api import EVENT, prompt_of, stream
 
 from runtime.entrypoints.openai.messages import LEFT_OUT
 
-MESSAGES, RESPONSES = "/v1/messages?beta=true", "/v1/responses"
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages?beta=true", "/v1/responses"
 PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 SHELL = {"type": "function", "name": "shell", "strict": False, "parameters": PARAMETERS}
 CLAUDE_CODE = {
@@ -178,5 +178,23 @@ def test_the_ai_sdk_refers_to_items_of_stored_responses() -> None:
             for wrong in (references, [{"type": "item_reference", "id": unkept}], again):
                 error = (await f.post(RESPONSES, {"input": wrong})).json()["error"]
                 assert (error["status"], error["param"], wrong[0]["id"] in error["message"]) == (400, "input", True)
+
+    run(check())
+
+
+def test_the_agents_sdk_for_node_repeats_a_message_in_its_part() -> None:
+    async def check() -> None:
+        async with front(**OPTIONS) as f:
+            calls = [{"id": "t", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+            part = {"type": "text", "text": "Yes.", "role": "assistant", "refusal": None, "reasoning_content": "hm", "tool_calls": calls}
+            turns = [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": [part], "tool_calls": calls},
+                {"role": "tool", "tool_call_id": "t", "content": "y"},
+            ]
+            answer = await f.post(CHAT, {"messages": turns})
+            assert answer.status_code == 200, answer.text
+            call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+            assert prompt_of(f) == f"<user\nx>\n<assistant\n<think>hm</think>Yes.{call}>\n<tool\ny>\n<assistant\n"
 
     run(check())

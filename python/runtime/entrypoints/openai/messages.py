@@ -18,13 +18,20 @@ LEFT_OUT = "[The {} was left out: this model reads text only.]"
 
 
 class TextPart(Body):
-    """A part of a message. Only text is supported."""
+    """A part of a message. Only text is supported.
+
+    OpenAI's agents SDK for Node puts the other fields of an assistant's message into its parts too.
+    """
 
     OTHER_TYPES = TEXT_PARTS_ONLY
 
     type: Literal["text"]
     text: str
+    reasoning_content: str | None = None
     cache_control: Unused = None
+    refusal: Unused = None
+    role: Unused = None
+    tool_calls: Unused = None
 
 
 class Message(Body):
@@ -63,7 +70,8 @@ class Message(Body):
     @property
     def thought(self) -> str:
         """The thinking of an assistant's message."""
-        return self.reasoning_content or self.reasoning or ""
+        parts = self.content if isinstance(self.content, list) else ()
+        return self.reasoning_content or self.reasoning or next((part.reasoning_content for part in parts if part.reasoning_content), "")
 
     @property
     def text(self) -> str:

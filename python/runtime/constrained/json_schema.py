@@ -12,6 +12,12 @@ MAX_DEPTH = 128
 """Levels of nesting."""
 MAX_ROUNDS = 16
 """Rounds of the search for a finite value; schemas that people write need two."""
+FREE_NAMES = ({"type": "string"}, {}, True)
+"""Schemas that any name of a property satisfies."""
+VALUES = ("const", "default", "enum", "examples")
+"""Keywords that hold values rather than schemas."""
+BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+"""Keywords that hold schemas by name."""
 
 
 def check_json_schema(text: str) -> None:
@@ -27,6 +33,22 @@ def check_json_schema(text: str) -> None:
         raise GrammarError(KIND, "Its references form a chain that is too long.") from error
     if endless:
         raise GrammarError(KIND, "It refers to itself without an end, so no finite value satisfies it.")
+
+
+def without_free_names(schema: Any) -> Any:
+    """The schema without each `propertyNames` that allows all names: zod writes them for records, and llguidance has no such keyword."""
+    if isinstance(schema, list):
+        return [without_free_names(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {name: part for name, part in schema.items() if name != "propertyNames" or part not in FREE_NAMES}
+    return {name: part if name in VALUES else _without_free_names_in(name, part) for name, part in kept.items()}
+
+
+def _without_free_names_in(keyword: str, part: Any) -> Any:
+    if keyword in BY_NAME and isinstance(part, dict):
+        return {name: without_free_names(inner) for name, inner in part.items()}
+    return without_free_names(part)
 
 
 def load_json(kind: str, text: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from runtime.constrained.json_schema import check_json_schema, load_json
+from runtime.constrained.json_schema import check_json_schema, load_json, without_free_names
 from runtime.errors import GrammarError
 
 KIND = "structural_tag"
@@ -255,7 +255,7 @@ class _Writer:
     def _json(self, schema: dict[str, Any] | bool) -> str:
         check_json_schema(json.dumps(schema))
         options = {"x-guidance": {"whitespace_pattern": self._whitespace}}
-        return self._rule(f"%json {json.dumps((schema if isinstance(schema, dict) else {}) | options)}")
+        return self._rule(f"%json {json.dumps((without_free_names(schema) if isinstance(schema, dict) else {}) | options)}")
 
     def _any(self, terms: Sequence[str]) -> str:
         if not terms:

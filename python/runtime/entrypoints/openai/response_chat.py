@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from runtime.entrypoints.http.body import SamplingFields
-from runtime.entrypoints.openai.response_protocol import ChosenTool, InputItem, ResponseBody, TextFormat, Tool, text_of
+from runtime.entrypoints.openai.response_protocol import ChosenTool, InputItem, ResponseBody, ResponseTool, TextFormat, text_of
 from runtime.errors import RequestError
 
 Json = dict[str, Any]
@@ -112,14 +112,14 @@ def chat_name(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def call_names(tools: Iterable[Tool]) -> dict[str, Json]:
+def call_names(tools: Iterable[ResponseTool]) -> dict[str, Json]:
     """Name and namespace of the functions in namespaces, by the name under which the model knows them."""
     return {
         chat_name(tool.name, function.name): {"name": function.name, "namespace": tool.name} for tool in tools for function in tool.tools
     }
 
 
-def _tools(tool: Tool) -> list[Json]:
+def _tools(tool: ResponseTool) -> list[Json]:
     """The functions of a tool."""
     namespace = tool.name if tool.type == "namespace" else None
     given = {"function": [tool], "namespace": tool.tools}.get(tool.type, [])

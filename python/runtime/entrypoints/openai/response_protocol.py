@@ -150,7 +150,7 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class Tool(FunctionTool):
+class ResponseTool(FunctionTool):
     """A function, a namespace of functions, or the web search that OpenAI runs: the model is not told of it, so it never searches."""
 
     OTHER_TYPES = 'use "function" or "namespace"'
@@ -168,7 +168,7 @@ class Tool(FunctionTool):
     user_location: Unused = None
 
     @model_validator(mode="after")
-    def _check_fields(self) -> Tool:
+    def _check_fields(self) -> ResponseTool:
         needed = {"function": ("name",), "namespace": ("name", "tools")}
         for name in needed.get(self.type, ()):
             if not getattr(self, name):
@@ -249,7 +249,7 @@ class ResponseBody(SamplingFields):
     stream: bool = False
     text: TextOptions = TextOptions()
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
-    tools: Annotated[list[Tool], items(0, MAX_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[ResponseTool], items(0, MAX_TOOLS)] = Field(default_factory=list)
     top_logprobs: TopLogprobs | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
     max_tool_calls: Unused = None

@@ -20,7 +20,7 @@ from runtime.entrypoints.openai.chats import Chat, Chats
 from runtime.entrypoints.openai.logprobs import chat_logprobs
 from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.response_chat import CHAT_NAMES, SYSTEM_ROLES, call_names, chat_fields, without_oldest
-from runtime.entrypoints.openai.response_protocol import ChosenTool, InputItem, ResponseBody, Tool
+from runtime.entrypoints.openai.response_protocol import ChosenTool, InputItem, ResponseBody, ResponseTool
 from runtime.entrypoints.openai.response_store import PreviousResponseNotFound, ResponseNotFound, ResponseStore, StoredResponse, size_of
 from runtime.entrypoints.openai.response_writer import ITEM_PREFIX, ResponseWriter
 from runtime.entrypoints.openai.served_model import ServedModel
@@ -201,7 +201,7 @@ class ResponseApi:
         self._store.add(StoredResponse(response, given, (*run.conversation, *output), run.size + size_of(response, given)))
 
 
-def _shown_tool(tool: Tool) -> Json:
+def _shown_tool(tool: ResponseTool) -> Json:
     """A tool in a response object."""
     fields = tool.model_dump(exclude_unset=True)
     return {"parameters": None, "strict": None, **fields} if tool.type == "function" else fields

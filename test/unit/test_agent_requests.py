@@ -97,6 +97,24 @@ def test_conversations_of_claude_code_begin_alike() -> None:
     run(check())
 
 
+def test_claude_code_finds_a_tool_by_a_search_of_its_own() -> None:
+    async def check() -> None:
+        async with front(**OPTIONS) as f:
+            use = {"type": "tool_use", "id": "t", "name": "ToolSearch", "input": {}}
+            found = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "mcp__x__y"}]}
+            turns = [
+                {"role": "assistant", "content": [use]},
+                {"role": "user", "content": [found, {"type": "text", "text": "Tool loaded."}]},
+            ]
+            tools = [*CLAUDE_CODE["tools"], {"name": "mcp__x__y", "input_schema": PARAMETERS, "defer_loading": True}]
+            body = {**CLAUDE_CODE, "tools": tools, "messages": CLAUDE_CODE["messages"] + turns}
+            assert (await f.post(MESSAGES, body)).status_code == 200
+            assert '"name": "mcp__x__y"' in prompt_of(f)
+            assert "<tool\nThe tool mcp__x__y can be called now.>\n<user\nTool loaded.>" in prompt_of(f)
+
+    run(check())
+
+
 def test_the_first_page_answers_head() -> None:
     async def check() -> None:
         async with front() as f:

@@ -21,12 +21,13 @@ from runtime.sampling_params import MAX_STOPS, MAX_TOKENS, NewTokens, TopK, TopP
 
 
 class ResultBlock(Body):
-    """A part of the result of a tool. The model is told of images and documents that it cannot read."""
+    """A part of the result of a tool: text, or a reference to a tool that was found. The model is told of what it cannot read."""
 
     OTHER_TYPES = TEXT_PARTS_ONLY
 
-    type: Literal["text", "image", "document"]
+    type: Literal["text", "image", "document", "tool_reference"]
     text: str = ""
+    tool_name: Name = ""
     cache_control: Unused = None
     citations: Unused = None
     context: Unused = None
@@ -36,7 +37,13 @@ class ResultBlock(Body):
     @property
     def shown(self) -> str:
         """What the model reads."""
-        return self.text if self.type == "text" else LEFT_OUT.format(self.type)
+        match self.type:
+            case "text":
+                return self.text
+            case "tool_reference":
+                return f"The tool {self.tool_name} can be called now."
+            case _:
+                return LEFT_OUT.format(self.type)
 
 
 class Block(Body):
@@ -114,6 +121,7 @@ class Tool(Body):
     strict: bool | None = None
     type: Literal["custom"] = "custom"
     cache_control: Unused = None
+    defer_loading: Unused = None
     eager_input_streaming: Unused = None
 
 

@@ -200,10 +200,12 @@ def test_the_ai_sdk_refers_to_items_of_stored_responses() -> None:
     run(check())
 
 
-def test_the_agents_sdk_for_node_repeats_a_message_in_its_part() -> None:
+def test_parts_and_calls_may_repeat_other_fields_of_an_answer() -> None:
+    """OpenAI's agents SDK for Node puts all fields of the message into its part; Mistral Vibe sends the index of a call."""
+
     async def check() -> None:
         async with front(**OPTIONS) as f:
-            calls = [{"id": "t", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+            calls = [{"id": "t", "type": "function", "function": {"name": "f", "arguments": "{}"}, "index": 0}]
             part = {"type": "text", "text": "Yes.", "role": "assistant", "refusal": None, "reasoning_content": "hm", "tool_calls": calls}
             turns = [
                 {"role": "user", "content": "x"},

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len
 from pydantic import Field
 
-from runtime.entrypoints.http.body import Body, Name, items
+from runtime.entrypoints.http.body import Body, Name, Unused, items
 from runtime.errors import RequestError
 
 MAX_TOOLS = 512
@@ -80,11 +80,12 @@ class CalledFunction(Body):
 
 
 class CalledTool(Body):
-    """A call in an earlier message of the assistant."""
+    """A call in an earlier message of the assistant. Some clients repeat its `index` from the stream."""
 
     id: Name = ""
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: Unused = None
 
     def rendered(self) -> dict[str, Any]:
         """The call as chat templates know it."""

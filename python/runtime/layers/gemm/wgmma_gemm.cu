@@ -53,15 +53,17 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             const u64 w_policy = once && WRITE != FLOAT ? EVICT_FIRST : EVICT_NORMAL, x_policy = once ? EVICT_LAST : EVICT_NORMAL;
             const u16 w_mask = place.w_mask();
             auto load_x = [&](int s) {
-                load_box<false>(ring.here(), &x_map, ring.full_here(), (k_first + s) * COLUMNS, walk.m_tile(place) * ROWS, x_policy, 0);
+                const int row = first_of(walk.m_tile(place) * ROWS, x_rows, rows);
+                load_box<false>(ring.here(), &x_map, ring.full_here(), (k_first + s) * COLUMNS, row, x_policy, 0);
             };
             auto load_w = [&](int s) {
                 barrier_expect(ring.full_here(), x_bytes + W_BYTES);
+                const int first = first_of(walk.n_tile() * OUTPUTS, OUTPUTS, columns);
 #pragma unroll
                 for (int box = 0; box < W_BOXES; box++) {
                     const int row = box * OUTPUTS + place.m * W_SLICE;  // of the tile: gates, then ups
                     load_box<(CLUSTER_M > 1)>(ring.here() + x_bytes + row * ROW_BYTES, &w_map, ring.full_here(), (k_first + s) * COLUMNS,
-                                              row / OUTPUTS * columns + walk.n_tile() * OUTPUTS + row % OUTPUTS, w_policy, w_mask);
+                                              row / OUTPUTS * columns + first + row % OUTPUTS, w_policy, w_mask);
                 }
             };
             int ahead = min(steps, stages);
@@ -96,14 +98,16 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             if (lane < CLUSTER_M) barrier_arrive_in_cluster(peer_empty + stage * 8);
         }
     };
-    Output output = {out, bias, norms, rows, columns, walk.m_tile(place) * ROWS + row_in_tile};
+    Output output = {out, bias, norms, rows, columns, first_of(walk.m_tile(place) * ROWS, x_rows, rows) + row_in_tile};
     wait_for_previous();
     if constexpr (SCALE) output.find_scale(width);
     for (; walk.inside(); walk.next()) {
-        const int row = walk.m_tile(place) * ROWS + row_in_tile, n_tile = walk.n_tile();
+        const int n_tile = walk.n_tile();
+        output.least_row = walk.m_tile(place) * ROWS, output.least_column = n_tile * OUTPUTS;
+        const int row = first_of(output.least_row, x_rows, rows) + row_in_tile;
         const bool other_rows = row != output.row;
         output.row = row;
-        output.column = n_tile * OUTPUTS + place.part * OWN_GROUPS * 8 + lane % 4 * 2;
+        output.column = first_of(output.least_column, OUTPUTS, columns) + place.part * OWN_GROUPS * 8 + lane % 4 * 2;
         float sums[TILE / 2];
 #pragma unroll
         for (int i = 0; i < TILE / 2; i++) sums[i] = 0.0f;

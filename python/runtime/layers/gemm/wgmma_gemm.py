@@ -143,7 +143,7 @@ def wgmma_gemm(
     epilogue.check_gemm(x, weight, out, config.parts(N))
     assert out is None or out.dtype is torch.float32 or out.data_ptr() % 16 == 0, "expected an out that is aligned to 16 bytes"
     columns, rows = epilogue.columns(N), 64 if M <= 64 else BLOCK_ROWS
-    loaded = min(rows, max(8, 1 << (M - 1).bit_length()))
+    loaded = min(rows, -(-M // 8) * 8)  # rows past the last one, which TMA is slow to fill with zeros, are seven at most
     kernel = _kernel(config, _Variant.of(rows, epilogue, out, weight.dtype, pdl))
     boxes = _boxes(config, rows, loaded, epilogue.gated)
     kernel(

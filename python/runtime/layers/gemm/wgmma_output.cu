@@ -60,16 +60,18 @@ struct Norms {
     float* next_squares;
 };
 
-// Where a thread's results go. `column`: the first of its columns that this block stores.
+// Where a thread's results go. `column`: the first of its columns; this block stores rows from `least_row` and columns from `least_column` on.
 struct Output {
     void* out;
     const u16* bias;
     Norms norms;
-    int rows, columns, row, column = 0;
+    int rows, columns, row, column = 0, least_row = 0, least_column = 0;
     float scale[2] = {1.0f, 1.0f}, squares[2] = {0.0f, 0.0f};
     Largest top[2];
 
-    __device__ __forceinline__ bool inside(int half, int group) const { return row + half * 8 < rows && column + group * 8 < columns; }
+    __device__ __forceinline__ bool has_row(int half) const { return row + half * 8 >= least_row && row + half * 8 < rows; }
+    __device__ __forceinline__ bool has_column(int group) const { return column + group * 8 >= least_column && column + group * 8 < columns; }
+    __device__ __forceinline__ bool inside(int half, int group) const { return has_row(half) && has_column(group); }
     __device__ __forceinline__ long at(int half, int group) const { return (long)(row + half * 8) * columns + column + group * 8; }
 
     // `scale` of the two rows.
@@ -175,7 +177,7 @@ struct Output {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const float sum = sum_of_four(squares[half]);
-            if (threadIdx.x % 4 == 0 && row + half * 8 < rows) norms.next_squares[(long)(row + half * 8) * parts + part] = sum;
+            if (threadIdx.x % 4 == 0 && has_row(half)) norms.next_squares[(long)(row + half * 8) * parts + part] = sum;
             squares[half] = 0.0f;
         }
     }
@@ -197,7 +199,7 @@ struct Output {
                 if (other_key > key || (other_key == key && other_at < at)) key = other_key, at = other_at;
             }
             const int to = row + half * 8;
-            if (threadIdx.x % 4 == 0 && to < rows) {
+            if (threadIdx.x % 4 == 0 && has_row(half)) {
                 partial[(long)to * tiles + tile] = key;
                 partial[(long)(rows + to) * tiles + tile] = at;
             }

@@ -55,6 +55,10 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 barri
     }
 }
 
+// The first row of a tile of `size` rows that would begin at `start`, of `count` rows. TMA is slow to fill rows past the last one with zeros: the
+// last tile begins earlier, so that it ends with them. It computes some rows again, and stores those from `start` on.
+__device__ __forceinline__ int first_of(int start, int size, int count) { return max(min(start, count - size), 0); }
+
 // A block's place in its cluster.
 struct Place {
     int m, part;
@@ -80,7 +84,7 @@ struct Walk {
     }
     __device__ __forceinline__ bool inside() const { return group < groups; }
     __device__ __forceinline__ void next() { group += step; }
-    // It may lie past the last one: such a tile is computed from zeros, because its block loads slices for others.
+    // It may lie past the last one: such a tile is computed, because its block loads slices for others, but not stored.
     __device__ __forceinline__ int m_tile(const Place& place) const { return group % m_groups * CLUSTER_M + place.m; }
     __device__ __forceinline__ int n_tile() const { return group / m_groups; }
 };

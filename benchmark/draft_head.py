@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,13 @@ EARLIER = "Drafts of the embedded model in this table are those of an earlier dr
 def label(folder: str | Path = EMBEDDED_DRAFT) -> dict[str, str]:
     """What a row records of the head in `folder`: 12 hexadecimal digits of the SHA-256 of its weights; nothing of random weights."""
     file = Path(folder) / "model.safetensors"
-    return {"draft_head": hashlib.sha256(file.read_bytes()).hexdigest()[:12]} if file.is_file() else {}
+    return {"draft_head": _digits(file, file.stat().st_mtime_ns)} if file.is_file() else {}
+
+
+@functools.cache
+def _digits(file: Path, changed: int) -> str:
+    """Those of a file of 22 MB, which pages ask for again for each of their tables; `changed` is when it was written."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
 
 
 def note(rows: Sequence[Mapping[str, Any]]) -> str:

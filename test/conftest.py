@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+from collections.abc import Iterator
 
 import pytest
 
@@ -24,3 +26,15 @@ def pytest_collection_finish() -> None:
     """Exclude those modules from later collections: each full one would visit them again."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Remove what programs set up that ran in the process of a test: all later tests would log to a stream that is closed."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in list(root.handlers):
+        if handler not in handlers:
+            root.removeHandler(handler)

@@ -226,11 +226,13 @@ def shares(counts: Counter[str]) -> tuple[float, float]:
 
 
 MIXING: list[tuple[str | None, dict[str, Any]]] = [(None, {}), WORKERS[0], WORKERS[3]]
-SERVED = [(*worker, False) for worker in [(None, {}), *WORKERS]] + [(*worker, True) for worker in MIXING]
+SERVED = [(*worker, False, bool(i % 2)) for i, worker in enumerate([(None, {}), *WORKERS])] + [
+    (*worker, True, overlap) for worker, overlap in zip(MIXING, (True, False, True), strict=True)
+]
+"""Each with steps that overlap or not; plain decoding, EAGLE and STANDALONE with both."""
 
 
-@pytest.mark.parametrize(("algorithm", "spec", "mixed"), SERVED)
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("algorithm", "spec", "mixed", "overlap"), SERVED)
 def test_each_request_is_told_how_its_own_steps_ran_and_the_server_how_all_did(
     tmp_path: Path, algorithm: str | None, spec: dict[str, Any], overlap: bool, mixed: bool
 ) -> None:

@@ -206,7 +206,7 @@ def test_text_that_is_not_plain_decodings_fails(
 ) -> None:
     """Graphs and eager passes agree here: both are wrong."""
     sabotage, flags = SABOTAGES[name]
-    flags = [*flags, "--max-new-tokens", "96"]
+    flags = [*flags, "--max-new-tokens", "56"]
     change_builds(monkeypatch, lambda worker: heed_context(worker.parts.target.runner.model))
     assert check_acceptance.main([*command, *flags]) == 0
     assert "the text is that of plain decoding for 3 of 3 prompts" in capsys.readouterr().out

@@ -90,8 +90,8 @@ def test_padded_and_poisoned_buffers_change_nothing(
     tmp_path: Path, exact_products: None, algorithm: str | None, page: int, spec: dict[str, Any]
 ) -> None:
     """Batches of 1 to 33 in any order, rows reused, requests cut short mid-step, retracted and resumed, prefixes shared, odd chunks."""
-    padded = life(tmp_path, algorithm, "eager", 7, 8, page, **spec)
-    same_life(life(tmp_path, algorithm, None, 7, 8, page, **spec), padded)
+    padded = life(tmp_path, algorithm, "eager", 7, 7, page, **spec)
+    same_life(life(tmp_path, algorithm, None, 7, 7, page, **spec), padded)
     expected = {*(f"batch of {n}" for n in BATCHES), "finished", "retracted", "resumed", "prefix hit", "chunk tail"}
     if algorithm != "NGRAM":  # whose steps are read before the next one
         expected.add("aborted in flight")
@@ -124,7 +124,7 @@ def test_piggybacked_decoding_equals_separate_decoding(
     """The same storm by a worker that mixes, over padded and poisoned buffers and without, and by one that does not."""
 
     def storm(mixed: bool, replay: str | None) -> Storm:
-        return life(tmp_path, algorithm, replay, 5, 6, page, mixed=mixed, mixing=True, **spec)
+        return life(tmp_path, algorithm, replay, 5, 4, page, mixed=mixed, mixing=True, **spec)
 
     together, padded, apart = storm(True, None), storm(True, "eager"), storm(False, None)
     same_life(together, padded)
@@ -133,22 +133,23 @@ def test_piggybacked_decoding_equals_separate_decoding(
     assert {"finished", "retracted", "resumed", "prefix hit", "chunk tail", "aborted in flight"} <= set(padded.reached)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+SHAPES: list[dict[str, Any]] = [
+    *({"num_steps": k} for k in (1, 2, 3, 5)),
+    {"num_steps": 1, "topk": 2, "num_draft_tokens": 3},
+    {"num_steps": 2, "topk": 2, "num_draft_tokens": 4},
+    {"num_steps": 3, "topk": 4, "num_draft_tokens": 16},
+    {"num_steps": 5, "topk": 2, "num_draft_tokens": 4},
+]
+
+
 @pytest.mark.parametrize(
-    "spec",
-    [
-        *({"num_steps": k} for k in (1, 2, 3, 5)),
-        {"num_steps": 1, "topk": 2, "num_draft_tokens": 3},
-        {"num_steps": 2, "topk": 2, "num_draft_tokens": 4},
-        {"num_steps": 3, "topk": 4, "num_draft_tokens": 16},
-        {"num_steps": 5, "topk": 2, "num_draft_tokens": 4},
-    ],
+    ("algorithm", "spec", "page"),
+    [(name, spec, (1, 16)[(i + j) % 2]) for i, name in enumerate(("EAGLE", "EAGLE3")) for j, spec in enumerate(SHAPES)],  # all pairs
 )
-def test_greedy_text_is_the_same_with_speculation(tmp_path: Path, algorithm: str, spec: dict[str, Any]) -> None:
-    for page, chunk in ((1, 1 << 30), (16, 4)):
-        driver = Driver(speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec))
-        assert driver.generate(PROMPTS, 24, chunk=chunk) == greedy_text()
-        assert driver.mean_accept_len() > 1.2
+def test_greedy_text_is_the_same_with_speculation(tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int) -> None:
+    driver = Driver(speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec))
+    assert driver.generate(PROMPTS, 24, chunk=1 << 30 if page == 1 else 4) == greedy_text()
+    assert driver.mean_accept_len() > 1.2
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -251,25 +252,24 @@ def check_draft_from_scratch(tmp_path: Path, worker: Any, driver: Driver, algori
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "spec", "mixed"),
+    ("algorithm", "spec", "mixed", "page"),  # every algorithm with both sizes of pages, and each size with mixed passes and without
     [
-        ("EAGLE", CHAIN, False),
-        ("EAGLE", CHAIN, True),
-        ("EAGLE", TREE, False),
-        ("EAGLE", {"num_steps": 1}, False),
-        ("EAGLE", {"num_steps": 1}, True),
-        ("EAGLE", {"num_steps": 1, "topk": 3, "num_draft_tokens": 4}, False),
-        ("EAGLE3", CHAIN, False),
-        ("EAGLE3", CHAIN, True),
-        ("EAGLE3", TREE, False),
-        ("STANDALONE", CHAIN, False),
-        ("STANDALONE", CHAIN, True),
-        ("DFLASH", CHAIN, False),
-        ("DFLASH", CHAIN, True),
+        ("EAGLE", CHAIN, False, 1),
+        ("EAGLE", CHAIN, True, 16),
+        ("EAGLE", TREE, False, 16),
+        ("EAGLE", {"num_steps": 1}, False, 16),
+        ("EAGLE", {"num_steps": 1}, True, 1),
+        ("EAGLE", {"num_steps": 1, "topk": 3, "num_draft_tokens": 4}, False, 1),
+        ("EAGLE3", CHAIN, False, 16),
+        ("EAGLE3", CHAIN, True, 1),
+        ("EAGLE3", TREE, False, 1),
+        ("STANDALONE", CHAIN, False, 1),
+        ("STANDALONE", CHAIN, True, 16),
+        ("DFLASH", CHAIN, False, 16),
+        ("DFLASH", CHAIN, True, 1),
     ],
 )
-@pytest.mark.parametrize("page", [1, 16])
-def test_draft_kv_equals_a_prefill_of_the_whole_text(tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int, mixed: bool) -> None:
+def test_draft_kv_equals_a_prefill_of_the_whole_text(tmp_path: Path, algorithm: str, spec: dict[str, Any], mixed: bool, page: int) -> None:
     """Chunk ends inside the prompt, a shared prefix, windows accepted in part: draft KV reaches as far as the target's."""
     worker = speculating(tmp_path, algorithm, runtime={"page_size": page, "mixed_chunk": mixed}, **spec)
     driver = Driver(worker)
@@ -814,9 +814,13 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "spec"), [("EAGLE", CHAIN), ("EAGLE", TREE), ("EAGLE3", CHAIN), ("STANDALONE", CHAIN), ("NGRAM", CHAIN)]
+    ("algorithm", "spec", "page", "replay"),
+    [
+        (*worker, page, replay)
+        for i, worker in enumerate([("EAGLE", CHAIN), ("EAGLE", TREE), ("EAGLE3", CHAIN), ("STANDALONE", CHAIN), ("NGRAM", CHAIN)])
+        for page, replay in ([(1, None), (16, "eager")], [(16, None), (1, "eager")])[i % 2]
+    ],
 )
-@pytest.mark.parametrize(("page", "replay"), [(1, None), (16, None), (1, "eager"), (16, "eager")])
 def test_a_text_can_grow_to_the_end_of_the_context(
     tmp_path: Path, algorithm: str, spec: dict[str, Any], page: int, replay: str | None
 ) -> None:

@@ -612,7 +612,7 @@ def test_10_a_stale_graph_raises_the_drift_alarm(
     prompts = {r: np.random.default_rng(r).integers(0, VOCAB, 6).tolist() for r in range(1, 41)}
     with caplog.at_level("WARNING"):
         for _ in range(2):
-            Driver(worker).generate(prompts, 60)
+            Driver(worker).generate(prompts, 48)
     info = worker.info().acceptance
     assert info.graph.iterations > 300
     assert info.eager_sample.iterations > 300

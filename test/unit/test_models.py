@@ -205,6 +205,12 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return Checkpoint(request.param, tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def served(checkpoint: Checkpoint) -> DecoderModel:
+    """The model of the checkpoint, which tests leave as it is."""
+    return loaded(checkpoint.folder)
+
+
 class Runner:
     """A model over a pool of scattered pages that belongs to one request, row 2."""
 
@@ -296,16 +302,16 @@ def test_a_text_as_long_as_a_scaled_context_matches_transformers(tmp_path: Path,
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("pieces", PIECES)
-def test_logits_match_transformers(checkpoint: Checkpoint, pieces: str, page_size: int) -> None:
-    logits = Runner(loaded(checkpoint.folder), page_size).in_pieces(checkpoint.ids, PIECES[pieces])
+def test_logits_match_transformers(checkpoint: Checkpoint, served: DecoderModel, pieces: str, page_size: int) -> None:
+    logits = Runner(served, page_size).in_pieces(checkpoint.ids, PIECES[pieces])
     assert logits.dtype == torch.float32
     scale = float(checkpoint.logits.abs().max())
     torch.testing.assert_close(logits, checkpoint.logits, rtol=1e-4, atol=1e-4 * max(1.0, scale))
     assert torch.equal(logits.argmax(-1), checkpoint.logits.argmax(-1))
 
 
-def test_the_greedy_pass_stores_the_tokens_and_logits_that_it_is_given_room_for(checkpoint: Checkpoint) -> None:
-    model, hidden = loaded(checkpoint.folder), torch.randn(5, 64)
+def test_the_greedy_pass_stores_the_tokens_and_logits_that_it_is_given_room_for(served: DecoderModel) -> None:
+    model, hidden = served, torch.randn(5, 64)
     tokens, scores = torch.empty(5, dtype=torch.int64), torch.empty(5, model.config.vocab_size)
     with torch.inference_mode():
         want = model.logits(hidden)
@@ -315,8 +321,8 @@ def test_the_greedy_pass_stores_the_tokens_and_logits_that_it_is_given_room_for(
     assert torch.equal(tokens, want.argmax(-1))
 
 
-def test_greedy_tokens_match_generate(checkpoint: Checkpoint) -> None:
-    runner, prompt = Runner(loaded(checkpoint.folder), 16), checkpoint.ids[:11]
+def test_greedy_tokens_match_generate(checkpoint: Checkpoint, served: DecoderModel) -> None:
+    runner, prompt = Runner(served, 16), checkpoint.ids[:11]
     seen = torch.ones(1, 11, dtype=torch.int64)  # else a 0 in the prompt is taken for padding
     expected = checkpoint.reference.generate(
         prompt[None], attention_mask=seen, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0

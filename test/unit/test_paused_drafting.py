@@ -62,16 +62,23 @@ def crossing(driver: Driver, all_of: dict[int, list[int]], few: list[int], token
 # ---- the text
 
 
+CHANGED = dict(zip(PROMPTS, (GREEDY, MIXED[2], GREEDY, SamplingParams(temperature=0.0, logit_bias={3: 4.0})), strict=True))
+"""Greedy, with whatever changes logits."""
+
+
+@functools.cache
+def plain_texts() -> dict[int, list[int]]:
+    """What the plain worker answers."""
+    return Driver(plain()).generate(PROMPTS, 30, sampling=CHANGED)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("replay", [None, "eager"])
 def test_greedy_text_survives_crossing_the_batch_limit(tmp_path: Path, kind: str, replay: str | None) -> None:
-    """With whatever changes logits, too."""
-    samplings = dict(zip(PROMPTS, (GREEDY, MIXED[2], GREEDY, SamplingParams(temperature=0.0, logit_bias={3: 4.0})), strict=True))
-    expected = Driver(plain()).generate(PROMPTS, 30, sampling=samplings)
     driver = Driver(pausing(tmp_path, kind, 2, replay, [2, 4] if replay else None, page_size=16))
-    driver.prefill(PROMPTS, chunk=5, sampling=samplings, room=160)
+    driver.prefill(PROMPTS, chunk=5, sampling=CHANGED, room=160)
     kinds = Counter((len(rows) > 2, result.stats.draft_tokens > 0) for rows, result in crossing(driver, PROMPTS, [3, 1], 30))
-    assert {row: driver.out[row][:30] for row in PROMPTS} == expected
+    assert {row: driver.out[row][:30] for row in PROMPTS} == plain_texts()
     assert kinds[True, False] > 3 < kinds[False, True]
     assert kinds[True, True] == kinds[False, False] == 0
 
@@ -112,7 +119,7 @@ def test_padded_and_poisonedbuffers_change_nothing(tmp_path: Path, monkeypatch: 
 
     def life(replay: str | None) -> Storm:
         worker = pausing(tmp_path, kind, 8, replay, SIZES if replay else None, page_size=16)
-        return Storm(worker, 11, MIXED, poison=replay is not None).run(8)
+        return Storm(worker, 11, MIXED, poison=replay is not None).run(7)
 
     padded = life("eager")
     same_life(life(None), padded)
@@ -133,10 +140,13 @@ def test_logprobs_are_those_without_speculation(tmp_path: Path, kind: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "mixed"), [*((kind, False) for kind in DRAFTED), *((kind, True) for kind in DRAFTED if "topk" not in KINDS[kind][1])]
+    ("kind", "mixed", "page"),  # drafts without branches with both sizes of pages, trees of one and of several levels with one each
+    [
+        *((kind, False, (1, 16)[i % 2]) for i, kind in enumerate(DRAFTED)),
+        *((kind, True, (16, 1)[i % 2]) for i, kind in enumerate(DRAFTED) if "topk" not in KINDS[kind][1]),
+    ],
 )
-@pytest.mark.parametrize("page", [1, 16])
-def test_draft_kv_is_complete_after_steps_without_drafts(tmp_path: Path, kind: str, page: int, mixed: bool) -> None:
+def test_draft_kv_is_complete_after_steps_without_drafts(tmp_path: Path, kind: str, mixed: bool, page: int) -> None:
     algorithm, spec = KINDS[kind]
     worker = pausing(tmp_path, kind, 2, page_size=page, mixed_chunk=mixed)
     driver = Driver(worker)
@@ -158,9 +168,14 @@ def draft_of(driver: Driver) -> list[torch.Tensor]:
     return own + [t.flatten(0, 1)[at] for at in slots for pool in pools(driver.worker)[1:] for t in (*pool.k, *pool.v)]
 
 
-@pytest.mark.parametrize("kind", DRAFTED)
-@pytest.mark.parametrize("sampling", [GREEDY, WARM])
-@pytest.mark.parametrize("replay", [None, "eager"])
+@pytest.mark.parametrize(
+    ("kind", "sampling", "replay"),
+    [
+        (kind, sampling, replay)
+        for i, kind in enumerate(DRAFTED)
+        for sampling, replay in zip((GREEDY, WARM), ((None, "eager"), ("eager", None))[i % 2], strict=True)  # all pairs
+    ],
+)
 def test_following_several_steps_together_gives_the_bits_of_following_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: SamplingParams, replay: str | None
 ) -> None:

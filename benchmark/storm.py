@@ -139,7 +139,7 @@ async def weather(
     record.add(await figures() | await leaks(server))
 
 
-async def kills(phase: str, flags: Sequence[str], count: int, until: float, rng: random.Random) -> dict[str, Any]:
+async def kills(phase: str, flags: Sequence[str], count: int, until: float, rng: random.Random, think: float) -> dict[str, Any]:
     """Start servers and kill a process of each, until the time is over; in `ALL_KILLS` seconds every victim comes at least once."""
     began, total, killed = time.monotonic(), Tally(), Counter[str]()
     victims = [*(["worker-1"] if "--tp-size" in flags else []), "scheduler", "detokenizer", "http"]
@@ -150,7 +150,7 @@ async def kills(phase: str, flags: Sequence[str], count: int, until: float, rng:
             Path(folder).chmod(0o700)
             with Server(flags, variables={"XDG_RUNTIME_DIR": folder}) as server:
                 crowd = clients(server, rng)
-                crowd.start(count - count // 2, count // 2)
+                crowd.start(count - count // 2, count // 2, think=think)
                 await asyncio.sleep(rng.uniform(0.5, 4.0))
                 wrong = await asyncio.to_thread(kill, server, victim, Path(folder))
                 tally = await crowd.stop()
@@ -184,7 +184,7 @@ async def storm(record: Record, flags: Sequence[str], minutes: float, count: int
         await weather(server, record, "calm", count, 0, ends[0], rng, think)
         await weather(server, record, "storm", count, count // 2, ends[1], rng, think)
     for phase, more, until in (("kills, one rank", (), ends[2]), ("kills, two ranks", ("--tp-size", "2"), ends[3])):
-        record.add(await kills(phase, [*tiny, *more], min(count, 16), until, rng))
+        record.add(await kills(phase, [*tiny, *more], min(count, 16), until, rng, think))
 
 
 def failures(rows: Sequence[Mapping[str, Any]], minutes: float) -> list[str]:

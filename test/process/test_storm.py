@@ -16,5 +16,5 @@ MINUTES = float(os.environ.get("TALON_STORM_MINUTES", "0.2"))
 def test_a_storm_loses_and_leaks_nothing(tmp_path: Path) -> None:
     # The storm takes as long with a small share of the processors, which it leaves to tests that end sooner with a large one.
     # Its clients pause, because what fills the processors adds no kind of event.
-    flags = ["--minutes", str(MINUTES), "--clients", "8", "--think", "1"]
+    flags = ["--minutes", str(MINUTES), "--clients", "8", "--think", "2"]
     check_quick_run("storm", flags, 4, tmp_path, seconds=240 + 120 * MINUTES, nice=10)

@@ -18,7 +18,7 @@ from runtime.managers.messages import GenerateReq
 from runtime.text import bounded_encoding
 from runtime.text.bounded_encoding import SLICE_CHARS
 
-CASES = 1200
+CASES = 800
 CONTEXT = 256
 QUEUED, CELLS, PARSE_MS = 2000, 20_000, 50
 BYTES_PER_TOKEN = 1024

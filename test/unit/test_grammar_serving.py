@@ -114,9 +114,9 @@ def test_text_is_the_plain_workers(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "spec", "mixed"), [(None, {}, True), ("EAGLE", {}, True), ("EAGLE3", {}, False), ("NGRAM", {}, False)]
+    ("algorithm", "spec", "mixed", "page"),  # both sizes of pages with passes that mix and with those that do not
+    [(None, {}, True, 1), ("EAGLE", {}, True, 16), ("EAGLE3", {}, False, 16), ("NGRAM", {}, False, 1)],
 )
-@pytest.mark.parametrize("page", [1, 16])
 def test_retraction_aborts_and_shared_prefixes_leave_no_trace(
     tmp_path: Path, compiler: GrammarCompiler, expected: Served, algorithm: str | None, spec: dict[str, Any], mixed: bool, page: int
 ) -> None:

@@ -54,19 +54,19 @@ def as_dict(sampling: SamplingParams) -> dict[str, object]:
     return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_finished_text_satisfies_its_schema(
-    tmp_path: Path, schemas: list[str], compiler: GrammarCompiler, temperature: float
-) -> None:
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_every_finished_text_satisfies_its_schema(tmp_path: Path, schemas: list[str], compiler: GrammarCompiler, temperature: int) -> None:
+    """Every second schema at each temperature."""
+    schemas = schemas[temperature::2]
     plain = answers(tmp_path / "plain", None, temperature, schemas, compiler)
     drafted = answers(tmp_path / "drafted", "EAGLE3", temperature, schemas, compiler)
     for served in (plain, drafted):
         ends = Counter(end.reason for end in served.ends.values())
         assert set(ends) <= {"stop", "length"}, "a text that does not end is cut, and says so"
-        assert ends["stop"] >= 0.8 * COUNT
+        assert ends["stop"] >= 0.8 * len(schemas)
         for i, schema in enumerate(schemas):
             if served.ends[str(i)].reason == "stop":
                 text, validator = served.text(str(i)), jsonschema.Draft202012Validator
                 validator(json.loads(schema), format_checker=validator.FORMAT_CHECKER).validate(json.loads(text))
-    if temperature == 0.0:
+    if temperature == 0:
         assert drafted.tokens == plain.tokens

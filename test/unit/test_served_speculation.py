@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -130,8 +131,15 @@ def test_text_is_the_plain_workers_when_kv_is_short_and_prefixes_are_shared(
     assert scheduler.stats.mixed_steps == 0
 
 
-@pytest.mark.parametrize(("algorithm", "spec"), [(None, {}), WORKERS[0], ("EAGLE3", {"num_steps": 2}), WORKERS[3]])
-@pytest.mark.parametrize(("page", "overlap"), [(1, True), (16, False), (16, True)])
+@pytest.mark.parametrize(
+    ("algorithm", "spec", "page", "overlap"),
+    [
+        (*worker, *way)
+        for i, worker in enumerate([(None, {}), WORKERS[0], ("EAGLE3", {"num_steps": 2}), WORKERS[3]])
+        for j, way in enumerate([(1, True), (16, False), (16, True)])
+        if i % 3 != j
+    ],
+)
 def test_text_is_the_plain_workers_when_prompts_and_decoding_share_a_pass(
     tmp_path: Path, algorithm: str | None, spec: dict[str, Any], page: int, overlap: bool
 ) -> None:
@@ -161,8 +169,11 @@ def test_kv_of_both_models_is_that_of_a_prefill_behind_prefixes_aborts_and_retra
     reference = Driver(fresh := speculating(tmp_path, algorithm, runtime={"page_size": page}, **spec))
     behind_prefixes: set[str] = set()
 
+    turns = itertools.count()
+
     def check(scheduler: Scheduler) -> None:
-        for req in scheduler.groups.only.running[-2:]:
+        """In every third turn: what is wrong once stays wrong until the request ends."""
+        for req in scheduler.groups.only.running[-2:] if next(turns) % 3 == 0 else []:
             if req.kv_len == 0:
                 continue
             known, pages = req.ids[: req.kv_len + 1].tolist(), torch.from_numpy(req.pages.ids.astype(np.int64))

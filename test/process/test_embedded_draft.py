@@ -45,7 +45,7 @@ def test_drafts_leave_greedy_answers_as_they_are(shape: str, plain: list[Sequenc
 def test_int8_answers_do_not_depend_on_drafts_or_company() -> None:
     """The default start: one prompt after the other without drafts, against drafts, deep ones too, and prompts that share their passes."""
     found, sampling = [], {"temperature": 0.0, "max_new_tokens": 6}
-    for drafts, sizes in (({"speculative_algorithm": "none"}, [1]), ({}, [1, 4, 8]), ({"speculative_num_steps": 7}, [4])):
+    for drafts, sizes in (({"speculative_algorithm": "none"}, [1]), ({}, [4, 8]), ({"speculative_num_steps": 7}, [1])):
         with Engine(device="cpu", cpu_threads=1, context_length=512, **drafts) as engine:
             assert engine.config.model.quantization == "int8"
             prompts = sorted(chat_prompts(engine), key=len)[:8]
@@ -54,7 +54,7 @@ def test_int8_answers_do_not_depend_on_drafts_or_company() -> None:
                 groups = [prompts[start : start + together] for start in range(0, 8, together)]
                 outputs = [output for group in groups for output in engine.generate(input_ids=group, sampling_params=sampling)]
                 found.append([output["output_ids"] for output in outputs])
-    assert found[1:] == found[:1] * 4
+    assert found[1:] == found[:1] * 3
 
 
 def test_the_default_server_drafts_says_so_and_accepts(embedded: Embedded) -> None:

@@ -1,8 +1,9 @@
 """Starts the project's programs as forks of a process that has imported them, which saves each of them seconds of imports.
 
 `WarmStart` runs such a process. Its `Popen` replaces `subprocess.Popen`: `python -m runtime.launch_server` and the other programs of
-`is_ours` begin as a fork, everything else as usual. What they start in turn begins as a fork of themselves. They remain processes of
-their own, children of the one that starts them, with the command line, environment, folder and file descriptors asked for.
+`is_ours` begin as a fork, everything else as usual. What they start in turn, by `subprocess` or by `multiprocessing`, begins as a fork
+of themselves. They remain processes of their own, children of the one that starts them, with the command line, environment, folder and
+file descriptors asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import multiprocessing.context
 import os
 import pickle
 import runpy
@@ -181,6 +183,7 @@ def become(program: Program, fds: Mapping[int, int]) -> object:
         _keep_niceness()
     _take(fds)
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
     return program.run()
 
 

@@ -294,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--iterations", type=int, default=2_000_000, help="of each run without a fault")
     args = parser.parse_args(argv)
-    prompts, new_tokens = (2, 8) if args.quick else (24, 64)
+    prompts, new_tokens = (2, 4) if args.quick else (24, 64)
     record = Record(NAME, KEYS, args.out, args.quick)
     run = session(prompts, new_tokens)
     faults: dict[str, Fault | None] = {NONE: None, OFF_BY_ONE: off_by_one, NOISE: noise()}

@@ -292,7 +292,7 @@ def main() -> None:
     if args.only != "passes":
         common = options("cpu", 1) if quick else {**ON_GPU}
         common |= {"model_path": args.model} if args.model else {}
-        for row in answer_rows(common, 2 if quick else 64, 8 if quick else 64, (1, 2) if quick else TOGETHER):
+        for row in answer_rows(common, 2 if quick else 64, 4 if quick else 64, (1, 2) if quick else TOGETHER):
             record.add({"model": "smollm2-135m", **row})
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))

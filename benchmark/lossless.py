@@ -127,7 +127,7 @@ def main() -> None:
     prompts, new_tokens = (64, 64) if args.default_start else (80, 48)
     args.prompts, args.new_tokens = args.prompts or prompts, args.new_tokens or new_tokens
     if args.quick:
-        args.prompts, args.new_tokens, args.threads = 2, 8, 1
+        args.prompts, args.new_tokens, args.threads = 2, 4, 1
     record = Record(NAME, KEYS, args.out, args.quick)
     for row in default_start_rows(args) if args.default_start else shape_rows(args):
         record.add(row | {"new_tokens": args.new_tokens, **draft_head.label()})

@@ -54,13 +54,14 @@ _HIGH_FD = 512
 
 @dataclass(frozen=True)
 class Program:
-    """A Python program to run: a module or a file, its arguments, and the process that it wants.
+    """A Python program to run: a module, a file or the text of one, its arguments, and the process that it wants.
 
     `fds`: the descriptors that it has when it starts.
     """
 
     module: str
     file: str
+    text: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     folder: str
@@ -74,9 +75,9 @@ class Program:
         os.environ.clear()
         os.environ.update(self.environment)
         paths = [path for path in self.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-        first = self.folder if self.module else str(Path(self.file).parent)
+        first = str(Path(self.file).parent) if self.file else self.folder
         sys.path[:] = dict.fromkeys([first, *paths, *sys.path])
-        sys.argv = [self.module or self.file, *self.arguments]
+        sys.argv = [self.module or self.file or "-c", *self.arguments]
         for number, name in enumerate(("stdin", "stdout", "stderr")):
             stream = open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False)  # noqa: SIM115
             if self.unbuffered and number > 0:
@@ -87,6 +88,8 @@ class Program:
             if self.module:
                 sys.modules.pop(self.module, None)
                 runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+            elif self.text:
+                exec(compile(self.text, "<string>", "exec"), {"__name__": "__main__"})
             else:
                 runpy.run_path(self.file, run_name="__main__")
         except SystemExit as end:
@@ -108,9 +111,11 @@ def program_of(command: Sequence[str], environment: Mapping[str, str], folder: s
     if words[0] == "-u":
         unbuffered, _ = True, words.pop(0)
     if words[0] == "-m" and words[1].startswith(OURS):
-        return Program(words[1], "", tuple(words[2:]), environment, folder, new_session, unbuffered)
+        return Program(words[1], "", "", tuple(words[2:]), environment, folder, new_session, unbuffered)
+    if words[0] == "-c" and "from runtime import" in words[1]:
+        return Program("", "", words[1], tuple(words[2:]), environment, folder, new_session, unbuffered)
     if Path(words[0]).parent in FOLDERS:
-        return Program("", words[0], tuple(words[1:]), environment, folder, new_session, unbuffered)
+        return Program("", words[0], "", tuple(words[1:]), environment, folder, new_session, unbuffered)
     return None
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from process.fake import ENV, dummy_model, serving
 
-pytestmark = pytest.mark.usefixtures("programs_start_cold")
+COLD = pytest.mark.usefixtures("programs_start_cold")
+"""An interpreter of its own for one test of each kind: a refused flag, a check, the help, a server."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,7 @@ def assert_one_line(made: subprocess.CompletedProcess[str], *words: str) -> None
     assert all(word in made.stderr for word in words), made.stderr
 
 
+@COLD
 def test_an_unknown_flag_prints_one_line_and_exits_with_2() -> None:
     assert_one_line(launch("--attention-backand", "fa3"), "--attention-backand", "--attention-backend")
 
@@ -65,6 +67,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
     assert_one_line(launch("--host", "no such host"), "no such host")
 
 
+@COLD
 def test_check_resolves_all_options_without_loading(model: Path) -> None:
     made = launch("--check", "--model", str(model), "--load-format", "dummy", "--device", "cpu", "--log-level", "info")
     assert made.returncode == 0, made.stderr
@@ -100,6 +103,7 @@ def test_dump_config_prints_yaml_that_config_reads(tmp_path: Path) -> None:
     assert "port: 1234" in second.stdout
 
 
+@COLD
 def test_help_lists_the_flags_without_loading_torch() -> None:
     made = launch("--help")
     assert made.returncode == 0
@@ -109,6 +113,7 @@ def test_help_lists_the_flags_without_loading_torch() -> None:
     assert light.stdout.strip() == "False"
 
 
+@COLD
 def test_the_ready_line_names_a_working_request(model: Path) -> None:
     with serving(model, "--chat-template", "{% for m in messages %}{{ m['content'] }}{% endfor %}") as server:
         curl = next(line for line in server.output if line.startswith("curl "))

@@ -16,7 +16,7 @@ import pytest
 from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed
 from runtime.sampling_params import MAX_DRAFT_STEPS
 from runtime.speculative.catch_up import GUESS_EVERY, WIDTH
-from unit.test_served_depth import CHANGING, DEPTHS, LENGTH, LOADS, deepest, first_rate, measured, shares, sizes_of, window_lens
+from unit.test_served_depth import CHANGING, DEPTHS, LENGTH, deepest, first_rate, measured, shares, sizes_of, some_loads, window_lens
 
 WARM_UP = 32
 """Tokens of the request that a benchmark sends first."""
@@ -159,7 +159,7 @@ def warmed_up(rng: np.random.Generator, acceptance: str) -> DepthController:
     return control
 
 
-@pytest.mark.parametrize(("concurrency", "acceptance"), LOADS[::2])
+@pytest.mark.parametrize(("concurrency", "acceptance"), some_loads(0))
 def test_requests_that_end_together_are_near_their_best_depth(concurrency: int, acceptance: str) -> None:
     runs, rng = 4 if concurrency < 4 else 8 if concurrency < 16 else 6 if concurrency < 128 else 2, np.random.default_rng(concurrency)
     of_best, of_plain = shares(

@@ -269,36 +269,37 @@ def test_an_aborted_message_has_no_reason_to_stop() -> None:
 # ---- errors and keys
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"messages": HI}, "max_tokens is required"),
-        ({"max_tokens": 5}, "messages is required"),
-        ({"max_tokens": 5, "messages": []}, "messages must be"),
-        ({"max_tokens": 5, "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"max_tokens": 5, "messages": HI, "system": [{"type": "tool_result", "text": "x"}]}, "system[0].type"),
-        ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, '"image" is not supported'),
-        ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is required"),
-        ({"max_tokens": 5, "messages": [{"role": "user", "content": "x" * 300}]}, "Prompt is too long."),
-        ({"max_tokens": 5, "messages": HI, "temperature": 1.5}, "temperature must be a number between 0 and 1"),
-        (
-            {"max_tokens": 5, "messages": HI, "tools": [{"type": "bash_20250124", "name": "bash"}]},
-            'tools[0].type "bash_20250124" is not supported; send tools with an input_schema.',
-        ),
-        ({"max_tokens": 5, "messages": HI, "tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
-        ({"max_tokens": 5, "messages": HI, "tool_choice": {"type": "any"}}, "tool_choice requires tools"),
-        ({"max_tokens": 5, "messages": HI, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice requires tools"),
-    ],
-)
-def test_wrong_requests_are_refused_in_anthropics_form(body: dict[str, Any], words: str) -> None:
+WRONG = [
+    ({"messages": HI}, "max_tokens is required"),
+    ({"max_tokens": 5}, "messages is required"),
+    ({"max_tokens": 5, "messages": []}, "messages must be"),
+    ({"max_tokens": 5, "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"max_tokens": 5, "messages": HI, "system": [{"type": "tool_result", "text": "x"}]}, "system[0].type"),
+    ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, '"image" is not supported'),
+    ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is required"),
+    ({"max_tokens": 5, "messages": [{"role": "user", "content": "x" * 300}]}, "Prompt is too long."),
+    ({"max_tokens": 5, "messages": HI, "temperature": 1.5}, "temperature must be a number between 0 and 1"),
+    (
+        {"max_tokens": 5, "messages": HI, "tools": [{"type": "bash_20250124", "name": "bash"}]},
+        'tools[0].type "bash_20250124" is not supported; send tools with an input_schema.',
+    ),
+    ({"max_tokens": 5, "messages": HI, "tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
+    ({"max_tokens": 5, "messages": HI, "tool_choice": {"type": "any"}}, "tool_choice requires tools"),
+    ({"max_tokens": 5, "messages": HI, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice requires tools"),
+]
+"""Bodies, and words of each refusal."""
+
+
+def test_wrong_requests_are_refused_in_anthropics_form() -> None:
     async def check() -> None:
         async with front() as f:
-            answer = await f.post(PATH, body)
-            assert answer.status_code == 400
-            error = AnthropicError.model_validate(answer.json()).error
-            assert error.type == "invalid_request_error"
-            assert words in error.message
-            assert await f.fine()
+            for body, words in WRONG:
+                answer = await f.post(PATH, body)
+                assert answer.status_code == 400, body
+                error = AnthropicError.model_validate(answer.json()).error
+                assert error.type == "invalid_request_error", body
+                assert words in error.message, body
+                assert await f.fine(), body
 
     run(check())
 

@@ -116,32 +116,33 @@ def test_documents_are_ranked_by_the_likelihood_of_the_query() -> None:
     run(check())
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/embeddings", {}, "input"),
-        ("/v1/embeddings", {"input": ""}, "input"),
-        ("/v1/embeddings", {"input": []}, "input"),
-        ("/v1/embeddings", {"input": "x" * 300}, "input"),
-        ("/v1/embeddings", {"input": [999]}, "input"),
-        ("/v1/embeddings", {"input": "x", "dimensions": 65}, "dimensions"),
-        ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format"),
-        ("/v1/score", {"query": "q", "items": ["a"]}, "label_token_ids"),
-        ("/v1/score", {"query": "q", "items": ["a"], "label_token_ids": []}, "label_token_ids"),
-        ("/v1/score", {"query": "q", "items": ["a"], "label_token_ids": [999]}, "label_token_ids"),
-        ("/v1/score", {"query": "q", "items": [[1]], "label_token_ids": [1]}, "items"),
-        ("/v1/score", {"query": "", "items": [""], "label_token_ids": [1]}, "items"),
-        ("/v1/rerank", {"query": "q", "documents": []}, "documents"),
-        ("/v1/rerank", {"query": "q", "documents": ["x" * 300]}, "documents"),
-        ("/v1/rerank", {"query": "q", "documents": ["x"], "top_n": 0}, "top_n"),
-    ],
-)
-def test_wrong_bodies_are_refused_by_field(path: str, body: dict[str, Any], param: str) -> None:
+WRONG = [
+    ("/v1/embeddings", {}, "input"),
+    ("/v1/embeddings", {"input": ""}, "input"),
+    ("/v1/embeddings", {"input": []}, "input"),
+    ("/v1/embeddings", {"input": "x" * 300}, "input"),
+    ("/v1/embeddings", {"input": [999]}, "input"),
+    ("/v1/embeddings", {"input": "x", "dimensions": 65}, "dimensions"),
+    ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format"),
+    ("/v1/score", {"query": "q", "items": ["a"]}, "label_token_ids"),
+    ("/v1/score", {"query": "q", "items": ["a"], "label_token_ids": []}, "label_token_ids"),
+    ("/v1/score", {"query": "q", "items": ["a"], "label_token_ids": [999]}, "label_token_ids"),
+    ("/v1/score", {"query": "q", "items": [[1]], "label_token_ids": [1]}, "items"),
+    ("/v1/score", {"query": "", "items": [""], "label_token_ids": [1]}, "items"),
+    ("/v1/rerank", {"query": "q", "documents": []}, "documents"),
+    ("/v1/rerank", {"query": "q", "documents": ["x" * 300]}, "documents"),
+    ("/v1/rerank", {"query": "q", "documents": ["x"], "top_n": 0}, "top_n"),
+]
+"""Paths and bodies, and the field that each refusal names."""
+
+
+def test_wrong_bodies_are_refused_by_field() -> None:
     async def check() -> None:
         async with front() as f:
-            answer = await f.post(path, body)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-            assert await f.fine()
+            for path, body, param in WRONG:
+                answer = await f.post(path, body)
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (path, body, answer.text)
+                assert await f.fine(), (path, body)
 
     run(check())
 

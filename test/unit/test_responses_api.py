@@ -409,40 +409,41 @@ def test_an_aborted_answer_is_cancelled() -> None:
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "input"),
-        ({"input": []}, "input"),
-        ({"input": "x" * 300}, "input"),
-        ({"input": [{"role": "owner", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"type": "item_reference"}]}, "input"),
-        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": "x", "background": True}, "background"),
-        ({"input": "x", "conversation": "conv"}, "conversation"),
-        ({"input": "x", "prompt": {"id": "p"}}, "prompt"),
-        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": "x", "max_output_tokens": 100000}, "max_output_tokens"),
-        ({"input": "x", "temperature": 300}, "temperature"),
-        ({"input": "x", "tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
-        ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
-        ({"input": "x", "tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
-        ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"input": "x", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
-        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
-        ({"input": "x", "metadata": {"a": 1}}, "metadata"),
-        ({"input": "x", "truncation": "some"}, "truncation"),
-        ({"input": "x", "previous_response_id": "resp_0"}, "previous_response_id"),
-    ],
-)
-def test_wrong_requests_are_refused_by_field(body: dict[str, Any], param: str) -> None:
+WRONG = [
+    ({}, "input"),
+    ({"input": []}, "input"),
+    ({"input": "x" * 300}, "input"),
+    ({"input": [{"role": "owner", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+    ({"input": [{"type": "item_reference"}]}, "input"),
+    ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    ({"input": "x", "background": True}, "background"),
+    ({"input": "x", "conversation": "conv"}, "conversation"),
+    ({"input": "x", "prompt": {"id": "p"}}, "prompt"),
+    ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+    ({"input": "x", "max_output_tokens": 100000}, "max_output_tokens"),
+    ({"input": "x", "temperature": 300}, "temperature"),
+    ({"input": "x", "tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
+    ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    ({"input": "x", "tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
+    ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"input": "x", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ({"input": "x", "metadata": {"a": 1}}, "metadata"),
+    ({"input": "x", "truncation": "some"}, "truncation"),
+    ({"input": "x", "previous_response_id": "resp_0"}, "previous_response_id"),
+]
+"""Bodies, and the field that each refusal names."""
+
+
+def test_wrong_requests_are_refused_by_field() -> None:
     async def check() -> None:
         async with front() as f:
-            answer = await f.post(PATH, body)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-            assert await f.fine()
+            for body, param in WRONG:
+                answer = await f.post(PATH, body)
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (body, answer.text)
+                assert await f.fine(), body
 
     run(check())

@@ -169,30 +169,31 @@ CHAT = "/v1/chat/completions"
 FUNCTION = {"name": "f", "parameters": SCHEMA}
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "named"),
-    [
-        (CHAT, {"response_format": NAMED}, "response_format.json_schema.schema"),
-        (CHAT, {"response_format": {"type": "json_object"}, "n": 2, "logprobs": True}, "response_format"),
-        (CHAT, {"guided_choice": ["a"]}, "guided_choice"),
-        (CHAT, {"structured_outputs": {"grammar": 'root ::= "a"'}}, "structured_outputs.grammar"),
-        (CHAT, {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"}, "tools"),
-        (CHAT, {"tools": [{"type": "function", "function": FUNCTION}], "regex": "a"}, "regex"),
-        ("/v1/completions", {"prompt": ["a", "b"], "json_schema": SCHEMA}, "json_schema"),
-        ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
-        ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text.format.schema"),
-        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "output_config.format.schema"),
-    ],
-)
+REFUSED = [
+    (CHAT, {"response_format": NAMED}, "response_format.json_schema.schema"),
+    (CHAT, {"response_format": {"type": "json_object"}, "n": 2, "logprobs": True}, "response_format"),
+    (CHAT, {"guided_choice": ["a"]}, "guided_choice"),
+    (CHAT, {"structured_outputs": {"grammar": 'root ::= "a"'}}, "structured_outputs.grammar"),
+    (CHAT, {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"}, "tools"),
+    (CHAT, {"tools": [{"type": "function", "function": FUNCTION}], "regex": "a"}, "regex"),
+    ("/v1/completions", {"prompt": ["a", "b"], "json_schema": SCHEMA}, "json_schema"),
+    ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text.format.schema"),
+    ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "output_config.format.schema"),
+]
+"""Paths, fields of a body, and the name of the grammar's field."""
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_refused_grammar_is_the_fault_of_its_field(path: str, fields: dict[str, Any], named: str, stream: bool) -> None:
+def test_a_refused_grammar_is_the_fault_of_its_field(stream: bool) -> None:
     async def check() -> None:
         async with front(ScriptedScheduler(refuse="Say why."), context_length=2000) as f:
-            chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5} if path in (CHAT, "/v1/messages") else {}
-            answer = await f.post(path, {**chat, **fields, "stream": stream})
-            assert stream or answer.status_code == 400
-            assert f"The {named} cannot be used: Say why." in answer.text
-            assert stream or path == "/v1/messages" or answer.json()["error"]["param"] == named
+            for path, fields, named in REFUSED:
+                chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5} if path in (CHAT, "/v1/messages") else {}
+                answer = await f.post(path, {**chat, **fields, "stream": stream})
+                assert stream or answer.status_code == 400, (path, fields)
+                assert f"The {named} cannot be used: Say why." in answer.text, (path, fields)
+                assert stream or path == "/v1/messages" or answer.json()["error"]["param"] == named, (path, fields)
 
     asyncio.run(check())
 

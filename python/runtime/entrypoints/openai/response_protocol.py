@@ -122,8 +122,12 @@ class InputItem(Body):
 
     @model_validator(mode="after")
     def _check_fields(self) -> InputItem:
-        needed = {"message": ("role",), "function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}
-        needed["item_reference"] = ("id",)
+        needed = {
+            "message": ("role",),
+            "function_call": ("call_id", "name", "arguments"),
+            "function_call_output": ("call_id", "output"),
+            "item_reference": ("id",),
+        }
         for name in needed.get(self.type, ()):
             if getattr(self, name) is None:
                 raise RequestError(f"{name} is required in an input item of type {self.type}.", "input")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,11 @@ ROLES = "{% for m in messages %}SKIP<|im_start|>{{ m.role }}\n{{ m.content }}<|i
 DROPS = ROLES.replace("SKIP", "{% if m.role != 'system' or loop.first %}").replace("END", "{% endif %}")
 REFUSES = ROLES.replace("SKIP", "{% if not loop.first and m.role == 'system' %}{{ raise_exception('x') }}{% endif %}").replace("END", "")
 ALTERNATES = REFUSES.replace("m.role == 'system'", "m.role in ('system', loop.previtem.role)")
+NO_SYSTEM = ALTERNATES.replace("not loop.first and m.role in ('system', ", "m.role == 'system' or not loop.first and m.role in (")
+LAST_SYSTEM = (
+    "{% set last = namespace(text='') %}{% for m in messages if m.role == 'system' %}{% set last.text = m.content %}{% endfor %}"
+    "<|im_start|>system\n{{ last.text }}<|im_end|>\n"
+) + ROLES.replace("SKIP", "{% if m.role != 'system' %}").replace("END", "{% endif %}")
 MANY_ROLES = [("system", "s1"), ("system", "s2"), ("user", "u1"), ("user", "u2"), ("assistant", "a"), ("system", "s3"), ("user", "u3")]
 ONE_SYSTEM = [("system", "s1\n\ns2"), ("user", "u1"), ("user", "u2"), ("assistant", "a"), ("user", "s3"), ("user", "u3")]
 
@@ -334,14 +340,40 @@ ONE_SYSTEM = [("system", "s1\n\ns2"), ("user", "u1"), ("user", "u2"), ("assistan
         (CHATML, MANY_ROLES),
         (DROPS, ONE_SYSTEM),
         (REFUSES, ONE_SYSTEM),
+        (LAST_SYSTEM, ONE_SYSTEM),
         (ALTERNATES, [("system", "s1\n\ns2"), ("user", "u1\n\nu2"), ("assistant", "a"), ("user", "s3\n\nu3")]),
+        (NO_SYSTEM, [("user", "s1\n\ns2\n\nu1\n\nu2"), ("assistant", "a"), ("user", "s3\n\nu3")]),
     ],
-    ids=["any", "drops", "refuses", "alternates"],
+    ids=["any", "drops", "refuses", "last system", "alternates", "no system"],
 )
 def test_messages_in_an_order_that_the_template_lacks_are_fitted(tmp_path: Path, template: str, expected: list[tuple[str, str]]) -> None:
     chat = [{"role": role, "content": content} for role, content in MANY_ROLES]
     text = _tokenizer(tmp_path, template).render_chat(chat, add_generation_prompt=False)
     assert text == "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in expected)
+
+
+MISTRAL = (
+    "{% set turns = namespace(count=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (turns.count % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if not m.content %}{{ raise_exception('empty') }}{% endif %}{% set turns.count = turns.count + 1 %}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
+    "<call {{ c.id }} {{ c.function.arguments | tojson }}>{% endfor %}<{{ m.role }} {{ m.tool_call_id }} {{ m.content }}>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("name", ["call_0123456789abcdef", "abcDEF123"])
+def test_a_conversation_with_calls_is_fitted_to_a_template_that_is_strict_about_them(tmp_path: Path, name: str) -> None:
+    """The user speaks after the result of a tool, and ids are those of another server."""
+    call = {**CALL, "id": name}
+    chat = [CALLED[0], {**CALLED[1], "tool_calls": [call]}, {**CALLED[3], "tool_call_id": name}]
+    asked = [*chat, {"role": "user", "content": "more"}, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = _tokenizer(tmp_path, MISTRAL).render_chat(asked, add_generation_prompt=False)
+    found = re.fullmatch(
+        r"<user  q><call (\w{9}) (.*)><assistant  ><tool (\w{9}) 2><assistant   ><user  more><assistant  a\n\nb>", text, re.DOTALL
+    )
+    assert found is not None, text
+    assert found[1] == found[3]
+    assert (found[1] == name) == (len(name) == 9)
 
 
 QWEN_THINKING = (

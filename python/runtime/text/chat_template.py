@@ -84,11 +84,11 @@ class ChatTemplate:
         _check_kwargs(kwargs)
         _check_messages(messages)
         mark, tag = unused_noncharacters([messages, tools], kwargs)
-        if has_unusual_order(messages):
-            messages = fit_roles(messages, self._roles)
         if uses_tools(messages, tools):
             messages = fit_tools(messages, tools, self.traits, call_form)
             tools = tools if self.traits.describes_tools else ()
+        if has_unusual_order(messages):
+            messages = fit_roles(messages, self._roles)
         chat = [self._guarded(message, mark) for message in messages]
         variables = {**self._named_tokens, **{name: self._control.for_others(value, mark) for name, value in kwargs.items()}}
         variables["tools"] = self._control.for_others(tools, mark) or None

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from runtime.text.tool_prompt import Message, Render, rendered
+from runtime.text.tool_prompt import Message, Render, called, rendered
 
-_TEXT = "probe_text"
+_FIRST, _TEXT = "probe_first", "probe_text"
 _USER, _ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
+_SILENT = {"role": "assistant", "content": " "}
+"""A message that says nothing; some templates reject empty ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,46 +19,72 @@ class RoleTraits:
     """Which messages a chat template takes, in which order.
 
     Attributes:
-        later_system: whether it renders a system message that is not the first message.
-        successive_users: whether it renders two messages of the user one after the other.
+        system: whether it renders a system message that is the first message.
+        later_system: whether it renders one that is not the first too.
+        successive: those of user and assistant of which it renders two messages one after the other.
+        pause_after_tool: whether it renders a message of the user after the result of a tool only if one of the assistant is between
+            them.
     """
 
+    system: bool
     later_system: bool
-    successive_users: bool
+    successive: frozenset[str]
+    pause_after_tool: bool
 
     @classmethod
     def probe(cls, render: Render) -> RoleTraits:
         """Find out by rendering short conversations."""
-        later = [_USER, _ASSISTANT, {"role": "system", "content": _TEXT}, _USER]
+
+        def shows(text: str, *messages: Message) -> bool:
+            return text in rendered(render, messages)
+
+        first, last = {"role": "system", "content": _FIRST}, {"role": "system", "content": _TEXT}
+        user, assistant = {**_USER, "content": _TEXT}, {**_ASSISTANT, "content": _TEXT}
+        both = (first, _USER, _ASSISTANT, last, _USER)
+        pairs = {"user": (_USER, user), "assistant": (_USER, _ASSISTANT, assistant, _USER)}
+        calls = [called(arguments, "x") for arguments in ("{}", {})]
         return cls(
-            later_system=_TEXT in rendered(render, later),
-            successive_users=_TEXT in rendered(render, [_USER, {"role": "user", "content": _TEXT}]),
+            system=shows(_FIRST, first, _USER),
+            later_system=shows(_FIRST, *both) and shows(_TEXT, *both),
+            successive=frozenset(role for role, pair in pairs.items() if shows(_TEXT, *pair)),
+            pause_after_tool=not any(shows(_TEXT, *call, user) for call in calls)
+            and any(shows(_TEXT, *call, _SILENT, user) for call in calls),
         )
+
+    @property
+    def joined(self) -> frozenset[str]:
+        """Roles of which messages that follow each other become one."""
+        return (frozenset(("user", "assistant")) - self.successive) | (frozenset() if self.later_system else {"system"})
 
 
 def has_unusual_order(messages: Sequence[Message]) -> bool:
-    """Whether some template may reject or drop messages: a system message is not the first, or two of the user follow each other."""
-    return any(after["role"] == "system" or before["role"] == after["role"] == "user" for before, after in pairwise(messages))
+    """Whether some template may reject or drop messages: of the system, two of one role, or one of the user after the result of a tool."""
+    return any(message["role"] == "system" for message in messages) or any(
+        before["role"] == after["role"] != "tool" or (before["role"], after["role"]) == ("tool", "user")
+        for before, after in pairwise(messages)
+    )
 
 
 def fit_roles(messages: Sequence[Message], traits: RoleTraits) -> list[Message]:
     """The messages as a template with these traits takes them.
 
-    Where it takes a system message only as the first, those at the start become one, and later ones become messages of the user.
-    Where it takes no two messages of the user in a row, they become one.
+    Where it takes a system message only as the first, those at the start become one, and later ones become messages of the user; where
+    it takes none, all do. Where it takes no two messages of the user or the assistant in a row, they become one.
     """
-    joined = {role for role, taken in (("system", traits.later_system), ("user", traits.successive_users)) if not taken}
     fitted: list[Message] = []
     for message in messages:
         last = fitted[-1] if fitted else None
-        if message["role"] == "system" and "system" in joined and last is not None and last["role"] != "system":
+        leading = last is None or last["role"] == "system"
+        if message["role"] == "system" and not (traits.system and (leading or traits.later_system)):
             message = {**message, "role": "user"}
-        if last is not None and last["role"] == message["role"] and message["role"] in joined and _are_texts(last, message):
+        if last is not None and last["role"] == message["role"] in traits.joined and _are_texts(last, message):
             fitted[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
-        else:
-            fitted.append(message)
+            continue
+        if last is not None and last["role"] == "tool" and message["role"] == "user" and traits.pause_after_tool:
+            fitted.append(_SILENT)
+        fitted.append(message)
     return fitted
 
 
 def _are_texts(*messages: Message) -> bool:
-    return all(isinstance(message.get("content"), str) for message in messages)
+    return all(isinstance(message.get("content"), str) and not message.get("tool_calls") for message in messages)

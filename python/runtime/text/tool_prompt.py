@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ HERMES_FORM = f'<tool_call>\n{{"name": "{FUNCTION}", "arguments": {ARGUMENTS}}}\
 """How calls are written if nothing else is known; many models are trained with this form."""
 
 _NAME, _KEY, _VALUE, _TEXT = "probe_function", "probe_key", "probe_value", "probe_text"
+_SHORT_ID, _LONG_ID = "probe0000", "call_0123456789abcdef01234567"
 _USER = {"role": "user", "content": "x"}
 _TOOL = {
     "type": "function",
@@ -44,30 +46,36 @@ class TemplateTraits:
         renders_calls: whether it renders calls and their results.
         argument_objects: whether it takes the arguments of calls as objects; otherwise as JSON text.
         takes_system: whether it takes a system message.
+        short_ids: whether it takes only ids of calls that are nine letters and digits, as Mistral's templates do.
     """
 
     describes_tools: bool
     renders_calls: bool
     argument_objects: bool
     takes_system: bool
+    short_ids: bool
 
     @classmethod
     def probe(cls, render: Render) -> TemplateTraits:
         """Find out by rendering short conversations."""
-        given = rendered(render, _called({_KEY: _VALUE}))
+        arguments: object = {_KEY: _VALUE}
+        given = rendered(render, called(arguments))
         objects = _VALUE in given and f"'{_KEY}'" not in given
-        text = given if objects else rendered(render, _called(json.dumps({_KEY: _VALUE})))
+        arguments = arguments if objects else json.dumps(arguments)
+        text = given if objects else rendered(render, called(arguments))
         return cls(
             describes_tools=_NAME in rendered(render, [_USER], [_TOOL]),
             renders_calls=_VALUE in text and _TEXT in text,
             argument_objects=objects,
             takes_system=_TEXT in rendered(render, [{"role": "system", "content": _TEXT}, _USER]),
+            short_ids=_TEXT in text and _TEXT not in rendered(render, called(arguments, name=_LONG_ID)),
         )
 
 
-def _called(arguments: object) -> list[Message]:
-    call = {"id": "probe0000", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-    result = {"role": "tool", "tool_call_id": "probe0000", "name": _NAME, "content": _TEXT}
+def called(arguments: object, text: str = _TEXT, name: str = _SHORT_ID) -> list[Message]:
+    """A conversation with a call of these arguments and of the id `name`, and `text` as its result."""
+    call = {"id": name, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": name, "name": _NAME, "content": text}
     return [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
 
 
@@ -96,6 +104,8 @@ def fit_tools(messages: Sequence[Message], tools: Sequence[Message], traits: Tem
         fitted = _as_text(messages, form)
     else:
         fitted = [_with_objects(message) for message in messages] if traits.argument_objects else list(messages)
+    if traits.short_ids:
+        fitted = [_with_short_ids(message) for message in fitted]
     return fitted if traits.describes_tools or not tools else _instructed(fitted, tools, form, traits.takes_system)
 
 
@@ -106,6 +116,17 @@ def _with_objects(message: Message) -> Message:
         for call in message.get("tool_calls") or ()
     ]
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _with_short_ids(message: Message) -> Message:
+    """A message whose ids of calls are nine letters and digits. A conversation that began with another model may have others."""
+    calls = [{**call, "id": _short_id(call["id"])} for call in message.get("tool_calls") or ()]
+    named = {"tool_call_id": _short_id(message["tool_call_id"])} if message.get("tool_call_id") else {}
+    return {**message, **named, "tool_calls": calls} if calls else {**message, **named}
+
+
+def _short_id(name: str) -> str:
+    return name if len(name) == len(_SHORT_ID) and name.isalnum() else hashlib.sha256(name.encode()).hexdigest()[: len(_SHORT_ID)]
 
 
 def _object(text: str) -> object:

@@ -376,6 +376,15 @@ def test_a_conversation_with_calls_is_fitted_to_a_template_that_is_strict_about_
     assert (found[1] == name) == (len(name) == 9)
 
 
+def test_the_assistant_may_greet_although_the_template_wants_the_user_first(tmp_path: Path) -> None:
+    chat = [{"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "q"}]
+    assert _tokenizer(tmp_path, MISTRAL).render_chat(chat, add_generation_prompt=False) == "<user   ><assistant  Hello!><user  q>"
+    after_system = _tokenizer(tmp_path, REFUSES).render_chat([{"role": "system", "content": "s"}, *chat], add_generation_prompt=False)
+    assert after_system == "".join(
+        f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (("system", "s"), ("assistant", "Hello!"), ("user", "q"))
+    )
+
+
 QWEN_THINKING = (
     "{% for m in messages %}{% set content = m.content %}{% set thought = '' %}{% if m.role == 'assistant' %}"
     "{% if '</think>' in content %}{% set thought = content.split('</think>')[0].split('<think>')[-1] %}"

@@ -10,8 +10,8 @@ from runtime.text.tool_prompt import Message, Render, called, rendered
 
 _FIRST, _TEXT = "probe_first", "probe_text"
 _USER, _ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
-_SILENT = {"role": "assistant", "content": " "}
-"""A message that says nothing; some templates reject empty ones."""
+_SILENT, _SILENT_USER = {"role": "assistant", "content": " "}, {"role": "user", "content": " "}
+"""Messages that say nothing; some templates reject empty ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class RoleTraits:
     Attributes:
         system: whether it renders a system message that is the first message.
         later_system: whether it renders one that is not the first too.
+        assistant_first: whether it renders a conversation that begins with a message of the assistant.
         successive: those of user and assistant of which it renders two messages one after the other.
         pause_after_tool: whether it renders a message of the user after the result of a tool only if one of the assistant is between
             them.
@@ -28,6 +29,7 @@ class RoleTraits:
 
     system: bool
     later_system: bool
+    assistant_first: bool
     successive: frozenset[str]
     pause_after_tool: bool
 
@@ -46,6 +48,7 @@ class RoleTraits:
         return cls(
             system=shows(_FIRST, first, _USER),
             later_system=shows(_FIRST, *both) and shows(_TEXT, *both),
+            assistant_first=shows(_TEXT, assistant, _USER),
             successive=frozenset(role for role, pair in pairs.items() if shows(_TEXT, *pair)),
             pause_after_tool=not any(shows(_TEXT, *call, user) for call in calls)
             and any(shows(_TEXT, *call, _SILENT, user) for call in calls),
@@ -58,18 +61,20 @@ class RoleTraits:
 
 
 def has_unusual_order(messages: Sequence[Message]) -> bool:
-    """Whether some template may reject or drop messages: of the system, two of one role, or one of the user after the result of a tool."""
-    return any(message["role"] == "system" for message in messages) or any(
-        before["role"] == after["role"] != "tool" or (before["role"], after["role"]) == ("tool", "user")
-        for before, after in pairwise(messages)
-    )
+    """Whether some template may reject or drop messages: of the system, two of one role, a first one of the assistant, or one of the user
+    after the result of a tool.
+    """
+    roles = [message["role"] for message in messages]
+    neighbours = any(before == after != "tool" or (before, after) == ("tool", "user") for before, after in pairwise(roles))
+    return neighbours or "system" in roles or roles[:1] == ["assistant"]
 
 
 def fit_roles(messages: Sequence[Message], traits: RoleTraits) -> list[Message]:
     """The messages as a template with these traits takes them.
 
     Where it takes a system message only as the first, those at the start become one, and later ones become messages of the user; where
-    it takes none, all do. Where it takes no two messages of the user or the assistant in a row, they become one.
+    it takes none, all do. Where it takes no two messages of the user or the assistant in a row, they become one. Where it lacks a message
+    before one of the assistant, or after the result of a tool, a blank one is put there.
     """
     fitted: list[Message] = []
     for message in messages:
@@ -80,6 +85,8 @@ def fit_roles(messages: Sequence[Message], traits: RoleTraits) -> list[Message]:
         if last is not None and last["role"] == message["role"] in traits.joined and _are_texts(last, message):
             fitted[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
             continue
+        if leading and message["role"] == "assistant" and not traits.assistant_first:
+            fitted.append(_SILENT_USER)
         if last is not None and last["role"] == "tool" and message["role"] == "user" and traits.pause_after_tool:
             fitted.append(_SILENT)
         fitted.append(message)

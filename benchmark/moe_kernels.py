@@ -20,6 +20,7 @@ from benchmark.record import Record, Row
 from benchmark.shapes import READ_BYTES_PER_SECOND
 from benchmark.sweep import numbers
 from runtime.config.device_tuning import tuning_of
+from runtime.config.expert_tuning import ExpertTuning
 from runtime.config.machine import probe
 
 NAME = "moe_kernels"
@@ -31,15 +32,17 @@ PROMPT_ROWS = 1024
 
 def measure(shape: ExpertShape, counts: Sequence[int], bytes_per_second: float | None) -> list[Row]:
     """One row for each number of tokens. `bytes_per_second`: what the machine reads at most; None leaves the roof out."""
-    layers = ExpertLayers(shape)
-    return [{"shape": shape.name, "format": shape.format, "rows": rows, **_measure(layers, rows, bytes_per_second)} for rows in counts]
+    layers, tuning = ExpertLayers(shape), tuning_of(probe().gpus[0]).experts
+    return [
+        {"shape": shape.name, "format": shape.format, "rows": rows, **_measure(layers, tuning, rows, bytes_per_second)} for rows in counts
+    ]
 
 
-def _measure(layers: ExpertLayers, rows: int, bytes_per_second: float | None) -> Row:
+def _measure(layers: ExpertLayers, tuning: ExpertTuning, rows: int, bytes_per_second: float | None) -> Row:
     from runtime.layers.moe.kernels.expert_pass import ExpertPass
     from runtime.layers.moe.kernels.run_experts import run_experts
 
-    shape, inputs, tuning = layers.shape, layers.inputs(rows), tuning_of(probe().gpus[0]).experts
+    shape, inputs = layers.shape, layers.inputs(rows)
     out = torch.empty((rows, shape.hidden), device="cuda")
     routings = [layers.route(x, call) for call, x in enumerate(inputs)]
 

@@ -20,8 +20,8 @@ BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "pro
 """Keywords that hold schemas by name."""
 
 
-def check_json_schema(text: str) -> None:
-    """Raise `GrammarError` where `text` is no JSON schema, or where each value that satisfies it would be endless."""
+def load_json_schema(text: str) -> dict[str, Any] | bool:
+    """The schema. Raises `GrammarError` where `text` is no JSON schema, or where each value that satisfies it would be endless."""
     schema = load_json(KIND, text)
     if not isinstance(schema, dict | bool):
         raise GrammarError(KIND, "A schema is an object.")
@@ -33,6 +33,7 @@ def check_json_schema(text: str) -> None:
         raise GrammarError(KIND, "Its references form a chain that is too long.") from error
     if endless:
         raise GrammarError(KIND, "It refers to itself without an end, so no finite value satisfies it.")
+    return schema
 
 
 def without_free_names(schema: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from runtime.constrained.json_schema import check_json_schema, load_json, without_free_names
+from runtime.constrained.json_schema import load_json, load_json_schema, without_free_names
 from runtime.errors import GrammarError
 
 KIND = "structural_tag"
@@ -253,9 +253,9 @@ class _Writer:
         return " ".join(terms)
 
     def _json(self, schema: dict[str, Any] | bool) -> str:
-        check_json_schema(json.dumps(schema))
+        checked = load_json_schema(json.dumps(schema))
         options = {"x-guidance": {"whitespace_pattern": self._whitespace}}
-        return self._rule(f"%json {json.dumps((without_free_names(schema) if isinstance(schema, dict) else {}) | options)}")
+        return self._rule(f"%json {json.dumps((without_free_names(checked) if isinstance(checked, dict) else {}) | options)}")
 
     def _any(self, terms: Sequence[str]) -> str:
         if not terms:

@@ -12,7 +12,7 @@ import numpy as np
 import xgrammar
 
 from runtime.constrained.grammar import Grammar, MaskRow, Matcher, mask_words
-from runtime.constrained.json_schema import check_json_schema
+from runtime.constrained.json_schema import load_json_schema
 from runtime.constrained.structural_tag import parse_structural_tag
 from runtime.constrained.vocabulary import Vocabulary
 from runtime.errors import GrammarError
@@ -36,7 +36,7 @@ class XgrammarBackend:
     def translate(self, spec: GrammarSpec) -> GrammarSpec:
         """A grammar as xgrammar takes it; see `GrammarBackend`."""
         if spec.kind == "json_schema":
-            check_json_schema(spec.text)
+            load_json_schema(spec.text)  # for its errors
         if spec.kind != "structural_tag":
             return spec
         return GrammarSpec(spec.kind, msgspec.json.encode({"type": "structural_tag", "format": parse_structural_tag(spec.text)}).decode())

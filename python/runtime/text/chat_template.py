@@ -105,12 +105,16 @@ class ChatTemplate:
     @cached_property
     def traits(self) -> TemplateTraits:
         """What the template does with tools."""
-        return TemplateTraits.probe(lambda messages, tools: self._run(messages, {**self._named_tokens, "tools": tools or None}, True))
+        return TemplateTraits.probe(self._run_plain)
 
     @cached_property
     def _roles(self) -> RoleTraits:
         """Which messages the template takes."""
-        return RoleTraits.probe(lambda messages, tools: self._run(messages, {**self._named_tokens, "tools": tools or None}, True))
+        return RoleTraits.probe(self._run_plain, self.traits)
+
+    def _run_plain(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
+        """Render messages as they are."""
+        return self._run(messages, {**self._named_tokens, "tools": tools or None}, True)
 
     def _run(self, chat: Sequence[Message], variables: Mapping[str, object], add_generation_prompt: bool) -> str:
         given = {"messages": chat, "documents": None, "add_generation_prompt": add_generation_prompt}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from runtime.text.tool_prompt import Message, Render, called, rendered
+from runtime.text.tool_prompt import Message, Render, TemplateTraits, called, rendered
 
 _FIRST, _TEXT = "probe_first", "probe_text"
 _USER, _ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
@@ -34,8 +34,8 @@ class RoleTraits:
     pause_after_tool: bool
 
     @classmethod
-    def probe(cls, render: Render) -> RoleTraits:
-        """Find out by rendering short conversations."""
+    def probe(cls, render: Render, traits: TemplateTraits) -> RoleTraits:
+        """Find out by rendering short conversations. `traits`: what the template does with tools."""
 
         def shows(text: str, *messages: Message) -> bool:
             return text in rendered(render, messages)
@@ -44,14 +44,13 @@ class RoleTraits:
         user, assistant = {**_USER, "content": _TEXT}, {**_ASSISTANT, "content": _TEXT}
         both = (first, _USER, _ASSISTANT, last, _USER)
         pairs = {"user": (_USER, user), "assistant": (_USER, _ASSISTANT, assistant, _USER)}
-        calls = [called(arguments, "x") for arguments in ("{}", {})]
+        call = called({} if traits.argument_objects else "{}", "x")
         return cls(
-            system=shows(_FIRST, first, _USER),
+            system=traits.takes_system,
             later_system=shows(_FIRST, *both) and shows(_TEXT, *both),
             assistant_first=shows(_TEXT, assistant, _USER),
             successive=frozenset(role for role, pair in pairs.items() if shows(_TEXT, *pair)),
-            pause_after_tool=not any(shows(_TEXT, *call, user) for call in calls)
-            and any(shows(_TEXT, *call, _SILENT, user) for call in calls),
+            pause_after_tool=not shows(_TEXT, *call, user) and shows(_TEXT, *call, _SILENT, user),
         )
 
     @property

@@ -18,6 +18,10 @@ constexpr int W_BYTES = TILE * ROW_BYTES;
 constexpr int W_BOXES = CLUSTER_M % HALVES == 0 ? 1 : HALVES;
 constexpr int W_SLICE = TILE / CLUSTER_M / W_BOXES;
 
+// The first row of a tile of `size` rows that would begin at `start`, of `count` rows. TMA is slow to fill rows past the last one with zeros: the
+// last tile begins earlier, so that it ends with them. It computes some rows again, and stores those from `start` on.
+__device__ __forceinline__ int first_of(int start, int size, int count) { return max(min(start, count - size), 0); }
+
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1)
 wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, void* out, int* partial, const u16* bias,
            Norms norms, int rows, int columns, int width, int x_rows, int stages) {

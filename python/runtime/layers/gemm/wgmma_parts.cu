@@ -55,10 +55,6 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 barri
     }
 }
 
-// The first row of a tile of `size` rows that would begin at `start`, of `count` rows. TMA is slow to fill rows past the last one with zeros: the
-// last tile begins earlier, so that it ends with them. It computes some rows again, and stores those from `start` on.
-__device__ __forceinline__ int first_of(int start, int size, int count) { return max(min(start, count - size), 0); }
-
 // A block's place in its cluster.
 struct Place {
     int m, part;

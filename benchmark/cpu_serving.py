@@ -1,4 +1,4 @@
-"""The embedded model on a CPU at batch 1 and 8, in float32 and int8, next to `transformers.generate` on the same
+"""The embedded model on a CPU at batch 1 and 8, in float32, int8 and int4, next to `transformers.generate` on the same
 weights.
 """
 
@@ -23,6 +23,7 @@ from benchmark.sweep import arguments, random_ids
 NAME = "cpu_serving"
 KEYS = ("system", "quantization", "batch")
 BATCHES = (1, 8)
+QUANTIZED = ("int8", "int4")
 
 
 def server_rows(server: Server, quantization: str, tokens: int) -> list[dict[str, Any]]:
@@ -62,7 +63,7 @@ def render(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Rates, ratios, and how many of int8's greedy tokens and whole answers equal those of float32."""
+    """Rates, ratios, and how many of the greedy tokens and whole answers of quantised weights equal those of float32."""
     rows = result["rows"]
     base = pick(rows, system="transformers", batch=1)
     lines: list[list[Any]] = []
@@ -92,7 +93,7 @@ def plot(result: Result, file: Path) -> None:
 
 
 def measure(record: Record, flags: Sequence[str], tokens: int, prompts: int, threads: int) -> None:
-    """Measure float32, then transformers on its weights, then int8 and its agreement, one after the other."""
+    """Measure float32, then transformers on its weights, then quantised weights and their agreement, one after the other."""
     common = [*flags, "--cpu-threads", str(threads)]
     with Server([*common, "--quantization", "none"]) as server:
         answers = greedy_answers(server, prompts, min(tokens, 64))
@@ -102,11 +103,12 @@ def measure(record: Record, flags: Sequence[str], tokens: int, prompts: int, thr
     if any(Path(folder).glob("*.safetensors")):
         for row in transformers_rows(folder, threads, tokens):
             record.add(row)
-    with Server([*common, "--quantization", "int8"]) as server:
-        found: Agreement = compare(server, answers)
-        for row in server_rows(server, "int8", tokens):
-            same = {"agreement": found.same / found.tokens, "agreement_tokens": found.tokens}
-            record.add(row | same | {"whole_answers": found.whole_answers, "answers": len(answers)})
+    for quantization in QUANTIZED:
+        with Server([*common, "--quantization", quantization]) as server:
+            found: Agreement = compare(server, answers)
+            for row in server_rows(server, quantization, tokens):
+                same = {"agreement": found.same / found.tokens, "agreement_tokens": found.tokens}
+                record.add(row | same | {"whole_answers": found.whole_answers, "answers": len(answers)})
 
 
 def main() -> None:

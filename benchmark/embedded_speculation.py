@@ -207,12 +207,12 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
-    parser.add_argument("--quantization", type=names, default=["int8", "none"], help="quantisation of the weights on a CPU, one run each")
+    parser.add_argument("--quantization", type=names, default=["int4", "int8", "none"], help="of the weights on a CPU, one run each")
     parser.add_argument("--model", help="file of the embedded model, if it cannot be fetched")
     parser.add_argument("--head", default=str(EMBEDDED_DRAFT), help="folder of another draft head")
     args = parser.parse_args()
     if args.quick:
-        args.shapes, args.batch, args.prompts, args.new_tokens, args.threads, args.quantization = ["2/1/3"], [1, 2], 1, 4, 1, ["int8"]
+        args.shapes, args.batch, args.prompts, args.new_tokens, args.threads, args.quantization = ["2/1/3"], [1, 2], 1, 4, 1, ["int4"]
     record = Record(NAME, KEYS, args.out, args.quick)
     for quantization in args.quantization if args.device == "cpu" else ["none"]:
         common = _options(args, quantization)

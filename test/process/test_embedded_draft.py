@@ -42,12 +42,13 @@ def test_drafts_leave_greedy_answers_as_they_are(shape: str, plain: list[Sequenc
     assert answers(shape) == plain
 
 
-def test_int8_answers_do_not_depend_on_drafts_or_company() -> None:
-    """The default start: one prompt after the other without drafts, against drafts, deep ones too, and prompts that share their passes."""
+@pytest.mark.parametrize(("flags", "quantization"), [({}, "int4"), ({"quantization": "int8"}, "int8")], ids=["default", "int8"])
+def test_answers_do_not_depend_on_drafts_or_company(flags: dict[str, str], quantization: str) -> None:
+    """One prompt after the other without drafts, against drafts, deep ones too, and prompts that share their passes."""
     found, sampling = [], {"temperature": 0.0, "max_new_tokens": 6}
     for drafts, sizes in (({"speculative_algorithm": "none"}, [1]), ({}, [4, 8]), ({"speculative_num_steps": 7}, [1])):
-        with Engine(device="cpu", cpu_threads=1, context_length=512, **drafts) as engine:
-            assert engine.config.model.quantization == "int8"
+        with Engine(device="cpu", cpu_threads=1, context_length=512, **flags, **drafts) as engine:
+            assert engine.config.model.quantization == quantization
             prompts = sorted(chat_prompts(engine), key=len)[:8]
             for together in sizes:
                 engine.flush_cache()
@@ -65,7 +66,7 @@ def test_the_default_server_drafts_says_so_and_accepts(embedded: Embedded) -> No
     said = embedded.log.read_text(errors="replace")
     assert f"EAGLE3 {steps}/1/{steps + 1}" in said
     assert "--speculative-algorithm none" in said
-    assert "SmolLM2-135M-Instruct (int8 weights)" in said
+    assert "SmolLM2-135M-Instruct (int4 weights)" in said
 
 
 def test_a_request_of_the_default_server_limits_its_own_drafts(embedded: Embedded) -> None:

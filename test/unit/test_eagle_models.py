@@ -407,7 +407,7 @@ def test_d2t_holds_offsets_and_its_inverse_fits(tmp_path: Path) -> None:
     assert int((head.to_draft >= 0).sum()) == 4
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_a_token_map_keeps_those_rows_of_the_head(tmp_path: Path, quantization: str | None) -> None:
     target = make_target(quantization)
     raw = draft_json("LlamaForCausalLMEagle")

@@ -82,7 +82,8 @@ def test_weights_count_as_they_are_stored(tmp_path: Path) -> None:
     model = tiny_model(dtype="float32", vocab_size=1000, hidden_size=100)
     (tmp_path / "model.safetensors").write_bytes(bytes(4_000_000))
     size = {kind: needed_bytes(tiny_runtime(model_path=str(tmp_path), **kind_of), model) for kind, kind_of in {
-        "float32": {}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"quantization": "int8"},
+        "float32": {}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"},
     }.items()}  # fmt: skip
     assert size["float32"] - size["bfloat16"] >= 2_000_000
     assert size["float32"] - size["int8"] == 4_000_000 - (900_000 + 500_000)
+    assert size["int4"] - size["int8"] == 900_000 // 4

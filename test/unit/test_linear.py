@@ -19,6 +19,7 @@ from runtime.layers.linear import Linear, Partition
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.quantization.dense import DENSE
+from runtime.layers.quantization.int4 import Int4, quantize_groups
 from runtime.layers.quantization.int8 import (
     DIRECT_HEAD_ROWS,
     DIRECT_ROWS,
@@ -38,8 +39,10 @@ from unit.test_server_args import LLAMA
 from unit.tiny import tiny_model
 
 CPU = torch.device("cpu")
-TOLERANCE = {"none": dict(rtol=1e-5, atol=1e-5), "int8": dict(rtol=2e-2, atol=0.15)}
-"""Layers of other shapes run other kernels; int8 rounds activations to bfloat16."""
+TOLERANCE = {"none": dict(rtol=1e-5, atol=1e-5), "int8": dict(rtol=2e-2, atol=0.15), "int4": dict(rtol=2e-2, atol=0.15)}
+"""Layers of other shapes run other kernels; int8 and int4 round activations to bfloat16."""
+STORED = {"none": Storage, "int8": quantize_rows, "int4": lambda weight: Storage(quantize_groups(weight))}
+"""A matrix as each scheme stores it."""
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -101,14 +104,14 @@ def test_a_row_of_zeros_stays_zero() -> None:
     assert torch.equal(int8(torch.zeros(4, 32))(random(2, 32)), torch.zeros(2, 4))
 
 
-@pytest.mark.parametrize("scheme", [DENSE, Int8()])
+@pytest.mark.parametrize("scheme", [DENSE, Int8(), Int4()])
 def test_fused_parts_are_one_layer(scheme: QuantScheme) -> None:
     first, second, x = random(8, 32), random(4, 32, seed=1), random(3, 32, seed=2)
     table = WeightTable(torch.float32, CPU, scheme, ALONE)
     layer = table.linear({"a": 8, "b": 4}, 32)
     table.load([("b.weight", second), ("a.weight", first)])
     whole = torch.cat((first, second))
-    expected = int8(whole) if scheme.name == "int8" else Linear.dense(whole)
+    expected = Linear(STORED[scheme.name](whole), None, scheme)
     assert torch.equal(layer(x), expected(x))
     torch.testing.assert_close(layer.select_rows(torch.tensor([9, 2]))(x), expected(x)[:, [9, 2]], **TOLERANCE[scheme.name])
 
@@ -131,7 +134,7 @@ class Rank:
         return value
 
 
-@pytest.mark.parametrize("scheme", [DENSE, Int8()])
+@pytest.mark.parametrize("scheme", [DENSE, Int8(), Int4()])
 def test_column_shards_of_fused_parts_are_rows_of_the_whole(scheme: QuantScheme) -> None:
     weights = {name: random(rows, 32, seed=rows) for name, rows in (("q.weight", 16), ("k.weight", 4))}
     weights |= {name: random(rows, seed=rows) for name, rows in (("q.bias", 16), ("k.bias", 4))}
@@ -197,7 +200,7 @@ def test_a_model_on_one_of_two_ranks_loads_half_of_each_sharded_matrix() -> None
 # ---- a new scheme
 
 
-class NegatedHalves:
+class NegatedHalves(QuantScheme):
     """A toy scheme: the checkpoint holds the negated weight in float16 beside one scale per layer, `prefix.toy_scale`."""
 
     name = "negated-halves"

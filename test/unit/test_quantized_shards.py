@@ -13,6 +13,7 @@ import torch
 from runtime.config.quant_config import ON_LOAD, QuantConfig
 from runtime.errors import ConfigError
 from runtime.layers.linear import Partition
+from runtime.layers.quantization.int4 import Int4
 from runtime.layers.quantization.int8 import Int8
 from runtime.layers.quantization.mxfp4 import Mxfp4
 from runtime.layers.quantization.registry import quant_scheme
@@ -36,7 +37,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("scheme", [FP8, Int8()], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("scheme", [FP8, Int8(), Int4()], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize(("partition", "shape"), [(Partition.COLUMN, (768, 320)), (Partition.ROW, (320, 768))], ids=["rows", "columns"])
 def test_slices_quantized_on_load_are_slices_of_the_quantized_whole(partition: Partition, shape: tuple[int, int], scheme: Any) -> None:
     sizes = torch.linspace(0.1, 10.0, 768)

@@ -216,7 +216,7 @@ def test_keyword_options_are_checked_by_name() -> None:
         ({"cuda_graph_bs": ["1"]}, ["'1'", "list"]),
         ({"speculative_draft_model": ["a"]}, ["speculative_draft_model", "text"]),
         ({"speculative_algorithm": "EAGLE2"}, ["EAGLE2", "EAGLE, EAGLE3, MTP, DFLASH, STANDALONE, NGRAM, none"]),
-        ({"quantization": "int4"}, ["int4", "int8"]),
+        ({"quantization": "int3"}, ["int3", "int8"]),
         ({"dtype": "int3"}, ["int3", "bfloat16"]),
         ({"device": "tpu"}, ["tpu", "cpu"]),
         ({"log_level": "loud"}, ["loud", "warning"]),
@@ -789,9 +789,9 @@ def test_only_the_embedded_model_is_quantised_by_default() -> None:
 @pytest.mark.parametrize(
     ("given", "quantization", "said"),
     [
-        ({}, "int8", ["quantization int8", "--dtype float32 or --quantization none"]),
-        ({"dtype": "auto"}, "int8", ["quantization int8"]),
-        ({"dtype": "float32"}, None, ["quantization none", "--dtype float32 asks for float32 weights", "--quantization int8"]),
+        ({}, "int4", ["quantization int4", "--dtype float32 or --quantization none"]),
+        ({"dtype": "auto"}, "int4", ["quantization int4"]),
+        ({"dtype": "float32"}, None, ["quantization none", "--dtype float32 asks for float32 weights", "--quantization int4"]),
         ({"dtype": "float"}, None, ["--dtype float asks for float32 weights"]),
         ({"dtype": "bfloat16"}, None, ["--dtype bfloat16 asks for bfloat16 weights"]),
         ({"dtype": "float32", "quantization": "int8"}, "int8", []),

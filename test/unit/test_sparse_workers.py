@@ -26,10 +26,10 @@ from unit.test_mtp import MOE
 from unit.test_tensor_parallel import CHAIN, PROMPTS, TREE, builder, texts
 
 
-def sparse_config(**changes: Any) -> ModelConfig:
+def sparse_config(inner: int = 48, **changes: Any) -> ModelConfig:
     """A Qwen3-MoE of three layers, the first dense."""
     moe = MoeConfig(
-        num_experts=8, top_k=2, intermediate_size=48, scoring="softmax", renormalize=True, layers=(False, True, True)
+        num_experts=8, top_k=2, intermediate_size=inner, scoring="softmax", renormalize=True, layers=(False, True, True)
     )  # fmt: skip
     return model_config(
         **{"architecture": "Qwen3MoeForCausalLM", "num_layers": 3, "window": (-1, -1, -1), "qk_norm": True, "moe": moe, **changes}
@@ -156,8 +156,9 @@ def test_dense_models_have_no_distinct_experts() -> None:
     assert worker.info().distinct_experts is None
 
 
-def test_int8_experts_are_shared_too(tmp_path: Path) -> None:
-    build = builder(tmp_path, None, sparse_config(hidden_size=64), quantization="int8")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_experts_quantized_on_load_are_shared_too(tmp_path: Path, quantization: str) -> None:
+    build = builder(tmp_path, None, sparse_config(hidden_size=64, inner=64), quantization=quantization)
     expected, _ = texts(build())
     with ranks(2, build) as worker:
         assert texts(worker)[0] == expected

@@ -226,8 +226,9 @@ def test_prompt_log_probabilities_and_mixed_chunks_work_on_two_ranks(tmp_path: P
         np.testing.assert_allclose(theirs, logprobs, atol=1e-4)
 
 
-def test_int8_weights_are_shared_too(tmp_path: Path) -> None:
-    build = builder(tmp_path, None, model_config(tie_embeddings=True, vocab_size=96), quantization="int8")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_quantized_on_load_are_shared_too(tmp_path: Path, quantization: str) -> None:
+    build = builder(tmp_path, None, model_config(tie_embeddings=True, vocab_size=96), quantization=quantization)
     with ranks(2, build) as worker:
         again, _ = texts(worker)
         assert all(len(text) == LENGTH for text in again.values())

@@ -9,9 +9,9 @@ from typing import Literal
 
 from runtime.errors import ConfigError
 
-Quantization = Literal["int8", "fp8", "mxfp4"]
+Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
 """The names of the schemes; `--quantization` takes these and none."""
-CPU_ONLY: frozenset[Quantization] = frozenset({"int8"})
+CPU_ONLY: frozenset[Quantization] = frozenset({"int8", "int4"})
 """Schemes that only a CPU has kernels for."""
 STORED_ONLY: frozenset[Quantization] = frozenset({"mxfp4"})
 """Schemes that need a checkpoint in this form."""

@@ -52,7 +52,8 @@ class ServerArgs:
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = _flag(MODEL, "auto")
     """Type of the KV cache: the model's (auto), or fp8_e4m3, which holds twice the tokens (fa3 or torch_native attention)."""
     quantization: Literal[Quantization, "none"] | None = _flag(MODEL, None)
-    """fp8 stores the linear weights of all layers in 8 bits (e4m3, a scale for each 128 x 128 entries), int8 on a CPU also the head;
+    """fp8 stores the linear weights of all layers in 8 bits (e4m3, a scale for each 128 x 128 entries); on a CPU, int8 stores them in
+    8 bits and int4 in 4 (a scale and a minimum for each 32 columns), both the LM head in 8;
     none turns off the embedded model's default. A quantized checkpoint needs no flag."""
     disable_fp8_activations: bool = _flag(MODEL, False)
     """Keep 16-bit activations with FP8 weights; by default, prompts and experts with many tokens round them to 8 bits on a GPU."""
@@ -202,7 +203,7 @@ class ServerArgs:
     speculative_draft_model_path: str | None = _flag(SPECULATION, None, "PATH", "--speculative-draft-model")
     """Folder or hub id of the draft model."""
     speculative_draft_model_quantization: Literal["unquant", "fp8"] | None = _flag(SPECULATION, None)
-    """fp8 quantizes the layers of a 16-bit draft model; default: as stored in its checkpoint (int8 if the target is int8)."""
+    """fp8 quantizes the layers of a 16-bit draft model; default: as stored in its checkpoint (int8 if the target is int8 or int4)."""
     speculative_draft_load_format: FormatChoice | None = _flag(SPECULATION, None)
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
     speculative_draft_tp_size: int | None = _flag(SPECULATION, None, "N")

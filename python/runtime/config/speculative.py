@@ -30,7 +30,7 @@ EMBEDDED_DRAFT_STEPS: dict[DeviceKind, int] = {"cpu": 3, "cuda": 4}
 
 Measured for one request: on a CPU in int8 against depths 1, 2 and 5, on an H200 against 2, 3 and 5.
 """
-EMBEDDED_DRAFT_MAX_BATCH: dict[tuple[DeviceKind, str], int] = {("cpu", "int8"): 4, ("cpu", "float32"): 8}
+EMBEDDED_DRAFT_MAX_BATCH: dict[tuple[DeviceKind, str], int] = {("cpu", "int4"): 4, ("cpu", "int8"): 4, ("cpu", "float32"): 8}
 """Largest batch size at which the embedded model's draft is not slower, by device and type of weights. Elsewhere it is
 faster at every batch size we measured.
 

@@ -21,6 +21,7 @@ SERVING = 128 * MIB
 LEAST_TOKENS = 1024
 """KV tokens without which no server starts."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_QUANTIZED_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 1.25}
 
 
 def check_memory(config: RuntimeConfig, model: ModelConfig, memory: HostMemory) -> None:
@@ -51,8 +52,8 @@ def needed_bytes(config: RuntimeConfig, model: ModelConfig) -> int:
     weights = parameters * size
     if model.quant is not None:
         weights = stored
-    elif config.model.quantization in ("int8", "fp8"):
-        weights = max(0, parameters - embedding) + embedding * (size + 1)
+    elif config.model.quantization is not None:
+        weights = int(max(0, parameters - embedding) * _QUANTIZED_BYTES[config.model.quantization]) + embedding * (size + 1)
     loading = embedding * 4 if parameters else 0  # the largest tensor, before it is converted
     draft = 0 if config.speculative is None else _file_bytes(config.speculative.draft_model_path or "")
     kv = model.num_layers * model.kv_columns * kv_size * min(model.max_context_len, LEAST_TOKENS)

@@ -71,7 +71,7 @@ class Linear:
     @property
     def in_features(self) -> int:
         """Columns of the weight."""
-        return self.storage.weight.shape[1]
+        return self.scheme.in_features(self.storage)
 
     @property
     def num_parameters(self) -> int:

@@ -108,7 +108,7 @@ class DraftModel(Protocol):
 
 class DraftHead:
     """A draft beside its target, whose operations, dtype and device it takes over, and its embedding and LM head where it has no others.
-    Its weights are quantised as its own config says, or to int8 as its target's, unless another context is given.
+    Its weights are quantised as its own config says, or as its target's LM head where that is in int8, unless another context is given.
 
     Attributes:
         config: the draft's decoder.

@@ -65,10 +65,10 @@ class ModelContext:
 
     def for_draft(self, quant: QuantConfig | None) -> ModelContext:
         """The context of a draft head whose own weights are stored as `quant` says: in 16 bits where it is None, or as
-        the target's where those are quantised without the checkpoint's word.
+        the target's LM head where those are quantised without the checkpoint's word.
         """
         if self.quant is None and quant is None:
-            return self
+            return replace(self, scheme=self.scheme.heads or self.scheme)
         return replace(self, scheme=quant_scheme(quant), quant=quant)
 
 

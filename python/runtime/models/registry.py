@@ -138,8 +138,8 @@ def build_model(
     """A model with weights allocated and not yet loaded.
 
     Args:
-        quantization: None for the checkpoint's own, "int8" for weight-only int8 linears and LM head (CPU), "fp8" to
-            quantise the linears of blocks as they are loaded.
+        quantization: None for the checkpoint's own, "int8" or "int4" for weight-only linears in 8 or 4 bits with an
+            int8 LM head (CPU), "fp8" to quantise the linears of blocks as they are loaded.
         group: the ranks that share the model; None for this process alone.
         ep_size: groups of these ranks that the experts of a sparse model are placed on.
         kv_dtype: of a KV cache with scales; None for one in `dtype`.

@@ -113,6 +113,7 @@ class WeightTable:
         partition: Partition = Partition.REPLICATED,
         shards: Sequence[Shard] | None = None,
         group: ParallelGroup | None = None,
+        scheme: QuantScheme | None = None,
     ) -> Linear:
         """A linear layer that fuses several of the checkpoint's, one behind another.
 
@@ -124,6 +125,7 @@ class WeightTable:
             shards: which rows of each part this rank holds, where `partition` is COLUMN, or which columns of them all,
                 one entry, where it is ROW; equal shares by default.
             group: these ranks; the model's by default.
+            scheme: how it is stored; by default as the layers of these names are.
         """
         group = group or self.group
         own = Shard(group.rank, group.size)
@@ -134,7 +136,7 @@ class WeightTable:
             piece = LinearPart(name, (count, in_features), (shard.of(count), columns), start)
             pieces.append(piece)
             start = piece.rows.stop
-        scheme = self.scheme_of(parts)
+        scheme = scheme or self.scheme_of(parts)
         storage = scheme.allocate(NewWeight(start, columns.stop - columns.start, self.dtype, self.device, parts=pieces))
         fused_bias = self._bias(pieces, start, partition) if bias else None
         layer = Linear(storage, fused_bias, scheme, partition, group, sum(parts.values()))
@@ -146,7 +148,7 @@ class WeightTable:
 
     def lm_head(self, vocab: int, hidden: int) -> Linear:
         """The LM head `lm_head` [vocab, hidden]: this rank's rows of it."""
-        return self.linear({"lm_head": vocab}, hidden, partition=Partition.COLUMN, group=self._head_group)
+        return self._head("lm_head", vocab, hidden)
 
     def tied_linear(self, name: str, embed: torch.Tensor) -> Linear:
         """The LM head of a model whose head is its embedding `name` [vocab, hidden]: this rank's rows of the same
@@ -154,7 +156,7 @@ class WeightTable:
         """
         if self.scheme_of([name]).gemm_caps.dense:
             return Linear.sharded(embed, self._head_group)
-        layer = self.linear({name: embed.shape[0]}, embed.shape[1], partition=Partition.COLUMN, group=self._head_group)
+        layer = self._head(name, *embed.shape)
         slot = self._slots[name + ".weight"].pop()
         self.add(name + ".weight", replace(slot, put=lambda rows: slot.put(rows.to(self.dtype))))  # as the embedding holds them
         return layer
@@ -192,6 +194,10 @@ class WeightTable:
     def num_bytes(self) -> int:
         """Bytes of all parameters, each storage once."""
         return sum({t.data_ptr(): t.nbytes for t in self._tensors}.values())
+
+    def _head(self, name: str, vocab: int, hidden: int) -> Linear:
+        scheme = self.scheme_of([name])
+        return self.linear({name: vocab}, hidden, partition=Partition.COLUMN, group=self._head_group, scheme=scheme.heads or scheme)
 
     def _bias(self, pieces: Sequence[LinearPart], rows: int, partition: Partition) -> torch.Tensor | None:
         """The fused bias. Under row partition rank 0 alone adds it, since outputs are summed over ranks."""

@@ -8,6 +8,7 @@ from typing import get_args
 from runtime.config.quant_config import QuantConfig, Quantization
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.fp8 import BlockFp8, RowFp8
+from runtime.layers.quantization.int4 import Int4
 from runtime.layers.quantization.int8 import Int8
 from runtime.layers.quantization.mxfp4 import Mxfp4
 from runtime.layers.quantization.scheme import QuantScheme
@@ -18,7 +19,12 @@ def _fp8(quant: QuantConfig | None) -> QuantScheme:
     return BlockFp8(quant.scale_name, quant.stored) if quant.scales == "block" else RowFp8(quant.scale_name)
 
 
-SCHEMES: dict[str, Callable[[QuantConfig | None], QuantScheme]] = {"int8": lambda _: Int8(), "fp8": _fp8, "mxfp4": lambda _: Mxfp4()}
+SCHEMES: dict[str, Callable[[QuantConfig | None], QuantScheme]] = {
+    "int8": lambda _: Int8(),
+    "int4": lambda _: Int4(),
+    "fp8": _fp8,
+    "mxfp4": lambda _: Mxfp4(),
+}
 """What makes the scheme of each name in `Quantization`, of the model's `QuantConfig` where it has one."""
 assert get_args(Quantization) == tuple(SCHEMES), "every name has a scheme, and the reverse"
 

@@ -46,18 +46,20 @@ class WeightSlot:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What a scheme stores of a weight [out, in]: the matrix in its own format, and its scales if it has any.
+    """What a scheme stores of a weight [out, in]: the matrix in its own format, its scales if it has any, and the matrix in a kernel's
+    format if that is another.
 
     The weights of a layer's experts are one storage, whose tensors have a leading dimension E.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor | None = None
+    packed: torch.Tensor | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors."""
-        return (self.weight,) if self.scale is None else (self.weight, self.scale)
+        return tuple(tensor for tensor in (self.weight, self.scale, self.packed) if tensor is not None)
 
     def at(self, index: int | torch.Tensor) -> Storage:
         """Views of one weight of a stack, or a copy of rows int64 [n] of a weight with scales by row."""
@@ -127,17 +129,23 @@ class QuantScheme(Protocol):
     a model. Subclass it explicitly.
 
     Attributes:
+        heads: the scheme of the LM head and of drafts, if it is another.
         shard_unit: a rank's part of an expert's intermediate size is a multiple of it, if the whole is; ranks may then hold
             different numbers of units.
     """
 
     name: str
     gemm_caps: GemmCaps
+    heads: QuantScheme | None = None
     shard_unit: int = 1
 
     def allocate(self, new: NewWeight) -> Storage:
         """Storage of a weight, not yet filled."""
         ...
+
+    def in_features(self, storage: Storage) -> int:
+        """Columns of the weight; by default those of the stored matrix."""
+        return storage.weight.shape[1]
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """The checkpoint tensors that the scheme needs for one part, by name, and their destinations in `storage`."""

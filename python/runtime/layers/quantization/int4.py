@@ -1,0 +1,130 @@
+"""Weight-only int4 for the CPU: groups of 32 columns with a scale and a minimum, as llama.cpp's Q4_1 stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn import functional as F
+
+from runtime.errors import ConfigError
+from runtime.layers.quantization.int8 import DIRECT_ROWS, QUANTIZED_AT_ONCE, Int8, blocked_matmul
+from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
+
+GROUP = 32
+"""Columns that share a scale and a minimum."""
+GROUP_BYTES = GROUP // 2 + 4
+"""Two codes in a byte, then the scale and the minimum in float16."""
+LARGEST_CODE = 15
+PACKED_ROWS = 64
+"""Rows that the kernel's form holds together: a part that begins elsewhere cannot be packed without its neighbour."""
+N_MULTIPLE = 16
+LARGEST = 65504
+"""The largest number of float16."""
+
+
+class Int4(QuantScheme):
+    """Weights in 4 bits, with a float16 scale and minimum for each 32 columns; the LM head and drafts in int8.
+
+    `weight` is uint8 [out, in / 32 * 20]: of each group, the codes 0 to 15, scale and minimum. A weight is `code * scale +
+    minimum`, so a Q4_1 file keeps its own numbers. The other two tensors are derived for the kernel, where it can
+    multiply: `packed` uint8 [out, in / 2], the codes in its order, and `scale` bfloat16 [in / 32, out, 2], scales and the values of
+    code 8.
+
+    Activations are rounded to bfloat16, as in `Int8`.
+    """
+
+    name = "int4"
+    gemm_caps = GemmCaps(dense=False)
+    heads = Int8()
+    shard_unit = GROUP
+
+    def allocate(self, new: NewWeight) -> Storage:
+        """Empty groups, and their form for the kernel unless a part begins within its rows.
+
+        Raises:
+            ConfigError: the columns are no multiple of a group.
+        """
+        out, columns = new.out_features, new.in_features
+        if columns % GROUP:
+            raise ConfigError(f"an int4 weight has {columns} columns; only multiples of {GROUP} are supported. Use --quantization int8.")
+        weight = new.empty(out, columns // GROUP * GROUP_BYTES, dtype=torch.uint8)
+        if out % N_MULTIPLE or any(part.start % PACKED_ROWS for part in new.parts):
+            return Storage(weight)
+        scale = new.empty(columns // GROUP, out, 2, dtype=torch.bfloat16)
+        return Storage(weight, scale, new.empty(out, columns // 2, dtype=torch.uint8))
+
+    def in_features(self, storage: Storage) -> int:
+        """Columns of the weight."""
+        return storage.weight.shape[1] // GROUP_BYTES * GROUP
+
+    def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
+        """One tensor, `prefix.weight`, of any floating-point dtype; it is quantised when it is stored."""
+        columns = part.index[1]
+        if columns.start % GROUP or columns.stop % GROUP:
+            raise ConfigError(
+                f"{part.prefix}: columns {columns.start} to {columns.stop} of a rank cut an int4 group of {GROUP}; "
+                "use another --tp-size, or --quantization int8"
+            )
+
+        def put(own: torch.Tensor) -> None:
+            if max(-own.min(), own.max()) > LARGEST:
+                raise ConfigError(
+                    f"tensor {part.prefix}.weight holds numbers beyond {LARGEST}, too large for int4. Use --quantization int8."
+                )
+            count = max(1, QUANTIZED_AT_ONCE // (own.shape[1] * PACKED_ROWS)) * PACKED_ROWS
+            for start, some in enumerate(own.to(storage.weight.device).split(count)):
+                rows = slice(part.start + start * count, part.start + start * count + len(some))
+                storage.weight[rows] = groups = quantize_groups(some)
+                if storage.scale is not None and storage.packed is not None:
+                    storage.scale[:, rows], storage.packed[rows] = kernel_form(groups)
+
+        return {part.prefix + ".weight": WeightSlot(part.shape, part.index, put, finite=True)}
+
+    def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
+        """[T, in] -> [T, out], the dtype of `x`.
+
+        A row's result has the same bits whatever the other rows are: in a prompt pass, and in other passes of up to
+        `DIRECT_ROWS` rows where the weight is packed.
+        """
+        rows = x.to(torch.bfloat16)
+        if storage.packed is not None and len(x) <= DIRECT_ROWS and not in_prompt:
+            out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), storage.packed, GROUP, storage.scale)
+        else:
+            weight = self.dequantize(storage, torch.bfloat16)
+            out = blocked_matmul(rows, weight) if in_prompt else F.linear(rows, weight)
+        out = out.to(x.dtype)
+        return out if bias is None else out.add_(bias)
+
+    def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
+        """Codes times scales plus minima, in float32 before `dtype`."""
+        groups = storage.weight.view(-1, GROUP_BYTES)
+        return torch.ops.quantized.embedding_bag_4bit_unpack(groups).to(dtype).view(*storage.weight.shape[:-1], -1)
+
+    def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
+        """A copy of output rows int64 [n], packed where their number allows it."""
+        groups = storage.weight[rows]
+        return Storage(groups) if len(rows) % N_MULTIPLE else Storage(groups, *kernel_form(groups))
+
+
+def quantize_groups(rows: torch.Tensor) -> torch.Tensor:
+    """Quantise float `rows` [out, in] between the minimum and the maximum of each group: uint8 [out, in / 32 * 20]."""
+    groups = rows.float().unflatten(1, (-1, GROUP))
+    minimum = groups.amin(dim=2, keepdim=True).half()
+    scale = ((groups.amax(dim=2, keepdim=True) - minimum.float()) / LARGEST_CODE).half()
+    smallest = torch.finfo(torch.float32).tiny  # all columns of a group may be equal
+    codes = ((groups - minimum.float()) / scale.float().clamp(min=smallest)).round_().clamp_(0, LARGEST_CODE).to(torch.uint8)
+    pairs = codes[..., ::2] | codes[..., 1::2] << 4
+    return torch.cat((pairs, scale.view(torch.uint8), minimum.view(torch.uint8)), dim=2).flatten(1)
+
+
+def kernel_form(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`scale` and `packed` of the rows of `weight`, contiguous as the kernel, which does not check it, needs them.
+
+    It computes `(code - 8) * scale + value of code 8`.
+    """
+    pairs, numbers = groups.unflatten(1, (-1, GROUP_BYTES)).split((GROUP // 2, 4), dim=2)
+    codes = torch.stack((pairs & LARGEST_CODE, pairs >> 4), dim=3).flatten(1).to(torch.int32)
+    scale, minimum = numbers.contiguous().view(torch.float16).float().unbind(2)
+    factors = torch.stack((scale, minimum + 8 * scale), dim=2).to(torch.bfloat16)
+    return factors.transpose(0, 1).contiguous(), torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)

@@ -146,7 +146,7 @@ def kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]
     """Rows by device and weights."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        weights = "int8" if row["quantization"] == "int8" else row["dtype"]
+        weights = row["dtype"] if row["quantization"] == "none" else row["quantization"]
         text = f", {row['text']} prompts" if row.get("text") else ""
         found.setdefault(f"{row['device']}, {weights}{text}", []).append(row)
     return found

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("verify_exact", [], 3),
         ("capture", ["--modes", "eagle"], 1),
         ("step_profile", ["--graphs", "both"], 1),
-        ("cpu_serving", ["--prompts", "2"], 4),
+        ("cpu_serving", ["--prompts", "2"], 6),
         ("faults", [], 5),
         ("abuse", [], 2),
         ("client_agreement", ["--servers", "timed,mock"], 4),

@@ -8,7 +8,7 @@ from test_scheduler import Harness, limits_of
 
 from runtime.managers import schedule_policy as policy
 from runtime.managers.fair_queue import MAX_REMEMBERED, FairQueue
-from runtime.managers.messages import Sample, TokensOutBatch
+from runtime.managers.messages import AbortReq, Sample, TokensOutBatch
 from runtime.managers.req import Req
 
 
@@ -177,6 +177,33 @@ def test_a_client_with_many_rows_makes_way_for_one_with_few() -> None:
     harness.run_until_idle()
     assert harness.scheduler.stats.num_retracted_requests_total == 2
     for request in (*flood, *good):
+        harness.check_answer(request)
+
+
+def test_a_resumed_request_can_be_overtaken_again() -> None:
+    limits = limits_of(max_total_tokens=4096, max_context_len=400, overlap=False)
+    harness = Harness(limits, chunked_prefill_size=16, radix_cache=False)
+    harness.ask("long", [2 + i % 30 for i in range(200)], client="flood", max_new_tokens=150, ignore_eos=True)
+    harness.step(2)
+    harness.ask("resumed", [2 + i % 20 for i in range(60)], client="good", max_new_tokens=100, ignore_eos=True)
+    harness.step(30)
+    harness.scheduler.groups.only.retract_youngest()
+    harness.ask("short", [9, 8, 7], client="other", max_new_tokens=1, ignore_eos=True)
+    harness.step(3)
+    assert ends_of(harness) == ["short"]
+
+
+def test_no_request_makes_way_for_pages_that_are_free_by_now() -> None:
+    harness = Harness(limits_of(max_total_tokens=128))
+    flood = [harness.ask(f"flood{i}", [i + 2, 5, 7], client="flood", max_new_tokens=20, ignore_eos=True) for i in range(3)]
+    harness.step(2)
+    harness.ask("large", list(range(100)), client="flood", max_new_tokens=20)
+    harness.step(2)
+    harness.inbox.append(AbortReq(rid="large"))
+    good = harness.ask("good", [20, 5, 7], client="good", max_new_tokens=8, ignore_eos=True)
+    harness.run_until_idle()
+    assert harness.scheduler.stats.num_retracted_requests_total == 0
+    for request in (*flood, good):
         harness.check_answer(request)
 
 

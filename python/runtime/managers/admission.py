@@ -52,7 +52,7 @@ class Admission:
         self._clock = clock
         self._free_rows = list(range(limits.max_running_requests, 0, -1))
         self._rows: Counter[str] = Counter()  # by client
-        self._short_of_pages = False
+        self._short_of_pages: Req | None = None  # for which there were too few when it was to be admitted
 
     @property
     def free_rows(self) -> int:
@@ -133,8 +133,8 @@ class Admission:
                 return
             if reserved is None:
                 reserved = sum(map(self._missing_pages, self.running))
-            self._short_of_pages = not self._allocate_row(plan, req, reserved)
-            if self._short_of_pages:
+            if not self._allocate_row(plan, req, reserved):
+                self._short_of_pages = req
                 return
             if prefilling:
                 req.overtook = True
@@ -209,10 +209,11 @@ class Admission:
         log.info("KV cache is full: retracted a request of %d tokens; %d requests are running", req.length, len(self.running))
 
     def crowded(self) -> Req | None:
-        """The request that has to make way for the first waiting one, if there is one."""
-        if not self.queue or (self._free_rows and not self._short_of_pages):
+        """The request that has to make way for one that waits for a row or for pages, if there is one."""
+        first = self._short_of_pages if self._free_rows else next(iter(self.queue.heads()), None)
+        if first is None or first.phase is not Phase.WAITING:
             return None
-        return fair_share.to_retract(self.queue, self.running, self._rows)
+        return fair_share.to_retract(first, self.queue, self.running, self._rows)
 
     def make_way(self) -> None:
         """Retract the request that `crowded` names; no step may be in flight."""
@@ -242,6 +243,7 @@ class Admission:
         self.kv_pages.close(req.pages, req.ids, req.cacheable_len if keep else 0)
         self.running.remove(req)
         self._free_rows.append(req.row)
+        self._short_of_pages = None
         self._rows[req.request.client] -= 1
         self._rows += Counter()  # without clients that have none
 

@@ -23,14 +23,12 @@ def overtakes(req: Req, prefilling: Sequence[Req]) -> bool:
     )
 
 
-def to_retract(queue: FairQueue, running: Sequence[Req], rows: Mapping[str, int]) -> Req | None:
-    """The running request whose row the first waiting one gets, if that makes the shares of their clients more equal.
+def to_retract(first: Req, queue: FairQueue, running: Sequence[Req], rows: Mapping[str, int]) -> Req | None:
+    """The running request whose row and pages the waiting request `first` gets, if that makes the shares of their clients more equal.
 
     Args:
-        queue: not empty.
         rows: running requests by client.
     """
-    first = queue.heads()[0]
     client = max(rows, key=lambda name: rows[name], default="")
     if rows.get(client, 0) < rows.get(first.request.client, 0) + 2 or not queue.precedes(first, client):
         return None

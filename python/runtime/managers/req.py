@@ -198,8 +198,9 @@ class Req:
 
     def admit(self, row: int, pages: RequestPages, prefix_len: int, now: float) -> None:
         """Start prefilling in `row`; `prefix_len` tokens have KV already."""
-        self.phase, self.row, self.pages, self.retracted, self.made_way = Phase.PREFILLING, row, pages, False, False
-        self.unfollowed = 0
+        self.phase, self.row, self.pages = Phase.PREFILLING, row, pages
+        self.retracted = self.made_way = self.overtook = False
+        self.unfollowed = self.overtaken = 0
         self.kv_len = self.kv_bound = prefix_len
         self.prefill_len = self.length
         if not self.was_admitted:

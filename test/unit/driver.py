@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from runtime.batch import BatchResult, EagerSample, Logprobs, Pending, RowInit, ScheduleBatch, Worker
+from runtime.model_executor.depth import DepthControl
 from runtime.model_executor.drift_alarm import DriftAlarm
 from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
@@ -33,6 +34,14 @@ def parts_of(result: BatchResult, prompts: int) -> tuple[BatchResult, BatchResul
         return replace(result, token_ids=result.token_ids[tokens], accept_lens=result.accept_lens[requests], logprobs=logprobs)
 
     return part(slice(0, prompts), slice(0, cut)), part(slice(prompts, None), slice(cut, None))
+
+
+def planned(control: DepthControl, requests: int, new_rows: Sequence[RowInit] = ()) -> int:
+    """The depth of a step in which the first rows decode."""
+    rows = np.arange(1, requests + 1, dtype=np.int32)
+    batch = ScheduleBatch(1, rows, rows, rows, new_rows=list(new_rows))
+    control.plan(batch)
+    return batch.depth
 
 
 class EveryNth:

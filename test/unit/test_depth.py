@@ -14,14 +14,14 @@ from runtime.errors import RequestError
 from runtime.layers.linear import Linear
 from runtime.managers.messages import GenerateReq
 from runtime.model_executor import build
-from runtime.model_executor.depth import DepthBatches, DepthControl, choose_depth, depths_to_drop, split_batch_sizes, split_by_depth
+from runtime.model_executor.depth import DepthBatches, DepthControl, depths_to_drop, split_batch_sizes, split_by_depth
 from runtime.model_executor.depth_controller import DecodeRows, DepthController, Observed, Windows
 from runtime.model_executor.depth_option import Option
 from runtime.model_executor.device_queue import DeviceQueue
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.model_executor.scratch_prompts import scratch_prompts
 from runtime.sampling_params import SamplingParams
-from unit.driver import GREEDY, Driver, EveryNth
+from unit.driver import GREEDY, Driver, EveryNth, planned
 from unit.predicting import VOCAB, exact_product, plain, speculating
 from unit.storm import SIZES as STORM_SIZES
 from unit.storm import Storm, same_life
@@ -32,8 +32,8 @@ PROMPTS = {r: np.random.default_rng(r).integers(0, VOCAB, 4 + 3 * r).tolist() fo
 
 
 def test_the_deepest_depth_that_serves_the_batch_is_chosen() -> None:
-    limits = {7: 2, 3: 8, 1: 32, 0: 256}
-    assert [choose_depth(size, limits) for size in (1, 2, 3, 8, 9, 32, 33, 256)] == [7, 7, 3, 3, 1, 1, 0, 0]
+    control = DepthControl({7: 2, 3: 8, 1: 32, 0: 256}, 257, Captured())
+    assert [planned(control, size) for size in (0, 1, 2, 3, 8, 9, 32, 33, 256)] == [0, 7, 7, 3, 3, 1, 1, 0, 0]
 
 
 def test_without_a_limit_the_table_has_one_depth() -> None:
@@ -47,10 +47,10 @@ def test_larger_batches_run_at_depth_0() -> None:
 
 
 def test_a_forced_depth_ends_with_its_context() -> None:
-    control = DepthControl({3: 4, 0: 16})
+    control = DepthControl({3: 4, 0: 16}, 17, Captured())
     with control.forced(0):
-        assert control.choose(1) == 0
-    assert (control.choose(1), control.choose(5), control.deepest) == (3, 0, 3)
+        assert planned(control, 1) == 0
+    assert (planned(control, 1), planned(control, 5), control.deepest) == (3, 0, 3)
     with pytest.raises(AssertionError, match="was not built"), control.forced(2):
         pass
 
@@ -103,7 +103,7 @@ def test_text_does_not_depend_on_the_depth_of_each_step(
     table = {depth: DepthBatches(40, 40, sizes, sizes) for depth in (5, 3, 2, 1, 0)}
     monkeypatch.setattr(build, "make_depths", lambda *args: table)
     worker: Any = speculating(tmp_path, algorithm, replay, sizes, num_steps=5)
-    assert worker.parts.depths.choose(3) == 5
+    assert planned(worker.parts.depths, 3) == 5
     driver, used = Driver(worker), set[int]()
     driver.prefill(PROMPTS, sampling=samplings, room=160)
     for step in range(24):
@@ -189,8 +189,7 @@ def test_a_depth_without_a_graph_is_not_chosen_beside_others() -> None:
             return Option(3, 0.0, 0.0)
 
     control.controller = Recorder()  # type: ignore[assignment]
-    rows = np.array([1, 2], dtype=np.int32)
-    assert control.choose_for(ScheduleBatch(1, rows, rows, rows)) == 3
+    assert planned(control, 2) == 3
     assert seen == [{0: 3, 3: 3}]
 
 
@@ -206,7 +205,7 @@ def test_the_controller_sees_how_much_each_request_may_still_write() -> None:
     control.controller = Recorder()  # type: ignore[assignment]
     new = [RowInit(row, 10 * row, SamplingParams(max_new_tokens=50), 0, no_ints()) for row in (1, 2)]
     rows, kv_lens = np.array([1, 2], dtype=np.int32), np.array([20, 75], dtype=np.int32)
-    control.choose_for(ScheduleBatch(1, rows, kv_lens, rows, new_rows=new))
+    control.plan(ScheduleBatch(1, rows, kv_lens, rows, new_rows=new))
     assert seen == [[40, 1]]
 
 
@@ -424,12 +423,11 @@ def test_a_cap_below_the_only_depth_does_not_disable_drafts(caps: tuple[int, int
     chosen = DepthControl({3: 4, 0: 16}, 3, Captured())
     chosen.controller = DepthController((0, 3), IterationCost([CostPoint(1, 0, 1e-3)]))
     chosen.fix(3)
-    for control in (DepthControl({3: 4, 0: 16}, 3), chosen):
+    for control in (DepthControl({3: 4, 0: 16}, 3, Captured()), chosen):
         new = [RowInit(row, 4, SamplingParams(speculative_num_steps=cap), 0, no_ints()) for row, cap in enumerate(caps, 1)]
-        rows = np.array([1, 2], dtype=np.int32)
-        assert control.choose_for(ScheduleBatch(1, rows, rows, rows, new_rows=new)) == depth
+        assert planned(control, 2, new) == depth
         control.fix(0)
-        assert control.choose_for(ScheduleBatch(2, rows, rows, rows)) == 0
+        assert planned(control, 2) == 0
 
 
 def test_caps_are_not_counted_as_rejections(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.model_executor.parity import check_parity, run_scratch
 from runtime.sampling_params import SamplingParams
 from runtime.speculative import catch_up, dflash_drafter, eagle_worker
-from unit.driver import GREEDY, Driver, EveryNth
+from unit.driver import GREEDY, Driver, EveryNth, planned
 from unit.predicting import VOCAB, exact_product, model_config, plain, speculating
 from unit.storm import SIZES, Storm, draft_state, pools, same_life
 from unit.test_eagle_worker import MIXED, SMALL, check_distribution, check_draft_from_scratch, check_first_states, check_logprobs
@@ -436,7 +436,7 @@ def test_the_start_up_check_covers_every_depth(tmp_path: Path, kind: str) -> Non
     before = [runner.replayed for runner in worker.runners]
     check_parity(worker)
     assert all(runner.replayed > count for runner, count in zip(worker.runners, before, strict=True))
-    assert [worker.parts.depths.choose(count) > 0 for count in (6, 7)] == [True, False], "it is left as it was"
+    assert [planned(worker.parts.depths, count) > 0 for count in (6, 7)] == [True, False], "it is left as it was"
     counters = run_scratch(worker).counters
     assert counters.iterations == 4 * 11, "of four prompts, a third of the iterations paused"
     few = pausing(tmp_path, kind, 2, "eager", [1, 2, 4, 8])

@@ -47,11 +47,6 @@ class DepthBatches:
     tuned: list[int]
 
 
-def choose_depth(batch_size: int, limits: Mapping[int, int]) -> int:
-    """The depth of an iteration: the largest K for this batch size. Arguments as for `serving_depths`."""
-    return max(serving_depths(batch_size, limits))
-
-
 def serving_depths(batch_size: int, limits: Mapping[int, int]) -> list[int]:
     """The depths available for a batch size.
 
@@ -160,11 +155,11 @@ class DepthControl:
         rows: acceptance by request row, for the controller.
     """
 
-    def __init__(self, limits: Mapping[int, int], rows: int = 0, sizes: Sizes | None = None, groups: int = 1) -> None:
+    def __init__(self, limits: Mapping[int, int], rows: int, sizes: Sizes, groups: int = 1) -> None:
         """
         Args:
             rows: number of request rows of each attention group.
-            sizes: batch sizes by depth, for the controller.
+            sizes: batch sizes by depth.
             groups: number of attention groups.
         """
         self.limits, self._sizes = dict(limits), sizes
@@ -173,7 +168,7 @@ class DepthControl:
         self._forced: int | None = None
         self._fixed: int | None = None
         self._turn: int | None = None
-        self._capped, self._widths = False, no_ints()
+        self._capped = False
         # Of the rows of all groups, one group after another.
         self._per_group = rows
         self._caps = np.full(rows * groups, MAX_DRAFT_STEPS, dtype=np.int32)
@@ -185,65 +180,66 @@ class DepthControl:
         """K at full depth."""
         return max(self.limits)
 
-    def choose(self, batch_size: int) -> int:
-        """The depth of an iteration of `batch_size` requests, without a controller."""
-        return choose_depth(batch_size, self.limits) if self._forced is None else self._forced
-
     def plan(self, batch: ScheduleBatch) -> None:
-        """Set the depth of a step and, if its windows differ, their widths. Called once per step, in order."""
-        self._widths = no_ints()
-        batch.depth, batch.widths = self.choose_for(batch), self._widths
-        if self._learns or not self._capped or batch.num_prompts or batch.sections or self._forced is not None:
+        """Set the depth of a step, 0 without decode rows, and if its windows differ, their widths. Called once per step, in order."""
+        for group, section in enumerate(batch.sections or [batch]):
+            self._admit(section.new_rows, group)
+        live = batch.most_decodes  # all groups run passes of the largest one's size
+        if not live:
             return
-        if self._sizes is not None and batch.depth == self._sizes.ragged_depth:
-            batch.widths = self._by_caps(batch, self._sizes)
+        if self._forced is not None:
+            batch.depth = self._forced
+            return
+        serving = serving_depths(live, self.limits)
+        if self._turn is not None:
+            self._turn += 1
+            batch.depth = serving[self._turn % len(serving)]
+        elif self.controller is not None and self._fixed is None:
+            batch.depth, batch.widths = self._best(self.controller, batch, serving, live)
+            return
+        else:
+            batch.depth = self._deepest_wanted(batch, serving)
+        if self._capped and batch.depth == self._sizes.ragged_depth and not batch.num_prompts and not batch.sections:
+            batch.widths = self._by_caps(batch)
 
-    def _by_caps(self, batch: ScheduleBatch, sizes: Sizes) -> Int32:
+    def _deepest_wanted(self, batch: ScheduleBatch, serving: Sequence[int]) -> int:
+        """The smallest depth that gives each request all the drafts that it takes, or else the deepest; not above a fixed one."""
+        serving = [depth for depth in serving if self._fixed is None or depth <= self._fixed] or [min(serving)]
+        if len(serving) == 1:
+            return serving[0]
+        most_wanted = int(self._caps[np.concatenate(self._decode_rows(batch))].max())
+        return min((depth for depth in serving if depth >= most_wanted), default=max(serving))
+
+    def _best(self, controller: DepthChooser, batch: ScheduleBatch, serving: Sequence[int], live: int) -> tuple[int, Int32]:
+        """The depth that the controller chooses, and the widths of the windows if they differ."""
+        rows, sections = np.concatenate(self._decode_rows(batch)), batch.sections or [batch]
+        caps = self._caps[rows]
+        most_wanted = int(caps.max())
+        serving = [depth for depth in serving if depth <= most_wanted] or [min(serving)]
+        if len(serving) == 1:
+            return serving[0], no_ints()
+        kv_lens = np.concatenate([section.len_bounds[section.num_prompts :] for section in sections])
+        kv_tokens = sections[0].pad_kv if batch.sections else int(kv_lens.sum())
+        left = np.maximum(self._ends[rows] - kv_lens, 1)
+        decodes = DecodeRows(caps, self._greedy[rows], kv_tokens, rows, left)
+        depth, passes = self._sizes.ragged_depth, list[tuple[int, int]]()
+        if depth in serving and not batch.num_prompts and not batch.sections:
+            passes = [(size, tokens) for size, tokens in self._ragged_passes(live) if size < tokens and not tokens % size]
+        chosen = controller.choose(decodes, self._padded(serving, live), passes, depth)
+        return chosen.depth, no_ints() if chosen.widths is None else chosen.widths
+
+    def _by_caps(self, batch: ScheduleBatch) -> Int32:
         """Windows as wide as each request allows, if a pass over them has fewer tokens than one over full windows."""
         depth, live = batch.depth, batch.num_decodes
         caps = self._caps[batch.rows]
         if caps.min(initial=depth) >= depth:
             return no_ints()
         drafts = int(np.minimum(caps, depth).sum())
-        full = sizes.padded_size(depth, live) * (depth + 1)
-        for size, tokens in sizes.ragged_passes(live):
+        full = self._sizes.padded_size(depth, live) * (depth + 1)
+        for size, tokens in self._sizes.ragged_passes(live):
             if size + drafts <= tokens < full:
                 return allot((np.arange(depth) < caps[:, None]).astype(np.float32), size, tokens)
         return no_ints()
-
-    def choose_for(self, batch: ScheduleBatch) -> int:
-        """The depth of the decode rows of a step; 0 if there are none. Called once for each step, in order."""
-        sections = batch.sections or [batch]
-        for group, section in enumerate(sections):
-            self._admit(section.new_rows, group)
-        live = batch.most_decodes  # all groups run passes of the largest one's size
-        if len(self.limits) == 1:
-            return self.deepest if live else 0
-        rows = np.concatenate(self._decode_rows(sections))
-        if self._forced is not None or not live:
-            return self._forced if live and self._forced is not None else 0
-        serving = serving_depths(live, self.limits)
-        if self._turn is not None:
-            self._turn += 1
-            return serving[self._turn % len(serving)]
-        caps = self._caps[rows]
-        most_wanted = int(caps.max())
-        if self._fixed is not None or self.controller is None or self._sizes is None:
-            serving = [depth for depth in serving if self._fixed is None or depth <= self._fixed] or [min(serving)]
-            return min((depth for depth in serving if depth >= most_wanted), default=max(serving))
-        serving = [depth for depth in serving if depth <= most_wanted] or [min(serving)]
-        if len(serving) == 1:
-            return serving[0]
-        kv_lens = np.concatenate([section.len_bounds[section.num_prompts :] for section in sections])
-        kv_tokens = sections[0].pad_kv if batch.sections else int(kv_lens.sum())
-        left = np.maximum(self._ends[rows] - kv_lens, 1)
-        decodes, padded = DecodeRows(caps, self._greedy[rows], kv_tokens, rows, left), self._padded(serving, live)
-        depth, passes = self._sizes.ragged_depth, list[tuple[int, int]]()
-        if depth in serving and not batch.num_prompts and not batch.sections:
-            passes = [(size, tokens) for size, tokens in self._ragged_passes(live) if size < tokens and not tokens % size]
-        chosen = self.controller.choose(decodes, padded, passes, depth)
-        self._widths = no_ints() if chosen.widths is None else chosen.widths
-        return chosen.depth
 
     def correct(self, spread: float | None) -> None:
         """How independently tokens choose the experts of a sparse model was measured, as in `Routing.spread`; None: not yet."""
@@ -256,27 +252,21 @@ class DepthControl:
 
     def _ragged_passes(self, live: int) -> list[tuple[int, int]]:
         """`Sizes.ragged_passes`; [] for one request."""
-        return [] if self._sizes is None or live < 2 else self._sizes.ragged_passes(live)
-
-    @property
-    def _learns(self) -> bool:
-        """Whether a controller chooses."""
-        return self.controller is not None and self._forced is None and self._fixed is None and self._turn is None
+        return [] if live < 2 else self._sizes.ragged_passes(live)
 
     def _padded(self, depths: Sequence[int], live: int) -> dict[int, int]:
         """Requests with padding by depth; where some depths have a graph of them, only those."""
-        assert self._sizes is not None
         padded = {depth: self._sizes.padded_size(depth, live) for depth in depths}
         return {depth: size for depth, size in padded.items() if self._sizes.has_graph(depth, size)} or padded
 
-    def _decode_rows(self, sections: Sequence[ScheduleBatch]) -> list[Int32]:
+    def _decode_rows(self, batch: ScheduleBatch) -> list[Int32]:
         """The decode rows of each attention group, numbered through all groups."""
-        return [section.rows[section.num_prompts :] + group * self._per_group for group, section in enumerate(sections)]
+        return [section.rows[section.num_prompts :] + group * self._per_group for group, section in enumerate(batch.sections or [batch])]
 
     def observer_of_groups(self, batch: ScheduleBatch) -> Callable[[Sequence[BatchResult]], None]:
         """What tells the controller the acceptance of other attention groups than the first, from their results of a step just planned."""
         controller, sections = self.controller, batch.sections[1:]
-        kinds = [(self._caps[rows], self._greedy[rows]) for rows in self._decode_rows(batch.sections)[1:]] if controller else []
+        kinds = [(self._caps[rows], self._greedy[rows]) for rows in self._decode_rows(batch)[1:]] if controller else []
 
         def observe(results: Sequence[BatchResult]) -> None:
             for section, (caps, greedy), result in zip(sections, kinds, results, strict=bool(kinds)):
@@ -287,7 +277,7 @@ class DepthControl:
         return observe
 
     def _admit(self, new_rows: Sequence[RowInit], group: int) -> None:
-        if not new_rows or not len(self._caps):
+        if not new_rows:
             return
         for init in new_rows:
             row = init.row + group * self._per_group

@@ -50,12 +50,17 @@ def run_without_drafts(worker: Any, steps: int, sampling: Any = GREEDY) -> Drive
     return driver
 
 
-@pytest.mark.parametrize(("algorithm", "replay"), [("EAGLE", None), ("EAGLE", "eager"), ("EAGLE3", None)])
-def test_guesses_hit_where_a_draft_would_be_accepted(tmp_path: Path, algorithm: str, replay: str | None) -> None:
-    worker, recorder = drafting(tmp_path / "a", algorithm, replay)
+@pytest.mark.parametrize(
+    ("algorithm", "replay", "synthetic"),
+    [("EAGLE", None, None), ("EAGLE", "eager", None), ("EAGLE3", None, None), ("EAGLE", None, (0.5,) * 3), ("EAGLE", "eager", (0.5,) * 3)],
+)
+def test_guesses_hit_where_a_draft_would_be_accepted(
+    tmp_path: Path, algorithm: str, replay: str | None, synthetic: tuple[float, ...] | None
+) -> None:
+    worker, recorder = drafting(tmp_path / "a", algorithm, replay, synthetic_accept=synthetic)
     run_without_drafts(worker, FIRST)
     ((greedy, hits),) = recorder.seen
-    other, _ = drafting(tmp_path / "b", algorithm, replay)
+    other, _ = drafting(tmp_path / "b", algorithm, replay, synthetic_accept=synthetic)
     driver = run_without_drafts(other, FIRST - 1)
     with other.parts.depths.forced(1):
         result = driver.decode(list(PROMPTS))

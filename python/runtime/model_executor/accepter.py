@@ -185,7 +185,7 @@ class Accepter:
         live, forced = iteration.live, self._policy.synthetic
         if forced is None:
             return guesses == self._target.rows.last_tokens[iteration.rows[:live]]
-        positions = iteration.kv_lens[:, None].to(torch.int64)
+        positions = iteration.kv_lens[:, None].to(torch.int64) + 1
         return self._uniforms(iteration, positions, RandomStream.SYNTHETIC)[:live, 0] < forced[0]
 
     # ---- the commit

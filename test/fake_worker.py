@@ -149,7 +149,7 @@ class FakeWorker:
         assert all(1 <= p <= self._limits.max_total_tokens // self._limits.page_size for p in batch.page_ids)
         assert set(batch.page_rows.tolist()) <= set(batch.rows.tolist())
         self.table[batch.page_rows, batch.page_cols] = batch.page_ids
-        assert len(set(batch.rows.tolist())) == batch.size > 0
+        assert len(set(batch.rows.tolist())) == len(batch.rows) > 0
         assert all(1 <= r <= self._limits.max_running_requests for r in batch.rows)
 
     # ---- steps

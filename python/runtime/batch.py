@@ -247,11 +247,6 @@ class ScheduleBatch:
         return cls(sections[0].step, no_ints(), no_ints(), no_ints(), sections=sections)
 
     @property
-    def size(self) -> int:
-        """B."""
-        return len(self.rows)
-
-    @property
     def num_prompts(self) -> int:
         """E."""
         return len(self.extend_lens)
@@ -275,11 +270,6 @@ class ScheduleBatch:
     def longest(self) -> int:
         """An upper bound of the KV lengths before the step, of all attention groups."""
         return max(int(part.len_bounds.max(initial=0)) for part in self.sections or [self])
-
-    @property
-    def mode(self) -> ForwardMode:
-        """EXTEND where the batch holds prompt chunks, else DECODE."""
-        return ForwardMode.EXTEND if self.num_prompts else ForwardMode.DECODE
 
 
 @dataclass(frozen=True, slots=True)

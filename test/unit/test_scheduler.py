@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fake_worker import FakeWorker, alone, logprob, pooled
-from runtime.batch import CostModel, ForwardMode, ScheduleBatch, WorkerLimits
+from runtime.batch import CostModel, ScheduleBatch, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.managers.messages import (
     AbortReq,
@@ -382,7 +382,7 @@ def test_a_request_known_to_end_by_length_is_not_scheduled_again() -> None:
     harness = Harness(limits_of())
     harness.ask("a", [5, 6], max_new_tokens=4, ignore_eos=True)
     harness.run_until_idle()
-    assert [b.mode for b in harness.worker.batches] == [ForwardMode.EXTEND] + [ForwardMode.DECODE] * 3
+    assert [b.num_prompts for b in harness.worker.batches] == [1, 0, 0, 0]
 
 
 def test_accepted_tokens_after_the_first_ending_are_dropped() -> None:
@@ -403,11 +403,11 @@ def test_running_requests_decode_between_the_chunks_of_a_long_prompt() -> None:
     harness.step(3)
     harness.ask("long", list(range(30)) * 2, max_new_tokens=2, ignore_eos=True)
     harness.run_until_idle()
-    modes = [b.mode for b in harness.worker.batches]
-    first, last = 1 + modes[1:].index(ForwardMode.EXTEND), len(modes) - 1 - modes[::-1].index(ForwardMode.EXTEND)
-    window = modes[first : last + 1]
-    assert window.count(ForwardMode.EXTEND) == 8
-    assert all(mode != after for mode, after in pairwise(window))
+    prompts = [b.num_prompts for b in harness.worker.batches]
+    first, last = 1 + prompts[1:].index(1), len(prompts) - 1 - prompts[::-1].index(1)
+    window = prompts[first : last + 1]
+    assert window.count(1) == 8
+    assert all(count != after for count, after in pairwise(window))
 
 
 def test_as_many_prompt_tokens_as_allowed_run_between_two_decode_steps() -> None:
@@ -416,7 +416,7 @@ def test_as_many_prompt_tokens_as_allowed_run_between_two_decode_steps() -> None
     harness.step(3)
     harness.ask("long", list(range(30)) * 2, max_new_tokens=2, ignore_eos=True)
     harness.run_until_idle()
-    modes = "".join("e" if b.mode is ForwardMode.EXTEND else "d" for b in harness.worker.batches)
+    modes = "".join("e" if b.num_prompts else "d" for b in harness.worker.batches)
     assert max(len(run) for run in modes[1:].split("d")) == 3
     harness.check_empty()
 
@@ -754,7 +754,7 @@ def test_a_failed_step_fails_its_requests_only_and_leaks_nothing(where: str, see
 
 def test_a_hundred_failures_far_apart_leak_nothing() -> None:
     harness = Harness(limits_of(page_size=4))
-    harness.worker.fail_wait = lambda batch: (_ for _ in ()).throw(Injected()) if batch.mode is ForwardMode.DECODE else None
+    harness.worker.fail_wait = lambda batch: (_ for _ in ()).throw(Injected()) if not batch.num_prompts else None
     for i in range(100):
         harness.now += 31.0
         harness.ask(f"r{i}", [i % 40] * 9, max_new_tokens=1 + i % 2 * 20, ignore_eos=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from runtime.batch import PAD_ROW, BatchResult, ScheduleBatch
+from runtime.batch import PAD_ROW, BatchResult, ForwardMode, ScheduleBatch
 from runtime.distributed.agreement import Agreement
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampler import sample, top_logprobs
@@ -174,7 +174,7 @@ class TargetModel:
             *(indptr, seq_lens, batch.rows[: batch.num_prompts].astype(np.int32), ends - 1, batch.next_tokens.astype(np.int64)),
         )
         forward = ForwardBatch(
-            mode=batch.mode,
+            mode=ForwardMode.EXTEND,
             batch_size=batch.num_prompts,
             tokens_per_req=0,
             input_ids=ids_d,

@@ -165,7 +165,9 @@ class Scheduler:
     def _handle(self, message: ToScheduler) -> None:
         match message:
             case GenerateReq():
-                self._take(message)
+                prompt = np.array(message.input_ids, dtype=np.int32)  # shared by its samples
+                for request in message.samples():
+                    self._enqueue(request, prompt)
             case AbortReq():
                 one = self._reqs.get(message.rid)
                 reqs = list(self._reqs.values()) if message.all else [one] if one is not None else []
@@ -178,18 +180,8 @@ class Scheduler:
             case DrainReq():
                 self._draining = True
 
-    def _take(self, message: GenerateReq) -> None:
-        """Let every text of a prompt wait; they share the tokens of the prompt."""
-        problem: ServingError | None = None
-        try:
-            policy.check_memory(message, self.limits)
-        except RequestError as error:
-            problem = error
-        prompt = np.array(message.input_ids, dtype=np.int32) if problem is None else np.empty(0, dtype=np.int32)
-        for request in message.samples():
-            self._enqueue(request, prompt, problem)
-
-    def _enqueue(self, request: GenerateReq, prompt: Int32, problem: ServingError | None) -> None:
+    def _enqueue(self, request: GenerateReq, prompt: Int32) -> None:
+        """Let a request wait for its grammar or for a row, or refuse it. prompt: int32, its tokens."""
         if request.rid in self._reqs:
             log.error("dropped a second request named %s while the first is running", request.rid[:80])
             return
@@ -198,8 +190,7 @@ class Scheduler:
         try:
             if self._draining:
                 raise ServerDraining()
-            if problem is not None:
-                raise problem
+            policy.check_memory(request, self.limits)
             if (grammar := request.sampling.grammar) is not None:
                 self._grammars.check(grammar)
             if self.groups.queue_is_full or len(self._grammars) >= self._config.max_queued_requests:

@@ -18,7 +18,7 @@ from runtime.distributed.step_messages import GroupResult, RankCodec
 from runtime.entrypoints.prepare import prepare
 from runtime.errors import ConfigError
 from runtime.managers.messages import GenerateReq
-from runtime.managers.schedule_policy import GroupOffer, best_group
+from runtime.managers.schedule_policy import best_group
 from runtime.managers.scheduler import Scheduler
 from runtime.models.config import ModelConfig
 from runtime.sampling_params import SamplingParams
@@ -144,11 +144,11 @@ def test_a_request_goes_where_its_prefix_is_unless_that_group_is_busy(tmp_path: 
 
 
 def test_the_best_group_has_the_prefix_or_less_to_do() -> None:
-    assert best_group([GroupOffer(0, 0), GroupOffer(0, 0)]) == 0
-    assert best_group([GroupOffer(0, 2), GroupOffer(0, 1), GroupOffer(0, 1)]) == 1
-    assert best_group([GroupOffer(0, 0), GroupOffer(100, 0)]) == 1
-    assert best_group([GroupOffer(0, 0), GroupOffer(100, 1)]) == 0
-    assert best_group([GroupOffer(0, 0), GroupOffer(1000, 3)]) == 1
+    assert best_group([(0, 0), (0, 0)]) == 0
+    assert best_group([(0, 2), (0, 1), (0, 1)]) == 1
+    assert best_group([(0, 0), (100, 0)]) == 1
+    assert best_group([(0, 0), (100, 1)]) == 0
+    assert best_group([(0, 0), (1000, 3)]) == 1
 
 
 def test_log_probabilities_are_those_of_one_group(tmp_path: Path) -> None:

@@ -59,9 +59,9 @@ class Admission:
         """Rows that no request has."""
         return len(self._free_rows)
 
-    def offer(self, req: Req) -> policy.GroupOffer:
-        """What this group has for a new request."""
-        return policy.GroupOffer(self._cached_len(req), len(self.running) + len(self.queue))
+    def offer(self, req: Req) -> tuple[int, int]:
+        """What this group has for a new request, as `policy.best_group` compares it."""
+        return self._cached_len(req), len(self.running) + len(self.queue)
 
     def enqueue(self, req: Req) -> None:
         """Let `req` wait for a row."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from runtime.batch import WorkerLimits
@@ -24,17 +23,9 @@ REQUEST_TOKENS = 128
 # ---- attention groups
 
 
-@dataclass(frozen=True, slots=True)
-class GroupOffer:
-    """An attention group as seen by a request: the length of its cached prefix, and its number of requests."""
-
-    cached_len: int
-    requests: int
-
-
-def best_group(offers: Iterable[GroupOffer]) -> int:
-    """The group for a request, which stays there: a prefix against the load; of equal groups the first."""
-    gains = [offer.cached_len - REQUEST_TOKENS * offer.requests for offer in offers]
+def best_group(groups: Iterable[tuple[int, int]]) -> int:
+    """The group for a request, given the length of its cached prefix and the number of requests in each; of equal groups the first."""
+    gains = [cached_len - REQUEST_TOKENS * requests for cached_len, requests in groups]
     return gains.index(max(gains))
 
 

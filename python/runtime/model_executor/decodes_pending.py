@@ -22,7 +22,7 @@ class DecodesPending:
     """Copies in flight to a rank that reads results. Methods wait for them.
 
     Attributes:
-        emitted: the live rows of `AcceptResult.emitted`, and with several ranks whether they differ.
+        emitted: the live rows of `AcceptResult.emitted`, and if `checked` whether the ranks committed different tokens before.
         logprobs: if they were asked for.
         stats: how the iteration ran.
         checked: whether ranks were compared.
@@ -39,11 +39,6 @@ class DecodesPending:
     experts: HostCopy | None = None
     compared: Compared | None = None
     guessed: HostCopy | None = None
-
-    @property
-    def ranks_differ(self) -> bool:
-        """Whether the ranks committed different tokens before this iteration."""
-        return self.checked and bool(self.emitted.wait()[-1].any())
 
     def wait(self) -> BatchResult:
         """The committed tokens of each request."""

@@ -74,14 +74,6 @@ class WorkerParts:
         return [self.target.runner.kv_pool, *(model.runner.kv_pool for model in self.drafter.models())]
 
 
-def masked(iteration: Iteration) -> Iteration:
-    """The iteration with what grammars allow at the positions of its window. Waits for the thread that computes it."""
-    mask = None if iteration.grammar is None else iteration.grammar.window_mask()
-    if mask is None:
-        return iteration
-    return replace(iteration, mask=mask, needs=replace(iteration.needs, constrained=mask.selected))
-
-
 class Worker:
     """The device side: `runtime.batch.Worker`.
 
@@ -323,7 +315,8 @@ class Worker:
                 states, window_states = target.run(chunks, window, iteration.live)
                 verified = verifier.result_of(iteration, window_states)
                 extend, prompts = self._sample_next(batch, chunks, first, states)
-            iteration = masked(iteration)
+            if iteration.grammar is not None and (mask := iteration.grammar.window_mask()) is not None:  # waits for its thread
+                iteration = replace(iteration, mask=mask, needs=replace(iteration.needs, constrained=mask.selected))
             result = self.parts.accepter.accept(iteration, draft, verified, window)
             compared = self.eager_drafts.compare(iteration, result.tokens)
             decodes = send_to_host(target, iteration, result.emitted(), verified, result.path, hit, compared)
@@ -348,7 +341,7 @@ class Worker:
     ) -> BatchResult:
         """On the host, possibly one step later: wait, count, and return the results. `grammars`: of prompts, of decode rows."""
         if decodes is not None and decodes.checked:
-            if decodes.ranks_differ:
+            if decodes.emitted.wait()[-1].any():
                 raise RanksDiffer(batch.step)
             self._token_checks += 1
         decoded, prompted = None if decodes is None else decodes.wait(), None if prompts is None else prompts.wait()

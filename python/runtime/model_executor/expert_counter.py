@@ -58,7 +58,7 @@ class ExpertCounter:
     @property
     def mean(self) -> float | None:
         """The mean over layers; None before the first counted pass."""
-        return sum(hit for _, hit in self._recent) / len(self._recent) if self._recent else None
+        return float(np.mean(list(self._layers))) if self._layers else None
 
     @property
     def spread(self) -> float | None:

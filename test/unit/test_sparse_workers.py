@@ -150,6 +150,14 @@ def test_spread_says_how_independently_tokens_choose() -> None:
     assert (counter.mean, counter.by_layer) == (3.5, [4.0, 3.0])
 
 
+def test_a_reset_forgets_the_experts_of_earlier_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_counter, "EVERY", 1)
+    worker = plain(model=sparse_config())
+    Driver(worker).generate({1: PROMPTS[1]}, 4)
+    worker.reset()
+    assert (worker.info().distinct_experts, worker.parts.experts.spread) == (None, None)
+
+
 def test_dense_models_have_no_distinct_experts() -> None:
     worker = plain()
     Driver(worker).generate(PROMPTS, 4)

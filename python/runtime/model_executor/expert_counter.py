@@ -28,6 +28,11 @@ class ExpertCounter:
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # tokens, and the mean over layers
         self._layers: deque[npt.NDArray[np.int64]] = deque(maxlen=RECENT)
 
+    def reset(self) -> None:
+        """Forget all samples."""
+        self._recent.clear()
+        self._layers.clear()
+
     def sample(self, tokens: int) -> torch.Tensor | None:
         """Experts hit by the first `tokens` of the pass just launched: int64 [layers] on the device.
 

@@ -207,6 +207,7 @@ class Worker:
         self.parts.drafter.reset()
         self.parts.monitor.reset()
         self.parts.grammars.reset()
+        self.parts.experts.reset()
         self.parts.target.agreement.reset()
 
     def _timed_step(self, batch: ScheduleBatch) -> Finish:

@@ -63,6 +63,14 @@ def test_without_drafts_and_decode_steps_the_log_omits_them(caplog: pytest.LogCa
     assert "graph hits: 0.00, padding: 0.00" in logged.line(2)
 
 
+def test_idle_time_does_not_lower_the_rates_of_the_next_line(caplog: pytest.LogCaptureFixture) -> None:
+    logged = Logged(caplog)
+    assert not any(logged.line(turn) for turn in range(1, 100)), "the server is idle"
+    logged.decode([1], 1, graph=True)
+    logged.stats.generation_tokens_total = 50
+    assert f"gen throughput (token/s): {50 / LOG_PERIOD:.2f}," in logged.line(100)
+
+
 def test_the_generation_rate_is_renewed_each_second(caplog: pytest.LogCaptureFixture) -> None:
     logged = Logged(caplog)
     logged.stats.generation_tokens_total = 50

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
@@ -19,16 +18,8 @@ LOG_PERIOD = 5.0
 """Least seconds between two log lines."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """Counters at one moment, to take rates from."""
-
-    time: float
-    stats: SchedulerStats
-
-
 class StatsLog:
-    """Renews `gen_throughput` each second, and logs a line every few seconds in which steps ran.
+    """Renews `gen_throughput` each second, and logs a line about every few seconds in which steps ran.
 
     Args:
         stats: returns the scheduler's statistics with its gauges up to date.
@@ -37,23 +28,23 @@ class StatsLog:
 
     def __init__(self, stats: Callable[[], SchedulerStats], now: float) -> None:
         self._stats = stats
-        self._rate_mark = self._log_mark = _Mark(now, deepcopy(stats()))
+        self._logged_at, self._logged = now, deepcopy(stats())
+        self._rated_at, self._rated_tokens = now, self._logged.generation_tokens_total
 
     def tick(self, now: float) -> None:
         """Called once per step; does nothing until a period is over."""
-        if now - self._rate_mark.time >= RATE_PERIOD:
-            stats, mark = self._stats(), self._rate_mark
-            stats.gen_throughput = (stats.generation_tokens_total - mark.stats.generation_tokens_total) / (now - mark.time)
-            self._rate_mark = _Mark(now, deepcopy(stats))
-        if now - self._log_mark.time >= LOG_PERIOD:
+        if now - self._rated_at >= RATE_PERIOD:
             stats = self._stats()
-            if stats.steps > self._log_mark.stats.steps:
-                log.info("%s", _line(stats, self._log_mark, now))
-                self._log_mark = _Mark(now, deepcopy(stats))
+            stats.gen_throughput = (stats.generation_tokens_total - self._rated_tokens) / (now - self._rated_at)
+            self._rated_at, self._rated_tokens = now, stats.generation_tokens_total
+        if now - self._logged_at >= LOG_PERIOD:
+            stats = self._stats()
+            if stats.steps > self._logged.steps:
+                log.info("%s", _line(stats, self._logged, now - self._logged_at))
+            self._logged_at, self._logged = now, deepcopy(stats)
 
 
-def _line(stats: SchedulerStats, mark: _Mark, now: float) -> str:
-    seconds, before = now - mark.time, mark.stats
+def _line(stats: SchedulerStats, before: SchedulerStats, seconds: float) -> str:
     return ", ".join(
         [
             f"Decode batch, #running-req: {stats.num_running_reqs}",

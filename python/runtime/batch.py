@@ -1,4 +1,4 @@
-"""The hand-off from scheduler to worker: what to run next, and what came of it. No torch.
+"""What scheduler and worker exchange: the step to run next, and its result. No torch.
 
 Lengths. A request's KV length counts the positions whose KV is written and committed. The last token it emitted is not
 among them: it is the input of the next step, at position `KV length`. A decode step writes at most `tokens_per_step`
@@ -71,8 +71,7 @@ class WorkerLimits:
             1..max_total_tokens/page_size.
         max_running_requests: rows that requests may use, numbered 1..max_running_requests.
         max_context_len: prompt and output tokens of one request.
-        max_extend_tokens: tokens of one EXTEND batch, all requests together, `tokens_per_step` for each that decodes
-            along included.
+        max_extend_tokens: tokens of one prompt step, including `tokens_per_step` for each decode row in it.
         page_size: slots allocated together.
         vocab_size: token ids are 0..vocab_size - 1.
         tokens_per_step: positions past the KV length that a decode step may write: 1, or max(K * topk, D).
@@ -81,9 +80,9 @@ class WorkerLimits:
             of n tokens may be reused only by a prompt that agrees on n + 1; else 0.
         overlap: whether step n + 1 may be submitted before step n's result is read.
         needs_history: whether every `RowInit` must carry its history.
-        mixed: whether a batch may hold prompt chunks and decode rows.
+        mixed: whether a step may have both prompt chunks and decode rows.
         cost_model: what steps cost on the device.
-        groups: attention groups, each of which holds `max_total_tokens` and `max_running_requests`, and runs steps of its own.
+        groups: number of attention groups; `max_total_tokens` and `max_running_requests` are those of each.
     """
 
     max_total_tokens: int
@@ -122,7 +121,7 @@ class WorkerLimits:
 
 @dataclass(frozen=True, slots=True)
 class RowInit:
-    """A request takes a row: what the worker must know of it until the row is freed.
+    """What the worker must know of a request that takes a row, until the row is freed.
 
     Attributes:
         row: 1..max_running_requests.
@@ -156,11 +155,11 @@ def no_ints() -> Int32:
 
 @dataclass(frozen=True, slots=True)
 class EagerSample:
-    """What runs a second time after an iteration, eagerly, so that the drafts through graphs can be compared with its drafts.
+    """What runs once more after an iteration, eagerly, to compare its drafts with those through graphs.
 
     Attributes:
-        taken: the draft's passes do.
-        verify: verification does too.
+        taken: whether the draft's passes do.
+        verify: whether verification does too.
     """
 
     taken: bool = False
@@ -182,7 +181,7 @@ class ScheduleBatch:
         rows: int32 [B].
         len_bounds: int32 [B]. KV length before the step: exact for prompt chunks (it equals `prefix_lens`), an upper
             bound for decode rows.
-        new_rows: rows that changed hands since the last step.
+        new_rows: rows that new requests took since the last step.
         page_rows, page_cols, page_ids: int32 [P] each. Page `page_ids[i]` holds positions from `page_cols[i] *
             page_size` of row `page_rows[i]`.
         copy_sources, copy_targets, copy_counts: int32 [C] each. Before anything else in the step, the KV in the first
@@ -199,9 +198,9 @@ class ScheduleBatch:
         depth: K of the decode rows, which `Worker.submit` chooses.
         widths: with `depth`, int32 [padded B - E]: tokens of each window, where they differ; empty where all have `depth` + 1.
         sample: of the iteration, which `Worker.submit` chooses too.
-        sections: with several attention groups the part of each, and nothing beside it; [] for one group.
+        sections: the part of each attention group, if there are several; all other fields but `step`, `depth` and `sample` are then empty.
         pad_decodes, pad_tokens: decode rows and prompt tokens of the largest section, to which this one is padded; 0 for one group.
-        pad_kv: upper bound of the KV lengths of a section's decode rows together, of the section where it is the most; 0 for one group.
+        pad_kv: the largest sum over the decode rows of a section of their `len_bounds`; 0 for one group.
     """
 
     step: int
@@ -258,17 +257,17 @@ class ScheduleBatch:
 
     @property
     def most_decodes(self) -> int:
-        """B - E, of the attention group where it is the most."""
+        """The largest B - E of all attention groups."""
         return max((section.num_decodes for section in self.sections), default=self.num_decodes)
 
     @property
     def has_prompts(self) -> bool:
-        """Whether an attention group has any."""
+        """Whether any attention group has prompt chunks."""
         return any(part.num_prompts for part in self.sections or [self])
 
     @property
     def longest(self) -> int:
-        """An upper bound of the KV lengths before the step, of all attention groups."""
+        """An upper bound of all KV lengths before the step, in all attention groups."""
         return max(int(part.len_bounds.max(initial=0)) for part in self.sections or [self])
 
 
@@ -318,12 +317,12 @@ class BatchResult:
             1..max_accept_len.
         logprobs: of `token_ids`, if any request of the batch asked (k is the largest asked for); else None.
         prompt_logprobs: by index in the batch: for each prompt token of the chunk the log-probability of the token
-            after it (the last one's entry is the next prompt token's, or of no meaning when a token was sampled there).
+            after it (the last one's entry is the next prompt token's, or meaningless if a token was sampled there).
         stats: how the decode rows ran.
         grammar_errors: by index in the batch, why a request's grammar cannot be followed; its tokens have no meaning.
         pooled: by index in the batch: what `pooling` asked for, float32 [hidden] or [labels]; of `mean` the sum over the
             chunk's tokens.
-        sections: with several attention groups the result of each, and nothing beside it.
+        sections: the result of each attention group, if there are several; all other fields are then empty.
     """
 
     token_ids: Int32

@@ -208,7 +208,7 @@ class Admission:
         self.new_token_ratio.reset()
         log.info("KV cache is full: retracted a request of %d tokens; %d requests are running", req.length, len(self.running))
 
-    def crowded(self) -> Req | None:
+    def to_retract(self) -> Req | None:
         """The request that has to make way for one that waits for a row or for pages, if there is one."""
         first = self._short_of_pages if self._free_rows else next(iter(self.queue.heads()), None)
         if first is None or first.phase is not Phase.WAITING:
@@ -216,8 +216,8 @@ class Admission:
         return fair_share.to_retract(first, self.queue, self.running, self._rows)
 
     def make_way(self) -> None:
-        """Retract the request that `crowded` names; no step may be in flight."""
-        if (req := self.crowded()) is not None:
+        """Retract the request that has to make way; no step may be in flight."""
+        if (req := self.to_retract()) is not None:
             req.made_way = True
             self._retract(req)
 

@@ -57,7 +57,7 @@ class AttentionGroups:
     @property
     def crowded(self) -> bool:
         """Whether a request has to make way for one of another client; see `make_way`."""
-        return any(group.crowded() is not None for group in self._groups)
+        return any(group.to_retract() is not None for group in self._groups)
 
     def make_way(self) -> None:
         """Retract the request of each group that has to make way. No step may be in flight if there is one."""

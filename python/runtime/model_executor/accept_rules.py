@@ -51,7 +51,7 @@ class DraftProbs:
     Attributes:
         probs: float [B, K, Vd], after temperature.
         to_target: int64 [Vd], the target's id of each draft id; None when the vocabularies are one.
-        to_draft: int64 [V], the inverse, -1 for tokens that the draft cannot say; None as above.
+        to_draft: int64 [V], the inverse, -1 for tokens that the draft cannot produce; None as above.
     """
 
     probs: torch.Tensor
@@ -262,7 +262,7 @@ def _drafts_then(tokens_BK: torch.Tensor, last_B: torch.Tensor, final_B: torch.T
 
 
 def _drafted_probs(draft: DraftProbs, tokens_BK: torch.Tensor) -> torch.Tensor:
-    """q of each draft, [B, K]; 0 for a token that the draft cannot say."""
+    """q of each draft, [B, K]; 0 for a token that the draft cannot produce."""
     if draft.to_draft is None:
         return draft.probs.gather(2, tokens_BK[:, :, None]).squeeze(2)
     ids = draft.to_draft[tokens_BK]

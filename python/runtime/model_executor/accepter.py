@@ -106,7 +106,7 @@ class Accepter:
     # ---- the decision
 
     def decide(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult) -> AcceptResult:
-        """Which tokens are committed. Distributions exist for some requests at a time."""
+        """Which tokens are committed. Distributions are in memory for at most `ROWS_ACCEPTED_TOGETHER` window positions at a time."""
         needs, D = iteration.needs, draft.width
         if D == 1:
             return self._choose(iteration, verified)

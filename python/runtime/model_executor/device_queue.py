@@ -1,7 +1,7 @@
 """Runs steps in the order submitted, without making the caller wait.
 
 On a GPU kernel launches are asynchronous: a step is launched inline and its result is awaited later. On the CPU one
-thread takes the part of the device, so that the scheduler prepares the next batch while the current one runs.
+thread acts as the device, so that the scheduler prepares the next batch while the current one runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells acceptance that graphs lose from chance: a sequential test. On the host; no torch.
+"""Detects graphs that accept less than eager passes, by a sequential test. On the host; no torch.
 
 Each sample proposes one window twice, through graphs and eagerly, and the target's tokens say which of both drafts is right. Where they
 differ in that, sound graphs are right as often as eager passes are, whatever the text and its acceptance: McNemar's test of pairs.

@@ -44,8 +44,8 @@ class Iteration:
         needs: what the sampler has to do.
         top_logprobs: number of most likely tokens to report for each token; -1 for no log-probabilities.
         sample: what runs again eagerly after it.
-        delay: what ran so before it, since the previous iteration's results.
-        eager: run no graph of the draft or of verification.
+        delay: the sample that was launched between the previous iteration and this one.
+        eager: whether draft and verification run without graphs.
         grammar: the constrained requests; None if there are none.
         mask: what grammars allow at the positions of the window, once it is known; None if nothing is restricted.
         caps: None if every request takes all drafts.

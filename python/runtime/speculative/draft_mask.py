@@ -1,4 +1,4 @@
-"""Grammars on the draft's side: a draft says nothing that its target could not."""
+"""Grammar masks for what the draft proposes."""
 
 from __future__ import annotations
 

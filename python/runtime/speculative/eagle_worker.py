@@ -107,7 +107,7 @@ class EagleWorker(ModelDrafter):
         super().reset()
 
     def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
-        """Follow steps without drafts, if it is time. Guesses are made before drafts, and at times where a controller chooses depths."""
+        """Follow steps without drafts, if it is time. Make guesses if drafts follow, and now and then for the depth controller."""
         if self.catch_up is None:
             return 0
         guesses = depth > 0 or (bool(self._config.depths) and self.catch_up.guesses_next)

@@ -26,7 +26,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
         groups: the load of each attention group; [] without --enable-dp-attention.
         queue_time_sum, queue_time_count: waiting time of all admitted requests, and their number.
         extend_steps, mixed_steps: steps with prompt tokens, and those of them that also held decode rows.
-        spec_paused_steps_total: decode steps without drafts because the batch was too large; not counted in `spec`.
+        spec_paused_steps_total: steps with decode rows that ran without drafts; not counted in `spec`.
         spec_depth_steps_total: steps with decode rows, by the depth of their drafts; empty without speculation.
         decode: steps without prompt tokens.
         spec, spec_by_context: all drafts.

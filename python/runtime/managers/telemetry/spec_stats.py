@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 CONTEXTS = (0, 1024, 4096, 16384, 65536)
-"""Acceptance is told apart by context length; tokens from which on each class begins."""
+"""The smallest context length of each class in which acceptance is counted, in tokens."""
 
 
 def context_class(tokens: int) -> int:

@@ -52,8 +52,10 @@ class DFlashDrafter(ModelDrafter):
     # ---- build
 
     def _decode_runner(self, setup: DraftSetup, depth: int) -> GraphRunner:
+        """The runner over blocks. Output: `tokens` int64 [B, K + 1], the last token and the drafts."""
         name = "draft block" if depth == self.spec.shape.num_steps else f"draft block K={depth}"
-        spec = block_spec(name, depth + 1, self.model.kernel_launches)
+        tokens = BufferSpec("tokens", "req", torch.int64, 0, (depth + 1,))
+        spec = RunnerSpec(name, ForwardMode.DECODE, depth + 1, (tokens,), launches=self.model.kernel_launches)
         return setup.make_runner(spec, self._fill_block, self.runner, setup.depths[depth], self._config.draft_decode_graph)
 
     def _extend_spec(self, depth: int) -> RunnerSpec:
@@ -108,14 +110,3 @@ class DFlashDrafter(ModelDrafter):
 
     def _write_context(self, batch: ForwardBatch, outputs: Outputs, variant: str, states: States) -> None:
         self.model.write_context(replace(batch, hidden_states=states(batch)))
-
-
-def block_spec(name: str, width: int, launches: int) -> RunnerSpec:
-    """The runner over blocks. Output: `tokens` int64 [B, width], the last token and the drafts."""
-    return RunnerSpec(
-        name=name,
-        mode=ForwardMode.DECODE,
-        width=width,
-        outputs=(BufferSpec("tokens", "req", torch.int64, 0, (width,)),),
-        launches=launches,
-    )

@@ -72,16 +72,6 @@ class NgramHistory:
         return None
 
 
-def propose_batch(histories: Sequence[NgramHistory], count: int) -> Int32:
-    """Guesses int32 [B, count] of each request; token 0 if nothing matches."""
-    guesses = np.zeros((len(histories), count), dtype=np.int32)
-    for row, history in enumerate(histories):
-        proposal = history.propose(count)
-        if proposal:
-            guesses[row] = proposal
-    return guesses
-
-
 def _hash(tokens: Sequence[int]) -> int:
     """A polynomial of the tokens, modulo 2^64."""
     key = 0

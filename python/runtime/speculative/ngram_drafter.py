@@ -12,7 +12,7 @@ from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup
 from runtime.model_executor.iteration import Accepted, Iteration
 from runtime.model_executor.target_model import ExtendPass, TargetModel
-from runtime.speculative.ngram import NgramHistory, propose_batch
+from runtime.speculative.ngram import NgramHistory
 
 
 class NgramDrafter(Drafter):
@@ -48,8 +48,8 @@ class NgramDrafter(Drafter):
         if iteration.depth == 0:
             return window
         drafts = np.zeros((iteration.size, iteration.depth), dtype=np.int32)
-        histories = [self._histories[row] for row in iteration.host_rows.tolist()]
-        drafts[: iteration.live] = propose_batch(histories, iteration.depth)
+        for at, row in enumerate(iteration.host_rows.tolist()):
+            drafts[at] = self._histories[row].propose(iteration.depth) or 0
         if iteration.grammar is not None:
             iteration.grammar.guide(drafts)
         (on_device,) = self._target.staging.upload(drafts.flatten().astype(np.int64))

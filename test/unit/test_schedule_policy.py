@@ -39,10 +39,8 @@ def running(**sampling: Any) -> Req:
 
 
 def test_the_queue_puts_retracted_first_then_priority_then_arrival() -> None:
-    queue: list[Req] = []
-    for one in [req(3), req(2, priority=1), req(1), req(5, retracted=True), req(4, retracted=True), req(6, priority=-1)]:
-        policy.enqueue(queue, one)
-    assert [one.seq for one in queue] == [4, 5, 2, 1, 3, 6]
+    queue = [req(3), req(2, priority=1), req(1), req(5, retracted=True), req(4, retracted=True), req(6, priority=-1)]
+    assert [one.seq for one in sorted(queue, key=policy.queue_key)] == [4, 5, 2, 1, 3, 6]
 
 
 def test_lpm_moves_long_cached_prefixes_ahead_among_equals_only() -> None:
@@ -106,7 +104,7 @@ def test_with_few_prompts_a_saturated_step_takes_no_other(prompts: int, offered:
 def test_the_new_token_ratio_decays_to_a_floor_and_resets() -> None:
     ratio = NewTokenRatio(1.0)
     one = req(1, max_new_tokens=90)
-    slack = policy.step_slack(LIMITS)
+    slack = LIMITS.tokens_per_step + LIMITS.max_accept_len
     assert ratio.slots(one, LIMITS) == 1 + int(90 * 0.7) + slack
     for _ in range(2000):
         ratio.decay()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Callable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 
@@ -49,7 +50,7 @@ class FairQueue:
         client = req.request.client
         if client not in self._lanes:
             self._lanes[client] = _Lane(max(self._time, self._finished.pop(client, 0.0)))
-        policy.enqueue(self._lanes[client].reqs, req)
+        insort(self._lanes[client].reqs, req, key=policy.queue_key)
         self._size += 1
 
     def remove(self, req: Req) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from runtime.batch import WorkerLimits
 from runtime.managers.req import Req
-from runtime.managers.schedule_policy import step_slack
 
 MAX_RESERVED_TOKENS = 4096
 """Output tokens of one request beyond this are not reserved: few requests use all that they may."""
@@ -37,5 +36,6 @@ class NewTokenRatio:
         self.value = self._initial
 
     def slots(self, req: Req, limits: WorkerLimits) -> int:
-        """KV slots that `req` is expected to need, including those that a decode step writes in advance."""
-        return req.length + int(min(req.remaining, MAX_RESERVED_TOKENS) * self.value) + step_slack(limits)
+        """KV slots that `req` is expected to need, including those that a decode step writes in advance while another is in flight."""
+        ahead = limits.tokens_per_step + (limits.max_accept_len if limits.overlap else 0)
+        return req.length + int(min(req.remaining, MAX_RESERVED_TOKENS) * self.value) + ahead

@@ -56,5 +56,5 @@ class PrefillBudget:
 
     def take(self, count: int) -> None:
         """Add tokens of a prompt."""
-        self.left = max(0, self.left - count)
+        self.reserve(count)
         self.taken += count

@@ -168,7 +168,7 @@ class Req:
     @property
     def needs_decode(self) -> bool:
         """Whether one more decode step can emit tokens: the steps in flight do not surely reach the length limit."""
-        return self.phase is Phase.DECODING and self.emits_in_flight < self.total_limit - self.length
+        return self.phase is Phase.DECODING and self.emits_in_flight < self.remaining
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -59,11 +58,6 @@ def queue_key(req: Req) -> tuple[bool, int, int]:
     return (not req.retracted, -req.request.priority, req.seq)
 
 
-def enqueue(queue: list[Req], req: Req) -> None:
-    """Insert `req` into a queue sorted by `queue_key`."""
-    insort(queue, req, key=queue_key)
-
-
 def order(queue: Sequence[Req], policy: Literal["fcfs", "lpm"], cached_len: Callable[[Req], int]) -> list[Req]:
     """The order of admission of a queue sorted by `queue_key`; at equal priority, lpm prefers long cached prefixes."""
     if policy == "fcfs" or not 1 < len(queue) <= LPM_QUEUE_LIMIT:
@@ -94,11 +88,6 @@ def youngest(reqs: Iterable[Req]) -> Req:
 
 
 # ---- memory
-
-
-def step_slack(limits: WorkerLimits) -> int:
-    """Slots past the known KV length that one decode step may need while another is in flight."""
-    return limits.tokens_per_step + (limits.max_accept_len if limits.overlap else 0)
 
 
 def decode_slots(kv_bound: int, limits: WorkerLimits) -> int:

@@ -70,7 +70,7 @@ class AttentionGroups:
         return [plan or StepPlan() for plan in plans] if any(plans) else []
 
     def check(self) -> None:
-        """Prove that no group has lost a page or shares one by mistake."""
+        """Assert that no group has lost a page or shares one by mistake; for tests."""
         for group in self._groups:
             group.kv_pages.check()
 

@@ -1,4 +1,4 @@
-"""Which requests make way for those of other clients, so that long prompts and many samples of one keep no other waiting."""
+"""Which requests make way for those of other clients: neither long prompts nor many samples of one client keep others waiting."""
 
 from __future__ import annotations
 

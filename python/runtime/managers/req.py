@@ -24,7 +24,7 @@ MOST_UNWRITTEN = 64
 class Phase(enum.Enum):
     """Where a request is."""
 
-    COMPILING = "compiling"  # as waiting, and not in the queue: its grammar is being compiled
+    COMPILING = "compiling"  # not in the queue yet: its grammar is being compiled
     WAITING = "waiting"  # no row, no pages
     PREFILLING = "prefilling"  # has both; some of its tokens were not submitted yet
     DECODING = "decoding"  # all its tokens were submitted
@@ -73,8 +73,8 @@ class Req:
         total_limit: the length at which the request ends.
         stop_ids: tokens that end it.
         made_way: whether it waits again because another client had fewer rows.
-        overtook: whether it went before longer prompts of other clients.
-        overtaken: tokens of the prompts that went before this one, which had begun.
+        overtook: whether its prompt went before longer ones of other clients that had begun.
+        overtaken: tokens of the prompts that went before its own after that had begun.
         most_drafts: drafts of a window that it takes at most.
         grammar: what the output follows, once it is compiled; None for free text.
         prefill_len: tokens to prefill: the prompt, and after a retraction also the output so far.

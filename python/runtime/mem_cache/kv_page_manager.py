@@ -50,7 +50,7 @@ class RequestPages:
 class KVPageManager:
     """Allocates pages for requests, evicting cached prefixes when none are free, and frees each exactly once.
 
-    Invariant: free pages + cached pages + pages owned by requests = num_pages. `check()` proves it.
+    Invariant: free pages + cached pages + pages owned by requests = num_pages. `check()` asserts it.
     """
 
     def __init__(self, num_pages: int, page_size: int, lookahead: int, cache_prefixes: bool) -> None:

@@ -42,10 +42,10 @@ class AcceptanceMonitor:
         self.alarm, self._warned = DriftAlarm(self._num_steps), set[int]()
 
     def next_iteration(self, depth: int, possible: bool) -> EagerSample:
-        """Count an iteration. Returns what runs again eagerly: nothing of one without drafts, which the draft may follow later.
+        """Count an iteration. Returns what runs again eagerly: nothing after one without drafts, which the draft may follow later.
 
-        Nothing of the first one at a depth either, but after none: the depth controller learns the time of a depth from the second one,
-        which a sample would delay.
+        Nothing either after the first one at a new depth, unless the previous one had no drafts: the depth controller learns the time of a
+        depth from the next one, which a sample would delay.
         """
         possible, self._depth = possible and self._depth in (depth, 0), depth
         return self.schedule.next(self.alarm, possible) if self._sampling and depth else NO_SAMPLE
@@ -95,11 +95,4 @@ class AcceptanceMonitor:
         drifts = self.alarm.check()
         new, self._warned = [drift for drift in drifts if drift.position not in self._warned], {drift.position for drift in drifts}
         for drift in new:
-            log.warning(
-                "acceptance of draft %d is %.3f through graphs and %.3f eager (z = %.1f): a graph reads stale inputs; "
-                "restart with --disable-cuda-graph",
-                drift.position + 1,
-                drift.graph,
-                drift.eager,
-                drift.z,
-            )
+            log.warning("acceptance of %s: a graph reads stale inputs; restart with --disable-cuda-graph", drift)

@@ -2,8 +2,8 @@
 
 After a sampled iteration the draft's passes, and in some samples verification, run a second time, eagerly, over the same window. They
 propose the next window, of which only the tokens are kept: the rows' draft state and the KV are put back as the graphs left them. So a
-sample changes no token, and the next iteration proposes through graphs whatever it would have proposed. How many of the tokens that it
-commits both windows have tells them apart.
+sample changes no token, and the next iteration proposes through graphs whatever it would have proposed. The two windows are compared by how
+many of the tokens that it commits each of them has.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class EagerDrafts:
         self._has_window[[init.row for init in new_rows]] = False
 
     def begin(self, iteration: Iteration) -> Iteration:
-        """The iteration with `sample` and `delay` as they are. All ranks that run together decide alike.
+        """The iteration with `delay` set, and without a sample if none can be taken. All ranks that run together decide alike.
 
         If the draft just followed steps without drafts, the sample is of that, and is taken now instead of at the end.
         """

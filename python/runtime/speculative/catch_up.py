@@ -71,7 +71,7 @@ class CatchUp:
     Attributes:
         held: the positions to follow.
         runner: over windows of `WIDTH` of them.
-        guessed: whether the last one ended with guesses although no drafts follow.
+        guessed: whether the latest window ended with guesses although no drafts follow.
         again: runs the window of the latest `before` eagerly; None if it ran none.
     """
 

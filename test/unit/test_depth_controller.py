@@ -279,7 +279,7 @@ def run_mixed(batch: int, firsts: np.ndarray, iterations: int, caps: np.ndarray 
     rows = DecodeRows(caps, np.ones(batch, dtype=np.bool_), 0, numbers)
     tokens = seconds = 0.0
     for row in numbers.tolist():
-        control.rows.admit(row)
+        control.rows.admit(row, 0)
     for _ in range(iterations):
         chosen = control.choose(rows, dict.fromkeys(DEPTHS, batch), [(batch, batch * mean) for mean in MEANS], 3)
         drafts = np.minimum(caps, chosen.depth if chosen.widths is None else chosen.widths - 1)
@@ -335,20 +335,29 @@ def test_a_row_forgets_the_request_that_had_it() -> None:
     measured, usual = RowAcceptance(3), np.full(2, 0.6)
     rows = np.array([1, 2], dtype=np.int32)
     for _ in range(40):
-        measured.add(rows, np.array([4, 1]), np.array([3, 3]))
+        measured.add(rows, 0, np.array([4, 1]), np.array([3, 3]))
     assert measured.gains(rows, usual, 3)[:, 0].tolist() == pytest.approx([0.97, 0.1], abs=0.03)
-    measured.admit(2)
-    measured.add(rows[:1], np.array([4]), np.array([3]))
+    measured.admit(2, 1)
+    measured.add(rows[:1], 1, np.array([4]), np.array([3]))
     assert measured.gains(rows, usual, 3)[1] == pytest.approx([0.6, 0.36, 0.216])
+
+
+def test_a_row_counts_no_step_that_was_submitted_before_its_request_came() -> None:
+    measured, usual = RowAcceptance(3), np.full(2, 0.6)
+    rows = np.array([1, 2], dtype=np.int32)
+    measured.admit(2, step=6)  # step 5, in which another request had the row, is read later
+    measured.add(rows, 5, np.array([4, 4]), np.array([3, 3]))
+    first, second = measured.gains(rows, usual, 3)[:, 0]
+    assert (first > 0.7, second) == (True, pytest.approx(0.6))
 
 
 def test_a_row_that_takes_no_drafts_is_tried_again() -> None:
     measured, usual, rows = RowAcceptance(2), np.full(1, 0.8), np.array([1], dtype=np.int32)
     for _ in range(60):
-        measured.add(rows, np.array([1]), np.array([3]))
+        measured.add(rows, 0, np.array([1]), np.array([3]))
     low = measured.gains(rows, usual, 3)[0, 0]
     for _ in range(200):
-        measured.add(rows, np.array([1]), np.array([0]))
+        measured.add(rows, 0, np.array([1]), np.array([0]))
     assert low < 0.3 < 0.6 < measured.gains(rows, usual, 3)[0, 0]
 
 

@@ -183,7 +183,7 @@ class DepthControl:
     def plan(self, batch: ScheduleBatch) -> None:
         """Set the depth of a step, 0 without decode rows, and if its windows differ, their widths. Called once per step, in order."""
         for group, section in enumerate(batch.sections or [batch]):
-            self._admit(section.new_rows, group)
+            self._admit(section.new_rows, group, batch.step)
         live = batch.most_decodes  # all groups run passes of the largest one's size
         if not live:
             return
@@ -276,7 +276,7 @@ class DepthControl:
 
         return observe
 
-    def _admit(self, new_rows: Sequence[RowInit], group: int) -> None:
+    def _admit(self, new_rows: Sequence[RowInit], group: int, step: int) -> None:
         if not new_rows:
             return
         for init in new_rows:
@@ -284,7 +284,7 @@ class DepthControl:
             self._caps[row], self._greedy[row] = init.sampling.most_drafts, init.sampling.greedy
             self._ends[row] = init.prompt_len + init.sampling.max_new_tokens
             if not group:
-                self.rows.admit(row)
+                self.rows.admit(row, step)
         self._capped = bool(self._caps.min() < self.deepest)
 
     def fix(self, depth: int) -> None:

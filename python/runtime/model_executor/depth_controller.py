@@ -153,6 +153,7 @@ class Observed:
             the window in which the draft catches up.
         width: mean tokens of its windows if they differ, else 0.
         rows: int32 [n], request rows if windows may differ in width; else empty.
+        step: the number of its step.
     """
 
     depth: int
@@ -164,6 +165,7 @@ class Observed:
     seconds: float | None
     width: int = 0
     rows: Int32 = field(default_factory=no_ints)
+    step: int = 0
 
 
 class DepthChooser(Protocol):
@@ -321,7 +323,7 @@ class DepthController(DepthChooser):
             return
         drafted = np.minimum(read.caps, read.depth)
         if len(read.rows):
-            self.rows.add(read.rows, read.accept_lens, drafted)
+            self.rows.add(read.rows, read.step, read.accept_lens, drafted)
         self.observe_windows(Windows(read.depth, read.accept_lens, drafted, read.greedy))
         if self._current == 0 and not read.width and not self._parts:  # a probe that accepted drafts saved time
             self._probes.give_back((float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens))

@@ -25,16 +25,20 @@ class RowAcceptance:
 
     def __init__(self, rows: int) -> None:
         self._tested, self._accepted = np.zeros(rows), np.zeros(rows)
+        self._since = np.zeros(rows, dtype=np.int64)  # the step in which the present request took the row
         self._admitted, self._seen = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
 
-    def admit(self, row: int) -> None:
-        """A new request took the row."""
+    def admit(self, row: int, step: int) -> None:
+        """A new request takes the row in `step`."""
+        self._since[row] = step
         self._admitted[row] += 1
 
-    def add(self, rows: Int32, accept_lens: npt.NDArray[np.integer], drafts: npt.NDArray[np.integer]) -> None:
-        """Count an iteration: int [n] each, `drafts` those that were verified."""
-        keep = np.where(self._seen[rows] == self._admitted[rows], KEEP, 0.0)
-        self._seen[rows] = self._admitted[rows]
+    def add(self, rows: Int32, step: int, accept_lens: npt.NDArray[np.integer], drafts: npt.NDArray[np.integer]) -> None:
+        """Count the iteration of `step`: int [n] each, `drafts` those that were verified."""
+        admitted, own = self._admitted[rows], self._since[rows] <= step  # another request may have the row by now
+        rows, admitted, accept_lens, drafts = rows[own], admitted[own], accept_lens[own], drafts[own]
+        keep = np.where(self._seen[rows] == admitted, KEEP, 0.0)
+        self._seen[rows] = admitted
         self._tested[rows] = keep * self._tested[rows] + np.minimum(accept_lens, drafts)
         self._accepted[rows] = keep * self._accepted[rows] + (accept_lens - 1)
 

@@ -348,7 +348,7 @@ class Worker:
         decoded, prompted = None if decodes is None else decodes.wait(), None if prompts is None else prompts.wait()
         now = time.perf_counter()  # before work on the host: an iteration takes the time between the results of two
         if decodes is not None and decoded is not None:
-            self._observe(decodes, decoded, now, prompts is not None, batch.pad_kv)
+            self._observe(decodes, decoded, now, prompts is not None, batch)
             self._guess_check.read(decodes.iteration, decodes.guessed)
         if decodes is not None and decodes.experts is not None:
             self.parts.experts.add(decodes.iteration.live * (decodes.stats.draft_tokens + 1), decodes.experts.wait()[0].astype(np.int64))
@@ -361,7 +361,7 @@ class Worker:
                 result.grammar_errors.update(grammar.errors(offset))
         return result
 
-    def _observe(self, decodes: DecodesPending, decoded: BatchResult, now: float, with_prompts: bool, pad_kv: int) -> None:
+    def _observe(self, decodes: DecodesPending, decoded: BatchResult, now: float, with_prompts: bool, batch: ScheduleBatch) -> None:
         """Count acceptance, and tell the depth controller what the iteration accepted and how long it took.
 
         Steps run one after another on the device, so an iteration took the time from the results of the previous step, or from
@@ -382,10 +382,11 @@ class Worker:
         timed = None if disturbed else seconds
         assert iteration.greedy is not None
         most = np.full(iteration.live, iteration.depth) if caps is None else caps.host
-        kv_tokens = pad_kv or int(iteration.bounds.sum())
+        kv_tokens = batch.pad_kv or int(iteration.bounds.sum())
         width = 0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size
         rows = iteration.host_rows if self.parts.depths.tracks(iteration.live) else no_ints()
-        controller.observe(Observed(iteration.depth, iteration.size, lens, most, iteration.greedy, kv_tokens, timed, width, rows))
+        sizes = iteration.depth, iteration.size
+        controller.observe(Observed(*sizes, lens, most, iteration.greedy, kv_tokens, timed, width, rows, batch.step))
 
 
 def _read_nothing() -> BatchResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,13 +38,12 @@ class Chunk:
         return pooling if pooling is not None and (self.is_last or pooling.whole_prompt) else None
 
 
-@dataclass(frozen=True, slots=True)
-class PageCopy:
-    """The first `count` slots of a cached page are copied to a page of a request just admitted."""
+class PageCopy(NamedTuple):
+    """The first `slots` slots of a cached page are copied to a page of a request just admitted."""
 
     source: int
     target: int
-    count: int
+    slots: int
 
 
 @dataclass(slots=True)
@@ -112,8 +112,7 @@ class StepPlan:
             page_ids=page_ids,
         )
         if self.copies:
-            columns = zip(*((copy.source, copy.target, copy.count) for copy in self.copies), strict=True)
-            batch.copy_sources, batch.copy_targets, batch.copy_counts = map(as_int32, columns)
+            batch.copy_sources, batch.copy_targets, batch.copy_counts = map(as_int32, zip(*self.copies, strict=True))
         if chunks:
             batch.prefix_lens = as_int32([chunk.start for chunk in chunks])
             batch.extend_lens = as_int32([chunk.count for chunk in chunks])

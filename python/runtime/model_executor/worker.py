@@ -231,7 +231,7 @@ class Worker:
         self.eager_drafts.admit(batch.new_rows)
         self.parts.grammars.admit(batch.new_rows)
         chunks = target.stage_chunks(batch, chunk_rows) if batch.num_prompts else None
-        first = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, wanted=batch.next_tokens < 0)
+        prompt_grammar = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, wanted=batch.next_tokens < 0)
         prompts, decodes, grammar = None, None, None
         if most:
             iteration = self._begin(batch, rows, depth)
@@ -245,33 +245,33 @@ class Worker:
                     if iteration.sample.taken:
                         self.eager_drafts.draft(iteration, *verified_chain(iteration, emitted, verified))
             else:
-                prompts, decodes = self._iterate(batch, chunks, first, iteration)
+                prompts, decodes = self._iterate(batch, chunks, prompt_grammar, iteration)
             if guesses is not None:
                 decodes = replace(decodes, guessed=self._guess_check.check(iteration, guesses))
         elif chunks is not None:
-            extend, prompts = self._sample_next(batch, chunks, first, target.run(chunks)[0])
+            extend, prompts = self._sample_next(batch, chunks, prompt_grammar, target.run(chunks)[0])
             self.parts.drafter.follow_prompt(extend)
-        return (lambda: self._read(batch, prompts, decodes, (first, grammar))) if target.reads_results else _read_nothing
+        return (lambda: self._read(batch, prompts, decodes, (prompt_grammar, grammar))) if target.reads_results else _read_nothing
 
     def _sample_next(
-        self, batch: ScheduleBatch, chunks: Chunks, first: GrammarStep | None, states: States
+        self, batch: ScheduleBatch, chunks: Chunks, grammar: GrammarStep | None, states: States
     ) -> tuple[ExtendPass, PromptsPending]:
-        """Sample where a prompt ends; `first` holds the constrained requests among those."""
-        mask = None if first is None else first.first()
+        """Sample where a prompt ends; `grammar` holds the constrained requests among those."""
+        mask = None if grammar is None else grammar.first()
         extend, prompts = self.parts.target.sample_next(batch, chunks, states, mask)
-        if first is not None:
-            self.parts.grammars.follow(first, extend.next_tokens[:, None])
+        if grammar is not None:
+            self.parts.grammars.follow(grammar, extend.next_tokens[:, None])
         return extend, prompts
 
     def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
         """An iteration of the decode rows, int64 [size]. Their state is not in its inputs yet."""
-        started, parts, first, size = time.perf_counter(), self.parts, batch.num_prompts, len(rows)
-        host_rows = batch.rows[first:]
+        started, parts, size = time.perf_counter(), self.parts, len(rows)
+        host_rows, len_bounds = batch.rows[batch.num_prompts :], batch.len_bounds[batch.num_prompts :]
         bounds = np.zeros(size, dtype=np.int32)
-        bounds[: len(host_rows)] = batch.len_bounds[first:]
+        bounds[: len(host_rows)] = len_bounds
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         grammar = parts.grammars.step(host_rows, size, parts.drafter.spec.shape.at_depth(depth).num_draft_tokens)
-        unfollowed = parts.drafter.before(host_rows, batch.len_bounds[first:], depth, needs)
+        unfollowed = parts.drafter.before(host_rows, len_bounds, depth, needs)
         lens, last = parts.inputs.kv_lens(size), parts.inputs.last_tokens(size)
         iteration = Iteration(
             *(depth, host_rows, rows, lens, last, bounds, needs, k, batch.sample),
@@ -297,7 +297,7 @@ class Worker:
         return DraftCaps(caps, on_device)
 
     def _iterate(
-        self, batch: ScheduleBatch, chunks: Chunks | None, first: GrammarStep | None, iteration: Iteration
+        self, batch: ScheduleBatch, chunks: Chunks | None, prompt_grammar: GrammarStep | None, iteration: Iteration
     ) -> tuple[PromptsPending | None, DecodesPending]:
         """Load the rows, propose, verify, accept, commit, follow. Prompt chunks run in the pass that verifies."""
         target, drafter, verifier = self.parts.target, self.parts.drafter, self.parts.verifier
@@ -315,7 +315,7 @@ class Worker:
             else:
                 states, window_states = target.run(chunks, window, iteration.live)
                 verified = verifier.result_of(iteration, window_states)
-                extend, prompts = self._sample_next(batch, chunks, first, states)
+                extend, prompts = self._sample_next(batch, chunks, prompt_grammar, states)
             if iteration.grammar is not None and (mask := iteration.grammar.window_mask()) is not None:  # waits for its thread
                 iteration = replace(iteration, mask=mask, needs=replace(iteration.needs, constrained=mask.selected))
             result = self.parts.accepter.accept(iteration, draft, verified, window)

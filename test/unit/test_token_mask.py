@@ -85,7 +85,7 @@ def test_the_end_of_a_grammar_wins_over_the_minimum_length() -> None:
     wanted = SamplingNeeds(True, True, False, [], [], [0], [0])
     assert sample(logits, rows.tables, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), wanted, mask).tolist() == [7]
     assert GrammarEnd().selects(wanted) == [0]
-    assert GrammarEnd().selects(SamplingNeeds(True, True, False, [], [], [], [0])) == []
+    assert GrammarEnd().selects(SamplingNeeds(True, True, False, constrained=[0])) == []
     assert GrammarMask().selects(wanted) == [0]
 
 

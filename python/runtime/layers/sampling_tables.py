@@ -75,9 +75,9 @@ class SamplingNeeds:
     all_greedy: bool
     any_greedy: bool
     filtered: bool
-    penalised: list[int]
-    biased: list[int]
-    min_length: list[int]
+    penalised: list[int] = field(default_factory=list)
+    biased: list[int] = field(default_factory=list)
+    min_length: list[int] = field(default_factory=list)
     constrained: list[int] = field(default_factory=list)
 
     @classmethod

@@ -89,7 +89,7 @@ def accept_padding(parts: WorkerParts, depth: int, count: int) -> None:
     pending = send_to_host(parts.target, iteration, result.emitted(), verified)
     if parts.target.reads_results:
         pending.wait()
-    greedy = Iteration(depth, zeros[:0], rows, lens, last, zeros, SamplingNeeds(True, True, False, [], [], []))
+    greedy = Iteration(depth, zeros[:0], rows, lens, last, zeros, SamplingNeeds(True, True, False))
     if parts.accepter.fusable(greedy, draft):  # compile its kernel now, not at the first batch
         parts.accepter.accept_fused(greedy, draft, verified)
 

@@ -29,7 +29,7 @@ from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.verification import Verifier
 
-SAMPLED = SamplingNeeds(False, False, False, [], [], [])
+SAMPLED = SamplingNeeds(False, False, False)
 MOST_BYTES = 128 << 20
 """No sample is taken where more than this would have to be put back. It is less than prompt steps take for activations."""
 

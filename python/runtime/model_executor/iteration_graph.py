@@ -32,10 +32,10 @@ from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.verification import Verifier
 
 VARIANTS = {
-    "greedy": SamplingNeeds(True, True, False, [], [], []),
-    "sampled": SamplingNeeds(False, False, False, [], [], []),
-    "filtered": SamplingNeeds(False, False, True, [], [], []),
-    "mixed": SamplingNeeds(False, True, True, [], [], []),
+    "greedy": SamplingNeeds(True, True, False),
+    "sampled": SamplingNeeds(False, False, False),
+    "filtered": SamplingNeeds(False, False, True),
+    "mixed": SamplingNeeds(False, True, True),
 }
 """What the requests of an iteration need of the sampler, by the name of the captured variant. Greedy and sampled requests together run as
 if some had a filter, which keeps the bits of the others.

@@ -19,7 +19,7 @@ class GroupLoad(msgspec.Struct, frozen=True):
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
-    """Gauges of this moment, and counters since the start. Times are in seconds.
+    """Gauges of this moment, and counters since the start. Times are in seconds. Each attention group counts its own steps.
 
     Attributes:
         num_used_tokens: KV slots that running requests need.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from runtime.layers.attention.base import AttentionBackend
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.rope import Rope, RopeFactors
 from runtime.mem_cache.kv_pool import KVPool
 
 
@@ -22,3 +23,10 @@ class PassContext:
     batch: ForwardBatch
     kv_pool: KVPool
     backend: AttentionBackend
+    _factors: dict[Rope, RopeFactors] = field(default_factory=dict, init=False)
+
+    def rope_factors(self, rope: Rope) -> RopeFactors:
+        """`rope.factors` of the tokens' positions; layers with the same table share them."""
+        if rope not in self._factors:
+            self._factors[rope] = rope.factors(self.batch.positions)
+        return self._factors[rope]

@@ -8,8 +8,11 @@ import torch
 
 from runtime.layers.norm import RMSNorm
 
+RopeFactors = tuple[torch.Tensor, torch.Tensor]
+"""What an entry of a head is multiplied by, and the entry that rotates with it; their sum is the rotated entry."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Rope:
     """Rotary embedding of the first R entries of a head; the others stay as they are.
 
@@ -25,6 +28,13 @@ class Rope:
     def dim(self) -> int:
         """R, the entries of a head that rotate."""
         return self.cos_sin.shape[1]
+
+    def factors(self, positions: torch.Tensor) -> RopeFactors:
+        """For `positions` int64 [T]: float32 [T, 1, R] each."""
+        cos, sin = self.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        if self.interleaved:
+            return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 @dataclass(frozen=True, slots=True)

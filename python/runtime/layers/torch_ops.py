@@ -23,7 +23,7 @@ from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
 from runtime.layers.quantization.fp8 import E4M3_MAX
-from runtime.layers.rope import Rope, RotaryHeads
+from runtime.layers.rope import Rope, RopeFactors, RotaryHeads
 from runtime.layers.row_norms import RowNorms
 
 
@@ -118,7 +118,7 @@ class TorchOps:
             value = rms_norm(value, heads.v_norm)
         if heads.q_norm is not None and heads.k_norm is not None:
             query_key = torch.cat((rms_norm(query_key[:, :num_q], heads.q_norm), rms_norm(query_key[:, num_q:], heads.k_norm)), dim=1)
-        query_key = rotate(query_key, heads.rope, context.batch.positions).to(qkv.dtype)
+        query_key = rotate_by(query_key, heads.rope, context.rope_factors(heads.rope)).to(qkv.dtype)
         for i, (cache, new) in enumerate(zip(context.kv_pool.flat(layer_id), (query_key[:, num_q:], value), strict=True)):
             if heads.kv_scales is None:
                 cache.index_copy_(0, context.batch.out_cache_loc, finite(new.to(cache.dtype)))
@@ -191,8 +191,13 @@ def finite(x: torch.Tensor) -> torch.Tensor:
 
 def rotate(x: torch.Tensor, rope: Rope, positions: torch.Tensor) -> torch.Tensor:
     """Rotate the first `rope.dim` entries of [T, heads, head_dim] by `positions` int64 [T]; float32."""
-    cos, sin = rope.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-    turned, rest = x[..., : rope.dim].float(), x[..., rope.dim :].float()
-    first, second = (turned[..., ::2], turned[..., 1::2]) if rope.interleaved else turned.chunk(2, dim=-1)
-    pair = first * cos - second * sin, second * cos + first * sin
-    return torch.cat((torch.stack(pair, dim=-1).flatten(-2), rest) if rope.interleaved else (*pair, rest), dim=-1)
+    return rotate_by(x, rope, rope.factors(positions))
+
+
+def rotate_by(x: torch.Tensor, rope: Rope, factors: RopeFactors) -> torch.Tensor:
+    """`rotate` by the factors of the positions."""
+    own, others = factors
+    turned = x[..., : rope.dim].float()
+    partners = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if rope.interleaved else turned.roll(rope.dim // 2, -1)
+    turned = (turned * own).addcmul_(partners, others)
+    return turned if rope.dim == x.shape[-1] else torch.cat((turned, x[..., rope.dim :].float()), dim=-1)

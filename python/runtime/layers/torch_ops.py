@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -181,7 +182,15 @@ class TorchOps:
 
 def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     """Root-mean-square norm over the last dimension, in float32. Source: Zhang and Sennrich 2019, arXiv:1910.07467."""
-    return F.rms_norm(x.float(), norm.weight.shape, norm.weight.float(), norm.eps)
+    x, (inverse_root, floor) = x.float(), _norm_constants(x.shape[-1], norm.eps)
+    rms = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(inverse_root), floor)
+    return x.div(rms).mul_(norm.weight)
+
+
+@functools.cache
+def _norm_constants(size: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`size ** -0.5` and `eps ** 0.5` as tensors: torch takes as long to convert a number as for an operation on a few rows."""
+    return torch.tensor(size**-0.5), torch.tensor(eps**0.5)
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:

@@ -169,15 +169,17 @@ def stable_attention(
         mask: [B, 1, q, S], added to the scores; None for causal attention from position 0.
         shapes: the shapes that give the same bits.
     """
-    batch, width, num_heads, key_dim = q.shape
+    width, num_heads = q.shape[1:3]
     group = num_heads // k.shape[1] if mask is not None and width < shapes.min_rows else 1
-    rows = q.view(batch, width, num_heads // group, group, key_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    missing = shapes.missing_rows(rows.shape[2])
-    if mask is not None and width > 1:
-        mask = F.pad(mask.repeat(1, 1, group, 1), (0, 0, 0, missing))
-    rows = F.pad(rows, (0, 0, 0, missing))
+    rows = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3) if group > 1 else q.transpose(1, 2)
+    if mask is not None and width > 1 and group > 1:
+        mask = mask.repeat(1, 1, group, 1)
+    if missing := shapes.missing_rows(width * group):
+        rows = F.pad(rows, (0, 0, 0, missing))
+        mask = mask if mask is None or width == 1 else F.pad(mask, (0, 0, 0, missing))
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
-    return out[:, :, : width * group].unflatten(2, (group, width)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    out = out[:, :, : width * group] if missing else out
+    return out.unflatten(2, (group, width)).permute(0, 3, 1, 2, 4).flatten(2, 3) if group > 1 else out.transpose(1, 2)
 
 
 def head_kinds(shape: AttentionShape) -> frozenset[HeadKind]:

@@ -14,6 +14,7 @@ from scipy import stats
 
 from runtime.batch import RowInit
 from runtime.layers import logits_processors
+from runtime.layers.kernels.argmax import BLOCK, argmax
 from runtime.layers.logits_processors import LOGITS_PROCESSORS, LogitsContext, process_logits
 from runtime.layers.random_streams import RandomStream, uniforms
 from runtime.layers.sampler import draw, filter_probs, sample, target_probs, top_logprobs
@@ -43,6 +44,23 @@ def rows_of(
 
 def logits_of(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+# ---- argmax
+
+
+@pytest.mark.parametrize("vocab", [BLOCK, 8 * BLOCK, 8 * BLOCK + 1])
+def test_argmax_takes_the_first_of_the_largest_entries(vocab: int) -> None:
+    rows = torch.randint(0, 3, (9, vocab), generator=torch.Generator().manual_seed(0)).float()
+    rows[0], rows[1], rows[2, 5:] = -0.0, -math.inf, 7.0
+    rows[3, -1], rows[4, [7, -1]], rows[5, -3:], rows[6, 2] = 9.0, math.inf, math.nan, math.nan
+    rows[7, ::2] = 0.0
+    largest = [row.isnan() if row.isnan().any() else row == row.max() for row in rows]
+    expected = [int(found.nonzero()[0]) for found in largest]
+    assert argmax(rows).tolist() == expected
+    out = torch.zeros(9, dtype=torch.int64)
+    assert argmax(rows, out) is out
+    assert out.tolist() == expected
 
 
 # ---- filters

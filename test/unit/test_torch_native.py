@@ -322,6 +322,7 @@ def test_a_query_gets_the_same_bits_in_every_pass(length: int, num_kv_heads: int
         if position >= 3:
             assert torch.equal(run(ForwardMode.TARGET_VERIFY, [1], [ends], [4]), prompt[position - 3 : ends]), position
             assert torch.equal(run(ForwardMode.TARGET_VERIFY, [1], [ends], [2]), prompt[position - 1 : ends]), position
+            assert torch.equal(run(ForwardMode.TARGET_VERIFY, [1, 2], [ends, 900], [4, 4])[:4], prompt[position - 3 : ends]), position
     for prefix in (16, 48, 256):
         if prefix < length:
             assert torch.equal(run(ForwardMode.EXTEND, [1], [length], [length - prefix]), prompt[prefix:]), prefix

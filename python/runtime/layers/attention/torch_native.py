@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
-from runtime.layers.attention.stable_shapes import HeadKind, StableShapes, any_shapes, find_stable_shapes
+from runtime.layers.attention.stable_shapes import ROW_BLOCK, HeadKind, StableShapes, any_shapes, find_stable_shapes
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
@@ -30,15 +30,17 @@ class Segment:
             that they are read in place.
         num_keys: S.
         query_pos: int64 [B', q], the index of each query's own key.
-        masks: by window and whether layers are causal, the value added to scores, [B', 1, q, S] in the KV dtype, or None
-            for a plain causal prompt; paired with the tree mask it was made from.
+        unmasked: windows of the causal layers that need no mask: those of a prompt from position 0.
+        masks: by window, whether layers are causal, and group of query heads, what `mask_rows` made in the KV dtype, paired with the
+            tree mask it was made from.
     """
 
     tokens: slice
     pages: torch.Tensor | slice
     num_keys: int
     query_pos: torch.Tensor
-    masks: dict[tuple[int, bool], tuple[torch.Tensor | None, torch.Tensor | None]]
+    unmasked: frozenset[int] = frozenset()
+    masks: dict[tuple[int, bool, int], tuple[torch.Tensor | None, torch.Tensor]] = field(default_factory=dict, init=False)
 
 
 class TorchNativeAttention(AttentionBackend):
@@ -71,7 +73,7 @@ class TorchNativeAttention(AttentionBackend):
             pages, num_keys = self._pages(batch.req_pool_indices[rows], int(bounds[rows].max()) + (num_steps - 1) * width)
             for step, segments in enumerate(self._steps):
                 positions = query_positions(batch.seq_lens[rows] + step * width, width)
-                segments.append(Segment(tokens, pages, num_keys, positions, {}))
+                segments.append(Segment(tokens, pages, num_keys, positions))
 
     def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Nothing to do."""
@@ -100,11 +102,10 @@ class TorchNativeAttention(AttentionBackend):
             seq_len = max(bounds[i:end])
             pages, num_keys = self._pages(batch.req_pool_indices[i:end], seq_len)
             positions = query_positions(batch.seq_lens[i:end], width)
-            segment = Segment(slice(start, start + (end - i) * width), pages, num_keys, positions, {})
-            if width == seq_len:
-                segment.masks.update({(w, True): (None, None) for w in self._windows if w < 0 or w >= width - 1})
-            segments.append(segment)
-            start, i = segment.tokens.stop, end
+            tokens = slice(start, start + (end - i) * width)
+            unmasked = frozenset(w for w in self._windows if w < 0 or w >= width - 1) if width == seq_len else frozenset[int]()
+            segments.append(Segment(tokens, pages, num_keys, positions, unmasked))
+            start, i = tokens.stop, end
         return segments
 
     def _pages(self, rows: torch.Tensor, written: int) -> tuple[torch.Tensor | slice, int]:
@@ -120,12 +121,12 @@ class TorchNativeAttention(AttentionBackend):
                 return slice(first, first + count), num_keys
         return pages, num_keys
 
-    def _mask_for(self, segment: Segment, layer: AttentionSpec, batch: ForwardBatch, dtype: torch.dtype) -> torch.Tensor | None:
+    def _mask_for(self, segment: Segment, layer: AttentionSpec, batch: ForwardBatch, dtype: torch.dtype, group: int) -> torch.Tensor:
         """The mask of a layer; layers that see the same keys share it."""
-        key = (layer.window, layer.causal)
+        key = (layer.window, layer.causal, group)
         made = segment.masks.get(key)
         if made is None or made[0] is not batch.tree_mask:
-            made = (batch.tree_mask, self._mask(segment, layer, batch, dtype))
+            made = (batch.tree_mask, mask_rows(self._mask(segment, layer, batch, dtype), group, self._shapes))
             segment.masks[key] = made
         return made[1]
 
@@ -144,42 +145,51 @@ class TorchNativeAttention(AttentionBackend):
         k, v = (gather(pool[layer.layer_id], segment, requests) for pool in (self._pool.k, self._pool.v))
         if layer.kv_scales is not None:
             k, v = (cache.to(q.dtype) * scale.to(q.dtype) for cache, scale in zip((k, v), layer.kv_scales, strict=True))
-        mask = self._mask_for(segment, layer, batch, k.dtype)
         queries = q[segment.tokens].view(requests, width, layer.num_q_heads, -1).to(k.dtype)
         if layer.sinks is not None:
-            if mask is None:
-                mask = self._mask(segment, layer, batch, k.dtype)
+            mask = self._mask_for(segment, layer, batch, k.dtype, 1)[:, :, :width]
             out = explicit_attention(queries.transpose(1, 2), k, v, mask, layer).transpose(1, 2)
+        elif layer.causal and layer.window in segment.unmasked:
+            out = stable_attention(queries, k, v, None, layer.scale, self._shapes)
         else:
-            out = stable_attention(queries, k, v, mask, layer.scale, self._shapes)
+            group = self._group(requests, width, layer.num_q_heads // k.shape[1])
+            out = stable_attention(queries, k, v, self._mask_for(segment, layer, batch, k.dtype, group), layer.scale, self._shapes, group)
         return out.reshape(requests * width, -1).to(q.dtype)
+
+    def _group(self, requests: int, width: int, heads: int) -> int:
+        """How many of the query heads of a KV head share a GEMM: all or one. One request's window is faster without the copy."""
+        few = width < self._shapes.min_rows or (requests > 1 and width * heads <= ROW_BLOCK)
+        return heads if few else 1
 
 
 def stable_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, shapes: StableShapes
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, shapes: StableShapes, group: int = 1
 ) -> torch.Tensor:
     """Attend so that on a CPU the result of a query has the same bits in every pass. [B, q, H, value_dim].
 
-    Few queries become rows of one GEMM with all query heads of their KV head. If there are still too few, rows of zeros are
-    added.
+    The queries of a group of heads become rows of one GEMM. If there are too few, rows of zeros are added.
 
     Args:
         q: [B, q, H, key_dim].
         k, v: [B, G, S, key_dim] and [B, G, S, value_dim], S from `shapes.key_count`.
-        mask: [B, 1, q, S], added to the scores; None for causal attention from position 0.
+        mask: from `mask_rows`, added to the scores; None for causal attention from position 0.
         shapes: the shapes that give the same bits.
+        group: query heads that share a GEMM: 1, or H / G with a mask.
     """
-    width, num_heads = q.shape[1:3]
-    group = num_heads // k.shape[1] if mask is not None and width < shapes.min_rows else 1
-    rows = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3) if group > 1 else q.transpose(1, 2)
-    if mask is not None and width > 1 and group > 1:
-        mask = mask.repeat(1, 1, group, 1)
+    width = q.shape[1]
+    rows = q.transpose(1, 2) if group == 1 else q.unflatten(2, (-1, group)).transpose(1, 2).flatten(2, 3)
     if missing := shapes.missing_rows(width * group):
         rows = F.pad(rows, (0, 0, 0, missing))
-        mask = mask if mask is None or width == 1 else F.pad(mask, (0, 0, 0, missing))
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
-    out = out[:, :, : width * group] if missing else out
-    return out.unflatten(2, (group, width)).permute(0, 3, 1, 2, 4).flatten(2, 3) if group > 1 else out.transpose(1, 2)
+    if missing:
+        out = out[:, :, : width * group]
+    return out.transpose(1, 2) if group == 1 else out.unflatten(2, (width, group)).transpose(1, 2).flatten(2, 3)
+
+
+def mask_rows(mask: torch.Tensor, group: int, shapes: StableShapes) -> torch.Tensor:
+    """`mask` [B, 1, q, S] for the rows of `stable_attention`; a single row serves all."""
+    width = mask.shape[2]
+    return mask if width == 1 else F.pad(mask.repeat_interleave(group, dim=2), (0, 0, 0, shapes.missing_rows(width * group)))
 
 
 def head_kinds(shape: AttentionShape) -> frozenset[HeadKind]:

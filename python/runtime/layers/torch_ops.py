@@ -67,14 +67,17 @@ class TorchOps:
 
     def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
         """`h + linear.reduce(linear(x))` in float32, in the storage of `h`."""
-        return Stream(stream.h.add_(linear.reduce(linear(x, stream.in_prompt))), in_prompt=stream.in_prompt)
+        stream.h.add_(linear.reduce(linear(x, stream.in_prompt)))
+        return stream
 
     def add_normed(
         self, x: torch.Tensor, norm: RMSNorm, stream: Stream, next_norm: RMSNorm | None = None, factor: torch.Tensor | None = None
     ) -> Stream:
         """`(h + norm(x)) * factor` in float32, in the storage of `h`."""
-        h = stream.h.add_(rms_norm(x, norm))
-        return Stream(h if factor is None else h.mul_(factor), in_prompt=stream.in_prompt)
+        stream.h.add_(rms_norm(x, norm))
+        if factor is not None:
+            stream.h.mul_(factor)
+        return stream
 
     def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear, activation: Activation = Activation.SILU) -> torch.Tensor:
         """`activation(gate) * up` of the normed stream, [T, intermediate]."""
@@ -105,7 +108,8 @@ class TorchOps:
         """`h` plus the sum over the ranks of `experts(x)` and of `beside`, in the storage of `h`."""
         part = run_experts(x, experts, routing, stream.in_prompt)
         part = part if beside is None else part.add_(beside)
-        return Stream(stream.h.add_(experts.group.all_reduce(part)), in_prompt=stream.in_prompt)
+        stream.h.add_(experts.group.all_reduce(part))
+        return stream
 
     def norm_rows(self, qkv: torch.Tensor, norms: RowNorms) -> torch.Tensor:
         """`norms(qkv)`."""
@@ -206,7 +210,8 @@ def rotate(x: torch.Tensor, rope: Rope, positions: torch.Tensor) -> torch.Tensor
 def rotate_by(x: torch.Tensor, rope: Rope, factors: RopeFactors) -> torch.Tensor:
     """`rotate` by the factors of the positions."""
     own, others = factors
-    turned = x[..., : rope.dim].float()
+    whole = rope.dim == x.shape[-1]
+    turned = (x if whole else x[..., : rope.dim]).float()
     partners = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if rope.interleaved else turned.roll(rope.dim // 2, -1)
     turned = (turned * own).addcmul_(partners, others)
-    return turned if rope.dim == x.shape[-1] else torch.cat((turned, x[..., rope.dim :].float()), dim=-1)
+    return turned if whole else torch.cat((turned, x[..., rope.dim :].float()), dim=-1)

@@ -27,6 +27,7 @@ class KVPool:
         self.page_size = page_size
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []
+        self._flat: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._stored: dict[int, list[torch.Tensor]] = {}
         for spec in self.specs:
             self._add_layer(spec, (num_pages + 1, page_size, spec.num_heads), device)
@@ -41,12 +42,13 @@ class KVPool:
         values = keys[..., : spec.value_dim] if latent else _zeros((*shape, spec.value_dim), spec.dtype, device)
         self.k.append(keys)
         self.v.append(values)
+        self._flat.append((keys.flatten(0, 1), values.flatten(0, 1)))
         for tensor in (keys,) if latent else (keys, values):
             self._stored.setdefault(tensor[0, 0].nbytes, []).append(tensor)
 
     def flat(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer by slot: views [num_slots, G, key_dim] and [num_slots, G, value_dim]."""
-        return self.k[layer_id].flatten(0, 1), self.v[layer_id].flatten(0, 1)
+        return self._flat[layer_id]
 
     def move(self, source: torch.Tensor, target: torch.Tensor, group: int) -> None:
         """Copy slots `source` onto slots `target`, int64 [B * group], in every layer.

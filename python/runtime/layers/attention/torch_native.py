@@ -26,8 +26,8 @@ class Segment:
 
     Attributes:
         tokens: the rows of the pass that they cover, B' * q of them.
-        pages: int64 [B' * pages per request], the pages of each request in order; a slice when they are consecutive, so
-            that they are read in place.
+        pages: int64 [B' * pages per request], the pages of each request in order; the slots to read in place when they are
+            consecutive.
         num_keys: S.
         query_pos: int64 [B', q], the index of each query's own key.
         unmasked: windows of the causal layers that need no mask: those of a prompt from position 0.
@@ -118,7 +118,7 @@ class TorchNativeAttention(AttentionBackend):
             first = int(pages[0])
             in_pool = first + count <= len(self._pool.k[0])
             if in_pool and torch.equal(pages[:used], torch.arange(first, first + used)):
-                return slice(first, first + count), num_keys
+                return slice(first * size, first * size + num_keys), num_keys
         return pages, num_keys
 
     def _mask_for(self, segment: Segment, layer: AttentionSpec, batch: ForwardBatch, dtype: torch.dtype, group: int) -> torch.Tensor:
@@ -142,19 +142,19 @@ class TorchNativeAttention(AttentionBackend):
 
     def _attend(self, q: torch.Tensor, layer: AttentionSpec, segment: Segment, batch: ForwardBatch) -> torch.Tensor:
         requests, width = segment.query_pos.shape
-        k, v = (gather(pool[layer.layer_id], segment, requests) for pool in (self._pool.k, self._pool.v))
+        k, v = (gather(slots, segment, self._pool.page_size) for slots in self._pool.flat(layer.layer_id))
         if layer.kv_scales is not None:
             k, v = (cache.to(q.dtype) * scale.to(q.dtype) for cache, scale in zip((k, v), layer.kv_scales, strict=True))
         queries = q[segment.tokens].view(requests, width, layer.num_q_heads, -1).to(k.dtype)
         if layer.sinks is not None:
             mask = self._mask_for(segment, layer, batch, k.dtype, 1)[:, :, :width]
-            out = explicit_attention(queries.transpose(1, 2), k, v, mask, layer).transpose(1, 2)
+            out = explicit_attention(queries.transpose(1, 2), k, v, mask, layer).transpose(1, 2).flatten(2)
         elif layer.causal and layer.window in segment.unmasked:
             out = stable_attention(queries, k, v, None, layer.scale, self._shapes)
         else:
             group = self._group(requests, width, layer.num_q_heads // k.shape[1])
             out = stable_attention(queries, k, v, self._mask_for(segment, layer, batch, k.dtype, group), layer.scale, self._shapes, group)
-        return out.reshape(requests * width, -1).to(q.dtype)
+        return out.flatten(0, 1).to(q.dtype)
 
     def _group(self, requests: int, width: int, heads: int) -> int:
         """How many of the query heads of a KV head share a GEMM: all or one. One request's window is faster without the copy."""
@@ -165,7 +165,7 @@ class TorchNativeAttention(AttentionBackend):
 def stable_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, shapes: StableShapes, group: int = 1
 ) -> torch.Tensor:
-    """Attend so that on a CPU the result of a query has the same bits in every pass. [B, q, H, value_dim].
+    """Attend so that on a CPU the result of a query has the same bits in every pass. [B, q, H * value_dim].
 
     The queries of a group of heads become rows of one GEMM. If there are too few, rows of zeros are added.
 
@@ -176,14 +176,17 @@ def stable_attention(
         shapes: the shapes that give the same bits.
         group: query heads that share a GEMM: 1, or H / G with a mask.
     """
-    width = q.shape[1]
-    rows = q.transpose(1, 2) if group == 1 else q.unflatten(2, (-1, group)).transpose(1, 2).flatten(2, 3)
+    batch, width, num_heads, dim = q.shape
+    if width == 1:
+        rows = q.view(batch, num_heads // group, group, dim)
+    else:
+        rows = q.view(batch, width, num_heads // group, group, dim).transpose(1, 2).flatten(2, 3)
     if missing := shapes.missing_rows(width * group):
         rows = F.pad(rows, (0, 0, 0, missing))
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
     if missing:
         out = out[:, :, : width * group]
-    return out.transpose(1, 2) if group == 1 else out.unflatten(2, (width, group)).transpose(1, 2).flatten(2, 3)
+    return out.reshape(batch, 1, -1) if width == 1 else out.unflatten(2, (width, group)).transpose(1, 2).flatten(2)
 
 
 def mask_rows(mask: torch.Tensor, group: int, shapes: StableShapes) -> torch.Tensor:
@@ -220,10 +223,12 @@ def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
     return scores.softmax(dim=3)[..., : keys.shape[2]] @ values
 
 
-def gather(cache: torch.Tensor, segment: Segment, requests: int) -> torch.Tensor:
-    """Keys or values of each request, [B', G, S, dim]; a view of the pool when pages are consecutive."""
-    pages = cache[segment.pages] if isinstance(segment.pages, slice) else cache.index_select(0, segment.pages)
-    return pages.view(requests, -1, *cache.shape[2:])[:, : segment.num_keys].transpose(1, 2)
+def gather(slots: torch.Tensor, segment: Segment, page_size: int) -> torch.Tensor:
+    """Keys or values of each request, [B', G, S, dim], from those of all slots; a view when pages are consecutive."""
+    if isinstance(segment.pages, slice):
+        return slots[segment.pages].transpose(0, 1).unsqueeze(0)
+    pages = slots.unflatten(0, (-1, page_size)).index_select(0, segment.pages)
+    return pages.view(len(segment.query_pos), -1, *slots.shape[1:])[:, : segment.num_keys].transpose(1, 2)
 
 
 def query_positions(seq_lens: torch.Tensor, width: int) -> torch.Tensor:

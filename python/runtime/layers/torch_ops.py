@@ -63,7 +63,7 @@ class TorchOps:
 
     def norm_linear(self, stream: Stream, norm: RMSNorm, linear: Linear) -> torch.Tensor:
         """`linear(norm(h))`, [T, out] in the model's dtype."""
-        return linear(rms_norm(stream.h, norm).to(norm.weight.dtype), stream.in_prompt)
+        return linear(rms_norm(stream.h, norm).type_as(norm.weight), stream.in_prompt)
 
     def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
         """`h + linear.reduce(linear(x))` in float32, in the storage of `h`."""
@@ -123,10 +123,10 @@ class TorchOps:
             value = rms_norm(value, heads.v_norm)
         if heads.q_norm is not None and heads.k_norm is not None:
             query_key = torch.cat((rms_norm(query_key[:, :num_q], heads.q_norm), rms_norm(query_key[:, num_q:], heads.k_norm)), dim=1)
-        query_key = rotate_by(query_key, heads.rope, context.rope_factors(heads.rope)).to(qkv.dtype)
+        query_key = rotate_by(query_key, heads.rope, context.rope_factors(heads.rope)).type_as(qkv)
         for i, (cache, new) in enumerate(zip(context.kv_pool.flat(layer_id), (query_key[:, num_q:], value), strict=True)):
             if heads.kv_scales is None:
-                cache.index_copy_(0, context.batch.out_cache_loc, finite(new.to(cache.dtype)))
+                cache.index_copy_(0, context.batch.out_cache_loc, finite(new.type_as(cache)))
             else:
                 stored = finite(new.float() / heads.kv_scales[i]).clamp_(-E4M3_MAX, E4M3_MAX).to(cache.dtype)
                 cache.view(torch.uint8).index_copy_(0, context.batch.out_cache_loc, stored.view(torch.uint8))

@@ -145,7 +145,7 @@ class TorchNativeAttention(AttentionBackend):
         k, v = (gather(slots, segment, self._pool.page_size) for slots in self._pool.flat(layer.layer_id))
         if layer.kv_scales is not None:
             k, v = (cache.to(q.dtype) * scale.to(q.dtype) for cache, scale in zip((k, v), layer.kv_scales, strict=True))
-        queries = q[segment.tokens].view(requests, width, layer.num_q_heads, -1).to(k.dtype)
+        queries = q[segment.tokens].view(requests, width, layer.num_q_heads, -1).type_as(k)
         if layer.sinks is not None:
             mask = self._mask_for(segment, layer, batch, k.dtype, 1)[:, :, :width]
             out = explicit_attention(queries.transpose(1, 2), k, v, mask, layer).transpose(1, 2).flatten(2)
@@ -154,7 +154,7 @@ class TorchNativeAttention(AttentionBackend):
         else:
             group = self._group(requests, width, layer.num_q_heads // k.shape[1])
             out = stable_attention(queries, k, v, self._mask_for(segment, layer, batch, k.dtype, group), layer.scale, self._shapes, group)
-        return out.flatten(0, 1).to(q.dtype)
+        return out.flatten(0, 1).type_as(q)
 
     def _group(self, requests: int, width: int, heads: int) -> int:
         """How many of the query heads of a KV head share a GEMM: all or one. One request's window is faster without the copy."""

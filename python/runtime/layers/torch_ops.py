@@ -185,7 +185,10 @@ class TorchOps:
 
 
 def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension, in float32. Source: Zhang and Sennrich 2019, arXiv:1910.07467."""
+    """Root-mean-square norm over the last dimension, in float32. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+
+    The root of the mean square plus eps is `hypot(norm / size ** 0.5, eps ** 0.5)`.
+    """
     x, (inverse_root, floor) = x.float(), _norm_constants(x.shape[-1], norm.eps)
     rms = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(inverse_root), floor)
     return x.div(rms).mul_(norm.weight)

@@ -87,13 +87,13 @@ class Int4(QuantScheme):
         A row's result has the same bits whatever the other rows are: in a prompt pass, and in other passes of up to
         `DIRECT_ROWS` rows where the weight is packed.
         """
-        rows = x.to(torch.bfloat16)
+        rows = x.bfloat16()
         if storage.packed is not None and len(x) <= DIRECT_ROWS and not in_prompt:
             out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), storage.packed, GROUP, storage.scale)
         else:
             weight = self.dequantize(storage, torch.bfloat16)
             out = blocked_matmul(rows, weight) if in_prompt else F.linear(rows, weight)
-        out = out.to(x.dtype)
+        out = out.type_as(x)
         return out if bias is None else out.add_(bias)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:

@@ -65,7 +65,7 @@ class Int8(QuantScheme):
         `DIRECT_ROWS` rows.
         """
         assert storage.scale is not None
-        out = _multiply(x.to(torch.bfloat16), storage.weight, storage.scale, in_prompt).to(x.dtype)
+        out = _multiply(x.bfloat16(), storage.weight, storage.scale, in_prompt).type_as(x)
         return out if bias is None else out.add_(bias)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
@@ -88,10 +88,10 @@ def blocked_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     sizes.
     """
     size = block_rows()
-    out = x.new_empty(-(-x.shape[0] // size) * size, weight.shape[0])
-    for rows, block in zip(F.pad(x, (0, 0, 0, len(out) - len(x))).split(size), out.split(size), strict=True):
-        torch.mm(rows, weight.T, out=block)
-    return out[: x.shape[0]]
+    out = x.new_empty(-(-len(x) // size) * size, weight.shape[0])
+    for rows, block in zip(x.split(size), out.split(size), strict=True):
+        torch.mm(rows if len(rows) == size else F.pad(rows, (0, 0, 0, size - len(rows))), weight.T, out=block)
+    return out[: len(x)]
 
 
 @functools.cache

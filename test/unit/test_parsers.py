@@ -72,6 +72,15 @@ def test_an_output_cut_inside_of_the_end_of_a_call_has_no_content() -> None:
         assert read(text_parser("hermes"), list(text[:cut])) == Answer("", "", [("now", "{}")])
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if write(name, TWO).endswith(">")])
+def test_a_broken_end_of_a_call_is_text_in_any_pieces(name: str) -> None:
+    text = write(name, [("now", {})])
+    broken = f"{text[:-1]} and\nmore"
+    answer = read(text_parser(name), [broken])
+    assert answer.content.endswith(" and\nmore")
+    assert read(text_parser(name), list(broken)) == answer
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_of_an_unknown_function_stays_text(name: str) -> None:
     text = write(name, [("drop_tables", {"x": 1})])

@@ -58,7 +58,7 @@ def read_block(reader: Reader, end: str | None, call: Callable[[], Steps[bool]],
         if not count:
             raise Malformed
         rest = reader.text[reader.done :]
-        if not ended and not (end is not None and end.startswith(rest.strip())):  # unless the output was cut inside of the end
+        if not ended and not (reader.ended and end is not None and end.startswith(rest.strip())):  # unless the output ended inside the end
             reader.pos = reader.done  # what stands behind the last call is no part of it
         elif not ended:
             reader.pos = len(reader.text)

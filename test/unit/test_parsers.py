@@ -115,6 +115,19 @@ def test_variants_of_a_json_call(call: str) -> None:
     assert answers("hermes", f"<tool_call>{call}</tool_call>").parsed == [("get_weather", {"city": "x"})]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", r"[get_weather(city='\ud83d')]"),
+        ("hermes", r"""<tool_call>{"name": "get_weather", "arguments": "{\"city\": \"\ud83d\"}"}</tool_call>"""),
+        ("glm47", r"""<tool_call>get_weather<arg_key>free</arg_key><arg_value>["\ud83d"]</arg_value></tool_call>"""),
+    ],
+)
+def test_half_of_a_surrogate_pair_stays_an_escape(name: str, text: str) -> None:
+    ((_, arguments),) = answers(name, text).calls
+    assert r"\ud83d" in arguments.encode().decode()
+
+
 def test_line_breaks_inside_json_strings_are_escaped() -> None:
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "a\nb\tc"}}</tool_call>'
     assert answers("hermes", text).parsed == [("get_weather", {"city": "a\nb\tc"})]

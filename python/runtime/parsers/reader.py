@@ -91,8 +91,8 @@ class Reader:
         self.calls += 1
 
     def arguments(self, text: str) -> None:
-        """Deliver JSON text of the arguments of the latest call."""
-        self._deliver(CallArguments(self.calls - 1, text))
+        """Deliver JSON text of the arguments of the latest call. UTF-8 has no half of a surrogate pair, so that becomes an escape."""
+        self._deliver(CallArguments(self.calls - 1, text.encode(errors="backslashreplace").decode()))
 
     def _deliver(self, delta: Delta) -> None:
         self._deltas.append(delta)

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from runtime.entrypoints.anthropic.conversion import chat_fields, messages
 from runtime.entrypoints.anthropic.protocol import AnthropicMessage, MessagesBody
 from runtime.entrypoints.anthropic.writer import MessageWriter
-from runtime.entrypoints.http.responses import AnthropicError
+from runtime.entrypoints.http.responses import AnthropicError, json_response
 from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
 from runtime.entrypoints.openai.usage import TokenCounts
 from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning
@@ -225,7 +225,8 @@ def write(*deltas: Delta, finish: ChatFinish) -> tuple[dict[str, Any], list[dict
     for delta in deltas:
         events += writer.update(ChatUpdate(0, [delta], []))
     events += writer.update(ChatUpdate(0, [], [], finish=finish))
-    return writer.message, events + writer.end(TokenCounts(5, 7, 2))
+    events += writer.end(TokenCounts(5, 7, 2))
+    return json.loads(json_response(writer.message).body), events
 
 
 def test_thinking_text_and_tools_are_blocks_of_their_own() -> None:
@@ -258,6 +259,12 @@ def test_thinking_text_and_tools_are_blocks_of_their_own() -> None:
 def test_a_call_that_was_cut_off_has_no_input() -> None:
     message, _ = write(CallStart(0, "c1", "f"), CallArguments(0, '{"a"'), finish=ChatFinish("length"))
     assert (message["content"][0]["input"], message["stop_reason"]) == ({}, "max_tokens")
+
+
+@pytest.mark.parametrize("value", [10**30, "\ud83d"], ids=["a long number", "half of a surrogate pair"])
+def test_arguments_that_only_json_can_hold_become_the_input(value: Any) -> None:
+    message, _ = write(CallStart(0, "c1", "f"), CallArguments(0, json.dumps({"a": value})), finish=ChatFinish("tool_calls"))
+    assert message["content"][0]["input"] == {"a": value}
 
 
 def test_an_aborted_message_has_no_reason_to_stop() -> None:

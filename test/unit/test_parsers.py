@@ -141,6 +141,7 @@ def test_line_breaks_inside_json_strings_are_escaped() -> None:
         '<tool_call>{"name": 5}</tool_call>',
         '<tool_call>{"name": "get_weather", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": "get_weather", "arguments": "no object"}</tool_call>',
+        r'<tool_call>{"name": "get_weather", "arguments": "{\"rate\": NaN}"}</tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
         "<tool_call>{'name': 'get_weather'}</tool_call>",
         '<tool_call>{"name": "get_wea',

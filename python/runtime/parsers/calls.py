@@ -121,7 +121,7 @@ def _read_json_arguments(reader: Reader, name: str | None) -> Steps[str | None]:
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return json.dumps(json.loads(text), allow_nan=False).startswith("{")
     except (ValueError, RecursionError):
         return False
 

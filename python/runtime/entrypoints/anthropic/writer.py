@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import orjson
+
 from runtime.entrypoints.http.responses import anthropic_error
 from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
 from runtime.entrypoints.openai.usage import TokenCounts
@@ -102,13 +104,15 @@ class MessageWriter:
         return [*events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
 
-def _parsed(arguments: str) -> Json:
-    """The arguments of a call; those of a call that was cut off count as empty."""
+def _parsed(arguments: str) -> Any:
+    """The arguments of a call, as JSON that is passed on as it is: its numbers may be longer than the encoder takes.
+
+    Those of a call that was cut off count as empty.
+    """
     try:
-        value = json.loads(arguments)
+        return orjson.Fragment(arguments) if isinstance(json.loads(arguments), dict) else {}
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Json:

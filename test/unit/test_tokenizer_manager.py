@@ -39,6 +39,7 @@ from runtime.managers.messages import (
     TextOut,
     TextOutBatch,
 )
+from runtime.managers.observers.request_end import RequestEnd
 from runtime.managers.prompt_encoder import LONG_TEXT
 from runtime.managers.schedule_policy import check_memory
 from runtime.managers.telemetry.progress import Progress
@@ -318,6 +319,25 @@ def test_a_disconnecting_client_ends_the_request_once() -> None:
         assert len(desk.aborted) == 2
         desk.reply(desk.requests[0].rid, "late", finish=LENGTH)
         assert desk.manager.open_requests == 0
+
+    run(body)
+
+
+def test_what_a_client_got_before_it_left_is_charged_and_told() -> None:
+    async def body() -> None:
+        desk = Desk()
+        charged: list[int] = []
+        ends: list[RequestEnd] = []
+        desk.manager.charge = lambda client, tokens: charged.append(tokens)
+        desk.manager.on_end.append(ends.append)
+        async with await desk.manager.generate([1, 2, 3], SamplingParams(), RequestOptions(n=2, stream=True)) as generation:
+            progress = Progress(3, completion_tokens=7, queue_seconds=1.0, prefill_seconds=2.0)
+            out = TextOut(rid=desk.requests[0].rid, text="x", token_ids=[5] * 7, progress=progress)
+            desk.manager.handle(TextOutBatch(outs=[out]))
+            await generation.__anext__()
+        assert sorted(charged) == [0, 3, 7]
+        assert sorted(end.progress.completion_tokens for end in ends) == [0, 7]
+        assert ["queue", "prefill", "decode"] in [list(end.phases()) for end in ends]
 
     run(body)
 

@@ -66,6 +66,7 @@ class _Choice:
     generation: Generation
     index: int
     arrived: float
+    progress: Progress
     latest: float = 0.0
 
 
@@ -361,10 +362,10 @@ class TokenizerManager:
         choice = self._open.get(out.rid)
         if choice is None:
             return  # released already
-        generation, finish = choice.generation, out.finish
+        generation, finish, choice.progress = choice.generation, out.finish, out.progress
         if finish is not None and finish.reason == "abort" and finish.status >= 400:
             generation.fail(request_failure(finish))
-            self._end(out.rid, None, out.progress)
+            self._end(out.rid, None)
             self.release(generation)
             return
         self._observe(choice, out, now)
@@ -372,13 +373,13 @@ class TokenizerManager:
             generation.fail(SlowReader(generation.max_unread))
             self.release(generation)
         elif finish is not None:
-            self._end(out.rid, finish, out.progress)
+            self._end(out.rid, finish)
 
     # ---- open choices
 
     def _register(self, generation: Generation, wires: list[str]) -> None:
         for index, wire in enumerate(wires):
-            self._open[wire] = _Choice(generation, index, time.monotonic())
+            self._open[wire] = _Choice(generation, index, time.monotonic(), Progress(len(generation.prompt_ids)))
             if self.observer is not None:
                 self.observer.started(len(generation.prompt_ids))
         generation.wires.update(wires)
@@ -386,7 +387,7 @@ class TokenizerManager:
         self._room.add(generation.client, len(wires), len(generation.prompt_ids))
         self.charge(generation.client, len(generation.prompt_ids))
 
-    def _end(self, wire: str, finish: Finish | None, progress: Progress | None = None) -> None:
+    def _end(self, wire: str, finish: Finish | None) -> None:
         choice = self._open.pop(wire, None)
         if choice is None:
             return
@@ -397,12 +398,10 @@ class TokenizerManager:
             self._named.pop(generation.rid, None)
         if not self._open:
             self._idle.set()
-        known = progress or Progress(len(generation.prompt_ids))
-        if finish is not None:
-            self.charge(generation.client, known.completion_tokens)
-        end = RequestEnd(generation, choice.index, finish, known, choice.arrived, time.monotonic())
+        self.charge(generation.client, choice.progress.completion_tokens)
+        end = RequestEnd(generation, choice.index, finish, choice.progress, choice.arrived, time.monotonic())
         if self.observer is not None:
-            self.observer.ended(end.seconds, finish, known)
+            self.observer.ended(end.seconds, finish, choice.progress)
         for told in self.on_end:
             told(end)
 

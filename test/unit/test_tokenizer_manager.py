@@ -568,6 +568,21 @@ def test_the_observer_receives_every_event_of_a_choice() -> None:
     run(body)
 
 
+def test_the_first_token_of_an_answer_in_one_piece_came_before_the_answer() -> None:
+    async def body() -> None:
+        desk = Desk()
+        times: list[float] = []
+        watcher = desk.manager.observer = Watcher()
+        watcher.first_token = times.append  # type: ignore[method-assign]
+        await desk.manager.generate([1], SamplingParams())
+        progress = Progress(1, completion_tokens=3, queue_seconds=100.0, prefill_seconds=25.0)
+        out = TextOut(rid=desk.requests[0].rid, text="abc", token_ids=[5] * 3, progress=progress, finish=LENGTH)
+        desk.manager.handle(TextOutBatch(outs=[out]))
+        assert times == [125.0]
+
+    run(body)
+
+
 def test_a_request_that_cannot_be_sent_leaves_nothing_behind() -> None:
     async def check() -> None:
         desk = Desk()

@@ -410,7 +410,8 @@ class TokenizerManager:
             return
         if self.observer is not None:
             if choice.latest == 0.0:
-                self.observer.first_token(now - choice.arrived)
+                inside = out.progress.queue_seconds + out.progress.prefill_seconds  # an answer in one piece has its first token long before
+                self.observer.first_token(now - choice.arrived if out.finish is None else inside)
             else:
                 self.observer.next_tokens(now - choice.latest, len(out.token_ids))
         choice.latest = now

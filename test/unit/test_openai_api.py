@@ -13,11 +13,16 @@ import pytest
 from front import IM_END, IM_START, ScriptedScheduler, front, logprob_of, until
 from pydantic import TypeAdapter
 
+from runtime.entrypoints.generations import Call, Generations
 from runtime.entrypoints.http.responses import ErrorBody
 from runtime.entrypoints.native.protocol import Detokenized, Flushed, Generated, ModelInfo, Status, Tokenized
 from runtime.entrypoints.openai.logprobs import LOWEST, CompletionLogprobs, aligned, chat_logprobs
 from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
-from runtime.managers.messages import GenerateReq
+from runtime.entrypoints.openai.usage import UsageCounter
+from runtime.managers.generation import Generation, RequestOptions
+from runtime.managers.messages import GenerateReq, TextOut
+from runtime.managers.telemetry.progress import Progress
+from runtime.sampling_params import SamplingParams
 from runtime.text.decode_stream import ByteStream
 
 HI = [{"role": "user", "content": "hi"}]
@@ -251,6 +256,16 @@ def test_usage_of_a_scored_prompt_has_no_output() -> None:
                 assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 0, 5)
 
     run(check())
+
+
+def test_cached_tokens_are_those_that_no_text_of_the_call_computed() -> None:
+    call = Call(name="c", prompts=[[1] * 9], sampling=[SamplingParams()], rids=["c"], options=RequestOptions(n=3), params={})
+    group = Generations(call)
+    group.each.append(Generation("c", "c", [1] * 9, 3, 9, lambda _: None))
+    counter = UsageCounter(group)
+    for index, cached in enumerate([4, 8, 8]):
+        counter.add(0, TextOut(rid="", text="", token_ids=[1], progress=Progress(9, cached, 1), index=index))
+    assert (counter.counts().cached_tokens, counter.counts().completion_tokens) == (4, 3)
 
 
 def test_a_request_aborted_by_its_id_ends_with_reason_abort() -> None:

@@ -56,14 +56,15 @@ class UsageCounter:
     def __init__(self, group: Generations, *, output: bool = True) -> None:
         self._output = output
         self._prompt_tokens = sum(len(each.prompt_ids) for each in group.each)
-        self._cached = [0] * len(group.each)
+        self._cached: dict[int, int] = {}
         self._generated: dict[tuple[int, int], int] = {}
         self._spec: dict[tuple[int, int], SpecStats] = {}
 
     def add(self, prompt: int, update: TextOut | None) -> None:
         """Take the counts of an update; they are totals of its choice."""
         if update is not None:
-            self._cached[prompt] = max(self._cached[prompt], update.progress.cached_tokens)
+            cached = update.progress.cached_tokens  # of a later text of the prompt also what the first one computed
+            self._cached[prompt] = min(cached, self._cached.get(prompt, cached))
             self._generated[prompt, update.index] = update.progress.completion_tokens
             if update.progress.spec is not None and update.progress.spec.verify_steps:
                 self._spec[prompt, update.index] = update.progress.spec
@@ -77,7 +78,7 @@ class UsageCounter:
     def counts(self) -> TokenCounts:
         """The counts so far."""
         generated = sum(self._generated.values()) if self._output else 0
-        return TokenCounts(self._prompt_tokens, generated, sum(self._cached), tuple(self._spec[key] for key in sorted(self._spec)))
+        return TokenCounts(self._prompt_tokens, generated, sum(self._cached.values()), tuple(self._spec[key] for key in sorted(self._spec)))
 
 
 def speculative_usage(spec: SpecStats) -> dict[str, Any]:

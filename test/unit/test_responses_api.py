@@ -394,6 +394,18 @@ def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
     assert InputItem.model_validate(first).call_id == "c1"
 
 
+def test_log_probabilities_of_a_text_come_once_though_it_is_held_back() -> None:
+    writer = ResponseWriter({"id": "resp_1", "output": []}, lambda update: [{"token": token} for token in update.token_ids])
+    writer.start()
+    for token, deltas in enumerate(
+        [[], [Reasoning("th")], [], [Content("a")], [], [Content("bc"), CallStart(0, "c1", "f"), CallArguments(0, "{}"), Content("d")], []]
+    ):
+        writer.update(ChatUpdate(0, deltas, [token]))
+    writer.end(TokenCounts(5, 7, 2))
+    shown = [part["logprobs"] for item in writer.response["output"] if item["type"] == "message" for part in item["content"]]
+    assert shown == [[{"token": 3}, {"token": 4}, {"token": 5}], []]
+
+
 def test_an_answer_without_text_has_an_empty_message() -> None:
     response, events = write()
     assert [item["content"][0]["text"] for item in response["output"]] == [""]

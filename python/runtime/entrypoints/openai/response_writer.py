@@ -35,6 +35,7 @@ class ResponseWriter:
         self._logprobs = logprobs
         self._names = names
         self._open: Json | None = None
+        self._unshown: list[Json] = []  # log-probabilities of tokens whose text is held back
         self._sequence = 0
         self._finish: ChatFinish | None = None
 
@@ -45,8 +46,11 @@ class ResponseWriter:
     def update(self, update: ChatUpdate) -> list[Json]:
         """Add the deltas of an update."""
         self._finish = update.finish or self._finish
-        logprobs = self._logprobs(update)
-        return [event for delta in update.deltas for event in self._add(delta, logprobs)]
+        self._unshown += self._logprobs(update)
+        events = [event for delta in update.deltas for event in self._add(delta)]
+        if self._open is not None and self._open["type"] != "message":
+            self._unshown = []  # they belong to thinking or to a call
+        return events
 
     def end(self, counts: TokenCounts) -> list[Json]:
         """Close the output."""
@@ -71,10 +75,10 @@ class ResponseWriter:
 
     # ---- items
 
-    def _add(self, delta: Delta, logprobs: list[Json]) -> list[Json]:
+    def _add(self, delta: Delta) -> list[Json]:
         match delta:
             case Content(text):
-                opened = self._need("message")
+                opened, logprobs, self._unshown = self._need("message"), self._unshown, []
                 part = self._part("message")
                 part["text"] += text
                 part["logprobs"].extend(logprobs)

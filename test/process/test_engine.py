@@ -64,6 +64,17 @@ def test_many_prompts_come_back_in_their_order(engine: Engine) -> None:
     assert [output["output_ids"] for output in outputs] == [expected(engine, prompt) for prompt in prompts]
 
 
+def test_a_call_larger_than_the_queue_is_answered(tmp_path: Path) -> None:
+    model = dummy_model(tmp_path / "tiny")
+    queue = {"max_running_requests": 2, "max_queued_requests": 3}
+    with Engine(scheduler_command=scheduler_command("0"), model=str(model), load_format="dummy", device="cpu", **queue) as engine:
+        assert len(engine.generate(input_ids=[[5, index] for index in range(20)], sampling_params=GREEDY)) == 20
+        assert len(engine.generate(input_ids=[[5, index] for index in range(10)], sampling_params={**GREEDY, "n": 4})) == 40
+        assert engine.generate([]) == []
+        with pytest.raises(RequestError, match="at most 5 texts"):
+            engine.generate(input_ids=[[5, 6]], sampling_params={**GREEDY, "n": 6})
+
+
 def test_a_prompt_that_is_refused_ends_the_other_prompts_of_its_call(engine: Engine) -> None:
     with pytest.raises(RequestError, match="temperature"):
         engine.generate(input_ids=[[5, 6], [5, 7], [5, 8]], sampling_params=[GREEDY, GREEDY, {"temperature": -1.0}])

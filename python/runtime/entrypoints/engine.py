@@ -23,7 +23,7 @@ from runtime.managers.messages import TextOut
 T = TypeVar("T")
 
 MAX_OPEN = 256
-"""Prompts of one call that run together; the others wait here, not in the scheduler's queue."""
+"""Prompts of one call that run together, if their texts fit in the queue; the others wait here, not in the scheduler's queue."""
 
 
 class Engine:
@@ -185,7 +185,8 @@ class Engine:
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _all(self, bodies: list[PromptBody]) -> list[Output]:
-        limit = asyncio.Semaphore(MAX_OPEN)
+        room = self.config.scheduler.max_queued_requests + self._alive().manager.limits.server_requests
+        limit = asyncio.Semaphore(max(1, min(MAX_OPEN, room // max((body.n for body in bodies), default=1))))
 
         async def one(body: PromptBody) -> list[Output]:
             async with limit:

@@ -30,6 +30,7 @@ from runtime.managers.replies import request_info
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.progress import Progress
 from runtime.sampling_params import SamplingParams
+from runtime.text.decode_stream import PROMPT_TAIL
 from runtime.text.tokenizer import Tokenizer
 
 SPECIAL = 999
@@ -292,6 +293,15 @@ def test_a_completion_keeps_its_leading_space(tmp_path: Path) -> None:
         (batch,) = sent
         assert isinstance(batch, TextOutBatch)
         assert batch.outs[0].text == shown
+
+
+@pytest.mark.parametrize("emojis", range(1, 5))
+@pytest.mark.parametrize("breaks", range(4))
+def test_a_tail_that_begins_inside_of_a_character_leaves_the_output_whole(tmp_path: Path, emojis: int, breaks: int) -> None:
+    tokenizer = Tokenizer.load(write_llama_tokenizer(tmp_path, "never"))
+    prompt, output = "😀" * emojis + "\n" * breaks, "\né the 山"
+    ids = tokenizer.encode(output, add_special_tokens=False)
+    assert tokenizer.stream(prompt_tail=tokenizer.encode(prompt)[-PROMPT_TAIL:]).step(ids) == output
 
 
 @pytest.mark.parametrize(("prompt", "text"), [("hello", "hello the the"), (None, "<s> hello the the")])

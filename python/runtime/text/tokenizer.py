@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +294,8 @@ class Tokenizer:
         """
         skip = self.special_ids.difference(shown) if skip_special_tokens else frozenset[int]()
         decoder = ByteStream(self.token_bytes, skip) if self._is_byte_level else WindowStream(self._hf, skip)
-        decoder.step(prompt_tail)
+        # A tail that begins inside of a character would make a run of bytes invalid, with those of the output behind it.
+        decoder.step(list(dropwhile(lambda token: b"\x80" <= self.token_bytes(token)[:1] < b"\xc0", prompt_tail)))
         return decoder
 
     @cached_property

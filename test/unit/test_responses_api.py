@@ -403,7 +403,7 @@ def test_log_probabilities_of_a_text_come_once_though_it_is_held_back() -> None:
         writer.update(ChatUpdate(0, deltas, [token]))
     writer.end(TokenCounts(5, 7, 2))
     shown = [part["logprobs"] for item in writer.response["output"] if item["type"] == "message" for part in item["content"]]
-    assert shown == [[{"token": 3}, {"token": 4}, {"token": 5}], []]
+    assert shown == [[{"token": 3}, {"token": 4}, {"token": 5}], [{"token": 6}]]
 
 
 def test_an_answer_without_text_has_an_empty_message() -> None:

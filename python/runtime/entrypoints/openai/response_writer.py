@@ -57,6 +57,8 @@ class ResponseWriter:
         reason = self._finish.reason if self._finish is not None else "abort"
         complete = reason in ("stop", "tool_calls")
         opened = [] if self._output else self._need("message")  # an empty answer has a message too
+        if self._open is not None and self._open["type"] == "message":
+            self._part("message")["logprobs"] += self._unshown  # of what ended the text
         events = opened + self._close("completed" if complete else "incomplete")
         status = {"length": "incomplete", "abort": "cancelled"}.get(reason, "completed")
         self.response["status"], self.response["usage"] = status, usage(counts)

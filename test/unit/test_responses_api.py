@@ -349,6 +349,9 @@ def test_truncation_auto_drops_just_enough_of_the_oldest_items() -> None:
             answer = await f.post(PATH, {"input": items, "instructions": "I", "truncation": "auto"})
             assert answer.status_code == 200
             assert prompt_of(f) == "<system\nI>\n" + "".join(f"<user\n{str(i) * 60}>\n" for i in (3, 4, 5)) + "<assistant\n"
+            far_too_long = [items[0], {"role": "user", "content": "x" * 20000}, *items[1:4]]
+            assert (await f.post(PATH, {"input": far_too_long, "truncation": "auto"})).status_code == 200
+            assert prompt_of(f) == "".join(f"<user\n{str(i) * 60}>\n" for i in (1, 2, 3)) + "<assistant\n"
             long = [{"role": "system", "content": "s"}, {"role": "user", "content": "x" * 300}]
             for given in (long, long[1:], [*items[:2], long[1]]):
                 alone = await f.post(PATH, {"input": given, "truncation": "auto"})

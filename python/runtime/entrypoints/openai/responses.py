@@ -141,10 +141,15 @@ class ResponseApi:
         while low < high:
             middle = (low + high) // 2
             chat_body = self._conversion.body(chat_fields(body, without_oldest(conversation, middle)))
-            fits = len(await self._chats.prompt_ids(chat_body)) < self._manager.max_context_len
-            low, high = (low, middle) if fits else (middle + 1, high)
+            low, high = (low, middle) if await self._fits(chat_body) else (middle + 1, high)
         chat_body = self._conversion.body(chat_fields(body, without_oldest(conversation, low)))
         return await self._chats.start(chat_body), chat_body
+
+    async def _fits(self, chat_body: ChatBody) -> bool:
+        try:
+            return len(await self._chats.prompt_ids(chat_body)) < self._manager.max_context_len
+        except ContextTooLong:  # so long that it is not tokenised to the end
+            return False
 
     def _head(self, body: ResponseBody, chat_body: ChatBody) -> Json:
         """The response object before its output."""

@@ -304,6 +304,12 @@ def test_a_tail_that_begins_inside_of_a_character_leaves_the_output_whole(tmp_pa
     assert tokenizer.stream(prompt_tail=tokenizer.encode(prompt)[-PROMPT_TAIL:]).step(ids) == output
 
 
+@pytest.mark.parametrize("text", ["\ufffd", "\ufffd\ufffd山 the", "the\ufffd\ufffd\ufffd"])
+def test_a_replacement_character_that_the_model_writes_is_a_whole_one(tmp_path: Path, text: str) -> None:
+    tokenizer = Tokenizer.load(write_llama_tokenizer(tmp_path, "never"))
+    assert tokenizer.stream().step(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
 @pytest.mark.parametrize(("prompt", "text"), [("hello", "hello the the"), (None, "<s> hello the the")])
 def test_text_offsets_are_places_in_the_text(tmp_path: Path, prompt: str | None, text: str) -> None:
     tokenizer = Tokenizer.load(write_llama_tokenizer(tmp_path, "first"))

@@ -49,8 +49,8 @@ class WindowStream:
     The earlier tokens give the new ones their context, for example whether a leading space counts.
     """
 
-    def __init__(self, hf: tokenizers.Tokenizer, skip: frozenset[int]) -> None:
-        self._hf, self._skip = hf, skip
+    def __init__(self, hf: tokenizers.Tokenizer, token_bytes: Callable[[int], bytes], skip: frozenset[int]) -> None:
+        self._hf, self._token_bytes, self._skip = hf, token_bytes, skip
         self._context: list[int] = []
         self._held: list[int] = []
 
@@ -67,13 +67,17 @@ class WindowStream:
         self._held.append(token_id)
         before = self._hf.decode(self._context, skip_special_tokens=False)
         after = self._hf.decode(self._context + self._held, skip_special_tokens=False)
-        incomplete = after.endswith("\ufffd") and len(self._held) < _MAX_HELD_TOKENS
+        incomplete = after.endswith("\ufffd") and len(self._held) < _MAX_HELD_TOKENS and not self._ends_as_written()
         if incomplete or len(after) <= len(before):
             if len(self._held) >= _MAX_HELD_TOKENS:  # no text comes of them, such as of ids that the tokenizer lacks
                 self._held = []
             return ""
         self._context, self._held = self._held, []
         return after[len(before) :]
+
+    def _ends_as_written(self) -> bool:
+        """Whether the model itself wrote U+FFFD at the end."""
+        return b"".join(map(self._token_bytes, self._held)).endswith("\ufffd".encode())
 
     def finish(self) -> str:
         """See `StreamDecoder`."""

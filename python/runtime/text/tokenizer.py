@@ -293,7 +293,7 @@ class Tokenizer:
             shown: control tokens that are not left out.
         """
         skip = self.special_ids.difference(shown) if skip_special_tokens else frozenset[int]()
-        decoder = ByteStream(self.token_bytes, skip) if self._is_byte_level else WindowStream(self._hf, skip)
+        decoder = ByteStream(self.token_bytes, skip) if self._is_byte_level else WindowStream(self._hf, self.token_bytes, skip)
         # A tail that begins inside of a character would make a run of bytes invalid, with those of the output behind it.
         decoder.step(list(dropwhile(lambda token: b"\x80" <= self.token_bytes(token)[:1] < b"\xc0", prompt_tail)))
         return decoder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,14 @@ from runtime.batch import ScheduleBatch
 from runtime.model_executor import depth_costs
 from runtime.model_executor.depth_costs import ENOUGH, ScratchRows, without_delays
 from runtime.model_executor.iteration_cost import CostPoint
+from unit.predicting import speculating
 
 
 class FakeWorker:
     """A worker whose iterations take the next of `seconds` each, on a clock of its own."""
 
     def __init__(self, seconds: list[float], overlap: bool, max_pages: int = 8) -> None:
-        self.limits = SimpleNamespace(overlap=overlap, page_size=16, vocab_size=10)
+        self.limits = SimpleNamespace(overlap=overlap, page_size=16, vocab_size=10, max_total_tokens=1 << 12)
         target = SimpleNamespace(page_table=SimpleNamespace(max_pages=max_pages))
         self.parts = SimpleNamespace(depths=self, verifier=SimpleNamespace(padded_size=lambda depth, size: size), target=target)
         self.pages = 0
@@ -75,6 +77,17 @@ def test_a_short_context_has_no_room_for_the_deepest() -> None:
     assert [depth for depth in (0, 1, 3, 5, 7) if scratch.has_room(depth)] == [0, 1]
     scratch.time(1)
     assert not scratch.has_room(1), "what was timed took its positions"
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_the_measurement_stays_within_a_kv_cache_that_is_smaller_than_its_room(tmp_path: Path, page: int) -> None:
+    runtime = {"context_length": 100, "max_total_tokens": 120, "page_size": page}
+    worker = speculating(tmp_path, runtime=runtime, num_steps=7, depths=(7, 3, 0))
+    pages = worker.parts.target.page_table.pages
+    scratch = ScratchRows(worker, 1)
+    assert pages.max().item() == 120 // page, "all that there are"
+    assert scratch.has_room(7)
+    scratch.time(7)
 
 
 def test_a_delay_in_the_measurement_makes_no_depth_slower_than_deeper_ones() -> None:

@@ -92,7 +92,8 @@ def _sizes(worker: Worker) -> list[int]:
 
 def _pages(worker: Worker) -> int:
     """Pages of a request."""
-    return min(-(-ROOM // worker.limits.page_size), worker.parts.target.page_table.max_pages)
+    page = worker.limits.page_size
+    return min(-(-ROOM // page), worker.parts.target.page_table.max_pages, worker.limits.max_total_tokens // page)
 
 
 class ScratchRows:

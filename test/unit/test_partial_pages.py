@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from runtime.batch import Int32, ScheduleBatch
 from runtime.mem_cache.kv_page_manager import KVPageManager, RequestPages
 from runtime.mem_cache.radix_cache import LEAST_COPIED, RadixCache, agreement, least_reusable
+from runtime.model_executor import build, target_model
 from runtime.sampling_params import SamplingParams
 from unit import test_mtp
 from unit.driver import Driver
@@ -427,3 +428,22 @@ def test_other_ranks_copy_their_part(tmp_path: Path) -> None:
             texts.append({row: driver.out[row][:6] for row in (1, 2)})
             assert size == 1 or not worker.parts.target.agreement.differs.item()
     assert texts[0] == texts[1]
+
+
+# ---- many at once
+
+
+def test_any_number_of_requests_may_begin_behind_long_prefixes_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, sampling = np.random.default_rng(5).integers(2, VOCAB, 400).tolist(), SamplingParams(temperature=0.0, max_new_tokens=4)
+    asks = asked(sampling, [[*prompt, i] for i in range(8)])
+    worker, settings = plain(context_length=512, max_running_requests=8), {"context_length": 512, "chunked_prefill_size": 64}
+    expected, _ = serve(worker, asks, {}, radix_cache=False, **settings)
+    for module in (build, target_model):
+        monkeypatch.setattr(module, "PAGES_AT_ONCE", 100)
+    worker = plain(context_length=512, max_running_requests=8)
+    begun, submit = list[int](), worker.submit
+    monkeypatch.setattr(worker, "submit", lambda batch: begun.append(len(batch.page_ids)) or submit(batch))
+    got, scheduler = serve(worker, asks, {}, **settings)
+    assert max(begun) > 7 * 400
+    assert scheduler.stats.num_failed_steps_total == 0
+    assert got == expected

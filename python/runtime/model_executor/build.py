@@ -40,7 +40,7 @@ from runtime.model_executor.parity import check_parity
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.short_prompts import SLOTS, PromptCost, ShortPrompts, prompt_forward, prompt_spec, shared_sizes, shared_spec
 from runtime.model_executor.staging import StagingRing
-from runtime.model_executor.target_model import TargetModel
+from runtime.model_executor.target_model import PAGES_AT_ONCE, TargetModel
 from runtime.model_executor.verification import make_verifier
 from runtime.model_executor.worker import Worker, WorkerParts
 from runtime.models.config import ModelConfig
@@ -160,10 +160,9 @@ def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) 
     positions = context.config.model.context_length + PAGE_LOOKAHEAD_STEPS * reach + spec.catch_up
     page_table = PageTable(context.running + 1, positions, context.config.cache.page_size, context.device)
     rows = RequestRows(context.running + 1, runner.config.vocab_size, context.device, ops)
-    # A prompt step uploads four numbers of 8 bytes per token and seven numbers per request; a page takes three: one page per token, or
-    # the reach of a step. Windows of different widths have two numbers of 8 bytes for each position within reach.
-    pages = 2 * reach // page_table.page_size + 2
-    capacity = 13 * context.extend_tokens + (64 + 5 * pages + 4 * reach) * context.requests + 5 * page_table.max_pages
+    # A prompt step uploads four numbers of 8 bytes per token and seven numbers per request; a page takes three. Windows of different
+    # widths have two numbers of 8 bytes for each position within reach.
+    capacity = 8 * context.extend_tokens + (64 + 4 * reach) * context.requests + 5 * PAGES_AT_ONCE
     # Drafts that are looked up in the text need the text on every rank.
     reads = context.attention_group.rank == 0 or spec.needs_history
     return TargetModel(runner, rows, page_table, StagingRing(capacity, context.device), spec.aux_layers, reads)

@@ -82,14 +82,15 @@ class StagingRing:
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         """`capacity`: words of 4 bytes of the largest upload."""
-        self.device, self._next = device, 0
-        capacity += MOST_ARRAYS * (ALIGNMENT - 1)
-        self._slots = [_Slot(capacity, device) for _ in range(DEPTH)] if device.type == "cuda" else []
+        self.device, self._next, self._capacity = device, 0, capacity
+        aligned = capacity + MOST_ARRAYS * (ALIGNMENT - 1)
+        self._slots = [_Slot(aligned, device) for _ in range(DEPTH)] if device.type == "cuda" else []
 
     def upload(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
         """Device copies of 1-D `arrays` of int32 or int64, by one transfer, without a host wait."""
         assert all(a.dtype in (np.int32, np.int64) for a in arrays), f"upload of {[a.dtype.name for a in arrays]}"
         assert len(arrays) <= MOST_ARRAYS, f"{len(arrays)} arrays in one upload"
+        assert sum(a.nbytes for a in arrays) <= 4 * self._capacity, f"upload of {[len(a) for a in arrays]} numbers"
         if not self._slots:
             return [torch.from_numpy(a.copy()) for a in arrays]
         slot = self._slots[self._next]

@@ -25,6 +25,8 @@ from runtime.model_executor.short_prompts import ShortPrompts
 from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.window import prompts_and_windows
 
+PAGES_AT_ONCE = 1 << 14
+"""Entries of the page table in one upload: requests that begin together behind long cached prefixes have any number of them."""
 LOGPROB_CHUNK = 256
 """Maximum prompt positions with logits in memory at a time, if prompt log-probabilities are requested."""
 
@@ -150,12 +152,14 @@ class TargetModel:
         return chunks, decoding_d
 
     def _write_pages(self, batch: ScheduleBatch, *more: npt.NDArray[np.int64]) -> list[torch.Tensor]:
-        """Write the pages of a step, if it has new ones. `more` is uploaded with them and returned."""
+        """Write the pages of a step, if it has new ones, some at a time. `more` is uploaded with them and returned."""
         if not len(batch.page_ids):
             return self.staging.upload(*more) if more else []
-        pages = batch.page_rows.astype(np.int64), batch.page_cols.astype(np.int64), batch.page_ids
-        page_rows, page_cols, page_ids, *uploaded = self.staging.upload(*pages, *more)
-        self.page_table.write(page_rows, page_cols, page_ids)
+        uploaded = list[torch.Tensor]()
+        for start in range(0, len(batch.page_ids), PAGES_AT_ONCE):
+            rows, cols, ids = (column[start : start + PAGES_AT_ONCE] for column in (batch.page_rows, batch.page_cols, batch.page_ids))
+            page_rows, page_cols, page_ids, *uploaded = self.staging.upload(rows.astype(np.int64), cols.astype(np.int64), ids, *more)
+            self.page_table.write(page_rows, page_cols, page_ids)
         return uploaded
 
     def stage_chunks(self, batch: ScheduleBatch, rows: torch.Tensor) -> Chunks:

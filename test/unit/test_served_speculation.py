@@ -16,6 +16,7 @@ import torch
 from msgspec import structs
 
 from runtime.batch import BatchResult, Pending, ScheduleBatch
+from runtime.managers import scheduler as scheduler_module
 from runtime.managers.messages import AbortReq, GenerateReq, TokensOut, TokensOutBatch
 from runtime.managers.scheduler import Scheduler
 from runtime.managers.telemetry.decode_stats import DecodeStats
@@ -192,6 +193,38 @@ def test_kv_of_both_models_is_that_of_a_prefill_behind_prefixes_aborts_and_retra
     _, scheduler = serve(worker, asks, aborted, check, page_size=page, overlap=False, schedule_conservativeness=0.05)
     assert len(behind_prefixes) > 3
     assert scheduler.stats.num_retracted_requests_total > 0
+
+
+@pytest.mark.parametrize("stage", ["stage_rows", "run"])
+@pytest.mark.parametrize("algorithm", [None, "EAGLE"])
+def test_prompts_whose_step_failed_write_over_no_other_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str | None, stage: str
+) -> None:
+    """The step after it was submitted before that is known, and decodes them: in rows that others had, perhaps without pages."""
+    expected, failing, ended = plain_texts("greedy"), itertools.cycle([False, False, False, True]), dict[str, str]()
+    few = {"context_length": CONTEXT, "max_running_requests": 3, "max_total_tokens": 272}
+    worker = plain(**few) if algorithm is None else speculating(tmp_path, algorithm, runtime=few)
+    target, failures = worker.parts.target, list[int]()
+    original = getattr(target, stage)
+
+    def fail_sometimes(work: Any, *args: Any) -> Any:
+        prompts = work.num_prompts if isinstance(work, ScheduleBatch) else len(work.rows)
+        if prompts and next(failing):
+            failures.append(prompts)
+            raise ValueError("no memory")
+        return original(work, *args)
+
+    def hear(out: TokensOut) -> None:
+        if out.finish is not None:
+            ended[out.rid] = out.finish.reason
+
+    monkeypatch.setattr(target, stage, fail_sometimes)
+    monkeypatch.setattr(scheduler_module, "FAILURES_ALLOWED", 100)
+    got, scheduler = serve(worker, asked(GREEDY, prompts() * 3), {}, hear=hear)
+    assert scheduler.stats.num_failed_steps_total == len(failures) > 1
+    for rid, text in got.items():
+        want = expected[str(int(rid) % 16)]
+        assert text == (want if ended[rid] != "abort" else want[: len(text)]), f"request {rid}"
 
 
 class Witness:

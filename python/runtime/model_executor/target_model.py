@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from runtime.batch import PAD_ROW, BatchResult, ForwardMode, ScheduleBatch
+from runtime.batch import PAD_ROW, BatchResult, ForwardMode, Int32, ScheduleBatch
 from runtime.distributed.agreement import Agreement
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampler import sample, top_logprobs
@@ -117,6 +117,13 @@ class TargetModel:
         self.rows.kv_lens.zero_()
         self.rows.last_tokens.zero_()
         self.page_table.pages.zero_()
+
+    def forget(self, rows: Int32) -> None:
+        """A step of these rows failed, perhaps before it wrote their pages and lengths. The step after it, which is submitted by then, must
+        not go on from what earlier requests left in the rows: it writes to the padding's page instead.
+        """
+        self.page_table.pages[rows.tolist()] = 0
+        self.rows.kv_lens[rows.tolist()] = 0
 
     @property
     def prompt_runners(self) -> list[GraphRunner]:

@@ -219,6 +219,13 @@ class Worker:
     # ---- a step: launches work and returns how to read its result; outside graphs but for the runners' functions
 
     def _step(self, batch: ScheduleBatch) -> Finish:
+        try:
+            return self._launch(batch)
+        except Exception:
+            self.parts.target.forget(batch.rows)
+            raise
+
+    def _launch(self, batch: ScheduleBatch) -> Finish:
         target, depth = self.parts.target, batch.depth
         most = max(batch.num_decodes, batch.pad_decodes)
         size = len(batch.widths) or (self.parts.verifier.padded_size(depth, most) if most else 0)

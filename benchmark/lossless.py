@@ -1,6 +1,6 @@
 """Greedy answers with and without drafts, compared token by token: the embedded model on a CPU.
 
-By default with float32 weights, for chains and trees. With --default-start the server runs with its defaults (int8),
+By default with float32 weights, for chains and trees. With --default-start the server runs with its defaults (int4),
 with and without drafts, at batch sizes 1, 4 and 16; each answer must equal the plain answer to the same prompt alone.
 """
 

@@ -46,7 +46,11 @@ def test_drafts_leave_greedy_answers_as_they_are(shape: str, plain: list[Sequenc
 def test_answers_do_not_depend_on_drafts_or_company(flags: dict[str, str], quantization: str) -> None:
     """One prompt after the other without drafts, against drafts, deep ones too, and prompts that share their passes."""
     found, sampling = [], {"temperature": 0.0, "max_new_tokens": 6}
-    for drafts, sizes in (({"speculative_algorithm": "none"}, [1]), ({}, [4, 8]), ({"speculative_num_steps": 7}, [1])):
+    for drafts, sizes in (
+        ({"speculative_algorithm": "none"}, [1]),
+        ({"speculative_disable_by_batch_size": 4}, [4, 8]),
+        ({"speculative_num_steps": 7}, [1]),
+    ):
         with Engine(device="cpu", cpu_threads=1, context_length=512, **flags, **drafts) as engine:
             assert engine.config.model.quantization == quantization
             prompts = sorted(chat_prompts(engine), key=len)[:8]

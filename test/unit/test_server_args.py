@@ -830,13 +830,13 @@ def test_the_embedded_model_drafts_with_its_own_head_by_default() -> None:
 @pytest.mark.parametrize(
     ("given", "machine", "most"),
     [
-        ({}, CPU, 4),
-        ({"quantization": "int8"}, CPU, 4),
+        ({}, CPU, 2),
+        ({"quantization": "int8"}, CPU, 2),
         ({"dtype": "float32"}, CPU, 8),
         ({"quantization": "none"}, CPU, 8),
         ({"dtype": "bfloat16"}, CPU, None),
-        ({"dtype": "float32", "quantization": "int8"}, CPU, 4),
-        ({"speculative_num_steps": 2}, CPU, 4),
+        ({"dtype": "float32", "quantization": "int8"}, CPU, 2),
+        ({"speculative_num_steps": 2}, CPU, 2),
         ({"speculative_disable_by_batch_size": 9}, CPU, 9),
         ({}, HOPPER, None),
         ({"speculative_disable_by_batch_size": 64}, HOPPER, 64),

@@ -30,13 +30,13 @@ EMBEDDED_DRAFT_STEPS: dict[DeviceKind, int] = {"cpu": 3, "cuda": 4}
 
 Measured for one request: on a CPU in int8 against depths 1, 2 and 5, on an H200 against 2, 3 and 5.
 """
-EMBEDDED_DRAFT_MAX_BATCH: dict[tuple[DeviceKind, str], int] = {("cpu", "int4"): 4, ("cpu", "int8"): 4, ("cpu", "float32"): 8}
+EMBEDDED_DRAFT_MAX_BATCH: dict[tuple[DeviceKind, str], int] = {("cpu", "int4"): 2, ("cpu", "int8"): 2, ("cpu", "float32"): 8}
 """Largest batch size at which the embedded model's draft is not slower, by device and type of weights. Elsewhere it is
 faster at every batch size we measured.
 
 Measured with and without drafts side by side, on real text (`benchmark/results/cpu-2/embedded_speculation.json`): in
-int8, drafts gave 1.54 times the tokens at batch size 1, 1.00 times at 4 and 0.84 times at 8; in float32, 1.10 times at
-8, the largest measured.
+int4, drafts gave 1.30 times the tokens at batch size 1, 1.07 times at 2 and 0.74 times at 4; in int8, 1.35 times at 1 and 0.82
+times at 4; in float32, 1.26 times at 8, the largest measured.
 """
 DEFAULT_STEPS = 3
 """Default depth of trees, and of chains whose acceptance is forced by position."""

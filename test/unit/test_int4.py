@@ -10,21 +10,19 @@ from gguf.constants import GGMLQuantizationType
 from runtime.distributed.parallel_group import ALONE
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
-from runtime.layers.quantization.int4 import GROUP, LARGEST_CODE, Int4, kernel_form, quantize_groups
-from runtime.layers.quantization.int8 import DIRECT_ROWS
+from runtime.layers.quantization.int4 import GROUP, LARGEST_CODE, Int4, quantize_groups
 from runtime.layers.quantization.scheme import NewWeight, Storage
 from runtime.layers.torch_ops import TorchOps
 from runtime.models.registry import build_model
 from runtime.models.weights import WeightTable
-from unit.test_linear import CPU, Rank, random
+from unit.test_linear import CPU, Rank, quantized, random
 from unit.tiny import tiny_model
 
 SCHEME = Int4()
 
 
-def int4(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    groups = quantize_groups(weight)
-    return Linear(Storage(groups) if len(weight) % 16 else Storage(groups, *kernel_form(groups)), bias, SCHEME)
+def int4(weight: torch.Tensor) -> Linear:
+    return quantized("int4", weight)
 
 
 def values(storage: Storage) -> torch.Tensor:
@@ -51,33 +49,6 @@ def test_a_group_of_equal_weights_keeps_them(value: float) -> None:
     layer, x = int4(torch.full((16, 64), value)), random(2, 64)
     assert torch.all(values(layer.storage) == value)
     torch.testing.assert_close(layer(x), (x.bfloat16().float().sum(1) * value)[:, None].expand(2, 16), rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("tokens", [1, 5, DIRECT_ROWS, DIRECT_ROWS + 1, 40])
-@pytest.mark.parametrize(("out_features", "in_features"), [(48, 64), (7, 64), (176, 96), (16, 32)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_it_multiplies_by_its_dequantized_weight(tokens: int, out_features: int, in_features: int, bias: bool) -> None:
-    layer = int4(random(out_features, in_features), random(out_features, seed=1) if bias else None)
-    x = random(tokens, in_features, seed=2)
-    expected = Linear.dense(values(layer.storage), layer.bias)(x.bfloat16().float())
-    torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=0.1)
-    assert (layer.in_features, layer.out_features, layer(x).dtype) == (in_features, out_features, x.dtype)
-
-
-@pytest.mark.parametrize(("out_features", "in_features"), [(64, 64), (960, 576), (576, 1536), (80, 32)])
-def test_a_row_does_not_depend_on_other_rows(out_features: int, in_features: int) -> None:
-    layer, x = int4(random(out_features, in_features)), random(DIRECT_ROWS, in_features, seed=3)
-    alone = torch.cat([layer(row) for row in x[:, None]])
-    for rows in (2, 4, 8, 17, 24, DIRECT_ROWS):
-        assert torch.equal(layer(x[:rows]), alone[:rows]), rows
-
-
-@pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (576, 1536)])
-def test_a_prompt_row_is_the_same_in_every_pass(out_features: int, in_features: int) -> None:
-    layer, x = int4(random(out_features, in_features)), random(300, in_features, seed=3)
-    whole = layer(x, in_prompt=True)
-    for start, stop in ((0, 1), (0, 16), (0, 17), (0, 40), (3, 131), (100, 300), (299, 300)):
-        assert torch.equal(layer(x[start:stop], in_prompt=True), whole[start:stop]), (start, stop)
 
 
 @pytest.mark.parametrize("rows", [{"a": 64, "b": 128, "c": 48}, {"a": 4096, "b": 64}])

@@ -19,7 +19,7 @@ from runtime.layers.linear import Linear, Partition
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.quantization.dense import DENSE
-from runtime.layers.quantization.int4 import Int4, quantize_groups
+from runtime.layers.quantization.int4 import Int4, quantize_groups, storage_of
 from runtime.layers.quantization.int8 import (
     DIRECT_HEAD_ROWS,
     DIRECT_ROWS,
@@ -41,7 +41,7 @@ from unit.tiny import tiny_model
 CPU = torch.device("cpu")
 TOLERANCE = {"none": dict(rtol=1e-5, atol=1e-5), "int8": dict(rtol=2e-2, atol=0.15), "int4": dict(rtol=2e-2, atol=0.15)}
 """Layers of other shapes run other kernels; int8 and int4 round activations to bfloat16."""
-STORED = {"none": Storage, "int8": quantize_rows, "int4": lambda weight: Storage(quantize_groups(weight))}
+STORED = {"none": Storage, "int8": quantize_rows, "int4": lambda weight: storage_of(quantize_groups(weight))}
 """A matrix as each scheme stores it."""
 
 
@@ -49,34 +49,56 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def int8(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    return Linear(quantize_rows(weight), bias, Int8())
+def quantized(scheme: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    return Linear(STORED[scheme](weight), bias, SCHEMES[scheme](None))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, DIRECT_ROWS, DIRECT_ROWS + 1, 40])
-@pytest.mark.parametrize(("out_features", "in_features"), [(48, 64), (36, 36), (7, 64), (8, 40)])
+@pytest.mark.parametrize(
+    ("scheme", "out_features", "in_features"),
+    [
+        ("int8", 48, 64),
+        ("int8", 36, 36),
+        ("int8", 7, 64),
+        ("int8", 8, 40),
+        ("int4", 48, 64),
+        ("int4", 7, 64),
+        ("int4", 176, 96),
+        ("int4", 16, 32),
+    ],
+)
 @pytest.mark.parametrize("bias", [False, True])
-def test_int8_multiplies_by_its_dequantized_weight(tokens: int, out_features: int, in_features: int, bias: bool) -> None:
-    layer = int8(random(out_features, in_features), random(out_features, seed=1) if bias else None)
+def test_a_layer_multiplies_by_its_dequantized_weight(tokens: int, scheme: str, out_features: int, in_features: int, bias: bool) -> None:
+    layer = quantized(scheme, random(out_features, in_features), random(out_features, seed=1) if bias else None)
     x = random(tokens, in_features, seed=2)
-    expected = Linear.dense(dequantize(layer.storage), layer.bias)(x.bfloat16().float())
+    expected = Linear.dense(layer.scheme.dequantize(layer.storage, torch.float32), layer.bias)(x.bfloat16().float())
     torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=0.1)
-    assert layer(x).dtype == x.dtype
+    assert (layer.in_features, layer.out_features, layer(x).dtype) == (in_features, out_features, x.dtype)
 
 
 @pytest.mark.parametrize(
-    ("out_features", "in_features", "most"), [(64, 64, DIRECT_ROWS), (960, 576, DIRECT_ROWS), (HEAD_SIZE // 576 + 4, 576, DIRECT_HEAD_ROWS)]
+    ("scheme", "out_features", "in_features", "most"),
+    [
+        ("int8", 64, 64, DIRECT_ROWS),
+        ("int8", 960, 576, DIRECT_ROWS),
+        ("int8", HEAD_SIZE // 576 + 4, 576, DIRECT_HEAD_ROWS),
+        ("int4", 64, 64, DIRECT_ROWS),
+        ("int4", 960, 576, DIRECT_ROWS),
+        ("int4", 576, 1536, DIRECT_ROWS),
+        ("int4", 80, 32, DIRECT_ROWS),
+    ],
 )
-def test_an_int8_row_does_not_depend_on_other_rows(out_features: int, in_features: int, most: int) -> None:
-    layer, x = int8(random(out_features // 4 * 4, in_features)), random(most, in_features, seed=3)
+def test_a_row_does_not_depend_on_other_rows(scheme: str, out_features: int, in_features: int, most: int) -> None:
+    layer, x = quantized(scheme, random(out_features // 4 * 4, in_features)), random(most, in_features, seed=3)
     alone = torch.cat([layer(row) for row in x[:, None]])
     for rows in (2, 4, 8, 17, 24, most):
         assert torch.equal(layer(x[:rows]), alone[:rows]), rows
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
 @pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (576, 1536)])
-def test_an_int8_prompt_row_is_the_same_in_every_pass(out_features: int, in_features: int) -> None:
-    layer, x = int8(random(out_features, in_features)), random(300, in_features, seed=3)
+def test_a_prompt_row_is_the_same_in_every_pass(scheme: str, out_features: int, in_features: int) -> None:
+    layer, x = quantized(scheme, random(out_features, in_features)), random(300, in_features, seed=3)
     whole = layer(x, in_prompt=True)
     for start, stop in ((0, 1), (0, 16), (0, 17), (0, 40), (3, 131), (100, 300), (299, 300)):
         assert torch.equal(layer(x[start:stop], in_prompt=True), whole[start:stop]), (start, stop)
@@ -101,7 +123,7 @@ def test_a_matrix_quantized_in_pieces_is_that_quantized_whole() -> None:
 
 
 def test_a_row_of_zeros_stays_zero() -> None:
-    assert torch.equal(int8(torch.zeros(4, 32))(random(2, 32)), torch.zeros(2, 4))
+    assert torch.equal(quantized("int8", torch.zeros(4, 32))(random(2, 32)), torch.zeros(2, 4))
 
 
 @pytest.mark.parametrize("scheme", [DENSE, Int8(), Int4()])

@@ -53,7 +53,7 @@ class ServerArgs:
     """Type of the KV cache: the model's (auto), or fp8_e4m3, which holds twice the tokens (fa3 or torch_native attention)."""
     quantization: Literal[Quantization, "none"] | None = _flag(MODEL, None)
     """fp8 stores the linear weights of all layers in 8 bits (e4m3, a scale for each 128 x 128 entries); on a CPU, int8 stores them in
-    8 bits and int4 in 4 (a scale and a minimum for each 32 columns), both the LM head in 8;
+    8 bits and int4 in 4 (a scale and a minimum for each 32 columns), with the LM head in 8 in both;
     none turns off the embedded model's default. A quantized checkpoint needs no flag."""
     disable_fp8_activations: bool = _flag(MODEL, False)
     """Keep 16-bit activations with FP8 weights; by default, prompts and experts with many tokens round them to 8 bits on a GPU."""

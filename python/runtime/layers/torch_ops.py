@@ -139,7 +139,7 @@ class TorchOps:
         q, latent, key = rows.split((heads.q_columns, heads.kv_rank, heads.rope.dim), dim=1)
         if heads.q_norm is not None:
             q = rms_norm(q, heads.q_norm).to(rows.dtype)
-        shared = rotate(key[:, None], heads.rope, context.batch.positions)[:, 0]
+        shared = rotate_by(key[:, None], heads.rope, context.rope_factors(heads.rope))[:, 0]
         kv = torch.cat((rms_norm(latent, heads.kv_norm), shared), dim=1).to(rows.dtype)
         cache, _ = context.kv_pool.flat(layer_id)
         cache.index_copy_(0, context.batch.out_cache_loc, finite(kv[:, None].to(cache.dtype)))

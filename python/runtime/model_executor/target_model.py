@@ -159,13 +159,15 @@ class TargetModel:
         return chunks, decoding_d
 
     def _write_pages(self, batch: ScheduleBatch, *more: npt.NDArray[np.int64]) -> list[torch.Tensor]:
-        """Write the pages of a step, if it has new ones, some at a time. `more` is uploaded with them and returned."""
+        """Write the pages of a step, if it has new ones, some at a time. `more` is uploaded with the last of them and returned."""
         if not len(batch.page_ids):
             return self.staging.upload(*more) if more else []
         uploaded = list[torch.Tensor]()
         for start in range(0, len(batch.page_ids), PAGES_AT_ONCE):
-            rows, cols, ids = (column[start : start + PAGES_AT_ONCE] for column in (batch.page_rows, batch.page_cols, batch.page_ids))
-            page_rows, page_cols, page_ids, *uploaded = self.staging.upload(rows.astype(np.int64), cols.astype(np.int64), ids, *more)
+            stop = start + PAGES_AT_ONCE
+            rows, cols, ids = (column[start:stop] for column in (batch.page_rows, batch.page_cols, batch.page_ids))
+            with_last = more if stop >= len(batch.page_ids) else ()
+            page_rows, page_cols, page_ids, *uploaded = self.staging.upload(rows.astype(np.int64), cols.astype(np.int64), ids, *with_last)
             self.page_table.write(page_rows, page_cols, page_ids)
         return uploaded
 

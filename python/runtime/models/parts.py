@@ -68,7 +68,7 @@ class ModelContext:
         the target's LM head where those are quantised without the checkpoint's word.
         """
         if self.quant is None and quant is None:
-            return replace(self, scheme=self.scheme.heads or self.scheme)
+            return replace(self, scheme=self.scheme.heads)
         return replace(self, scheme=quant_scheme(quant), quant=quant)
 
 

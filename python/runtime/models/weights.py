@@ -196,8 +196,8 @@ class WeightTable:
         return sum({t.data_ptr(): t.nbytes for t in self._tensors}.values())
 
     def _head(self, name: str, vocab: int, hidden: int) -> Linear:
-        scheme = self.scheme_of([name])
-        return self.linear({name: vocab}, hidden, partition=Partition.COLUMN, group=self._head_group, scheme=scheme.heads or scheme)
+        scheme = self.scheme_of([name]).heads
+        return self.linear({name: vocab}, hidden, partition=Partition.COLUMN, group=self._head_group, scheme=scheme)
 
     def _bias(self, pieces: Sequence[LinearPart], rows: int, partition: Partition) -> torch.Tensor | None:
         """The fused bias. Under row partition rank 0 alone adds it, since outputs are summed over ranks."""

@@ -51,9 +51,9 @@ def load_mtp(context: WorkerContext, target: DecoderModel) -> DraftModel:
 
 
 def load_standalone(context: WorkerContext, target: DecoderModel) -> DraftModel:
-    """A whole model, in int8 if the target is in int8 or int4 and the checkpoint has no scheme of its own."""
+    """A whole model, quantised as the target's LM head if the target is in int8 or int4 and the checkpoint has no scheme of its own."""
     config, own = _config(context, "STANDALONE", target).model, target.context
-    quantization = "int8" if config.quant is None and context.config.model.quantization in CPU_ONLY else None
+    quantization = own.scheme.heads.name if config.quant is None and context.config.model.quantization in CPU_ONLY else None
     shared = {"group": _group(context, config, target), "head_group": own.group, "kv_dtype": context.kv_dtype, "exchange": context.exchange}
     model = build_model(config, own.ops, context.dtype, context.device, quantization, **shared, fuse_shared=own.fuse_shared)
     return _loaded(context, StandaloneDraft(model))

@@ -21,6 +21,7 @@ PACKED_ROWS = 64
 N_MULTIPLE = 16
 LARGEST = 65504
 """The largest number of float16."""
+_HEADS = Int8()
 
 
 class Int4(QuantScheme):
@@ -36,8 +37,12 @@ class Int4(QuantScheme):
 
     name = "int4"
     gemm_caps = GemmCaps(dense=False)
-    heads = Int8()
     shard_unit = GROUP
+
+    @property
+    def heads(self) -> QuantScheme:
+        """int8, which loses less."""
+        return _HEADS
 
     def allocate(self, new: NewWeight) -> Storage:
         """Empty groups, and their form for the kernel unless a part begins within its rows.
@@ -68,7 +73,8 @@ class Int4(QuantScheme):
             )
 
         def put(own: torch.Tensor) -> None:
-            if max(-own.min(), own.max()) > LARGEST:
+            least, most = own.aminmax()
+            if max(-least, most) > LARGEST:
                 raise ConfigError(
                     f"tensor {part.prefix}.weight holds numbers beyond {LARGEST}, too large for int4. Use --quantization int8."
                 )
@@ -103,8 +109,12 @@ class Int4(QuantScheme):
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """A copy of output rows int64 [n], packed where their number allows it."""
-        groups = storage.weight[rows]
-        return Storage(groups) if len(rows) % N_MULTIPLE else Storage(groups, *kernel_form(groups))
+        return storage_of(storage.weight[rows])
+
+
+def storage_of(groups: torch.Tensor) -> Storage:
+    """A whole weight of these groups, packed where its number of rows allows it."""
+    return Storage(groups) if len(groups) % N_MULTIPLE else Storage(groups, *kernel_form(groups))
 
 
 def quantize_groups(rows: torch.Tensor) -> torch.Tensor:

@@ -129,15 +129,18 @@ class QuantScheme(Protocol):
     a model. Subclass it explicitly.
 
     Attributes:
-        heads: the scheme of the LM head and of drafts, if it is another.
         shard_unit: a rank's part of an expert's intermediate size is a multiple of it, if the whole is; ranks may then hold
             different numbers of units.
     """
 
     name: str
     gemm_caps: GemmCaps
-    heads: QuantScheme | None = None
     shard_unit: int = 1
+
+    @property
+    def heads(self) -> QuantScheme:
+        """The scheme of the LM head and of drafts; by default this one."""
+        return self
 
     def allocate(self, new: NewWeight) -> Storage:
         """Storage of a weight, not yet filled."""

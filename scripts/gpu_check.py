@@ -28,8 +28,10 @@ from benchmark.server import environment  # noqa: E402
 
 TAIL = 25
 """Number of lines shown from each log."""
-WORKERS = "10"
+MOST_WORKERS = 10
 """Processes that run test/gpu side by side: most tests wait for compilers. Tests that share a slow fixture are a group of one process."""
+WORKER_BYTES = 12 << 30
+"""Memory of the GPU for each of these processes."""
 
 
 def main(argv: list[str]) -> int:
@@ -71,10 +73,18 @@ def versions() -> dict[str, dict[str, str | None]]:
     return {name: {"found": (version(name) or "").partition("+")[0] or None, "wanted": wanted} for name, wanted in pins.items()}
 
 
+def workers() -> str:
+    """How many processes run test/gpu."""
+    import torch
+
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    return str(max(1, min(MOST_WORKERS, memory // WORKER_BYTES)))
+
+
 def run_tests(folder: Path) -> dict[str, Any]:
     """Run test/gpu; the numbers of passed, failed and skipped tests."""
     report = folder / "pytest.xml"
-    options = ["-q", "-n", WORKERS, "--dist", "loadgroup", "--maxfail=20", "--durations=30", "-p", "no:cacheprovider"]
+    options = ["-q", "-n", workers(), "--dist", "loadgroup", "--maxfail=20", "--durations=30", "-p", "no:cacheprovider"]
     code, seconds = _run(["-m", "pytest", "test/gpu", *options, f"--junitxml={report}"], folder / "pytest.log")
     found: dict[str, Any] = {"exit": code, "seconds": seconds, "tests": 0, "failures": 0, "errors": 0, "skipped": 0}
     for suite in ElementTree.parse(report).getroot().iter("testsuite") if report.is_file() else ():

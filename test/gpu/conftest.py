@@ -1,7 +1,8 @@
-"""What the GPU tests share: FlashInfer's modules, compiled side by side while tests that need none of them run."""
+"""What the GPU tests share: FlashInfer's modules, compiled side by side while tests that need none of them run, and the GPU's memory."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -23,6 +24,17 @@ LATENT_DIMS = (512, 64)
 """Widths of a latent row and of its rotated part."""
 SIDE_BY_SIDE = 6
 """Modules that compile at once; each runs several compilers, which take one to two GiB."""
+MOST_KEPT = 2 << 30
+"""Bytes that a process may keep between tests."""
+
+
+@pytest.fixture(autouse=True)
+def unused_memory_is_returned() -> Iterator[None]:
+    """Processes that run tests side by side share the GPU, but torch keeps what a test has freed for the same process."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > MOST_KEPT:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,8 +15,8 @@ from runtime.layers.sparse_mlp import SparseMlp
 
 EVERY = 16
 """One in this many decode passes is counted."""
-RECENT = 64
-"""Counted passes that figures are the mean of."""
+RECENT = 16
+"""Counted passes that figures are the mean of: few, so that they soon show another load."""
 
 
 class ExpertCounter:

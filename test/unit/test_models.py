@@ -656,3 +656,14 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     write_config(tmp_path, eos_token_id=[7, 5])
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert load_hf_config(tmp_path).eos_ids == (9, 7, 5)
+
+
+def test_a_file_that_names_no_end_tokens_changes_nothing(tmp_path: Path) -> None:
+    write_config(tmp_path, eos_token_id="absent")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
+    assert load_hf_config(tmp_path).eos_ids == (2,)
+    text = {**GEMMA4, "eos_token_id": [5, 6]}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}))
+    assert load_hf_config(tmp_path).eos_ids == (5, 6)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert load_hf_config(tmp_path).eos_ids == (7, 5, 6)

@@ -32,9 +32,10 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if (folder / "hf_quant_config.json").is_file():
         raw["hf_quant_config"] = {"quant_method": "modelopt", **read_object(folder / "hf_quant_config.json")}
     if (folder / "generation_config.json").is_file():
-        generation = read_object(folder / "generation_config.json")
-        both = (ConfigFields(generation, f"{folder}/generation_config.json"), ConfigFields(raw, str(folder)))
-        raw["eos_token_id"] = [token for fields in both for token in fields.ids("eos_token_id")]
+        generation = ConfigFields(read_object(folder / "generation_config.json"), f"{folder}/generation_config.json")
+        if generation.given("eos_token_id"):
+            own = ConfigFields(raw, str(folder)).within("text_config")
+            raw["eos_token_id"] = [*generation.ids("eos_token_id"), *own.ids("eos_token_id")]
     return raw
 
 

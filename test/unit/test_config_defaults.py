@@ -195,6 +195,13 @@ def test_a_model_around_gemma_ties_its_embeddings_as_in_transformers(outer: dict
     assert max(model.window) == config.text_config.sliding_window - 1
 
 
+def test_layers_of_gemma_may_all_have_the_same_heads(tmp_path: Path) -> None:
+    reference = Checkpoint("gemma4-own-values", tmp_path, per_layer_config={})
+    assert json.loads((tmp_path / "config.json").read_text())["per_layer_config"] == {}
+    logits = Runner(loaded(tmp_path), 16).in_pieces(reference.ids, PIECES["prefill"])
+    torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-4 * float(reference.logits.abs().max()))
+
+
 DEFAULT_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen2-moe": {},
     "qwen3-moe": {},

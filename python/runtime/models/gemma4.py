@@ -114,6 +114,8 @@ def _full_attention(text: ConfigFields, model: ModelConfig) -> FullAttention:
 def _layer_config(text: ConfigFields, model: ModelConfig) -> ConfigFields:
     """What `per_layer_config` gives every global layer. Raises `ConfigError` where it gives anything else."""
     layers = text.get("per_layer_config", {})
+    if layers == {}:  # all layers have the same heads
+        return ConfigFields({}, text.where)
     full = {str(layer) for layer, window in enumerate(model.window) if window < 0}
     own = layers.get(str(len(model.window) - 1)) if isinstance(layers, dict) else None
     if not isinstance(own, dict) or set(layers) != full or any(each != own for each in layers.values()) or set(own) - LAYER_FIELDS:

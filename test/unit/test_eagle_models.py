@@ -526,6 +526,8 @@ WHOLE = draft_json("LlamaForCausalLM", num_hidden_layers=2)
         (draft_json("Qwen3ForCausalLM"), "EAGLE", "a whole model .*use --speculative-algorithm STANDALONE$"),
         (draft_json("Qwen3ForCausalLM", draft_vocab_size=4), "EAGLE3", "EAGLE3 head of class Qwen3ForCausalLM is not supported; supported"),
         (draft_json("LlamaForCausalLM", vocab_size=100), "STANDALONE", "vocabulary of 100 and its target of 96"),
+        (EAGLE | {"architectures": {"class": "LlamaForCausalLM"}}, "EAGLE", "architectures is .*; it must name exactly one model class"),
+        (EAGLE | {"architectures": [["LlamaForCausalLM"]]}, "EAGLE", "architectures is .*; it must name exactly one model class"),
     ],
 )
 def test_a_draft_of_another_algorithm_is_refused_with_the_one_to_ask_for(

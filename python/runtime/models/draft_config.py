@@ -58,7 +58,7 @@ def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: Mode
     where = str(folder)
     raw = read_hf_config(folder)
     flat = flattened(raw, where)
-    name = _class_name(flat)
+    name = _class_name(flat, where)
     fitting = _algorithms(name, flat, where)
     if algorithm not in fitting:
         raise _of_another_algorithm(fitting[0], name, flat, where)
@@ -89,10 +89,10 @@ def _parse_head(name: str, fields: ConfigFields, algorithm: SpecAlgorithm) -> Mo
     return dataclasses.replace(model, window=sliding_windows(fields.with_defaults(mistral.DEFAULTS)) or model.window)
 
 
-def _class_name(raw: Mapping[str, Any]) -> str:
-    """The class of a draft, by the name that this project gives it."""
-    name = (raw.get("architectures") or ["LlamaForCausalLM"])[0]
-    return EAGLE3_CLASS if isinstance(name, str) and "eagle3" in name.lower() else name
+def _class_name(raw: Mapping[str, Any], where: str) -> str:
+    """The class of a draft, by the name that this project gives it; some files of heads name none."""
+    name = ConfigFields(raw, where).architecture() if raw.get("architectures") else "LlamaForCausalLM"
+    return EAGLE3_CLASS if "eagle3" in name.lower() else name
 
 
 def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[SpecAlgorithm, ...]:

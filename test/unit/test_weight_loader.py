@@ -37,6 +37,17 @@ def test_a_sharded_checkpoint_yields_every_tensor_once(tmp_path: Path) -> None:
     assert found["t1"][1].dtype == torch.bfloat16
 
 
+def test_an_unsharded_file_is_read_alone_unless_the_index_names_it(tmp_path: Path) -> None:
+    for name in ("model", "consolidated", "adapter_model", "mtp"):
+        save_file({name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    single = [tmp_path / "model.safetensors"]
+    assert safetensors_files(tmp_path) == single
+    write_index(tmp_path, ["model-00001-of-00002.safetensors"])  # of shards that a later save has removed
+    assert safetensors_files(tmp_path) == single
+    write_index(tmp_path, ["model.safetensors", "mtp.safetensors"])
+    assert safetensors_files(tmp_path) == [*single, tmp_path / "mtp.safetensors"]
+
+
 def test_a_tensor_is_read_by_slice(tmp_path: Path) -> None:
     whole = torch.arange(48.0).view(6, 8)
     save_file({"t": whole}, tmp_path / "a.safetensors")

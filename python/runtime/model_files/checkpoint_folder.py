@@ -10,6 +10,8 @@ from runtime.json_file import read_object
 from runtime.model_files.safetensors_header import is_whole_safetensors
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+"""The file of a checkpoint that is not sharded."""
 
 
 class SourceFlags(NamedTuple):
@@ -43,19 +45,25 @@ def check_shards(folder: Path, flags: SourceFlags) -> None:
 
 
 def safetensors_files(folder: Path, flags: SourceFlags = TARGET_FLAGS) -> list[Path]:
-    """The files of a checkpoint: those that its index names, or every safetensors file if there is no index.
+    """The files of a checkpoint: as in transformers `model.safetensors` alone, beside which may be adapters, copies in another
+    layout and an index of earlier shards; or else those that its index names, or every safetensors file if there is no index.
 
     Raises:
         ConfigError: there are none, or one is missing.
     """
-    index = folder / INDEX
-    files = _indexed_files(index) if index.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
+    index, single = folder / INDEX, folder / SINGLE
+    names = _indexed_names(index) if index.is_file() else [file.name for file in sorted(folder.glob("*.safetensors"))]
+    if single.is_file() and not (index.is_file() and SINGLE in names):
+        return [single]
+    if not names:
         raise _no_weights(folder, flags)
-    return files
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(f"{folder} lacks {len(missing)} of {len(names)} weight files, the first is {missing[0]}; download it again")
+    return [folder / name for name in names]
 
 
-def _indexed_files(index: Path) -> list[Path]:
+def _indexed_names(index: Path) -> list[str]:
     shards = read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ConfigError(f"{index} is not an index of safetensors files; download it again")
@@ -63,11 +71,7 @@ def _indexed_files(index: Path) -> list[Path]:
     outside = [name for name in shards.values() if not isinstance(name, str) or Path(name).name != name]
     if outside:
         raise ConfigError(f"{index} names a file outside its folder: {outside[0]!r}")
-    names = sorted(set(shards.values()))
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise ConfigError(f"{index.parent} lacks {len(missing)} of {len(names)} weight files, the first is {missing[0]}; download it again")
-    return [index.parent / name for name in names]
+    return sorted(set(shards.values()))
 
 
 def _no_weights(folder: Path, flags: SourceFlags) -> ConfigError:

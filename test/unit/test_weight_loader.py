@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from runtime.errors import ConfigError
 from runtime.model_executor.weight_loader import safetensors_weights
+from runtime.model_files import tied_head
 from runtime.model_files.checkpoint_folder import INDEX, SourceFlags, check_shards, safetensors_files
+from runtime.models.draft_config import load_draft_config
 from runtime.models.file_tensor import FileTensor, read_packed
+from unit.test_models import Checkpoint, loaded
+from unit.test_quantization import assert_close_to
 
 CPU = torch.device("cpu")
 
@@ -46,6 +51,21 @@ def test_an_unsharded_file_is_read_alone_unless_the_index_names_it(tmp_path: Pat
     assert safetensors_files(tmp_path) == single
     write_index(tmp_path, ["model.safetensors", "mtp.safetensors"])
     assert safetensors_files(tmp_path) == [*single, tmp_path / "mtp.safetensors"]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_tied_checkpoint_may_hold_a_head_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+    monkeypatch.setattr(tied_head, "CHUNK_BYTES", 1000)
+    Checkpoint("llama-tied-biases-llama3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += own
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    reference, model = LlamaForCausalLM.from_pretrained(tmp_path), loaded(tmp_path)
+    assert model.config.tie_embeddings != own
+    assert torch.equal(reference.lm_head.weight, model.lm_head.weight)
+    assert_close_to(reference, model)
+    assert load_draft_config(tmp_path, "STANDALONE", model.config).model.tie_embeddings != own
 
 
 def test_a_tensor_is_read_by_slice(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from runtime.models.config_fields import ConfigFields
 from runtime.models.dflash_config import BlockDraft
 from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, flattened, is_eagle3, read_aux_layers
 from runtime.models.hf_config import read_hf_config, sliding_windows
-from runtime.models.registry import FAMILIES, Family, parse_family, parse_hf_config
+from runtime.models.registry import FAMILIES, Family, of_checkpoint, parse_family, parse_hf_config
 
 DRAFT_FAMILIES: dict[str, Family] = {
     "LlamaForCausalLMEagle": llama,
@@ -63,7 +63,7 @@ def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: Mode
     if algorithm not in fitting:
         raise _of_another_algorithm(fitting[0], name, flat, where)
     if algorithm == "STANDALONE":
-        model = parse_hf_config(raw, where)
+        model = of_checkpoint(parse_hf_config(raw, where), folder)
     elif algorithm == "DFLASH":
         model = dflash_config.parse(ConfigFields({**raw, "architectures": [name]}, where))
     else:

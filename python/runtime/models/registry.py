@@ -4,6 +4,7 @@ build.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.config.quant_config import with_flag
 from runtime.errors import ConfigError
+from runtime.model_files.tied_head import has_own_head
 from runtime.models import (
     deepseek,
     gemma4,
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from runtime.models.block import Block, DecoderBlock
     from runtime.models.decoder import DecoderModel
     from runtime.models.parts import ModelParts
+
+log = logging.getLogger(__name__)
 
 
 class Family(Protocol):
@@ -101,7 +105,17 @@ def load_hf_config(folder: str | Path) -> ModelConfig:
     Raises:
         ConfigError: config.json is missing or unreadable, its architecture is not supported, or a value is.
     """
-    return parse_hf_config(read_hf_config(folder), str(folder))
+    return of_checkpoint(parse_hf_config(read_hf_config(folder), str(folder)), folder)
+
+
+def of_checkpoint(config: ModelConfig, folder: str | Path) -> ModelConfig:
+    """The architecture with the head that the weights in `folder` have, as in transformers: their own if it is not the embedding, whatever
+    `tie_word_embeddings` says.
+    """
+    if not config.tie_embeddings or not has_own_head(Path(folder), config.weight_prefix + "embed_tokens.weight"):
+        return config
+    log.info("the LM head is not the embedding, although config.json has tie_word_embeddings: %s", folder)
+    return replace(config, tie_embeddings=False)
 
 
 def parse_hf_config(raw: Mapping[str, Any], where: str) -> ModelConfig:

@@ -27,6 +27,7 @@ from runtime.config.draft_algorithms import ALGORITHM_CAPS
 from runtime.config.flag_parser import parse
 from runtime.config.machine import probe
 from runtime.config.refusals import check_output, flag_of
+from runtime.config.resolve import check
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
 from runtime.config.tuning import FLAG, Measurement, SpeculativeTuning, StepTime, write_tuning
@@ -165,10 +166,12 @@ def chain_config(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
             raise ConfigError(f"{flag_of(name)} has no effect: python -m runtime.tune finds the shape of the drafts. Leave it out.")
     if args.enable_dp_attention:
         raise ConfigError("python -m runtime.tune does not measure attention groups. Leave --enable-dp-attention out.")
+    check(args)
+    if args.speculative_algorithm == "none" or (args.speculative_algorithm is None and args.model_path is not None):
+        raise ConfigError("There are no drafts to tune. Give --speculative-algorithm and its flags.")
     config, model_config = prepare(replace(args, speculative_num_steps="auto"))
     speculative = config.speculative
-    if speculative is None:
-        raise ConfigError("There are no drafts to tune. Give --speculative-algorithm and its flags.")
+    assert speculative is not None, "the embedded model drafts by default"
     if ALGORITHM_CAPS[speculative.algorithm].blocks and speculative.draft_model_path is not None:
         whole = min(read_block_size(speculative.draft_model_path), MAX_TREE_BITS) - 1
         depths = tuple(sorted({*(depth for depth in speculative.depths if depth < whole), whole}))

@@ -354,6 +354,13 @@ def test_what_cannot_be_tuned_is_refused(
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [[], ["--speculative-algorithm", "none"]])
+def test_a_server_without_drafts_has_nothing_to_tune(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    draft_folder(tmp_path, "STANDALONE")
+    assert tune.main(["--model-path", str(tmp_path), "--load-format", "dummy", "--device", "cpu", *flags]) == BAD_USE
+    assert "There are no drafts to tune. Give --speculative-algorithm" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(
     command: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

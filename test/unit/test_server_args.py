@@ -198,7 +198,7 @@ def test_keyword_options_are_checked_by_name() -> None:
     assert from_fields({"model": "m", "port": 3}).model_path == "m"
     assert from_fields({"speculative_draft_model": "d"}).speculative_draft_model_path == "d"
     with pytest.raises(ConfigError, match="model_path"):
-        from_fields({"modle_path": "m"})
+        from_fields({"modle_path": Path("m")})
     with pytest.raises(ConfigError, match="'model' and 'model_path' are names of the same option"):
         from_fields({"model": "m", "model_path": "n"})
 

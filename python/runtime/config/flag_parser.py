@@ -196,7 +196,8 @@ def _values(given: Mapping[str, object], strict: bool = True) -> dict[str, Any]:
     for key, value in given.items():
         name = key.replace("-", "_")
         if name not in by_name:
-            if sglang_flags.take(name.replace("_", "-"), [] if value is True else [value if isinstance(value, str) else json.dumps(value)]):
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            if sglang_flags.take(name.replace("_", "-"), [] if value is True else [text]):
                 continue
             known = [other.replace("_", "-") if "-" in key else other for other in by_name]
             raise ConfigError(f"Unknown option {key!r}{_nearest(key, known)}.")

@@ -24,11 +24,16 @@ from runtime.models.registry import build_model
 
 
 class SharedLayerPool(KVPool):
-    """Keys and values of one layer, overwritten by each layer; nothing is kept between passes."""
+    """Keys and values of one layer of each kind, overwritten by each layer of that kind; nothing is kept between passes."""
+
+    def __init__(self, layers: Sequence[KVSpec], num_slots: int, device: torch.device) -> None:
+        kinds = list(dict.fromkeys(layers))
+        super().__init__(kinds, num_slots, 1, device)
+        self._kinds = [kinds.index(spec) for spec in layers]
 
     def flat(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same two views [num_slots, G, head_dim] for all layers."""
-        return super().flat(0)
+        """The same two views [num_slots, G, key_dim] and [num_slots, G, value_dim] for all layers of a kind."""
+        return super().flat(self._kinds[layer_id])
 
 
 class WholeRows(AttentionBackend):
@@ -57,16 +62,24 @@ class WholeRows(AttentionBackend):
             for cache in self._pool.flat(layer.layer_id)
         )
         query = q.unflatten(0, (B, -1)).transpose(1, 2)
-        mask = _window_mask(query.shape[2], layer.window, q.device)
+        length = query.shape[2]
+        mask = _visible(length, layer.window, q.device) if layer.sinks is not None or 0 <= layer.window < length - 1 else None
+        if mask is not None and layer.sinks is not None:  # one more key and value, of zeros, whose score is the sink
+            k, v, mask = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), _with_sinks(mask, layer.sinks)
         out = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, is_causal=mask is None, scale=layer.scale)
         return out.transpose(1, 2).reshape(q.shape[0], -1)
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor | None:
-    if window < 0 or length <= window + 1:
-        return None
+def _visible(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Which keys each query sees, bool [L, L]."""
     ones = torch.ones((length, length), dtype=torch.bool, device=device)
-    return ones.tril() & ones.triu(-window)
+    return ones.tril() if window < 0 else ones.tril() & ones.triu(-window)
+
+
+def _with_sinks(visible: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores of L keys and of the sink behind them: [H, L, L + 1] in the dtype of `sinks` [H]."""
+    scores = torch.zeros(visible.shape, dtype=sinks.dtype, device=sinks.device).masked_fill_(~visible, float("-inf"))
+    return torch.cat((scores.expand(len(sinks), -1, -1), sinks.view(-1, 1, 1).expand(-1, len(visible), 1)), dim=2)
 
 
 class FrozenTarget:
@@ -86,8 +99,7 @@ class FrozenTarget:
         self.model = build_model(config, ops, dtype, device)
         with torch.no_grad():
             self.model.load(safetensors_weights(folder))
-        kv = KVSpec("gqa", config.num_kv_heads, config.head_dim, config.head_dim, dtype)
-        pool = SharedLayerPool([kv], most_tokens, 1, device)
+        pool = SharedLayerPool([spec.kv for spec in self.model.attention_specs], most_tokens, device)
         self.model.bind(pool, WholeRows(pool))
         self.embed = self.model.embed
 

@@ -43,6 +43,7 @@ from runtime.models.eagle3 import LlamaForCausalLMEagle3
 from runtime.models.registry import build_model, load_hf_config
 from runtime.text.tokenizer import Tokenizer
 from unit.small_tokenizer import write_small_tokenizer
+from unit.test_models import Checkpoint
 
 CPU = torch.device("cpu")
 AUX = (1, 2, 4)
@@ -68,6 +69,17 @@ def write_model(folder: Path, raw: dict[str, Any]) -> Path:
     }
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "gemma4-shared-kv", "deepseek-experts", "qwen2-window-on-late-layers"])
+def test_the_target_computes_what_transformers_does(tmp_path: Path, family: str) -> None:
+    reference = Checkpoint(family, tmp_path)
+    frozen = FrozenTarget(str(tmp_path), load_hf_config(tmp_path), (0, 1, 2), torch.float32, CPU, 256)
+    features, hidden = frozen.run(torch.stack((reference.ids.flip(0), reference.ids)))
+    scale = float(reference.logits.abs().max())
+    torch.testing.assert_close(frozen.logits(hidden[1]), reference.logits, rtol=1e-4, atol=1e-4 * scale)
+    entering = torch.cat([states[0] for states in reference.hidden[:3]], dim=1)
+    torch.testing.assert_close(features[1], entering, rtol=1e-4, atol=1e-3)
 
 
 @pytest.fixture(scope="module")

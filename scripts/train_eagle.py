@@ -11,8 +11,10 @@ makes a poor head.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,11 +72,30 @@ def build_parser() -> argparse.ArgumentParser:
     return p
 
 
+COUNTS = (
+    "threads", "generate_tokens", "answer_tokens", "held_out", "engines", "batch", "draft_vocab_size", "intermediate_size", "train_steps",
+    "passes", "batch_tokens", "max_length", "prompts", "measured_tokens",
+)  # fmt: skip
+LIMITS: tuple[tuple[Sequence[str], str, Callable[[float], bool]], ...] = (
+    (COUNTS, "at least 1", lambda value: value >= 1),
+    (("kinds_share", "hard_share", "joined_share"), "between 0 and 1", lambda value: 0 <= value <= 1),
+    (("generate_minutes", "train_minutes", "learning_rate", "pass_decay"), "a positive number", lambda value: 0 < value < math.inf),
+)
+"""Options, what their values must be, and whether one is."""
 QUICK = {
     "generate_minutes": 2.0, "generate_tokens": 6000, "answer_tokens": 64, "held_out": 8, "draft_vocab_size": 4096, "train_minutes": 1.0,
     "prompts": 8, "measured_tokens": 48,
 }  # fmt: skip
 """Defaults of options with --quick."""
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise `SystemExit` for numbers with which no run can succeed."""
+    for names, wanted, is_one in LIMITS:
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not is_one(value):
+                raise SystemExit(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -91,8 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"--phases {COMPARE} requires --other-seed FOLDER, and --other-seed requires --phases {COMPARE}")
     if args.initial_head is not None and not (args.initial_head / "model.safetensors").is_file():
         raise SystemExit(f"--initial-head {args.initial_head}: there is no model.safetensors")
-    if args.engines < 1 or not 0.0 <= args.kinds_share <= 1.0:
-        raise SystemExit("--engines must be at least 1, and --kinds-share from 0 to 1")
+    check_numbers(args)
     if args.other_seed is not None:
         from eagle_training.pipeline import compare
 
@@ -105,13 +125,17 @@ def main(argv: list[str] | None = None) -> None:
     from eagle_training.synthesis import Amount
     from eagle_training.trainer import Course
 
-    from runtime.errors import ConfigError
+    from runtime.errors import ServingError
     from runtime.model_files.model_source import resolve_model
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cuda = device == "cuda"
     dtype = args.dtype or ("bfloat16" if on_cuda else "float32")
     batch = args.batch or (512 if on_cuda else 16)
+    try:
+        shapes = tuple(Shape.parse(text) for text in args.shapes.split(","))
+    except ValueError:
+        raise SystemExit(f"--shapes {args.shapes}: it must list steps/topk/draft tokens, such as 3/1/4,5/1/6") from None
     try:
         source = resolve_model(args.model_path)
         run(
@@ -150,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
                 draft_vocab_size=args.draft_vocab_size,
                 intermediate_size=args.intermediate_size,
                 aux_layers=tuple(args.aux_layers) if args.aux_layers else None,
-                shapes=tuple(Shape.parse(text) for text in args.shapes.split(",")),
+                shapes=shapes,
                 prompts=args.prompts,
                 measured_tokens=args.measured_tokens,
                 batch_limit=batch,
@@ -159,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
             ),
             phases,
         )
-    except ConfigError as error:
+    except ServingError as error:
         raise SystemExit(f"error: {error}") from error
 
 

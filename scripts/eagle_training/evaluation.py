@@ -37,6 +37,16 @@ class Shape:
         steps, topk, draft_tokens = (int(part) for part in text.split("/"))
         return cls(steps, topk, draft_tokens)
 
+    def options(self, head: Path) -> dict[str, Any]:
+        """Options of an `Engine` that drafts in this shape with the head in a folder."""
+        return {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(head),
+            "speculative_num_steps": self.steps,
+            "speculative_eagle_topk": self.topk,
+            "speculative_num_draft_tokens": self.draft_tokens,
+        }
+
     def __str__(self) -> str:
         return f"{self.steps}/{self.topk}/{self.draft_tokens}"
 
@@ -77,14 +87,7 @@ def measure(model: Mapping[str, Any], head: Path, shape: Shape, sets: Sequence[P
     Returns:
         One row per set: accept length and rates by position, over all answers, over answers without loops, and by kind.
     """
-    options = dict(model) | {
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": str(head),
-        "speculative_num_steps": shape.steps,
-        "speculative_eagle_topk": shape.topk,
-        "speculative_num_draft_tokens": shape.draft_tokens,
-    }
-    with Engine(**options) as engine:
+    with Engine(**dict(model) | shape.options(head)) as engine:
         tokenizer = Tokenizer.load(engine.config.model.tokenizer_path)
         facts = {"device": engine.config.device.device, "dtype": engine.config.device.dtype, "shape": str(shape), "new_tokens": new_tokens}
         return [facts | _measure_set(engine, tokenizer, one, shape.steps, new_tokens) for one in sets]

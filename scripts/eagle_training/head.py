@@ -271,6 +271,11 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def aux_json(aux_layers: tuple[int, ...]) -> dict[str, object]:
+    """The fields of config.json that name the layers whose outputs are the features: one below those whose inputs they are."""
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux_layers], "use_aux_hidden_state": True}}
+
+
 def config_json(c: ModelConfig, aux_layers: tuple[int, ...], dtype: torch.dtype) -> dict[str, object]:
     """The fields of a draft head's config.json."""
     raw: dict[str, object] = {
@@ -295,8 +300,7 @@ def config_json(c: ModelConfig, aux_layers: tuple[int, ...], dtype: torch.dtype)
         "bos_token_id": c.bos_id,
         "eos_token_id": list(c.eos_ids),
         "torch_dtype": str(dtype).removeprefix("torch."),
-        # The file names the layers whose outputs are the features: one layer below those whose inputs they are.
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux_layers], "use_aux_hidden_state": True},
+        **aux_json(aux_layers),
     }
     if c.rope_scaling is not None:
         raw["rope_scaling"] = scaling_fields(c.rope_scaling)

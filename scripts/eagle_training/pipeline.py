@@ -20,15 +20,18 @@ from eagle_training.batches import make_batch
 from eagle_training.conversations import Conversation, ShardFolder
 from eagle_training.curves import draw_curves
 from eagle_training.evaluation import CHAT_PROMPTS, EVERYDAY, NO_TEMPLATES, TEMPLATES, Shape, measure, read_prompts, table
-from eagle_training.head import EagleHead, head_config
+from eagle_training.head import EagleHead, aux_json, head_config
 from eagle_training.model_card import SAME, model_card
 from eagle_training.synthesis import Amount, enough, key_of, synthesize, train_tokens
 from eagle_training.target import FrozenTarget
 from eagle_training.trainer import Course, Trainer
 from eagle_training.vocabulary import answer_counts, coverage, pick_vocabulary
 from runtime import Engine
+from runtime.config.flag_parser import from_fields
+from runtime.config.resolve import check
+from runtime.errors import ConfigError, unreadable
 from runtime.model_files.model_source import ModelSource
-from runtime.models.eagle3_layout import default_aux_layers
+from runtime.models.eagle3_layout import default_aux_layers, read_aux_layers
 from runtime.models.registry import load_hf_config
 from runtime.text.tokenizer import Tokenizer
 
@@ -112,7 +115,11 @@ class Notes:
     """Notes of the phases for the model card, in `run.json` next to the head."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        """Raises `ConfigError` for a folder that cannot be made."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--output {folder} cannot be written: {unreadable(error)}") from error
         self._file = folder / "run.json"
         self.all: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else {}
 
@@ -123,7 +130,8 @@ class Notes:
 
 
 def run(plan: Plan, phases: Sequence[str]) -> None:
-    """Run `phases` of generate, train, evaluate, in this order."""
+    """Run `phases` of generate, train, evaluate, in this order. Raises `ConfigError` where no server could run the head."""
+    check_head(plan)
     notes = Notes(plan.output)
     notes.put("model", plan.source.served_name)
     steps: dict[str, Callable[[Plan, Notes], None]] = {"generate": generate, "train": train, "evaluate": evaluate}
@@ -131,6 +139,16 @@ def run(plan: Plan, phases: Sequence[str]) -> None:
         if name in phases:
             step(plan, notes)
     write_card(plan.output, notes)
+
+
+def check_head(plan: Plan) -> None:
+    """Raise `ConfigError` for layers that config.json cannot name, and for shapes that a server refuses."""
+    target = load_hf_config(plan.source.weights_folder)
+    layers = plan.aux_layers or default_aux_layers(target.num_layers)
+    if read_aux_layers(aux_json(layers), target, "--aux-layers") != layers:
+        raise ConfigError(f"--aux-layers {' '.join(map(str, layers))}: the first must be 2 for a target of class {target.architecture}")
+    for shape in plan.shapes:
+        check(from_fields({"model_path": plan.source.weights_folder, **shape.options(plan.output)}))
 
 
 # ---- data

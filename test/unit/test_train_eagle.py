@@ -483,9 +483,35 @@ def test_a_wider_head_and_wrong_values_are_refused(tmp_path: Path, target: Froze
     narrow = EagleHead(head_config(target.config, 64, 40), target.embed, make_head(target).vocabulary, torch.ones(3 * WIDTH))
     with pytest.raises(SystemExit, match=r"midlayer\.mlp\.\w+\.weight \[80, 64\] does not fit"):
         narrow.continue_from(tmp_path, target.model.lm_head.weight)
-    for flags, why in ((["--initial-head", str(tmp_path / "none")], "no model.safetensors"), (["--engines", "0"], "at least 1")):
-        with pytest.raises(SystemExit, match=why):
-            train_eagle.main(["--output", str(tmp_path), *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--initial-head", "nowhere"], "no model.safetensors"),
+        (["--engines", "0"], "--engines is 0; it must be at least 1"),
+        (["--passes", "0"], "--passes is 0; it must be at least 1"),
+        (["--joined-share", "1.5"], "--joined-share is 1.5; it must be between 0 and 1"),
+        (["--learning-rate", "nan"], "--learning-rate is nan; it must be a positive number"),
+        (["--shapes", "3/1"], "--shapes 3/1: it must list steps/topk/draft tokens"),
+        (["--shapes", "0/1/4"], "--speculative-num-steps must be between 1 and 63; got 0"),
+        (["--aux-layers", "2", "1", "0"], "--aux-layers: EAGLE-3 needs three different layers of its target, ascending"),
+        (["--aux-layers", "0", "1", "99"], r"got \[0, 1, 99\] of 4"),
+        (["--output", "/proc/head"], "--output /proc/head cannot be written: no such file or directory"),
+    ],
+)
+def test_what_no_run_can_use_is_refused_at_once(tmp_path: Path, model_folder: Path, flags: list[str], why: str) -> None:
+    write_small_tokenizer(model_folder)
+    with pytest.raises(SystemExit, match=why):
+        train_eagle.main(["--model-path", str(model_folder), "--output", str(tmp_path / "head"), "--device", "cpu", *flags])
+    assert not (tmp_path / "head").exists()
+
+
+def test_layers_that_a_head_cannot_name_are_refused(tmp_path: Path) -> None:
+    Checkpoint("deepseek-experts", tmp_path)
+    write_small_tokenizer(tmp_path)
+    with pytest.raises(SystemExit, match="--aux-layers 1 2 3: the first must be 2 for a target of class DeepseekV3ForCausalLM"):
+        train_eagle.main(["--model-path", str(tmp_path), "--output", str(tmp_path / "head"), "--aux-layers", "1", "2", "3"])
 
 
 def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path, target: FrozenTarget) -> None:

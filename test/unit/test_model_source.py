@@ -382,6 +382,13 @@ def test_impossible_sources_are_refused_in_one_line(tmp_path: Path, model_path: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_one_file_of_a_model_is_refused_with_its_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"{name}' is one file of a model; give its folder, '{tmp_path}'"):
+        resolve_model(str(tmp_path / name))
+
+
 def test_a_folder_without_configuration_or_weights_says_which(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"lacks a config\.json"):

@@ -107,6 +107,8 @@ def resolve_weights(
     path = Path(model_path).expanduser()
     if path.is_dir():
         return str(path), _check_folder(path, load_format, flags)
+    if path.is_file() and path.suffix in (".safetensors", ".json"):
+        raise ConfigError(f"{flags.path} {model_path!r} is one file of a model; give its folder, {str(path.parent)!r}")
     if path.is_file() or path.suffix == ".gguf":
         return str(_from_gguf(path, load_format, revision, cache_dir or default_cache_dir(), progress, flags)), "safetensors"
     if not is_model_id(model_path):

@@ -97,6 +97,9 @@ class Trainer:
         self, head: EagleHead, target: FrozenTarget, train: Sequence[Conversation], held_out: Sequence[Conversation], course: Course,
         folder: Path,
     ) -> None:  # fmt: skip
+        """Raises `SystemExit` where no batch would have an answer to learn from."""
+        if not any(c.answer_start < min(len(c.ids), course.max_length) - 1 for c in train):
+            raise SystemExit(f"--max-length {course.max_length} cuts off all answers of the training text; raise it")
         self.head, self.target, self.course, self.folder = head, target, course, folder
         self._rows, self._held_out = join_rows(train, course.max_length, course.joined_share, course.seed), held_out
         self._lengths = row_lengths(self._rows, course.max_length)

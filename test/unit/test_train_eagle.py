@@ -402,7 +402,7 @@ def greedy_talks(target: FrozenTarget, count: int) -> list[Conversation]:
     return [talk(row, 4, prompt=str(i)) for i, row in enumerate(ids.tolist())]
 
 
-def make_trainer(target: FrozenTarget, folder: Path, steps: int, seed: int = 0) -> Trainer:
+def make_trainer(target: FrozenTarget, folder: Path, steps: int, seed: int = 0, max_length: int = 64) -> Trainer:
     talks = greedy_talks(target, 24)
     course = Course(
         seed=seed,
@@ -411,12 +411,18 @@ def make_trainer(target: FrozenTarget, folder: Path, steps: int, seed: int = 0) 
         passes=3,
         learning_rate=3e-3,
         batch_tokens=256,
-        max_length=64,
+        max_length=max_length,
         log_steps=2,
         checks=2,
         hard_share=1.0,
     )
     return Trainer(make_head(target, talks=talks), target, talks[4:], talks[:4], course, folder)
+
+
+def test_rows_too_short_for_any_answer_are_refused(tmp_path: Path, target: FrozenTarget) -> None:
+    make_trainer(target, tmp_path, 1, max_length=6).run(lambda: None)
+    with pytest.raises(SystemExit, match="--max-length 5 cuts off all answers of the training text; raise it"):
+        make_trainer(target, tmp_path, 1, max_length=5)
 
 
 def test_the_loss_falls_and_acceptance_rises(tmp_path: Path, target: FrozenTarget) -> None:

@@ -57,7 +57,7 @@ from runtime.models.checkpoint_parts import holds_nan
 from runtime.models.config import ModelConfig, RopeScaling
 from runtime.models.decoder import DecoderModel
 from runtime.models.registry import FAMILIES as FAMILIES_BY_NAME
-from runtime.models.registry import build_model, load_hf_config
+from runtime.models.registry import build_model, load_hf_config, parse_hf_config
 from unit import toy_family
 from unit.latent import DEEPSEEK_EXPERTS, LATENT, YARN
 
@@ -570,6 +570,17 @@ def write_config(folder: Path, **changes: object) -> Path:
 def test_a_config_that_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_hf_config(write_config(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("modules", [0, 2])
+def test_layers_of_minimax_for_multi_token_prediction_are_left_out(modules: int) -> None:
+    raw = {**COMMON, **MINIMAX_RAW, "num_experts_per_tok": 2, "num_mtp_modules": modules}
+    model = build_model(parse_hf_config(raw, "config.json"), TorchOps(), torch.float32, CPU)
+    weights = {name: torch.zeros(shape) for name, shape in model.expected_weights().items()}
+    further = [(f"model.layers.{layer}.eh_proj.weight", torch.zeros(1)) for layer in range(3, 3 + modules)]
+    model.load([*weights.items(), *further])
+    with pytest.raises(ConfigError, match=rf"has unexpected model\.layers\.{3 + modules}\.norm"):
+        model.load([*weights.items(), (f"model.layers.{3 + modules}.norm", torch.zeros(1))])
 
 
 def test_a_missing_folder_and_a_broken_file_are_config_errors(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from runtime.models import mixtral
@@ -28,7 +29,10 @@ def parse(fields: ConfigFields) -> ModelConfig:
     moe = moe_fields(fields, ("num_experts", "num_local_experts"), inner="intermediate_size", scoring="sigmoid", renormalize=True)
     if (rotated := fields.optional_positive("rotary_dim")) is not None:
         fields = fields.filled(partial_rotary_factor=rotated / fields.positive("head_dim"))
-    return decoder_config(fields, moe=moe, partial_rotary=True, qk_row_norm=True)
+    config = decoder_config(fields, moe=moe, partial_rotary=True, qk_row_norm=True)
+    # Checkpoints may hold layers for multi-token prediction behind the others.
+    held = range(config.num_layers, config.num_layers + fields.count("num_mtp_modules", 0))
+    return replace(config, unused_weights=tuple(f"model.layers.{layer}." for layer in held))
 
 
 def block(parts: ModelParts, layer: int) -> Block:

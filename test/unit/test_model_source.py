@@ -299,6 +299,18 @@ def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
         resolve_model(str(path), cache_dir=tmp_path / "cache", progress=False)
 
 
+def test_a_part_of_a_split_gguf_is_refused_with_advice(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m-00002-of-00003.gguf", "")
+    writer.add_uint16(gguf.Keys.Split.LLM_KV_SPLIT_COUNT, 3)
+    writer.add_tensor("blk.1.attn_norm.weight", np.zeros(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="is one of 3 parts of a model; join them with 'llama-gguf-split --merge'"):
+        resolve_weights(str(tmp_path / "m-00002-of-00003.gguf"), cache_dir=tmp_path / "cache", progress=False)
+
+
 def test_a_gguf_without_a_known_tokenizer_asks_for_one(tmp_path: Path) -> None:
     path = _write_gguf(tmp_path / "m.gguf", "llama", _hf_model("llama"))
     with pytest.raises(ConfigError, match="--tokenizer-path"):

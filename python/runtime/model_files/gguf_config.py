@@ -107,7 +107,9 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     Raises:
         ConfigError: the architecture is not supported, or its metadata is incomplete.
     """
-    arch = file.architecture
+    arch, parts = file.architecture, file.get("split.count", int, 1)
+    if parts > 1:
+        raise ConfigError(f"{file.path} is one of {parts} parts of a model; join them with 'llama-gguf-split --merge' and give the result")
     if arch not in CLASSES:
         raise ConfigError(f"{file.path} is of architecture {arch!r}; supported are {', '.join(CLASSES)} (Mistral files are 'llama')")
     if file.get(f"{arch}.expert_count", int, 0):

@@ -14,7 +14,7 @@ from runtime.text.tokenizer_files import tokenizer_eos_ids
 
 def eos_ids_of(config: RuntimeConfig, model_config: ModelConfig) -> tuple[int, ...]:
     """The tokens that end a text, from the model's and the tokenizer's files."""
-    named = tokenizer_eos_ids(Path(config.model.tokenizer_path))
+    named = [token for token in tokenizer_eos_ids(Path(config.model.tokenizer_path)) if token < model_config.vocab_size]
     return tuple(dict.fromkeys((*model_config.eos_ids, *named)))
 
 

@@ -137,7 +137,7 @@ class ModelConfig:
     Attributes:
         architecture: Hugging Face's class name, e.g. LlamaForCausalLM; it selects the family.
         window: keys that a query sees before its own, by layer; -1 for all.
-        eos_ids: token ids that end a text.
+        eos_ids: token ids that end a text, of those that the model can write.
         dtype: of the checkpoint.
         qkv_bias, o_bias, mlp_bias: whether those projections have biases.
         qk_norm: whether q and k are normed per head.

@@ -89,10 +89,10 @@ def decoder_config(
     hidden, num_layers = fields.positive("hidden_size"), fields.num_layers()
     num_heads, num_kv_heads = _heads(fields)
     head_dim = head_dim or fields.positive("head_dim", hidden // num_heads)
-    rope = read_rope(fields)
+    rope, vocab_size = read_rope(fields), fields.positive("vocab_size")
     return ModelConfig(
         architecture=fields.architecture(),
-        vocab_size=fields.positive("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=fields.positive("intermediate_size"),
         num_layers=num_layers,
@@ -106,7 +106,7 @@ def decoder_config(
         max_context_len=rope.max_context_len,
         tie_embeddings=fields.flag("tie_word_embeddings"),
         window=window or (-1,) * num_layers,
-        eos_ids=tuple(dict.fromkeys(fields.ids("eos_token_id"))),
+        eos_ids=tuple(dict.fromkeys(token for token in fields.ids("eos_token_id") if 0 <= token < vocab_size)),
         bos_id=next(iter(fields.ids("bos_token_id")), None),
         dtype=fields.dtype(),
         draft_vocab_size=fields.optional_positive("draft_vocab_size"),

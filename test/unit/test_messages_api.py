@@ -319,6 +319,7 @@ def test_other_errors_have_anthropics_form_too() -> None:
                     await f.post(PATH, {"max_tokens": 5, "messages": HI, "model": "other"}),
                     await f.post(PATH + "/batches", {}),
                 ],
+                "permission_error": [await f.client.post(PATH, json={}, headers={"origin": "https://evil.example"})],
                 "invalid_request_error": [await f.client.get(PATH), await f.client.post(PATH, content=b"{")],
             }
             f.manager.health.draining = True

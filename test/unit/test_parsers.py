@@ -212,6 +212,13 @@ def test_odd_schemas_leave_a_parameter_untyped(schema: dict[str, Any]) -> None:
     assert typed_json("5", parameter_types(schema, "a")) == '"5"'
 
 
+def test_unions_that_refer_to_each_other_have_types() -> None:
+    both = [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}] * 8
+    unions = {"A": {"anyOf": [*both, {"type": "string"}]}, "B": {"oneOf": [*both, {"type": "null"}]}}
+    schema = {"properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": unions}
+    assert parameter_types(schema, "x") == {"string", "null"}
+
+
 # ---- thinking
 
 

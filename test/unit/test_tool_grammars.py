@@ -44,6 +44,22 @@ SCHEMAS = {
         },
         "required": ["kind", "items", "text"],
     },
+    "choose": {
+        "$ref": "#/$defs/Choice",
+        "$defs": {
+            "Choice": {
+                "type": "object",
+                "properties": {
+                    "color": {"$ref": "#/$defs/Color"},
+                    "other": {"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]},
+                    "mode": {"enum": ["auto", 1, None]},
+                    "days": {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 5}, {"const": "all"}]},
+                },
+                "required": ["color", "other", "mode", "days"],
+            },
+            "Color": {"type": "string", "enum": ["red", "größer", 'say "hi"']},
+        },
+    },
 }
 PROMPT = [*b"hi"]
 
@@ -76,9 +92,9 @@ def sample(part: dict[str, Any], draw: random.Random) -> str:
 def value_of(node: Any, root: Any, draw: random.Random) -> Any:
     """A value of a schema."""
     if "$ref" in node:
-        return {}
-    if "enum" in node:
-        return draw.choice(node["enum"])
+        return value_of(root["$defs"][node["$ref"].removeprefix("#/$defs/")], root, draw)
+    if "enum" in node or "const" in node:
+        return draw.choice(node.get("enum") or [node["const"]])
     if "anyOf" in node:
         return value_of(draw.choice(node["anyOf"]), root, draw)
     kind = node.get("type", "object")
@@ -91,7 +107,7 @@ def value_of(node: Any, root: Any, draw: random.Random) -> Any:
         case "string":
             return "xy" if "pattern" in node else draw.choice(["", 'say "hi"\n', "ünï"])
         case "integer":
-            return draw.randint(-99, 99)
+            return draw.randint(node.get("minimum", -99), node.get("maximum", 99))
         case "number":
             return draw.choice([0.5, 3, -1.25])
         case "boolean":

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.parsers.argument_types import STRING, resolved, schema_types, typed_json
-from runtime.parsers.call_grammar import CallGrammar, Part, Schema, const, json_of, members, one_of, sequence, tag, text_value
+from runtime.parsers.argument_types import alternatives, fixed_values, schema_types, typed_json
+from runtime.parsers.call_grammar import (
+    ANY_TEXT,
+    CallGrammar,
+    Part,
+    Schema,
+    const,
+    json_of,
+    members,
+    one_of,
+    sequence,
+    string_text,
+    tag,
+)
 from runtime.parsers.calls import ArgumentWriter
 from runtime.parsers.json_reader import MAX_DEPTH, escaped
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
 
 MAX_GRAMMAR_DEPTH = 8
 MAX_GRAMMAR_PARTS = 1000
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 QUOTE = '<|"|>'
 _BARE_TYPES = frozenset({"integer", "number", "boolean", "null", "string"})
 
@@ -104,21 +118,29 @@ class _GrammarWriter:
 
     def value(self, given: object, depth: int = 0) -> Part:
         """A value of a schema."""
+        nodes = alternatives(given, self._root) if self._count < MAX_GRAMMAR_PARTS else ()
+        parts = [part for node in nodes for part in self._parts(node, depth)]
+        return one_of(*(parts or [tag(QUOTE, ANY_TEXT, QUOTE)]))
+
+    def _parts(self, node: Schema, depth: int) -> list[Part]:
+        """A value of a schema that is no union, by its type."""
         self._count += 1
-        node = resolved(given, self._root)
+        values = fixed_values(node)
+        if values is not None and not any(isinstance(value, dict | list) for value in values):
+            return [const(f"{QUOTE}{value}{QUOTE}" if isinstance(value, str) else json.dumps(value)) for value in values]
         types = schema_types(node, self._root)
         nested = depth < MAX_GRAMMAR_DEPTH and self._count < MAX_GRAMMAR_PARTS
         parts: list[Part] = []
         if scalars := types & {"integer", "number", "boolean", "null"}:
-            parts.append(json_of({"type": sorted(scalars)}))
+            parts.append(json_of({"type": sorted(scalars), **{key: node[key] for key in BOUNDS if key in node}}))
         if "array" in types and nested:
             item = {"type": "tags_with_separator", "tags": [tag("", self.value(node.get("items"), depth + 1), "")], "separator": ","}
             parts.append(sequence(const("["), item, const("]")))
         if "object" in types and nested:
             parts.append(self.members(node, depth))
-        if "string" in types or not parts:
-            parts.append(tag(QUOTE, text_value(node, types & STRING), QUOTE))
-        return one_of(*parts)
+        if "string" in types or not types:
+            parts.append(tag(QUOTE, string_text(node), QUOTE))
+        return parts
 
     def members(self, node: Schema, depth: int = 0) -> Part:
         """An object with its properties in the order of the schema."""

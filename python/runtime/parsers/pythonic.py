@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.parsers.call_grammar import CallGrammar, Part, Schema, const, json_of, members, sequence, tag
+from runtime.parsers.call_grammar import CallGrammar, Part, Schema, const, json_of, members, sequence, standalone, tag
 from runtime.parsers.calls import ArgumentWriter, read_block
 from runtime.parsers.reader import MAX_NAME, WHITE, Malformed, Reader, Steps
 
@@ -96,5 +96,5 @@ def _as_json(literal: str) -> str:
 
 def _arguments(schema: Schema) -> Part:
     """Keyword arguments in the order of the schema, each with a comma behind it; their values are JSON."""
-    parts = members(schema, lambda name, node: sequence(const(f"{name}="), json_of(node), const(", ")))
+    parts = members(schema, lambda name, node: sequence(const(f"{name}="), json_of(standalone(node, schema)), const(", ")))
     return sequence(*(parts or [const("")]))

@@ -111,8 +111,8 @@ class Tagged:
         """All parameters in the order of the schema."""
         line = "\n" if self.line_breaks else ""
 
-        def parameter(name: str, node: Schema) -> Part:
-            value = text_value(node, parameter_types(schema, name))
+        def parameter(name: str, node: object) -> Part:
+            value = text_value(node, schema)
             end = self.value_end if value is ANY_TEXT else f"{line}{self.value_end}"
             return sequence(tag(f"{self.key}{name}{self.key_end}{self.value_begin}{line}", value, end), const("\n"))
 

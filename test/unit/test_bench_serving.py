@@ -331,6 +331,7 @@ def test_conversation_files_are_read_and_missing_files_named(tmp_path: Path, voc
         ("sharegpt", '[{"conversations": ["hi", "ho"]}, {"conversations": [{"value": 1}, {"value": 2}]}]', "no conversation of two turns"),
         ("custom", '{"prompt": "a"}\nhello', "line 2: not JSON"),
         ("custom", '{"prompt": "a"}\n"b"', "line 2: not a JSON object"),
+        ("custom", '{"prompt": "a", "answer": 5}', "line 1: its answer is not a string"),
         ("custom", '{"foo": "a"}', "no conversation of two turns"),
     ],
 )

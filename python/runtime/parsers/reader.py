@@ -163,11 +163,13 @@ class Reader:
 
     def take_until(self, *tags: str, limit: int = MAX_NAME) -> Steps[str]:
         """Read text up to one of `tags`, and stand there. Raises `Malformed` at the end of the text or past `limit`."""
-        taken: list[str] = []
+        taken, left = list[str](), limit
 
         def keep(text: str) -> None:
+            nonlocal left
             taken.append(text)
-            if sum(map(len, taken)) > limit:
+            left -= len(text)
+            if left < 0:
                 raise Malformed
 
         if (yield from self.read_until(tags, keep)) is None:

@@ -178,6 +178,15 @@ def test_texts_of_the_grammar_are_valid_calls(name: str, backend: str) -> None:
             jsonschema.validate(arguments, SCHEMAS[function])
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "minimax-m2", "pythonic"])
+def test_schemas_that_references_make_large_are_refused(name: str) -> None:
+    wide = {"A": {"anyOf": [{"type": "string"}] * 300}}
+    schema = {"type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/A"} for i in range(300)}, "$defs": wide}
+    with pytest.raises(RequestError, match="too many definitions") as caught:
+        adapted(name, tools={"f": schema})
+    assert caught.value.param == "tools"
+
+
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 def test_the_grammar_refuses_text_and_unknown_functions(name: str) -> None:
     sampling = adapted(name, parallel=False)

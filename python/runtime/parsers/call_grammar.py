@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.parsers.argument_types import alternatives, fixed_values, resolved, schema_types
+from runtime.parsers.argument_schema import ArgumentSchema, Schema, fixed_values
 from runtime.text.tool_prompt import ARGUMENTS
 
 Part = dict[str, Any]
 """One format of a structural tag."""
-Schema = Mapping[str, Any]
 ANY_TEXT: Part = {"type": "any_text"}
 
 
@@ -56,36 +55,29 @@ def object_schema(schema: Schema) -> Schema:
     return {"type": "object", **schema} if schema else {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def members(schema: Schema, write: Callable[[str, object], Part]) -> list[Part]:
-    """What `write` makes of each property's name and schema, optional unless it is required."""
-    schema = resolved(schema, schema)
-    properties, required = schema.get("properties"), schema.get("required")
+def members(node: Schema, write: Callable[[str, object], Part]) -> list[Part]:
+    """What `write` makes of the name and the schema of each property of an object, optional unless it is required."""
+    properties, required = node.get("properties"), node.get("required")
     found = properties.items() if isinstance(properties, Mapping) else ()
     names = required if isinstance(required, list) else []
     return [part if name in names else optional(part) for name, part in ((name, write(name, node)) for name, node in found)]
 
 
-def standalone(node: object, root: Schema) -> Schema:
-    """A part of the schema `root`, with the definitions that it may refer to."""
-    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return {**node, **shared} if isinstance(node, Mapping) else shared
-
-
-def text_value(given: object, root: Schema) -> Part:
-    """A value that is written as it is, without quotes around strings. `given`: its schema, a part of the schema `root`."""
-    types = schema_types(given, root)
+def text_value(given: object, schema: ArgumentSchema) -> Part:
+    """A value that is written as it is, without quotes around strings. `given`: its schema, a part of `schema`."""
+    types = schema.types(given)
     if types and "string" not in types:
-        return json_of(standalone(given, root))
-    parts = [_text_of(node, root) for node in alternatives(given, root)]
+        return json_of(schema.standalone(given))
+    parts = [_text_of(node, schema) for node in schema.alternatives(given)]
     return ANY_TEXT if ANY_TEXT in parts else one_of(*parts)
 
 
-def _text_of(node: Schema, root: Schema) -> Part:
+def _text_of(node: Schema, schema: ArgumentSchema) -> Part:
     """A value of a schema that is no union."""
     if (values := fixed_values(node)) is not None:
         return one_of(*(const(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for value in values))
-    types = schema_types(node, root)
-    return string_text(node) if not types or "string" in types else json_of(standalone(node, root))
+    types = schema.types(node)
+    return string_text(node) if not types or "string" in types else json_of(schema.standalone(node))
 
 
 def string_text(node: Schema) -> Part:

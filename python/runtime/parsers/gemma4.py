@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.parsers.argument_types import alternatives, fixed_values, schema_types, typed_json
+from runtime.parsers.argument_schema import ArgumentSchema, Schema, fixed_values
+from runtime.parsers.argument_types import typed_json
 from runtime.parsers.call_grammar import (
     ANY_TEXT,
     CallGrammar,
     Part,
-    Schema,
     const,
     json_of,
     members,
@@ -51,8 +51,9 @@ class Gemma4:
 
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """See `ToolFormat`."""
-        begin, end = "<|tool_call>call:", "<tool_call|>"
-        return CallGrammar([tag(f"{begin}{name}", _GrammarWriter(schema).members(schema), end) for name, schema in tools.items()], begin)
+        begin, schemas = "<|tool_call>call:", ArgumentSchema.of_tools(tools)
+        tags = [tag(f"{begin}{name}", _GrammarWriter(schema).arguments(), "<tool_call|>") for name, schema in schemas.items()]
+        return CallGrammar(tags, begin)
 
 
 def _read_value(reader: Reader, depth: int) -> Steps[None]:
@@ -112,13 +113,17 @@ def _read_text(reader: Reader) -> Steps[None]:
 class _GrammarWriter:
     """Writes values as Gemma does by the schema of a function; what is nested too deeply is left out."""
 
-    def __init__(self, root: Schema) -> None:
-        self._root = root
+    def __init__(self, schema: ArgumentSchema) -> None:
+        self._schema = schema
         self._count = 0
+
+    def arguments(self) -> Part:
+        """The arguments as an object."""
+        return self.members(self._schema.whole)
 
     def value(self, given: object, depth: int = 0) -> Part:
         """A value of a schema."""
-        nodes = alternatives(given, self._root) if self._count < MAX_GRAMMAR_PARTS else ()
+        nodes = self._schema.alternatives(given) if self._count < MAX_GRAMMAR_PARTS else ()
         parts = [part for node in nodes for part in self._parts(node, depth)]
         return one_of(*(parts or [tag(QUOTE, ANY_TEXT, QUOTE)]))
 
@@ -128,7 +133,7 @@ class _GrammarWriter:
         values = fixed_values(node)
         if values is not None and not any(isinstance(value, dict | list) for value in values):
             return [const(f"{QUOTE}{value}{QUOTE}" if isinstance(value, str) else json.dumps(value)) for value in values]
-        types = schema_types(node, self._root)
+        types = self._schema.types(node)
         nested = depth < MAX_GRAMMAR_DEPTH and self._count < MAX_GRAMMAR_PARTS
         parts: list[Part] = []
         if scalars := types & {"integer", "number", "boolean", "null"}:

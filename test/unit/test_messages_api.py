@@ -330,6 +330,16 @@ def test_other_errors_have_anthropics_form_too() -> None:
     run(check())
 
 
+def test_an_answer_names_its_request_as_anthropics_do() -> None:
+    async def check() -> None:
+        async with front() as f:
+            for body in ({"max_tokens": 5, "messages": HI}, {}):
+                headers = (await f.post(PATH, body)).headers
+                assert headers["request-id"] == headers["x-request-id"]
+
+    run(check())
+
+
 def test_the_key_may_come_as_x_api_key() -> None:
     async def check() -> None:
         async with front(api_key="k") as f:

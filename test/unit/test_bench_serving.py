@@ -20,6 +20,7 @@ from runtime.bench import backends, metrics, summary
 from runtime.bench.backends import BACKENDS, Answer, GenerationOptions, payload, send
 from runtime.bench.chat_template import chat_template
 from runtime.bench.datasets import DatasetOptions, embedded_prompts, load, random_lens
+from runtime.bench.http_stream import Endpoint
 from runtime.bench.load import Load, arrivals, run_load
 from runtime.bench.options import parser
 from runtime.bench.records import BenchRequest, Chunk, RequestRecord
@@ -155,10 +156,10 @@ def test_chat_dialect_refuses_token_ids() -> None:
         payload(BACKENDS["sglang-oai-chat"], ids, options)
 
 
-def read(backend: str, events: list[tuple[float, Any]], output_len: int = 8) -> RequestRecord:
+def read(backend: str, events: list[tuple[float, Any]], output_len: int = 8, ended: bool = True) -> RequestRecord:
     record = RequestRecord(prompt_len=3)
     answer = Answer(BACKENDS[backend], record)
-    for at, event in events:
+    for at, event in [*events, (9.0, None)] if ended else events:
         answer.event(b"[DONE]" if event is None else json.dumps(event).encode(), at)
     if not record.error:
         answer.close(output_len)
@@ -211,12 +212,32 @@ def test_native_text_may_be_cumulative_or_not() -> None:
     ("events", "why"),
     [
         ([(1.0, {"error": {"message": "out of luck"}})], "out of luck"),
+        ([(1.0, choice("a")), (2.0, {"object": "error", "message": "out of luck"})], "out of luck"),
         ([(1.0, choice("a")), (2.0, choice("", "abort"))], "aborted"),
         ([(1.0, None)], "without a token"),
     ],
 )
 def test_failed_answer_is_an_error(events: list[tuple[float, Any]], why: str) -> None:
     assert why in read("sglang-oai", events).error
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm", "vllm-chat"])
+def test_a_stream_that_breaks_off_is_an_error(backend: str) -> None:
+    chunk = {"text": "a", "meta_info": {}, "choices": [{"text": "a", "delta": {"content": "a"}, "finish_reason": None}]}
+    assert "ended before the answer" in read(backend, [(1.0, chunk)], ended=False).error
+    assert read(backend, [(1.0, chunk)]).error == ""
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_thinking_counts_as_tokens(field: str) -> None:
+    events = [(at, {"choices": [{"delta": {field: "a"}, "finish_reason": None}]}) for at in (1.0, 2.0)]
+    record = read("vllm-chat", events)
+    assert (record.ttft, record.text, len(record.chunks)) == (1.0, "aa", 2)
+
+
+@pytest.mark.parametrize(("url", "authority"), [("http://[::1]:8000/x", "[::1]:8000"), ("https://a.example", "a.example:443")])
+def test_the_host_header_has_the_form_of_an_address(url: str, authority: str) -> None:
+    assert Endpoint.parse(url).authority == authority
 
 
 def test_ttft_includes_connect_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +331,7 @@ def test_conversation_files_are_read_and_missing_files_named(tmp_path: Path, voc
         ("sharegpt", '[{"conversations": ["hi", "ho"]}, {"conversations": [{"value": 1}, {"value": 2}]}]', "no conversation of two turns"),
         ("custom", '{"prompt": "a"}\nhello', "line 2: not JSON"),
         ("custom", '{"prompt": "a"}\n"b"', "line 2: not a JSON object"),
+        ("custom", '{"prompt": "a", "answer": 5}', "line 1: its answer is not a string"),
         ("custom", '{"foo": "a"}', "no conversation of two turns"),
     ],
 )

@@ -296,6 +296,14 @@ def test_templates_get_arguments_in_the_form_they_take(tmp_path: Path, template:
     assert [tokenizer.token_text(i) for i in ids if i in tokenizer.special_ids] == ["<|im_start|>", "<|im_end|>"] * 4
 
 
+def test_arguments_with_half_of_a_surrogate_pair_are_rendered(tmp_path: Path) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": r'{"a": "\ud83d\ud83d\ude00"}'}}
+    messages = [CALLED[0], {"role": "assistant", "content": "", "tool_calls": [call]}, CALLED[3]]
+    tokenizer = _tokenizer(tmp_path, OBJECTS)
+    assert '<tool_call>f {"a": "\ufffd\U0001f600"}</tool_call>' in tokenizer.render_chat(messages, tools=[TOOL])
+    assert tokenizer.encode_chat(messages, tools=[TOOL])
+
+
 def test_a_template_that_knows_no_tools_is_told_about_them_in_text(tmp_path: Path) -> None:
     tokenizer = _tokenizer(tmp_path)
     text = tokenizer.render_chat(CALLED, tools=[TOOL])

@@ -319,12 +319,23 @@ def test_other_errors_have_anthropics_form_too() -> None:
                     await f.post(PATH, {"max_tokens": 5, "messages": HI, "model": "other"}),
                     await f.post(PATH + "/batches", {}),
                 ],
+                "permission_error": [await f.client.post(PATH, json={}, headers={"origin": "https://evil.example"})],
                 "invalid_request_error": [await f.client.get(PATH), await f.client.post(PATH, content=b"{")],
             }
             f.manager.health.draining = True
             answers["overloaded_error"] = [await f.post(PATH, {"max_tokens": 5, "messages": HI})]
         for kind, each in answers.items():
             assert {AnthropicError.model_validate(answer.json()).error.type for answer in each} == {kind}
+
+    run(check())
+
+
+def test_an_answer_names_its_request_as_anthropics_do() -> None:
+    async def check() -> None:
+        async with front() as f:
+            for body in ({"max_tokens": 5, "messages": HI}, {}):
+                headers = (await f.post(PATH, body)).headers
+                assert headers["request-id"] == headers["x-request-id"]
 
     run(check())
 

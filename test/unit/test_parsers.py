@@ -10,7 +10,8 @@ from formats import BODY, FUZZ_EXAMPLES, TOOLS, Answer, read, text_parser, write
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runtime.parsers.argument_types import parameter_types, typed_json
+from runtime.parsers.argument_schema import ANY, ArgumentSchema
+from runtime.parsers.argument_types import typed_json
 from runtime.parsers.registry import THINK_FORMATS, TOOL_FORMATS
 
 FORMATS = sorted(TOOL_FORMATS)
@@ -120,12 +121,14 @@ def test_variants_of_a_json_call(call: str) -> None:
     [
         ("pythonic", r"[get_weather(city='\ud83d')]"),
         ("hermes", r"""<tool_call>{"name": "get_weather", "arguments": "{\"city\": \"\ud83d\"}"}</tool_call>"""),
+        ("hermes", r"""<tool_call>{"name": "get_weather", "arguments": {"city": "\ud83d\ud83d\ude00\ude00\ud83d\n"}}</tool_call>"""),
         ("glm47", r"""<tool_call>get_weather<arg_key>free</arg_key><arg_value>["\ud83d"]</arg_value></tool_call>"""),
     ],
 )
-def test_half_of_a_surrogate_pair_stays_an_escape(name: str, text: str) -> None:
+def test_half_of_a_surrogate_pair_becomes_a_replacement_character(name: str, text: str) -> None:
     ((_, arguments),) = answers(name, text).calls
-    assert r"\ud83d" in arguments.encode().decode()
+    assert "\ufffd" in arguments
+    assert json.loads(json.dumps(json.loads(arguments), ensure_ascii=False).encode()), "a client can send it back"
 
 
 def test_line_breaks_inside_json_strings_are_escaped() -> None:
@@ -197,7 +200,7 @@ VALUES = [
 
 @pytest.mark.parametrize(("name", "text", "value"), VALUES, ids=[f"{name}-{text[:9]}" for name, text, _ in VALUES])
 def test_values_have_the_types_of_the_schema(name: str, text: str, value: Any) -> None:
-    written = typed_json(text, parameter_types(TOOLS["get_weather"], name))
+    written = typed_json(text, ArgumentSchema(TOOLS["get_weather"]).parameter_types(name))
     if len(text) == 5000:
         assert written == text
     else:
@@ -207,7 +210,19 @@ def test_values_have_the_types_of_the_schema(name: str, text: str, value: Any) -
 
 @pytest.mark.parametrize("schema", [{}, {"properties": None}, {"properties": {"a": 5}}, {"properties": {"a": {"$ref": "#/properties/a"}}}])
 def test_odd_schemas_leave_a_parameter_untyped(schema: dict[str, Any]) -> None:
-    assert typed_json("5", parameter_types(schema, "a")) == '"5"'
+    assert typed_json("5", ArgumentSchema(schema).parameter_types("a")) == '"5"'
+
+
+def test_unions_that_refer_to_each_other_have_types() -> None:
+    both = [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}] * 8
+    unions = {"A": {"anyOf": [*both, {"type": "string"}]}, "B": {"oneOf": [*both, {"type": "null"}]}}
+    schema = {"properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": unions}
+    assert ArgumentSchema(schema).parameter_types("x") == {"string", "null"}
+
+
+def test_a_long_chain_of_unions_leaves_a_parameter_untyped() -> None:
+    unions = {f"U{i}": {"anyOf": [{"$ref": f"#/$defs/U{i + 1}"}]} for i in range(5000)}
+    assert ArgumentSchema({"properties": {"x": {"$ref": "#/$defs/U0"}}, "$defs": unions}).parameter_types("x") == ANY
 
 
 # ---- thinking

@@ -342,6 +342,35 @@ def test_what_a_client_got_before_it_left_is_charged_and_told() -> None:
     run(body)
 
 
+def test_what_was_generated_for_a_client_that_left_is_charged() -> None:
+    async def body() -> None:
+        desk = Desk()
+        charged: list[int] = []
+        desk.manager.charge = lambda client, tokens: charged.append(tokens)
+        generation = await desk.manager.generate([1, 2, 3], SamplingParams(), RequestOptions(n=2, stream=True))
+        first, second = desk.requests
+        desk.reply(first.rid, "x", tokens=7)
+        generation.close()
+        assert sum(charged) == 3 + 7
+        desk.reply(first.rid, "y", tokens=9)
+        for _ in range(2):
+            desk.reply(first.rid, tokens=9, finish=Finish(reason="abort"))
+            desk.reply(second.rid, tokens=5, finish=Finish(reason="abort"))
+        assert sum(charged) == 3 + 9 + 5
+
+    run(body)
+
+
+def test_no_name_that_a_client_chose_is_taken_by_the_server() -> None:
+    async def body() -> None:
+        desk = Desk()
+        for number in range(10, 30):
+            await desk.manager.generate([1], SamplingParams(), rid=f"talon-{number}")
+        assert len({(await desk.manager.generate([1], SamplingParams())).rid for _ in range(9)}) == 9
+
+    run(body)
+
+
 def test_a_cancelled_reader_ends_the_request() -> None:
     async def body() -> None:
         desk = Desk()

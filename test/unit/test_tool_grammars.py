@@ -44,6 +44,22 @@ SCHEMAS = {
         },
         "required": ["kind", "items", "text"],
     },
+    "choose": {
+        "$ref": "#/$defs/Choice",
+        "$defs": {
+            "Choice": {
+                "type": "object",
+                "properties": {
+                    "color": {"$ref": "#/$defs/Color"},
+                    "other": {"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]},
+                    "mode": {"enum": ["auto", 1, None]},
+                    "days": {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 5}, {"const": "all"}]},
+                },
+                "required": ["color", "other", "mode", "days"],
+            },
+            "Color": {"type": "string", "enum": ["red", "größer", 'say "hi"']},
+        },
+    },
 }
 PROMPT = [*b"hi"]
 
@@ -76,9 +92,9 @@ def sample(part: dict[str, Any], draw: random.Random) -> str:
 def value_of(node: Any, root: Any, draw: random.Random) -> Any:
     """A value of a schema."""
     if "$ref" in node:
-        return {}
-    if "enum" in node:
-        return draw.choice(node["enum"])
+        return value_of(root["$defs"][node["$ref"].removeprefix("#/$defs/")], root, draw)
+    if "enum" in node or "const" in node:
+        return draw.choice(node.get("enum") or [node["const"]])
     if "anyOf" in node:
         return value_of(draw.choice(node["anyOf"]), root, draw)
     kind = node.get("type", "object")
@@ -91,7 +107,7 @@ def value_of(node: Any, root: Any, draw: random.Random) -> Any:
         case "string":
             return "xy" if "pattern" in node else draw.choice(["", 'say "hi"\n', "ünï"])
         case "integer":
-            return draw.randint(-99, 99)
+            return draw.randint(node.get("minimum", -99), node.get("maximum", 99))
         case "number":
             return draw.choice([0.5, 3, -1.25])
         case "boolean":
@@ -160,6 +176,15 @@ def test_texts_of_the_grammar_are_valid_calls(name: str, backend: str) -> None:
         assert not answer.content.strip(), text
         for function, arguments in answer.parsed:
             jsonschema.validate(arguments, SCHEMAS[function])
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "minimax-m2", "pythonic"])
+def test_schemas_that_references_make_large_are_refused(name: str) -> None:
+    wide = {"A": {"anyOf": [{"type": "string"}] * 300}}
+    schema = {"type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/A"} for i in range(300)}, "$defs": wide}
+    with pytest.raises(RequestError, match="too many definitions") as caught:
+        adapted(name, tools={"f": schema})
+    assert caught.value.param == "tools"
 
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))

@@ -14,6 +14,9 @@ from runtime.bench.records import BenchRequest, Chunk, RequestRecord
 Dialect = Literal["generate", "completions", "chat"]
 Json = dict[str, Any]
 
+TEXTS = ("reasoning_content", "reasoning", "content")
+"""Fields of a chat message that hold generated text; vLLM calls the first one `reasoning`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Backend:
@@ -111,17 +114,18 @@ class Answer:
         self._texts: list[str] = []
         self._seen_text = ""
         self._counted = 0  # tokens that the chunks so far reported
+        self._ended = False
         self.total: int | None = None  # tokens of the whole answer, counted by the server
 
     def event(self, data: bytes, at: float) -> None:
         """Read one server-sent event."""
-        if data == b"[DONE]" or not data:
-            return
-        self.message(orjson.loads(data), at)
+        self._ended = self._ended or data == b"[DONE]"
+        if data and data != b"[DONE]":
+            self.message(orjson.loads(data), at)
 
     def message(self, data: Json, at: float) -> None:
         """Read one JSON message: a chunk of a stream, or a whole answer."""
-        if error := data.get("error"):
+        if error := data.get("error") or (data.get("object") == "error" and data):
             self._record.error = _error_text(error)
             return
         self._read(data, at)
@@ -137,6 +141,8 @@ class Answer:
         if not chunks:
             record.error = record.error or ("" if output_len == 0 else "the answer ended without a token")
             return
+        if not self._ended:
+            record.error = "the stream ended before the answer"
         record.ttft = chunks[0].at - record.start
         record.latency = chunks[-1].at - record.start
         counted = all(chunk.tokens is not None for chunk in chunks)
@@ -172,7 +178,7 @@ class Answer:
         usage = data.get("usage") or {}
         for choice in (data.get("choices") or [])[:1]:
             message = choice.get("delta") or choice.get("message") or {}
-            text = choice.get("text") or (message.get("reasoning_content") or "") + (message.get("content") or "")
+            text = choice.get("text") or "".join(message.get(name) or "" for name in TEXTS)
             tokens = self._chunk_tokens(choice, usage)
             # The server may hold text back (half a character, a possible stop string),
             # so a completions chunk without text is a token unless it ends the answer.
@@ -198,6 +204,7 @@ class Answer:
         return None
 
     def _finish(self, reason: Any) -> None:
+        self._ended = self._ended or reason is not None
         kind = reason.get("type") if isinstance(reason, dict) else reason
         if kind == "abort":
             why = reason.get("message") if isinstance(reason, dict) else None

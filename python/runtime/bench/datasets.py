@@ -247,4 +247,6 @@ def _line(options: DatasetOptions, number: int, text: str) -> dict[str, Any]:
         raise ValueError(f"--dataset-path {options.path}, line {number}: not JSON ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"--dataset-path {options.path}, line {number}: not a JSON object")
+    if not isinstance(found.get("answer"), str | None):
+        raise ValueError(f"--dataset-path {options.path}, line {number}: its answer is not a string")
     return found

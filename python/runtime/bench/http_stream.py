@@ -49,6 +49,11 @@ class Endpoint:
             raise ValueError(f"the server's address {base_url!r} is not of the form http://host:port")
         return cls(parts.scheme, host, port, parts.path.rstrip("/"))
 
+    @property
+    def authority(self) -> str:
+        """Host and port as the `Host` header has them: an IPv6 address in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 class _Exchange(asyncio.Protocol):
     """One request and its answer. `done` holds (status, body) when the answer is complete.
@@ -216,7 +221,7 @@ class HttpClient:
 
     def _render(self, method: str, path: str, body: bytes) -> bytes:
         fields = {
-            "Host": f"{self.endpoint.host}:{self.endpoint.port}",
+            "Host": self.endpoint.authority,
             "Connection": "close",
             "Accept": "*/*",
             "Content-Type": "application/json",

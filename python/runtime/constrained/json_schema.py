@@ -14,6 +14,11 @@ MAX_ROUNDS = 16
 """Rounds of the search for a finite value; schemas that people write need two."""
 FREE_NAMES = ({"type": "string"}, {}, True)
 """Schemas that any name of a property satisfies."""
+FORMATS = frozenset(
+    {"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri", "uri-reference"}
+    | {"iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex"}
+)
+"""The formats that JSON Schema defines, 2020-12. Any other, such as `path` of pydantic, is a note for the reader."""
 VALUES = ("const", "default", "enum", "examples")
 """Keywords that hold values rather than schemas."""
 BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
@@ -36,20 +41,33 @@ def load_json_schema(text: str) -> dict[str, Any] | bool:
     return schema
 
 
-def without_free_names(schema: Any) -> Any:
-    """The schema without each `propertyNames` that allows all names: zod writes them for records, and llguidance has no such keyword."""
+def without_notes(schema: Any) -> Any:
+    """The schema without what restricts nothing but is refused by llguidance: `propertyNames` that allow all names, as zod writes them for
+    records, formats that JSON Schema does not define, and `uniqueItems` that is false.
+    """
     if isinstance(schema, list):
-        return [without_free_names(part) for part in schema]
+        return [without_notes(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {name: part for name, part in schema.items() if name != "propertyNames" or part not in FREE_NAMES}
-    return {name: part if name in VALUES else _without_free_names_in(name, part) for name, part in kept.items()}
+    kept = {name: part for name, part in schema.items() if not _restricts_nothing(name, part)}
+    return {name: part if name in VALUES else _without_notes_in(name, part) for name, part in kept.items()}
 
 
-def _without_free_names_in(keyword: str, part: Any) -> Any:
+def _restricts_nothing(keyword: str, part: Any) -> bool:
+    match keyword:
+        case "propertyNames":
+            return part in FREE_NAMES
+        case "format":
+            return isinstance(part, str) and part not in FORMATS
+        case "uniqueItems":
+            return part is False
+    return False
+
+
+def _without_notes_in(keyword: str, part: Any) -> Any:
     if keyword in BY_NAME and isinstance(part, dict):
-        return {name: without_free_names(inner) for name, inner in part.items()}
-    return without_free_names(part)
+        return {name: without_notes(inner) for name, inner in part.items()}
+    return without_notes(part)
 
 
 def load_json(kind: str, text: str) -> Any:

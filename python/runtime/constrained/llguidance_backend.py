@@ -13,7 +13,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from runtime.constrained.grammar import Grammar, MaskRow, Matcher, allowed_tokens, mask_words
-from runtime.constrained.json_schema import load_json_schema, without_free_names
+from runtime.constrained.json_schema import load_json_schema, without_notes
 from runtime.constrained.structural_tag import lark_of, parse_structural_tag
 from runtime.constrained.vocabulary import Vocabulary
 from runtime.errors import GrammarError
@@ -54,7 +54,7 @@ class LlguidanceBackend:
 
     def _source(self, spec: GrammarSpec) -> str:
         if spec.kind == "json_schema":
-            schema = without_free_names(load_json_schema(spec.text))
+            schema = without_notes(load_json_schema(spec.text))
             text = "{}" if schema is True else json.dumps(schema)
             return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
         if spec.kind == "regex":

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from runtime.constrained.json_schema import load_json, load_json_schema, without_free_names
+from runtime.constrained.json_schema import load_json, load_json_schema, without_notes
 from runtime.errors import GrammarError
 
 KIND = "structural_tag"
@@ -255,7 +255,7 @@ class _Writer:
     def _json(self, schema: dict[str, Any] | bool) -> str:
         checked = load_json_schema(json.dumps(schema))
         options = {"x-guidance": {"whitespace_pattern": self._whitespace}}
-        return self._rule(f"%json {json.dumps((without_free_names(checked) if isinstance(checked, dict) else {}) | options)}")
+        return self._rule(f"%json {json.dumps((without_notes(checked) if isinstance(checked, dict) else {}) | options)}")
 
     def _any(self, terms: Sequence[str]) -> str:
         if not terms:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import random
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -114,6 +115,7 @@ class TokenizerManager:
         self.beats = {"scheduler": 0, "detokenizer": 0}
         self._send = to_scheduler
         self._open: dict[str, _Choice] = {}
+        self._released: dict[str, _Choice] = {}
         self._named: dict[str, Generation] = {}
         self._calls: dict[str, asyncio.Future[SchedulerStats | CacheFlushed | ProfileAt | CallFailed]] = {}
         self._trace_calls = 0
@@ -178,7 +180,7 @@ class TokenizerManager:
         assert not isinstance(prompt_ids, str), "`price` returns the token ids of a text"
         if options.pooling is not None:
             options.pooling.check(self.model_config.vocab_size)
-        name = rid if rid is not None else f"talon-{next(self._serial)}"
+        name = rid if rid is not None else f"talon-{uuid.uuid4().hex}"
         if name in self._named:
             raise InvalidField("rid", name, "unique among open requests")
         request = self._request(prompt_ids, sampling, options)
@@ -218,6 +220,7 @@ class TokenizerManager:
         """Forget a generation without a reader, and abort what still runs of it."""
         for wire in list(generation.wires):
             self._send(AbortReq(rid=wire))
+            self._released[wire] = self._open[wire]
             self._end(wire, None)
 
     def new_cost(self) -> CallCost:
@@ -361,7 +364,8 @@ class TokenizerManager:
     def _deliver(self, out: TextOut, now: float) -> None:
         choice = self._open.get(out.rid)
         if choice is None:
-            return  # released already
+            self._charge_rest(out)
+            return
         generation, finish, choice.progress = choice.generation, out.finish, out.progress
         if finish is not None and finish.reason == "abort" and finish.status >= 400:
             generation.fail(request_failure(finish))
@@ -374,6 +378,11 @@ class TokenizerManager:
             self.release(generation)
         elif finish is not None:
             self._end(out.rid, finish)
+
+    def _charge_rest(self, out: TextOut) -> None:
+        """Count what was generated for a released choice and not delivered, once the scheduler has told all of it."""
+        if out.finish is not None and (choice := self._released.pop(out.rid, None)) is not None:
+            self.charge(choice.generation.client, out.progress.completion_tokens - choice.progress.completion_tokens)
 
     # ---- open choices
 

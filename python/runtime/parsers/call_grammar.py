@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.parsers.argument_schema import ArgumentSchema, Schema, fixed_values
 from runtime.text.tool_prompt import ARGUMENTS
 
 Part = dict[str, Any]
 """One format of a structural tag."""
-Schema = Mapping[str, Any]
 ANY_TEXT: Part = {"type": "any_text"}
 
 
@@ -54,33 +55,35 @@ def object_schema(schema: Schema) -> Schema:
     return {"type": "object", **schema} if schema else {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def members(schema: Schema, write: Callable[[str, Schema], Part]) -> list[Part]:
-    """What `write` makes of each property's name and schema, optional unless it is required.
-
-    References to definitions of the whole schema still hold in the schema of a property.
-    """
-    properties, required = schema.get("properties"), schema.get("required")
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+def members(node: Schema, write: Callable[[str, object], Part]) -> list[Part]:
+    """What `write` makes of the name and the schema of each property of an object, optional unless it is required."""
+    properties, required = node.get("properties"), node.get("required")
     found = properties.items() if isinstance(properties, Mapping) else ()
     names = required if isinstance(required, list) else []
-    parts = {name: write(name, {**node, **shared} if isinstance(node, Mapping) else shared) for name, node in found}
-    return [part if name in names else optional(part) for name, part in parts.items()]
+    return [part if name in names else optional(part) for name, part in ((name, write(name, node)) for name, node in found)]
 
 
-def text_value(node: Schema, types: frozenset[str]) -> Part:
-    """A value that is written as it is, without quotes around strings.
+def text_value(given: object, schema: ArgumentSchema) -> Part:
+    """A value that is written as it is, without quotes around strings. `given`: its schema, a part of `schema`."""
+    types = schema.types(given)
+    if types and "string" not in types:
+        return json_of(schema.standalone(given))
+    parts = [_text_of(node, schema) for node in schema.alternatives(given)]
+    return ANY_TEXT if ANY_TEXT in parts else one_of(*parts)
 
-    Args:
-        node: its schema.
-        types: the JSON types that it may have.
-    """
-    values = [node["const"]] if "const" in node else node.get("enum")
-    if types == {"string"} and isinstance(values, list) and values:
-        return one_of(*(const(value) for value in values))
-    pattern = node.get("pattern")
-    if types == {"string"} and isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$"):
-        return regex(pattern)
-    return json_of(node) if types and "string" not in types else ANY_TEXT
+
+def _text_of(node: Schema, schema: ArgumentSchema) -> Part:
+    """A value of a schema that is no union."""
+    if (values := fixed_values(node)) is not None:
+        return one_of(*(const(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for value in values))
+    types = schema.types(node)
+    return string_text(node) if not types or "string" in types else json_of(schema.standalone(node))
+
+
+def string_text(node: Schema) -> Part:
+    """The text of a string."""
+    pattern = node.get("pattern") if node.get("type") == "string" else None
+    return regex(pattern) if isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$") else ANY_TEXT
 
 
 def _example(part: Part) -> str:

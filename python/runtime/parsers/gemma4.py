@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.parsers.argument_types import STRING, resolved, schema_types, typed_json
-from runtime.parsers.call_grammar import CallGrammar, Part, Schema, const, json_of, members, one_of, sequence, tag, text_value
+from runtime.parsers.argument_schema import ArgumentSchema, Schema, fixed_values
+from runtime.parsers.argument_types import typed_json
+from runtime.parsers.call_grammar import (
+    ANY_TEXT,
+    CallGrammar,
+    Part,
+    const,
+    json_of,
+    members,
+    one_of,
+    sequence,
+    string_text,
+    tag,
+)
 from runtime.parsers.calls import ArgumentWriter
 from runtime.parsers.json_reader import MAX_DEPTH, escaped
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
 
 MAX_GRAMMAR_DEPTH = 8
 MAX_GRAMMAR_PARTS = 1000
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 QUOTE = '<|"|>'
 _BARE_TYPES = frozenset({"integer", "number", "boolean", "null", "string"})
 
@@ -37,8 +51,9 @@ class Gemma4:
 
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """See `ToolFormat`."""
-        begin, end = "<|tool_call>call:", "<tool_call|>"
-        return CallGrammar([tag(f"{begin}{name}", _GrammarWriter(schema).members(schema), end) for name, schema in tools.items()], begin)
+        begin, schemas = "<|tool_call>call:", ArgumentSchema.of_tools(tools)
+        tags = [tag(f"{begin}{name}", _GrammarWriter(schema).arguments(), "<tool_call|>") for name, schema in schemas.items()]
+        return CallGrammar(tags, begin)
 
 
 def _read_value(reader: Reader, depth: int) -> Steps[None]:
@@ -98,27 +113,39 @@ def _read_text(reader: Reader) -> Steps[None]:
 class _GrammarWriter:
     """Writes values as Gemma does by the schema of a function; what is nested too deeply is left out."""
 
-    def __init__(self, root: Schema) -> None:
-        self._root = root
+    def __init__(self, schema: ArgumentSchema) -> None:
+        self._schema = schema
         self._count = 0
+
+    def arguments(self) -> Part:
+        """The arguments as an object."""
+        return self.members(self._schema.whole)
 
     def value(self, given: object, depth: int = 0) -> Part:
         """A value of a schema."""
+        nodes = self._schema.alternatives(given) if self._count < MAX_GRAMMAR_PARTS else ()
+        parts = [part for node in nodes for part in self._parts(node, depth)]
+        return one_of(*(parts or [tag(QUOTE, ANY_TEXT, QUOTE)]))
+
+    def _parts(self, node: Schema, depth: int) -> list[Part]:
+        """A value of a schema that is no union, by its type."""
         self._count += 1
-        node = resolved(given, self._root)
-        types = schema_types(node, self._root)
+        values = fixed_values(node)
+        if values is not None and not any(isinstance(value, dict | list) for value in values):
+            return [const(f"{QUOTE}{value}{QUOTE}" if isinstance(value, str) else json.dumps(value)) for value in values]
+        types = self._schema.types(node)
         nested = depth < MAX_GRAMMAR_DEPTH and self._count < MAX_GRAMMAR_PARTS
         parts: list[Part] = []
         if scalars := types & {"integer", "number", "boolean", "null"}:
-            parts.append(json_of({"type": sorted(scalars)}))
+            parts.append(json_of({"type": sorted(scalars), **{key: node[key] for key in BOUNDS if key in node}}))
         if "array" in types and nested:
             item = {"type": "tags_with_separator", "tags": [tag("", self.value(node.get("items"), depth + 1), "")], "separator": ","}
             parts.append(sequence(const("["), item, const("]")))
         if "object" in types and nested:
             parts.append(self.members(node, depth))
-        if "string" in types or not parts:
-            parts.append(tag(QUOTE, text_value(node, types & STRING), QUOTE))
-        return one_of(*parts)
+        if "string" in types or not types:
+            parts.append(tag(QUOTE, string_text(node), QUOTE))
+        return parts
 
     def members(self, node: Schema, depth: int = 0) -> Part:
         """An object with its properties in the order of the schema."""

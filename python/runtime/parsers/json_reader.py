@@ -6,12 +6,14 @@ import json
 import re
 
 from runtime.parsers.reader import WHITE, Malformed, Out, Reader, Steps
+from runtime.text.characters import REPLACEMENT
 
 MAX_DEPTH = 64
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORD = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 _HEX = frozenset("0123456789abcdefABCDEF")
+_HIGH, _LOW = re.compile(r"\\u[dD][89abAB].."), re.compile(r"\\u[dD][c-fC-F]..")
 
 
 def read_value(reader: Reader, out: Out, depth: int = 0) -> Steps[None]:
@@ -102,7 +104,18 @@ def _read_key(reader: Reader, out: Out) -> Steps[None]:
 
 
 def _read_escape(reader: Reader, out: Out) -> Steps[None]:
-    """An escape, whose backslash stands here; it is passed on as a whole."""
+    """An escape, whose backslash stands here; it is passed on as a whole. Half of a surrogate pair is passed on as U+FFFD."""
+    escape = yield from _take_escape(reader)
+    while _HIGH.fullmatch(escape) and (yield from reader.at("\\u")):
+        second = yield from _take_escape(reader)
+        if _LOW.fullmatch(second):
+            return out(escape + second)
+        out(REPLACEMENT)
+        escape = second
+    out(REPLACEMENT if _HIGH.fullmatch(escape) or _LOW.fullmatch(escape) else escape)
+
+
+def _take_escape(reader: Reader) -> Steps[str]:
     found, wanted = "", 2
     while len(found) < wanted:
         letter = yield from reader.peek()
@@ -112,7 +125,7 @@ def _read_escape(reader: Reader, out: Out) -> Steps[None]:
         found += letter
         reader.pos += 1
         wanted = 6 if found == "\\u" else wanted
-    out(found)
+    return found
 
 
 def _read_space(reader: Reader, out: Out) -> Steps[None]:

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.parsers.call_grammar import CallGrammar, Part, Schema, const, json_of, members, sequence, tag
+from runtime.parsers.argument_schema import ArgumentSchema, Schema
+from runtime.parsers.call_grammar import CallGrammar, Part, const, json_of, members, sequence, tag
 from runtime.parsers.calls import ArgumentWriter, read_block
 from runtime.parsers.reader import MAX_NAME, WHITE, Malformed, Reader, Steps
 
@@ -28,7 +29,7 @@ class Pythonic:
 
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """See `ToolFormat`."""
-        tags = [tag(f"{name}(", _arguments(schema), ")") for name, schema in tools.items()]
+        tags = [tag(f"{name}(", _arguments(schema), ")") for name, schema in ArgumentSchema.of_tools(tools).items()]
         return CallGrammar(tags, "[", "[", ", ", "]")
 
 
@@ -94,7 +95,7 @@ def _as_json(literal: str) -> str:
     raise Malformed
 
 
-def _arguments(schema: Schema) -> Part:
+def _arguments(schema: ArgumentSchema) -> Part:
     """Keyword arguments in the order of the schema, each with a comma behind it; their values are JSON."""
-    parts = members(schema, lambda name, node: sequence(const(f"{name}="), json_of(node), const(", ")))
+    parts = members(schema.whole, lambda name, node: sequence(const(f"{name}="), json_of(schema.standalone(node)), const(", ")))
     return sequence(*(parts or [const("")]))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning, joined
+from runtime.text.characters import whole_characters
 from runtime.text.stop_finder import overlap
 
 T = TypeVar("T")
@@ -91,8 +92,8 @@ class Reader:
         self.calls += 1
 
     def arguments(self, text: str) -> None:
-        """Deliver JSON text of the arguments of the latest call. UTF-8 has no half of a surrogate pair, so that becomes an escape."""
-        self._deliver(CallArguments(self.calls - 1, text.encode(errors="backslashreplace").decode()))
+        """Deliver JSON text of the arguments of the latest call."""
+        self._deliver(CallArguments(self.calls - 1, whole_characters(text)))
 
     def _deliver(self, delta: Delta) -> None:
         self._deltas.append(delta)
@@ -162,11 +163,13 @@ class Reader:
 
     def take_until(self, *tags: str, limit: int = MAX_NAME) -> Steps[str]:
         """Read text up to one of `tags`, and stand there. Raises `Malformed` at the end of the text or past `limit`."""
-        taken: list[str] = []
+        taken, left = list[str](), limit
 
         def keep(text: str) -> None:
+            nonlocal left
             taken.append(text)
-            if sum(map(len, taken)) > limit:
+            left -= len(text)
+            if left < 0:
                 raise Malformed
 
         if (yield from self.read_until(tags, keep)) is None:

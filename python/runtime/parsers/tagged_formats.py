@@ -6,8 +6,9 @@ import html
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from runtime.parsers.argument_types import STRING, parameter_types, typed_json
-from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, Schema, const, members, sequence, tag, text_value
+from runtime.parsers.argument_schema import ArgumentSchema, Schema
+from runtime.parsers.argument_types import STRING, typed_json
+from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, const, members, sequence, tag, text_value
 from runtime.parsers.calls import ArgumentWriter, read_block
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
 
@@ -71,7 +72,7 @@ class Tagged:
                 break
             key = (yield from reader.take_until(self.key_end)).strip()
             yield from reader.skip(self.key_end)
-            yield from self._read_value(reader, arguments, key, parameter_types(reader.tools[name], key))
+            yield from self._read_value(reader, arguments, key, ArgumentSchema(reader.tools[name]).parameter_types(key))
         if self.function_end:
             yield from reader.expect(self.function_end)
         elif (yield from reader.at(self.end)) is None:
@@ -97,26 +98,27 @@ class Tagged:
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """See `ToolFormat`."""
         line = "\n" if self.function else ""
+        schemas = ArgumentSchema.of_tools(tools)
         if self.shared:
-            tags = [self._call_tag(name, schema, "", "\n") for name, schema in tools.items()]
+            tags = [self._call_tag(name, schema, "", "\n") for name, schema in schemas.items()]
             return CallGrammar(tags, self.begin, f"{self.begin}\n", "", self.end)
-        tags = [self._call_tag(name, schema, f"{self.begin}{line}", f"{line}{self.end}") for name, schema in tools.items()]
+        tags = [self._call_tag(name, schema, f"{self.begin}{line}", f"{line}{self.end}") for name, schema in schemas.items()]
         return CallGrammar(tags, self.begin, separator="\n")
 
-    def _call_tag(self, name: str, schema: Schema, begin: str, end: str) -> Part:
+    def _call_tag(self, name: str, schema: ArgumentSchema, begin: str, end: str) -> Part:
         name_end = self.name_ends[0].strip()
         return tag(f"{begin}{self.function}{name}{name_end}\n", self._members(schema), f"{self.function_end}{end}")
 
-    def _members(self, schema: Schema) -> Part:
+    def _members(self, schema: ArgumentSchema) -> Part:
         """All parameters in the order of the schema."""
         line = "\n" if self.line_breaks else ""
 
-        def parameter(name: str, node: Schema) -> Part:
-            value = text_value(node, parameter_types(schema, name))
+        def parameter(name: str, node: object) -> Part:
+            value = text_value(node, schema)
             end = self.value_end if value is ANY_TEXT else f"{line}{self.value_end}"
             return sequence(tag(f"{self.key}{name}{self.key_end}{self.value_begin}{line}", value, end), const("\n"))
 
-        return sequence(*(members(schema, parameter) or [const("")]))
+        return sequence(*(members(schema.whole, parameter) or [const("")]))
 
 
 QWEN3_CODER = Tagged(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.errors import RequestError
+from runtime.text.characters import whole_characters
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Message]], str]
@@ -132,6 +133,7 @@ def _short_id(name: str) -> str:
 def _object(text: str) -> object:
     try:
         value = json.loads(text or "{}")
+        value = json.loads(whole_characters(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text

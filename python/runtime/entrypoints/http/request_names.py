@@ -9,10 +9,13 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from runtime.entrypoints.http.responses import ANTHROPIC_PATH
 from runtime.log import REQUEST_ID
 from runtime.managers.request_context import CURRENT_CLIENT, CURRENT_REQUEST, Client, RequestContext
 
 HEADER = "X-Request-Id"
+ANTHROPIC_HEADER = "request-id"
+"""What Anthropic's clients read."""
 _ACCEPTED = re.compile(r"[!-~]{1,128}")
 """Longer names, and those with other characters, are replaced: they go into logs and headers."""
 
@@ -32,7 +35,10 @@ class RequestId:
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = name
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = name
+                if scope["path"].startswith(ANTHROPIC_PATH):
+                    headers[ANTHROPIC_HEADER] = name
             await send(message)
 
         await self.app(scope, receive, named)

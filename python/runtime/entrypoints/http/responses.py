@@ -15,8 +15,8 @@ ANTHROPIC_PATH = "/v1/messages"
 INTERNAL = "The server failed to answer this request; see its log."
 KINDS_BY_STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-ANTHROPIC_KINDS = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 413: "request_too_large"}
-ANTHROPIC_KINDS |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+ANTHROPIC_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error"}
+ANTHROPIC_KINDS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
 class ErrorDetail(BaseModel):

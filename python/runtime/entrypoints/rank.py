@@ -78,11 +78,15 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
     if publisher is not None:
         publisher.await_readers(by_socket, parallel.dist_timeout)
         senders.append(publisher)
-    followers = Followers(SenderList(*senders), watch.close, results, watch.pause, watch.end)
+
+    def begin() -> None:
+        group.gather(None)
+        watch.start()
+
+    followers = Followers(SenderList(*senders), watch.close, results, watch.pause, watch.end, begin)
     worker = build_worker(config, model_config, make_drafter, options, group, followers)
     # On a CPU an exchange gives up by itself, and steps may be slow.
     stuck.waits = (followers.start, followers.wait) if config.device.device == "cuda" else (followers.start,)
-    watch.start()
     return worker
 
 
@@ -105,6 +109,7 @@ def follow_rank_0(
     if compiler is not None:
         worker.parts.grammars.compile = lambda spec: compiler.compile(spec).future.result()
     beat = RankBeat(sockets.watch, place.rank, _end_process, alive)
+    group.gather(None)  # no rank expects heartbeats of another that is still at work on its start
     beat.start()
     ready()
     try:
@@ -132,12 +137,13 @@ def join(config: RuntimeConfig, place: RankPlace) -> ParallelGroup:
 
 
 def with_own_files(leader: RuntimeConfig, own: RuntimeConfig) -> RuntimeConfig:
-    """Rank 0's configuration with the folders of this node: what was drawn or decided on node 0 holds everywhere."""
+    """Rank 0's configuration with the files of this node: what was drawn or decided on node 0 holds everywhere."""
     model = structs.replace(leader.model, model_path=own.model.model_path, tokenizer_path=own.model.tokenizer_path)
-    speculative = leader.speculative
-    if speculative is not None and own.speculative is not None:
-        speculative = structs.replace(speculative, draft_model_path=own.speculative.draft_model_path)
-    return structs.replace(leader, model=model, speculative=speculative, parallel=own.parallel)
+    speculative, files = leader.speculative, own.speculative
+    if speculative is not None and files is not None:
+        speculative = structs.replace(speculative, draft_model_path=files.draft_model_path, token_map=files.token_map)
+    parallel = structs.replace(leader.parallel, node_rank=own.parallel.node_rank)
+    return structs.replace(leader, model=model, speculative=speculative, parallel=parallel)
 
 
 def _end_process(why: str) -> None:

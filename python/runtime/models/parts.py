@@ -61,7 +61,9 @@ class ModelContext:
     fuse_shared: bool = True
 
     def with_blocks_of(self, group: ParallelGroup | None) -> ModelContext:
-        """The context of a model whose blocks the ranks of `group` share; as they are for None. The LM head stays shared as it is."""
+        """The context of a model whose blocks the ranks of `group` share; as they are for None. The LM head stays shared as it is, and
+        experts are placed on no more groups than there are ranks.
+        """
         if group is None:
             return self
         ranks = group.size * (1 if self.exchange is None else self.exchange.group.size)

@@ -5,7 +5,7 @@
 
 BEHAVIOUR is `well`, or what the process ROLE does, as FAULT:ROLE: `diverge` (it commits another token), `oom` (it runs out of memory),
 `stuck` (it never returns), `loop` (nor does it let go of its processor), `spin` (as `loop`, before it sends the step to the other ranks),
-or `oom-load` (it runs out of memory while it loads).
+`oom-load` (it runs out of memory while it loads), or `slow-start` (it takes longer than heartbeats may, once it has built its worker).
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import Any
 from process.fake import ENV
 
 SPOILED = 6
+SLOW_SECONDS = 6.0
 
 
 def misbehave(fault: str) -> None:
     """Spoil this process."""
     import torch
 
+    from runtime.entrypoints import rank
     from runtime.model_executor import build
     from runtime.model_executor.accepter import Accepter
     from runtime.model_executor.followers import Followers
@@ -37,6 +39,10 @@ def misbehave(fault: str) -> None:
 
     if fault == "oom-load":
         build.load_model = no_memory
+        return
+    if fault == "slow-start":
+        delay(build, "prepare_drafting")
+        delay(rank, "make_compiler")
         return
     owner, name = (Followers, "run") if fault == "spin" else (Accepter, "accept")
     function, calls = getattr(owner, name), [0]
@@ -58,6 +64,17 @@ def misbehave(fault: str) -> None:
         return result
 
     setattr(owner, name, spoiled)
+
+
+def delay(owner: Any, name: str) -> None:
+    """Let a function begin later."""
+    function = getattr(owner, name)
+
+    def delayed(*args: Any, **options: Any) -> Any:
+        time.sleep(SLOW_SECONDS)
+        return function(*args, **options)
+
+    setattr(owner, name, delayed)
 
 
 def main() -> int:

@@ -97,6 +97,12 @@ def test_a_rank_without_memory_for_its_weights_is_named(model: Path, role: Role,
         assert server.folders() == []
 
 
+@pytest.mark.parametrize("role", ["scheduler", "worker-1"])
+def test_a_rank_that_starts_slowly_is_waited_for(model: Path, role: Role) -> None:
+    with two_ranks(model, "--speculative-algorithm", "NGRAM", behaviour=f"slow-start:{role}") as server:
+        assert server.complete([5, 6, 7]).status_code == 200
+
+
 def test_the_server_ends_cleanly_after_a_signal(model: Path) -> None:
     with two_ranks(model) as server:
         children = psutil.Process(server.process.pid).children(recursive=True)

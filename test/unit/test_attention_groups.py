@@ -101,6 +101,21 @@ def test_latent_attention_with_mtp_drafts_runs_in_groups(spec: str, size: int) -
     assert (scheduler.stats.spec.accept_length or 0.0) > 1.2
 
 
+@pytest.mark.parametrize(("size", "groups"), [(2, 1), (4, 2)])
+def test_a_draft_that_each_rank_holds_whole_runs_beside_placed_experts(size: int, groups: int) -> None:
+    ids, model = prompts()[:6], latent()
+    expected, _ = serve(test_mtp.plain(model, **ROOMY), asked(GREEDY, ids), {}, radix_cache=False)
+
+    def build(**group: Any) -> Any:
+        options = {**ROOMY, "tp_size": size, "dp_size": groups, "ep_size": size}
+        return test_mtp.drafting(model, options, group=group, num_steps=3, draft_tp_size=1)
+
+    with ranks(size, build, groups=groups) as worker:
+        found, scheduler = serve(worker, asked(GREEDY, ids), {})
+    assert found == expected
+    assert (scheduler.stats.spec.accept_length or 0.0) > 1.2
+
+
 @pytest.mark.parametrize(("draft", "page"), [(None, 1), (None, 16), (("EAGLE3", CHAIN), 1), (("NGRAM", CHAIN), 16)])
 def test_groups_keep_the_text_when_kv_is_short_and_requests_are_aborted(tmp_path: Path, draft: Any, page: int) -> None:
     model, ids = family("qwen3-moe"), prompts()

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from runtime.batch import EagerSample
 from runtime.config.device_tuning import H200
+from runtime.config.runtime_config import ParallelConfig, RuntimeConfig
 from runtime.distributed.agreement import Agreement
 from runtime.distributed.parallel_group import ALONE, Shard
+from runtime.entrypoints.rank import check_same_model, with_own_files
 from runtime.errors import ConfigError, RankFailed, RanksDiffer
 from runtime.layers.linear import Linear
 from runtime.layers.lm_head import all_logits, greedy
@@ -282,6 +285,33 @@ def driver_batch(driver: Driver) -> Any:
 
 
 # ---- the parts
+
+
+def test_a_rank_of_another_node_takes_over_all_but_its_own_files() -> None:
+    def node(rank: int, **other: Any) -> RuntimeConfig:
+        files = {"draft_model_path": f"/{rank}/draft", "token_map": f"/{rank}/hot.pt"}
+        paths = {"model_path": f"/{rank}/model", "tokenizer_path": f"/{rank}/words"}
+        return tiny_runtime(tiny_speculative("", **files, num_steps=3 - rank), tp_size=4, nnodes=2, node_rank=rank, **paths, **other)
+
+    found = with_own_files(node(0, ep_size=2, random_seed=7), node(1, ep_size=1, random_seed=8))
+    expected = node(1, ep_size=2, random_seed=7)
+    assert expected.speculative is not None
+    assert found == structs.replace(expected, speculative=structs.replace(expected.speculative, num_steps=3))
+
+
+def test_a_node_with_another_model_is_named_on_every_rank() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    meeting, parallel = Meeting(4), ParallelConfig(tp_size=4, nnodes=2)
+
+    def start(rank: int) -> str:
+        with pytest.raises(ConfigError) as refused:
+            check_same_model(ThreadGroup(rank, 4, meeting), model_config(num_layers=2 + (rank > 1)), parallel)
+        return str(refused.value)
+
+    with ThreadPoolExecutor(4) as pool:
+        (error,) = set(pool.map(start, range(4)))
+    assert error.startswith("The config.json of node 1, a LlamaForCausalLM, differs from that of node 0")
 
 
 def test_shards_cover_a_dimension_without_overlap() -> None:

@@ -13,6 +13,7 @@ from runtime.config.node_address import NodeAddress
 from runtime.errors import ConfigError
 
 LOOPBACK = "lo"
+FILE = "file://"
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
@@ -28,10 +29,15 @@ class Rendezvous(msgspec.Struct, frozen=True):
     interface: str
     bind: str
 
+    @property
+    def file(self) -> str:
+        """The file of the ranks of one host, which torch would not find in the URL of a folder with `#` or `?` in its name; else ""."""
+        return self.url.removeprefix(FILE) if self.url.startswith(FILE) else ""
+
     @classmethod
     def in_folder(cls, folder: str) -> Rendezvous:
         """For ranks of one host, in a folder that is new."""
-        return cls(f"file://{Path(folder) / 'rendezvous'}", LOOPBACK, f"ipc://{folder}/{{name}}")
+        return cls(f"{FILE}{Path(folder) / 'rendezvous'}", LOOPBACK, f"ipc://{folder}/{{name}}")
 
     @classmethod
     def at_address(cls, address: str) -> Rendezvous:

@@ -38,9 +38,12 @@ class TorchGroup:
     def join(cls, rendezvous: Rendezvous, rank: int, size: int, timeout: float) -> TorchGroup:
         """Join the group and wait for the other ranks. Raises `ConfigError` if they do not meet."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
-        whole = [list(range(size))]
+        whole, seconds, url, store = [list(range(size))], timedelta(seconds=timeout), rendezvous.url, None
+        if rendezvous.file:
+            url, store = None, dist.FileStore(rendezvous.file, size)  # pyright: ignore[reportPrivateImportUsage]
+            store.set_timeout(seconds)
         try:
-            dist.init_process_group("gloo", init_method=rendezvous.url, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+            dist.init_process_group("gloo", url, seconds, size, rank, store)
             return cls(rank, size, subgroup(whole, "gloo", timeout), subgroup(whole, "gloo", EXCHANGE_SECONDS))
         except RuntimeError as error:  # torch raises several kinds, DistNetworkError among them
             raise ConfigError(
@@ -58,9 +61,9 @@ class TorchGroup:
         return TorchGroup(own.index(self.rank), len(own), steps, steps) if len(own) > 1 else ALONE
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in float32 and the storage of `x` if it has that type."""
+        """The sum over all ranks, in float32, and in the storage of `x` if it has that type and no gaps."""
         started = time.perf_counter()
-        total = x if x.dtype is torch.float32 else x.float()
+        total = x.float().contiguous()  # gloo reads a slice as if it had no gaps
         dist.all_reduce(total, group=self._steps)
         self.exchange_seconds += time.perf_counter() - started
         return total.to(x.dtype)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from msgspec import structs
 
-from runtime.config.runtime_config import RuntimeConfig
+from runtime.config.runtime_config import ParallelConfig, RuntimeConfig
 from runtime.distributed.parallel_group import ParallelGroup
 from runtime.distributed.rank_place import RankPlace
 from runtime.distributed.rank_sockets import ResultPusher, ResultSocket, StepPublisher, StepSubscriber
@@ -20,7 +20,7 @@ from runtime.distributed.ring import RingReader, RingWriter
 from runtime.distributed.step_links import SenderList, StepReceiver, StepSender
 from runtime.distributed.torch_group import EXCHANGE_SECONDS, TorchGroup
 from runtime.entrypoints.grammars import make_compiler
-from runtime.errors import RankFailed
+from runtime.errors import ConfigError, RankFailed
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.context import AS_CONFIGURED, BuildOptions
 from runtime.model_executor.follow import follow
@@ -64,6 +64,7 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
     """
     parallel, meeting = config.parallel, place.rendezvous
     group = join(config, place)
+    check_same_model(group, model_config, parallel)
     stuck = Stuck()
     watch = RankWatch(meeting.bind.format(name="ranks"), range(1, parallel.tp_size), _end_process, stuck)
     by_ring = 0 if place.ring is None else len(place.ring.wake)
@@ -78,11 +79,15 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
     if publisher is not None:
         publisher.await_readers(by_socket, parallel.dist_timeout)
         senders.append(publisher)
-    followers = Followers(SenderList(*senders), watch.close, results, watch.pause, watch.end)
+
+    def begin() -> None:
+        group.gather(None)
+        watch.start()
+
+    followers = Followers(SenderList(*senders), watch.close, results, watch.pause, watch.end, begin)
     worker = build_worker(config, model_config, make_drafter, options, group, followers)
     # On a CPU an exchange gives up by itself, and steps may be slow.
     stuck.waits = (followers.start, followers.wait) if config.device.device == "cuda" else (followers.start,)
-    watch.start()
     return worker
 
 
@@ -97,6 +102,7 @@ def follow_rank_0(
         RankFailed: a step failed on this rank.
     """
     group = join(config, place)
+    check_same_model(group, model_config, config.parallel)
     leader, sockets, options = group.agree((config, Sockets("", "", ""), AS_CONFIGURED))
     config = with_own_files(leader, config)
     receiver: StepReceiver = StepSubscriber(sockets.steps) if place.ring is None else RingReader(place.ring, place.rank - 1)
@@ -105,6 +111,7 @@ def follow_rank_0(
     if compiler is not None:
         worker.parts.grammars.compile = lambda spec: compiler.compile(spec).future.result()
     beat = RankBeat(sockets.watch, place.rank, _end_process, alive)
+    group.gather(None)  # no rank expects heartbeats of another that is still at work on its start
     beat.start()
     ready()
     try:
@@ -131,13 +138,25 @@ def join(config: RuntimeConfig, place: RankPlace) -> ParallelGroup:
     return CudaGroup(group, device, parallel.nnodes == 1, parallel.dist_timeout)
 
 
+def check_same_model(group: ParallelGroup, own: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise `ConfigError` on every rank if one has read another config.json. All ranks call it together."""
+    found = group.gather(own)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise ConfigError(
+                f"The config.json of node {rank // parallel.ranks_per_node}, a {other.architecture}, differs from that of node 0, "
+                f"a {found[0].architecture}. All nodes need the same model."
+            )
+
+
 def with_own_files(leader: RuntimeConfig, own: RuntimeConfig) -> RuntimeConfig:
-    """Rank 0's configuration with the folders of this node: what was drawn or decided on node 0 holds everywhere."""
+    """Rank 0's configuration with the files of this node: what was drawn or decided on node 0 holds everywhere."""
     model = structs.replace(leader.model, model_path=own.model.model_path, tokenizer_path=own.model.tokenizer_path)
-    speculative = leader.speculative
-    if speculative is not None and own.speculative is not None:
-        speculative = structs.replace(speculative, draft_model_path=own.speculative.draft_model_path)
-    return structs.replace(leader, model=model, speculative=speculative, parallel=own.parallel)
+    speculative, files = leader.speculative, own.speculative
+    if speculative is not None and files is not None:
+        speculative = structs.replace(speculative, draft_model_path=files.draft_model_path, token_map=files.token_map)
+    parallel = structs.replace(leader.parallel, node_rank=own.parallel.node_rank)
+    return structs.replace(leader, model=model, speculative=speculative, parallel=parallel)
 
 
 def _end_process(why: str) -> None:

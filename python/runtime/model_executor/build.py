@@ -93,6 +93,8 @@ def build_worker(
     capture_graphs(context, models, plan)
     add_info(context)
     worker = Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, group, context.exchange, followers)
+    if followers is not None:
+        followers.begin()
     if config.speculative is not None and group.rank == 0:
         prepare_drafting(worker, config.speculative, options.with_plain)
     return worker

@@ -49,6 +49,7 @@ class Followers:
         ended: called after the last message was sent.
         pause: within, rank 0 may give no heartbeat.
         failed: called with a sentence when a step failed and rank 0 is about to end.
+        begin: called before the first step, when this rank has built its worker.
         results: of the other attention groups; None if there is one group.
 
     Attributes:
@@ -63,8 +64,9 @@ class Followers:
         results: ResultSocket | None = None,
         pause: Callable[[], AbstractContextManager[None]] = nullcontext,
         failed: Callable[[str], None] = lambda why: None,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
-        self._sender, self._ended, self._results, self.pause, self.failed = sender, ended, results, pause, failed
+        self._sender, self._ended, self._results, self.pause, self.failed, self.begin = sender, ended, results, pause, failed, begin
         self.start, self.wait = StepWait("start"), StepWait("end")
         self._codec = RankCodec()
         self._set = SetRun(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,8 +61,13 @@ class ModelContext:
     fuse_shared: bool = True
 
     def with_blocks_of(self, group: ParallelGroup | None) -> ModelContext:
-        """The context of a model whose blocks the ranks of `group` share; as they are for None. The LM head stays shared as it is."""
-        return self if group is None else replace(self, group=group, head_group=self.head_group or self.group)
+        """The context of a model whose blocks the ranks of `group` share; as they are for None. The LM head stays shared as it is, and
+        experts are placed on no more groups than there are ranks.
+        """
+        if group is None:
+            return self
+        ranks = group.size * (1 if self.exchange is None else self.exchange.group.size)
+        return replace(self, group=group, head_group=self.head_group or self.group, ep_size=math.gcd(self.ep_size, ranks))
 
     def for_draft(self, quant: QuantConfig | None) -> ModelContext:
         """The context of a draft head whose own weights are stored as `quant` says: in 16 bits where it is None, or as

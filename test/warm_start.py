@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import io
 import multiprocessing.context
 import os
 import pickle
@@ -317,6 +318,52 @@ def keep_tokenizer() -> None:
     GrammarBackendConfig(name="llguidance", tokenizer_path=path, eos_ids=eos_ids, vocab_size=model.vocab_size).load()
 
 
+def keep_weights() -> None:
+    """Keep the embedded model's weights as the default start stores them: to quantise them takes a server 1.3 s of a core.
+
+    All forks share them. Ranks, drafts and other quantisations are loaded as usual; and all where torch has several threads, since those
+    of OpenMP do not survive a fork.
+    """
+    import torch
+
+    from runtime.config.flag_parser import from_fields
+    from runtime.entrypoints.prepare import prepare
+    from runtime.model_executor import model_loader
+    from runtime.model_executor.context import AS_CONFIGURED, WorkerContext, make_context
+    from runtime.model_files.cache_folder import default_cache_dir
+    from runtime.model_files.embedded import converted_folder
+    from runtime.model_files.gguf_convert import is_converted
+    from runtime.models.weights import NamedTensors, WeightTable
+
+    if torch.get_num_threads() > 1 or not is_converted(converted_folder(default_cache_dir())):
+        return
+    config, model = prepare(from_fields({"device": "cpu", "speculative_algorithm": "none"}))
+    named, path, quantization = model_loader.model_weights, config.model.model_path, config.model.quantization
+    load, kept = WeightTable.load, list[torch.Tensor]()
+
+    class OfEmbedded(list[Any]):
+        """What `load` is given for the embedded model."""
+
+    def weights_of(context: WorkerContext, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str) -> NamedTensors:
+        found = named(context, shapes, folder, load_format)
+        alike = (folder, context.config.model.quantization, context.dtype, context.group.size) == (path, quantization, torch.float32, 1)
+        return OfEmbedded([found]) if alike else found
+
+    def load_or_share(table: WeightTable, weights: NamedTensors, *names: tuple[str, ...]) -> None:
+        if not isinstance(weights, OfEmbedded):
+            load(table, weights, *names)
+        elif kept:
+            for own, shared in zip(table._tensors, kept, strict=True):
+                own.set_(shared)
+        else:
+            load(table, weights[0], *names)
+            kept.extend(table._tensors)
+
+    model_loader.model_weights, WeightTable.load = weights_of, load_or_share  # type: ignore[assignment, method-assign]
+    with contextlib.redirect_stderr(io.StringIO()):  # no progress bar among the lines of tests
+        model_loader.load_model(make_context(config, AS_CONFIGURED), model, path, config.model.load_format, quantization)
+
+
 def make_body_schemas() -> None:
     """Make the JSON schemas of all request bodies, which take a server 0.15 s of a core."""
     from pydantic import BaseModel
@@ -349,6 +396,7 @@ def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     keep_tokenizer()
+    keep_weights()
     make_body_schemas()
     shorten_measurement()
     gc.collect()

@@ -1,9 +1,11 @@
 """Starts the project's programs as forks of a process that has imported them, which saves each of them seconds of imports.
 
 `WarmStart` runs such a process. Its `Popen` replaces `subprocess.Popen`: `python -m runtime.launch_server` and the other programs of
-`is_ours` begin as a fork, everything else as usual. What they start in turn, by `subprocess` or by `multiprocessing`, begins as a fork
-of themselves. They remain processes of their own, children of the one that starts them, with the command line, environment, folder and
-file descriptors asked for.
+`program_of` begin as a fork, everything else as usual. What they start in turn, by `subprocess` or by `multiprocessing`, begins as a
+fork of themselves. They remain processes of their own, children of the one that starts them, with the command line, environment, folder
+and file descriptors asked for.
+
+The processes in which pytest-xdist runs tests begin so, too. Each of them is born with a warm process of its own.
 """
 
 from __future__ import annotations
@@ -19,17 +21,19 @@ import multiprocessing.context
 import os
 import pickle
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import setproctitle
 
@@ -39,8 +43,15 @@ IMPORTED = (
     "runtime.models.registry", "runtime.speculative.registry", "runtime.layers.attention.torch_native", "benchmark.sweep",
     "benchmark.picture", "httpx", "matplotlib.figure", "uvicorn",
 )  # fmt: skip
+IMPORTED_BY_TESTS = (
+    "_hypothesis_pytestplugin", "gpu.attention_kinds", "hypothesis", "openai", "pytest", "scipy.stats", "transformers.modeling_utils",
+    "xdist.remote",
+)  # fmt: skip
+"""What processes that run tests have beside `IMPORTED`."""
 TEST = Path(__file__).resolve().parent
 OURS = ("runtime.", "benchmark.", "process.")
+TEST_RUNNER = "import sys;exec(eval(sys.stdin.readline()))"
+"""How pytest-xdist starts a process that runs tests."""
 FOLDERS = (TEST / "process", TEST.parent / "scripts")
 """Where files of ours lie that run as programs."""
 READ_AT_START = ("OMP_", "MKL_", "MALLOC_", "LD_", "PYTHON", "CUDA_", "TORCH")
@@ -70,11 +81,17 @@ class Program:
     unbuffered: bool
     fds: tuple[int, ...] = ()
 
+    @property
+    def runs_tests(self) -> bool:
+        """Whether it is a process in which pytest-xdist runs tests."""
+        return self.text == TEST_RUNNER
+
     def run(self) -> object:
         """Run it as `__main__` and return what it exits with."""
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)
+        tempfile.tempdir = None  # found anew: TMPDIR may differ
         paths = [path for path in self.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
         first = str(Path(self.file).parent) if self.file else self.folder
         sys.path[:] = dict.fromkeys([first, *paths, *sys.path])
@@ -113,7 +130,7 @@ def program_of(command: Sequence[str], environment: Mapping[str, str], folder: s
         unbuffered, _ = True, words.pop(0)
     if words[0] == "-m" and words[1].startswith(OURS):
         return Program(words[1], "", "", tuple(words[2:]), environment, folder, new_session, unbuffered)
-    if words[0] == "-c" and "from runtime import" in words[1]:
+    if words[0] == "-c" and ("from runtime import" in words[1] or words[1] == TEST_RUNNER):
         return Program("", "", words[1], tuple(words[2:]), environment, folder, new_session, unbuffered)
     if Path(words[0]).parent in FOLDERS:
         return Program("", words[0], "", tuple(words[1:]), environment, folder, new_session, unbuffered)
@@ -188,9 +205,27 @@ def become(program: Program, fds: Mapping[int, int]) -> object:
         os.setsid()
         _keep_niceness()
     _take(fds)
-    subprocess.Popen = ForkedPopen  # type: ignore[misc]
-    multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
+    if program.runs_tests:
+        WarmStart.born_with = _fork_warm_process()
+    else:
+        subprocess.Popen = ForkedPopen  # type: ignore[misc]
+        multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
     return program.run()
+
+
+def _fork_warm_process() -> WarmProcess:
+    """Start a warm process before this one has threads."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def serve() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        null = os.open(os.devnull, os.O_RDWR)
+        _take({0: null, 1: 2, 2: 2, theirs.fileno(): theirs.fileno()})  # pytest-xdist talks by the first two
+        start_our_programs(theirs)
+
+    pid = fork(serve)
+    theirs.close()
+    return WarmProcess(ours, lambda: os.waitpid(pid, 0))
 
 
 def _keep_niceness() -> None:
@@ -221,15 +256,26 @@ def _take(fds: Mapping[int, int]) -> None:
         os.close(fd)
 
 
-class WarmStart:
-    """The process that has imported everything, as long as it is open."""
+@dataclass(frozen=True)
+class WarmProcess:
+    """A process that has imported everything: the socket by which it is asked, at whose end it ends, and what waits for that."""
 
-    def __init__(self) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = os.pathsep.join([str(TEST.parent / "python"), str(TEST), str(TEST.parent), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, "-c", "from warm_start import main; main()", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
-        theirs.close()
+    socket: socket.socket
+    wait: Callable[[], object]
+
+
+class WarmStart:
+    """The use of a warm process, as long as it is open.
+
+    Attributes:
+        born_with: the one that this process was born with, until it is used.
+    """
+
+    born_with: ClassVar[WarmProcess | None] = None
+
+    def __init__(self, runs_tests: bool = False) -> None:
+        """`runs_tests`: start processes that run tests."""
+        self._process, WarmStart.born_with = WarmStart.born_with or _start_warm_process(runs_tests), None
         self._lock = threading.Lock()
         start = self.start
 
@@ -248,21 +294,30 @@ class WarmStart:
         with self._lock:
             prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the program is an orphan for a moment, and becomes our child
             try:
-                socket.send_fds(self._ours, [pickle.dumps(program)], list(fds.values()))
-                return int(self._ours.recv(64))
+                socket.send_fds(self._process.socket, [pickle.dumps(program)], list(fds.values()))
+                return int(self._process.socket.recv(64))
             finally:
                 prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
     def close(self) -> None:
         """End the process; what it started goes on."""
-        self._ours.close()
+        self._process.socket.close()
         self._process.wait()
 
 
+def _start_warm_process(runs_tests: bool) -> WarmProcess:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    path = os.pathsep.join([str(TEST.parent / "python"), str(TEST), str(TEST.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", "from warm_start import main; main()", str(theirs.fileno()), *(["tests"] if runs_tests else [])]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
+    theirs.close()
+    return WarmProcess(ours, process.wait)
+
+
 @contextlib.contextmanager
-def warm_start() -> Iterator[WarmStart]:
+def warm_start(runs_tests: bool = False) -> Iterator[WarmStart]:
     """`subprocess.Popen` forks a warm process."""
-    usual, warm = subprocess.Popen, WarmStart()
+    usual, warm = subprocess.Popen, WarmStart(runs_tests)
     subprocess.Popen = warm.Popen  # type: ignore[misc]
     try:
         yield warm
@@ -389,18 +444,33 @@ def shorten_measurement() -> None:
 
 def main() -> None:
     """The warm process: start what it is asked for until the socket closes."""
-    asked = socket.socket(fileno=int(sys.argv[1]))
+    asked, runs_tests = socket.socket(fileno=int(sys.argv[1])), "tests" in sys.argv[2:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle.setproctitle("warm start")  # finds the place of the title, which is lost with the first environment
     gc.disable()  # collections during imports find next to nothing, and visit more objects each time
-    for name in IMPORTED:
+    for name in (*IMPORTED, *(IMPORTED_BY_TESTS if runs_tests else ())):
         importlib.import_module(name)
+    gc.collect()
+    gc.enable()
+    if runs_tests:
+        start_programs(asked)
+    else:
+        start_our_programs(asked)
+
+
+def start_our_programs(asked: socket.socket) -> None:
+    """Keep what programs of ours would read or make each, once the first is asked for, and start them."""
+    select.select([asked], [], [])
     keep_tokenizer()
     keep_weights()
     make_body_schemas()
     shorten_measurement()
     gc.collect()
-    gc.enable()
+    start_programs(asked)
+
+
+def start_programs(asked: socket.socket) -> None:
+    """Start what is asked for until the socket closes."""
     while True:
         order, fds, *_ = socket.recv_fds(asked, 1 << 20, 64)
         if not order:

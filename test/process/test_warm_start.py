@@ -1,4 +1,4 @@
-"""Programs of the tests start as forks, unless their environment says what a running interpreter can no longer heed."""
+"""Programs and processes of the tests start as forks, unless their environment says what a running interpreter can no longer heed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from execnet.gateway_io import popen_args
+from execnet.xspec import XSpec
 from safetensors import safe_open
 
 from process import fake
@@ -39,6 +41,12 @@ def test_a_fake_server_starts_warm_after_all_tests_are_imported(monkeypatch: pyt
 def test_a_program_with_another_number_of_threads_starts_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert not starts_warm()
+
+
+def test_processes_that_run_tests_begin_as_forks() -> None:
+    program = program_of(popen_args(XSpec("popen//execmodel=main_thread_only")), fake.ENV, "/", new_session=False)
+    assert program is not None
+    assert program.runs_tests
 
 
 def test_a_kept_tokenizer_is_that_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:

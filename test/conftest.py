@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import gc
 import logging
+import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
+from warm_start import warm_start
+
 FIRST = "test_storm.py"
 """The file that takes longest, and waits most of that time: started late, it would run alone at the end."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """Let the processes of pytest-xdist begin as forks of one that has imported torch: CUDA does not survive a fork."""
+    forks = session.config.pluginmanager.has_plugin("dsession") and not shutil.which("nvidia-smi")
+    with warm_start(runs_tests=True) if forks else nullcontext():
+        return (yield)
 
 
 def pytest_collection() -> None:

@@ -1,9 +1,11 @@
 """Starts the project's programs as forks of a process that has imported them, which saves each of them seconds of imports.
 
 `WarmStart` runs such a process. Its `Popen` replaces `subprocess.Popen`: `python -m runtime.launch_server` and the other programs of
-`is_ours` begin as a fork, everything else as usual. What they start in turn, by `subprocess` or by `multiprocessing`, begins as a fork
-of themselves. They remain processes of their own, children of the one that starts them, with the command line, environment, folder and
-file descriptors asked for.
+`program_of` begin as a fork, everything else as usual. What they start in turn, by `subprocess` or by `multiprocessing`, begins as a
+fork of themselves. They remain processes of their own, children of the one that starts them, with the command line, environment, folder
+and file descriptors asked for.
+
+The processes in which pytest-xdist runs tests begin so, too. Each of them is born with a warm process of its own.
 """
 
 from __future__ import annotations
@@ -14,21 +16,24 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import io
 import multiprocessing.context
 import os
 import pickle
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import setproctitle
 
@@ -38,8 +43,15 @@ IMPORTED = (
     "runtime.models.registry", "runtime.speculative.registry", "runtime.layers.attention.torch_native", "benchmark.sweep",
     "benchmark.picture", "httpx", "matplotlib.figure", "uvicorn",
 )  # fmt: skip
+IMPORTED_BY_TESTS = (
+    "_hypothesis_pytestplugin", "gpu.attention_kinds", "hypothesis", "openai", "pytest", "scipy.stats", "transformers.modeling_utils",
+    "xdist.remote",
+)  # fmt: skip
+"""What processes that run tests have beside `IMPORTED`."""
 TEST = Path(__file__).resolve().parent
 OURS = ("runtime.", "benchmark.", "process.")
+TEST_RUNNER = "import sys;exec(eval(sys.stdin.readline()))"
+"""How pytest-xdist starts a process that runs tests."""
 FOLDERS = (TEST / "process", TEST.parent / "scripts")
 """Where files of ours lie that run as programs."""
 READ_AT_START = ("OMP_", "MKL_", "MALLOC_", "LD_", "PYTHON", "CUDA_", "TORCH")
@@ -69,11 +81,17 @@ class Program:
     unbuffered: bool
     fds: tuple[int, ...] = ()
 
+    @property
+    def runs_tests(self) -> bool:
+        """Whether it is a process in which pytest-xdist runs tests."""
+        return self.text == TEST_RUNNER
+
     def run(self) -> object:
         """Run it as `__main__` and return what it exits with."""
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)
+        tempfile.tempdir = None  # found anew: TMPDIR may differ
         paths = [path for path in self.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
         first = str(Path(self.file).parent) if self.file else self.folder
         sys.path[:] = dict.fromkeys([first, *paths, *sys.path])
@@ -112,7 +130,7 @@ def program_of(command: Sequence[str], environment: Mapping[str, str], folder: s
         unbuffered, _ = True, words.pop(0)
     if words[0] == "-m" and words[1].startswith(OURS):
         return Program(words[1], "", "", tuple(words[2:]), environment, folder, new_session, unbuffered)
-    if words[0] == "-c" and "from runtime import" in words[1]:
+    if words[0] == "-c" and ("from runtime import" in words[1] or words[1] == TEST_RUNNER):
         return Program("", "", words[1], tuple(words[2:]), environment, folder, new_session, unbuffered)
     if Path(words[0]).parent in FOLDERS:
         return Program("", words[0], "", tuple(words[1:]), environment, folder, new_session, unbuffered)
@@ -187,9 +205,27 @@ def become(program: Program, fds: Mapping[int, int]) -> object:
         os.setsid()
         _keep_niceness()
     _take(fds)
-    subprocess.Popen = ForkedPopen  # type: ignore[misc]
-    multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
+    if program.runs_tests:
+        WarmStart.born_with = _fork_warm_process()
+    else:
+        subprocess.Popen = ForkedPopen  # type: ignore[misc]
+        multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
     return program.run()
+
+
+def _fork_warm_process() -> WarmProcess:
+    """Start a warm process before this one has threads."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def serve() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        null = os.open(os.devnull, os.O_RDWR)
+        _take({0: null, 1: 2, 2: 2, theirs.fileno(): theirs.fileno()})  # pytest-xdist talks by the first two
+        start_our_programs(theirs)
+
+    pid = fork(serve)
+    theirs.close()
+    return WarmProcess(ours, lambda: os.waitpid(pid, 0))
 
 
 def _keep_niceness() -> None:
@@ -220,15 +256,26 @@ def _take(fds: Mapping[int, int]) -> None:
         os.close(fd)
 
 
-class WarmStart:
-    """The process that has imported everything, as long as it is open."""
+@dataclass(frozen=True)
+class WarmProcess:
+    """A process that has imported everything: the socket by which it is asked, at whose end it ends, and what waits for that."""
 
-    def __init__(self) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = os.pathsep.join([str(TEST.parent / "python"), str(TEST), str(TEST.parent), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, "-c", "from warm_start import main; main()", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
-        theirs.close()
+    socket: socket.socket
+    wait: Callable[[], object]
+
+
+class WarmStart:
+    """The use of a warm process, as long as it is open.
+
+    Attributes:
+        born_with: the one that this process was born with, until it is used.
+    """
+
+    born_with: ClassVar[WarmProcess | None] = None
+
+    def __init__(self, runs_tests: bool = False) -> None:
+        """`runs_tests`: start processes that run tests."""
+        self._process, WarmStart.born_with = WarmStart.born_with or _start_warm_process(runs_tests), None
         self._lock = threading.Lock()
         start = self.start
 
@@ -247,21 +294,30 @@ class WarmStart:
         with self._lock:
             prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the program is an orphan for a moment, and becomes our child
             try:
-                socket.send_fds(self._ours, [pickle.dumps(program)], list(fds.values()))
-                return int(self._ours.recv(64))
+                socket.send_fds(self._process.socket, [pickle.dumps(program)], list(fds.values()))
+                return int(self._process.socket.recv(64))
             finally:
                 prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
     def close(self) -> None:
         """End the process; what it started goes on."""
-        self._ours.close()
+        self._process.socket.close()
         self._process.wait()
 
 
+def _start_warm_process(runs_tests: bool) -> WarmProcess:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    path = os.pathsep.join([str(TEST.parent / "python"), str(TEST), str(TEST.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", "from warm_start import main; main()", str(theirs.fileno()), *(["tests"] if runs_tests else [])]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
+    theirs.close()
+    return WarmProcess(ours, process.wait)
+
+
 @contextlib.contextmanager
-def warm_start() -> Iterator[WarmStart]:
+def warm_start(runs_tests: bool = False) -> Iterator[WarmStart]:
     """`subprocess.Popen` forks a warm process."""
-    usual, warm = subprocess.Popen, WarmStart()
+    usual, warm = subprocess.Popen, WarmStart(runs_tests)
     subprocess.Popen = warm.Popen  # type: ignore[misc]
     try:
         yield warm
@@ -317,6 +373,52 @@ def keep_tokenizer() -> None:
     GrammarBackendConfig(name="llguidance", tokenizer_path=path, eos_ids=eos_ids, vocab_size=model.vocab_size).load()
 
 
+def keep_weights() -> None:
+    """Keep the embedded model's weights as the default start stores them: to quantise them takes a server 1.3 s of a core.
+
+    All forks share them. Ranks, drafts and other quantisations are loaded as usual; and all where torch has several threads, since those
+    of OpenMP do not survive a fork.
+    """
+    import torch
+
+    from runtime.config.flag_parser import from_fields
+    from runtime.entrypoints.prepare import prepare
+    from runtime.model_executor import model_loader
+    from runtime.model_executor.context import AS_CONFIGURED, WorkerContext, make_context
+    from runtime.model_files.cache_folder import default_cache_dir
+    from runtime.model_files.embedded import converted_folder
+    from runtime.model_files.gguf_convert import is_converted
+    from runtime.models.weights import NamedTensors, WeightTable
+
+    if torch.get_num_threads() > 1 or not is_converted(converted_folder(default_cache_dir())):
+        return
+    config, model = prepare(from_fields({"device": "cpu", "speculative_algorithm": "none"}))
+    named, path, quantization = model_loader.model_weights, config.model.model_path, config.model.quantization
+    load, kept = WeightTable.load, list[torch.Tensor]()
+
+    class OfEmbedded(list[Any]):
+        """What `load` is given for the embedded model."""
+
+    def weights_of(context: WorkerContext, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str) -> NamedTensors:
+        found = named(context, shapes, folder, load_format)
+        alike = (folder, context.config.model.quantization, context.dtype, context.group.size) == (path, quantization, torch.float32, 1)
+        return OfEmbedded([found]) if alike else found
+
+    def load_or_share(table: WeightTable, weights: NamedTensors, *names: tuple[str, ...]) -> None:
+        if not isinstance(weights, OfEmbedded):
+            load(table, weights, *names)
+        elif kept:
+            for own, shared in zip(table._tensors, kept, strict=True):
+                own.set_(shared)
+        else:
+            load(table, weights[0], *names)
+            kept.extend(table._tensors)
+
+    model_loader.model_weights, WeightTable.load = weights_of, load_or_share  # type: ignore[assignment, method-assign]
+    with contextlib.redirect_stderr(io.StringIO()):  # no progress bar among the lines of tests
+        model_loader.load_model(make_context(config, AS_CONFIGURED), model, path, config.model.load_format, quantization)
+
+
 def make_body_schemas() -> None:
     """Make the JSON schemas of all request bodies, which take a server 0.15 s of a core."""
     from pydantic import BaseModel
@@ -342,17 +444,33 @@ def shorten_measurement() -> None:
 
 def main() -> None:
     """The warm process: start what it is asked for until the socket closes."""
-    asked = socket.socket(fileno=int(sys.argv[1]))
+    asked, runs_tests = socket.socket(fileno=int(sys.argv[1])), "tests" in sys.argv[2:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle.setproctitle("warm start")  # finds the place of the title, which is lost with the first environment
     gc.disable()  # collections during imports find next to nothing, and visit more objects each time
-    for name in IMPORTED:
+    for name in (*IMPORTED, *(IMPORTED_BY_TESTS if runs_tests else ())):
         importlib.import_module(name)
+    gc.collect()
+    gc.enable()
+    if runs_tests:
+        start_programs(asked)
+    else:
+        start_our_programs(asked)
+
+
+def start_our_programs(asked: socket.socket) -> None:
+    """Keep what programs of ours would read or make each, once the first is asked for, and start them."""
+    select.select([asked], [], [])
     keep_tokenizer()
+    keep_weights()
     make_body_schemas()
     shorten_measurement()
     gc.collect()
-    gc.enable()
+    start_programs(asked)
+
+
+def start_programs(asked: socket.socket) -> None:
+    """Start what is asked for until the socket closes."""
     while True:
         order, fds, *_ = socket.recv_fds(asked, 1 << 20, 64)
         if not order:

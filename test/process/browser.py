@@ -84,15 +84,13 @@ class Browser:
 class Page:
     """One page, which shares nothing with the browser's others. Use as a context manager."""
 
-    def __init__(self, browser: Browser, *, dark: bool = False) -> None:
+    def __init__(self, browser: Browser) -> None:
         self._browser, self._session = browser, ""
         self._context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=self._context)["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        if dark:
-            self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
 
     def __enter__(self) -> Page:
         return self
@@ -109,8 +107,11 @@ class Page:
         """One command of the DevTools protocol."""
         return self._browser.call(self._session, method, **params)
 
-    def open(self, url: str) -> None:
-        """Load a page."""
+    def open(self, url: str, *, dark: bool = False) -> None:
+        """Load a document as if it were the first: in a window of the usual size, without the events of others."""
+        self._browser.events = [event for event in self._browser.events if event not in self.events]
+        self.call("Emulation.clearDeviceMetricsOverride")
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")
 

@@ -1,17 +1,28 @@
-"""Programs of the tests start as forks, unless their environment says what a running interpreter can no longer heed."""
+"""Programs and processes of the tests start as forks, unless their environment says what a running interpreter can no longer heed."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from execnet.gateway_io import popen_args
+from execnet.xspec import XSpec
+from safetensors import safe_open
 
 from process import fake
+from runtime.config.flag_parser import from_fields
 from runtime.constrained import llguidance_backend
+from runtime.entrypoints.prepare import prepare
+from runtime.layers.quantization.int4 import quantize_groups
+from runtime.model_executor import model_loader
+from runtime.model_executor.context import AS_CONFIGURED, make_context
 from runtime.model_files.cache_folder import default_cache_dir
 from runtime.model_files.embedded import embedded_folder
+from runtime.models.weights import WeightTable
 from runtime.text.tokenizer import Tokenizer
-from warm_start import keep_tokenizer, program_of
+from warm_start import keep_tokenizer, keep_weights, program_of
 
 
 def starts_warm() -> bool:
@@ -32,6 +43,12 @@ def test_a_program_with_another_number_of_threads_starts_cold(monkeypatch: pytes
     assert not starts_warm()
 
 
+def test_processes_that_run_tests_begin_as_forks() -> None:
+    program = program_of(popen_args(XSpec("popen//execmodel=main_thread_only")), fake.ENV, "/", new_session=False)
+    assert program is not None
+    assert program.runs_tests
+
+
 def test_a_kept_tokenizer_is_that_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forks have what a process of their own would have read."""
     folder = embedded_folder(default_cache_dir())
@@ -47,3 +64,20 @@ def test_a_kept_tokenizer_is_that_of_the_files(monkeypatch: pytest.MonkeyPatch) 
     assert kept.encode_chat(messages) == read.encode_chat(messages)
     template = "{{ messages[0]['content'] }}"
     assert Tokenizer.load(folder, chat_template=template).encode_chat(messages) != kept.encode_chat(messages)
+
+
+@pytest.mark.skipif(torch.get_num_threads() > 1, reason="weights are kept where torch has one thread")
+def test_kept_weights_are_those_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, architecture = prepare(from_fields({"device": "cpu", "speculative_algorithm": "none"}))
+    monkeypatch.setattr(model_loader, "model_weights", model_loader.model_weights)
+    monkeypatch.setattr(WeightTable, "load", WeightTable.load)
+    keep_weights()
+    args = architecture, config.model.model_path, config.model.load_format, config.model.quantization
+    one, other = (model_loader.load_model(make_context(config, AS_CONFIGURED), *args) for _ in range(2))
+    tensors = [[*model.lm_head.tensors, *model.layers[-1].mlp.down_proj.tensors, model.embed] for model in (one, other)]
+    assert [t.data_ptr() for t in tensors[0]] == [t.data_ptr() for t in tensors[1]]
+    (file,) = Path(config.model.model_path).glob("*.safetensors")
+    with safe_open(file, "pt") as found:
+        down = found.get_tensor(f"model.layers.{len(one.layers) - 1}.mlp.down_proj.weight")
+        assert torch.equal(one.embed, found.get_tensor("model.embed_tokens.weight"))
+    assert torch.equal(one.layers[-1].mlp.down_proj.storage.weight, quantize_groups(down))

@@ -95,7 +95,7 @@ def test_more_branches_than_the_draft_knows_tokens_are_refused_by_flag(tmp_path:
     for algorithm, less in (("EAGLE", {"token_map": str(tmp_path / "hot.pt")}), ("EAGLE3", {"head": {"draft_vocab_size": 3}})):
         worker = speculating(tmp_path, algorithm, topk=3, num_draft_tokens=5, **less)
         assert Driver(worker).generate(PROMPTS, 8) == Driver(plain()).generate(PROMPTS, 8)
-        with pytest.raises(ConfigError, match="--speculative-eagle-topk is 4; this draft knows 3 tokens"):
+        with pytest.raises(ConfigError, match="--speculative-eagle-topk is 4; this draft has 3 tokens"):
             speculating(tmp_path, algorithm, topk=4, num_draft_tokens=5, **less)
 
 

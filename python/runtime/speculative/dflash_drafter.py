@@ -105,7 +105,7 @@ class DFlashDrafter(ModelDrafter):
             tokens[:, 1:].copy_(self.model.greedy(hidden.flatten(0, 1)).view(len(tokens), -1))
             return
         for at in range(1, tokens.shape[1]):
-            allowed, logits = grammar.behind(tokens[:, None, 1:at]), self.model.logits(hidden[:, at - 1])
+            allowed, logits = grammar.after(tokens[:, None, 1:at]), self.model.logits(hidden[:, at - 1])
             tokens[:, at].copy_(argmax(logits if allowed is None else DraftMask(allowed, self.model).logits(logits)))
 
     def _write_context(self, batch: ForwardBatch, outputs: Outputs, variant: str, states: States) -> None:

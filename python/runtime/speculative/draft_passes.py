@@ -133,7 +133,7 @@ class DraftPasses:
 
     def _mask(self, paths: torch.Tensor, grammar: GrammarStep | None) -> DraftMask | None:
         """The tokens that the draft may propose after each of W paths of n drafts; `paths` int64 [B, W, n]."""
-        allowed = None if grammar is None else grammar.behind(paths)
+        allowed = None if grammar is None else grammar.after(paths)
         return None if allowed is None else DraftMask(allowed, self.draft)
 
     def first_guesses(self, index: torch.Tensor, grammar: GrammarStep | None) -> tuple[torch.Tensor, torch.Tensor]:

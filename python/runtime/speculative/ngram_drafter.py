@@ -51,7 +51,7 @@ class NgramDrafter(Drafter):
         for at, row in enumerate(iteration.host_rows.tolist()):
             drafts[at] = self._histories[row].propose(iteration.depth) or 0
         if iteration.grammar is not None:
-            iteration.grammar.guide(drafts)
+            iteration.grammar.substitute_forced(drafts)
         (on_device,) = self._target.staging.upload(drafts.flatten().astype(np.int64))
         return DraftWindow(torch.cat([window.tokens, on_device.view(iteration.size, -1)], dim=1))
 

@@ -43,7 +43,7 @@ def test_synthetic_acceptance_has_its_mean_by_position(tmp_path: Path) -> None:
 
 
 def test_synthetic_acceptance_never_reaches_a_tree_unheeded(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="on a chain only"):
+    with pytest.raises(AssertionError, match="synthetic acceptance needs a chain"):
         speculating(tmp_path, topk=2, num_draft_tokens=5, synthetic_accept=(0.9, 0.5, 0.2))
 
 

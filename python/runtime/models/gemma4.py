@@ -13,7 +13,7 @@ from runtime.models.moe_fields import expert_counts
 from runtime.models.rope_fields import RopeFields, read_rope
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
-    from runtime.layers.dense_beside import DenseBesideSparse
+    from runtime.layers.dense_sparse_mlp import DenseSparseMlp
     from runtime.layers.mlp import GatedMlp
     from runtime.models.block import SandwichBlock
     from runtime.models.parts import ModelParts
@@ -136,16 +136,16 @@ def block(parts: ModelParts, layer: int) -> SandwichBlock:
     return SandwichBlock(attention, mlp, before, behind, mlp_before, mlp_behind, factor, parts.context.ops)
 
 
-def _with_experts(parts: ModelParts, prefix: str, dense: GatedMlp) -> DenseBesideSparse:
+def _with_experts(parts: ModelParts, prefix: str, dense: GatedMlp) -> DenseSparseMlp:
     """The dense MLP and the experts beside it."""
     from runtime.layers.activation import Activation
-    from runtime.layers.dense_beside import DenseBesideSparse
+    from runtime.layers.dense_sparse_mlp import DenseSparseMlp
     from runtime.layers.norm import RMSNorm
     from runtime.models.expert_weights import ExpertNames
     from runtime.models.sparse import SparseNames
 
     if parts.context.exchange is not None:
-        raise ConfigError("--enable-dp-attention: experts beside a dense MLP, as in Gemma 4, are not shared between attention groups.")
+        raise ConfigError("--enable-dp-attention: experts added to a dense MLP, as in Gemma 4, are not shared between attention groups.")
     config, tensor = parts.config, parts.weights.tensor
     assert config.moe is not None, "a dense model"
     names = SparseNames(ExpertNames(prefix + "experts."), prefix + "router.proj")
@@ -154,4 +154,4 @@ def _with_experts(parts: ModelParts, prefix: str, dense: GatedMlp) -> DenseBesid
     router_norm = RMSNorm(tensor(prefix + "router.scale", (config.hidden_size,)), config.rms_eps)
     expert_scale = tensor(prefix + "router.per_expert_scale", (config.moe.num_experts,))
     sparse = parts.sparse_mlp(names, Activation.GELU_TANH)
-    return DenseBesideSparse(dense, sparse, dense_out, sparse_in, sparse_out, router_norm, expert_scale, parts.context.ops)
+    return DenseSparseMlp(dense, sparse, dense_out, sparse_in, sparse_out, router_norm, expert_scale, parts.context.ops)

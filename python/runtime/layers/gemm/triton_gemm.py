@@ -79,8 +79,7 @@ def triton_gemm(
         **_constants(config, padded_rows(M, config.swap), count), **_operations(epilogue), **launch_options(pdl),
     )  # fmt: skip
     grid = (triton.cdiv(N, outputs),)
-    # Pyright: ignore[reportFunctionMemberAccess].
-    start = _triton_gemm_kernel[grid] if launch else partial(_triton_gemm_kernel.warmup, grid=grid)
+    start = _triton_gemm_kernel[grid] if launch else partial(_triton_gemm_kernel.warmup, grid=grid)  # pyright: ignore[reportFunctionMemberAccess]
     start(*args, **options)
     return out
 

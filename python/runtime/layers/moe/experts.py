@@ -59,8 +59,8 @@ class Experts:
         """Views of all except the last, which is the shared one."""
 
         gate_up, down = (Storage(*(tensor[:-1] for tensor in storage.tensors)) for storage in (self.gate_up, self.down))
-        assert self.gate_up_bias is None, "experts beside a shared one have no bias"
-        assert self.down_bias is None, "experts beside a shared one have no bias"
+        assert self.gate_up_bias is None, "experts stacked with a shared one have no bias"
+        assert self.down_bias is None, "experts stacked with a shared one have no bias"
         return replace(self, gate_up=gate_up, down=down, count=self.count - 1, total=self.total - 1)
 
     def active_parameters(self, chosen: int) -> int:

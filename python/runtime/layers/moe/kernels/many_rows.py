@@ -54,15 +54,15 @@ def experts_many_rows(experts: ExpertPass, config: GroupedConfig, added: Added |
 
 @dataclass(slots=True)
 class Added:
-    """Adds sums to the residual stream, optionally with another addend and the next norm.
+    """Adds sums to the residual stream, optionally with an addend and the next norm.
 
     Attributes:
-        beside: [T, hidden] in the activations' dtype, another addend; or None.
+        addend: [T, hidden] in the activations' dtype, added too; or None.
         norm: the norm that reads the stream next, or None.
         normed: `norm` of the stream, [T, hidden] in the activations' dtype, if a kernel has computed it; not all kernels do.
     """
 
-    beside: torch.Tensor | None = None
+    addend: torch.Tensor | None = None
     norm: RMSNorm | None = None
     normed: torch.Tensor | None = None
 
@@ -74,18 +74,18 @@ def sum_pairs(
 
     Args:
         y: [T * k, hidden], each row times the weight of its pair.
-        added: if given, `out` is the float32 stream: `out[t] += sum(y[pair]) + beside[t]`, followed by the norm. None: `out` is
+        added: if given, `out` is the float32 stream: `out[t] += sum(y[pair]) + addend[t]`, followed by the norm. None: `out` is
         overwritten.
     """
     (T, hidden), top_k = out.shape, routed.ids.shape[1]
-    beside, norm, normed = (None, None, None) if added is None else (added.beside, added.norm, None)
+    addend, norm, normed = (None, None, None) if added is None else (added.addend, added.norm, None)
     columns = SUM_COLUMNS if norm is None else triton.next_power_of_2(hidden)
     if added is not None and norm is not None:
         added.normed = normed = torch.empty_like(out, dtype=norm.weight.dtype)
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     _sum_kernel[(T, triton.cdiv(hidden, columns))](
-        y, routed.ids, out, beside, gain, normed, hidden, first, experts, eps,
-        TOP_K=top_k, BLOCK=columns, ADD=added is not None, BESIDE=beside is not None, NORM=norm is not None, PDL=pdl,
+        y, routed.ids, out, addend, gain, normed, hidden, first, experts, eps,
+        TOP_K=top_k, BLOCK=columns, ADD=added is not None, ADDEND=addend is not None, NORM=norm is not None, PDL=pdl,
         num_warps=8 if columns >= WIDE else 4, **launch_options(pdl),
     )  # fmt: skip
     return out
@@ -200,8 +200,8 @@ def _grouped_kernel(
 
 @triton.jit(do_not_specialize=["first"])
 def _sum_kernel(
-    y_ptr, ids_ptr, out_ptr, beside_ptr, gain_ptr, normed_ptr, N, first, experts, eps,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, BESIDE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    y_ptr, ids_ptr, out_ptr, addend_ptr, gain_ptr, normed_ptr, N, first, experts, eps,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, ADDEND: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program sums `BLOCK` columns of a token's pairs, or all columns if a norm follows, in order and without experts of other
     ranks.
@@ -218,8 +218,8 @@ def _sum_kernel(
         own = tl.load(ids_ptr + token * TOP_K + j) - first
         held = (own >= 0) & (own < experts)
         acc += tl.load(y_ptr + (token * TOP_K + j) * N + n, mask=inside & held, other=0.0).to(tl.float32)
-    if BESIDE:
-        acc += tl.load(beside_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDEND:
+        acc += tl.load(addend_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         acc += tl.load(out_ptr + at, mask=inside, other=0.0)
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)

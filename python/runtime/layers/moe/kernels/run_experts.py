@@ -31,8 +31,8 @@ def run_experts(experts: ExpertPass, tuning: ExpertTuning, added: Added | None =
     if pairs and takes_widened(x, gate_up, down, act, pairs):
         return widened_experts(experts, pairs, added)
     if len(x) <= tuning.most_streamed[gate_up.format] and supports(x, gate_up, down, routed.ids.shape[1]):
-        if added is not None and added.beside is not None:
-            out.add_(added.beside)
+        if added is not None and added.addend is not None:
+            out.add_(added.addend)
         return experts_by_fragments(experts, add=added is not None)
     wgmma = tuning.wgmma_rows(gate_up.format, len(x))
     if wgmma is not None and takes_wgmma(x, gate_up, down, wgmma):

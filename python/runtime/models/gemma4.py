@@ -27,17 +27,17 @@ DEFAULTS = {
     },
 }  # fmt: skip
 PERIOD = 6
-"""The layers from one global layer to the next, where the file does not name their types."""
+"""Every sixth layer is global if the file does not give `layer_types`."""
 LAYER_FIELDS = {"head_dim", "num_key_value_heads"}
-"""What `per_layer_config` may give the global layers."""
+"""The fields that `per_layer_config` may set for global layers."""
 OTHER_PARTS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
-"""Beginnings of the names of tensors that text does not need."""
+"""Prefixes of tensors that text generation does not use."""
 UNSUPPORTED = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
-"""Fields of variants that are not served."""
+"""Fields that only unsupported variants set."""
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
-    """The architecture of the text decoder, alone or within a model that also sees and hears."""
+    """The architecture of the text decoder, from a text-only or a multimodal model."""
     multimodal = bool(fields.get("text_config", {}))
     text = fields.within("text_config") if multimodal else fields
     for name in UNSUPPORTED:
@@ -137,7 +137,7 @@ def block(parts: ModelParts, layer: int) -> SandwichBlock:
 
 
 def _with_experts(parts: ModelParts, prefix: str, dense: GatedMlp) -> DenseSparseMlp:
-    """The dense MLP and the experts beside it."""
+    """The dense MLP together with the experts."""
     from runtime.layers.activation import Activation
     from runtime.layers.dense_sparse_mlp import DenseSparseMlp
     from runtime.layers.norm import RMSNorm

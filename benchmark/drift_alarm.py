@@ -138,7 +138,7 @@ def faulty(run: Session, fault: Fault | None) -> Iterator[AcceptanceMonitor]:
 
 @dataclass(frozen=True, slots=True)
 class Recorded(Compared):
-    """Adds the pairs of each request to its text, a list of [graph, eager, unlike]."""
+    """Adds the pairs of each request to its text, a list of [graph, eager, mismatched]."""
 
     texts: Sequence[list[list[int]]] = ()
 
@@ -146,7 +146,7 @@ class Recorded(Compared):
         """As those of all requests."""
         found = Compared.pairs(self, accept_lens, np.ones_like(wanted))
         texts = [text for text, compared in zip(self.texts, self.rows, strict=True) if compared]
-        for text, *pair in zip(texts, found.graph.tolist(), found.eager.tolist(), found.unlike.tolist(), strict=True):
+        for text, *pair in zip(texts, found.graph.tolist(), found.eager.tolist(), found.mismatched.tolist(), strict=True):
             text.append(pair)
         return found
 

@@ -25,7 +25,7 @@ EARLY = (500, 2_000)
 """Iterations after the start of a server."""
 
 Lens = list[np.ndarray]
-"""Of each request int64 [n, 3]: accepted drafts of its windows, through graphs and eagerly, and whether the first of both are unlike."""
+"""For each request int64 [n, 3]: accepted drafts of its windows, through graphs and eagerly, and whether the first drafts mismatch."""
 Windows = Callable[[int], np.ndarray]
 """The windows of all requests after so many more iterations, int64 [batch, 3], as in `Lens`."""
 Source = Callable[[int, np.random.Generator], Windows]
@@ -88,9 +88,9 @@ def near_ties(share: float, forced: bool) -> Source:
     def begin(batch: int, rng: np.random.Generator) -> Windows:
         def after(iterations: int) -> np.ndarray:
             alike = (rng.random((batch, STEPS)) < np.array(HARD_TEXT)).cumprod(axis=1).sum(axis=1)
-            unlike, side = rng.random(batch) < share, rng.random(batch)
+            mismatched, side = rng.random(batch) < share, rng.random(batch)
             graph, eager = side < HARD_TEXT[0], (side > 1 - HARD_TEXT[0]) & (not forced)
-            return np.stack([np.where(unlike, graph, alike), np.where(unlike, eager, alike), unlike], axis=1)
+            return np.stack([np.where(mismatched, graph, alike), np.where(mismatched, eager, alike), mismatched], axis=1)
 
         return after
 
@@ -123,8 +123,8 @@ class Simulation:
             self.sampled += 1
             self.spent.append((i, self.spent[-1][1] + extra))
             self._schedule.observe(1.0 + extra, True, sample)
-            graph, eager, unlike = self._windows(i - last).T
-            self._alarm.add(Pairs(graph, eager, unlike > 0, STEPS, sample.verify))
+            graph, eager, mismatched = self._windows(i - last).T
+            self._alarm.add(Pairs(graph, eager, mismatched > 0, STEPS, sample.verify))
             last = i
             if self._alarm.check():
                 return i

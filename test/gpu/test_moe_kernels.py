@@ -214,17 +214,17 @@ def test_sums_are_added_to_the_stream_and_normed(hidden: int) -> None:
 
     rows, experts, top_k = 5, 8, 2
     routing = routed(rows, experts, top_k, None)
-    y, beside = (torch.randn((count, hidden), device=DEVICE).to(DTYPE) for count in (rows * top_k, rows))
+    y, addend = (torch.randn((count, hidden), device=DEVICE).to(DTYPE) for count in (rows * top_k, rows))
     h, norm = torch.randn((rows, hidden), device=DEVICE) * 3, RMSNorm((torch.rand(hidden, device=DEVICE) + 0.5).to(DTYPE), 1e-6)
     for first, held in ((0, experts), (3, 4)):  # of ids 3 to 6 alone
         own = (routing.ids >= first) & (routing.ids < first + held)
         sums = (y.float().view(rows, top_k, hidden) * own[:, :, None]).sum(1)
-        for added in (None, Added(), Added(beside), Added(None, norm), Added(beside, norm)):
+        for added in (None, Added(), Added(addend), Added(None, norm), Added(addend, norm)):
             out = torch.full((rows + 1, hidden), float("nan"), device=DEVICE)
             if added is not None:
                 out[:rows] = h
             sum_pairs(y, routing, out[:rows], first, held, added=added, pdl=False)
-            want = sums if added is None else h + sums + (0 if added.beside is None else beside.float())
+            want = sums if added is None else h + sums + (0 if added.addend is None else addend.float())
             torch.testing.assert_close(out[:rows], want, rtol=1e-5, atol=1e-5)
             assert out[rows].isnan().all(), "writes past its rows"
             if added is not None and added.norm is not None:

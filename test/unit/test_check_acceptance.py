@@ -302,7 +302,7 @@ def test_the_runner_at_fault_is_named(tmp_path: Path, name: str) -> None:
     make_stale(runner, {"verify": "features", "draft_decode": "tokens", "draft_extend": "accept_lens"}[name])
     if name != "draft_extend":
         _lose_results(runner)
-    with pytest.raises(ConfigError, match=f"graphs of {runner.spec.name} do not"):
+    with pytest.raises(ConfigError, match=f"Graphs of {runner.spec.name} and"):
         check_parity(worker)
 
 
@@ -336,14 +336,14 @@ def test_graphs_of_short_prompts_are_compared_too(tmp_path: Path, fault: str) ->
         prompts.buffers["aux"].normal_(0.0, 30.0, generator=torch.Generator().manual_seed(0))
 
     prompts._replays[1, 32, ""] = blurred
-    with pytest.raises(ConfigError, match="graphs of short prompts do not"):
+    with pytest.raises(ConfigError, match="Graphs of short prompts and"):
         check_parity(worker)
 
 
 def test_text_that_differs_fails_where_acceptance_does_not(tmp_path: Path) -> None:
     worker = speculating(tmp_path, replay="eager", sizes=[4], synthetic_accept=(1.0, 1.0, 0.0))
     _lose_results(runners(worker)["draft_decode"])
-    with pytest.raises(ConfigError, match="graphs of draft decode do not"):
+    with pytest.raises(ConfigError, match="Graphs of draft decode and"):
         check_parity(worker)
 
 

@@ -18,8 +18,8 @@ from runtime.managers import prompt_encoder
 from runtime.managers.cost import CallCost, CostLimits
 from runtime.managers.generation import RequestOptions
 from runtime.managers.prompt_encoder import HUGE_TEXT, PromptEncoder
+from runtime.managers.queue_capacity import QueueCapacity
 from runtime.managers.request_context import CURRENT_CLIENT, Client
-from runtime.managers.room import Room
 from runtime.sampling_params import SamplingParams
 from runtime.text import bounded_encoding
 from runtime.text.bounded_encoding import SLICE_CHARS, BoundedEncoding, slices
@@ -222,15 +222,15 @@ def test_a_query_that_many_prompts_share_is_priced_before_they_are_built() -> No
     asyncio.run(check())
 
 
-# ---- room in the queue
+# ---- queue capacity
 
 
-def test_queued_tokens_have_a_bound_and_room_comes_back() -> None:
+def test_ended_requests_free_their_queued_tokens() -> None:
     async def check() -> None:
         scheduler = ScriptedScheduler(hold=0)
         manager = make_manager(scheduler, max_queued_tokens=300)
-        room = (LIMITS.max_total_tokens + 300) // 200
-        open_ones = [await manager.generate([5] * 200, SamplingParams(), RequestOptions(n=8)) for _ in range(room)]
+        count = (LIMITS.max_total_tokens + 300) // 200
+        open_ones = [await manager.generate([5] * 200, SamplingParams(), RequestOptions(n=8)) for _ in range(count)]
         with pytest.raises(QueuedTokensFull) as caught:
             await manager.generate([5] * 200, SamplingParams())
         assert (caught.value.status, caught.value.retry_after) == (429, 1)
@@ -258,33 +258,33 @@ def test_samples_of_a_prompt_travel_in_one_message() -> None:
     asyncio.run(check())
 
 
-def holding(room: Room, client: str, samples: int) -> None:
+def holding(capacity: QueueCapacity, client: str, samples: int) -> None:
     account = cost(samples=1000)
     account.samples = samples
-    room.check(client, account)
-    room.add(client, samples, 0)
+    capacity.check(client, account)
+    capacity.add(client, samples, 0)
 
 
 def test_a_client_alone_has_the_whole_queue() -> None:
-    room = Room(running=2, queued=8, running_tokens=0, queued_tokens=0)
-    holding(room, "a", 10)
+    capacity = QueueCapacity(running=2, queued=8, running_tokens=0, queued_tokens=0)
+    holding(capacity, "a", 10)
     with pytest.raises(QueueFull):
-        holding(room, "a", 1)
-    room.add("a", -1, 0)
-    holding(room, "a", 1)
+        holding(capacity, "a", 1)
+    capacity.add("a", -1, 0)
+    holding(capacity, "a", 1)
 
 
 def test_a_full_queue_keeps_an_equal_share_for_others() -> None:
-    room = Room(running=2, queued=8, running_tokens=0, queued_tokens=0)
-    holding(room, "flood", 10)
-    holding(room, "good", 5)
+    capacity = QueueCapacity(running=2, queued=8, running_tokens=0, queued_tokens=0)
+    holding(capacity, "flood", 10)
+    holding(capacity, "good", 5)
     with pytest.raises(QueueFull):
-        holding(room, "good", 1)
+        holding(capacity, "good", 1)
     with pytest.raises(QueueFull):
-        holding(room, "flood", 1)
-    holding(room, "third", 3)
+        holding(capacity, "flood", 1)
+    holding(capacity, "third", 3)
     with pytest.raises(QueueFull):  # 18 of 2 + 2 * 8
-        holding(room, "fourth", 1)
+        holding(capacity, "fourth", 1)
 
 
 def test_requests_carry_their_client_and_its_ceiling() -> None:

@@ -48,7 +48,7 @@ class DeferringOps(TorchOps):
         if stream.deferred is None:
             self.computed += 1
             return super().norm_linear(stream, norm, linear)
-        assert stream.norm is norm, "the deferred norm is another one"
+        assert stream.norm is norm, "another norm was deferred"
         assert torch.equal(stream.deferred.scaled, stream.h * norm.weight), "the stream was changed after the norm was deferred"
         self.deferred += 1
         mean = stream.deferred.squares.sum(1, keepdim=True) / stream.h.shape[1]

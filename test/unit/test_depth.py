@@ -51,7 +51,7 @@ def test_a_forced_depth_ends_with_its_context() -> None:
     with control.forced(0):
         assert planned(control, 1) == 0
     assert (planned(control, 1), planned(control, 5), control.deepest) == (3, 0, 3)
-    with pytest.raises(AssertionError, match="was not built"), control.forced(2):
+    with pytest.raises(AssertionError, match="is not in the table"), control.forced(2):
         pass
 
 

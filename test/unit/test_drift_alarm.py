@@ -11,8 +11,8 @@ from runtime.batch import NO_SAMPLE, EagerSample
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.drift_alarm import EAGER_GAIN, FORGET_PAIRS, GRAPH_GAIN, DriftAlarm, Pairs
 from runtime.model_executor.eager_drafts import first_of_equal
+from runtime.model_executor.mismatch_detector import MismatchDetector
 from runtime.model_executor.sample_schedule import DRAFTS, GROWTH, WHOLE, Kind, Samples, SampleSchedule
-from runtime.model_executor.unlike_drafts import UnlikeDrafts
 from unit.driver import EveryNth
 
 RATES = (0.39, 0.45, 0.5)
@@ -29,8 +29,8 @@ def pairs_of(rng: np.random.Generator, graph: Sequence[float], eager: Sequence[f
     """Both sides by the same chance, so that they are equal where their rates are, as without a fault."""
     chance = rng.random((count, len(graph)))
     sides = [(chance < np.array(rates)).cumprod(axis=1).sum(axis=1) for rates in (graph, eager)]
-    unlike = rng.random(count) < 2 * (eager[0] - graph[0])  # some of them wrong on both sides
-    return Pairs(sides[0], np.minimum(sides[1], sides[0] + 1), unlike, len(graph), verify)
+    mismatched = rng.random(count) < 2 * (eager[0] - graph[0])  # some of them wrong on both sides
+    return Pairs(sides[0], np.minimum(sides[1], sides[0] + 1), mismatched, len(graph), verify)
 
 
 class Traffic:
@@ -65,14 +65,14 @@ def loses(graph: Sequence[float], eager: Sequence[float] = RATES, in_verify: boo
 
 
 def near_ties(share: float, forced: bool) -> Windows:
-    """Sound graphs: `share` of the first drafts are unlike, and as often right on either side; or acceptance is forced, so that those of
-    graphs alone ever are.
+    """Correct graphs: a `share` of the first drafts mismatch and are as often right on either side; if acceptance is `forced`, only
+    those of the graphs are ever right.
     """
 
     def windows(rng: np.random.Generator, count: int, verify: bool) -> Pairs:
-        alike, unlike, side = hits(rng, RATES, count), rng.random(count) < share, rng.random(count)
-        graph, eager = (np.where(unlike, right, alike) for right in ((side < RATES[0]) * 1, (side > 1 - RATES[0]) * (not forced)))
-        return Pairs(graph, eager, unlike, 3, verify)
+        alike, mismatched, side = hits(rng, RATES, count), rng.random(count) < share, rng.random(count)
+        graph, eager = (np.where(mismatched, right, alike) for right in ((side < RATES[0]) * 1, (side > 1 - RATES[0]) * (not forced)))
+        return Pairs(graph, eager, mismatched, 3, verify)
 
     return windows
 
@@ -196,14 +196,14 @@ def test_a_drift_that_ends_is_forgotten() -> None:
     assert alarm.suspicion(verify=False) == 0
 
 
-def test_unlike_drafts_surprise_where_they_are_more_than_usual() -> None:
-    drafts = UnlikeDrafts()
+def test_more_mismatches_than_usual_are_surprising() -> None:
+    drafts = MismatchDetector()
     drafts.add(1, 1)
     assert drafts.surprising, "the first is"
     for _ in range(40):
         drafts.add(1, 1)
     assert not drafts.surprising, "they are usual now"
-    rng, drafts = np.random.default_rng(0), UnlikeDrafts()
+    rng, drafts = np.random.default_rng(0), MismatchDetector()
     for _ in range(100):
         drafts.add(int(rng.random() < 0.3), 1)
     assert not drafts.surprising
@@ -213,8 +213,8 @@ def test_unlike_drafts_surprise_where_they_are_more_than_usual() -> None:
 
 
 @pytest.mark.parametrize("batch", [8, 64])
-def test_some_unlike_drafts_of_many_are_no_surprise(batch: int) -> None:
-    drafts = UnlikeDrafts()
+def test_a_usual_number_of_mismatches_is_not_surprising(batch: int) -> None:
+    drafts = MismatchDetector()
     drafts.add(batch // 8, batch)
     assert not drafts.surprising
     drafts.add(batch, batch)

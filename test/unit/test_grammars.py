@@ -293,8 +293,8 @@ def test_a_window_knows_the_masks_behind_all_its_paths(llguidance: GrammarBacken
     assert allowed(left, after_left) is None
     assert allowed(first, right, after_right, last) == {0, 1}
     assert allowed(first, right, after_right, last, 0) is None
-    assert window.guided((), right) == first
-    assert window.guided((first,), last) == last
+    assert window.substitute_forced((), right) == first
+    assert window.substitute_forced((first,), last) == last
     assert [window.write(path) for path in ((), (first,), (first, left))] == [True] * 3
     found = [set(np.flatnonzero(allowed_tokens(row)).tolist()) for row in chain]
     assert found == [{first}, {left, right}, {after_left}]

@@ -19,7 +19,7 @@ from runtime.model_executor import iteration_graph
 from runtime.model_executor.depth import DepthBatches
 from runtime.model_executor.graph_runner import GraphOptions, RunMode, eagerly
 from runtime.model_executor.iteration import DraftCaps, Iteration
-from runtime.model_executor.iteration_graph import IterationGraphs, hot_depths
+from runtime.model_executor.iteration_graph import IterationGraphs, iteration_graph_depths
 from runtime.model_executor.parity import check_parity
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver, EveryNth
@@ -115,12 +115,16 @@ def test_drafts_pause_above_a_batch_size_through_iteration_graphs(tmp_path: Path
 def test_hot_depths_are_those_with_graphs_of_all_sizes() -> None:
     large = iteration_graph.SMALL_MODEL + 1
     fixed = tiny_runtime(tiny_speculative("", num_steps=5), iteration_graph=True)
-    assert hot_depths([5, 3, 1, 0], fixed, large) == [5, 3, 0]
+    assert iteration_graph_depths([5, 3, 1, 0], fixed, large) == [5, 3, 0]
     auto = tiny_speculative("", num_steps=7, depths=(0, 1, 3, 5, 7))
-    assert hot_depths([7, 5, 3, 1, 0], tiny_runtime(auto, iteration_graph=True), large) == [3, 0]
-    assert hot_depths([5], fixed, large) == [5]
-    assert hot_depths([0], tiny_runtime(iteration_graph=True), large) == [0]
-    assert hot_depths([0], tiny_runtime(), large) == hot_depths([0], tiny_runtime(iteration_graph=True, tp_size=2), large) == []
+    assert iteration_graph_depths([7, 5, 3, 1, 0], tiny_runtime(auto, iteration_graph=True), large) == [3, 0]
+    assert iteration_graph_depths([5], fixed, large) == [5]
+    assert iteration_graph_depths([0], tiny_runtime(iteration_graph=True), large) == [0]
+    assert (
+        iteration_graph_depths([0], tiny_runtime(), large)
+        == iteration_graph_depths([0], tiny_runtime(iteration_graph=True, tp_size=2), large)
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,7 @@ def test_iterations_of_small_models_are_one_graph_unless_unwanted(
     parameters: int, wanted: bool | None, tp_size: int, want: list[int]
 ) -> None:
     auto = tiny_speculative("", num_steps=7, depths=(0, 1, 3, 5, 7))
-    assert hot_depths([7, 5, 3, 1, 0], tiny_runtime(auto, iteration_graph=wanted, tp_size=tp_size), parameters) == want
+    assert iteration_graph_depths([7, 5, 3, 1, 0], tiny_runtime(auto, iteration_graph=wanted, tp_size=tp_size), parameters) == want
 
 
 def test_log_probabilities_are_those_of_three_graphs(tmp_path: Path) -> None:
@@ -281,5 +285,5 @@ def test_the_check_at_start_up_finds_a_faulty_iteration_graph(tmp_path: Path) ->
             worker.parts.drafter.state.tokens.zero_()
 
         runner._replays[key] = forgetful
-    with pytest.raises(ConfigError, match="graphs of whole iterations do not"):
+    with pytest.raises(ConfigError, match="Graphs of whole iterations and"):
         check_parity(worker)

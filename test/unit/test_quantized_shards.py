@@ -130,5 +130,5 @@ def test_gpus_may_hold_different_parts_of_mxfp4_experts_only() -> None:
     heads = {"vocab_size": 96, "num_q_heads": 16, "num_kv_heads": 8}
     check(gpt_oss(288, quant=QuantConfig("mxfp4", kept=("self_attn",)), **heads))
     for uneven in (gpt_oss(300, **heads), model_config(intermediate_size=126, **heads)):
-        with pytest.raises(ConfigError, match=f"--tp-size 8 does not cut {uneven.architecture} into equal parts"):
+        with pytest.raises(ConfigError, match=f"--tp-size 8 does not divide {uneven.architecture} into equal shards"):
             check(uneven)

@@ -16,7 +16,7 @@ from runtime.managers.messages import GenerateReq
 from runtime.model_executor import depth_controller, depth_costs, verification
 from runtime.model_executor.iteration_cost import CostPoint, IterationCost
 from runtime.model_executor.ragged_windows import mean_widths
-from runtime.model_executor.window_widths import allot
+from runtime.model_executor.window_widths import assign_widths
 from runtime.sampling_params import SamplingParams
 from unit.driver import GREEDY, Driver
 from unit.predicting import VOCAB, exact_product, plain, speculating
@@ -56,16 +56,16 @@ def verified_tokens(worker: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_tokens_go_to_the_drafts_that_promise_most() -> None:
     gains = np.array([[0.9, 0.8, 0.7], [0.2, 0.05, 0.01]])
-    assert allot(gains, 2, 5).tolist() == [4, 1]
-    assert allot(gains, 2, 6).tolist() == [4, 2]
-    assert allot(gains, 2, 8).tolist() == [4, 4]
-    assert allot(gains, 2, 2).tolist() == [1, 1]
+    assert assign_widths(gains, 2, 5).tolist() == [4, 1]
+    assert assign_widths(gains, 2, 6).tolist() == [4, 2]
+    assert assign_widths(gains, 2, 8).tolist() == [4, 4]
+    assert assign_widths(gains, 2, 2).tolist() == [1, 1]
 
 
 def test_tokens_without_promise_go_to_the_padding() -> None:
     capped = np.array([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
-    assert allot(capped, 4, 9).tolist() == [4, 1, 2, 2]
-    assert allot(capped, 4, 14).tolist() == [4, 2, 4, 4], "each window has at most D"
+    assert assign_widths(capped, 4, 9).tolist() == [4, 1, 2, 2]
+    assert assign_widths(capped, 4, 14).tolist() == [4, 2, 4, 4], "each window has at most D"
 
 
 def test_widths_always_add_up() -> None:
@@ -75,7 +75,7 @@ def test_widths_always_add_up() -> None:
         size = n + int(rng.integers(0, 4))
         tokens = int(rng.integers(size, size * (K + 1) + 1))
         gains = np.cumprod(rng.random((n, K)), axis=1) * (np.arange(K) < rng.integers(0, K + 1, (n, 1)))
-        widths = allot(gains, size, tokens)
+        widths = assign_widths(gains, size, tokens)
         assert widths.sum() == tokens
         assert widths.min() >= 1
         assert widths.max() <= K + 1

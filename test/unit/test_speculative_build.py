@@ -43,7 +43,7 @@ def test_synthetic_acceptance_has_its_mean_by_position(tmp_path: Path) -> None:
 
 
 def test_synthetic_acceptance_never_reaches_a_tree_unheeded(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="on a chain only"):
+    with pytest.raises(AssertionError, match="synthetic acceptance needs a chain"):
         speculating(tmp_path, topk=2, num_draft_tokens=5, synthetic_accept=(0.9, 0.5, 0.2))
 
 
@@ -95,7 +95,7 @@ def test_more_branches_than_the_draft_knows_tokens_are_refused_by_flag(tmp_path:
     for algorithm, less in (("EAGLE", {"token_map": str(tmp_path / "hot.pt")}), ("EAGLE3", {"head": {"draft_vocab_size": 3}})):
         worker = speculating(tmp_path, algorithm, topk=3, num_draft_tokens=5, **less)
         assert Driver(worker).generate(PROMPTS, 8) == Driver(plain()).generate(PROMPTS, 8)
-        with pytest.raises(ConfigError, match="--speculative-eagle-topk is 4; this draft knows 3 tokens"):
+        with pytest.raises(ConfigError, match="--speculative-eagle-topk is 4; this draft has 3 tokens"):
             speculating(tmp_path, algorithm, topk=4, num_draft_tokens=5, **less)
 
 

@@ -104,7 +104,7 @@ def test_only_a_step_with_drafts_waits_for_the_step_before_it(monkeypatch: pytes
     step = rows.step(row, 1, width=1 + drafts)
     assert step is not None
     assert waited == [True] * bool(drafts), "nothing is launched while the host waits"
-    step.verify(DraftWindow(torch.tensor([[q, z, j][: 1 + drafts]])))
+    step.start_masks(DraftWindow(torch.tensor([[q, z, j][: 1 + drafts]])))
     mask = step.window_mask()
     assert mask is not None
     assert waited == [bool(drafts), False], "the tokens and the window"
@@ -137,7 +137,7 @@ def test_a_step_waits_for_the_tokens_that_a_failed_one_was_waiting_for(monkeypat
     rows.follow(first, torch.tensor([[q]]))
     failed = rows.step(row, 1)
     assert failed is not None
-    failed.verify(DraftWindow(torch.tensor([[q]])))  # and then the pass raises, so its mask is not read
+    failed.start_masks(DraftWindow(torch.tensor([[q]])))  # and then the pass raises, so its mask is not read
     threading.Timer(0.3, gate.set).start()
     step = rows.step(row, 1, width)
     assert step is not None

@@ -150,8 +150,8 @@ class Desk:
     def aborted(self) -> list[str]:
         return [message.rid for message in self.sent if isinstance(message, AbortReq)]
 
-    def reply(self, wire: str, text: str = "", tokens: int = 1, finish: Finish | None = None) -> None:
-        out = TextOut(rid=wire, text=text, token_ids=[5] * tokens, progress=Progress(3, 0, tokens), finish=finish)
+    def reply(self, rid: str, text: str = "", tokens: int = 1, finish: Finish | None = None) -> None:
+        out = TextOut(rid=rid, text=text, token_ids=[5] * tokens, progress=Progress(3, 0, tokens), finish=finish)
         self.manager.handle(TextOutBatch(outs=[out]))
 
 
@@ -586,10 +586,10 @@ def test_the_observer_receives_every_event_of_a_choice() -> None:
         desk = Desk()
         watcher = desk.manager.observer = Watcher()
         generation = await desk.manager.generate([1, 2], SamplingParams(), RequestOptions(stream=True))
-        wire = desk.requests[0].rid
-        desk.reply(wire, "a")
-        desk.reply(wire, "", 0)
-        desk.reply(wire, "bc", 2, LENGTH)
+        rid = desk.requests[0].rid
+        desk.reply(rid, "a")
+        desk.reply(rid, "", 0)
+        desk.reply(rid, "bc", 2, LENGTH)
         await collect(generation)
         (await desk.manager.generate([1], SamplingParams())).close()
         assert watcher.told == [("started", 2), "first", ("next", 2), ("ended", "length"), ("started", 1), ("ended", None)]

@@ -1,1 +1,1 @@
-"""Flags, the resolved configuration, and what is known of machine, device and model."""
+"""Flags, the resolved configuration, and facts about machine, device and model."""

@@ -1,4 +1,4 @@
-"""Which attention backend runs: the one asked for, or the fastest that this machine and model can use."""
+"""Resolves the attention backend: the requested one, or the fastest that supports this machine and model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 def resolve_attention(
     asked: AttentionName | None, flag: str, device: DeviceKind, dtype: DType, machine: MachineFacts, model: ModelFacts | None
 ) -> AttentionName:
-    """Check the backend that `flag` asks for, or choose one.
+    """Check the backend requested by `flag`, or choose one.
 
     Args:
         model: None if it is not known yet.

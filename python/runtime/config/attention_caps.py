@@ -1,4 +1,4 @@
-"""What each attention backend needs and can do. No torch: flag checks and backends read the same table."""
+"""Requirements and capabilities of each attention backend. No torch: flag checks and backends read the same table."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Literal, get_args
 AttentionName = Literal["torch_native", "fa3", "flashinfer"]
 
 MAX_TREE_BITS = 64
-"""Most nodes of a draft tree: one row of the tree mask is a 64-bit word."""
+"""Maximum nodes of a draft tree, because one row of the tree mask is a 64-bit word."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCaps:
-    """What a backend can do. A model or a flag that needs more is refused at start-up.
+    """The capabilities of a backend. A model or a flag that needs more is refused at start-up.
 
     Attributes:
-        package: the package of its kernels, which run on CUDA only; None for a backend that needs neither.
-        major: the only major compute capability of a GPU that the kernels run on; None for any.
-        page_size: slots of a KV page, unless a flag asks for others.
-        block_keys: keys of a block of the prompt kernel for heads of 128 columns; a page of long contexts has as many slots. None where
-            that is of no use.
-        unmixable: why a pass cannot hold prompts and decoding requests; an empty text where it can.
-        dtypes: names of the KV dtypes it takes; None for any.
-        head_dims: head dimensions it takes; None for any.
-        kv_kinds: values of `KVSpec.kind` it takes.
-        latent_dims: key and value dimensions of "mla" caches that it takes; None for any.
-        tree_mask: whether passes with a tree mask work when every layer has full attention.
-        cuda_graph: whether `forward` may be captured.
-        sinks: whether layers with attention sinks work.
-        non_causal: whether layers work whose queries see the keys behind them too.
+        package: the package of its kernels, which run only on CUDA; None for a backend that needs neither.
+        major: the only supported major compute capability; None for any.
+        page_size: default slots of a KV page.
+        block_keys: keys per block of the prompt kernel for heads of 128 columns, which is the page size for long contexts; None if that
+        brings
+            no gain.
+        unmixable: why a pass cannot have prompts and decoding requests; empty if it can.
+        dtypes: names of the supported KV dtypes; None for any.
+        head_dims: supported head dimensions; None for any.
+        kv_kinds: supported values of `KVSpec.kind`.
+        latent_dims: supported key and value dimensions of "mla" caches; None for any.
+        tree_mask: whether tree masks are supported if every layer has full attention.
+        cuda_graph: whether `forward` can be captured.
+        sinks: whether attention sinks are supported.
+        non_causal: whether layers are supported whose queries also see later keys.
         mixed_heads: whether layers may differ in heads, head dimension or scale.
         plan_on_device: whether `plan_on_device` does all planning, so that it can be captured with the pass.
-        scaled_kv: whether KV caches in 8 bits with a scale for each layer work.
-        ragged_windows: whether a pass over windows of different widths may be captured.
-        self_check: whether a small pass is compared with torch_native at start-up; for backends that depend on
-            private parts of a package.
+        scaled_kv: whether 8-bit KV caches with a scale per layer are supported.
+        ragged_windows: whether a pass over windows of different widths can be captured.
+        self_check: whether a small pass is compared with torch_native at start-up, for backends that depend on private parts of a package.
     """
 
     package: str | None = None
@@ -103,7 +103,7 @@ assert get_args(AttentionName) == tuple(ATTENTION_CAPS), "every backend has a ro
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What a layer asks of its backend; the defaults ask for nothing.
+    """What a layer needs from its backend; the defaults need nothing special.
 
     Attributes:
         dtype: name of the KV dtype.
@@ -126,7 +126,7 @@ class AttentionNeeds:
 
 
 def unsupported(caps: AttentionCaps, needs: AttentionNeeds) -> str:
-    """What a layer needs that a backend cannot do; an empty text where it can do all of it."""
+    """A need of the layer that the backend does not support; empty if it supports all."""
     if needs.kind not in caps.kv_kinds:
         return f"{needs.kind} KV caches"
     if needs.kind == "mla":

@@ -9,14 +9,13 @@ from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
 LONG_CONTEXT, BLOCK_DIM = 16384, 128
-"""At this context length or more, and this head dimension, a page holds the keys of one block of the prompt kernel
-(`AttentionCaps.block_keys`): prompts then load whole pages by Hopper's copy engine, which takes a tenth less time where their contexts
-are long."""
+"""From this context length on, and with this head dimension, a page has as many slots as the prompt kernel's block has keys
+(`AttentionCaps.block_keys`): prompts then load whole pages by TMA, which takes a tenth less time with long contexts."""
 MAX_PAGE_SIZE = 1024
 
 
 def check_cache(args: ServerArgs) -> None:
-    """Refuse values that no machine can use."""
+    """Raise `ConfigError` for values that are invalid on any machine."""
     check_ranges(args, max_total_tokens=(1, 1 << 31))
     share, size = args.mem_fraction_static, args.page_size
     if share is not None and not 0.0 < share < 1.0:
@@ -26,7 +25,7 @@ def check_cache(args: ServerArgs) -> None:
 
 
 def default_page_size(backend: AttentionName, context_length: int, head_dim: int) -> int:
-    """The page size where none is asked for."""
+    """The page size if --page-size is not given."""
     caps = ATTENTION_CAPS[backend]
     if caps.block_keys is not None and context_length >= LONG_CONTEXT and head_dim == BLOCK_DIM:
         return caps.block_keys

@@ -1,4 +1,4 @@
-"""The device part of the configuration: where the model runs, in which type, with which kernels."""
+"""The device part of the configuration: device, dtype and kernels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from runtime.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
-"""Of a GPU: older ones have no bfloat16, and neither FA3 nor FlashInfer's kernels."""
+"""Minimum compute capability: older GPUs have no bfloat16, and neither FA3 nor FlashInfer supports them."""
 MAX_THREADS = 1024
 _SPELLINGS: dict[str, DType] = {"float": "float32", "half": "float16"}
 
 
 def check_device(args: ServerArgs) -> None:
-    """Refuse values that no machine can use."""
+    """Raise `ConfigError` for values that are invalid on any machine."""
     check_ranges(args, cpu_threads=(1, MAX_THREADS))
     if args.sampling_backend == "flashinfer":
         raise ConfigError("--sampling-backend flashinfer is not supported. Use triton or pytorch, or leave the flag out.")
@@ -57,7 +57,7 @@ def resolve_device(args: ServerArgs, machine: MachineFacts, model: ModelFacts) -
 
 
 def _default_threads(args: ServerArgs, machine: MachineFacts) -> int:
-    """Threads that wait for each other spin, so that more of them than free cores slow down every operation."""
+    """The default number of threads: no more than free cores, because waiting threads spin and would slow down every operation."""
     return min(machine.threads or max(machine.cores * args.nnodes // args.tp_size, 1), MAX_THREADS)
 
 

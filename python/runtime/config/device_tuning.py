@@ -1,4 +1,4 @@
-"""What was measured per GPU: costs that scheduling and graphs depend on, and the kernels' default cuts. No torch."""
+"""Measured constants per GPU: costs for scheduling and graphs, and the kernels' default configurations. No torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class CpuTuning:
     Attributes:
         max_running_requests: requests that run together.
         chunked_prefill_size: prompt tokens of one step.
-        kv_share: share of the free memory that the KV cache may take.
-        kv_bytes: most bytes of the KV cache.
-        group_headroom: bytes that the memory plan leaves to requests in a control group with a limit.
+        kv_share: maximum fraction of the free memory for the KV cache.
+        kv_bytes: maximum bytes of the KV cache.
+        group_headroom: bytes that the memory plan leaves for requests if a cgroup limits memory.
         saturating_tokens: prompt tokens below which a pass takes longer per token, because it is bound by reading (and
             widening) the weights.
     """
@@ -40,41 +40,44 @@ CPU = CpuTuning()
 
 
 Candidates = tuple[TritonConfig, ...]
-"""Configurations of the Triton GEMM that are worth timing against cuBLAS, the likeliest first."""
+"""Configurations of the Triton GEMM that are worth timing against cuBLAS, the most promising first."""
 FragmentCandidates = tuple[FragmentConfig, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTuning:
-    """Measured values of one GPU.
+    """Measured constants of one GPU.
 
     Attributes:
-        launch_seconds: time of one kernel in a pass that is launched kernel by kernel, at least.
-        gemm_flops: FLOP/s of a prompt's GEMMs in 16-bit weights.
-        weight_read_tokens: tokens whose GEMMs take as long as reading the weights once, at two bytes per parameter.
+        launch_seconds: minimum time per kernel of a pass that is launched kernel by kernel.
+        gemm_flops: FLOP/s of a prompt's GEMMs with 16-bit weights.
+        weight_read_tokens: tokens for which GEMMs take as long as reading the weights once, at two bytes per parameter.
         graph_node_bytes: device memory of one kernel node of an instantiated graph.
-        nccl_node_bytes: the same of one call of NCCL.
-        split_kv_batches: batch sizes, first and last, whose fixed-width passes run by split-KV attention, not FA3.
-        split_kv_width: most queries per request of such a pass.
-        split_kv_queries: passes of more queries per request also use split-KV if they have at most this many in total.
-        whole_kv_programs: so do passes of one query per request and at least this many requests times KV heads: a program takes all keys
-            of a request and a KV head.
-        split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last holds for any batch.
-        wide_split_kv: configuration for head dimensions above 256, of any batch.
-        latent: (most queries times heads of a request, configuration of split-KV attention over latent rows), ascending; the last
-            holds for any number.
+        nccl_node_bytes: device memory of one NCCL call in an instantiated graph.
+        split_kv_batches: ranges of batch sizes, first and last, whose fixed-width passes run split-KV attention instead of FA3.
+        split_kv_width: maximum queries per request of such a pass.
+        split_kv_queries: passes with more queries per request also run split-KV attention if they have at most this many in total.
+        whole_kv_programs: so do passes of one query per request with at least this many requests times KV heads; one program then processes
+        all
+            keys of a request and KV head.
+        split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last applies to any batch.
+        wide_split_kv: configuration for head dimensions above 256 and any batch.
+        latent: (maximum queries times heads of a request, configuration of split-KV attention over latent rows), ascending; the last
+        applies to
+            any number.
         gemm_candidates: by operation, (largest number of input rows, candidates), ascending.
-        scaled_candidates: the same for weights in e4m3, for every operation.
-        fragment_candidates: (largest number of input rows, cuts) of the GEMM by fragments, ascending.
-        triton_gemm_rows: up to this many rows, a GEMM that was not timed takes the first candidate, above it cuBLAS; and
-            the WGMMA GEMM is not timed for `logits`.
-        wgmma_only_rows: above this many rows, Triton's candidates are not timed where the WGMMA GEMM takes the weights.
-        num_sms: multiprocessors of the GPU that was measured.
-        clusters_at_once: by their blocks, how many clusters run at once there, one block on each multiprocessor.
-        sum_bytes: bytes that the GPU reads while a block's output is summed over the ranks by Talon's own kernel.
-        nccl_sum_bytes: the same for a sum by NCCL.
+        scaled_candidates: the same for e4m3 weights, for every operation.
+        fragment_candidates: (largest number of input rows, configurations) of the fragment GEMM, ascending.
+        triton_gemm_rows: up to this many rows, a GEMM that was not timed uses the first candidate, above it cuBLAS; and the WGMMA GEMM is
+        not
+            timed for `logits`.
+        wgmma_only_rows: above this many rows, Triton's candidates are not timed if the WGMMA GEMM supports the weights.
+        num_sms: SMs of the measured GPU.
+        clusters_at_once: number of clusters that run concurrently, one block per SM, by blocks per cluster.
+        sum_bytes: bytes that the GPU reads in the time of an all-reduce of a block's output by our own kernel.
+        nccl_sum_bytes: the same for an all-reduce by NCCL.
         experts: the tilings of sparse MLPs.
-        fp8_activations: whether prompts round activations to e4m3 for weights in e4m3.
+        fp8_activations: whether prompts round activations to e4m3 with e4m3 weights.
     """
 
     launch_seconds: float
@@ -102,11 +105,11 @@ class DeviceTuning:
     fp8_activations: bool = True
 
     def without_fp8_activations(self) -> DeviceTuning:
-        """The same with activations in 16 bits in every pass."""
+        """The same, with 16-bit activations in every pass."""
         return dataclasses.replace(self, experts=self.experts.without_fp8_rows(), fp8_activations=False)
 
     def split_wins(self, batch: int, width: int, num_kv_heads: int) -> bool:
-        """Whether passes of `width` queries of each of `batch` requests run by split-KV attention."""
+        """Whether passes of `width` queries for each of `batch` requests run split-KV attention."""
         if width == 1 and batch * num_kv_heads >= self.whole_kv_programs:
             return True
         if width > self.split_kv_width:
@@ -114,7 +117,7 @@ class DeviceTuning:
         return any(first <= batch <= last for first, last in self.split_kv_batches)
 
     def split_config(self, head_dim: int, batch: int) -> SplitConfig:
-        """The cut of split-KV attention for a head dimension and a batch size; above a head dimension of 128, half tiles."""
+        """The configuration of split-KV attention for a head dimension and a batch size; with half tiles above a head dimension of 128."""
         config = next((config for largest, config in self.split_kv if batch <= largest), self.split_kv[-1][1])
         if head_dim > 256:
             return self.wide_split_kv
@@ -129,11 +132,11 @@ class DeviceTuning:
         return next(configs for max_rows, configs in self.gemm_candidates[op] if rows <= max_rows)
 
     def scaled_configs(self, rows: int) -> Candidates:
-        """The candidates for weights in e4m3 and `rows` rows of input, 1..128."""
+        """The candidates for e4m3 weights and `rows` rows of input, 1..128."""
         return next(configs for max_rows, configs in self.scaled_candidates if rows <= max_rows)
 
     def fragment_configs(self, rows: int) -> FragmentCandidates:
-        """The cuts of the GEMM by fragments for weights in e4m3 and `rows` rows of input; none for many rows."""
+        """The configurations of the fragment GEMM for `rows` rows of input; none for many rows."""
         return next((configs for max_rows, configs in self.fragment_candidates if rows <= max_rows), ())
 
 
@@ -166,10 +169,10 @@ H200 = DeviceTuning(
     # An 8B model with 48 and more requests decodes up to 5 % faster than with FA3 where contexts are short, and as fast at
     # 1,500 tokens. With four queries per request, FA3 is as fast.
     whole_kv_programs=384,
-    # A tile of 64 keys and values is 32 KiB at most, so two or three programs share a multiprocessor's memory. Few
-    # requests have less to merge with one program, whose tiles may be twice as long. A schedule balances what 17 to 32 requests
-    # give to programs; more requests have a program for each KV head. Of few requests one launch less is a part of the time: up to
-    # eight, the blocks of a cluster merge, of the largest clusters that all run at once.
+    # A tile of 64 keys and values is at most 32 KiB, so two or three programs share an SM. With few requests one program per SM has less to
+    # merge, and its tiles may be twice as long. For 17 to 32 requests a schedule balances the programs; more requests have one program per
+    # KV head. Up to eight requests, one launch less matters: the blocks of a cluster merge their results, in the largest clusters that all
+    # run concurrently.
     split_kv=(
         (4, SplitConfig(128, num_warps=4, stages=3, programs_per_sm=1, alone=2, cluster=_CLUSTER)),
         (8, SplitConfig(64, num_warps=4, stages=4, programs_per_sm=2, cluster=_CLUSTER)),
@@ -260,9 +263,9 @@ _H100_BANDWIDTH = 4e12
 
 
 def tuning_of(gpu: Gpu | None) -> DeviceTuning:
-    """The values of this GPU: measured if it is listed, else estimated from its multiprocessors and memory bandwidth.
+    """The constants of this GPU: measured if it is listed, else estimated from its SMs and memory bandwidth.
 
-    Without a GPU the H200's, which then only tests read.
+    Without a GPU they are the H200's, which only tests read then.
     """
     if gpu is None:
         return H200
@@ -271,7 +274,7 @@ def tuning_of(gpu: Gpu | None) -> DeviceTuning:
 
 
 def log_tuning(gpu: Gpu) -> None:
-    """Log which values hold for this GPU."""
+    """Log whether the constants are measured or estimated for this GPU."""
     tuning = tuning_of(gpu)
     if tuning in _LISTED.values():
         log.info("device tuning: measured values of this GPU")

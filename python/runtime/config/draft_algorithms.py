@@ -1,4 +1,4 @@
-"""What each drafting algorithm needs and can do. No torch: flag checks, model checks and drafters read the same table."""
+"""Requirements and capabilities of each drafting algorithm. No torch: flag checks, model checks and drafters read the same table."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ SpecAlgorithm = Literal["EAGLE", "EAGLE3", "MTP", "DFLASH", "STANDALONE", "NGRAM
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmCaps:
-    """What an algorithm needs and can do. A flag that it cannot use is refused at start-up.
+    """The requirements and capabilities of an algorithm. A flag that has no effect with it is refused at start-up.
 
     Attributes:
-        draft: where its draft model is: in a folder of its own, in the target's checkpoint, or nowhere.
-        without_folder: the algorithm that runs instead if no folder is named; None for an error.
-        unused_flags: further flags that have no effect.
-        unused_why: why they have none, as a sentence.
+        draft: where its draft model is: in its own folder, in the target's checkpoint, or nowhere.
+        without_folder: the algorithm that runs instead if no folder is given; None for an error.
+        unused_flags: flags that have no effect.
+        unused_why: the reason, as a sentence.
         trees: whether drafts may branch.
-        token_map: whether a token map may limit the drafts.
-        blocks: whether the draft fills blocks of a size that its checkpoint states, which is then the default depth.
-        unmixable: why a pass cannot hold prompts and decoding requests; an empty text where it can.
+        token_map: whether a token map may restrict the drafts.
+        blocks: whether the draft fills blocks, whose size in its checkpoint is the default depth.
+        unmixable: why a pass cannot have prompts and decoding requests; empty if it can.
     """
 
     draft: Literal["folder", "checkpoint", "none"] = "folder"

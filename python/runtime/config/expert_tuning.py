@@ -1,4 +1,4 @@
-"""How the kernels of sparse MLPs are cut, by format of the weights and number of tokens. No torch."""
+"""Tilings of the kernels of sparse MLPs, by weight format and number of tokens. No torch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Literal
 from runtime.config.kernel_configs import GroupedConfig, StepConfig, WgmmaExpertsConfig
 
 WeightFormat = Literal["dense", "fp8", "mxfp4"]
-"""Weights in the activations' dtype; e4m3 with float32 scales of blocks or rows; e2m1 with a scale for each 32 columns."""
-
+"""Weights in the activations' dtype; e4m3 with float32 scales of blocks or rows; e2m1 with one scale per 32 columns."""
 FEW_BLOCKS = frozenset({1, 4, 8, 16, 32, 64})
-"""Tokens that together need every kernel for few tokens."""
-
+"""Token counts that together use every kernel for few tokens."""
 MID_ROUTER_ROWS = 1024
-"""Up to this many tokens, programs of the router in Triton share the GEMM of 16 tokens; above, one computes 32 whole rows."""
+"""Up to this many tokens, several programs of the Triton router split the GEMM of 16 tokens; above, one program computes 32 whole rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTuning:
-    """Measured values of one GPU.
+    """Measured constants of one GPU, by weight format.
 
     Attributes:
-        few: by format, (largest number of tokens, tilings of the two kernels for few tokens), ascending; above the last,
-            `many` holds.
-        many: by format, (largest number of tokens, tiling of the grouped GEMM), ascending; the last holds for any number.
-        most_streamed: by format, the largest number of tokens for which the CUDA kernels for few tokens are faster than the grouped
-            GEMM, where they serve the dtypes and shapes.
-        wgmma: by format, the smallest number of tokens for which the grouped GEMMs by WGMMA are faster where the device, dtypes and shapes
-            allow them, and their tiling; formats that are left out have none.
-        widened: by format, (largest number of tokens, pairs of a tile) of the grouped GEMMs by WGMMA that widen weights in registers,
-            ascending; 0 pairs where other kernels are faster. The last holds for any number.
+        few: (largest number of tokens, tilings of the two kernels for few tokens), ascending; above the last, `many` applies.
+        many: (largest number of tokens, tiling of the grouped GEMM), ascending; the last applies to any number.
+        most_streamed: the largest number of tokens for which the CUDA kernels for few tokens are faster than the grouped GEMM, if they
+        support
+            the dtypes and shapes.
+        wgmma: the smallest number of tokens for which the grouped WGMMA GEMMs are faster, if they support device, dtypes and shapes, and
+        their
+            tiling; missing formats have none.
+        widened: (largest number of tokens, pairs per tile) of the grouped WGMMA GEMMs that convert weights in registers, ascending; 0 pairs
+        if
+            other kernels are faster. The last applies to any number.
     """
 
     few: Mapping[WeightFormat, tuple[tuple[int, tuple[StepConfig, StepConfig]], ...]]
@@ -42,7 +42,7 @@ class ExpertTuning:
     widened: Mapping[WeightFormat, tuple[tuple[int, int], ...]]
 
     def few_rows(self, weights: WeightFormat, rows: int) -> tuple[StepConfig, StepConfig] | None:
-        """Tilings of the kernels for few tokens, or None where the grouped GEMM is faster."""
+        """Tilings of the kernels for few tokens; None if the grouped GEMM is faster."""
         return next((configs for largest, configs in self.few[weights] if rows <= largest), None)
 
     def many_rows(self, weights: WeightFormat, rows: int) -> GroupedConfig:
@@ -50,16 +50,16 @@ class ExpertTuning:
         return next((config for largest, config in self.many[weights] if rows <= largest), self.many[weights][-1][1])
 
     def wgmma_rows(self, weights: WeightFormat, rows: int) -> WgmmaExpertsConfig | None:
-        """The tiling of the grouped GEMMs by WGMMA, or None where `many_rows` is faster; of e4m3 weights they take e4m3 rows."""
+        """The tiling of the grouped WGMMA GEMMs, which need e4m3 rows for e4m3 weights; None if `many_rows` is faster."""
         least, config = self.wgmma.get(weights, (rows + 1, None))
         return config if rows >= least else None
 
     def widened_pairs(self, weights: WeightFormat, rows: int) -> int:
-        """Pairs of a tile of the grouped GEMMs that widen weights in registers; 0 where other kernels are faster, or for other formats."""
+        """Pairs per tile of the grouped GEMMs that convert weights in registers; 0 if other kernels are faster, and for other formats."""
         return next((pairs for largest, pairs in self.widened.get(weights, ()) if rows <= largest), 0)
 
     def without_fp8_rows(self) -> ExpertTuning:
-        """The same with activations in 16 bits for any number of tokens."""
+        """The same, with 16-bit activations for any number of tokens."""
         many = {
             kind: tuple((largest, dataclasses.replace(config, fp8_rows=False)) for largest, config in table)
             for kind, table in self.many.items()
@@ -68,7 +68,7 @@ class ExpertTuning:
         return dataclasses.replace(self, many=many, wgmma=wgmma)
 
     def kernel_rows(self, most: int) -> set[int]:
-        """Numbers of tokens, up to `most`, that together need every kernel that passes of up to `most` tokens use."""
+        """Token counts up to `most` that together use every kernel of passes of up to `most` tokens."""
         bounds = {bound for table in self.many.values() for bound, _ in table}
         bounds |= {bound for least, _ in self.wgmma.values() for bound in (least - 1, least)}
         bounds |= {largest for table in self.widened.values() for largest, _ in table}
@@ -113,8 +113,8 @@ H200_EXPERTS = ExpertTuning(
     widened={"fp8": ((64, 0), (256, 32), (512, 48), (1 << 30, 0)), "mxfp4": ((96, 0), (192, 32), (384, 48), (1 << 30, 128))},
 )
 
-# With 64 tokens MXFP4 takes 187 us by WGMMA, 208 by the kernels for few tokens; with 40 both take as long. The latter gain more from the
-# faster memory of an H200: there they take 163 us for 64 tokens, by WGMMA 174, and with 96 both take as long.
+# On an H100, MXFP4 with 64 tokens takes 187 us by WGMMA and 208 us by the kernels for few tokens; with 40 tokens both take equally long.
+# The latter gain more from the faster memory of an H200: 163 us against 174 us by WGMMA with 64 tokens, and equal times with 96.
 H100_EXPERTS = dataclasses.replace(
     H200_EXPERTS,
     few={**H200_EXPERTS.few, "mxfp4": tuple((min(largest, 32), configs) for largest, configs in H200_EXPERTS.few["mxfp4"])},

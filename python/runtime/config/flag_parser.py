@@ -1,4 +1,4 @@
-"""The command line: `ServerArgs` from flags and a YAML file, with one clear line for each mistake."""
+"""The command-line parser: `ServerArgs` from flags and a YAML file, with one clear line per mistake."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ OTHER_SPELLINGS = {
     ("reasoning_parser", "qwen3-thinking"): "qwen3",
     ("tool_call_parser", "qwen"): "qwen25",
 }
-"""SGLang's other words for the value of a flag."""
+"""SGLang's other names of flag values."""
 MISSPELT = 0.8
-"""How similar an unknown name must be to a flag to count as its misspelling; a guess at another flag would mislead."""
+"""Minimum similarity at which an unknown name counts as a misspelling of a flag; a wrong guess would mislead."""
 _KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", tuple: "a list of whole numbers"}
 
 
@@ -58,8 +58,8 @@ class Flag:
     Attributes:
         hint: the field's type.
         kind: type of one value: bool, int, float, str, or tuple for a list of integers.
-        choices: the values it takes; None for any of its kind.
-        words: texts that it takes beside values of its kind.
+        choices: the allowed values; None for any of its kind.
+        words: allowed texts in addition to values of its kind.
     """
 
     name: str
@@ -133,7 +133,7 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def _without_sglangs(argv: Sequence[str], known: Mapping[str, object]) -> list[str]:
-    """`argv` without the flags that only SGLang has and their values. Raises `ConfigError` for those that are refused."""
+    """`argv` without flags that only SGLang has, and their values. Raises `ConfigError` for refused flags."""
     kept: list[str] = []
     at = 0
     while at < len(argv):
@@ -167,7 +167,7 @@ def from_fields(given: Mapping[str, object]) -> ServerArgs:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises `ConfigError` where argparse prints its usage and exits."""
+    """Raises `ConfigError` instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -245,7 +245,7 @@ def _docstrings() -> dict[str, str]:
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     if flag.kind is bool:
-        # The value is optional, so that the command line can also turn off what the file turned on.
+        # The value is optional, so that the command line can also disable what the file enables.
         group.add_argument(*flag.spellings, dest=flag.name, nargs="?", const=True, type=_truth, metavar="true|false", help=flag.help)
     elif flag.kind is tuple:
         group.add_argument(*flag.spellings, dest=flag.name, nargs="+", type=int, action=_ToTuple, metavar=flag.metavar, help=flag.help)

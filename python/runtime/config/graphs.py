@@ -1,4 +1,4 @@
-"""The graph part of the configuration: which batch sizes are captured."""
+"""The graph part of the configuration: the batch sizes to capture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_SIZE, DEFAULT_LARGEST = 4096, 256
 
 
 def check_graphs(args: ServerArgs) -> None:
-    """Refuse batch sizes out of range."""
+    """Raise `ConfigError` for batch sizes out of range."""
     check_ranges(args, cuda_graph_max_bs=(1, MAX_SIZE))
 
 
@@ -56,9 +56,9 @@ def _sizes(args: ServerArgs, device: DeviceConfig) -> tuple[int, ...]:
 
 
 def _no_graphs(args: ServerArgs, device: DeviceConfig) -> str:
-    """Why nothing is captured, or an empty text."""
+    """Why nothing is captured; empty if graphs are captured."""
     if device.device == "cpu":
-        # Command lines written for a GPU may name what a CPU does not have.
+        # Command lines written for a GPU may have flags without effect on a CPU.
         for name in ("disable_cuda_graph", "disable_draft_extend_cuda_graph", "disable_draft_decode_cuda_graph", "enable_iteration_graph"):
             if getattr(args, name):
                 log.warning("%s: no effect because there are no graphs on a CPU", flag_of(name))

@@ -1,4 +1,4 @@
-"""How much main memory this process may use: the machine's, or what its control groups leave of it."""
+"""The main memory that this process may use: the machine's, or the limit of its cgroups."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes, and which limit counts.
+    """Bytes of memory, and the limit that determines them.
 
     Attributes:
-        total: what this process and those beside it may use together.
-        available: what is left of it.
-        cgroup: the folder of the control group whose limit counts; None if the machine's memory does.
+        total: bytes that this process and others may use together.
+        available: bytes of these that are free.
+        cgroup: the folder of the cgroup whose limit applies; None if the machine's memory is the limit.
     """
 
     total: int
@@ -29,7 +29,7 @@ class HostMemory:
 
     @property
     def source(self) -> str:
-        """Which limit counts, for the log."""
+        """The limit that applies, for the log."""
         return "the machine's memory" if self.cgroup is None else f"the limit of the control group {self.cgroup}"
 
 
@@ -37,8 +37,8 @@ def host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostM
     """The smallest of the machine's memory and the limits of this process's control groups, of version 1 and 2.
 
     Args:
-        cgroups: where the hierarchies are mounted.
-        membership: names the process's group in each.
+        cgroups: the mount point of the hierarchies.
+        membership: the file that names the process's cgroup in each.
     """
     machine = psutil.virtual_memory()
     tightest = HostMemory(machine.total, machine.available)
@@ -53,7 +53,7 @@ def host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostM
 
 
 def _groups(cgroups: Path, membership: Path) -> Iterator[Path]:
-    """The folders of the process's groups and of the groups around them. A container shows its own group as the root."""
+    """The folders of the process's cgroups and of their parents. In a container, its own cgroup is the root."""
     for line in text_of(membership).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -71,7 +71,7 @@ def _limit(group: Path) -> int | None:
 
 
 def _used(group: Path) -> int:
-    """Bytes in use, without the page cache, which the kernel gives back."""
+    """Bytes in use, without the page cache, which the kernel can reclaim."""
     usage = text_of(group / "memory.current") or text_of(group / "memory.usage_in_bytes")
     fields = dict(line.split() for line in text_of(group / "memory.stat").splitlines() if len(line.split()) == 2)
     prefix = "total_" if "total_cache" in fields else ""
@@ -80,7 +80,7 @@ def _used(group: Path) -> int:
 
 
 def text_of(path: Path) -> str:
-    """The text of a file of the kernel; empty where there is none."""
+    """The text of a kernel file; empty if it does not exist."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""How the hand-written kernels cut their work: plain data, without torch."""
+"""The configurations of hand-written kernels, such as tilings: plain data, without torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TritonConfig:
-    """How the Triton GEMM is cut: tiles of `block_n` weight rows by `block_k` columns, `stages` of them in flight.
+    """The tiling of the Triton GEMM: tiles of `block_n` weight rows by `block_k` columns, `stages` of them in flight.
 
     Attributes:
         swap: the weight tile is the tensor cores' left operand and x the right one, which then needs no padding to 16 rows.
-        tma: tiles come by descriptor (Hopper's copy engine), not by the threads' own loads.
-        prefetch: columns of each weight row that are prefetched into L2 while the previous kernel still runs.
-        late: the next kernel may start at the end of the main loop, not at its beginning.
+        tma: tiles are loaded by TMA descriptors (Hopper) instead of the threads' own loads.
+        prefetch: columns of each weight row that are prefetched into L2 while the previous kernel is still running.
+        late: the launch of the next kernel is triggered at the end of the main loop instead of its beginning.
     """
 
     block_n: int
@@ -36,10 +36,10 @@ class TritonConfig:
 
 @dataclass(frozen=True, slots=True)
 class FragmentConfig:
-    """How the GEMM by fragments is cut: blocks of `tall` times 16 weight rows, whose columns `warps` warps share.
+    """The tiling of the fragment GEMM: blocks of `tall` times 16 weight rows, whose columns are split over `warps` warps.
 
     Attributes:
-        batch: loads of a lane in flight, for each of its two rows.
+        batch: loads in flight per lane, for each of its two rows.
     """
 
     warps: int
@@ -56,11 +56,11 @@ class FragmentConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResidentConfig:
-    """How the GEMM with resident weights is cut: blocks of 16 weight rows, whose columns `warps` warps share.
+    """The tiling of the resident GEMM: blocks of 16 weight rows, whose columns are split over `warps` warps.
 
     Attributes:
         depth: stages of 64 columns that each warp holds at once.
-        blocks: blocks that share a multiprocessor.
+        blocks: blocks per SM.
     """
 
     warps: int
@@ -77,10 +77,10 @@ class ResidentConfig:
 
 @dataclass(frozen=True, slots=True)
 class WideningConfig:
-    """How the GEMM that widens e4m3 weights for WGMMA is cut: blocks of 128 weight rows.
+    """The tiling of the widening GEMM: blocks of 128 weight rows.
 
     Attributes:
-        split: blocks of a cluster that share the columns of one tile (split-K).
+        split: blocks of a cluster that split the columns of one tile (split-K).
     """
 
     split: int = 1
@@ -95,12 +95,12 @@ class WideningConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """How the kernel of split-KV attention that merges within clusters cuts its work.
+    """The configuration of the split-KV attention kernel that merges within clusters.
 
     Attributes:
-        warps: warps of a block, 4 or 8; each takes 16 keys per step.
-        stages: steps of which keys are in flight, at least 2, for a head dimension of 128; twice as many for 64.
-        largest: most blocks of a cluster, up to 16; above 8 a device may run none at once.
+        warps: warps per block, 4 or 8; each processes 16 keys per step.
+        stages: steps whose keys are in flight, at least 2, for a head dimension of 128; twice as many for 64.
+        largest: maximum blocks per cluster, up to 16; above 8 a device may not support it.
     """
 
     warps: int
@@ -110,17 +110,17 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """How split-KV attention cuts its work.
+    """The configuration of split-KV attention.
 
     Attributes:
-        tile: keys of one step; a power of two.
-        num_warps: warps of a program.
+        tile: keys per step; a power of two.
+        num_warps: warps per program.
         stages: tiles in flight.
-        programs_per_sm: programs that the split aims at for each multiprocessor.
-        max_partial_rows: splits times rows that a request and KV head may have to merge; wide passes get fewer splits.
-        alone: up to this many tiles, one program takes all of them and nothing is merged.
-        scheduled: programs follow a `WorkSchedule` made from the lengths of the pass; otherwise each request has its own.
-        cluster: the cut of the one kernel that computes and merges, for the passes that it supports; None: Triton's two kernels run all.
+        programs_per_sm: number of programs per SM at which the split aims.
+        max_partial_rows: maximum splits times rows to merge per request and KV head; wide passes get fewer splits.
+        alone: up to this many tiles, one program processes all of them and nothing is merged.
+        scheduled: programs follow a `WorkSchedule` computed from the lengths of the pass; otherwise each request has its own programs.
+        cluster: the configuration of the cluster kernel, for the passes that it supports; None: the two Triton kernels run all passes.
     """
 
     tile: int
@@ -135,14 +135,14 @@ class SplitConfig:
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """How split-KV attention over latent rows cuts its work.
+    """The configuration of split-KV attention over latent rows.
 
     Attributes:
-        tile: rows of one step; a power of two.
-        block_m: most queries times heads of one program; a power of two, at least 16.
-        num_warps: warps of a program.
+        tile: rows per step; a power of two.
+        block_m: maximum queries times heads per program; a power of two, at least 16.
+        num_warps: warps per program.
         stages: tiles in flight.
-        programs_per_sm: programs that the split aims at for each multiprocessor.
+        programs_per_sm: number of programs per SM at which the split aims.
     """
 
     tile: int
@@ -154,10 +154,10 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepConfig:
-    """How a kernel of weights in any format is cut: tiles of `block_n` weight rows by `unroll` times `block_k` columns.
+    """The tiling of an expert kernel for few tokens: tiles of `block_n` weight rows by `unroll` times `block_k` columns.
 
     Attributes:
-        unroll: pieces of `block_k` columns that are loaded together; a scale holds for one piece.
+        unroll: pieces of `block_k` columns that are loaded together; one scale applies to a piece.
         stages: tiles in flight.
     """
 
@@ -177,12 +177,12 @@ class StepConfig:
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    """How the grouped GEMM of many rows is cut: tiles of `rows` pairs by `block_n` weight rows.
+    """The tiling of the grouped GEMM for many tokens: tiles of `rows` pairs by `block_n` weight rows.
 
     Attributes:
-        tiles_together: tiles of pairs whose programs run side by side for the same weight rows.
-        fp8_rows: multiply e4m3 by e4m3 where the weights allow it.
-        tma: weights that need no widening come by descriptor (Hopper's copy engine), not by the threads' own loads.
+        tiles_together: number of tiles of pairs whose programs are adjacent for the same weight rows.
+        fp8_rows: multiply e4m3 by e4m3 if the weights allow it.
+        tma: weights that need no conversion are loaded by TMA descriptors (Hopper) instead of the threads' own loads.
     """
 
     rows: int
@@ -203,12 +203,13 @@ class GroupedConfig:
 
 @dataclass(frozen=True, slots=True)
 class WgmmaExpertsConfig:
-    """How the grouped GEMMs by WGMMA are cut: tiles of `rows` pairs, 128 or 192, by weight rows.
+    """The tiling of the grouped WGMMA GEMMs: tiles of `rows` pairs, 128 or 192, by weight rows.
 
     Attributes:
-        gate_up_tile, down_tile: weight rows of a tile of either GEMM, multiples of 32 up to 256 beside 128 pairs and up to 192 beside 192;
-            256 beside 128 with weights in e4m3.
-        cluster: 2 where pairs of blocks share the weights of neighbouring tiles of pairs, else 1.
+        gate_up_tile, down_tile: weight rows per tile of either GEMM, multiples of 32: up to 256 with 128 pairs and up to 192 with 192
+        pairs;
+            with e4m3 weights 256, and 128 pairs.
+        cluster: 2 if pairs of blocks share the weights of neighbouring tiles of pairs, else 1.
     """
 
     rows: int = 128

@@ -15,14 +15,14 @@ FLAG = "--api-key-file"
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One key. A limit that is None does not hold.
+    """One key. A limit that is None does not apply.
 
     Attributes:
-        name: what logs and the fair queue call its user.
-        admin: whether it opens the administration paths.
-        requests_per_minute, tokens_per_minute: limits of the rate; tokens are those of prompts and outputs together.
-        concurrent_requests: requests that may run at the same time.
-        priority: the highest priority that counts against other keys; None: that of --max-priority.
+        name: the name in logs and in the fair queue.
+        admin: whether it allows the administration paths.
+        requests_per_minute, tokens_per_minute: rate limits; tokens of prompts and outputs together.
+        concurrent_requests: maximum requests at the same time.
+        priority: the highest priority that counts against other keys; None: the value of --max-priority.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[!-~]+$")]
@@ -39,7 +39,7 @@ class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_key_file(path: Path) -> tuple[ApiKey, ...]:
-    """The keys of a YAML file with a list `keys`; a file that holds nothing but one key is one key named "default".
+    """The keys of a YAML file with a list `keys`; a file with only one key is a key named "default".
 
     Raises:
         ConfigError: the file cannot be read, or an entry is wrong; names the entry.
@@ -67,7 +67,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
 
 
 def key_problem(key: str) -> str:
-    """What is wrong with a key, as the end of a sentence; empty for a good one."""
+    """The problem of a key, as the end of a sentence; empty for a valid key."""
     if not key:
         return "is empty, which would leave the server open. Give a key, or leave the flag out."
     if not all("!" <= letter <= "~" for letter in key):

@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory, CUDA devices and kernel packages, found without torch."""
+"""Facts about this machine: cores, memory, CUDA devices and kernel packages, found without torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.config.host_memory import CGROUPS, host_memory, text_of
 
 _CC_MAJOR, _CC_MINOR, _NUM_SMS, _MEMORY_KHZ, _BUS_BITS = 75, 76, 16, 36, 37
-"""Of the CUDA driver API's CU_DEVICE_ATTRIBUTE_*: COMPUTE_CAPABILITY_MAJOR and _MINOR, MULTIPROCESSOR_COUNT,
-MEMORY_CLOCK_RATE, GLOBAL_MEMORY_BUS_WIDTH."""
+"""CU_DEVICE_ATTRIBUTE_* of the CUDA driver API: COMPUTE_CAPABILITY_MAJOR and _MINOR, MULTIPROCESSOR_COUNT, MEMORY_CLOCK_RATE,
+GLOBAL_MEMORY_BUS_WIDTH."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class Gpu:
     """One CUDA device.
 
     Attributes:
-        name: as the driver reports it.
+        name: its name in the driver.
         capability: compute capability, major and minor.
         memory: bytes.
-        num_sms: multiprocessors; 0 where the driver does not say.
-        bandwidth: bytes per second of its memory; 0 where the driver does not say.
+        num_sms: number of SMs; 0 if the driver does not report it.
+        bandwidth: memory bandwidth in bytes per second; 0 if the driver does not report it.
     """
 
     name: str
@@ -41,15 +41,15 @@ KERNEL_PACKAGES = tuple(caps.package for caps in ATTENTION_CAPS.values() if caps
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What `resolve` must know of the machine.
+    """The facts about the machine that `resolve` needs.
 
     Attributes:
         cores: CPU cores that this process may use, at least 1.
         memory: bytes of main memory that this process may use.
-        gpus: CUDA devices that CUDA_VISIBLE_DEVICES leaves, in the driver's order.
+        gpus: visible CUDA devices (CUDA_VISIBLE_DEVICES), in the driver's order.
         packages: the installed `KERNEL_PACKAGES`.
-        cpu: its name.
-        threads: what OMP_NUM_THREADS says of the threads of one operation; None where it says nothing.
+        cpu: the name of the CPU.
+        threads: threads per operation by OMP_NUM_THREADS; None if it is not set.
     """
 
     cores: int
@@ -61,7 +61,7 @@ class MachineFacts:
 
 
 def probe() -> MachineFacts:
-    """Find out what the machine has. Never fails: what cannot be found out counts as absent."""
+    """Find the facts about this machine. Never fails: a fact that cannot be determined counts as absent."""
     packages = frozenset(name for name in KERNEL_PACKAGES if importlib.util.find_spec(name) is not None)
     memory = host_memory().total
     return MachineFacts(cores=_cores(), memory=memory, gpus=_gpus(), packages=packages, cpu=_cpu(), threads=_threads())

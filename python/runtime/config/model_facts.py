@@ -1,4 +1,4 @@
-"""What the configuration depends on in models, known before their weights are loaded."""
+"""Facts about models that the configuration depends on, known before weights are loaded."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What `resolve` must know of a model before it is loaded.
+    """The facts about a model that `resolve` needs.
 
     Attributes:
         path: folder on this machine.
         load_format: format of the weights; dummy weights are random.
         tokenizer_path: folder of the tokenizer.
         name: default name in the API.
-        dtype: type of the stored weights.
+        dtype: dtype of the stored weights.
         max_context_len, vocab_size, head_dim: shape of the model.
-        sinks: whether its attention has sinks.
-        has_mtp: whether the checkpoint holds a layer for multi-token prediction.
-        embedded: whether it is the model that comes with the server.
-        quant: how the stored weights are quantised; None for plain numbers.
-        sampling: what requests that leave sampling fields out are sampled with, as --sampling-defaults chooses.
+        sinks: whether it has attention sinks.
+        has_mtp: whether the checkpoint has a layer for multi-token prediction.
+        embedded: whether it is the embedded model.
+        quant: the quantisation of the stored weights; None if they are not quantised.
+        sampling: defaults of missing sampling fields, by --sampling-defaults.
     """
 
     path: str
@@ -44,7 +44,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class DraftFacts:
-    """What `resolve` must know of a draft model.
+    """The facts about a draft model that `resolve` needs.
 
     Attributes:
         path: folder on this machine.

@@ -17,7 +17,7 @@ class NodeAddress:
 
     @classmethod
     def parse(cls, text: str) -> NodeAddress:
-        """Read HOST:PORT, in which an IPv6 address stands in brackets. Raises `ConfigError`."""
+        """Read HOST:PORT, in which an IPv6 address is in brackets. Raises `ConfigError`."""
         host, _, port = text.rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
         bare = host[1:-1] if bracketed else host

@@ -1,4 +1,4 @@
-"""The parallel part of the configuration: how many ranks share the model, and where they are."""
+"""The parallel part of the configuration: the number of ranks that share the model, and their nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_SECONDS = 86400.0
 
 
 def check_parallel(args: ServerArgs) -> None:
-    """Refuse values that no machine can use."""
+    """Raise `ConfigError` for values that are invalid on any machine."""
     check_ranges(args, tp_size=(1, MAX_RANKS), nnodes=(1, MAX_RANKS))
     check_positive(args, dist_timeout=MAX_SECONDS)
     if not 0 <= args.node_rank < args.nnodes:
@@ -58,7 +58,7 @@ def _check_ray(args: ServerArgs) -> None:
 
 
 def resolve_parallel(args: ServerArgs, device: DeviceConfig, machine: MachineFacts) -> ParallelConfig:
-    """Place the ranks. Raises `ConfigError` where a rank of this node would have no GPU."""
+    """Place the ranks. Raises `ConfigError` if a rank of this node would have no GPU."""
     config = part_of_flags(ParallelConfig, args, executor=args.distributed_executor_backend)
     if device.device == "cuda" and config.executor == "mp" and config.ranks_per_node > len(machine.gpus):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""How the linear layers of a checkpoint are quantised, or are to be. No torch."""
+"""The quantisation of a model's linear layers, in its checkpoint or while loading. No torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from runtime.errors import ConfigError
 Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
 """The names of the schemes; `--quantization` takes these and none."""
 CPU_ONLY: frozenset[Quantization] = frozenset({"int8", "int4"})
-"""Schemes that only a CPU has kernels for."""
+"""Schemes with kernels only for CPUs."""
 STORED_ONLY: frozenset[Quantization] = frozenset({"mxfp4"})
-"""Schemes that need a checkpoint in this form."""
+"""Schemes that need a checkpoint in this format."""
 ALWAYS_KEPT = ("lm_head", "embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj", "fc")
-"""Layers that no FP8 or MXFP4 checkpoint quantises, whether it lists them or not: heads, routers, inputs of draft heads."""
+"""Layers that are never quantised in FP8 and MXFP4 checkpoints, listed or not: heads, routers, inputs of draft heads."""
 BLOCK = 128
-"""Rows and columns that share a scale where a scale covers a block."""
+"""Rows and columns of a block with one scale."""
 
 
 @functools.lru_cache
 def block_length(size: int, count: int) -> int:
-    """The largest power of two up to `BLOCK` by which `size` makes `count` blocks."""
+    """The largest power of two, at most `BLOCK`, that divides `size` entries into `count` blocks."""
     found = next((length for length in (128, 64, 32, 16, 8, 4, 2, 1) if -(-size // length) == count), None)
     assert found is not None, f"expected scales of blocks of a power of two up to {BLOCK}; got {count} for {size}"
     return found
@@ -34,13 +34,14 @@ class QuantConfig:
     """The quantisation of a model.
 
     Attributes:
-        method: FP8 is e4m3 with float32 scales; MXFP4 is e2m1 with a power of two for every 32 columns.
-        scales: what one FP8 scale covers: 128 x 128 entries, or a row, of which the whole tensor is a case.
-        scale_name: FP8: the ending of the tensor of scales beside `weight`.
-        other_scale_name: another ending of the same tensor, which some writers use; "" for none.
-        stored: whether the checkpoint holds quantised weights; otherwise they are quantised while they are loaded.
-        kept: names of layers that stay in 16 bits. A name matches whole components anywhere in a layer's name, `*` stands
-            for any characters, and `re:` introduces a regular expression.
+        method: FP8 is e4m3 with float32 scales; MXFP4 is e2m1 with a power of two per 32 columns.
+        scales: the range of one FP8 scale: 128 x 128 entries, or a row, which includes one scale for the whole tensor.
+        scale_name: the suffix of the FP8 scales' tensor, in place of `weight`.
+        other_scale_name: another suffix of the same tensor, which some checkpoints use; "" for none.
+        stored: whether the checkpoint has quantised weights; otherwise they are quantised while loading.
+        kept: names of layers that stay in 16 bits. A name matches whole components anywhere in a layer's name, `*` matches any characters,
+        and
+            `re:` introduces a regular expression.
         only: names of the only layers that are quantised, in the same form; () for all.
     """
 
@@ -64,10 +65,10 @@ ON_LOAD = QuantConfig("fp8", stored=False)
 
 
 def with_flag(stored: QuantConfig | None, flag: str | None, name: str = "--quantization") -> QuantConfig | None:
-    """What the flag `name` makes of a checkpoint that is quantised as `stored` says.
+    """The quantisation that results from the flag `name` and the checkpoint's quantisation `stored`.
 
     Raises:
-        ConfigError: the weights are stored in another form already, or not in the one that the flag names.
+        ConfigError: the weights are already quantised in another way, or the flag needs a checkpoint in its format.
     """
     if flag is None or flag == "none" or (stored is not None and flag == stored.method):
         return stored
@@ -80,7 +81,7 @@ def with_flag(stored: QuantConfig | None, flag: str | None, name: str = "--quant
 
 @functools.cache
 def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
-    """One expression for all names: a checkpoint may list hundreds, for thousands of layers."""
+    """One regular expression for all names, because a checkpoint may list hundreds, for thousands of layers."""
     plain = "|".join(re.escape(name).replace(r"\*", ".*") for name in names if not name.startswith("re:"))
     given = [rf"^(?:{name[3:]})" for name in names if name.startswith("re:")]
     return re.compile("|".join([*([rf"(?:^|\.)(?:{plain})(?:\.|$)"] if plain else []), *given]))

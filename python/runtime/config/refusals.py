@@ -1,4 +1,4 @@
-"""Checks that every part of the configuration shares: ranges of values."""
+"""Checks shared by all parts of the configuration: ranges of values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.errors import ConfigError
 
 
 def check_ranges(args: ServerArgs, **bounds: tuple[int, int]) -> None:
-    """Refuse given values outside of `bounds`, both included, by field name."""
+    """Raise `ConfigError` for given values outside `bounds`, by field name; both ends are allowed."""
     for name, (low, high) in bounds.items():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
@@ -19,7 +19,7 @@ def check_ranges(args: ServerArgs, **bounds: tuple[int, int]) -> None:
 
 
 def check_positive(args: ServerArgs, **limits: float) -> None:
-    """Refuse given values that are not above 0 or pass their limit."""
+    """Raise `ConfigError` for given values that are not above 0 or exceed their limit."""
     for name, limit in limits.items():
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and 0.0 < value <= limit):
@@ -27,7 +27,7 @@ def check_positive(args: ServerArgs, **limits: float) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Refuse an --output that cannot be written, before anything is measured for it."""
+    """Raise `ConfigError` for an --output that cannot be written, before anything is measured."""
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"--output {path} cannot be written. Name a file in an existing folder.")
 

@@ -1,4 +1,4 @@
-"""From `ServerArgs` to `RuntimeConfig`: open options are decided and logged, those without effect are refused."""
+"""From `ServerArgs` to `RuntimeConfig`: chooses and logs options that are not given, and refuses options without effect."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from runtime.config.tuning import SpeculativeTuning
 def resolve(
     args: ServerArgs, machine: MachineFacts, model: ModelFacts, draft: DraftFacts | None = None, tuning: SpeculativeTuning | None = None
 ) -> RuntimeConfig:
-    """Decide every option that was left open, and check every option that was given.
+    """Choose every option that is not given, and check every option that is.
 
     Args:
-        args: what the user asked for.
+        args: the flags.
         machine: the machine to run on.
         model: the model to run.
         draft: the draft model, if there is one.
-        tuning: what --speculative-tuning names.
+        tuning: the contents of --speculative-tuning.
 
     Raises:
-        ConfigError: for an option that cannot take effect; it names the way out.
+        ConfigError: an option is invalid or cannot take effect; the message says what to do.
     """
     check(args)
     check_draft(args)
@@ -52,7 +52,7 @@ def resolve(
 
 
 def check(args: ServerArgs) -> None:
-    """Refuse what no machine and no model can do, before anything is fetched or loaded. Raises `ConfigError`."""
+    """Raise `ConfigError` for options that are invalid for any machine and model, before anything is fetched or loaded."""
     check_model(args)
     check_device(args)
     check_parallel(args)

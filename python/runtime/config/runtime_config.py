@@ -1,4 +1,4 @@
-"""What the server decided: `RuntimeConfig`, one frozen struct for each component that reads a part of it."""
+"""The resolved configuration: `RuntimeConfig`, with one frozen struct per component."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ Part = TypeVar("Part", bound=msgspec.Struct)
 
 
 def part_of_flags(part: type[Part], args: object, **decided: Any) -> Part:
-    """A part of the configuration: what was `decided`, and for its other fields the flags of their names in `args`."""
+    """A part of the configuration: the `decided` fields, and for the other fields the flags of the same names in `args`."""
     return part(**{name: getattr(args, name) for name in part.__struct_fields__ if name not in decided}, **decided)
 
 
 class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which model is served, and how its weights are stored.
+    """The served model, and how its weights are stored.
 
-    Requests may call the model by its served name or by one of `aliases`. `random_seed` seeds dummy weights and the
-    requests that bring no seed of their own. OpenAI's endpoints sample with `default_sampling_params` what a request
-    leaves out, SGLang's native ones with `preferred_sampling_params`. `fuse_shared_experts`: whether the shared expert of a sparse
-    model joins the stack of the routed ones where it can.
+    Requests may name the model by its served name or one of `aliases`. `random_seed` seeds dummy weights and requests without a seed.
+    Missing sampling fields have the values of `default_sampling_params` in OpenAI's endpoints and of `preferred_sampling_params` in
+    SGLang's native ones. `fuse_shared_experts`: whether the shared expert of a sparse model is stacked with the routed ones if possible.
     """
 
     model_path: str
@@ -59,7 +58,7 @@ class ServedModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the model runs, in which type, and with which kernels. `gpu` is None on a CPU. `kv_cache_dtype` "auto" is `dtype`."""
+    """Device, dtype and kernels. `gpu` is None on a CPU. `kv_cache_dtype` "auto" is `dtype`."""
 
     device: DeviceKind
     dtype: DType
@@ -72,13 +71,13 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tuning(self) -> DeviceTuning:
-        """The device's measured values."""
+        """The device's measured constants."""
         tuning = tuning_of(self.gpu)
         return tuning if self.fp8_activations else tuning.without_fp8_activations()
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache. `max_total_tokens` is None where the memory plan decides."""
+    """The KV cache. `max_total_tokens` is None if the memory plan decides."""
 
     page_size: int
     mem_fraction_static: float | None
@@ -87,10 +86,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests share the device.
+    """The scheduler's options.
 
-    `max_running_requests` is None where the largest graph decides. `chunked_prefill_size` is -1 where prompts are never
-    cut. Sizes are in tokens; the time-outs are in seconds.
+    `max_running_requests` is None if the largest graph decides. `chunked_prefill_size` is -1 if prompts are never split. Sizes are in
+    tokens, time-outs in seconds.
     """
 
     max_running_requests: int | None
@@ -111,8 +110,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which batch sizes are captured (none: all steps run eagerly), whether smaller batches are padded to them, and whether one graph
-    runs a whole iteration where that is possible; None: if the model is small.
+    """The batch sizes to capture (if empty, all steps run eagerly), whether smaller batches are padded to them, and whether iteration
+    graphs are used if possible; None: if the model is small.
     """
 
     cuda_graph_bs: tuple[int, ...]
@@ -121,12 +120,11 @@ class GraphConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How many devices share the work: tensor, data and expert parallel ranks; and the nodes that hold them.
+    """The ranks of tensor, data and expert parallelism, and the nodes that have them.
 
-    `dp_size` attention groups of consecutive ranks serve requests of their own; it is 1 unless `enable_dp_attention`.
-    Node `node_rank` of `nnodes` holds `tp_size / nnodes` ranks in a row. Node 0 listens at `dist_init_addr`, HOST:PORT.
-    `dist_timeout` is how many seconds ranks wait for each other at start-up. `executor`: what starts the ranks, processes
-    of each node's server ("mp") or Ray on all nodes.
+    Each of `dp_size` attention groups of consecutive ranks serves its own requests; it is 1 unless `enable_dp_attention`. Node `node_rank`
+    of `nnodes` has `tp_size / nnodes` consecutive ranks. Node 0 listens at `dist_init_addr`, HOST:PORT. `dist_timeout`: seconds that ranks
+    wait for each other at start-up. `executor`: what starts the ranks, each node's server ("mp") or Ray.
     """
 
     tp_size: int = 1
@@ -150,9 +148,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return range(self.node_rank * self.ranks_per_node, (self.node_rank + 1) * self.ranks_per_node)
 
     def visible_devices(self, rank: int, given: str | None) -> str:
-        """CUDA_VISIBLE_DEVICES of a rank: its own GPU first, so that it is number 0 everywhere, then those of the other ranks.
+        """CUDA_VISIBLE_DEVICES of a rank: its own GPU first, so that it is number 0 everywhere, then the GPUs of the other ranks.
 
-        `given`: the variable of the server, or None.
+        `given`: the server's CUDA_VISIBLE_DEVICES, or None.
         """
         devices = (given.split(",") if given else list(map(str, range(self.ranks_per_node))))[: self.ranks_per_node]
         own = rank % self.ranks_per_node
@@ -162,11 +160,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How drafts are made and verified. K = `num_steps`, D = `num_draft_tokens`.
 
-    `synthetic_accept` holds the probability that each draft position is accepted, given that the positions before it
-    were. It overrides the models and serves benchmarks with dummy weights. Steps of more than `disable_by_batch_size`
-    requests run without drafts. With `depths` each iteration runs at one of them, as a controller chooses; `num_steps` is
-    then the deepest. Without them the depth is fixed. `draft_tp_size` is 1, the number of ranks that share the target, or None: by
-    the size of the draft's blocks. `tuning`: the file that the shape comes from.
+    `synthetic_accept` is the conditional acceptance of each draft position; it replaces acceptance by the models, for benchmarks with dummy
+    weights. Steps of more than `disable_by_batch_size` requests run without drafts. With `depths`, a controller chooses one of them for
+    each iteration, and `num_steps` is the deepest; without them the depth is fixed. `draft_tp_size` is 1, the number of ranks that share
+    the target, or None: by the size of the draft's blocks. `tuning`: the tuning file that determined the shape.
     """
 
     algorithm: SpecAlgorithm
@@ -191,7 +188,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The HTTP server and what it logs. `shutdown_timeout` is in seconds."""
+    """The HTTP server and its logs. `shutdown_timeout` is in seconds."""
 
     host: str
     port: int
@@ -237,7 +234,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weights(self) -> str:
-        """The type that the linear weights are stored in, such as "int8" or "bfloat16"."""
+        """The type of the stored linear weights, such as "int8" or "bfloat16"."""
         return self.model.quantization or self.device.dtype
 
     def by_flag(self) -> dict[str, object]:

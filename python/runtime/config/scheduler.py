@@ -21,7 +21,7 @@ MIN_CHUNK = 16
 
 
 def check_scheduler(args: ServerArgs) -> None:
-    """Refuse values out of range."""
+    """Raise `ConfigError` for values out of range."""
     check_ranges(
         args,
         max_queued_requests=(1, 1 << 20),
@@ -77,9 +77,9 @@ def _chunk(args: ServerArgs, device: DeviceKind) -> int:
 
 
 def _prefill_tokens(args: ServerArgs, device: DeviceKind, chunk: int, context_length: int) -> int:
-    """Several chunks on a GPU, where decode steps are much shorter than prompt steps; one on a CPU, for steady streams.
+    """Several chunks on a GPU, where decode steps are much shorter than prompt steps; one chunk on a CPU, for steady streams.
 
-    If prompts are never cut, the number asked for, or at least the longest prompt.
+    If prompts are never split, the flag's value, or at least the longest prompt.
     """
     if chunk == -1 and args.max_prefill_tokens is not None:
         return args.max_prefill_tokens
@@ -88,9 +88,9 @@ def _prefill_tokens(args: ServerArgs, device: DeviceKind, chunk: int, context_le
 
 
 def _unmixable(args: ServerArgs, backend: AttentionName, speculative: SpeculativeConfig | None) -> str:
-    """Why decoding cannot share a pass with prompts, or an empty text."""
+    """Why a pass cannot have prompts and decoding requests; empty if it can."""
     if args.chunked_prefill_size == -1:
-        return "with --chunked-prefill-size -1 prompts are never cut to make room"
+        return "with --chunked-prefill-size -1 prompts are never split"
     if problem := ATTENTION_CAPS[backend].unmixable:
         return problem
     if speculative is None:

@@ -19,11 +19,11 @@ from runtime.sampling_params import SamplingDefaults
 log = logging.getLogger(__name__)
 
 EMBEDDED_CPU_QUANTIZATION: Quantization = "int4"
-"""How the embedded model runs on a CPU if neither a type nor a quantization is given: its file holds Q4_1, which int4 keeps."""
+"""Quantization of the embedded model on a CPU if neither --dtype nor --quantization is given: int4 keeps the numbers of its Q4_1 file."""
 
 
 def check_model(args: ServerArgs) -> None:
-    """Refuse values that no model can use."""
+    """Raise `ConfigError` for values that are invalid for any model."""
     check_ranges(args, random_seed=(0, (1 << 63) - 1))
     template = args.chat_template
     if template is not None and "{" not in template and not Path(template).is_file():
@@ -32,8 +32,8 @@ def check_model(args: ServerArgs) -> None:
 
 
 def resolve_model(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> ServedModelConfig:
-    """Combine the model's facts with what was asked of it."""
-    if args.trust_remote_code:  # command lines written for other servers carry it
+    """Combine the model's facts with the flags."""
+    if args.trust_remote_code:  # command lines written for other servers have it
         log.warning("--trust-remote-code has no effect: code in model folders is never run")
     preferred = _preferred(args)
     sampling = preferred.over(model.sampling)

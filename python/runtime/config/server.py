@@ -18,13 +18,13 @@ from runtime.errors import ConfigError
 KEY_VARIABLE = "TALON_API_KEY"
 """Environment variable that holds the API key."""
 MAX_SOCKET_PATH = 107
-"""Bytes of the path of a Unix socket on Linux."""
+"""Maximum bytes of a Unix socket's path on Linux."""
 LOGPROB_CELLS_PER_TOKEN = 128
-"""Log-probabilities per token of the context that one call may ask for: six contexts with 20 alternatives each."""
+"""Maximum log-probabilities per call and token of the context: enough for six contexts with 20 alternatives each."""
 
 
 def check_server(args: ServerArgs) -> None:
-    """Refuse values out of range, keys that no client can send, and a profile folder that is a file."""
+    """Raise `ConfigError` for values out of range, keys that no client can send, and a profile folder that is a file."""
     check_ranges(args, port=(0, 65535), max_body_mib=(1, 1 << 10), max_parse_ms=(1, 1 << 20), max_logprob_cells=(1, 1 << 40))
     check_positive(args, shutdown_timeout=86400.0, log_slow_requests=86400.0)
     for name, key in (("--api-key", args.api_key), ("--admin-api-key", args.admin_api_key), (KEY_VARIABLE, _api_key(args))):
@@ -40,7 +40,7 @@ def check_server(args: ServerArgs) -> None:
 
 
 def check_certificate(args: ServerArgs) -> None:
-    """Read the certificate and its key now: uvicorn reads them when the model is loaded. Raises `ConfigError` for what it cannot use."""
+    """Raise `ConfigError` if the certificate or its key cannot be used; uvicorn would notice only after the model is loaded."""
     if args.ssl_keyfile is None or args.ssl_certfile is None:
         return
     try:
@@ -54,7 +54,7 @@ def check_certificate(args: ServerArgs) -> None:
 
 
 def resolve_server(args: ServerArgs, context_length: int) -> ServerConfig:
-    """Take over what was asked for."""
+    """The server's part of the configuration, from the flags."""
     return part_of_flags(
         ServerConfig,
         args,
@@ -68,7 +68,7 @@ def resolve_server(args: ServerArgs, context_length: int) -> ServerConfig:
 
 
 def _check_address(args: ServerArgs) -> None:
-    """Refuse half a certificate, files that are not there, and a socket path that the system cannot hold."""
+    """Raise `ConfigError` for a certificate without key or the reverse, missing files, and a socket path that is too long."""
     if (args.ssl_keyfile is None) != (args.ssl_certfile is None):
         raise ConfigError("--ssl-keyfile and --ssl-certfile need each other. Give both, or neither.")
     if args.ssl_keyfile_password is not None and args.ssl_keyfile is None:
@@ -81,7 +81,7 @@ def _check_address(args: ServerArgs) -> None:
 
 
 def _traces_endpoint(url: str | None) -> str | None:
-    """The full address of --otlp-traces-endpoint. Raises `ConfigError` if it is none, or if OpenTelemetry is not installed."""
+    """The full URL of --otlp-traces-endpoint. Raises `ConfigError` if it is invalid, or if OpenTelemetry is not installed."""
     if url is None:
         return None
     parts = urlsplit(url)
@@ -95,7 +95,7 @@ def _traces_endpoint(url: str | None) -> str | None:
 
 
 def _origins(args: ServerArgs) -> tuple[str, ...]:
-    """The origins of --allow-origins. Raises `ConfigError` for what no browser sends as an origin."""
+    """The origins of --allow-origins. Raises `ConfigError` for invalid origins."""
     origins = tuple(name.strip().rstrip("/") for name in (args.allow_origins or "").split(",") if name.strip())
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
@@ -104,5 +104,5 @@ def _origins(args: ServerArgs) -> tuple[str, ...]:
 
 
 def _api_key(args: ServerArgs) -> str | None:
-    """The key of --api-key, or of the environment, where `ps` does not show it."""
+    """The key of --api-key, or of the environment variable, which `ps` does not show."""
     return args.api_key or os.environ.get(KEY_VARIABLE) or None

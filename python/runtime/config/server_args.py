@@ -46,7 +46,7 @@ class ServerArgs:
     download_dir: str | None = _flag(MODEL, None, "FOLDER")
     """Folder to download hub models to; default: the hub's own cache."""
     load_format: FormatChoice = _flag(MODEL, "auto")
-    """Format of the weights; dummy creates random weights from just the model's config."""
+    """Format of the weights; dummy creates random weights from only the model's config."""
     dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = _flag(MODEL, "auto")
     """Type of weights and activations; auto is float32 on a CPU and the checkpoint's type, or bfloat16, on CUDA."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = _flag(MODEL, "auto")
@@ -96,15 +96,15 @@ class ServerArgs:
     allowed_hosts: str | None = _flag(SERVER, None, "HOSTS")
     """Public host names by which clients without a key reach the server, separated by commas; * allows all."""
     max_queued_requests: int = _flag(SERVER, 4096, "N")
-    """Most waiting requests; further requests get status 429."""
+    """Maximum number of waiting requests; further requests get status 429."""
     max_queued_tokens: int | None = _flag(SERVER, None, "TOKENS")
-    """Most prompt tokens that may wait or that one call may send; default: 524288 on a CPU, 8388608 on CUDA."""
+    """Maximum prompt tokens that may wait, or that one call may send; default: 524288 on a CPU, 8388608 on CUDA."""
     max_body_mib: int = _flag(SERVER, 8, "MIB")
     """Largest request body; larger bodies get status 413."""
     max_parse_ms: int = _flag(SERVER, 50, "MS")
     """Largest estimated time to parse a body, which blocks other requests; larger bodies get status 413."""
     max_logprob_cells: int | None = _flag(SERVER, None, "N")
-    """Most log-probabilities in all answers of one call; default: 128 times the context length."""
+    """Maximum number of log-probabilities in all answers of one call; default: 128 times the context length."""
     queue_timeout: float | None = _flag(SERVER, None, "SECONDS")
     """Seconds that a request may wait for its first step before it gets status 503; default: no limit."""
     request_timeout: float | None = _flag(SERVER, None, "SECONDS")
@@ -122,7 +122,7 @@ class ServerArgs:
     embedding_pooling: PoolingName = _flag(SERVER, "mean")
     """How /v1/embeddings reduces a prompt: to the mean of its hidden states, or to the state of its last token."""
     skip_server_warmup: bool = _flag(SERVER, False)
-    """Report ready without generating a first token."""
+    """Report ready without running a warm-up request."""
     shutdown_timeout: float = _flag(SERVER, 30.0, "SECONDS")
     """Seconds that open requests may take after SIGTERM."""
     watchdog_timeout: float = _flag(SERVER, 300.0, "SECONDS")
@@ -135,7 +135,7 @@ class ServerArgs:
     sampling_backend: Literal["triton", "pytorch", "flashinfer"] | None = _flag(DEVICE, None)
     """Sampling kernels; default: triton on a GPU, pytorch on a CPU; flashinfer is not supported."""
     grammar_backend: GrammarBackendName = _flag(DEVICE, "llguidance")
-    """Library that compiles JSON schemas and other grammars; none refuses requests with one."""
+    """Library that compiles JSON schemas and other grammars; none refuses requests with a grammar."""
     mem_fraction_static: float | None = _flag(DEVICE, None, "SHARE")
     """Fraction of device memory for weights and KV cache; default: all that is left after activations and graphs."""
     max_total_tokens: int | None = _flag(DEVICE, None, "TOKENS")
@@ -168,7 +168,7 @@ class ServerArgs:
     chunked_prefill_size: int | None = _flag(SCHEDULING, None, "TOKENS")
     """Prompt tokens per step; longer prompts run in chunks, -1 disables chunking; default: 512 on a CPU, 2048 on CUDA."""
     max_prefill_tokens: int | None = _flag(SCHEDULING, None, "TOKENS")
-    """Most prompt tokens, over all requests, that run before a decode step; default: one chunk on a CPU, 8192 on CUDA."""
+    """Maximum prompt tokens, over all requests, that run before a decode step; default: one chunk on a CPU, 8192 on CUDA."""
     enable_mixed_chunk: bool = _flag(SCHEDULING, False)
     """Run decoding requests in the same pass as prompt chunks; output stalls less, TTFT increases."""
     schedule_policy: Literal["fcfs", "lpm"] = _flag(SCHEDULING, "fcfs")
@@ -191,7 +191,7 @@ class ServerArgs:
     enable_iteration_graph: bool = _flag(GRAPHS, False)
     """Capture draft decode, verify and draft extend as one graph where possible; default: for models of up to 4B active parameters."""
     disable_iteration_graph: bool = _flag(GRAPHS, False)
-    """Capture them as separate graphs for every model."""
+    """Capture draft decode, verify and draft extend as separate graphs for every model."""
     cuda_graph_max_bs: int | None = _flag(GRAPHS, None, "N", "--cuda-graph-max-bs-decode")
     """Largest captured batch size; default: 256, or --max-running-requests if that is smaller."""
     cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")

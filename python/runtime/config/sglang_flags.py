@@ -1,4 +1,4 @@
-"""SGLang's flags that Talon does not have: which are taken without effect, and why the others are refused."""
+"""SGLang's flags that Talon does not have: some are accepted without effect, the others are refused with the reason."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class _Tables(msgspec.Struct, frozen=True):
 _TABLES = msgspec.json.decode(Path(__file__).with_suffix(".json").read_bytes(), type=_Tables)
 
 NO_EFFECT = {name: why for why, names in _TABLES.no_effect.items() for name in names}
-"""Accepted with a warning that says why there is nothing to do."""
+"""Accepted with a warning that says why they have no effect."""
 ONLY = {name: (values, why) for why, flags in _TABLES.only.items() for name, values in flags.items()}
-"""Accepted with these values, which describe what Talon does anyway; the reason why no other is possible."""
+"""Accepted with these values, which describe what Talon does anyway, and the reason why no other value is possible."""
 REFUSED = [(beginnings, why) for why, beginnings in _TABLES.refused.items()]
-"""Refused, by how the name begins, with the reason."""
+"""Refused, by the beginning of the name, with the reason."""
 
 
 def take(name: str, values: Sequence[str]) -> bool:
     """Handle a flag of SGLang that Talon does not have; False if SGLang's tables have no such flag.
 
     Args:
-        name: without the leading dashes, words joined by dashes.
-        values: what follows it. false and null ask for nothing, and `no-` before the name says the same.
+        name: the flag without the leading dashes.
+        values: its values; false and null disable it, and so does `no-` before the name.
 
     Raises:
-        ConfigError: the flag is refused; says why.
+        ConfigError: the flag is refused; the message says why.
     """
     asked = not name.startswith("no-") and list(values) not in (["false"], ["null"])
     name = name.removeprefix("no-")

@@ -23,7 +23,7 @@ from runtime.errors import ConfigError
 log = logging.getLogger(__name__)
 
 EMBEDDED_DRAFT = Path(__file__).parents[1] / "assets" / "smollm2-eagle3"
-"""The embedded model's own head."""
+"""The folder of the embedded model's own draft head."""
 EMBEDDED_ALGORITHM: SpecAlgorithm = "EAGLE3"
 EMBEDDED_DRAFT_STEPS: dict[DeviceKind, int] = {"cpu": 3, "cuda": 4}
 """Default depth of the embedded model's draft, a chain.
@@ -31,17 +31,16 @@ EMBEDDED_DRAFT_STEPS: dict[DeviceKind, int] = {"cpu": 3, "cuda": 4}
 Measured for one request: on a CPU in int8 against depths 1, 2 and 5, on an H200 against 2, 3 and 5.
 """
 EMBEDDED_DRAFT_MAX_BATCH: dict[tuple[DeviceKind, str], int] = {("cpu", "int4"): 2, ("cpu", "int8"): 2, ("cpu", "float32"): 8}
-"""Largest batch size at which the embedded model's draft is not slower, by device and type of weights. Elsewhere it is
-faster at every batch size we measured.
-
-Measured with and without drafts side by side, on real text (`benchmark/results/cpu-2/embedded_speculation.json`): in
-int4, drafts gave 1.30 times the tokens at batch size 1, 1.07 times at 2 and 0.74 times at 4; in int8, 1.35 times at 1 and 0.82
-times at 4; in float32, 1.26 times at 8, the largest measured.
+"""Largest batch size at which drafts of the embedded model are not slower, by device and type of weights. With others drafts are faster at
+every batch size we measured.
+Measured with and without drafts on real text (`benchmark/results/cpu-2/embedded_speculation.json`): in int4, drafts gave 1.30 times the
+tokens at batch size 1, 1.07 times at 2 and 0.74 times at 4; in int8, 1.35 times at 1 and 0.82 times at 4; in float32, 1.26 times at 8, the
+largest measured.
 """
 DEFAULT_STEPS = 3
-"""Default depth of trees, and of chains whose acceptance is forced by position."""
+"""Default depth of trees, and of chains with synthetic acceptance by position."""
 AUTO_DEPTHS = (0, 1, 2, 3, 5, 7)
-"""Depths of `--speculative-num-steps auto`, the default of chains."""
+"""Depths of `--speculative-num-steps auto`, the default for chains."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class _DraftShape:
 
 
 def check_speculative(args: ServerArgs) -> None:
-    """Refuse values out of range."""
+    """Raise `ConfigError` for values out of range."""
     if args.speculative_disable_by_batch_size == 0:
         raise ConfigError("--speculative-disable-by-batch-size 0 leaves no step with drafts. Use --speculative-algorithm none.")
     if args.speculative_num_steps != "auto":
@@ -68,7 +67,7 @@ def check_speculative(args: ServerArgs) -> None:
 
 
 def check_draft(args: ServerArgs) -> None:
-    """Refuse drafting flags without an algorithm, and those that the algorithm cannot use."""
+    """Raise `ConfigError` for drafting flags without an algorithm, and for flags that have no effect with the algorithm."""
     if args.speculative_algorithm in (None, "none"):
         _refuse(args, "has no effect without --speculative-algorithm. Add that flag, or leave this one out.", *_draft_flags())
     else:
@@ -77,21 +76,21 @@ def check_draft(args: ServerArgs) -> None:
 
 
 def with_embedded_draft(args: ServerArgs, embedded: bool) -> ServerArgs:
-    """Add the embedded model's own head, if that model is served and no other draft, or none, was asked for."""
+    """Add the embedded model's own head, if that model is served and no flag selects another draft or none."""
     if not embedded or not asks_for_embedded_draft(args):
         return args
     return replace(args, speculative_algorithm=EMBEDDED_ALGORITHM, speculative_draft_model_path=str(EMBEDDED_DRAFT))
 
 
 def with_block_size(args: ServerArgs, block_size: int) -> ServerArgs:
-    """Verify whole blocks of a draft that fills `block_size` tokens at once, unless another depth was asked for."""
+    """Set the depth to whole blocks of `block_size` tokens, unless another depth is given."""
     if args.speculative_tuning is not None or args.speculative_num_steps is not None or args.speculative_num_draft_tokens is not None:
         return args
     return replace(args, speculative_num_draft_tokens=min(block_size, MAX_TREE_BITS))
 
 
 def check_depth(block_size: int, num_steps: int) -> None:
-    """Raise `ConfigError` where a block has fewer masked tokens than `num_steps`."""
+    """Raise `ConfigError` if a block has fewer masked tokens than `num_steps`."""
     if num_steps >= block_size:
         raise ConfigError(
             f"--speculative-num-steps is {num_steps}; this draft fills blocks of {block_size} tokens and drafts {block_size - 1} of them. "
@@ -100,7 +99,7 @@ def check_depth(block_size: int, num_steps: int) -> None:
 
 
 def asks_for_embedded_draft(args: ServerArgs) -> bool:
-    """Whether the embedded model would draft with its own head."""
+    """Whether the embedded model, if served, drafts with its own head."""
     return args.speculative_algorithm in (None, EMBEDDED_ALGORITHM) and args.speculative_draft_model_path is None
 
 
@@ -119,7 +118,7 @@ def resolve_speculative(
     Args:
         graphs: whether the target has graphs.
         draft: the draft model, if there is one.
-        tuning: what --speculative-tuning names.
+        tuning: the contents of --speculative-tuning.
     """
     if args.speculative_algorithm in (None, "none"):
         return None
@@ -159,7 +158,7 @@ def resolve_speculative(
 def _forced_shape(
     args: ServerArgs, device: DeviceKind, tuning: SpeculativeTuning | None, block_size: int | None
 ) -> tuple[_DraftShape, tuple[float, ...] | None]:
-    """The shape of the drafts, and the acceptance that is forced at each position, if any."""
+    """The shape of the drafts, and the synthetic acceptance of each position, if any."""
     shape = _draft_shape(args, device) if tuning is None else _tuned_shape(args, tuning)
     forced = _synthetic(args, shape)
     shape = shape if block_size is None else _within_block(shape, block_size, tuned=tuning is not None)
@@ -167,10 +166,10 @@ def _forced_shape(
 
 
 def _within_block(shape: _DraftShape, block_size: int, tuned: bool) -> _DraftShape:
-    """The depths that a block has, of those that are chosen for each iteration.
+    """The shape, without depths that exceed a block if the controller chooses depths.
 
     Raises:
-        ConfigError: a fixed depth, or one of a tuning, is larger.
+        ConfigError: a fixed depth, or one of a tuning, exceeds a block.
     """
     whole = block_size - 1
     if not shape.depths or tuned or shape.num_steps <= whole:
@@ -181,7 +180,7 @@ def _within_block(shape: _DraftShape, block_size: int, tuned: bool) -> _DraftSha
 
 
 def _can_capture(algorithm: SpecAlgorithm, attention: AttentionName) -> bool:
-    """Whether the draft's passes can be captured, if it has any."""
+    """Whether the draft's passes can be captured; true if it has none."""
     if ATTENTION_CAPS[attention].cuda_graph or ALGORITHM_CAPS[algorithm].draft == "none":
         return True
     log.warning("the draft runs eagerly, which is slower: %s attention cannot be captured", attention)
@@ -189,7 +188,7 @@ def _can_capture(algorithm: SpecAlgorithm, attention: AttentionName) -> bool:
 
 
 def _algorithm(args: ServerArgs, model: ModelFacts) -> SpecAlgorithm:
-    """The algorithm that was asked for, or its replacement without a draft model, as in SGLang."""
+    """The requested algorithm, or the one that replaces it without a draft model, as in SGLang."""
     algorithm = cast(SpecAlgorithm, args.speculative_algorithm)
     if args.speculative_draft_model_path is None:
         algorithm = ALGORITHM_CAPS[algorithm].without_folder or algorithm
@@ -277,7 +276,7 @@ def _tuned_shape(args: ServerArgs, tuning: SpeculativeTuning) -> _DraftShape:
 
 
 def _is_auto_by_default(args: ServerArgs, topk: int) -> bool:
-    """Whether nothing that was given asks for one depth. The embedded model's own depth was measured."""
+    """Whether no flag fixes the depth. The embedded model has a fixed default, which was measured."""
     fixed = (args.speculative_num_steps, args.speculative_num_draft_tokens)
     by_position = "," in (args.speculative_synthetic_accept_length or "")
     return topk == 1 and fixed == (None, None) and not by_position and args.speculative_draft_model_path != str(EMBEDDED_DRAFT)
@@ -330,7 +329,7 @@ def _max_batch(
     device: DeviceConfig,
     quantization: Quantization | None,
 ) -> int | None:
-    """The largest batch that has drafts; None for no limit."""
+    """The largest batch with drafts; None for no limit."""
     if shape.depths == () and tuning is not None:
         return args.speculative_disable_by_batch_size or tuning.most_drafted
     if shape.depths == () and path == str(EMBEDDED_DRAFT):
@@ -339,7 +338,7 @@ def _max_batch(
 
 
 def _embedded_max_batch(args: ServerArgs, shape: _DraftShape, device: DeviceConfig, quantization: Quantization | None) -> int | None:
-    """The largest batch that the embedded model's own head drafts for; None for no limit."""
+    """The largest batch with drafts of the embedded model's own head; None for no limit."""
     measured = EMBEDDED_DRAFT_MAX_BATCH.get((device.device, quantization or device.dtype))
     max_batch = args.speculative_disable_by_batch_size or measured
     log.info(

@@ -14,7 +14,7 @@ def synthetic_acceptance(text: str, num_steps: int, mean_steps: int | None = Non
     `mean_steps`, X is the mean accept length at that depth instead of K.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: the text has another form, or values are out of range.
     """
     try:
         values = [float(part) for part in text.removesuffix(",").split(",")]
@@ -31,7 +31,7 @@ def synthetic_acceptance(text: str, num_steps: int, mean_steps: int | None = Non
 
 
 def _equal_acceptance(drafts: float, num_steps: int) -> float:
-    """The p whose powers 1..K add up to `drafts`, by bisection."""
+    """The p with p + p^2 + ... + p^K = `drafts`, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""A speculative tuning: what `python -m runtime.tune` measured and chose, as `--speculative-tuning` reads it."""
+"""A speculative tuning: the file that `python -m runtime.tune` writes and `--speculative-tuning` reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
 class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tuning was measured on.
+    """The setup on which a tuning was measured.
 
     Attributes:
         model, draft: their names.
@@ -40,7 +40,7 @@ class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a tuning was measured: version of Talon, UTC time, the prompts, the text's temperature, seconds it took after loading."""
+    """How a tuning was measured: version of Talon, UTC time, prompts, sampling temperature, and seconds after loading."""
 
     version: str
     at: str
@@ -50,7 +50,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measured seconds of an iteration of `size` requests, padding included, at one depth."""
+    """Measured seconds of an iteration of `size` requests, including padding, at one depth."""
 
     size: Count
     depth: Depth
@@ -58,22 +58,22 @@ class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BatchDepth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of a depth table: the best depth from this batch size up to that of the next line."""
+    """One line of a depth table: the best depth from this batch size up to the next line's."""
 
     requests: Count
     depth: Depth
 
 
 class SpeculativeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shape of the drafts, and which depth is the best for which batch.
+    """The shape of the drafts, and the best depth by batch size.
 
     Attributes:
-        format: of the file.
+        format: format of the file.
         num_steps, topk, num_draft_tokens: the deepest window.
-        depths: of a chain, what each iteration chooses from; empty for a tree.
-        table: the best depth by batch, smallest batch first.
-        acceptance: of each draft of a chain given the ones before it; empty for a tree.
-        steps: times of a chain's iterations; empty for a tree, and where the file is used on another device.
+        depths: the depths of a chain from which each iteration chooses; empty for a tree.
+        table: the best depth by batch size, smallest first.
+        acceptance: conditional acceptance of each draft of a chain; empty for a tree.
+        steps: times of a chain's iterations; empty for a tree, and on a device other than the measured one.
     """
 
     format: Literal["talon-speculative-tuning-1"] = "talon-speculative-tuning-1"
@@ -103,7 +103,7 @@ class SpeculativeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def most_drafted(self) -> int | None:
-        """The largest batch with drafts, from which on the table has depth 0; None where no batch is too large."""
+        """The largest batch with drafts; None if the table does not end with depth 0."""
         last = self.table[-1]
         return last.requests - 1 if last.depth == 0 else None
 
@@ -115,7 +115,7 @@ class SpeculativeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def read_tuning(path: str) -> SpeculativeTuning:
-    """The tuning in a file. Raises `ConfigError` where there is none."""
+    """The tuning in a file. Raises `ConfigError` if the file is missing or invalid."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=SpeculativeTuning)
     except OSError as error:
@@ -125,7 +125,7 @@ def read_tuning(path: str) -> SpeculativeTuning:
 
 
 def write_tuning(tuning: SpeculativeTuning, path: Path) -> None:
-    """Write the file. Raises `ConfigError` where it cannot be written."""
+    """Write the file. Raises `ConfigError` if it cannot be written."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(tuning), indent=1) + b"\n")
     except OSError as error:
@@ -133,10 +133,10 @@ def write_tuning(tuning: SpeculativeTuning, path: Path) -> None:
 
 
 def fitting(tuning: SpeculativeTuning, here: MadeFor) -> SpeculativeTuning:
-    """The tuning as far as it holds here: without its times on another device or with other weights, which is logged.
+    """The part of the tuning that applies here: without times, after a warning, on another device or with other weights.
 
     Raises:
-        ConfigError: it was made for another model, draft or algorithm.
+        ConfigError: the tuning is for another model, draft or algorithm.
     """
     made = tuning.made_for
     for what, there, own in (

@@ -55,7 +55,7 @@ class WindowMasks:
             place[:] = row
         return row is not None
 
-    def guided(self, path: Path, token: int) -> int:
+    def substitute_forced(self, path: Path, token: int) -> int:
         """The draft after `path`: `token`, or the one token that may stand there."""
         row = self.row(path)
         forced = None if row is None else only_token(row)

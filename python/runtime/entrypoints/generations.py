@@ -129,7 +129,7 @@ async def _price(manager: TokenizerManager, call: Call) -> tuple[CallCost, list[
     for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
         priced.append(await manager.price(cost, prompt, sampling, call.options))
         await asyncio.sleep(0)  # many prompts must not keep other requests waiting
-    manager.check_room(cost)
+    manager.check_capacity(cost)
     return cost, priced
 
 

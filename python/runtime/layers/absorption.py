@@ -1,4 +1,4 @@
-"""Absorbed latent attention's two GEMMs per head, by `torch.bmm`: the reference, also used for many tokens."""
+"""The two GEMMs per head of absorbed latent attention by `torch.bmm`: the reference, also used for many tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from runtime.layers.latent_heads import LatentHeads
 
 TOKEN_TILES = (8, 16)
-"""Tokens of a pass for which there is a kernel each, which reads the weights once; more are multiplied by cuBLAS."""
+"""Token counts with a kernel that reads the weights once; for more tokens cuBLAS is used."""
 
 
 def token_tile(tokens: int) -> int:
-    """The smallest of these that covers this many tokens."""
+    """The smallest of `TOKEN_TILES` that covers this many tokens."""
     return next(tile for tile in TOKEN_TILES if tile >= tokens)
 
 
@@ -20,7 +20,7 @@ def absorb_by_bmm(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor) -> tor
 
     Args:
         q: [T, H, query_dim].
-        heads: widths.
+        heads: the widths of heads and rows.
         key: [H, nope_dim, kv_rank].
 
     Returns:

@@ -8,13 +8,11 @@ import torch
 from torch.nn import functional as F
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
-"""CLAMPED_SWIGLU: the gate's factor inside the sigmoid, and the bound of gate and up."""
+"""CLAMPED_SWIGLU: the gate's factor inside the sigmoid, and the limit of gate and up."""
 
 
 class Activation(Enum):
-    """What is applied to the gate before it is multiplied by the up projection; the value is `hidden_act` in a
-    config.json.
-    """
+    """The function applied to the gate before it is multiplied by the up projection; the value is `hidden_act` in a config.json."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"

@@ -20,9 +20,9 @@ class AttentionLayer(Protocol):
     """The interface of a block's attention: project, write KV and attend, add the output to the residual stream. Subclass it explicitly.
 
     Attributes:
-        spec: what the backend reads.
+        spec: its description for the attention backend.
         in_proj, o_proj: the first and the output projection.
-        ops: operations of the model.
+        ops: the model's block operations.
         kernel_launches: approximate number per eager pass.
     """
 
@@ -41,11 +41,11 @@ class AttentionLayer(Protocol):
         """Compute derived weights. Called after loading."""
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
-        """Its GEMMs that are to be autotuned, in order, between these norms."""
+        """Its GEMMs to autotune, in order, between these norms."""
         ...
 
     def warmup_runs(self) -> list[Callable[[], object]]:
-        """Runs that compile its kernels beyond those of `gemms` and of the backend, for every number of tokens."""
+        """Runs that compile its other kernels, which `gemms` and the backend do not cover, for any number of tokens."""
         return []
 
     def project(self, stream: Stream, norm: RMSNorm | None) -> torch.Tensor:
@@ -54,7 +54,7 @@ class AttentionLayer(Protocol):
         return self.ops.norm_linear(stream, norm, self.in_proj)
 
     def project_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The first projection of rows that are already normed, [T, in] in the model's dtype."""
+        """The first projection of normed rows [T, in] in the model's dtype."""
         return self.ops.linear(x, self.in_proj)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
@@ -62,7 +62,7 @@ class AttentionLayer(Protocol):
         ...
 
     def add_output(self, attended: torch.Tensor, stream: Stream, next_norm: RMSNorm) -> Stream:
-        """The stream plus the output projection of `attended`; perhaps in the same storage."""
+        """The stream plus the output projection of `attended`, possibly in the same storage."""
         return self.ops.linear_add(attended, self.o_proj, stream, next_norm)
 
 
@@ -70,9 +70,9 @@ class Attention(AttentionLayer):
     """`AttentionLayer`: grouped-query attention of one layer, or this rank's heads of it. Owner of its weights.
 
     Attributes:
-        spec: what the backend reads: KV, scale, window, sinks, heads.
+        spec: its description for the attention backend: KV, scale, window, sinks, heads.
         heads: how a qkv row becomes heads, as in `spec`.
-        qkv_proj: `in_proj`: the rows [T, (H + 2 G) * head_dim].
+        qkv_proj: the same as `in_proj`; its outputs are the rows [T, (H + 2 G) * head_dim].
         kernel_launches: approximate number per eager pass: norm, qkv, rotary and KV write, attention, output.
     """
 
@@ -94,7 +94,7 @@ class Attention(AttentionLayer):
         yield Gemm("linear" if next_norm is None else "linear_add", self.o_proj, next_norm, after_attention=True)
 
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
-        """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`. The backend does both if it can."""
+        """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`; in one kernel if the backend has one."""
         if self._row_norms is not None:
             qkv = self.ops.norm_rows(qkv, self._row_norms)
         attended = context.backend.forward_rows(qkv, self.spec, context.batch)

@@ -1,4 +1,4 @@
-"""Which implementation of the block operations and of sampling this machine runs, chosen once at start-up."""
+"""Chooses the implementation of block operations and sampling for this machine, once at start-up."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from runtime.layers.torch_ops import TorchOps
 
 
 def select_ops(device: torch.device, dtype: torch.dtype, timings: GemmTimings) -> tuple[BlockOps, str]:
-    """The operations for a device, and why they were chosen, for the log.
+    """The block operations for a device, and the reason of the choice, for the log.
 
     Args:
-        timings: what `autotune` reads and fills; models that share it compute equal GEMMs alike.
+        timings: read and filled by `autotune`; models that share it run equal GEMMs by equal kernels.
     """
     if device.type != "cuda":
         return TorchOps(), "torch: the device is a CPU"
@@ -31,7 +31,7 @@ def select_ops(device: torch.device, dtype: torch.dtype, timings: GemmTimings) -
 
 
 def select_sampling(device: torch.device, backend: Literal["triton", "pytorch"]) -> tuple[SamplingOps, str]:
-    """The sampling operations for a device, and why they were chosen, for the log. `backend`: from --sampling-backend."""
+    """The sampling operations for a device, and the reason of the choice, for the log. `backend`: from --sampling-backend."""
     if device.type != "cuda":
         return TorchSampling(), "torch: the device is a CPU"
     if backend == "pytorch":

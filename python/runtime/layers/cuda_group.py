@@ -1,4 +1,4 @@
-"""The ranks of a model on GPUs: NCCL for large arrays, our own kernels for the small ones of decode steps."""
+"""The ranks of a model on GPUs: NCCL for large arrays, our own kernels for the small arrays of decode steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runtime.layers.kernels.push_exchange import MOST_BYTES, PushExchange
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 COLUMNS = 4096
-"""Columns of the arrays that exchanges are timed and checked with."""
+"""Columns of the arrays with which exchanges are timed and checked."""
 TIMED_ROWS = (1, 8, 32, 64, 128, 256)
 CALLS, REPLAYS = 20, 9
 """Exchanges per timed graph, and its replays."""
@@ -28,10 +28,10 @@ TOLERANCE = 1e-2
 
 
 class CudaGroup:
-    """`ParallelGroup` on GPUs, one per rank. Decisions at start-up go through `control`, on the CPU.
+    """`ParallelGroup` on GPUs, one per rank. Choices at start-up are exchanged through `control`, on the CPU.
 
     Attributes:
-        fused: our own exchanges between GPUs of one host; None if they do not work.
+        fused: our own exchange kernels between GPUs of one host; None if they do not work.
         exchange_micros: microseconds of an all-reduce by bytes, as "own / NCCL"; for the log and the server's info.
     """
 
@@ -40,11 +40,12 @@ class CudaGroup:
     def __init__(
         self, control: TorchGroup, device: torch.device, one_host: bool, timeout: float, nccl: dist.ProcessGroup | None = None
     ) -> None:
-        """All ranks call it together, each with its own `device`, which is torch's current one. `nccl`: of some of the ranks."""
+        """All ranks call it together, each with its own `device`, torch's current one. `nccl`: the process group, if not of all ranks."""
+
         self.rank, self.size, self._control = control.rank, control.size, control
         self._device, self._timeout = device, timeout
         self._nccl = nccl or dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
-        dist.all_reduce(torch.zeros(1, device=device), group=self._nccl)  # makes the communicator: not inside a capture
+        dist.all_reduce(torch.zeros(1, device=device), group=self._nccl)  # creates the communicator, which must not happen inside a capture
         self.exchange_micros: dict[str, str] = {}
         self.fused = self._make_fused(device) if one_host else None
 
@@ -54,7 +55,7 @@ class CudaGroup:
         return x
 
     def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
-        """[N, own] of every rank side by side, by NCCL."""
+        """The columns [N, own] of all ranks, concatenated, by NCCL."""
         widths = [shard.stop - shard.start for shard in (Shard(rank, self.size).of(columns) for rank in range(self.size))]
         padded = F.pad(x, (0, widths[0] - x.shape[1])).contiguous()
         parts = torch.empty((self.size, *padded.shape), dtype=x.dtype, device=x.device)
@@ -62,7 +63,7 @@ class CudaGroup:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of every rank, one after another, by NCCL."""
+        """The rows of all ranks, concatenated, by NCCL."""
         rows = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype, device=x.device)
         dist.all_gather_into_tensor(rows, x.contiguous(), group=self._nccl)
         return rows
@@ -74,7 +75,7 @@ class CudaGroup:
         return rows
 
     def split(self, parts: int) -> tuple[ParallelGroup, ParallelGroup]:
-        """This rank's group of consecutive ranks, and that of the ranks in its place; their sums go through NCCL."""
+        """This rank's group of consecutive ranks, and the group of the ranks at its position in all groups; both use NCCL for sums."""
         controls = self._control.split(parts)
         groups, places = (self._sub(lists, control) for lists, control in zip(split_ranks(self.size, parts), controls, strict=True))
         return groups, places
@@ -117,6 +118,7 @@ class CudaGroup:
 
     def _is_right(self, fused: PushExchange, device: torch.device) -> bool:
         """Whether sums, tokens and hashes equal those of NCCL and torch."""
+
         right = True
         for rows in (1, 3, 128):
             x = torch.randn((rows, COLUMNS), generator=_seeded(device, self.rank), device=device).to(torch.bfloat16)
@@ -139,7 +141,7 @@ class CudaGroup:
         return bool(right) and int(hashed[1]) == 1
 
     def _time(self, fused: PushExchange, device: torch.device) -> None:
-        """Time both ways in graphs; ours are used up to the largest array for which they are faster on rank 0."""
+        """Time our kernels and NCCL in graphs; ours are used up to the largest array for which they are faster on rank 0."""
         limit = 0
         for rows in TIMED_ROWS:
             x = torch.zeros((rows, COLUMNS), dtype=torch.bfloat16, device=device)

@@ -54,16 +54,17 @@ from runtime.layers.row_norms import RowNorms
 
 log = logging.getLogger(__name__)
 TRIAL_PARTS = 128
-"""Partial sums of squares per row with which a GEMM after a deferred norm is timed."""
+"""Partial sums of squares per row in the timing of a GEMM after a deferred norm."""
 
 
 class CudaOps:
-    """`BlockOps` for 16-bit weights. A row's result depends on its own row and on how many rows the pass has, never on the other rows.
+    """`BlockOps` for 16-bit weights. A row's result depends on its own row and on the number of rows, but not on the other rows.
 
     Attributes:
         pdl: whether kernels start before the previous one has ended (programmatic dependent launch; Hopper and newer).
-        choices: what `autotune` found fastest. Other GEMMs follow `default_choice`, or cuBLAS where `autotune` has run without their
-            m bucket: no pass waits for a compiler.
+        choices: the fastest kernels by `autotune`. Other GEMMs use `default_choice`, or cuBLAS if `autotune` has run without their m
+        bucket, so
+            that no pass waits for a compiler.
     """
 
     def __init__(self, timings: GemmTimings, pdl: bool | None = None) -> None:
@@ -110,7 +111,7 @@ class CudaOps:
     def add_normed(
         self, x: torch.Tensor, norm: RMSNorm, stream: Stream, next_norm: RMSNorm | None = None, factor: torch.Tensor | None = None
     ) -> Stream:
-        """`(h + norm(x)) * factor` in float32, in the storage of `h`; `next_norm` of it on the way."""
+        """`(h + norm(x)) * factor` in float32, in the storage of `h`, with `next_norm` in the same kernel."""
         normed = add_normed_rows(x, norm, stream.h, next_norm, factor, self.pdl)
         return Stream(stream.h, next_norm, normed=normed, in_prompt=stream.in_prompt)
 
@@ -124,12 +125,12 @@ class CudaOps:
         return route(x, router, self._tickets, pdl=self.pdl)
 
     def norm_route(self, stream: Stream, norm: RMSNorm, router: Router) -> tuple[torch.Tensor, Routing]:
-        """`norm(h)` [T, hidden] in the model's dtype and its experts; of few rows the router's kernel applies a deferred norm."""
+        """`norm(h)` [T, hidden] in the model's dtype and its experts; for few rows the router's kernel applies a deferred norm."""
         deferred, rows = stream.deferred, len(stream.h)
         if deferred is None or rows > FEW_ROWS:
             x = self.norm(stream.h, norm, norm.weight.dtype)
             return x, self.route(x, router)
-        assert stream.norm is norm, "the deferred norm is another one"
+        assert stream.norm is norm, "another norm was deferred"
         x, scale = torch.empty_like(deferred.scaled), RowScale(deferred.squares, norm.eps)
         return x, route(deferred.scaled, router, self._tickets, norm=scale, normed=x, pdl=self.pdl)
 
@@ -144,28 +145,28 @@ class CudaOps:
         routing: Routing,
         stream: Stream,
         next_norm: RMSNorm | None = None,
-        beside: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
     ) -> Stream:
-        """`h` plus the sum over the ranks of `experts(x)` and of `beside`, in the storage of `h`; on one rank the last kernel adds."""
+        """`h` plus the sum over the ranks of `experts(x)` and `addend`, in the storage of `h`; on one rank the last kernel adds it."""
         h = stream.h
         if experts.group.size > 1:
             part = self.experts(x, experts, routing)
-            total = part if beside is None else part.add_(beside)
+            total = part if addend is None else part.add_(addend)
             return self._add_of_ranks(total, experts.group, h, next_norm, stream.in_prompt)
         tuning, own = self._timings.tuning.experts, expert_pass(x, experts, routing, h, self.pdl)
         few = tuning.few_rows(own.gate_up.format, len(x))
         if few is None:
-            added = Added(beside, next_norm)
+            added = Added(addend, next_norm)
             run_experts(own, tuning, added)
             return Stream(h, next_norm, normed=added.normed, in_prompt=stream.in_prompt)
-        if beside is not None:
-            h.add_(beside)
+        if addend is not None:
+            h.add_(addend)
         deferred = self._deferred(h, next_norm, few[1].parts(h.shape[1]))
         experts_few_rows(own, few, add=True, deferred=deferred)
         return Stream(h, next_norm, deferred, in_prompt=stream.in_prompt)
 
     def norm_rows(self, qkv: torch.Tensor, norms: RowNorms) -> torch.Tensor:
-        """`norms(qkv)` by two kernels."""
+        """`norms(qkv)` in two kernels."""
         return norm_rows(qkv, norms, pdl=self.pdl)
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
@@ -176,7 +177,7 @@ class CudaOps:
     def write_latent(
         self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm the latents, rotate the shared key, write the latent KV rows, return the queries' columns and those rows."""
+        """Norm the latents, rotate the shared key, write the latent KV rows; returns the queries' columns and the KV rows."""
         batch = context.batch
         return write_latent(rows, heads, batch.positions, batch.out_cache_loc, context.kv_pool.flat(layer_id)[0], self.pdl)
 
@@ -195,7 +196,9 @@ class CudaOps:
     def prompt_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Causal attention of whole prompts, one after another: [T, H, value_dim]. Torch's flash kernel needs one width for all."""
+        """Causal attention of whole prompts, one after another: [T, H, value_dim]. Torch's flash kernel needs keys and values of equal
+        width.
+        """
         assert batch.extend_lens is not None, "a pass of prompts"
         value_dim = v.shape[2]
         v = F.pad(v, (0, q.shape[2] - value_dim)) if value_dim < q.shape[2] else v
@@ -208,9 +211,9 @@ class CudaOps:
         return self._logits(x, head, out, self.choice("logits", head, x.shape[0]))
 
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The argmax of each row of `logits(x, head)`, bit for bit: int64 [N], written to `tokens` if given, as `logits` is.
+        """The argmax of each row of exactly `logits(x, head)`: int64 [N], written to `tokens` if given; the logits to `logits` if given.
 
-        A GEMM kernel of ours reduces each tile in its epilogue; cuBLAS stores the logits, in scratch memory if none are wanted.
+        Our GEMM kernels reduce each tile in the epilogue; cuBLAS stores the logits, in scratch memory if `logits` is None.
         """
         return self._greedy(x, head, tokens, logits, self.choice("logits", head, x.shape[0]))
 
@@ -219,8 +222,8 @@ class CudaOps:
     ) -> dict[str, str]:
         """Compile the kernels of a model's GEMMs at the m buckets of `rows` in parallel, time them and keep the fastest.
 
-        A norm next to a GEMM is timed with it if it needs a kernel. The head is timed with the argmax of its logits, which every decode
-        step takes; the choice also applies to logits alone. Prompts of up to `MAX_ROWS` rows use the kernels of decode passes.
+        A norm next to a GEMM is timed with it if it needs a kernel. The head is timed with the argmax, which every decode step computes;
+        the choice also applies to logits without argmax. Prompts of up to `MAX_ROWS` rows use the kernels of decode passes.
         """
         start, gemms = time.perf_counter(), list(gemms)
         decoding = {m_bucket(count) for count in rows}
@@ -240,7 +243,7 @@ class CudaOps:
         return report
 
     def choice(self, op: GemmOp, linear: Linear, rows: int, in_prompt: bool = False) -> GemmChoice:
-        """How a GEMM of `rows` rows is computed."""
+        """The kernel for a GEMM of `rows` rows."""
         if linear.in_features % 16 or not (linear.is_dense or linear.is_scaled) or (in_prompt and self._quantizes(linear, rows)):
             return None
         key = (op, linear.scheme.name, linear.out_features, linear.in_features, m_bucket(rows))
@@ -250,7 +253,7 @@ class CudaOps:
         return default_choice(op, rows, self._timings.tuning, linear.is_scaled) if tuned else None
 
     def _trial(self, group: GemmGroup) -> Callable[[GemmChoice], Run]:
-        """Makes a run of a group's GEMM, with the kernels around it, for any choice."""
+        """A function from choices to runs of a group's GEMM and the kernels around it."""
         run = self._trial_alone(group)
         return (lambda choice: lambda call: (pause(self.pdl), run(choice)(call))) if group.behind_pause else run
 
@@ -274,7 +277,7 @@ class CudaOps:
                 return self._gate_up(*self._normed(stream, norm, choice), layer, choice, group.activation)
             if group.op == "logits":
                 return self._greedy(x, layer, tokens, scores, choice)
-            if layer.is_partial:  # other ranks take no part in timing
+            if layer.is_partial:  # without the all-reduce, because ranks do not time together
                 return self._linear(x, None, layer, choice)
             added = self._linear_add(x, layer, h, norm, choice)
             return added if added.deferred is not None else self.norm(h, norm, dtype)
@@ -282,7 +285,9 @@ class CudaOps:
         return lambda choice: lambda call: run(choice, group.linears[call % len(group.linears)])
 
     def _warmup_runs(self, gemms: Sequence[Gemm], groups: Sequence[GemmGroup]) -> Iterator[Run]:
-        """What a model runs with the choices made: its chain of GEMMs with and without deferred norms, the head with and without logits."""
+        """Runs of all kernels that a model uses with these choices: its GEMMs with and without deferred norms, the head with and without
+        logits.
+        """
         for rows, head in ((group.rows, head) for group in groups if group.op == "logits" for head in group.linears):
             x = torch.zeros((rows, head.in_features), dtype=input_dtype(head), device=head.weight.device)
             yield lambda _, x=x, head=head: self.logits(x, head)
@@ -292,7 +297,7 @@ class CudaOps:
                 yield lambda _, rows=rows, deferred=deferred: self._run_chain(gemms, rows, deferred)
 
     def _run_chain(self, gemms: Sequence[Gemm], rows: int, deferred: bool) -> None:
-        """Run a model's GEMMs in order, each kind once after each kind that writes the stream before it."""
+        """Run a model's GEMMs in order: each kind once after each kind of GEMM that may have written the stream."""
         norm = next(gemm.norm for gemm in gemms if gemm.norm is not None)
         start = Stream(torch.zeros((rows, norm.weight.shape[0]), device=norm.weight.device))
         streams, done, writer = dict[GemmKey, Stream](), set[tuple[GemmKey | None, GemmKey]](), None
@@ -317,25 +322,26 @@ class CudaOps:
                 writer = key
 
     def _after_experts(self, h: torch.Tensor, norm: RMSNorm, deferred: bool) -> Stream:
-        """A stream that the experts of a sparse MLP have written for `norm`; their kernels are not among these GEMMs."""
+        """A stream as if the experts of a sparse MLP had written it for `norm`; their kernels are not among these GEMMs."""
         few = self._timings.tuning.experts.few_rows("dense", h.shape[0])
         return Stream(h, norm, self._deferred(h, norm, few[1].parts(h.shape[1])) if deferred and few is not None else None)
 
     def _compile_add(self, x: torch.Tensor, linear: Linear, stream: Stream, norm: RMSNorm | None) -> Stream:
-        """`linear_add` without the all-reduce: the other ranks compile in another order."""
+        """`linear_add` without the all-reduce, because other ranks compile in another order."""
         if not linear.is_partial:
             return self.linear_add(x, linear, stream, norm)
         part = self._linear(x, None, linear, self.choice("linear_add", linear, x.shape[0]))
         return Stream(stream.h, norm, self._deferred_of_ranks(part, stream.h, norm, linear.group.fused))
 
     def _normed(self, stream: Stream, norm: RMSNorm, choice: GemmChoice) -> tuple[torch.Tensor, RowScale | None]:
-        """What a GEMM with this choice reads of the normed stream: the normed rows, or the rows before their scale, and the scale."""
+        """The inputs of a GEMM with this choice: the normed rows and None, or the rows before row scaling and their scales."""
+
         if stream.normed is not None:
             assert stream.norm is norm, "another norm was computed"
             return stream.normed, None
         if choice is None or stream.deferred is None:
             return self.norm(stream.h, norm, norm.weight.dtype), None
-        assert stream.norm is norm, "the deferred norm is another one"
+        assert stream.norm is norm, "another norm was deferred"
         return stream.deferred.scaled, RowScale(stream.deferred.squares, norm.eps)
 
     def _linear(self, x: torch.Tensor, scale: RowScale | None, linear: Linear, choice: GemmChoice, in_prompt: bool = False) -> torch.Tensor:
@@ -365,7 +371,7 @@ class CudaOps:
     def _linear_add(
         self, x: torch.Tensor, linear: Linear, h: torch.Tensor, next_norm: RMSNorm | None, choice: GemmChoice, in_prompt: bool = False
     ) -> Stream:
-        if linear.is_partial:  # the sum over ranks comes before the add and the norm
+        if linear.is_partial:  # the all-reduce must precede the add and the norm
             return self._add_of_ranks(self._linear(x, None, linear, choice, in_prompt), linear.group, h, next_norm, in_prompt)
         if choice is not None:
             deferred = self._deferred(h, next_norm, choice.parts(linear.out_features))
@@ -377,7 +383,7 @@ class CudaOps:
         return Stream(h if linear.bias is None else h.add_(linear.bias), in_prompt=in_prompt)
 
     def _many_rows(self, x: torch.Tensor, linear: Linear, in_prompt: bool) -> torch.Tensor:
-        """`linear(x)` by cuBLAS; prompts quantize their rows if that was found faster."""
+        """`linear(x)` by cuBLAS; prompts quantize their rows if the trial found that faster."""
         scale = linear.storage.scale
         if not (in_prompt and self._quantizes(linear, len(x)) and x.dtype is torch.bfloat16) or scale is None:
             return widened_linear(x, linear)
@@ -385,7 +391,7 @@ class CudaOps:
         return out if linear.bias is None else out.add_(linear.bias)
 
     def _quantizes(self, linear: Linear, rows: int) -> bool:
-        """Whether prompts of `rows` rows are quantized for this weight, which was found faster."""
+        """Whether prompts of `rows` rows are quantized for this weight, by the trial at start-up."""
         return rows > MAX_ROWS and self._quantized.get(kind_of(linear), (False, ""))[0]
 
     def _add_of_ranks(
@@ -405,13 +411,13 @@ class CudaOps:
     def _deferred_of_ranks(
         self, part: torch.Tensor, h: torch.Tensor, norm: RMSNorm | None, fused: FusedExchange | None
     ) -> DeferredNorm | None:
-        """Buffers for a norm that the all-reduce prepares. None if it does not."""
+        """Buffers for a norm that the all-reduce kernel prepares; None if it does not."""
         return None if fused is None or not fused.fits(part) else self._deferred(h, norm, fused.parts(h.shape[1]))
 
     def _deferred(self, h: torch.Tensor, norm: RMSNorm | None, parts: int) -> DeferredNorm | None:
         """Buffers for a deferred norm, with `parts` sums of squares per row.
 
-        None for float16, whose range is too small for every model's stream before the norm.
+        None for float16, whose range is too small for the streams of some models.
         """
         if norm is None or norm.weight.dtype is not torch.bfloat16:
             return None

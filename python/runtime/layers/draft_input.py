@@ -1,4 +1,4 @@
-"""How a draft head joins the embedding of a token and a hidden state into the row that its first projection reads."""
+"""The input layout of draft heads: how the embedding of a token and a hidden state are joined for the first projection."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from runtime.layers.norm import RMSNorm
 
 
 class StreamStart(IntEnum):
-    """What the head's residual stream begins with."""
+    """The start of the head's residual stream."""
 
     PROJECTION = 0
-    """What follows the first projection: joining gives no stream."""
+    """The output of the first projection: joining gives no stream."""
     STATE = 1
     """The hidden state."""
     NORMED_STATE = 2
@@ -21,13 +21,13 @@ class StreamStart(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
-    """The layout of one head.
+    """The input layout of one head.
 
     Attributes:
-        norms: of the embedding, and of the hidden state; None if neither is normed.
+        norms: the norms of embedding and hidden state; None if neither is normed.
         state_first: whether the columns of the hidden state come first.
-        blank_start: whether the embedding of the token at position 0 is zeros.
-        stream: what the residual stream begins with.
+        blank_start: whether the embedding of the token at position 0 is replaced by zeros.
+        stream: the start of the residual stream.
     """
 
     norms: tuple[RMSNorm, RMSNorm] | None = None

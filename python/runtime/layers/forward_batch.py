@@ -13,14 +13,14 @@ from runtime.batch import ForwardMode
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """B requests, T tokens. A worker makes one per pass; a captured graph holds one of persistent buffers.
+    """B requests, T tokens. A worker makes one per pass; a captured graph has one over persistent buffers.
 
-    `seq_lens` is always the KV length after this pass has written. Query `i` of `q = tokens_per_req` sees
-    `seq_len - q + i + 1` keys; in a ragged pass the same holds with each request's own query count.
+    `seq_lens` is always the KV length after this pass has written. Query `i` of `q = tokens_per_req` sees `seq_len - q + i + 1` keys; in a
+    ragged pass the same holds with each request's own query count.
 
     Attributes:
-        mode: what the pass does.
-        batch_size: B, padding included.
+        mode: the forward mode.
+        batch_size: B, including padding.
         tokens_per_req: queries of every request; 0 in ragged passes, where they differ.
         input_ids: int64 [T].
         positions: int64 [T].
@@ -30,14 +30,13 @@ class ForwardBatch:
         qo_indptr: int32 [B + 1], on the device: offsets of each request's queries.
         seq_len_bounds: int32 [B], on the host, upper bounds of `seq_lens`; exact for prompts and if no step is in flight.
         extend_lens: int32 [B], on the host, ragged passes only: the queries of each request.
-        max_queries: the most queries of a request in a capturable ragged pass, in which a request may also have none; 0 in
-            all others.
+        max_queries: maximum queries of a request in a capturable ragged pass, in which a request may also have none; 0 in all other passes.
         step: index of the pass in a plan of several passes (draft decode: 0..K-2).
         tree_mask: int64 [T], or None for a causal pass. If bit t is set, the query sees the t-th of the last
             `tree_tail` keys of its request. Every query sees all earlier keys.
         tree_tail: number of keys at the end of each request that `tree_mask` covers, at most 64.
         hidden_states: [T, H_in], draft passes only: a hidden state of the target, or of the draft itself, per token.
-        page_rows: int32 [B], `req_pool_indices` as attention kernels read it; derived from it if not given.
+        page_rows: int32 [B], `req_pool_indices` in the dtype that attention kernels read; computed if not given.
     """
 
     mode: ForwardMode

@@ -28,11 +28,11 @@ class LatentAttention(AttentionLayer):
     """`AttentionLayer`: latent attention of one layer, or this rank's heads over rows replicated on every rank. Owner of its weights.
 
     Attributes:
-        spec: what the backend reads; its KV is of kind "mla".
+        spec: its description for the attention backend; its KV is of kind "mla".
         heads: widths, norms and rotary table.
-        down_proj: `in_proj`: hidden -> the queries' latent (all heads if there is none), the latent and the shared key.
-        q_proj: the queries' latent -> all heads; None if `down_proj` computes them.
-        kv_b_proj: the latent -> keys without rotation and values of all heads.
+        down_proj: the same as `in_proj`: hidden -> the queries' latent (or all query heads), the latent and the shared key.
+        q_proj: the queries' latent -> all query heads; None if `down_proj` computes them.
+        kv_b_proj: the latent -> unrotated keys and values of all heads.
         o_proj: all heads' values -> hidden.
         kernel_launches: approximate number per eager pass: norm, projections, norms and KV write, absorption, attention, output.
     """
@@ -63,7 +63,7 @@ class LatentAttention(AttentionLayer):
 
     @property
     def active_parameters(self) -> int:
-        """Weights that every token is multiplied by."""
+        """Number of weights used for each token."""
         linears = (self.down_proj, self.q_proj, self.kv_b_proj, self.o_proj)
         return sum(linear.num_parameters for linear in linears if linear is not None)
 
@@ -75,13 +75,14 @@ class LatentAttention(AttentionLayer):
         yield Gemm("linear_add", self.o_proj, next_norm, after_attention=True)
 
     def warmup_runs(self) -> list[Callable[[], object]]:
-        """Absorption by each kernel: for tokens that fill a tile, and for more, as in chunks after a cached prefix."""
+        """Runs of absorption by each kernel: for each token tile, and for more tokens, as in chunks after a cached prefix."""
         return [partial(self._warm_up, tokens) for tokens in (*TOKEN_TILES, TOKEN_TILES[-1] + 1)]
 
     def _warm_up(self, tokens: int) -> None:
-        """Laid out as in `attend`: kernels depend on the alignment of their inputs."""
+        """Run absorption with inputs laid out as in `attend`, because kernels are compiled for an alignment."""
+
         heads, key, value = self.heads, *self._kv_weights()
-        positions = torch.zeros(tokens, dtype=torch.int64, device=key.device)  # there when `rows` are: it may be read early
+        positions = torch.zeros(tokens, dtype=torch.int64, device=key.device)  # created before `rows`, because kernels may read it early
         rows = torch.zeros((tokens, (self.q_proj or self.down_proj).out_features), dtype=key.dtype, device=key.device)
         q = rows[:, : heads.num_heads * heads.query_dim].view(tokens, heads.num_heads, -1)
         query = self.ops.absorb(q, heads, key, positions)
@@ -98,14 +99,14 @@ class LatentAttention(AttentionLayer):
         return attend(q, latent, context).flatten(1)
 
     def _absorbed(self, q: torch.Tensor, latent: torch.Tensor, context: PassContext) -> torch.Tensor:
-        """Over the latent rows in the pool: [T, H, value_dim]."""
+        """The absorbed form, over the latent rows in the pool: [T, H, value_dim]."""
         heads, key, value = self.heads, *self._kv_weights()
         query = self.ops.absorb(q, heads, key, context.batch.positions)
         attended = context.backend.forward(query, self.spec, context.batch).view(-1, heads.num_heads, heads.kv_rank)
         return self.ops.project_values(attended, value)
 
     def _plain(self, q: torch.Tensor, latent: torch.Tensor, context: PassContext) -> torch.Tensor:
-        """Over keys and values of the pass itself: [T, H, value_dim]."""
+        """The plain form, over keys and values of the pass itself: [T, H, value_dim]."""
         heads, batch = self.heads, context.batch
         self.ops.rotate(q[..., heads.nope_dim :], heads.rope, batch.positions, q[..., heads.nope_dim :])
         made = self.ops.linear(latent[:, : heads.kv_rank].contiguous(), self.kv_b_proj).view(len(q), heads.num_heads, -1)

@@ -1,4 +1,4 @@
-"""What turns projected rows into latent KV rows and heads: their widths, their norms and their rotary table."""
+"""The layout of latent attention's rows and heads: widths, norms and rotary table."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from runtime.layers.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """How the rows of multi-head latent attention are laid out.
+    """The layout of the rows of multi-head latent attention.
 
     A latent KV row is a normed latent of `kv_rank` columns and one rotated key of `rope.dim` columns that all heads share.
 
     Attributes:
         num_heads: H, the heads of this rank.
-        nope_dim: columns of a query and of a key that are not rotated.
+        nope_dim: unrotated columns of a query and of a key.
         value_dim: columns of a value.
         kv_norm: over the latent; its width is `kv_rank`.
         rope: rotates the shared key and the end of each query.
@@ -42,10 +42,10 @@ class LatentHeads:
 
     @property
     def query_dim(self) -> int:
-        """Columns of a query and of a key, not rotated and rotated."""
+        """Columns of a query and of a key: unrotated and rotated."""
         return self.nope_dim + self.rope.dim
 
     @property
     def q_columns(self) -> int:
-        """Columns of the queries in the rows of the first projection: their latent, or all heads."""
+        """Columns of the queries in the rows of the first projection: the queries' latent, or all heads."""
         return self.num_heads * self.query_dim if self.q_norm is None else self.q_norm.weight.shape[0]

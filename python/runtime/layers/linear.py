@@ -25,9 +25,9 @@ class Linear:
     Attributes:
         storage: the weight [out, in] of this rank, in the scheme's format.
         bias: [out] in the model's dtype, or None.
-        scheme: how the weight is stored and multiplied by.
-        partition, group: how the layer is shared.
-        whole: outputs of all ranks together.
+        scheme: the quantisation scheme.
+        partition, group: how the layer is sharded.
+        whole: number of outputs of all ranks together.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Linear:
         return cls(Storage(weight[rows]), None, DENSE, Partition.COLUMN, group, len(weight))
 
     def with_weight(self, weight: torch.Tensor) -> Linear:
-        """An unquantised layer without a bias, shared between the ranks as this one is."""
+        """An unquantised layer without a bias, sharded like this one."""
         return Linear(Storage(weight), None, DENSE, self.partition, self.group, self.whole)
 
     @property
@@ -90,22 +90,22 @@ class Linear:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the Triton GEMM reads `weight` with its scales."""
+        """Whether `weight` is e4m3 with scales that GEMM kernels can read."""
         return self.scheme.gemm_caps.scaled
 
     @property
     def is_partial(self) -> bool:
-        """Whether outputs are partial sums, so that nothing may be fused after the GEMM before `reduce`."""
+        """Whether outputs are partial sums until `reduce`; no epilogue can be fused then."""
         return self.partition is Partition.ROW and self.group.size > 1
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank computes some of the outputs only."""
+        """Whether this rank computes only some of the outputs."""
         return self.partition is Partition.COLUMN and self.group.size > 1
 
     @property
     def own_rows(self) -> slice:
-        """Which of the `whole` outputs this rank computes, in a layer that is not fused of several."""
+        """The slice of the `whole` outputs that this rank computes, in a layer that is not fused from several."""
         return Shard(self.group.rank, self.group.size).of(self.whole) if self.is_sharded else slice(0, self.whole)
 
     def reduce(self, out: torch.Tensor) -> torch.Tensor:
@@ -117,23 +117,21 @@ class Linear:
         return self.group.gather_columns(out, self.whole) if self.is_sharded else out
 
     def tail(self, start: int) -> Linear:
-        """A layer of this rank's outputs from `start` on: over the same weight if it is unquantised, else over a copy. At load
-        time only.
-        """
+        """A layer of this rank's outputs from `start` on: a view of the weight if it is unquantised, else a copy. At load time only."""
         own = slice(start, self.out_features)
         rows = torch.arange(start, self.out_features, device=self.weight.device)
         storage = Storage(self.weight[own]) if self.is_dense else self.scheme.select_rows(self.storage, rows)
         return Linear(storage, None if self.bias is None else self.bias[own], self.scheme)
 
     def select_rows(self, rows: torch.Tensor) -> Linear:
-        """A layer of the outputs int64 [n] of this one, copied; sharded as this one is. At load time only."""
+        """A layer of the outputs int64 [n] of this one, copied, and sharded like this one. At load time only."""
         if self.is_sharded:
             return self._select_sharded(rows)
         bias = None if self.bias is None else self.bias[rows]
         return Linear(self.scheme.select_rows(self.storage, rows), bias, self.scheme, self.partition, self.group)
 
     def _select_sharded(self, rows: torch.Tensor) -> Linear:
-        """`select_rows` for rows that are on one rank each: an all-reduce with the zeros of the others brings them to all."""
+        """`select_rows` for a sharded layer: an all-reduce, with zeros on the ranks without a row, distributes the rows."""
         assert self.bias is None, "an LM head has no bias"
         own = self.own_rows
         held = (rows >= own.start) & (rows < own.stop)

@@ -1,4 +1,4 @@
-"""The LM head: scores of a vocabulary sharded over the ranks of a group, and the most likely token over all ranks."""
+"""The LM head: logits over a vocabulary that is sharded over ranks, and the most likely token over all ranks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def greedy(
     logits: torch.Tensor | None = None,
     agreement: Agreement | None = None,
 ) -> torch.Tensor:
-    """The most likely token of each row, int64 [N], the smallest of equal ones; written to `tokens` if given.
+    """The most likely token of each row, int64 [N], the smallest id of equal ones; written to `tokens` if given.
 
     Args:
-        logits: this rank's scores are written there if given, float32 [N, own].
-        agreement: compared with the other ranks' by the same exchange.
+        logits: float32 [N, own]; receives this rank's logits if given.
+        agreement: the hash of committed tokens, compared with those of other ranks in the same exchange.
     """
     if not head.is_sharded:
         return ops.greedy(x, head, tokens, logits)
@@ -43,9 +43,9 @@ def greedy(
 
 
 def largest_of_ranks(values: torch.Tensor, ids: torch.Tensor, head: Linear, agreement: Agreement | None = None) -> torch.Tensor:
-    """The id of the largest value of all ranks, int64 [N]; of equal values the one of the lowest rank, whose ids are smaller.
+    """The id of the largest value over all ranks, int64 [N]; of equal values that of the lowest rank, whose ids are smaller.
 
-    One all-reduce carries the pairs: each rank fills its own rows of zeros. Ids are exact in float32 up to 2^24.
+    One all-reduce exchanges the pairs: each rank fills its own rows of an array of zeros. Ids are exact in float32 up to 2^24.
 
     Args:
         values, ids: float32 and int64 [N], this rank's most likely tokens.

@@ -1,7 +1,7 @@
 """Logits processors: changes to the target's logits before a token is chosen, vectorised over the requests that need them.
 
-A step runs every processor of `LOGITS_PROCESSORS` in order, each over the requests that it selects from `SamplingNeeds`. The grammar's mask
-is the last, so that no other processor makes a forbidden token possible again.
+A step runs every processor of `LOGITS_PROCESSORS` in order, each over the requests that it selects from `SamplingNeeds`. The grammar mask
+comes after all changes of single logits, so that none of them allows a forbidden token again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from runtime.layers.token_mask import TokenMask, forbid
 
 @dataclass(frozen=True, slots=True)
 class LogitsContext:
-    """The inputs of processors besides the logits. B requests, W window positions (1 in plain decoding), A ancestors.
+    """The inputs of processors in addition to the logits. B requests, W window positions (1 in plain decoding), A ancestors.
 
     Attributes:
         tables: sampling state by request row.
         rows: int64 [B].
         positions: int64 [B, W]. Sequence position of the token chosen from each window position.
         path: int64 [B, W, A]. Drafts before each window position, -1 for none; they count as output. None: nothing is drafted.
-        mask: what grammars allow at the W positions; None if no request is constrained.
+        mask: the tokens that grammars allow at the W positions; None if no request is constrained.
     """
 
     tables: SamplingTables
@@ -36,7 +36,7 @@ class LogitsContext:
 
 
 class LogitsProcessor(Protocol):
-    """One change to the logits. It never reads from the device."""
+    """One change to the logits. It does not synchronise with the device."""
 
     def selects(self, needs: SamplingNeeds) -> list[int]:
         """Indices of the requests to change, known on the host."""
@@ -82,14 +82,14 @@ class LogitBias:
 
 
 class MinLength:
-    """No end-of-text token before the minimum output length."""
+    """Forbids end-of-text tokens before the minimum output length."""
 
     def selects(self, needs: SamplingNeeds) -> list[int]:
         """Requests with a minimum length."""
         return needs.min_length
 
     def apply(self, logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
-        """Set the logits of end-of-text ids to minus infinity where the output would be too short."""
+        """Set the logits of end-of-text ids to minus infinity while the output is too short."""
         rows = context.rows[selected]
         ids = context.tables.eos_ids[rows]
         early = context.positions[selected] < context.tables.min_positions[rows][:, None]
@@ -98,7 +98,7 @@ class MinLength:
 
 
 class GrammarMask:
-    """Nothing but what the grammar allows."""
+    """Allows only the tokens that the grammar allows."""
 
     def selects(self, needs: SamplingNeeds) -> list[int]:
         """Constrained requests."""
@@ -111,7 +111,7 @@ class GrammarMask:
 
 
 class GrammarEnd:
-    """The end of a text whose grammar is at its end before the minimum length is reached."""
+    """Allows the end of a text whose grammar ends before the minimum length."""
 
     def selects(self, needs: SamplingNeeds) -> list[int]:
         """Constrained requests with a minimum length."""
@@ -131,7 +131,7 @@ LOGITS_PROCESSORS: tuple[LogitsProcessor, ...] = (Penalties(), LogitBias(), MinL
 def process_logits(
     logits: torch.Tensor, context: LogitsContext, needs: SamplingNeeds, processors: Sequence[LogitsProcessor] = LOGITS_PROCESSORS
 ) -> torch.Tensor:
-    """Run the processors over float32 `logits` [B, W, V]. Returns new logits where a request needs a change, else `logits` itself."""
+    """Run the processors over float32 `logits` [B, W, V]. Returns new logits if a request needs a change, else `logits` itself."""
     selections = [(processor, processor.selects(needs)) for processor in processors]
     if not any(selected for _, selected in selections):
         return logits
@@ -143,7 +143,7 @@ def process_logits(
 
 
 def _parts(selected: list[int], size: int) -> Iterator[list[int]]:
-    """Slices of at most `size` requests: processors hold several numbers per vocabulary entry for each."""
+    """Slices of at most `size` requests, because processors allocate several numbers per vocabulary entry and request."""
     return (selected[start : start + size] for start in range(0, len(selected), size))
 
 

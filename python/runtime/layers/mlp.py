@@ -15,25 +15,25 @@ from runtime.layers.ops import BlockOps, Stream
 
 
 class Mlp(Protocol):
-    """What a block needs of its MLP, dense or sparse.
+    """The interface of a block's MLP, dense or sparse.
 
     Attributes:
-        kernel_launches: approximate number per eager pass, the norm before it included.
+        kernel_launches: approximate number per eager pass, including the preceding norm.
     """
 
     kernel_launches: int
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied by."""
+        """Number of weights used for each token."""
         ...
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
-        """Its GEMMs that are to be autotuned, in order, between these norms."""
+        """Its GEMMs to autotune, in order, between these norms."""
         ...
 
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
-        """`stream + mlp(norm(stream))`, perhaps in the same storage; `next_norm` reads it next."""
+        """`stream + mlp(norm(stream))`, possibly in the same storage; `next_norm` reads it next."""
         ...
 
 
@@ -57,7 +57,7 @@ class GatedMlp:
         yield Gemm("linear", self.down_proj, None) if next_norm is None else Gemm("linear_add", self.down_proj, next_norm)
 
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
-        """`stream + mlp(norm(stream))`, perhaps in the same storage."""
+        """`stream + mlp(norm(stream))`, possibly in the same storage."""
         gated = self._ops.norm_gate_up(stream, norm, self.gate_up_proj, self._activation)
         return self._ops.linear_add(gated, self.down_proj, stream, next_norm)
 

@@ -1,4 +1,4 @@
-"""The weight and epsilon of an RMS norm. The block operations compute it."""
+"""The weight and epsilon of an RMS norm, which block operations compute."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The block operations that models are written in.
 
-A model starts the stream with `s = embed(ids, table, attn_norm)`. A transformer block is six operations, so that a device may
-fuse what it can:
+A model starts the stream with `s = embed(ids, table, attn_norm)`. A transformer block is six operations, which a device may implement with
+fused kernels:
 
     qkv = norm_linear(s, attn_norm, qkv_proj)
     q   = rope_and_cache(qkv, ...)              # writes K and V into the pool
@@ -10,7 +10,7 @@ fuse what it can:
     m   = norm_gate_up(s, mlp_norm, gate_up_proj)
     s   = linear_add(m, down_proj, s, next_norm)
 
-The residual stream is float32 for every weight dtype: hidden states of real models reach 2e4, where bfloat16 steps by
+The residual stream is float32 for every weight dtype: hidden states of real models reach 2e4, where neighbouring bfloat16 numbers differ by
 128.
 """
 
@@ -45,9 +45,9 @@ class Stream:
     Attributes:
         h: float32 [T, hidden].
         norm: the norm that reads `h` next, if it is deferred or computed.
-        deferred: what the operation that wrote `h` stored for `norm`; only the operations read it.
+        deferred: data that the operation which wrote `h` stored for `norm`; only operations read it.
         normed: `norm(h)` [T, hidden] in the model's dtype, if the operation that wrote `h` computed it.
-        in_prompt: whether the rows are of a prompt pass: int8 on a CPU then computes a row identically in every pass.
+        in_prompt: whether the rows belong to a prompt pass: int8 and int4 on a CPU then compute a row identically in every pass.
     """
 
     h: torch.Tensor
@@ -58,7 +58,7 @@ class Stream:
 
 
 class BlockOps(Protocol):
-    """What a model calls. T tokens; activations in the model's dtype."""
+    """The operations that models call. T tokens; activations in the model's dtype."""
 
     def embed(
         self, ids: torch.Tensor, table: torch.Tensor, next_norm: RMSNorm | None = None, scale: float = 1.0, in_prompt: bool = False
@@ -68,7 +68,7 @@ class BlockOps(Protocol):
         Args:
             ids: int64 [T].
             table: [V, hidden] in the model's dtype.
-            next_norm: the norm that reads the stream first, which the operation may compute on the way.
+            next_norm: the norm that reads the stream first, which the operation may compute too.
             in_prompt: as in `Stream`.
         """
         ...
@@ -84,7 +84,7 @@ class BlockOps(Protocol):
             states: [T, hidden], any float dtype.
 
         Returns:
-            [T, 2 * hidden] in the model's dtype, and the start of the stream float32 [T, hidden], a copy, where `layout.stream` names one.
+            [T, 2 * hidden] in the model's dtype, and the start of the stream, a new float32 [T, hidden], or None by `layout.stream`.
         """
         ...
 
@@ -101,30 +101,25 @@ class BlockOps(Protocol):
         ...
 
     def linear_add(self, x: torch.Tensor, linear: Linear, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
-        """Matmul, reduce, add, leave the norm: `h + linear.reduce(linear(x))` in float32, which may reuse the storage
-        of `h`.
-
-        `next_norm`: the norm that reads the stream next. The operation may prepare it, except if outputs are partial
-        sums.
+        """GEMM, all-reduce, add: `h + linear.reduce(linear(x))` in float32, possibly in the storage of `h`.
+        `next_norm`: the norm that reads the stream next, which the operation may compute or prepare too.
         """
         ...
 
     def add_normed(
         self, x: torch.Tensor, norm: RMSNorm, stream: Stream, next_norm: RMSNorm | None = None, factor: torch.Tensor | None = None
     ) -> Stream:
-        """`(h + norm(x)) * factor` in float32, which may reuse the storage of `h`.
+        """`(h + norm(x)) * factor` in float32, possibly in the storage of `h`.
 
         Args:
             x: [T, hidden] in the model's dtype.
-            next_norm: the norm that reads the stream next, which the operation may compute on the way.
+            next_norm: the norm that reads the stream next, which the operation may compute too.
             factor: [1]; None for 1.
         """
         ...
 
     def norm_gate_up(self, stream: Stream, norm: RMSNorm, gate_up: Linear, activation: Activation = Activation.SILU) -> torch.Tensor:
-        """`activation(gate) * up` of the normed stream; `gate_up` has the gate's rows, then the up's. [T,
-        intermediate].
-        """
+        """`activation(gate) * up` of the normed stream, [T, intermediate]; `gate_up` has the gate's rows, then the up projection's."""
         ...
 
     def route(self, x: torch.Tensor, router: Router) -> Routing:
@@ -149,11 +144,12 @@ class BlockOps(Protocol):
         routing: Routing,
         stream: Stream,
         next_norm: RMSNorm | None = None,
-        beside: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
     ) -> Stream:
-        """Experts, reduce, add, leave the norm: `h` plus the sum over the ranks of `experts(x)` and of `beside` [T, hidden].
+        """Experts, all-reduce, add: `h` plus the sum over the ranks of `experts(x)` and `addend` [T, hidden], possibly in the storage of
+        `h`.
 
-        May reuse the storage of `h`. `next_norm`: the norm that reads the stream next.
+        `next_norm`: the norm that reads the stream next, which the operation may compute or prepare too.
         """
         ...
 
@@ -162,8 +158,7 @@ class BlockOps(Protocol):
         ...
 
     def rope_and_cache(self, qkv: torch.Tensor, heads: RotaryHeads, layer_id: int, context: PassContext) -> torch.Tensor:
-        """Norm q and k per head if `heads` asks for it, rotate them, and write k and v of layer `layer_id` to the
-        batch's slots.
+        """Norm q and k per head if `heads` has norms, rotate them, and write k and v of layer `layer_id` to the batch's slots.
 
         Args:
             qkv: [T, (H + 2 G) * head_dim].
@@ -227,9 +222,7 @@ class BlockOps(Protocol):
         ...
 
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The argmax of each row of `logits(x, head)`, the first of equal entries: int64 [N], written to `tokens` where
-        given.
-
+        """The argmax of each row of `logits(x, head)`, the first of equal entries: int64 [N], written to `tokens` if given.
         `logits` float32 [N, vocab] is written if given; otherwise the logits may never be stored.
         """
         ...
@@ -237,9 +230,7 @@ class BlockOps(Protocol):
     def autotune(
         self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()
     ) -> dict[str, str]:
-        """Choose the fastest kernel for each of a model's GEMMs, given in the order of execution, at these numbers of
-        rows.
-
+        """Choose the fastest kernel for each of a model's GEMMs, given in the order of execution, at these numbers of rows.
         Call it before any graph is captured; weights may be random.
 
         Args:

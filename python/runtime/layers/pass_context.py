@@ -1,4 +1,4 @@
-"""What the parts of a model read of the running pass."""
+"""The context of a running pass for the parts of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PassContext:
 
     Attributes:
         batch: positions, slots and lengths.
-        kv_pool: of this model.
+        kv_pool: the model's KV pool.
         backend: its `plan` has been called for `batch`.
     """
 
@@ -26,7 +26,7 @@ class PassContext:
     _factors: dict[Rope, RopeFactors] = field(default_factory=dict, init=False)
 
     def rope_factors(self, rope: Rope) -> RopeFactors:
-        """`rope.factors` of the tokens' positions; layers with the same table share them."""
+        """`rope.factors` of the tokens' positions, cached for layers with the same table."""
         if rope not in self._factors:
             self._factors[rope] = rope.factors(self.batch.positions)
         return self._factors[rope]

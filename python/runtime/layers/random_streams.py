@@ -1,6 +1,6 @@
 """Random numbers keyed by (seed, position, stream).
 
-A request draws the same numbers whatever else is in the batch, after a retraction, and at any batch size.
+A request draws the same numbers in any batch, and also after a retraction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RandomStream(enum.IntEnum):
 
 STREAM_STEP = 0x9E3779B97F4A7C15
 POSITION_STEP = 0xD1B54A32D192ED03
-"""What a stream and a position add to the key of a random number: odd constants without a pattern in their bits."""
+"""Increments of the key of a random number per stream and per position: odd constants without a pattern in their bits."""
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What turns a fused qkv row into heads: how it is split, its norms and its rotary table."""
+"""The layout of a fused qkv row: its heads, their norms and the rotary table."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from runtime.layers.norm import RMSNorm
 
 RopeFactors = tuple[torch.Tensor, torch.Tensor]
-"""What an entry of a head is multiplied by, and the entry that rotates with it; their sum is the rotated entry."""
+"""The factors of each entry of a head and of the entry that rotates with it; the sum of both products is the rotated entry."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
-    """Rotary embedding of the first R entries of a head; the others stay as they are.
+    """Rotary embedding of the first R entries of a head; the others are unchanged.
 
     Attributes:
         cos_sin: float32 [max_positions, R]: cosines of the R / 2 angles, then sines.
@@ -26,11 +26,11 @@ class Rope:
 
     @property
     def dim(self) -> int:
-        """R, the entries of a head that rotate."""
+        """R, the number of rotated entries of a head."""
         return self.cos_sin.shape[1]
 
     def factors(self, positions: torch.Tensor) -> RopeFactors:
-        """For `positions` int64 [T]: float32 [T, 1, R] each."""
+        """The factors for `positions` int64 [T]: float32 [T, 1, R] each."""
         cos, sin = self.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         if self.interleaved:
             return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
@@ -44,10 +44,11 @@ class RotaryHeads:
     With `shared_kv` a row has H + G heads, and the values are the keys before their norm and rotation.
 
     Attributes:
-        q_norm, k_norm: per head, before the rotation; both or none.
-        v_norm: per value head; with a weight of ones where the model has none.
-        kv_scales: float32 [2], by which keys and values are divided before they are stored in 8 bits; None for a KV
-            cache in the activations' dtype.
+        q_norm, k_norm: norms per head, before the rotation; both or neither.
+        v_norm: norm per value head, or None; its weight is ones if the model has none.
+        kv_scales: float32 [2], by which keys and values are divided before they are stored in 8 bits; None for a KV cache in the
+        activations'
+            dtype.
     """
 
     num_q_heads: int

@@ -16,9 +16,9 @@ class RowNorms:
     The mean square runs over the heads of all ranks: one exchange of two numbers per token.
 
     Attributes:
-        q_weight, k_weight: this rank's part of the weights, in the model's dtype.
+        q_weight, k_weight: this rank's shard of the weights, in the model's dtype.
         q_width, k_width: columns of all ranks together.
-        key_copies: ranks that hold the same keys.
+        key_copies: number of ranks with the same keys.
     """
 
     q_weight: torch.Tensor
@@ -31,11 +31,13 @@ class RowNorms:
 
     @property
     def kernel_launches(self) -> int:
-        """Approximate number: both kernels, and an all-reduce, which counts as eight because a graph keeps that much memory for it."""
+        """Approximate number of launches: two kernels, and an all-reduce, which counts as eight because it takes that much memory in a
+        graph.
+        """
         return 2 if self.group.size == 1 else 10
 
     def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
-        """qkv rows [T, q + k + v columns] of this rank with q and k normed, in their own storage. Never reads the device."""
+        """Norm q and k in qkv rows [T, q + k + v columns] of this rank, in place. Does not synchronise with the device."""
         q, k = (part.float() for part in qkv.split([len(self.q_weight), len(self.k_weight), qkv.shape[1] - self._own], dim=1)[:2])
         squares = torch.stack((q.square().sum(dim=1) / self.q_width, k.square().sum(dim=1) / (self.k_width * self.key_copies)), dim=1)
         scale = torch.rsqrt(self.group.all_reduce(squares) + self.eps)

@@ -1,4 +1,4 @@
-"""From logits to tokens: filters and draws. A row's result depends on that row alone.
+"""The sampler: from logits to tokens, by filters and draws. A row's result depends only on that row.
 
 Tokens are drawn by the inverse of the cumulative distribution, with one uniform number per token.
 """
@@ -24,7 +24,7 @@ def target_probs(logits: torch.Tensor, tables: SamplingTables, rows: torch.Tenso
         greedy: whether any request is greedy.
 
     Returns:
-        float32 [N, V]. Greedy rows are one-hot at their argmax, or at temperature 1 with `greedy` false.
+        float32 [N, V]. Greedy rows are one-hot at their argmax; if `greedy` is false, they are computed at temperature 1 instead.
     """
     if len(rows) > ROWS_AT_ONCE:
         parts = zip(logits.split(ROWS_AT_ONCE), rows.split(ROWS_AT_ONCE), strict=True)
@@ -45,14 +45,15 @@ def target_probs(logits: torch.Tensor, tables: SamplingTables, rows: torch.Tenso
 
 
 def filter_probs(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Keep the top_k most likely tokens, then the smallest head whose mass reaches top_p, then tokens of at least min_p times the largest.
+    """Keep the top_k most likely tokens, of these the fewest whose mass reaches top_p, and of these the ones with at least min_p times the
+    largest probability.
 
     Args:
         probs: float32 [N, V], each row sums to 1.
         top_k: int32 [N]; top_p, min_p: float32 [N].
 
     Returns:
-        float32 [N, V], renormalised. Ties at the limit of top_k go to the smaller token id, so exactly top_k stay.
+        float32 [N, V], renormalised. Of equal probabilities the smaller token id is kept, so exactly top_k tokens remain.
     """
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -82,11 +83,11 @@ def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 class TorchSampling:
-    """`SamplingOps` by the definitions, on any device."""
+    """`SamplingOps` by definition, on any device."""
 
     def filter(self, probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
         """See `filter_probs`."""
-        # Rows without a filter keep their bits, so that a draw does not depend on other requests' filters.
+        # Rows without a filter must keep their bits, so that a draw does not depend on other requests' filters.
         plain = (top_k >= probs.shape[1]) & (top_p >= 1.0) & (min_p <= 0.0)
         return torch.where(plain[:, None], probs, filter_probs(probs, top_k, top_p, min_p))
 
@@ -112,7 +113,7 @@ def sample(
     Args:
         logits: float32 [B, V] from the model.
         rows, positions: int64 [B].
-        mask: what grammars allow at one position; needed where `needs.constrained` names a request.
+        mask: the tokens that grammars allow; required if `needs.constrained` is not empty.
 
     Returns:
         int64 [B].
@@ -143,7 +144,7 @@ def top_logprobs(
         index: int64 [N], the row of `logits` for each chosen token; None: row i for token i.
 
     Returns:
-        float32 [N] of the chosen tokens; int32 [N, k] ids and float32 [N, k] of the most likely, in descending order.
+        float32 [N] of the chosen tokens; int32 [N, k] ids and float32 [N, k] of the most likely tokens, in descending order.
     """
     if len(chosen) > ROWS_AT_ONCE:
         spans = [slice(start, start + ROWS_AT_ONCE) for start in range(0, len(chosen), ROWS_AT_ONCE)]

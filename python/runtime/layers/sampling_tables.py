@@ -10,15 +10,14 @@ import torch
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
 """Columns of `SamplingTables.floats`."""
 ROWS_AT_ONCE = 64
-"""Rows of logits whose temporaries are alive at the same time.
-
-Sorting 64 rows of 128,256 entries takes 0.3 GiB; sorting a full verify window would take 10. Everything that holds several numbers per
-vocabulary entry works on this many rows at a time, so the largest batch needs no more memory than they do.
+"""Maximum rows of logits that are processed at a time, to limit memory.
+Sorting 64 rows of 128,256 entries takes 0.3 GiB; sorting a full verify window would take 10. All operations with several numbers per
+vocabulary entry process this many rows at a time, so the largest batch needs no more memory.
 """
 
 
 class SamplingOps(Protocol):
-    """Sampling operations that are slow over a large vocabulary. A row's result depends on that row alone."""
+    """Sampling operations that are slow over a large vocabulary. A row's result depends only on that row."""
 
     def filter(self, probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
         """Like `filter_probs`; rows without a filter keep their bits. May reuse the storage of `probs`."""
@@ -35,7 +34,7 @@ class SamplingOps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingTables:
-    """What the sampler reads by request row; R rows, V vocabulary.
+    """Sampling parameters and state by request row; R rows, V vocabulary.
 
     Attributes:
         ops: the implementation of filters, draws and random numbers.
@@ -63,7 +62,7 @@ class SamplingTables:
 
 @dataclass(frozen=True, slots=True)
 class SamplingNeeds:
-    """Which sampling stages a batch needs, known on the host. Indices are positions in the batch.
+    """The sampling stages that a batch needs, known on the host. Indices are positions in the batch.
 
     Attributes:
         all_greedy, any_greedy: whether all, or any, requests have temperature 0.
@@ -82,17 +81,17 @@ class SamplingNeeds:
 
     @classmethod
     def every(cls, count: int) -> SamplingNeeds:
-        """Every stage for each of `count` requests; without grammars, which need a mask."""
+        """All stages for each of `count` requests, except grammars, which need a mask."""
         requests = list(range(count))
         return cls(all_greedy=False, any_greedy=True, filtered=True, penalised=requests, biased=requests, min_length=requests)
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits change before the choice."""
+        """Whether a logits processor changes logits."""
         return bool(self.penalised or self.biased or self.min_length or self.constrained)
 
     def part(self, start: int, stop: int) -> SamplingNeeds:
-        """The needs of requests `start` to `stop` alone."""
+        """The needs of requests `start` to `stop`."""
         stages = (self.penalised, self.biased, self.min_length, self.constrained)
         lists = ([i - start for i in which if start <= i < stop] for which in stages)
         return SamplingNeeds(self.all_greedy, self.any_greedy, self.filtered, *lists)

@@ -1,4 +1,4 @@
-"""The sparse MLP of a block: the experts that the router selects for each token, and those that all tokens use."""
+"""The sparse MLP of a block: routed experts, and a shared expert."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, Stream
 
 FUSED_TOKENS = 8
-"""Maximum tokens for which a stacked shared expert runs with the others: a tile of the kernels for few tokens.
-
-With more tokens it would have several tiles where most experts have one, and the blocks that compute it would finish last.
+"""Maximum tokens for which a stacked shared expert runs with the others: one tile of the kernels for few tokens.
+With more tokens it would have several tiles while most experts have one, and its blocks would finish last.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """The dense gated MLP that every token uses in addition to its routed experts; several of them form one wider MLP.
+    """The dense gated MLP that every token uses in addition to its routed experts; several shared experts form one wider MLP.
 
     Attributes:
-        gate_up_proj, down_proj: its weights, or this rank's part of them.
-        gate: [1, hidden]: the output is multiplied by the sigmoid of this projection. None if it is added as it is.
+        gate_up_proj, down_proj: its weights, or this rank's shard of them.
+        gate: [1, hidden]: the output is multiplied by the sigmoid of this projection; None for no gate.
     """
 
     gate_up_proj: Linear
@@ -38,7 +37,7 @@ class SharedExpert:
 
     @property
     def num_parameters(self) -> int:
-        """Entries of its weights."""
+        """Number of its weights."""
         return self.gate_up_proj.num_parameters + self.down_proj.num_parameters
 
 
@@ -47,9 +46,9 @@ class SparseMlp:
 
     Attributes:
         router: chooses the experts.
-        experts: the routed experts, perhaps with the shared one as their last, or this rank's part of them.
-        shared: the expert of all tokens; None if there is none. Where `router.rule.shared`, its weights are views of the last of
-            `experts`, and passes of at most `FUSED_TOKENS` tokens do not use them.
+        experts: the routed experts, possibly followed by the shared one, or this rank's shard of them.
+        shared: the shared expert, or None. With `router.rule.shared`, its weights are views of the last of `experts`, and passes of at most
+            `FUSED_TOKENS` tokens run that one instead.
     """
 
     def __init__(self, router: Router, experts: Experts, ops: BlockOps, shared: SharedExpert | None = None) -> None:
@@ -60,18 +59,18 @@ class SparseMlp:
 
     @property
     def active_parameters(self) -> int:
-        """Number of weights that multiply one token: those of its experts, the shared one and the router."""
+        """Number of weights used for each token: its experts, the shared expert and the router."""
         shared = 0 if self.shared is None else self.shared.num_parameters
         return self._routed.active_parameters(self.router.rule.top_k) + shared + self.router.weight.numel()
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm) -> Iterator[Gemm]:
-        """The GEMMs of the shared expert; stacked experts have other kernels."""
+        """The GEMMs of the shared expert; stacked experts have separate kernels."""
         if self.shared is not None:
             yield Gemm("gate_up", self.shared.gate_up_proj, norm)
             yield Gemm("linear", self.shared.down_proj, None)
 
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
-        """`stream + mlp(norm(stream))`, perhaps in the same storage."""
+        """`stream + mlp(norm(stream))`, possibly in the same storage."""
         if self.experts.exchange is not None:
             x = self._ops.norm(stream.h, norm, norm.weight.dtype)
             tokens = self.experts.exchange.gather(x)
@@ -81,17 +80,17 @@ class SparseMlp:
             return Stream(stream.h.add_(total), in_prompt=stream.in_prompt)
         x, routing = self._ops.norm_route(stream, norm, self.router)
         experts, shared = self._parts(len(x))
-        beside = None if shared is None else self._shared(x, shared, stream, norm)
-        return self._ops.experts_add(x, experts, routing, stream, next_norm, beside)
+        addend = None if shared is None else self._shared(x, shared, stream, norm)
+        return self._ops.experts_add(x, experts, routing, stream, next_norm, addend)
 
     def _parts(self, tokens: int) -> tuple[Experts, SharedExpert | None]:
-        """The stacked experts of a pass, which ignore ids after their last, and the separate shared expert."""
+        """The stacked experts for a pass, which ignore larger ids, and the shared expert if it runs separately."""
         if self.router.rule.shared and tokens <= FUSED_TOKENS:
             return self.experts, None
         return self._routed, self.shared
 
     def warmup_runs(self, norm: RMSNorm, rows: Iterable[int]) -> list[Callable[[], object]]:
-        """Runs over this many rows each, for compiling kernels; without the other ranks, which compile in another order."""
+        """Runs over these numbers of rows that compile kernels, without all-reduces, because other ranks compile in another order."""
         groups = 1 if self.experts.exchange is None else self.experts.exchange.group.size
         counts = sorted({count * factor for count in rows for factor in (1, groups)})
         return [partial(self._warm_up, norm, count) for count in counts]

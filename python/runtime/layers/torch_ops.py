@@ -1,4 +1,4 @@
-"""The block operations in plain torch: the CPU's own, and the reference for every other implementation."""
+"""The block operations in plain torch: the implementation for CPUs, and the reference for all others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from runtime.layers.row_norms import RowNorms
 
 
 class TorchOps:
-    """`BlockOps` without fusion. Stateless; computes in float32 wherever the model's dtype is narrower."""
+    """`BlockOps` without fusion. Stateless; norms, activations and additions are computed in float32."""
 
     def embed(
         self, ids: torch.Tensor, table: torch.Tensor, next_norm: RMSNorm | None = None, scale: float = 1.0, in_prompt: bool = False
@@ -103,11 +103,11 @@ class TorchOps:
         routing: Routing,
         stream: Stream,
         next_norm: RMSNorm | None = None,
-        beside: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
     ) -> Stream:
-        """`h` plus the sum over the ranks of `experts(x)` and of `beside`, in the storage of `h`."""
+        """`h` plus the sum over the ranks of `experts(x)` and of `addend`, in the storage of `h`."""
         part = run_experts(x, experts, routing, stream.in_prompt)
-        part = part if beside is None else part.add_(beside)
+        part = part if addend is None else part.add_(addend)
         stream.h.add_(experts.group.all_reduce(part))
         return stream
 
@@ -135,7 +135,7 @@ class TorchOps:
     def write_latent(
         self, rows: torch.Tensor, heads: LatentHeads, layer_id: int, context: PassContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm the latents, rotate the shared key, write the latent KV rows, return the queries' columns and those rows."""
+        """Norm the latents, rotate the shared key, write the latent KV rows; returns the queries' columns and the KV rows."""
         q, latent, key = rows.split((heads.q_columns, heads.kv_rank, heads.rope.dim), dim=1)
         if heads.q_norm is not None:
             q = rms_norm(q, heads.q_norm).to(rows.dtype)
@@ -174,20 +174,20 @@ class TorchOps:
         return scores if out is None else out.copy_(scores)
 
     def greedy(self, x: torch.Tensor, head: Linear, tokens: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The argmax of each row of `logits(x, head)`, int64 [N]; both written if given."""
+        """The argmax of each row of `logits(x, head)`, int64 [N]; written to `tokens` if given, the logits to `logits` if given."""
         return argmax(self.logits(x, head, logits), tokens)
 
     def autotune(
         self, gemms: Iterable[Gemm], rows: Iterable[int], others: Iterable[Callable[[], object]] = (), prompt_rows: Iterable[int] = ()
     ) -> dict[str, str]:
-        """Nothing: torch has no kernels to choose from."""
+        """Do nothing: torch has no kernels to choose from."""
         return {}
 
 
 def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     """Root-mean-square norm over the last dimension, in float32. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
 
-    The root of the mean square plus eps is `hypot(norm / size ** 0.5, eps ** 0.5)`.
+    `sqrt(mean(x ** 2) + eps)` is computed as `hypot(norm(x) / size ** 0.5, eps ** 0.5)`.
     """
     x, (inverse_root, floor) = x.float(), _norm_constants(x.shape[-1], norm.eps)
     rms = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(inverse_root), floor)
@@ -196,12 +196,14 @@ def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
 
 @functools.cache
 def _norm_constants(size: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`size ** -0.5` and `eps ** 0.5` as tensors: torch takes as long to convert a number as for an operation on a few rows."""
+    """`size ** -0.5` and `eps ** 0.5` as cached tensors: converting a number takes torch as long as an operation on a few rows."""
     return torch.tensor(size**-0.5), torch.tensor(eps**0.5)
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:
-    """`x` with zeros for NaN and infinity, which attention could carry from a freed page into another request's text: 0 x NaN is NaN."""
+    """`x` with zeros for NaN and infinity, because 0 * NaN is NaN: masked keys of a freed page could otherwise spoil another request's
+    output.
+    """
     return torch.nan_to_num(x, 0.0, 0.0, 0.0)
 
 

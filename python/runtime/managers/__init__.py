@@ -1,1 +1,1 @@
-"""The processes that talk over ZMQ: tokenizer manager, scheduler, detokenizer manager. No torch."""
+"""The processes that exchange messages over ZMQ: tokenizer manager, scheduler, detokenizer manager. No torch."""

@@ -1,4 +1,4 @@
-"""Admission: waiting requests get a row, KV pages and a share of a prompt step, and give them back."""
+"""Admission: assigns rows, KV pages and prompt tokens of a step to waiting requests, and frees them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Admission:
     Args:
         config: the scheduler's configuration.
         cache_prefixes: whether KV of earlier prompts is reused.
-        limits: what the worker can hold.
-        stats: where admissions and retractions are counted.
+        limits: the worker's limits.
+        stats: counts admissions and retractions.
         clock: monotonic seconds.
 
     Attributes:
         queue: waiting requests.
         running: requests with a row, in the order of admission.
-        kv_pages: the pages of both.
+        kv_pages: the KV pages of running requests and of the prefix cache.
         new_token_ratio: the estimate of how far running requests will grow.
     """
 
@@ -52,19 +52,19 @@ class Admission:
         self._clock = clock
         self._free_rows = list(range(limits.max_running_requests, 0, -1))
         self._rows: Counter[str] = Counter()  # by client
-        self._short_of_pages: Req | None = None  # for which there were too few when it was to be admitted
+        self._short_of_pages: Req | None = None  # the request that could not be admitted because too few pages were free
 
     @property
     def free_rows(self) -> int:
-        """Rows that no request has."""
+        """Number of rows that no request has."""
         return len(self._free_rows)
 
     def offer(self, req: Req) -> tuple[int, int]:
-        """What this group has for a new request, as `policy.best_group` compares it."""
+        """The cached prefix length of `req` in this group, and the group's number of requests, for `policy.best_group`."""
         return self._cached_len(req), len(self.running) + len(self.queue)
 
     def enqueue(self, req: Req) -> None:
-        """Let `req` wait for a row."""
+        """Add `req` to the waiting queue."""
         req.phase = Phase.WAITING
         self.queue.add(req)
 
@@ -77,7 +77,7 @@ class Admission:
     # ---- prompts
 
     def plan_prompts(self) -> StepPlan | None:
-        """The next prompt step: chunks of admitted prompts, new admissions, decode rows if that pays off."""
+        """The next prompt step: chunks of admitted prompts, new admissions, and decode rows with `--enable-mixed-chunk`."""
         prefilling = [req for req in self.running if req.phase is Phase.PREFILLING]
         if not prefilling and not self.queue:
             return None
@@ -87,7 +87,7 @@ class Admission:
         if prefilling and len(self._rows.keys() | self.queue.clients) > 1:
             budget.left = min(budget.left, self._limits.cost_model.saturating_tokens or budget.left)
             self._admit(plan, budget, prefilling)
-            # Prompts that overtake others run without them: their first token takes the time of a short step.
+            # Prompts that overtake others run without them, so that their first token takes only the time of a short step.
             ahead = [req for req in prefilling if req.overtook]
             prefilling, overtaking = (ahead, True) if ahead or plan.chunks else (prefilling, False)
         for req in prefilling:
@@ -97,7 +97,7 @@ class Admission:
         if not plan.chunks:
             return None
         if decodes and self._limits.cost_model.piggyback_pays(plan.prompt_tokens):
-            self.add_decodes(plan, decodes)  # if pages are short, the prompts run alone: no retraction for this
+            self.add_decodes(plan, decodes)  # if too few pages are free, the prompts run alone instead of retracting a request
         return plan
 
     def _piggyback(self, budget: PrefillBudget) -> list[Req]:
@@ -109,9 +109,9 @@ class Admission:
         return reqs
 
     def _admit(self, plan: StepPlan, budget: PrefillBudget, prefilling: Sequence[Req] = ()) -> None:
-        """Admit waiting requests in order while rows, pages and the budget last. One without pages blocks the rest.
+        """Admit waiting requests in order while rows, pages and the budget suffice. A request without enough pages blocks those after it.
 
-        With `prefilling` only those that overtake these prompts.
+        `prefilling`: admit only requests that overtake these prompts.
         """
         if not self.queue or not self._free_rows or budget.left == 0:
             return
@@ -148,18 +148,18 @@ class Admission:
         return 0 if req.needs_whole_prompt else self.kv_pages.cached_len(req.ids, req.request.cache_salt)
 
     def _missing_pages(self, req: Req) -> int:
-        """Pages that `req` is expected to need beyond those it has."""
+        """Pages that `req` is expected to need in addition to those it has."""
         return max(0, self.kv_pages.pages_for(self.new_token_ratio.slots(req, self._limits)) - req.pages.count)
 
     def _allocate_row(self, plan: StepPlan, req: Req, reserved: int) -> bool:
-        """Give `req` a row and pages for all its tokens; False if less than `reserved` pages would remain."""
+        """Give `req` a row and pages for all its tokens; False if fewer than `reserved` pages would remain."""
         kv_pages = self.kv_pages
         req.pages = pages = kv_pages.open(req.ids, req.request.cache_salt, reuse=not req.needs_whole_prompt)
         missing = kv_pages.pages_for(req.length) - pages.count
         if not self.running and missing > kv_pages.available:
-            kv_pages.drop_partial(pages)  # a request alone may need that page, too
+            kv_pages.drop_partial(pages)  # a single request may need even the page that the partial match locks
         if (reserved + self._missing_pages(req) if self.running else missing) > kv_pages.available:
-            assert self.running, "a request that fits alone does not fit alone"
+            assert self.running, "`check_memory` admits only requests that fit when they run alone"
             kv_pages.close(pages, req.ids, 0)
             return False
         kv_pages.grow([pages], [missing])
@@ -201,24 +201,24 @@ class Admission:
     # ---- endings
 
     def retract_youngest(self) -> None:
-        """Take the row and pages of one request; it goes to the front of the queue and resumes from where it was."""
-        assert len(self.running) > 1, "a request that fits alone does not fit alone"
+        """Take the row and pages of one request; it goes to the front of the queue and resumes where it stopped."""
+        assert len(self.running) > 1, "`check_memory` admits only requests that fit when they run alone"
         req = policy.youngest(self.running)
         self._retract(req)
         self.new_token_ratio.reset()
         log.info("KV cache is full: retracted a request of %d tokens; %d requests are running", req.length, len(self.running))
 
-    def to_retract(self) -> Req | None:
-        """The request that has to make way for one that waits for a row or for pages, if there is one."""
+    def retraction_candidate(self) -> Req | None:
+        """The running request to retract so that a waiting one of another client gets its row or pages; None if there is none."""
         first = self._short_of_pages if self._free_rows else next(iter(self.queue.heads()), None)
         if first is None or first.phase is not Phase.WAITING:
             return None
-        return fair_share.to_retract(first, self.queue, self.running, self._rows)
+        return fair_share.retraction_candidate(first, self.queue, self.running, self._rows)
 
-    def make_way(self) -> None:
-        """Retract the request that has to make way; no step may be in flight."""
-        if (req := self.to_retract()) is not None:
-            req.made_way = True
+    def retract_for_waiting(self) -> None:
+        """Retract `retraction_candidate`, if there is one; no step may be in flight."""
+        if (req := self.retraction_candidate()) is not None:
+            req.retracted_for_fairness = True
             self._retract(req)
 
     def _retract(self, req: Req) -> None:
@@ -238,14 +238,14 @@ class Admission:
     def _free(self, req: Req, keep: bool) -> None:
         """Free the row and pages.
 
-        A step in flight may still write there: before any step submitted from now on, and only past `kv_len`.
+        A step in flight may still write to them, but only beyond `kv_len`, and before any step submitted from now on runs.
         """
         self.kv_pages.close(req.pages, req.ids, req.cacheable_len if keep else 0)
         self.running.remove(req)
         self._free_rows.append(req.row)
         self._short_of_pages = None
         self._rows[req.request.client] -= 1
-        self._rows += Counter()  # without clients that have none
+        self._rows += Counter()  # drops clients without rows
 
 
 def _add_chunk(plan: StepPlan, budget: PrefillBudget, req: Req) -> None:

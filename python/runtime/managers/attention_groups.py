@@ -1,4 +1,4 @@
-"""The admission of every attention group, of which a server without --enable-dp-attention has one."""
+"""The admissions of all attention groups; a server without --enable-dp-attention has one group."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats
 
 
 class AttentionGroups:
-    """Owner of the groups' admissions. A request is placed in a group once, and its KV and its prefix cache are there.
+    """Owner of the groups' admissions. A request stays in the group that it was placed in, which has its KV and prefix cache.
 
-    Args: as for `Admission`; each group holds the limits.
+    The arguments are those of `Admission`; the limits apply to each group.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class AttentionGroups:
 
     @property
     def only(self) -> Admission:
-        """The admission where there is one group."""
+        """The admission of a server with one group."""
         (only,) = self._groups
         return only
 
     def of(self, req: Req) -> Admission:
-        """The group of a request that was placed."""
+        """The group that `req` was placed in."""
         return self._groups[req.group]
 
     @property
@@ -45,27 +45,27 @@ class AttentionGroups:
 
     @property
     def queue_is_full(self) -> bool:
-        """Whether one more request would wait too many; requests that get a row at once do not count."""
+        """Whether one more waiting request would exceed --max-queued-requests; requests that get a row at once do not count."""
         return sum(len(group.queue) - group.free_rows for group in self._groups) >= self._config.max_queued_requests
 
     def place(self, req: Req) -> None:
-        """Let `req` wait in the group that it will run in: by its prefix and by the load."""
+        """Choose a group for `req` by its cached prefix and the load, and add it to that group's queue."""
         if len(self._groups) > 1:
             req.group = policy.best_group(group.offer(req) for group in self._groups)
         self.of(req).enqueue(req)
 
     @property
-    def crowded(self) -> bool:
-        """Whether a request has to make way for one of another client; see `make_way`."""
-        return any(group.to_retract() is not None for group in self._groups)
+    def wants_retraction(self) -> bool:
+        """Whether a running request should be retracted for a waiting one of another client."""
+        return any(group.retraction_candidate() is not None for group in self._groups)
 
-    def make_way(self) -> None:
-        """Retract the request of each group that has to make way. No step may be in flight if there is one."""
+    def retract_for_waiting(self) -> None:
+        """Retract the `retraction_candidate` of each group. If there is one, no step may be in flight."""
         for group in self._groups:
-            group.make_way()
+            group.retract_for_waiting()
 
     def plan_prompts(self) -> list[StepPlan]:
-        """The next prompt step, a plan for each group; [] where no group has one."""
+        """The next prompt step, a plan for each group; [] if no group has prompts to run."""
         plans = [group.plan_prompts() for group in self._groups]
         return [plan or StepPlan() for plan in plans] if any(plans) else []
 
@@ -79,7 +79,7 @@ class AttentionGroups:
         return sum(group.kv_pages.flush() for group in self._groups)
 
     def measure(self, stats: SchedulerStats, waiting: int) -> None:
-        """Bring the gauges up to date; `waiting`: requests that are queued before all groups. Several threads may call it."""
+        """Update the gauges; `waiting`: requests that have no group yet. Several threads may call it."""
         pools, size = [group.kv_pages for group in self._groups], self._limits.page_size
         loads = [GroupLoad(len(group.running), len(group.queue), group.kv_pages.used * size) for group in self._groups]
         stats.groups = loads if len(loads) > 1 else []

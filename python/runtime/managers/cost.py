@@ -1,4 +1,4 @@
-"""The cost account of a call: what it may use is added up, and refused, before the scheduler sees any of it."""
+"""The cost of a call: its prompt tokens, samples and log-probabilities are summed and limited before any request is sent."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from runtime.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class CostLimits:
-    """What one call may use.
+    """The limits of one call.
 
     Attributes:
         prompt_tokens: tokens of all its prompts (--max-queued-tokens).
         logprob_cells: log-probabilities in all its answers (--max-logprob-cells).
-        samples: texts: what may run and wait.
+        samples: texts to generate: as many as may run and wait.
     """
 
     prompt_tokens: int
@@ -37,13 +37,13 @@ class CallCost:
         self.prompt_tokens = self.samples = self.logprob_cells = 0
 
     def check_samples(self, prompts: int, n: int) -> None:
-        """Refuse more texts than can run and wait."""
+        """Raise `RequestError` for more texts than can run and wait."""
         if prompts * n > self.limits.samples:
             asked = f"{prompts} prompts times {n}"
             raise RequestError(f"One call may ask for at most {self.limits.samples} texts; this one asks for {asked}.", "prompt")
 
     def check_tokens(self, tokens: int, param: str) -> None:
-        """Refuse more prompt tokens than may wait."""
+        """Raise `RequestError` for more prompt tokens than may wait."""
         if tokens > self.limits.prompt_tokens:
             raise RequestError(
                 f"The prompts of one call may have {self.limits.prompt_tokens:,} tokens (--max-queued-tokens); these have at least "
@@ -55,7 +55,7 @@ class CallCost:
         """Add one prompt with its `n` samples.
 
         Args:
-            sampling: cut to the context, as `RequestLimits.fit` returns it.
+            sampling: the parameters that `RequestLimits.fit` returns, whose length fits the context.
 
         Raises:
             RequestError: the call costs too much; the message names the limit and its flag.

@@ -15,11 +15,11 @@ from runtime.managers.telemetry.spec_stats import context_class
 
 
 def count_decodes(plan: StepPlan, ran: StepStats, accept_lens: Sequence[int], max_accept_len: int, stats: SchedulerStats) -> None:
-    """Account for what the decode rows of a step committed. This runs for each request and step, so it makes few calls.
+    """Count the tokens that the decode rows of a step committed. This runs for each request and step, so it makes few calls.
 
     Args:
-        ran: how they ran.
-        accept_lens: tokens that each committed.
+        ran: how the step ran: graph, padding, depth.
+        accept_lens: tokens that each row committed.
     """
     live, pure = len(plan.decodes), not plan.chunks
     deepest, unfollowed, ended = ran.depth, ran.unfollowed, Phase.ENDED

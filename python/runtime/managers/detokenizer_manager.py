@@ -26,7 +26,7 @@ from runtime.text.stop_finder import StopFinder
 from runtime.text.tokenizer import Tokenizer
 
 MAX_CELLS = 4096
-"""A reply with more log-probabilities is a message of its own: decoding it takes the HTTP process milliseconds."""
+"""A reply with more log-probabilities is sent as a separate message: decoding it takes the HTTP process milliseconds."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class DetokenizerManager:
     scheduler is told to stop it. Tokens that the scheduler still sends for it are dropped.
 
     Args:
-        timed: measure the time that each request takes, for traces.
+        timed: measure the time spent on each request, for traces.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DetokenizerManager:
             self._to_tokenizer(message)
 
     def _advance_timed(self, out: TokensOut) -> TextOut | None:
-        """`_advance`, and the time that it took until now."""
+        """`_advance`, with the total time spent on the request so far."""
         began, request = time.perf_counter(), self._open.get(out.rid)
         shown = self._advance(out)
         if request is None:
@@ -95,7 +95,7 @@ class DetokenizerManager:
     def _advance(self, out: TokensOut) -> TextOut | None:
         request = self._open.get(out.rid)
         if request is None:
-            # Either stopped here while tokens were under way, or refused before it began.
+            # The request matched a stop string while tokens were in flight, or it was refused before it began.
             return _with_text(out, "", len(out.token_ids), out.finish) if out.finish is not None else None
         text, used = self._decode(request, out)
         finish = out.finish
@@ -112,7 +112,7 @@ class DetokenizerManager:
         return TextOut.joined(request.collected) if finish is not None else None
 
     def _decode(self, request: _Open, out: TokensOut) -> tuple[str, int]:
-        """The text to show, and how many tokens of `out` belong to it."""
+        """The text to send, and how many tokens of `out` it includes."""
         tokens = out.token_ids
         if out.finish is None and not request.stops.stops:
             return request.text.step(tokens), len(tokens)
@@ -130,12 +130,12 @@ class DetokenizerManager:
 
 
 def _cells(out: TextOut) -> int:
-    """Log-probabilities in one reply, about."""
+    """Approximate number of log-probabilities in one reply."""
     return sum(len(part.top) * (1 + len(part.top[-1])) for part in (out.logprobs, out.prompt_logprobs) if part is not None and part.top)
 
 
 def _with_text(out: TokensOut, text: str, used: int, finish: Finish | None) -> TextOut:
-    """`out` cut to its first `used` tokens, with their text."""
+    """`out` truncated to its first `used` tokens, with their text."""
     logprobs, progress, tokens = out.logprobs, out.progress, out.token_ids
     if cut := len(tokens) - used:
         tokens = tokens[:used]

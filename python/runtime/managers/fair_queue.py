@@ -1,4 +1,4 @@
-"""The waiting requests: each client has a lane, and the client that was served least comes first."""
+"""The waiting requests: one queue per client; the client that was served least comes first."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from runtime.managers.req import Req
 Order = Callable[[Sequence[Req]], Sequence[Req]]
 
 MAX_REMEMBERED = 4096
-"""Clients without waiting requests whose share is remembered: those that were given most. Twice as many for a while."""
+"""Number of clients without waiting requests whose virtual time is kept: those that were served most. It may double between two
+cleanups."""
 
 
 @dataclass(slots=True)
-class _Lane:
-    """The waiting requests of one client, sorted by `policy.queue_key`; `start` is the virtual time of its next one."""
+class _ClientQueue:
+    """The waiting requests of one client, sorted by `policy.queue_key`; `start` is the virtual time at which the next one starts."""
 
     start: float
     reqs: list[Req] = field(default_factory=list)
@@ -27,13 +28,13 @@ class _Lane:
 class FairQueue:
     """Start-time fair queueing by client (Goyal et al. 1996, doi:10.1145/248156.248171).
 
-    A request costs its longest possible length in tokens. A client that was idle starts at the current virtual time, so it
-    neither saves up time nor waits behind the queue of another. Requests that were retracted for want of memory come first,
-    then higher priorities, as far as they count between clients.
+    The cost of a request is its maximum length in tokens. A client that was idle starts at the current virtual time, so it neither saves up
+    time nor waits behind the queue of another. Requests that were retracted because KV memory was full come first, then those with a higher
+    `Req.shared_priority`.
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[str, _Lane] = {}
+        self._queues: dict[str, _ClientQueue] = {}
         self._finished: dict[str, float] = {}  # where clients without waiting requests continue
         self._forget_above = 0
         self._time = 0.0
@@ -46,71 +47,71 @@ class FairQueue:
         return self.ordered(lambda reqs: reqs)
 
     def add(self, req: Req) -> None:
-        """Let `req` wait."""
+        """Add a waiting request."""
         client = req.request.client
-        if client not in self._lanes:
-            self._lanes[client] = _Lane(max(self._time, self._finished.pop(client, 0.0)))
-        insort(self._lanes[client].reqs, req, key=policy.queue_key)
+        if client not in self._queues:
+            self._queues[client] = _ClientQueue(max(self._time, self._finished.pop(client, 0.0)))
+        insort(self._queues[client].reqs, req, key=policy.queue_key)
         self._size += 1
 
     def remove(self, req: Req) -> None:
-        """Take out a request that ended."""
+        """Remove a request that ended."""
         client = req.request.client
-        lane = self._lanes[client]
-        lane.reqs.remove(req)
+        queue = self._queues[client]
+        queue.reqs.remove(req)
         self._size -= 1
-        if not lane.reqs:
-            del self._lanes[client]
-            self._finished[client] = lane.start
+        if not queue.reqs:
+            del self._queues[client]
+            self._finished[client] = queue.start
             if len(self._finished) > self._forget_above:
                 self._forget()
 
     def admit(self, req: Req) -> None:
-        """Take out a request that runs now, and charge its client; a retracted one was charged before."""
-        lane = self._lanes[req.request.client]
+        """Remove a request that runs now, and charge its client; a retracted request was charged before."""
+        queue = self._queues[req.request.client]
         if not req.was_admitted:
-            self._time = max(self._time, lane.start)
-            lane.start += req.total_limit
+            self._time = max(self._time, queue.start)
+            queue.start += req.total_limit
         self.remove(req)
 
     @property
     def remembered(self) -> int:
-        """Clients without waiting requests that continue where they were."""
+        """Number of clients without waiting requests whose virtual time is kept."""
         return len(self._finished)
 
     @property
     def clients(self) -> KeysView[str]:
-        """The clients that wait."""
-        return self._lanes.keys()
+        """The clients with waiting requests."""
+        return self._queues.keys()
 
     def heads(self) -> list[Req]:
-        """The first request of each client, in turn."""
-        heads = [lane.reqs[0] for lane in self._lanes.values()]
-        return sorted(heads, key=lambda req: _key(req, self._lanes[req.request.client].start))
+        """The first request of each client, in the order of admission."""
+        heads = [queue.reqs[0] for queue in self._queues.values()]
+        return sorted(heads, key=lambda req: _key(req, self._queues[req.request.client].start))
 
     def precedes(self, req: Req, client: str) -> bool:
-        """Whether the waiting `req` was given less than another client, which has requests that run."""
-        lane = self._lanes.get(client)
-        return self._lanes[req.request.client].start < (lane.start if lane is not None else self._finished.get(client, 0.0))
+        """Whether the client of the waiting `req` was served less than `client`, which has running requests."""
+        queue = self._queues.get(client)
+        return self._queues[req.request.client].start < (queue.start if queue is not None else self._finished.get(client, 0.0))
 
     def ordered(self, order: Order) -> Iterator[Req]:
         """The order of admission; `order` arranges the requests of one client."""
-        if len(self._lanes) == 1:
-            yield from list(order(next(iter(self._lanes.values())).reqs))
+        if len(self._queues) == 1:
+            yield from list(order(next(iter(self._queues.values())).reqs))
             return
         heads: list[tuple[tuple[bool, int, float, int], Iterator[Req], Req]] = []
-        for lane in self._lanes.values():
-            reqs = iter(list(order(lane.reqs)))
-            _push(heads, reqs, lane.start)
+        for queue in self._queues.values():
+            reqs = iter(list(order(queue.reqs)))
+            _push(heads, reqs, queue.start)
         while heads:
             (_, _, start, _), reqs, req = heapq.heappop(heads)
             yield req
             _push(heads, reqs, start + req.total_limit)
 
     def _forget(self) -> None:
-        """Forget the clients that would continue at the current time, which may stand still, and those that were given least.
+        """Forget the clients whose virtual time has passed, and of the others those that were served least.
 
-        It runs again when there are twice as many, so its cost per request does not grow with the number of clients.
+        This runs again when the number of kept clients has doubled, so its cost per request does not grow with the number of clients.
         """
         ahead = ((end, name) for name, end in self._finished.items() if end > self._time)
         self._finished = {name: end for end, name in heapq.nlargest(MAX_REMEMBERED, ahead)}
@@ -124,4 +125,4 @@ def _push(heads: list[tuple[tuple[bool, int, float, int], Iterator[Req], Req]], 
 
 
 def _key(req: Req, start: float) -> tuple[bool, int, float, int]:
-    return (not req.retracted or req.made_way, -req.shared_priority, start, req.seq)
+    return (not req.retracted or req.retracted_for_fairness, -req.shared_priority, start, req.seq)

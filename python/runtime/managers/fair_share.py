@@ -1,4 +1,4 @@
-"""Which requests make way for those of other clients: neither long prompts nor many samples of one client keep others waiting."""
+"""Fairness between clients: long prompts or many samples of one client do not keep the requests of others waiting."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from runtime.managers.req import Req
 
 
 def overtakes(req: Req, prefilling: Sequence[Req]) -> bool:
-    """Whether the waiting `req` goes before the prompts that run: they are of other clients and at least twice as long.
+    """Whether the waiting `req` runs before the prompts that are prefilling: they are of other clients and at least twice as long.
 
-    A prompt is overtaken by no more tokens than it has, so it takes at most twice as long.
+    A prompt is overtaken by at most as many tokens as it has, so it takes at most twice as long.
     """
     slow = [other for other in prefilling if not other.overtook]
     return bool(slow) and all(
@@ -23,8 +23,8 @@ def overtakes(req: Req, prefilling: Sequence[Req]) -> bool:
     )
 
 
-def to_retract(first: Req, queue: FairQueue, running: Sequence[Req], rows: Mapping[str, int]) -> Req | None:
-    """The running request whose row and pages the waiting request `first` gets, if that makes the shares of their clients more equal.
+def retraction_candidate(first: Req, queue: FairQueue, running: Sequence[Req], rows: Mapping[str, int]) -> Req | None:
+    """The running request to retract for the waiting request `first`, if its client has at least two rows more than that of `first`.
 
     Args:
         rows: running requests by client.

@@ -1,4 +1,4 @@
-"""One request of a client: the texts that grow for it, as an async iterator."""
+"""One request of a client: an async iterator over the updates of its texts."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ NO_OPTIONS = RequestOptions()
 
 
 class Generation:
-    """The answer to one request: an async iterator of the news of its choices that ends when all n choices have finished.
+    """The answer to one request: an async iterator of updates that ends when all n choices have finished.
 
     Iterating raises the `ServingError` that ended the request early. `close()`, or leaving `async with`, aborts it.
 
     Args:
-        rid: the name of the request.
-        call: a name that the requests of one call share; empty for none.
+        rid: the request id.
+        call: an id that the requests of one call share; empty for none.
         prompt_ids: the tokens of the prompt.
         n: number of choices.
-        max_unread: messages to keep for a slow reader.
-        release: aborts what still runs of a generation.
-        client: for whom it counts in the queue.
+        max_unread: number of messages to keep for a slow reader.
+        release: aborts the unfinished choices of a generation.
+        client: the client in the fair queue.
 
     Attributes:
-        wires: names of the choices under way, as the scheduler knows them.
+        choice_rids: request ids of the unfinished choices in the scheduler.
         context: the HTTP request that it belongs to; None outside of one.
         unread: messages that the reader has not taken yet.
     """
@@ -56,11 +56,11 @@ class Generation:
         self.n = n
         self.client = client
         self.context = CURRENT_REQUEST.get()
-        self.wires: set[str] = set()
+        self.choice_rids: set[str] = set()
         self.max_unread = max_unread
         self._release = release
         self.unread = 0
-        self._news: dict[int, list[TextOut]] = {}  # by choice
+        self._updates: dict[int, list[TextOut]] = {}  # by choice
         self._error: ServingError | None = None
         self._reader: asyncio.Future[None] | None = None
 
@@ -74,28 +74,30 @@ class Generation:
         return self
 
     async def __anext__(self) -> TextOut:
-        """News of one choice: of one step, or of several if the reader is behind. Exactly one of each choice has a finish reason."""
-        while not self._news:
+        """The next update of one choice: of one step, or of several if the reader is behind. The last one of a choice has a finish
+        reason.
+        """
+        while not self._updates:
             if self._error is not None:
                 raise self._error
-            if not self.wires:
+            if not self.choice_rids:
                 raise StopAsyncIteration
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        index = next(iter(self._news))
-        outs = self._news.pop(index)
+        index = next(iter(self._updates))
+        outs = self._updates.pop(index)
         self.unread -= len(outs)
         return msgspec.structs.replace(TextOut.joined(outs), index=index)
 
     def close(self) -> None:
-        """Abort what still runs; harmless when nothing does."""
+        """Abort the unfinished choices, if there are any."""
         self._release(self)
 
     def put(self, index: int, out: TextOut) -> bool:
         """Keep a message about a choice for the reader, who gets all unread ones as one update; False if too many are unread."""
         if self.unread >= self.max_unread:
             return False
-        self._news.setdefault(index, []).append(out)
+        self._updates.setdefault(index, []).append(out)
         self.unread += 1
         self._wake()
         return True

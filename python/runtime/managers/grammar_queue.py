@@ -12,7 +12,7 @@ class GrammarQueue:
     """Owner of the requests that wait for their grammar.
 
     Args:
-        compiler: compiles it; None where the server has no grammar backend.
+        compiler: compiles grammars; None if the server has no grammar backend.
     """
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
@@ -29,13 +29,13 @@ class GrammarQueue:
             raise GrammarError(spec.kind, f"this server has no grammar backend ({flags}).")
 
     def add(self, req: Req, spec: GrammarSpec) -> None:
-        """Let `req` wait for its grammar."""
+        """Compile the grammar of `req` in the background."""
         assert self._compiler is not None, "checked on arrival"
         req.phase = Phase.COMPILING
         self._waiting.append((req, self._compiler.compile(spec)))
 
     def take(self) -> list[tuple[Req, ServingError | None]]:
-        """The requests that wait no longer: their grammar is set, or the error says why it cannot be."""
+        """Remove and return the requests whose compilation has ended: their grammar is set, or there is an error."""
         done: list[tuple[Req, ServingError | None]] = []
         waiting, self._waiting = self._waiting, []
         for req, compilation in waiting:
@@ -44,7 +44,7 @@ class GrammarQueue:
             try:
                 req.grammar = compilation.result()
             except ServingError as error:
-                # The compiler keeps the error of a grammar; its traceback would keep every request and step of this iteration.
+                # The compiler caches errors; a traceback would keep the frames, and so the requests and steps, of this iteration alive.
                 done.append((req, error.with_traceback(None)))
                 continue
             if req.grammar is None:

@@ -64,14 +64,14 @@ def address(folder: str | os.PathLike[str], name: EndName) -> str:
 
 
 LARGE_FRAME = 1 << 16
-"""Other tasks of the event loop have a turn before a larger frame is decoded, bytes."""
+"""Bytes. Before a larger frame is decoded, other tasks of the event loop run."""
 
 
 class _Bound(Generic[M]):
     """The inbox of a process: a bound PULL socket, read by one thread.
 
     Args:
-        context: of this socket alone.
+        context: the ZMQ context, used by this socket only.
         folder: the server's private folder (mode 0700).
         name: the process that reads it.
         types: the union of messages that may arrive, e.g. `ToScheduler`.
@@ -119,7 +119,7 @@ class AsyncInbox(_Bound[M]):
         while True:
             frame = await self._socket.recv()
             if len(frame) > LARGE_FRAME:
-                await asyncio.sleep(0)  # a frame that is there already does not suspend, and this one takes milliseconds to decode
+                await asyncio.sleep(0)  # receiving a waiting frame does not suspend, and this one takes milliseconds to decode
             message = self._codec.decode_or_log(frame)
             if message is not None:
                 return message

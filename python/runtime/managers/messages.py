@@ -26,24 +26,24 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Fa
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """One more text for the prompt of a `GenerateReq`, with a name and a seed of its own."""
+    """One more text for the prompt of a `GenerateReq`, with its own request id and seed."""
 
     rid: str
     seed: int
 
 
 class AnswerOptions(Message, frozen=True, kw_only=True):
-    """What is asked of a prompt beside its sampling.
+    """The options of a request other than its sampling parameters.
 
     Attributes:
         top_logprobs: -1: no log-probabilities; k >= 0: those of the chosen token and of the k most likely.
         prompt_logprobs: also return log-probabilities of the prompt.
-        stream: pass text on as it is generated; otherwise each choice gets one update.
+        stream: send text as it is generated; otherwise each choice gets one update.
         priority: higher runs first.
         cache_salt: separates prefix caches; prompts share cached KV only within the same salt.
-        continues_prompt: whether the text of the output continues that of the prompt, so that a leading space counts.
+        continues_prompt: whether the output continues the text of the prompt, so that its leading space is kept.
         running_counts: whether each update, not only the last, carries the counts of decode steps and drafts.
-        pooling: what the prompt is reduced to; such a request ends with the prompt and generates nothing.
+        pooling: how the prompt is reduced; such a request ends with the prompt and generates nothing.
     """
 
     top_logprobs: int = -1
@@ -60,9 +60,10 @@ class GenerateReq(AnswerOptions, frozen=True, kw_only=True):
     """Start one request, and one more for each of `more`: n texts of a prompt travel as one message.
 
     Attributes:
-        rid: a unique name.
-        client: whom the fair queue counts it for.
+        rid: a unique request id.
+        client: the client in the fair queue.
         max_priority: the highest priority that counts against other clients.
+        more: the other texts of the same prompt.
     """
 
     rid: str
@@ -116,14 +117,14 @@ ToScheduler = GenerateReq | AbortReq | StopReq | ControlReq | DrainReq
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of consecutive tokens; `top` holds (id, log-probability) pairs per token, most likely first."""
+    """Log-probabilities of consecutive tokens; `top` has the most likely tokens at each as (id, log-probability), most likely first."""
 
     chosen: list[float | None]
     top: list[list[tuple[int, float]]]
 
     @classmethod
     def joined(cls, parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
-        """Those of consecutive messages; None if no message has any."""
+        """The log-probabilities of consecutive messages as one; None if no message has any."""
         present = [part for part in parts if part is not None]
         if not present:
             return None
@@ -139,9 +140,9 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         matched: the stop token id or the stop string.
-        message, status: of an abort: the reason, and the HTTP status of the error; 0 if the client asked for it.
+        message, status: the reason of an abort, and the HTTP status of the error; 0 if the client asked for it.
         param: the request field at fault, if there is one.
-        code: OpenAI's word for the error, if there is one.
+        code: OpenAI's `code` of the error, if there is one.
     """
 
     reason: FinishReason
@@ -177,8 +178,7 @@ class TokensOutBatch(Message, frozen=True, kw_only=True):
 class RequestInfo(Message, frozen=True, kw_only=True):
     """What the detokenizer needs to decode a request; sent before the first tokens.
 
-    `prompt_tail` holds the last tokens of a prompt whose text the output continues; `shown_token_ids` control tokens
-    that are part of the text.
+    `prompt_tail`: the last tokens of a prompt whose text the output continues. `shown_token_ids`: control tokens that are part of the text.
     """
 
     rid: str
@@ -202,7 +202,7 @@ class ProfileAt(Message, frozen=True, kw_only=True):
 
 
 class CallFailed(Message, frozen=True, kw_only=True):
-    """An administrative call failed; `status` is the HTTP status of the error, `code` OpenAI's word for it, `param` its field."""
+    """An administrative call failed; `status`, `code` and `param` are those of the HTTP error."""
 
     message: str
     status: int = 500
@@ -218,7 +218,7 @@ class ControlReply(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """A heartbeat of a process. `stats` are the scheduler's."""
+    """A heartbeat of a process; that of the scheduler has `stats`."""
 
     who: Literal["scheduler", "detokenizer"]
     count: int
@@ -231,7 +231,7 @@ ToDetokenizer = RequestInfo | TokensOutBatch | ControlReply | Heartbeat | DrainR
 class TextOut(TokensOut, frozen=True, kw_only=True):
     """`TokensOut` with its text: complete characters only, and no part of a stop string.
 
-    `index`: the choice that it belongs to, 0..n - 1, once `Generation` has read it.
+    `index`: the choice, 0..n - 1, which `Generation` sets.
     """
 
     text: str

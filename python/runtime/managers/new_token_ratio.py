@@ -6,17 +6,17 @@ from runtime.batch import WorkerLimits
 from runtime.managers.req import Req
 
 MAX_RESERVED_TOKENS = 4096
-"""Output tokens of one request beyond this are not reserved: few requests use all that they may."""
+"""Limit on the output tokens that are reserved for one request: few requests generate more."""
 INITIAL_RATIO = 0.7
 """The ratio at start and after a retraction, at conservativeness 1."""
 FINAL_SHARE = 0.2
-"""The ratio falls to this share of the initial one while nothing is retracted."""
+"""The ratio falls to this fraction of the initial one while no request is retracted."""
 DECAY_STEPS = 600
 """Decode steps from the initial to the final ratio."""
 
 
 class NewTokenRatio:
-    """The share of their remaining output that is kept free for running requests.
+    """The fraction of the remaining output of running requests for which KV slots are kept free.
 
     The ratio starts at 0.7 * conservativeness (at most 1), falls with each decode step, and returns to its start when a
     request is retracted.
@@ -27,12 +27,12 @@ class NewTokenRatio:
         self.value = self._initial
 
     def decay(self) -> None:
-        """A decode step ran without a retraction."""
+        """Lower the ratio after a decode step without a retraction."""
         final = self._initial * FINAL_SHARE
         self.value = max(final, self.value - (self._initial - final) / DECAY_STEPS)
 
     def reset(self) -> None:
-        """A request was retracted."""
+        """Return to the initial ratio after a retraction."""
         self.value = self._initial
 
     def slots(self, req: Req, limits: WorkerLimits) -> int:

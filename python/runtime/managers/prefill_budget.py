@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from runtime.batch import CostModel, WorkerLimits
 
 FEW_PROMPTS = 8
-"""With more prompts under way than this, they share steps even when one of them saturates the device.
+"""With more open prompts than this, prompts share steps even if one alone saturates the device.
 
-One prompt per step lets the first of two equal prompts finish after one step, instead of both after two. Among many
+With one prompt per step, the first of two equal prompts finishes after one step; if they share steps, both finish after two. With many
 prompts few gain from that, and long steps are a few percent faster.
 """
 
@@ -20,9 +20,9 @@ class PrefillBudget:
 
     Attributes:
         left: tokens that the step can still take.
-        chunked: whether prompts may be cut. If not, only those longer than `max_extend_tokens` are.
+        chunked: whether prompts may be split. If not, only those longer than `max_extend_tokens` are.
         max_extend_tokens: the worker's limit.
-        cost_model: says when the step saturates the device; no prompt is added then. None: prompts share steps anyway.
+        cost_model: estimates whether the step saturates the device, in which case no prompt is added. None: prompts always share steps.
         taken: prompt tokens so far.
     """
 
@@ -34,16 +34,16 @@ class PrefillBudget:
 
     @classmethod
     def start(cls, chunk_size: int, max_tokens: int, limits: WorkerLimits, prompts: int = 0) -> PrefillBudget:
-        """The budget of an empty step with `prompts` under way. A `chunk_size` below 1 leaves prompts whole."""
+        """The budget of an empty step, given the number of open `prompts`. With a `chunk_size` below 1 prompts are not split."""
         left = min(n for n in (chunk_size, max_tokens, limits.max_extend_tokens) if n > 0)
         return cls(left, chunk_size > 0, limits.max_extend_tokens, limits.cost_model if prompts <= FEW_PROMPTS else None)
 
     def decode_rows(self, tokens_per_step: int) -> int:
-        """Requests that may decode in a prompt step, in at most half of its tokens; none if prompts are not cut."""
+        """Number of requests that may decode in a prompt step, in at most half of its tokens; 0 if prompts are not split."""
         return self.left // 2 // tokens_per_step if self.chunked else 0
 
     def offer(self, wanted: int, first: bool) -> int:
-        """How many of the `wanted` tokens of the next prompt fit; 0 if it has to wait. `first`: the step is empty."""
+        """How many of the `wanted` tokens of the next prompt fit; 0 if it must wait. `first`: whether the step is empty."""
         if not first and self.cost_model is not None and self.cost_model.saturates(self.taken):
             return 0
         if self.chunked or wanted <= self.left:
@@ -51,7 +51,7 @@ class PrefillBudget:
         return min(wanted, self.max_extend_tokens) if first else 0
 
     def reserve(self, count: int) -> None:
-        """Leave room for the tokens of decode rows."""
+        """Reserve the tokens of decode rows."""
         self.left = max(0, self.left - count)
 
     def take(self, count: int) -> None:

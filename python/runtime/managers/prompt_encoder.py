@@ -20,7 +20,7 @@ T = TypeVar("T")
 LONG_TEXT = 2048
 """Texts of at least this many characters are tokenised in a thread, so they do not block the event loop."""
 HUGE_TEXT = 65536
-"""Texts of at least this many characters have a thread of their own, so they do not keep shorter ones waiting."""
+"""Texts of at least this many characters are tokenised in a separate thread, so they do not delay shorter ones."""
 MIN_CHARS = 64
 """Minimum cost of a text, in characters."""
 
@@ -29,9 +29,9 @@ class PromptEncoder:
     """Tokenises texts and conversations. Belongs to one event loop.
 
     Args:
-        tokenizer: its `encode` runs in threads too.
+        tokenizer: must be thread-safe.
         max_context_len: prompt and output tokens of one request together.
-        max_tokens: the most tokens where the context is no limit.
+        max_tokens: the maximum number of tokens of texts that need not fit in the context.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_context_len: int, max_tokens: int) -> None:
@@ -39,7 +39,7 @@ class PromptEncoder:
         self._max_context_len = max_context_len
         self._max_tokens = max_tokens
         self._max_chars = max_context_len * tokenizer.longest_token
-        self._on_loop = 0  # characters tokenised on the event loop since it had a turn
+        self._on_loop = 0  # characters tokenised on the event loop since other tasks last ran
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._huge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize-huge")
 
@@ -47,11 +47,11 @@ class PromptEncoder:
         """Token ids of a text.
 
         Args:
-            any_length: whether it need not fit in the context.
+            any_length: whether the text may exceed the context.
 
         Raises:
-            ContextTooLong: it cannot fit in the context; a text that is far too long is not tokenised.
-            RequestError: with `any_length`, it has more than `max_tokens`.
+            ContextTooLong: the text cannot fit in the context; a text that is far too long is not tokenised.
+            RequestError: with `any_length`, the text has more than `max_tokens`.
         """
         bound = self._bound(len(text), "prompt", any_length)
         return await self._run(len(text), lambda: self._tokenizer.encode(text, add_special_tokens, bound))
@@ -85,7 +85,7 @@ class PromptEncoder:
         return done
 
     def _bound(self, characters: int, param: str, any_length: bool) -> BoundedEncoding:
-        """Refuses a text of too many tokens while it is encoded. Raises `TextTooLong` where its characters are too many already."""
+        """Limits the tokens of a text while it is encoded. Raises `TextTooLong` at once if it has too many characters."""
         if any_length:
             return BoundedEncoding(self._max_tokens, lambda count: _too_many(count, self._max_tokens, param))
         if characters > self._max_chars:

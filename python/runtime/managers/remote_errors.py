@@ -1,4 +1,4 @@
-"""Errors that the scheduler reported."""
+"""Exceptions for the errors that the scheduler reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replies about a request."""
+"""The scheduler's replies about a request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def failure(error: ServingError) -> Finish:
 
 
 def refusal(req: GenerateReq, error: ServingError) -> TokensOut:
-    """The only reply to a request that is not admitted."""
+    """The only reply to a request that was refused."""
     return TokensOut(rid=req.rid, token_ids=[], progress=Progress(len(req.input_ids)), finish=failure(error))
 
 
@@ -59,7 +59,7 @@ def tokens_out(req: Req, finish: Finish | None) -> TokensOut:
 
 
 def _pooled(req: Req) -> list[float] | None:
-    """What a pooling request asked for, once its prompt has run."""
+    """The result of a pooling request whose prompt has run; None for other requests."""
     pooling = req.request.pooling
     if pooling is None or req.pooled is None or req.kv_len < req.prompt_len:
         return None
@@ -67,7 +67,7 @@ def _pooled(req: Req) -> list[float] | None:
 
 
 def collect_pooled(chunk: Chunk, index: int, result: BatchResult) -> None:
-    """Add what chunk `index` of a pooling request gave."""
+    """Add the result of chunk `index` of a pooling request."""
     vector = result.pooled.get(index)
     if vector is not None:
         req = chunk.req

@@ -16,17 +16,17 @@ from runtime.managers.telemetry.progress import Progress, UnsentCounts
 from runtime.mem_cache.kv_page_manager import RequestPages
 
 NEVER = 1 << 62
-"""More tokens than a request has."""
+"""A number of tokens that no request reaches."""
 MOST_UNWRITTEN = 64
-"""Tokens written to the array of all tokens at a time: one write costs as much for many as for one."""
+"""Maximum number of new tokens kept in a list before they are written to the token array, because each write to it has a fixed cost."""
 
 
 class Phase(enum.Enum):
-    """Where a request is."""
+    """The phase of a request in the scheduler."""
 
     COMPILING = "compiling"  # not in the queue yet: its grammar is being compiled
     WAITING = "waiting"  # no row, no pages
-    PREFILLING = "prefilling"  # has both; some of its tokens were not submitted yet
+    PREFILLING = "prefilling"  # has a row and pages; some of its tokens were not submitted yet
     DECODING = "decoding"  # all its tokens were submitted
     ENDED = "ended"  # its row and pages are free
 
@@ -61,32 +61,32 @@ class Req:
     worker so far.
 
     Args:
-        prompt: int32, its tokens; not changed.
-        max_len: longest length of any request.
+        prompt: int32, its tokens; must not be modified.
+        max_len: maximum length of any request.
         arrived: monotonic seconds.
         stream_interval: tokens between two replies of a stream.
 
     Attributes:
-        rid: its name.
+        rid: the request id.
         seq: order of arrival.
         group: the attention group that it runs in.
         total_limit: the length at which the request ends.
         stop_ids: tokens that end it.
-        made_way: whether it waits again because another client had fewer rows.
-        overtook: whether its prompt went before longer ones of other clients that had begun.
-        overtaken: tokens of the prompts that went before its own after that had begun.
-        most_drafts: drafts of a window that it takes at most.
-        grammar: what the output follows, once it is compiled; None for free text.
+        retracted_for_fairness: whether it waits again because another client had fewer rows.
+        overtook: whether its prompt ran before longer prompts of other clients that had begun.
+        overtaken: tokens of the prompts that ran before its own after its own had begun.
+        most_drafts: maximum number of drafts per window.
+        grammar: the compiled grammar of the output; None for free text.
         prefill_len: tokens to prefill: the prompt, and after a retraction also the output so far.
         emits_in_flight: steps in flight that emit at least one token of it.
-        unfollowed: positions at the end of its KV whose draft KV does not exist yet, at most.
+        unfollowed: upper bound of the positions at the end of its KV whose draft KV does not exist yet.
         unsent: tokens that the detokenizer does not have yet.
         reply_at: unsent tokens that make a reply due. A stream gets its first tokens at once, then every `reply_interval`; a request
             with stop strings gets each token, because the detokenizer searches the text; all others get everything at the end.
-        counts: steps that `progress` does not hold yet.
-        running_counts: whether each reply holds them; the detokenizer may end a request with stop strings at any reply.
-        gives_tokens_only: whether replies hold no log-probabilities and no numbers of a pooling request.
-        pooled: float64, the sum of what the prompt chunks of a pooling request gave so far.
+        counts: steps that `progress` does not include yet.
+        running_counts: whether each reply includes them; also for stop strings, because the detokenizer may end the request at any reply.
+        gives_tokens_only: whether replies have neither log-probabilities nor pooling results.
+        pooled: float64, the sum of the results of the prompt chunks of a pooling request so far.
         progress: the counts that replies carry; messages share this instance, so `send` must encode before it returns.
     """
 
@@ -107,7 +107,7 @@ class Req:
         self.most_drafts = sampling.most_drafts
         self.prompt_len = self.length = self.prefill_len = len(request.input_ids)
         self.total_limit = min(self.prompt_len + sampling.max_new_tokens, max_len)
-        self._ids = prompt  # until it is admitted, it shares the prompt with the other texts of its call
+        self._ids = prompt  # shared with the other texts of its call until it is admitted
         self._unwritten: list[int] = []  # the last tokens, which `_ids` does not have yet
         # A finished grammar allows nothing but the end of the text.
         endless = sampling.ignore_eos and sampling.grammar is None
@@ -117,7 +117,7 @@ class Req:
         self.row = self.group = 0
         self.pages = RequestPages(request.cache_salt)
         self.kv_len = self.kv_bound = self.emits_in_flight = self.unfollowed = 0
-        self.retracted = self.made_way = self.overtook = self.was_admitted = False
+        self.retracted = self.retracted_for_fairness = self.overtook = self.was_admitted = False
         self.overtaken = 0
         self.unsent: list[int] = []
         self.progress = Progress(self.prompt_len)
@@ -135,7 +135,7 @@ class Req:
 
     @property
     def shared_priority(self) -> int:
-        """The part of its priority that counts against other clients."""
+        """Its priority as compared with other clients, at most `max_priority`."""
         return min(self.request.priority, self.request.max_priority)
 
     @property
@@ -157,7 +157,7 @@ class Req:
 
     @property
     def cacheable_len(self) -> int:
-        """Positions whose KV, the draft's included, a prefix cache may hold."""
+        """Number of positions whose KV, including the draft's, may be cached."""
         return max(min(self.kv_len - self.unfollowed, self.length - 1), 0)
 
     @property
@@ -167,7 +167,7 @@ class Req:
 
     @property
     def needs_decode(self) -> bool:
-        """Whether one more decode step can emit tokens: the steps in flight do not surely reach the length limit."""
+        """Whether one more decode step can emit tokens: the steps in flight may end before the length limit."""
         return self.phase is Phase.DECODING and self.emits_in_flight < self.remaining
 
     @property
@@ -177,7 +177,7 @@ class Req:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether no cached prefix may be reused, because results of all prompt tokens are wanted."""
+        """Whether no cached prefix may be reused, because results of all prompt tokens are needed."""
         pooling = self.request.pooling
         return self.wants_prompt_logprobs or (pooling is not None and pooling.whole_prompt)
 
@@ -199,7 +199,7 @@ class Req:
     def admit(self, row: int, pages: RequestPages, prefix_len: int, now: float) -> None:
         """Start prefilling in `row`; `prefix_len` tokens have KV already."""
         self.phase, self.row, self.pages = Phase.PREFILLING, row, pages
-        self.retracted = self.made_way = self.overtook = False
+        self.retracted = self.retracted_for_fairness = self.overtook = False
         self.unfollowed = self.overtaken = 0
         self.kv_len = self.kv_bound = prefix_len
         self.prefill_len = self.length
@@ -254,7 +254,7 @@ class Req:
 
     def _end_within(self, tokens: list[int]) -> Finish | None:
         """Remove the tokens after the one that ends the request; returns why it ends, or None if it does not."""
-        # With a grammar, a stop token before the minimum length is chosen only where nothing else is allowed.
+        # With a grammar, a stop token before the minimum length is chosen only if the grammar allows nothing else.
         least = self.request.sampling.min_new_tokens if self.grammar is None else 0
         for count, token in enumerate(tokens, 1):
             stops = token in self.stop_ids and self.completion_tokens + count > least

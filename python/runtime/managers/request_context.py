@@ -1,4 +1,4 @@
-"""What the current task serves: the HTTP request, and the client whom the fair queue counts it for."""
+"""Context variables of the current task: the HTTP request that it serves, and its client."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class RequestContext:
 
     Attributes:
         request_id: its `X-Request-Id`; empty for the server's own requests.
-        tokenized: monotonic seconds between which its prompts were tokenised, one pair per prompt.
-        span: its span, if it is traced; only the tracer reads it.
+        tokenized: when the tokenisation of each prompt began and ended, in monotonic seconds.
+        span: its OpenTelemetry span, if it is traced; only the tracer reads it.
     """
 
     request_id: str = ""
@@ -32,8 +32,8 @@ class Client(msgspec.Struct, frozen=True):
     """One client.
 
     Attributes:
-        name: of its API key, or its address; empty for the server's own requests.
-        max_priority: the highest priority that counts against other clients; None: that of --max-priority.
+        name: the name of its API key, or its address; empty for the server's own requests.
+        max_priority: the highest priority that counts against other clients; None: the value of --max-priority.
     """
 
     name: str = ""

@@ -24,7 +24,7 @@ class RequestLimits:
     max_context_len: int
 
     def check_prompt(self, ids: Sequence[int]) -> None:
-        """Raise the `RequestError` for an empty or too long prompt, or a token outside the vocabulary."""
+        """Raise a `RequestError` for an empty or too long prompt, or a token outside the vocabulary."""
         if not ids:
             raise InvalidField("prompt", 0, "at least 1", subject="The number of prompt tokens")
         if len(ids) >= self.max_context_len:
@@ -34,7 +34,7 @@ class RequestLimits:
             raise UnknownToken("input_ids", wrong, self.vocab_size, subject="The prompt has")
 
     def fit(self, sampling: SamplingParams, prompt_len: int, fill_context: bool) -> SamplingParams:
-        """`sampling`, checked, with its length cut to the context that a prompt of `prompt_len` tokens leaves.
+        """Check `sampling`, and limit its length to what remains of the context after a prompt of `prompt_len` tokens.
 
         Args:
             fill_context: generate to the end of the context, whatever `sampling.max_new_tokens` says.

@@ -1,4 +1,4 @@
-"""Which request runs next: pure functions of requests and numbers."""
+"""Scheduling decisions as pure functions: the order of admission, which request is retracted, and whether memory suffices."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from runtime.managers.req import Req
 from runtime.mem_cache.radix_cache import agreement, least_reusable
 
 LPM_QUEUE_LIMIT = 128
-"""A longer queue is served in order of arrival: matching every prompt against the cache would cost too much."""
+"""A longer queue is served in order of arrival: matching every prompt against the cache would take too long."""
 SHARED_PREFIX_TOKENS = 32
-"""A prompt waits for one that is being prefilled if it can then reuse at least this many more tokens."""
+"""A prompt waits for another that is prefilling if it can then reuse at least this many more cached tokens."""
 REQUEST_TOKENS = 128
-"""A request goes to an attention group with one request more for at least this many more cached tokens."""
+"""Cached tokens that outweigh one request in the choice of an attention group."""
 
 
 # ---- attention groups
 
 
 def best_group(groups: Iterable[tuple[int, int]]) -> int:
-    """The group for a request, given the length of its cached prefix and the number of requests in each; of equal groups the first."""
+    """The index of the best group for a request, given its cached prefix length and the number of requests in each; the first if equal."""
     gains = [cached_len - REQUEST_TOKENS * requests for cached_len, requests in groups]
     return gains.index(max(gains))
 
@@ -32,9 +32,9 @@ def best_group(groups: Iterable[tuple[int, int]]) -> int:
 
 
 def check_memory(req: GenerateReq, limits: WorkerLimits) -> None:
-    """Raise the `RequestError` of a request that this server has no room for; `RequestLimits` and the bodies checked its values."""
+    """Raise `RequestError` if the request could not run even alone. Its other values were checked before it was sent."""
     ids = req.input_ids
-    if not ids:  # the queue would never get past it
+    if not ids:  # it would block the queue forever
         raise RequestError("The prompt is empty.")
     if len(ids) >= limits.max_context_len:
         raise ContextTooLong(len(ids), limits.max_context_len)
@@ -66,10 +66,10 @@ def order(queue: Sequence[Req], policy: Literal["fcfs", "lpm"], cached_len: Call
 
 
 def defer_for_shared_prefix(req: Req, cached_len: int, prefilling: Iterable[Req], limits: WorkerLimits) -> bool:
-    """Whether `req` should wait because a prompt in `prefilling` is computing a prefix that it can then reuse.
+    """Whether `req` should wait because a prompt in `prefilling` is computing a prefix that `req` can then reuse.
 
-    Only whole pages of that prompt will be cached. A prefix of them can be reused where the `prefix_lookahead` tokens after it agree as
-    well, and one token must remain to compute.
+    Only whole pages of that prompt will be cached. A cached prefix can be reused if the `prefix_lookahead` tokens after it match as well,
+    and at least one token of `req` must remain to compute.
     """
     size = limits.page_size
     shared = least_reusable(cached_len + SHARED_PREFIX_TOKENS, size)
@@ -91,5 +91,5 @@ def youngest(reqs: Iterable[Req]) -> Req:
 
 
 def decode_slots(kv_bound: int, limits: WorkerLimits) -> int:
-    """Positions that must have pages before a request of KV length at most `kv_bound` decodes once more."""
+    """KV slots that a request of KV length at most `kv_bound` must have before it decodes once more."""
     return min(kv_bound + limits.tokens_per_step, limits.max_context_len + 2 * limits.tokens_per_step)

@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 IDLE_WAIT = 0.5
 """Seconds to wait for a message when there is nothing to do."""
 COMPILE_WAIT = 0.002
-"""Seconds to wait for a message when there is nothing to do before a grammar is compiled."""
+"""Seconds to wait for a message when there is nothing to do except wait for a grammar."""
 FAILURES_ALLOWED = 2
 FAILURE_WINDOW = 60.0
 """The process ends when more than `FAILURES_ALLOWED` steps fail within this many seconds."""
@@ -72,14 +72,14 @@ class Scheduler:
     With overlap, step n + 1 is submitted before step n is read; when a step is planned, at most one other is in flight.
 
     Args:
-        config: how requests share the device.
+        config: the scheduler's options.
         cache: whether prefixes are cached.
-        worker: the device.
+        worker: runs the steps.
         eos_ids: tokens that end a text.
         receive: returns the next message, or None if none comes within the given seconds.
         send: sends a message to the detokenizer. Any thread may call it. It must encode the message before it returns.
         clock: monotonic seconds.
-        compiler: compiles the grammars of requests; None if they may have none.
+        compiler: compiles the grammars of requests; None if the server has no grammar backend.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Scheduler:
     # ---- the loop
 
     def run(self) -> None:
-        """Serve until drained. Raises the worker's error if steps fail repeatedly."""
+        """Serve until drained. Raises `RuntimeError` from the worker's error if steps fail repeatedly."""
         with HeartbeatThread(lambda: self._send(self.heartbeat()), lambda: self._moved_at, self._config.watchdog_timeout):
             while not self.drained:
                 self.step(IDLE_WAIT)
@@ -138,7 +138,7 @@ class Scheduler:
     def step(self, wait: float = 0.0) -> None:
         """One iteration of the loop; an idle scheduler waits up to `wait` seconds for a message."""
         self._moved_at = time.monotonic()
-        self._receive_all(self._patience(wait))
+        self._receive_all(self._wait_seconds(wait))
         self._queue_compiled()
         self._expire()
         plans = self._plan()
@@ -149,8 +149,8 @@ class Scheduler:
 
     # ---- receiving
 
-    def _patience(self, wait: float) -> float:
-        """Seconds to wait for a message; `wait` where there is nothing to do."""
+    def _wait_seconds(self, wait: float) -> float:
+        """Seconds to wait for a message: `wait` if there is nothing else to do."""
         if self.idle:
             return wait
         only_compiling = len(self._grammars) >= len(self._reqs) and not self._in_flight
@@ -181,7 +181,7 @@ class Scheduler:
                 self._draining = True
 
     def _enqueue(self, request: GenerateReq, prompt: Int32) -> None:
-        """Let a request wait for its grammar or for a row, or refuse it. prompt: int32, its tokens."""
+        """Queue a request, first for its grammar if it has one, or refuse it. prompt: int32, its tokens."""
         if request.rid in self._reqs:
             log.error("dropped a second request named %s while the first is running", request.rid[:80])
             return
@@ -264,15 +264,15 @@ class Scheduler:
     # ---- planning
 
     def _plan(self) -> list[StepPlan]:
-        """The next step by group, or []: prompts first, but at most `max_prefill_tokens` of them between two steps with decode rows."""
-        while self.groups.crowded and self._in_flight:
+        """The next step by group, or []. Prompts go first, but at most `max_prefill_tokens` prompt tokens run between two decode steps."""
+        while self.groups.wants_retraction and self._in_flight:
             self._collect()
-        self.groups.make_way()
+        self.groups.retract_for_waiting()
         starving = self._prompt_tokens >= self._config.max_prefill_tokens and any(req.needs_decode for req in self.groups.running)
         return ([] if starving else self.groups.plan_prompts()) or self._plan_decode()
 
     def _plan_decode(self) -> list[StepPlan]:
-        """One decode step of all requests; without enough pages, some are retracted. [] where none decodes."""
+        """One decode step of all requests; if pages do not suffice, some are retracted. [] if no request decodes."""
         plans = [self._plan_group_decode(group) for group in self.groups]
         if len(plans) > 1:  # results that one group waited for may have ended requests of another
             for plan in plans:
@@ -321,7 +321,7 @@ class Scheduler:
         self._send_replies()
 
     def _apply(self, plan: StepPlan, result: BatchResult) -> None:
-        """Apply what a step of one group emitted."""
+        """Apply the results of one group's step to its requests."""
         for index, reason in result.grammar_errors.items():
             if (req := plan.reqs[index]).alive and (spec := req.request.sampling.grammar) is not None:
                 self._end(req, failure(GrammarError(spec.kind, reason)), keep=False)
@@ -358,10 +358,11 @@ class Scheduler:
                 self.groups.of(req).kv_pages.publish(req.pages, req.ids, req.kv_len)
 
     def _emit(self, reqs: Sequence[Req], tokens: list[int], starts: Sequence[int], logprobs: Logprobs | None) -> None:
-        """Commit what a step emitted for `reqs`, and reply where that is due. This runs for each request and step, so it makes few calls.
+        """Commit the new tokens of `reqs`, and collect the replies that are due. This runs for each request and step, so it makes few
+        calls.
 
         Args:
-            tokens: those of the whole step.
+            tokens: the tokens of the whole step.
             starts: `starts[i]` and `starts[i + 1]` bound the tokens of request i, and their entries in `logprobs`.
         """
         ended, dropped, replies = Phase.ENDED, 0, self._replies
@@ -389,7 +390,7 @@ class Scheduler:
     # ---- endings
 
     def _end(self, req: Req, finish: Finish, keep: bool = True) -> None:
-        """Free the row and pages of `req`, and reply for the last time; with `keep`, its committed KV stays cached."""
+        """Free the row and pages of `req`, and send its last reply; with `keep`, its committed KV stays cached."""
         del self._reqs[req.rid]
         self.groups.of(req).remove(req, keep)
         self.stats.num_aborted_requests_total += finish.reason == "abort"
@@ -402,7 +403,7 @@ class Scheduler:
         self._send_replies()
 
     def _step_failed(self, plans: Iterable[StepPlan], error: Exception) -> None:
-        """End the requests of a failed step; raise if too many steps failed, or if no later one can work."""
+        """End the requests of a failed step; raise if too many steps failed, or if later steps would fail too."""
         if isinstance(error, ServerFault):
             raise error
         log.error("a forward step failed", exc_info=error)
@@ -418,7 +419,7 @@ class Scheduler:
     # ---- statistics
 
     def current_stats(self) -> SchedulerStats:
-        """The statistics with their gauges up to date. Any thread may call it."""
+        """The statistics, after an update of the gauges. Any thread may call it."""
         self.groups.measure(self.stats, len(self._grammars))
         return self.stats
 

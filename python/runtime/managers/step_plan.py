@@ -1,4 +1,4 @@
-"""What one step runs, and the `ScheduleBatch` that tells the worker."""
+"""The plan of one step, from which the worker's `ScheduleBatch` is built."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Chunk:
 
     @property
     def pooling(self) -> Pooling | None:
-        """What the worker reduces it to."""
+        """How the worker reduces it; None for generation."""
         pooling = self.req.request.pooling
         return pooling if pooling is not None and (self.is_last or pooling.whole_prompt) else None
 
 
 class PageCopy(NamedTuple):
-    """The first `slots` slots of a cached page are copied to a page of a request just admitted."""
+    """A copy of the first `slots` slots of a cached page to a page of a newly admitted request."""
 
     source: int
     target: int
@@ -48,7 +48,7 @@ class PageCopy(NamedTuple):
 
 @dataclass(slots=True)
 class PageWrites:
-    """Entries of the page table that changed since the last step; all belong to requests of the next one."""
+    """Page-table entries that changed since the last step; all belong to requests of the next step."""
 
     _runs: list[tuple[Int32, Int32, Int32]] = field(default_factory=list)
 
@@ -76,9 +76,9 @@ class StepPlan:
     Attributes:
         chunks: the prompt chunks.
         decodes: the requests that decode.
-        new_rows: requests that have a row since this step.
+        new_rows: requests that got a row in this step.
         writes: changes of the page table.
-        copies: fronts of pages that are reused.
+        copies: copies of partially matching cached pages.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -124,12 +124,12 @@ class StepPlan:
 
     @classmethod
     def batch_of(cls, plans: Sequence[StepPlan], step: int) -> ScheduleBatch:
-        """The arrays for the worker of one plan, or of one for each attention group."""
+        """The arrays for the worker, from one plan per attention group."""
         batches = [plan.batch(step) for plan in plans]
         return batches[0] if len(batches) == 1 else ScheduleBatch.of_groups(batches)
 
     def mark_submitted(self, max_accept_len: int) -> None:
-        """Account for the step in its requests: the worker has it."""
+        """Update the requests after the step was submitted."""
         for chunk in self.chunks:
             chunk.req.chunk_submitted(chunk.end)
         for req in self.decodes:
@@ -139,12 +139,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A submitted step whose result was not read yet: a plan for each attention group."""
+    """A submitted step whose result was not read yet, with a plan for each attention group."""
 
     plans: Sequence[StepPlan]
     pending: Pending
 
 
 def as_int32(values: Sequence[int] | np.ndarray) -> Int32:
-    """int32 [n]."""
+    """`values` as int32 [n]."""
     return np.asarray(values, dtype=np.int32)

@@ -40,10 +40,10 @@ from runtime.managers.observers.metrics import Metrics
 from runtime.managers.observers.request_end import RequestEnd
 from runtime.managers.observers.request_log import SlowRequestLog, log_request
 from runtime.managers.prompt_encoder import PromptEncoder
+from runtime.managers.queue_capacity import QueueCapacity
 from runtime.managers.remote_errors import call_failure, request_failure
 from runtime.managers.request_context import CURRENT_CLIENT
 from runtime.managers.request_limits import RequestLimits
-from runtime.managers.room import Room
 from runtime.managers.telemetry.health import Health
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
@@ -55,14 +55,14 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 MAX_UNREAD = 4096
-"""Messages that a generation keeps for a slow reader; one more ends it."""
+"""Messages that a generation keeps for a slow reader; one more message ends it."""
 SEED_MASK = (1 << 63) - 1
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the seeds of the n choices
 
 
 @dataclass(slots=True)
 class _Choice:
-    """One of the n texts of a generation; the scheduler knows it under a name of its own."""
+    """One of the n texts of a generation; each is a separate request in the scheduler."""
 
     generation: Generation
     index: int
@@ -72,22 +72,22 @@ class _Choice:
 
 
 class TokenizerManager:
-    """The client side of the engine. It lives in one event loop.
+    """The client side of the engine. It belongs to one event loop.
 
     Args:
         config: the server's configuration.
-        tokenizer: text to tokens; its `encode` runs in threads too.
+        tokenizer: text to tokens; must be thread-safe.
         model_config: the model served.
-        limits: what the worker can hold.
+        limits: the worker's limits.
         to_scheduler: sends one message; never blocks.
-        health: what `/health` and `/ready` report.
+        health: the state that `/health` and `/ready` report.
 
     Attributes:
-        stats: those of the scheduler's latest heartbeat; None before the first.
+        stats: the statistics in the scheduler's latest heartbeat; None before the first.
         beats: heartbeats received, by process.
         encoder: turns prompts into token ids.
         observer: receives the events of every choice.
-        charge: counts tokens of prompts and outputs for a client, by its name.
+        charge: counts tokens of prompts and outputs against the quota of a client, by its name.
         on_end: called with the end of every choice.
     """
 
@@ -123,18 +123,20 @@ class TokenizerManager:
         self._seeds = random.Random(config.model.random_seed)
         self.encoder = PromptEncoder(tokenizer, self.max_context_len, config.scheduler.max_queued_tokens)
         scheduler = config.scheduler
-        self._room = Room(limits.server_requests, scheduler.max_queued_requests, limits.server_tokens, scheduler.max_queued_tokens)
+        self._capacity = QueueCapacity(
+            limits.server_requests, scheduler.max_queued_requests, limits.server_tokens, scheduler.max_queued_tokens
+        )
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def open_requests(self) -> int:
-        """Choices under way."""
+        """Number of unfinished choices."""
         return len(self._open)
 
     @property
     def unread_messages(self) -> int:
-        """Messages about open requests that their handlers have not taken yet."""
+        """Number of messages that handlers have not read yet."""
         return sum(generation.unread for generation in self._named.values())
 
     @property
@@ -162,10 +164,10 @@ class TokenizerManager:
 
         Args:
             prompt: text, or token ids.
-            sampling: how to choose tokens; `max_new_tokens` is cut to the room in the context.
-            rid: the request's name for `abort`; generated if None.
-            call: a name for `abort` that the requests of one call share; empty for none.
-            call_cost: the account to which `price` has added this request; None: the request is a call of its own.
+            sampling: how to choose tokens; `max_new_tokens` is limited to what remains of the context.
+            rid: the request id for `abort`; generated if None.
+            call: an id for `abort` that the requests of one call share; empty for none.
+            call_cost: the cost to which `price` has added this request; None: the request is a call of its own.
 
         Raises:
             RequestError: a value is out of bounds; `param` names it as `SamplingParams` does.
@@ -176,7 +178,7 @@ class TokenizerManager:
         if call_cost is None:
             call_cost = self.new_cost()
             prompt_ids, sampling = await self.price(call_cost, prompt, sampling, options)
-            self.check_room(call_cost)
+            self.check_capacity(call_cost)
         assert not isinstance(prompt_ids, str), "`price` returns the token ids of a text"
         if options.pooling is not None:
             options.pooling.check(self.model_config.vocab_size)
@@ -184,14 +186,14 @@ class TokenizerManager:
         if name in self._named:
             raise InvalidField("rid", name, "unique among open requests")
         request = self._request(prompt_ids, sampling, options)
-        self._send(request)  # before anything is noted: it may refuse a text that is not UTF-8
+        self._send(request)  # first, because encoding fails for text that is not valid UTF-8
         generation = Generation(name, call, prompt_ids, options.n, self.max_unread, self.release, request.client)
         self._named[name] = generation
         self._register(generation, [request.rid, *(sample.rid for sample in request.more)])
         return generation
 
     def _request(self, prompt_ids: list[int], sampling: SamplingParams, options: RequestOptions) -> GenerateReq:
-        """The message to the scheduler; each of the n samples has a name and a seed of its own."""
+        """The message to the scheduler; each of the n samples has its own id and seed."""
         client = CURRENT_CLIENT.get()
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         first, *more = [Sample(str(next(self._serial)), (seed + i * _SEED_STRIDE) & SEED_MASK) for i in range(options.n)]
@@ -213,24 +215,24 @@ class TokenizerManager:
             return
         for generation in self._named.values():
             if rid and rid in (generation.rid, generation.call):
-                for wire in generation.wires:
-                    self._send(AbortReq(rid=wire))
+                for choice_rid in generation.choice_rids:
+                    self._send(AbortReq(rid=choice_rid))
 
     def release(self, generation: Generation) -> None:
-        """Forget a generation without a reader, and abort what still runs of it."""
-        for wire in list(generation.wires):
-            self._send(AbortReq(rid=wire))
-            self._released[wire] = self._open[wire]
-            self._end(wire, None)
+        """Forget a generation that has no reader any more, and abort its unfinished choices."""
+        for choice_rid in list(generation.choice_rids):
+            self._send(AbortReq(rid=choice_rid))
+            self._released[choice_rid] = self._open[choice_rid]
+            self._end(choice_rid, None)
 
     def new_cost(self) -> CallCost:
-        """The empty account of one call."""
-        return CallCost(self._room.limits(self.config.server.max_logprob_cells))
+        """The cost of a call without requests so far."""
+        return CallCost(self._capacity.limits(self.config.server.max_logprob_cells))
 
     async def price(
         self, call_cost: CallCost, prompt: str | list[int], sampling: SamplingParams, options: RequestOptions
     ) -> tuple[list[int], SamplingParams]:
-        """Add one request of a call to the call's account, before any of them is sent.
+        """Add one request to the cost of its call, before any request of the call is sent.
 
         Returns:
             The prompt's token ids and the parameters, cut to the context.
@@ -245,10 +247,10 @@ class TokenizerManager:
         call_cost.add(len(prompt_ids), options.n, sampling, options.top_logprobs, options.prompt_logprobs)
         return prompt_ids, sampling
 
-    def check_room(self, cost: CallCost) -> None:
-        """Raise the error that says why a call cannot start now."""
+    def check_capacity(self, cost: CallCost) -> None:
+        """Raise an error if a call cannot start now, because the queue is full or the server shuts down."""
         self._check_open()  # tokenising may have taken a while
-        self._room.check(CURRENT_CLIENT.get().name, cost)
+        self._capacity.check(CURRENT_CLIENT.get().name, cost)
 
     def _check_open(self) -> None:
         if self.health.dead is not None:
@@ -259,7 +261,7 @@ class TokenizerManager:
     # ---- administration
 
     async def fetch_stats(self) -> SchedulerStats:
-        """The scheduler's statistics of this moment, with its worker's. Raises `ServingError` like every call below."""
+        """The scheduler's current statistics, including its worker's. Raises `ServingError` like every call below."""
         return await self._call("stats", SchedulerStats)
 
     async def flush_cache(self) -> int:
@@ -267,7 +269,7 @@ class TokenizerManager:
         return (await self._call("flush_cache", CacheFlushed)).pages
 
     async def change_speculation(self, change: SpeculationChange) -> None:
-        """Draft otherwise from now on."""
+        """Change the depth or the synthetic acceptance of the running server."""
         await self._call("change_speculation", SchedulerStats, speculation=change)
 
     async def start_profile(self, folder: str) -> None:
@@ -304,7 +306,7 @@ class TokenizerManager:
         return self._trace_calls > 0
 
     async def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait at most `timeout` seconds for the open ones; returns whether all ended."""
+        """Refuse new requests and wait up to `timeout` seconds for the open ones; returns whether all of them ended."""
         self.health.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
@@ -313,19 +315,19 @@ class TokenizerManager:
         return True
 
     def dismiss(self) -> None:
-        """Tell the scheduler to exit when it has nothing left to do."""
+        """Tell the scheduler to exit after its last request."""
         self._send(DrainReq())
 
     def fail_all(self, process: str) -> None:
-        """A process died: every open request and call ends with `WorkerDied`."""
+        """Fail every open request and call with `WorkerDied`, because `process` died."""
         self.health.dead = self.health.dead or process
         self.give_up(lambda: WorkerDied(process))
 
     def give_up(self, error: Callable[[], ServingError]) -> None:
-        """End every open request and call with an `error()` of its own."""
-        for wire, choice in list(self._open.items()):
+        """Fail every open request and call, each with a new `error()`."""
+        for choice_rid, choice in list(self._open.items()):
             choice.generation.fail(error())
-            self._end(wire, None)
+            self._end(choice_rid, None)
         for reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(error())
@@ -337,7 +339,7 @@ class TokenizerManager:
     # ---- replies
 
     async def serve(self, receive: Callable[[], Awaitable[ToTokenizer]]) -> None:
-        """Process messages until cancelled. An unexpected error is logged, fails all that is open, and is raised."""
+        """Process messages until cancelled. An unexpected error is logged, fails all open requests and calls, and is raised."""
         try:
             while True:
                 self.handle(await receive())
@@ -386,24 +388,24 @@ class TokenizerManager:
 
     # ---- open choices
 
-    def _register(self, generation: Generation, wires: list[str]) -> None:
-        for index, wire in enumerate(wires):
-            self._open[wire] = _Choice(generation, index, time.monotonic(), Progress(len(generation.prompt_ids)))
+    def _register(self, generation: Generation, choice_rids: list[str]) -> None:
+        for index, choice_rid in enumerate(choice_rids):
+            self._open[choice_rid] = _Choice(generation, index, time.monotonic(), Progress(len(generation.prompt_ids)))
             if self.observer is not None:
                 self.observer.started(len(generation.prompt_ids))
-        generation.wires.update(wires)
+        generation.choice_rids.update(choice_rids)
         self._idle.clear()
-        self._room.add(generation.client, len(wires), len(generation.prompt_ids))
+        self._capacity.add(generation.client, len(choice_rids), len(generation.prompt_ids))
         self.charge(generation.client, len(generation.prompt_ids))
 
-    def _end(self, wire: str, finish: Finish | None) -> None:
-        choice = self._open.pop(wire, None)
+    def _end(self, choice_rid: str, finish: Finish | None) -> None:
+        choice = self._open.pop(choice_rid, None)
         if choice is None:
             return
         generation = choice.generation
-        generation.wires.discard(wire)
-        self._room.add(generation.client, -1, 0 if generation.wires else -len(generation.prompt_ids))
-        if not generation.wires:
+        generation.choice_rids.discard(choice_rid)
+        self._capacity.add(generation.client, -1, 0 if generation.choice_rids else -len(generation.prompt_ids))
+        if not generation.choice_rids:
             self._named.pop(generation.rid, None)
         if not self._open:
             self._idle.set()
@@ -419,7 +421,8 @@ class TokenizerManager:
             return
         if self.observer is not None:
             if choice.latest == 0.0:
-                inside = out.progress.queue_seconds + out.progress.prefill_seconds  # an answer in one piece has its first token long before
+                # A response without streaming arrives long after its first token.
+                inside = out.progress.queue_seconds + out.progress.prefill_seconds
                 self.observer.first_token(now - choice.arrived if out.finish is None else inside)
             else:
                 self.observer.next_tokens(now - choice.latest, len(out.token_ids))

@@ -1,1 +1,1 @@
-"""KV pools, pages and cached prefixes."""
+"""The KV cache: pools, pages and cached prefixes."""

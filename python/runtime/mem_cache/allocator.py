@@ -8,7 +8,7 @@ from runtime.batch import Int32
 
 
 class PageAllocator:
-    """Allocates pages 1..num_pages; page 0 is padding. The cost depends on the pages requested, not on the pool.
+    """Allocates pages 1..num_pages; page 0 is padding. The time depends on the number of requested pages, not on the pool's size.
 
     The page freed last is allocated first, so a lightly used server touches little memory.
     """

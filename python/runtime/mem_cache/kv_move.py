@@ -12,8 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _move(tables, source, target, group, row_elements, BLOCK: tl.constexpr, ELEMENT: tl.constexpr):
-    # One program per (request, tensor). Sources rise and are never below their targets, so going forward overwrites
-    # no later source.
+    # One program per (request, tensor). Sources increase and are never below their targets, so copying in order overwrites no later source.
     base = tl.load(tables + tl.program_id(1)).to(tl.pointer_type(ELEMENT))
     first = tl.program_id(0) * group
     offsets = tl.arange(0, BLOCK)
@@ -31,10 +30,10 @@ def move_slots(pointers: torch.Tensor, source: torch.Tensor, target: torch.Tenso
 
     Args:
         pointers: int64 [N] on the device: addresses of N tensors whose slots are `row_bytes` apart.
-        source, target: int64 [B * group]: within each request's `group`, `source` rises and is never below `target`; beyond it no
-            slot is both source and target but slot 0.
+        source, target: int64 [B * group]: within each request's `group`, `source` increases and is never below `target`; except for slot 0,
+            no slot of one group is a source or target of another.
         row_bytes: an even number.
     """
     elements = row_bytes // 2
-    grid = (source.shape[0] // group, pointers.shape[0])  # the first may exceed 65,535
+    grid = (source.shape[0] // group, pointers.shape[0])  # in this order, because only the first dimension may exceed 65,535
     _move[grid](pointers, source, target, group, elements, BLOCK=triton.next_power_of_2(elements), ELEMENT=tl.int16)

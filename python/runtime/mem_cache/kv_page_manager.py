@@ -17,11 +17,12 @@ class RequestPages:
     """The pages of one request, in the order of its positions.
 
     Attributes:
-        salt: the prefix cache that the request shares.
+        salt: selects the prefix cache that the request shares.
         count: number of pages.
-        shared: how many of them, from the front, belong to the cache, locked by `node`. The request owns the rest.
-        partial: the cached page whose front is copied into the first page that the request owns. It is locked, so that it is not
-            handed out before the copy is submitted.
+        shared: number of leading pages that belong to the cache, locked by `node`. The request owns the rest.
+        partial: the cached page whose first positions are copied into the first page that the request owns. It stays locked until the copy
+        is
+            submitted, so that it is not evicted before.
     """
 
     salt: str
@@ -69,7 +70,7 @@ class KVPageManager:
 
     @property
     def used(self) -> int:
-        """Pages that running requests need."""
+        """Pages that running requests use."""
         return self.num_pages - self.available
 
     def pages_for(self, slots: int) -> int:
@@ -93,7 +94,7 @@ class KVPageManager:
         return pages
 
     def drop_partial(self, pages: RequestPages) -> None:
-        """Unlock the partly reused page: its copy was submitted, or will not be."""
+        """Unlock the partly reused page, after its copy was submitted or if it is not needed."""
         if pages.partial is not None:
             self.cache.unlock(pages.partial.node)
             pages.partial = None
@@ -103,7 +104,7 @@ class KVPageManager:
         return pages.shared * self.page_size + (0 if pages.partial is None else pages.partial.count)
 
     def cached_len(self, ids: Int32, salt: str) -> int:
-        """Tokens that `open` would find in the cache."""
+        """Number of tokens that `open` would find in the cache."""
         return self.cache.cached_len(ids, salt) if self.cache_prefixes else 0
 
     def grow(self, requests: Sequence[RequestPages], counts: Sequence[int]) -> Int32:
@@ -164,5 +165,5 @@ class KVPageManager:
         assert self.allocator.available + self.cache.total_pages + self.own_pages == self.num_pages
 
     def _whole_pages(self, ids: Int32, kv_len: int) -> int:
-        """Pages that may be cached: full, with KV, and with the lookahead tokens known."""
+        """Number of pages that may be cached: full of committed KV, and with known lookahead tokens."""
         return max(0, min(kv_len, len(ids) - self.lookahead)) // self.page_size

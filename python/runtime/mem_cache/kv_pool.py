@@ -18,7 +18,7 @@ class KVPool:
     padded tokens read and write its slots.
 
     Attributes:
-        specs: what each layer stores.
+        specs: the layout of each layer.
         k, v: per layer [num_pages + 1, page_size, G, key_dim] and [..., value_dim]. For "mla" `v` is a view of `k`.
     """
 
@@ -51,10 +51,10 @@ class KVPool:
         return self._flat[layer_id]
 
     def move(self, source: torch.Tensor, target: torch.Tensor, group: int) -> None:
-        """Copy slots `source` onto slots `target`, int64 [B * group], in every layer.
+        """Copy slots `source` to slots `target`, int64 [B * group], in every layer.
 
-        Within each request's `group`, sources rise and are never below their targets, as on an accepted tree path. Beyond its group
-        no slot is both source and target but slot 0.
+        Within each request's `group`, sources increase and are never below their targets, as on an accepted tree path. Except for slot 0,
+        no slot of one group is a source or target of another.
         """
         if not source.is_cuda:
             self.write(target, self.read(source))
@@ -65,11 +65,11 @@ class KVPool:
             move_slots(self._pointers[row_bytes], source, target, group, row_bytes)
 
     def read(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        """A copy of slots, int64 [n], in every layer, for `write`."""
+        """Copies of slots, int64 [n], one tensor per layer and kind, to be restored by `write`."""
         return [flat[slots] for flat in self._bytes()]
 
     def write(self, slots: torch.Tensor, contents: list[torch.Tensor]) -> None:
-        """Put back what `read` gave for these slots."""
+        """Restore slots from the result of `read`."""
         for flat, content in zip(self._bytes(), contents, strict=True):
             flat[slots] = content
 
@@ -78,7 +78,7 @@ class KVPool:
         return sum(row_bytes * len(tensors) for row_bytes, tensors in self._stored.items())
 
     def _bytes(self) -> Iterator[torch.Tensor]:
-        """What is stored, uint8 [num_slots, G, bytes]: torch indexes no 8-bit floats."""
+        """The stored bytes as uint8 [num_slots, G, bytes], because torch cannot index 8-bit floats."""
         return (tensor.flatten(0, 1).view(torch.uint8) for tensors in self._stored.values() for tensor in tensors)
 
 
@@ -98,7 +98,7 @@ def front_slots(sources: torch.Tensor, targets: torch.Tensor, counts: torch.Tens
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On the CPU the kernel zeroes each page at its first touch; `torch.zeros` would write 4 GiB at start-up."""
+    """Zeros. On the CPU, memory that the kernel zeroes at first touch, because `torch.zeros` would write gigabytes at start-up."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape) * dtype.itemsize
@@ -106,10 +106,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class PageTable:
-    """Which page holds positions [col * page_size, (col + 1) * page_size) of a row. All layers share it.
+    """Maps positions [col * page_size, (col + 1) * page_size) of a row to a page. All layers share it.
 
-    The worker writes it from `ScheduleBatch.page_*`; slot computation and attention backends read it. Entries past a
-    row's pages are stale but always valid page numbers. Row 0 is padding and holds page 0 only.
+    The worker writes it from `ScheduleBatch.page_*`; slot computation and attention backends read it. Entries beyond a row's pages are
+    stale but always valid page numbers. Row 0 is padding and has only page 0.
 
     Attributes:
         pages: int32 [rows, max_pages].
@@ -130,7 +130,7 @@ class PageTable:
         return page * self.page_size + positions % self.page_size
 
     def slots_of(self, entries: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """`slots`, int64 [n], from what the host knows of them.
+        """Like `slots`, int64 [n], from table entries and offsets that the host has computed.
 
         Args:
             entries: int64 [n]. `row * max_pages + position // page_size`.

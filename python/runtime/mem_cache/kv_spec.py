@@ -1,4 +1,4 @@
-"""What one attention layer stores in the KV cache."""
+"""The layout of one attention layer's KV cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class KVSpec:
             columns are also the values.
         num_heads: G, the KV heads; 1 for "mla".
         key_dim, value_dim: size of a key and of a value.
-        dtype: of the stored values.
+        dtype: the stored dtype.
         scaled: whether stored values are 8-bit numbers that are multiplied by a scale of the layer when they are read.
     """
 

@@ -1,4 +1,4 @@
-"""A radix tree of token prefixes whose KV is cached; LRU eviction skips the prefixes that requests use."""
+"""The radix cache: a tree of token prefixes whose KV is cached, with LRU eviction of prefixes that no request uses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from runtime.batch import Int32, no_ints
 
 LEAST_COPIED = 8
-"""Minimum positions of a page for which copying is better than computing. Prompts that share fewer have little in common but
-begin-of-text and the first tokens of a chat template, and would all copy those."""
+"""Minimum number of matching positions for which a page is copied. Prompts that share fewer have little in common except the begin-of-text
+token and the start of a chat template, and would all copy those."""
 
 
 class Node:
@@ -21,8 +21,8 @@ class Node:
 
     Attributes:
         tokens: int32 [pages * page_size + lookahead]: the edge's tokens, and the `lookahead` tokens after them.
-        pages: int32 [pages]; only a root has none.
-        locks: requests that use this node or one below it.
+        pages: int32 [pages]; empty only in a root.
+        locks: number of requests that use this node or one below it.
     """
 
     __slots__ = ("children", "in_heap", "last_use", "locks", "pages", "parent", "salt", "tokens")
@@ -39,9 +39,9 @@ class Node:
 
 
 class Children:
-    """The edges below a node by the bytes of their first page's key, which are also kept sorted.
+    """The edges below a node, by the bytes of their first page's key; the keys are also kept sorted.
 
-    The key with the longest common prefix with some bytes is one of their neighbours in this order.
+    The key with the longest common prefix with given bytes is a neighbour of these bytes in this order.
     """
 
     __slots__ = ("_keys", "_nodes")
@@ -82,8 +82,8 @@ class PartialPage:
     """The first positions of a cached page, to be copied.
 
     Attributes:
-        node: an edge of this page alone.
-        count: positions, fewer than the page holds.
+        node: an edge with only this page.
+        count: number of positions, less than the page size.
     """
 
     node: Node
@@ -101,8 +101,8 @@ class Match:
 
     Attributes:
         pages: int32 [n].
-        node: the node that ends them; None when n is 0.
-        partial: what can be reused of one more page.
+        node: the node at which they end; None if n is 0.
+        partial: the reusable positions of one more page; None if there is none.
     """
 
     pages: Int32
@@ -113,11 +113,10 @@ class Match:
 class RadixCache:
     """Maps token prefixes to pages. The cache owns the pages in it; the caller frees the pages that it returns.
 
-    The unit is a page. The key of a page is its `page_size` tokens and the `lookahead` tokens that follow: with EAGLE,
-    the draft's KV at a position depends on the next token, so a prompt can reuse a prefix of n tokens only if it agrees
-    on n + 1. Pages without a branch between them form one edge, compared as one array.
-
-    Behind the last page that matches whole, the page that agrees longest can be reused in part, by a copy.
+    The unit is a page. The key of a page is its `page_size` tokens and the `lookahead` tokens that follow: with EAGLE, the draft's KV at a
+    position depends on the next token, so a prompt can reuse a prefix of n tokens only if n + 1 tokens match. Pages without a branch
+    between them form one edge, compared as one array.
+    After the last page that matches completely, the page with the longest match can be reused in part, by a copy.
     """
 
     def __init__(self, page_size: int, lookahead: int) -> None:
@@ -126,17 +125,19 @@ class RadixCache:
         self.total_pages = 0
         self.evictable_pages = 0
         self._roots: dict[str, Node] = {}
-        self._heap: list[tuple[int, int, Node]] = []  # every evictable leaf, keyed by its last use or an earlier one
+        self._heap: list[tuple[int, int, Node]] = []  # every evictable leaf, with the time of its last use or an earlier one
         self._clock = 0
 
     # ---- reading
 
     def match_len(self, ids: Int32, salt: str) -> int:
-        """Whole pages of the longest cached prefix of `ids` int32 [n] that leaves a token to compute. Read-only."""
+        """Number of whole pages of the longest cached prefix of `ids` int32 [n] that leaves a token to compute. Does not mark it as
+        used.
+        """
         return whole_pages(self._walk(self._reusable(ids), salt))
 
     def cached_len(self, ids: Int32, salt: str) -> int:
-        """Positions of that prefix, including those of a partly reused page. Read-only."""
+        """Number of positions of that prefix, including those of a partly reused page. Does not mark it as used."""
         ids = self._reusable(ids)
         path = self._walk(ids, salt)
         return whole_pages(path) * self.page_size + self._partial(path, ids, salt)[1]
@@ -157,8 +158,8 @@ class RadixCache:
         """Add the prefix stored in `pages` int32 [n]; `ids` has at least n * page_size + lookahead tokens.
 
         Returns:
-            How many leading pages were cached already, and the node that ends the prefix (None when n is 0). The caller
-            keeps those of `pages`; the cache owns the rest from now on.
+            The number of leading pages that were cached already, and the node at which the prefix ends (None if n is 0). The caller keeps
+            these leading pages; the cache owns the rest from now on.
         """
         if len(pages) == 0:
             return 0, None
@@ -178,7 +179,7 @@ class RadixCache:
         return known, leaf
 
     def lock(self, node: Node | None) -> None:
-        """Protect `node` and its ancestors from eviction until `unlock` was called as often as `lock`."""
+        """Protect `node` and its ancestors from eviction until `unlock` has been called as often as `lock`."""
         while node is not None and node.parent is not None:
             if node.locks == 0:
                 self.evictable_pages -= len(node.pages)
@@ -196,7 +197,7 @@ class RadixCache:
             node = node.parent
 
     def evict(self, count: int) -> Int32:
-        """Remove up to `count` unlocked pages for the caller to free: least recently used first, then their parents."""
+        """Remove up to `count` unlocked pages, least recently used leaves first, and return them for the caller to free."""
         freed: list[Int32] = []
         while count > 0 and self._heap:
             stamp, _, node = heapq.heappop(self._heap)
@@ -230,7 +231,7 @@ class RadixCache:
                 assert node.in_heap or node.locks or node.children, "an evictable leaf that eviction cannot find"
         assert (total, evictable) == (self.total_pages, self.evictable_pages)
 
-    # ---- inside
+    # ---- internal
 
     def _reusable(self, ids: Int32) -> Int32:
         return ids[: max(0, len(ids) - 1 + self.lookahead)]
@@ -242,7 +243,7 @@ class RadixCache:
         return self._roots.setdefault(salt, Node(None, no_ints(), no_ints(), salt))
 
     def _walk(self, ids: Int32, salt: str) -> list[tuple[Node, int]]:
-        """The edges that match `ids` from the root, and how many pages of each match: all, except on the last edge."""
+        """The edges from the root that match `ids`, each with its number of matching pages: all, except on the last edge."""
         path: list[tuple[Node, int]] = []
         node, at, width = self._roots.get(salt), 0, self.page_size + self.lookahead
         while node is not None and len(ids) - at >= width:
@@ -257,9 +258,9 @@ class RadixCache:
         return path
 
     def _partial(self, path: list[tuple[Node, int]], ids: Int32, salt: str) -> tuple[Node | None, int]:
-        """How many positions of one page after a walked path can be reused, and the edge that this page is on. (None, 0): too few.
+        """The edge and the number of reusable positions of one page after a walked path; (None, 0) if they are too few.
 
-        It follows on the path's last edge, or is the first page of an edge below.
+        The page is the next one on the path's last edge, or the first page of an edge below.
         """
         behind = ids[whole_pages(path) * self.page_size :][: self.page_size + self.lookahead]
         if min(self.page_size - 1, len(behind) - self.lookahead) < LEAST_COPIED:
@@ -273,13 +274,13 @@ class RadixCache:
         return (edge, count) if count >= LEAST_COPIED else (None, 0)
 
     def _first_page(self, edge: Node) -> Node:
-        """Split off the first page of an edge, so that it can be locked alone, and mark it as used with the path above."""
+        """Split off the first page of an edge, so that it can be locked separately, and mark it and the path above as used."""
         node = self._cut(edge, 1)
         node.last_use = self._clock
         return node
 
     def _cut(self, node: Node, count: int) -> Node:
-        """Split `node` after its first `count` pages if needed; returns the node that ends there."""
+        """Split `node` after its first `count` pages if it has more; returns the node with these pages."""
         if count == len(node.pages):
             return node
         size, parent = self.page_size, node.parent
@@ -292,7 +293,7 @@ class RadixCache:
         return upper
 
     def _use(self, path: list[tuple[Node, int]]) -> Node | None:
-        """Mark exactly the pages of a walked path as used now; returns the node that ends it."""
+        """Mark exactly the pages of a walked path as used now; returns the node at which it ends."""
         self._clock += 1
         if not path:
             return None
@@ -332,18 +333,18 @@ class RadixCache:
 
 
 def whole_pages(path: list[tuple[Node, int]]) -> int:
-    """Pages of a walked path."""
+    """Number of pages of a walked path."""
     return sum(count for _, count in path)
 
 
 def least_reusable(positions: int, page_size: int) -> int:
-    """The shortest prefix of at least `positions` that can be reused as a whole: of its last page, if not all, then enough to copy."""
+    """The shortest prefix of at least `positions` that can be reused completely: its last page is full or has enough positions to copy."""
     rest = positions % page_size
     return positions if rest == 0 or rest >= LEAST_COPIED else positions - rest + min(LEAST_COPIED, page_size)
 
 
 def agreement(a: Int32, b: Int32) -> int:
-    """How many leading entries of two int32 arrays are equal."""
+    """Number of equal leading entries of two int32 arrays."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
@@ -351,6 +352,6 @@ def agreement(a: Int32, b: Int32) -> int:
 
 
 def compact(view: Int32) -> Int32:
-    """`view`, copied if it keeps an array of more than twice its size alive."""
+    """`view`, or a copy if its base array has more than twice its size and would be kept alive."""
     base = view.base
     return view.copy() if isinstance(base, np.ndarray) and base.size > 2 * view.size else view

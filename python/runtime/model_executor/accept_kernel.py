@@ -1,7 +1,6 @@
 """Greedy and synthetic acceptance of a chain and its commit, as one kernel.
 
-The plain form, `Accepter.decide` and its commit, has about forty launches, which take longer than
-the draft's layer.
+The plain form, `Accepter.decide` and its commit, needs about forty launches, which take longer than the draft's layer.
 """
 
 # pyright: reportIndexIssue=false
@@ -56,20 +55,20 @@ def accept_chain(
     probabilities: torch.Tensor | None,
     seeds: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept drafts, and set the rows of the first `live` requests.
+    """Accept drafts, and commit lengths and tokens to the rows of the first `live` requests.
 
     Args:
         draft: int64 [B, D], rows may be strided; column 0 is the last committed token.
         target: int64 [B, D] contiguous: the target's choice after each column.
-        kv_lens: int32 [B], before the iteration.
+        kv_lens: int32 [B], KV lengths before the iteration.
         rows: int64 [B]; padding: 0.
         row_lens, row_tokens: int32 and int64 [R]: KV length and last token by row, written.
-        probabilities: float32 [K] that force acceptance whatever the tokens are, or None for greedy.
-        seeds: int64 [R].
+        probabilities: float32 [K], synthetic acceptance regardless of the tokens; None for greedy acceptance.
+        seeds: int64 [R], seeds of the synthetic acceptance by row.
 
     Returns:
-        accept_lens int32 [B] and tokens int64 [B, D], as `verify_chain_greedy` or `verify_chain_synthetic` give them up
-        to the accept length.
+        accept_lens int32 [B] and tokens int64 [B, D]: up to the accept length those of `verify_chain_greedy` or
+        `verify_chain_synthetic`.
     """
     B, D = draft.shape
     accept_lens = torch.empty(B, dtype=torch.int32, device=draft.device)

@@ -23,7 +23,7 @@ BELOW_ONE = 1.0 - 2.0**-24
 
 @dataclass(frozen=True, slots=True)
 class AcceptThresholds:
-    """How much more than the lossless rule accepts. 1.0 and 1.0 are lossless.
+    """Thresholds below 1 accept more drafts than the lossless rule does; 1.0 and 1.0 are lossless.
 
     Attributes:
         single: a draft whose target probability is at least this is always accepted.
@@ -101,11 +101,10 @@ def verify_chain_sampled(
             greedy rows.
         accept_uniforms: float [B, K], in [0, 1).
         final_uniforms: float [B] for the last token, or [B, D] with one for each of its possible positions.
-        draft: the distributions the drafts were drawn from; None if they were chosen without chance, so that q is
-            one-hot.
+        draft: the distributions that the drafts were drawn from; None for deterministic drafts, whose q is one-hot.
         thresholds: see `AcceptThresholds`.
         draw: how the last token is drawn.
-        capped: whether `draft_BD` has entries of -1: no draft, so that the token is drawn from p.
+        capped: whether `draft_BD` has entries of -1, which mean no draft: the token there is drawn from p.
 
     Returns:
         accept lengths int32 [B] in 1..D, and the committed tokens int64 [B, D]; columns past the accept length are
@@ -145,21 +144,21 @@ def tree_targets_sampled(
     """Draw the target's token after every node of a tree: int64 [B, D], for `verify_tree`.
 
     The lossless rule draws x from p and goes to the child with token x, if there is one. With thresholds below 1,
-    SGLang's rule: children in order, accepted when a coin is at most their summed p / acc or when p >= single; else a
-    draw from p without the children.
+    SGLang's rule: children are tried in order, and accepted if a uniform number is at most their summed p / acc or if p >= single;
+    otherwise the token is drawn from p without the children.
 
     Args:
         tokens_BD, parents_BD: the tree, as in `verify_tree`.
         target_probs: float [B, D, V], p after each node.
         uniforms_BD: float [B, D], in [0, 1). Nodes of one depth may share theirs: only one of them is on the path.
-        accept_uniforms_BD: float [B, D], the coins; needed below the lossless thresholds only.
+        accept_uniforms_BD: float [B, D], in [0, 1), for acceptance; needed only for thresholds below 1.
         draw: how tokens are drawn.
     """
     uniforms_BD = uniforms_BD.clamp(0.0, BELOW_ONE)
     if thresholds.lossless:
         # Node by node: the running sums of a whole window would be D times as large.
         return torch.stack([draw(target_probs[:, n], uniforms_BD[:, n]) for n in range(tokens_BD.shape[1])], 1)
-    assert accept_uniforms_BD is not None, "thresholds below 1 need coins"
+    assert accept_uniforms_BD is not None, "thresholds below 1 need uniform numbers for acceptance"
     safe_BD = tokens_BD.clamp(0, target_probs.shape[2] - 1)
     rows = torch.arange(len(tokens_BD), device=tokens_BD.device)[:, None]
     p_child = target_probs[rows, parents_BD.clamp(min=0), safe_BD]
@@ -213,8 +212,8 @@ def compaction(window_slots_BD: torch.Tensor, path_BP: torch.Tensor, accept_lens
     """The arguments of `KVPool.move` that move an accepted path to the front of its verify window.
 
     Args:
-        window_slots_BD: int64 [B, D]. The KV slot of each node, as verified: not from the page table, whose row may
-            have a new owner.
+        window_slots_BD: int64 [B, D]. The KV slot of each node in the verify pass. The page table cannot be used, because its row may
+            belong to another request by now.
         path_BP, accept_lens: from `verify_tree`.
 
     Returns:
@@ -236,7 +235,7 @@ def verify_chain_synthetic(
     vocab_size: int,
     capped: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept draft i with `probabilities_K[i]` given the ones before, whatever the tokens are: for benchmarks with
+    """Accept draft i with probability `probabilities_K[i]` if all before it were accepted, regardless of the tokens: for benchmarks with
     dummy weights. With `capped`, drafts of -1 are not accepted.
 
     Returns:
@@ -251,7 +250,7 @@ def verify_chain_synthetic(
 
 
 def _prefix_lens(hits_BK: torch.Tensor) -> torch.Tensor:
-    """One more than the leading hits of each row, int32 [B]."""
+    """One more than the number of leading hits of each row, int32 [B]."""
     return (hits_BK.to(torch.int32).cumprod(dim=1).sum(dim=1) + 1).to(torch.int32)
 
 
@@ -271,7 +270,7 @@ def _drafted_probs(draft: DraftProbs, tokens_BK: torch.Tensor) -> torch.Tensor:
 
 
 def _residual(target_probs: torch.Tensor, tokens_BK: torch.Tensor, last_B: torch.Tensor, draft: DraftProbs | None) -> torch.Tensor:
-    """Weights [B, V] of the last token: (p - q)+ if a draft was rejected; p if none was, or if nothing is left."""
+    """Weights [B, V] of the last token: (p - q)+ if a draft was rejected; p if none was, or if (p - q)+ is all zeros."""
     rejected = last_B < tokens_BK.shape[1]
     p = _row(target_probs, last_B)
     index = last_B.clamp(max=tokens_BK.shape[1] - 1)
@@ -286,7 +285,7 @@ def _residual(target_probs: torch.Tensor, tokens_BK: torch.Tensor, last_B: torch
 
 
 def _or_else(weights: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
-    """`weights` by row, or `fallback` if a row has none left: p and q are then equal, so p itself is correct."""
+    """`weights` by row, or `fallback` where they are all zeros: p and q are then equal, so p itself is correct."""
     return torch.where((weights > 0).any(1, keepdim=True), weights, fallback)
 
 

@@ -20,13 +20,13 @@ class AcceptanceCounters:
     """Totals over iterations of one or more requests.
 
     Attributes:
-        num_steps: K, the most drafts on a path.
+        num_steps: K, the maximum number of drafts on a path.
         iterations: verified windows.
-        draft_tokens: drafts verified in them; a tree has more of them than positions.
-        counts: int64 [3, K], of which the following are the rows.
+        draft_tokens: drafts verified in them; a tree has more drafts than positions.
+        counts: int64 [3, K], whose rows are `drafted`, `reached` and `accepted`.
         drafted: int64 [K]. Windows that had a draft at the position.
-        reached: int64 [K]. Those in which all drafts before it were accepted.
-        accepted: int64 [K]. Those in which it was accepted as well.
+        reached: int64 [K]. Windows in which all drafts before it were accepted as well.
+        accepted: int64 [K]. Windows in which it was accepted, too.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -40,8 +40,8 @@ class AcceptanceCounters:
 
         Args:
             accept_lens: int [B], each in 1..num_steps + 1, the bonus token included.
-            num_steps: how deep this batch was drafted, 0 included; None for K.
-            draft_tokens: number of drafts in each window; None for a chain's, one at each depth.
+            num_steps: depth of this batch, 0 included; None for K.
+            draft_tokens: number of drafts in each window; None for a chain, which has one at each depth.
         """
         depth = self.num_steps if num_steps is None else num_steps
         lens = np.asarray(accept_lens, dtype=np.int64)
@@ -65,15 +65,15 @@ class AcceptanceCounters:
 
     @property
     def mean_accept_len(self) -> float:
-        """Tokens per iteration, the bonus included; 1 before the first."""
+        """Tokens per iteration, including the bonus token; 1 before the first iteration."""
         return 1.0 + float(self.accepted.sum()) / self.iterations if self.iterations else 1.0
 
     def rates(self) -> list[float]:
-        """Accepted of reached, by position; 0 if none was reached."""
+        """The fraction accepted of those reached, by position; 0 if none was reached."""
         return (self.accepted / np.maximum(self.reached, 1)).tolist()
 
     def stats(self) -> AcceptanceCounts:
-        """All counts, as they are reported."""
+        """The counts in the form of reports."""
         return AcceptanceCounts(
             iterations=self.iterations,
             accept_length=self.mean_accept_len,
@@ -92,7 +92,7 @@ class AcceptanceCounters:
 
 
 def total(num_steps: int, batches: Iterable[AcceptanceCounters]) -> AcceptanceCounters:
-    """The totals of all of them, each of this K."""
+    """The sum of counters that all have K = `num_steps`."""
     found = AcceptanceCounters(num_steps)
     for batch in batches:
         found.merge(batch)
@@ -100,7 +100,9 @@ def total(num_steps: int, batches: Iterable[AcceptanceCounters]) -> AcceptanceCo
 
 
 def side_by_side(first: AcceptanceCounters, second: AcceptanceCounters) -> str:
-    """A table of an eager run and one with graphs by position: accepted / reached and the rate of each; a mark shows where they differ."""
+    """A table that compares an eager run with one through graphs: accepted / reached and the rate by position, and a mark where they
+    differ.
+    """
     lines = [f"{'position':>9}  {'eager':>22}  {'graphs':>22}"]
     for i in range(max(first.num_steps, second.num_steps)):
         same = _cell(first, i) == _cell(second, i)
@@ -111,7 +113,7 @@ def side_by_side(first: AcceptanceCounters, second: AcceptanceCounters) -> str:
 
 
 def not_compared(counters: AcceptanceCounters) -> str:
-    """A sentence about the draft positions that no window of these counters reached, or an empty text."""
+    """A sentence that names the draft positions that no window reached; empty if all were reached."""
     unreached = [str(i + 1) for i, count in enumerate(counters.reached) if not count]
     return f"not compared: draft positions {', '.join(unreached)}, which no window reached" if unreached else ""
 

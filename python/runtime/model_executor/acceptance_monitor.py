@@ -1,4 +1,4 @@
-"""Live acceptance: counted by how windows ran, and eager drafts that those through graphs are compared with."""
+"""Acceptance while serving: counts windows by how they ran, and compares drafts of graphs with eager drafts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AcceptanceMonitor:
     """Owner of the acceptance counters. Iterations without drafts are not counted.
 
     Attributes:
-        schedule: chooses the sample.
+        schedule: chooses the iterations to sample.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -42,23 +42,24 @@ class AcceptanceMonitor:
         self.alarm, self._warned = DriftAlarm(self._num_steps), set[int]()
 
     def next_iteration(self, depth: int, possible: bool) -> EagerSample:
-        """Count an iteration. Returns what runs again eagerly: nothing after one without drafts, which the draft may follow later.
+        """Count an iteration, and return what runs again eagerly after it.
 
-        Nothing either after the first one at a new depth, unless the previous one had no drafts: the depth controller learns the time of a
-        depth from the next one, which a sample would delay.
+        Nothing does after an iteration without drafts, because its draft extend may run later; nor after the first iteration at a new
+        depth, unless the previous one had no drafts: the depth controller learns the time of a depth from the next iteration, which a
+        sample would delay.
         """
         possible, self._depth = possible and self._depth in (depth, 0), depth
         return self.schedule.next(self.alarm, possible) if self._sampling and depth else NO_SAMPLE
 
     @contextmanager
     def without_sample(self) -> Iterator[None]:
-        """No iteration is in the sample meanwhile: for checks that compare graphs with eager runs themselves."""
+        """Take no samples within: for checks that compare graphs with eager runs themselves."""
         before, self._sampling = self._sampling, False
         yield
         self._sampling = before
 
     def observe_time(self, iteration: Iteration, graph: bool, seconds: float | None, disturbed: bool) -> None:
-        """An iteration took `seconds`; None if it is not a usual one.
+        """Pass on the time of an iteration; None if it is not comparable with others.
 
         Args:
             graph: whether it was verified through a graph.
@@ -67,10 +68,10 @@ class AcceptanceMonitor:
         self.schedule.observe(seconds if iteration.depth and graph else None, disturbed, iteration.delay)
 
     def add(self, iteration: Iteration, accept_lens: np.ndarray, stats: StepStats, pairs: Pairs | None = None) -> None:
-        """Count an iteration that was read; `pairs`: its windows that were drafted eagerly too. On the host."""
+        """Count an iteration whose results were read; `pairs`: its windows that were also drafted eagerly. On the host."""
         if iteration.depth == 0:
             return
-        graph = stats.graph and iteration.grammar is None  # a grammar's drafts run eagerly
+        graph = stats.graph and iteration.grammar is None  # drafts with a grammar run eagerly
         (self._graph if graph else self._eager).add(accept_lens, iteration.depth, stats.draft_tokens)
         if not graph:
             return
@@ -82,11 +83,11 @@ class AcceptanceMonitor:
             self._warn_of_drift()
 
     def counted(self) -> AcceptanceCounters:
-        """Acceptance since the start, however it ran."""
+        """Acceptance since the start, of graphs and eager runs together."""
         return total(self._num_steps, (self._graph, self._eager))
 
     def stats(self) -> AcceptanceStats | None:
-        """Acceptance since the start by how windows ran; None for a worker without drafts."""
+        """Acceptance since the start, by graphs and eager runs; None for a worker without drafts."""
         if self._num_steps == 0:
             return None
         return AcceptanceStats(self._graph.stats(), self._sample.stats(), self._eager.stats(), self.alarm.check())

@@ -1,4 +1,4 @@
-"""Acceptance: which drafts the target commits, and their commit to the rows."""
+"""The accepter: decides which drafts are committed, and commits them to the request rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from runtime.model_executor.iteration import AcceptResult, Iteration, VerifyResu
 from runtime.model_executor.target_model import TargetModel
 
 ROWS_ACCEPTED_TOGETHER = 256
-"""Maximum window positions with distributions in memory at a time: 256 of 128,256 tokens take 0.13 GiB."""
+"""Maximum window positions whose distributions are in memory at a time: 256 over a vocabulary of 128,256 take 0.13 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class AcceptPolicy:
     """How drafts are accepted.
 
     Attributes:
-        thresholds: lossless unless the user asked otherwise.
-        synthetic: float32 [K], acceptance of a chain forced by position, or None.
+        thresholds: lossless unless flags lower them.
+        synthetic: float32 [K], synthetic acceptance of a chain by position, or None.
         to_target, to_draft: maps between the draft's vocabulary and the target's; None if they are the same.
     """
 
@@ -49,7 +49,7 @@ class AcceptPolicy:
 
 
 class Accepter:
-    """Decides about a verified window. Launches kernels and waits for nothing."""
+    """Accepts drafts of a verified window. Launches kernels without synchronising with the device."""
 
     def __init__(self, target: TargetModel, policy: AcceptPolicy) -> None:
         self._target, self._policy = target, policy
@@ -58,7 +58,7 @@ class Accepter:
         """Replace synthetic acceptance, in place because graphs hold its address.
 
         Raises:
-            RequestError: drafts are accepted by their tokens.
+            RequestError: the server was started without synthetic acceptance.
         """
         if (forced := self._policy.synthetic) is None:
             why = "needs a server that was started with --speculative-synthetic-accept-length."
@@ -66,7 +66,7 @@ class Accepter:
         forced.copy_(torch.tensor(acceptance, dtype=forced.dtype))
 
     def accept(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult, window: ForwardBatch) -> AcceptResult:
-        """Decide, move accepted KV to the front of its window (trees), and set the rows."""
+        """Decide, move accepted KV to the front of its window (trees), and commit to the rows."""
         if iteration.caps is not None:
             draft = draft.capped(iteration.caps.device)
         elif self.fusable(iteration, draft):
@@ -78,14 +78,14 @@ class Accepter:
     # ---- one kernel for all of it
 
     def fusable(self, iteration: Iteration, draft: DraftWindow) -> bool:
-        """Whether one kernel can decide and commit: a chain on a GPU, greedy with unchanged logits or forced."""
+        """Whether one kernel can decide and commit: a chain on a GPU, with synthetic acceptance or greedy with unchanged logits."""
         needs = iteration.needs
         forced = self._forced(draft) is not None and not needs.penalised
         greedy = needs.all_greedy and not needs.adjusts
         return iteration.rows.is_cuda and draft.parents is None and not needs.constrained and (forced or greedy)
 
     def accept_fused(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult) -> AcceptResult:
-        """Decide and commit by one kernel."""
+        """Decide and commit in one kernel."""
         from runtime.model_executor.accept_kernel import accept_chain
 
         state = self._target.rows
@@ -106,7 +106,7 @@ class Accepter:
     # ---- the decision
 
     def decide(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult) -> AcceptResult:
-        """Which tokens are committed. Distributions are in memory for at most `ROWS_ACCEPTED_TOGETHER` window positions at a time."""
+        """Decide which tokens are committed, at most `ROWS_ACCEPTED_TOGETHER` window positions at a time to limit memory."""
         needs, D = iteration.needs, draft.width
         if D == 1:
             return self._choose(iteration, verified)
@@ -120,7 +120,7 @@ class Accepter:
         return AcceptResult(lens, tokens, torch.cat(paths) if paths else None)
 
     def _choose(self, iteration: Iteration, verified: VerifyResult) -> AcceptResult:
-        """The token after a window without drafts, as `sample` chooses it."""
+        """Sample the token after a window without drafts."""
         needs, live, tokens = iteration.needs, iteration.live, verified.tokens
         if not needs.all_greedy or needs.adjusts:
             positions = iteration.kv_lens[:live].to(torch.int64) + 1
@@ -159,8 +159,7 @@ class Accepter:
             return AcceptResult(*verify_chain_greedy(tokens, target))
         draw, final = self._target.rows.tables.ops.draw, self._uniforms(iteration, positions, RandomStream.TARGET)
         if draft.probs is None and policy.thresholds.lossless:
-            # Deterministic drafts: draw the target's tokens as plain decoding does, so that a seed keeps its
-            # text.
+            # Deterministic drafts: draw the target's tokens as plain decoding does, so a seed gives the same text.
             chosen = draw(probs.flatten(0, 1), final.flatten()).view_as(target)
             return AcceptResult(*verify_chain_greedy(tokens, chosen))
         q = None if draft.probs is None else DraftProbs(draft.probs, policy.to_target, policy.to_draft)
@@ -181,7 +180,7 @@ class Accepter:
         return AcceptResult(lens, _widen(out, D), _widen(path, D))
 
     def agrees(self, iteration: Iteration, guesses: torch.Tensor) -> torch.Tensor:
-        """bool [live]: whether an iteration without drafts, now committed, would have accepted `guesses`, int64 [live]."""
+        """bool [live]: whether `guesses`, int64 [live], would have been accepted in an iteration without drafts that is committed now."""
         live, forced = iteration.live, self._policy.synthetic
         if forced is None:
             return guesses == self._target.rows.last_tokens[iteration.rows[:live]]
@@ -208,7 +207,7 @@ class Accepter:
         return self._target.runner.config.vocab_size
 
     def _forced(self, draft: DraftWindow) -> torch.Tensor | None:
-        """Synthetic acceptance of each draft, float32 [K]; None if there is none to force."""
+        """Synthetic acceptance of each draft, float32 [K]; None if acceptance is not synthetic."""
         synthetic = self._policy.synthetic
         return None if synthetic is None or draft.width == 1 else synthetic[: draft.width - 1]
 
@@ -218,7 +217,7 @@ class Accepter:
 
 
 def _widen(path: torch.Tensor, width: int) -> torch.Tensor:
-    """[B, N] -> [B, width], cut or padded with column 0: entries past the accepted ones only have to be valid."""
+    """[B, N] -> [B, width], truncated or padded with column 0: entries beyond the accepted ones only need to be valid."""
     if path.shape[1] >= width:
         return path[:, :width]
     return torch.cat([path, path[:, :1].expand(-1, width - path.shape[1])], dim=1)

@@ -31,7 +31,7 @@ from runtime.model_executor.followers import Followers
 from runtime.model_executor.grammar_rows import GrammarRows
 from runtime.model_executor.graph_runner import Forward, GraphOptions, GraphRunner, RunnerSpec, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
-from runtime.model_executor.iteration_graph import IterationGraphs, IterationStages, hot_depths
+from runtime.model_executor.iteration_graph import IterationGraphs, IterationStages, iteration_graph_depths
 from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_loader import load_model
 from runtime.model_executor.model_runner import ModelRunner
@@ -52,7 +52,7 @@ MakeDrafter = Callable[[WorkerContext, DecoderModel], Drafter]
 MOST_GRAPH_SHARE = 0.05
 """Fraction of the free memory that the graphs of all depths may take."""
 PAGE_LOOKAHEAD_STEPS = 4
-"""Steps by which a row's pages exceed its length: one in flight, one submitted, and both of a finished request."""
+"""Steps by which a row's pages may exceed its length: one in flight, one submitted, and the same two of a request that has finished."""
 
 
 def no_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
@@ -73,12 +73,12 @@ def build_worker(
 
     Args:
         make_drafter: creates the drafter for the loaded target; plain decoding if not given.
-        options: of tests and checks.
+        options: changes for tests and checks.
         group: the ranks that share the model, all of which build their workers at the same time.
-        followers: the other ranks, on rank 0 of several.
+        followers: the other ranks; only on rank 0 of several.
 
     Raises:
-        ConfigError: the model, the drafter or the memory does not allow it.
+        ConfigError: the model or the drafter does not support the configuration, or memory does not suffice.
     """
     context = make_context(config, options, group)
     model_config = replace(model_config, max_context_len=config.model.context_length)  # some rotary tables depend on it
@@ -104,7 +104,7 @@ def build_worker(
 
 
 def make_depths(context: WorkerContext, drafter: Drafter, with_plain: bool) -> dict[int, DepthBatches]:
-    """The table of depths, deepest first."""
+    """The depth table, deepest first."""
     config, spec = context.config, drafter.spec
     most = None if config.speculative is None else config.speculative.disable_by_batch_size
     padding = config.graphs.cuda_graph_padding
@@ -130,24 +130,24 @@ def make_parts(
     drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
     stages = (target, inputs, drafter, verifier, Accepter(target, make_policy(context, spec)))
-    hot = hot_depths(depths, context.config, model.active_parameters)
-    graphs = IterationGraphs(IterationStages(*stages), hot, graph_options(context, runner, ()))
+    graph_depths = iteration_graph_depths(depths, context.config, model.active_parameters)
+    graphs = IterationGraphs(IterationStages(*stages), graph_depths, graph_options(context, runner, ()))
     return WorkerParts(
         *stages,
         depths=DepthControl(limits, context.running + 1, verifier, context.config.parallel.dp_size),
         monitor=AcceptanceMonitor(max(depths)),
         grammars=GrammarRows(config.vocab_size, context.device),
         iterations=graphs,
-        # Routers of attention groups keep masks of all groups' tokens, not of a rank's own.
+        # With attention groups, routers see the tokens of all groups, so their masks do not describe one rank's tokens.
         experts=ExpertCounter(model.sparse_mlps if context.exchange is None else []),
     )
 
 
 def make_runner(context: WorkerContext, model: DecoderModel, config: ModelConfig) -> ModelRunner:
-    """The target's runner; on a GPU short prompts will have graphs."""
+    """The target's runner; on a GPU with graphs for short prompts."""
     attention, sizes = context.config.device.attention_backend, list[int]()
-    # Attention groups run their prompts in one pass, so that all of them exchange tokens as often; a captured pass cannot widen
-    # the keys of a whole prompt.
+    # Attention groups run all prompts of a step in one pass, so that all groups exchange tokens equally often. A captured pass cannot widen
+    # the 8-bit keys of a whole prompt.
     wanted = context.replay != "none" and context.exchange is None and context.kv_dtype is None
     if context.device.type == "cuda" and wanted and backend_class(attention).caps.cuda_graph:
         sizes = prompt_cost(context, model).sizes(min(context.extend_tokens, context.config.model.context_length))
@@ -162,8 +162,8 @@ def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) 
     positions = context.config.model.context_length + PAGE_LOOKAHEAD_STEPS * reach + spec.catch_up
     page_table = PageTable(context.running + 1, positions, context.config.cache.page_size, context.device)
     rows = RequestRows(context.running + 1, runner.config.vocab_size, context.device, ops)
-    # A prompt step uploads four numbers of 8 bytes per token and seven numbers per request; a page takes three. Windows of different
-    # widths have two numbers of 8 bytes for each position within reach.
+    # A prompt step uploads four numbers of 8 bytes per token, seven numbers per request and three per page. Windows of different widths
+    # have two numbers of 8 bytes for each window position.
     capacity = 8 * context.extend_tokens + (64 + 4 * reach) * context.requests + 5 * PAGES_AT_ONCE
     # Drafts that are looked up in the text need the text on every rank.
     reads = context.attention_group.rank == 0 or spec.needs_history
@@ -179,7 +179,7 @@ def _make_graph_runner(
     batches: DepthBatches,
     wanted: bool = True,
 ) -> GraphRunner:
-    """A graph runner of a model's passes at one depth; eager where its graphs are not `wanted`."""
+    """A graph runner of a model's passes at one depth; without graphs unless `wanted`."""
     options = graph_options(context, model, batches.captured if wanted else (), batches.padded)
     return GraphRunner(spec, forward, inputs, [model.backend], options)
 
@@ -198,7 +198,7 @@ def make_policy(context: WorkerContext, spec: DrafterSpec) -> AcceptPolicy:
     if config is not None:
         thresholds = AcceptThresholds(config.accept_threshold_single, config.accept_threshold_acc)
         if config.synthetic_accept is not None:
-            assert spec.shape.topk == 1, "acceptance is forced on a chain only"
+            assert spec.shape.topk == 1, "synthetic acceptance needs a chain"
             synthetic = torch.tensor(config.synthetic_accept, dtype=torch.float32, device=context.device)
     return AcceptPolicy(thresholds, synthetic, spec.to_target, spec.to_draft)
 
@@ -230,7 +230,7 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
 
 
 def prompt_rows(graph_sizes: Sequence[int], most: int) -> list[int]:
-    """Rows of prompt passes to autotune: the sizes of graphs, and those of longer passes up to `most`, 64 apart."""
+    """Row counts of prompt passes to autotune: the sizes of graphs, and longer passes up to `most` in steps of 64."""
     return [*graph_sizes, *range(most, max(graph_sizes, default=0), -64)]
 
 
@@ -238,14 +238,14 @@ def prompt_rows(graph_sizes: Sequence[int], most: int) -> list[int]:
 
 
 def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPasses], activations: int) -> MemoryPlan:
-    """Ask every graph runner how much memory capturing takes, and give KV the rest. `activations`: their peak in bytes."""
+    """Estimate the memory that capturing each graph runner takes, and give KV the rest. `activations`: their peak in bytes."""
     reservations = dict[str, int]()
     with torch.inference_mode():
         for model in models:
             for runner in model.graphs:
                 activations = max(activations, runner.eager_peak())
                 runner.find_peak()
-                runner.pool_peak = max(context.group.gather(runner.pool_peak))  # ranks capture in one order
+                runner.pool_peak = max(context.group.gather(runner.pool_peak))  # so that all ranks capture in the same order
             reservations |= _reserve(model)
     if context.config.speculative is not None and context.config.speculative.depths:
         _drop_depths(parts, reservations)
@@ -263,7 +263,7 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
 
 
 def _drop_depths(parts: WorkerParts, reservations: Mapping[str, int]) -> None:
-    """Leave out the graphs of deep windows that memory does not allow; no iteration runs at these depths then."""
+    """Drop the depths whose graphs would take too much memory, deepest first."""
     runners = {depth: [*parts.verifier.at_depth(depth), *parts.drafter.runners(depth)] for depth in parts.depths.limits}
     graph_bytes = {depth: sum(reservations[runner.spec.name] for runner in own) for depth, own in runners.items()}
     log.info("graphs by depth, MiB: %s", ", ".join(f"K={depth} {size / MIB:.0f}" for depth, size in sorted(graph_bytes.items())))
@@ -275,7 +275,7 @@ def _drop_depths(parts: WorkerParts, reservations: Mapping[str, int]) -> None:
 
 
 def _in_capture_order(model: ModelPasses) -> list[GraphRunner]:
-    """The largest first: memory that one runner leaves free in the pool serves smaller runners of the same model only."""
+    """Largest first, because memory that one runner frees in the pool can only be reused by smaller runners of the same model."""
     return sorted(model.graphs, key=lambda runner: -runner.pool_peak)
 
 
@@ -296,10 +296,10 @@ def model_passes(context: WorkerContext, parts: WorkerParts) -> list[ModelPasses
 
 
 def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[GraphRunner]:
-    """Let short prompts of the target run through graphs if its runner has sizes for them.
+    """Give the target graph runners for short prompts if its runner has sizes for them.
 
     Returns:
-        Their graph runners, or nothing.
+        These graph runners.
     """
     runner = target.runner
     sizes, hidden, launches = runner.prompt_sizes, runner.config.hidden_size, runner.model.kernel_launches
@@ -330,11 +330,11 @@ def plan_kv(
         free, total = torch.cuda.mem_get_info()
     else:
         memory = host_memory()
-        # Other processes of the group grow too, and a group that runs out of memory is killed.
+        # Other processes of the cgroup grow too, and a cgroup that runs out of memory is killed.
         free, total = memory.available - CPU.group_headroom * (memory.cgroup is not None), memory.total
         if wanted is None and cache.mem_fraction_static is None:
             most = min(int(free * CPU.kv_share), CPU.kv_bytes) // context.config.parallel.ranks_per_node // bytes_per_slot
-            # A step writes past the end of the context, so one short request needs more than its own context.
+            # A step may write beyond the end of the context, so one request needs more slots than its context.
             wanted = min(most, max(context.running * length, least + cache.page_size))
     budget = Budget(total, free, activations, reservations, bytes_per_slot, experts)
     plan = plan_memory(budget, cache.page_size, wanted, cache.mem_fraction_static, least)
@@ -348,7 +348,7 @@ def plan_kv(
 
 
 def capture_graphs(context: WorkerContext, models: list[ModelPasses], plan: MemoryPlan) -> None:
-    """Capture all graphs; log their cost, and planned against used memory."""
+    """Capture all graphs; log their cost, and the planned and used memory."""
     with torch.inference_mode(), context.timed("capture_graphs"):
         runners = [runner for model in models for runner in _in_capture_order(model)]
         wanted = [runner.sizes for runner in runners]
@@ -370,7 +370,7 @@ def capture_graphs(context: WorkerContext, models: list[ModelPasses], plan: Memo
 
 
 def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, spec: DrafterSpec) -> WorkerLimits:
-    """The scheduler's view of the device."""
+    """The limits that the scheduler must respect."""
     config, model, on_gpu = context.config, target.runner.model, context.device.type == "cuda"
     mixed_from = 1 if target.short_prompts is None else target.short_prompts.largest + 1
     mixed = config.scheduler.mixed_chunk and mixed_from <= context.extend_tokens
@@ -405,7 +405,7 @@ def prompt_cost(context: WorkerContext, model: DecoderModel) -> PromptCost:
 
 
 def add_info(context: WorkerContext) -> None:
-    """Report the shape of the drafts, and the ranks."""
+    """Add the draft shape and the ranks to the server info."""
     info, spec, group = context.info, context.config.speculative, context.group
     if spec is not None:
         shape = spec.num_steps, spec.topk, spec.num_draft_tokens
@@ -419,7 +419,7 @@ def add_info(context: WorkerContext) -> None:
 
 
 def prepare_drafting(worker: Worker, config: SpeculativeConfig, with_plain: bool) -> None:
-    """Compare graphs with eager passes if that is asked for, and measure iterations for the depth controller."""
+    """Compare graphs with eager passes with --speculative-check-parity, and measure iterations for the depth controller."""
     if config.check_parity:
         check_parity(worker)
     if config.depths and not with_plain:

@@ -24,12 +24,12 @@ ReplayKind = Literal["cuda", "eager", "none"]
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """What tests and checks change beside the configuration.
+    """Settings of tests and checks in addition to the configuration.
 
     Attributes:
-        replay, sizes: how graphs are replayed and which batch sizes they have, instead of what the configuration says.
+        replay, sizes: how graphs are replayed, and their batch sizes; None: as configured.
         with_plain: whether depth 0 can be forced, for comparisons with plain decoding.
-        timings: of GEMM kernels; workers that share them compute equal GEMMs with equal kernels.
+        timings: times of GEMM kernels; workers that share them choose equal kernels for equal GEMMs.
     """
 
     replay: ReplayKind | None = None
@@ -49,11 +49,11 @@ class WorkerContext:
         running: maximum running requests of one attention group.
         sizes: batch sizes to capture.
         replay: how captured sizes are replayed.
-        timings: of GEMM kernels.
+        timings: times of GEMM kernels.
         group: the ranks that share the model.
-        attention_group: the ranks that share attention and everything but the experts: `group` unless there are several groups.
-        exchange: between attention groups; None if there is one.
-        info: filled stage by stage.
+        attention_group: the ranks that share everything except the experts; the same as `group` unless there are several attention groups.
+        exchange: exchanges tokens between attention groups; None if there is one group.
+        info: the report, filled stage by stage.
     """
 
     config: RuntimeConfig
@@ -70,13 +70,13 @@ class WorkerContext:
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
-        """Dtype of a KV cache with scales; None for one in `dtype`."""
+        """Dtype of an 8-bit KV cache; None if the KV cache has `dtype`."""
         return torch.float8_e4m3fn if self.config.device.kv_cache_dtype == "fp8_e4m3" else None
 
     @property
     def speculative(self) -> SpeculativeConfig:
-        """How drafts are made, in a server that has drafts."""
-        assert self.config.speculative is not None, "a drafter asks"
+        """The configuration of drafts. Only for servers with drafts."""
+        assert self.config.speculative is not None, "only drafters read this"
         return self.config.speculative
 
     @property
@@ -92,7 +92,7 @@ class WorkerContext:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds spent within to a phase of the start-up."""
+        """Add the seconds spent in the `with` block to a phase of the start-up."""
         started, seconds = time.perf_counter(), self.info.startup_seconds
         yield
         seconds[phase] = round(seconds.get(phase, 0.0) + time.perf_counter() - started, 3)

@@ -1,4 +1,4 @@
-"""What the decode rows of a step emit, on its way to the host."""
+"""The results of a step's decode rows, on their way to the host."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class DecodesPending:
     """Copies in flight to a rank that reads results. Methods wait for them.
 
     Attributes:
-        emitted: the live rows of `AcceptResult.emitted`, and if `checked` whether the ranks committed different tokens before.
-        logprobs: if they were asked for.
+        emitted: the live rows of `AcceptResult.emitted`; if `checked`, also whether the ranks committed different tokens before.
+        logprobs: log-probabilities, if requested.
         stats: how the iteration ran.
         checked: whether ranks were compared.
-        experts: of `ExpertCounter.sample`, in iterations that count them.
-        compared: of `EagerDrafts.compare`, after a sample.
-        guessed: of `GuessCheck.check`, in iterations without drafts.
+        experts: the result of `ExpertCounter.sample`, in iterations that count experts.
+        compared: the result of `EagerDrafts.compare`, after a sample.
+        guessed: the result of `GuessCheck.check`, in iterations without drafts.
     """
 
     iteration: Iteration
@@ -53,7 +53,7 @@ class DecodesPending:
         )
 
     def pairs(self, wanted: npt.NDArray[np.bool_]) -> Pairs | None:
-        """The windows of `wanted` requests, bool [live], that were drafted eagerly too; copies of a request count once."""
+        """The windows of `wanted` requests, bool [live], that were also drafted eagerly; identical requests count once."""
         if self.compared is None:
             return None
         emitted = self.emitted.wait()[0]
@@ -69,12 +69,12 @@ def send_to_host(
     hit: torch.Tensor | None = None,
     compared: Compared | None = None,
 ) -> DecodesPending:
-    """Start the copies of what an iteration emits, on a rank that reads results.
+    """Start the copies of an iteration's results, on a rank that reads results.
 
     Args:
-        emitted, path: of its `AcceptResult`.
-        hit: of `ExpertCounter.sample`.
-        compared: of `EagerDrafts.compare`.
+        emitted, path: from its `AcceptResult`.
+        hit: from `ExpertCounter.sample`.
+        compared: from `EagerDrafts.compare`.
     """
     live, reads, agreement = iteration.live, target.reads_results, target.agreement
     emitted = emitted[:live]
@@ -89,7 +89,9 @@ def send_to_host(
 def _logprobs(
     iteration: Iteration, emitted: torch.Tensor, verified: VerifyResult, path: torch.Tensor | None, reads: bool
 ) -> LogprobCopy | None:
-    """The copy of the log-probabilities of `emitted`. All ranks gather the logits together; those that read no results copy nothing."""
+    """Start the copy of the log-probabilities of `emitted`. All ranks gather the logits together; only ranks that read results copy
+    them.
+    """
     live, D = iteration.live, verified.tokens.shape[1]
     logits, index = verified.all_logits(live * D), None
     if path is not None:

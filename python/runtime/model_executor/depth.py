@@ -1,4 +1,4 @@
-"""Draft depth K: the table of captured depths, and which of them a batch runs at."""
+"""Draft depth K: the table of captured depths, and the choice of a batch's depth."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from runtime.batch import BatchResult, Int32, RowInit, ScheduleBatch, no_ints
 from runtime.errors import InvalidField
 from runtime.model_executor.depth_controller import DecodeRows, DepthChooser, Windows
 from runtime.model_executor.row_acceptance import RowAcceptance
-from runtime.model_executor.window_widths import allot
+from runtime.model_executor.window_widths import assign_widths
 from runtime.sampling_params import MAX_DRAFT_STEPS
 
 log = logging.getLogger(__name__)
 USUAL_STEPS, FEW = 3, 3
-"""The depth with graphs for all batch sizes, like depth 0. With at most `FEW` depths, all of them have."""
+"""The depth that, like depth 0, has graphs for all batch sizes. If there are at most `FEW` depths, all of them do."""
 MOST_DRAFTED = {5: 64, 7: 32}
 """The largest batch for deep windows: with more requests they are slower than shallow ones at any acceptance."""
 ROUND = {1 << shift for shift in range(16)} | {3 << shift for shift in range(4, 14)}
-"""Common batch sizes, for which other depths have graphs and which run without padding."""
+"""Common batch sizes: other depths have graphs for these, so they run without padding."""
 THIN = 2.0
 """The largest factor between neighbouring graph sizes of other depths."""
 LARGE = 64
-"""For larger batches depth 1 is often the best, so it has graphs for all these sizes too."""
+"""For larger batches depth 1 is often the best, so it has graphs for all sizes above this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class DepthBatches:
     """Batch sizes of the iterations at one depth.
 
     Attributes:
-        running: the largest, without padding.
-        padded: the largest, with padding.
+        running: the largest size without padding.
+        padded: the largest size with padding.
         captured: sizes that have graphs.
-        tuned: sizes that kernels are chosen for.
+        tuned: sizes for which kernels are autotuned.
     """
 
     running: int
@@ -60,11 +60,10 @@ def serving_depths(batch_size: int, limits: Mapping[int, int]) -> list[int]:
 def split_batch_sizes(
     num_steps: int, most_with_drafts: int | None, running: int, sizes: Sequence[int], padding: bool
 ) -> dict[int, DepthBatches]:
-    """The table of depths: K = `num_steps`, and K = 0 for batches of more than `most_with_drafts` requests if there are
-    such.
+    """The depth table: K = `num_steps`, and K = 0 if there can be batches of more than `most_with_drafts` requests.
 
     Args:
-        running: requests that decode together at most.
+        running: maximum number of requests that decode together.
         sizes: batch sizes of graphs.
         padding: whether smaller batches are padded to them.
     """
@@ -84,7 +83,7 @@ def split_batch_sizes(
 def split_by_depth(
     depths: Sequence[int], most_with_drafts: int | None, running: int, sizes: Sequence[int], padding: bool
 ) -> dict[int, DepthBatches]:
-    """The table of depths that a controller chooses from, deepest first. Arguments as for `split_batch_sizes`."""
+    """The depth table for a controller, deepest first. Arguments as for `split_batch_sizes`."""
     table = dict[int, DepthBatches]()
     for depth in sorted(depths, reverse=True):
         most = min(running, MOST_DRAFTED.get(depth, running), most_with_drafts or running) if depth else running
@@ -96,7 +95,7 @@ def split_by_depth(
 
 
 def captured_up_to(most: int, sizes: Sequence[int], padding: bool) -> list[int]:
-    """The sizes that batches of up to `most` requests run at: one more than `most` if that is padded to it."""
+    """The graph sizes for batches of up to `most` requests, with padding including the next size above `most`."""
     fitting = [size for size in sorted(sizes) if size <= most]
     larger = [size for size in sorted(sizes) if size > most]
     return fitting if not padding or most in fitting else fitting + larger[:1]
@@ -112,7 +111,7 @@ def thinned(sizes: Sequence[int], up_to: int | None = None) -> list[int]:
 
 
 def depths_to_drop(graph_bytes: Mapping[int, int], most_bytes: int) -> list[int]:
-    """Depths to drop so that the other graphs take at most `most_bytes`: the deepest first, never 0 or the usual one.
+    """Depths to drop so that the remaining graphs take at most `most_bytes`: the deepest first, but never 0 or `USUAL_STEPS`.
 
     Args:
         graph_bytes: bytes of the graphs by depth.
@@ -125,16 +124,16 @@ def depths_to_drop(graph_bytes: Mapping[int, int], most_bytes: int) -> list[int]
 
 
 class Sizes(Protocol):
-    """What the verifier knows about batch sizes.
+    """The verifier's batch sizes.
 
     Attributes:
-        ragged_depth: at which windows may differ in width.
+        ragged_depth: the depth at which windows may differ in width.
     """
 
     ragged_depth: int
 
     def padded_size(self, depth: int, live: int) -> int:
-        """Requests that an iteration of `live` requests runs with."""
+        """The padded size at which an iteration of `live` requests runs."""
         ...
 
     def has_graph(self, depth: int, size: int) -> bool:
@@ -169,11 +168,11 @@ class DepthControl:
         self._fixed: int | None = None
         self._turn: int | None = None
         self._capped = False
-        # Of the rows of all groups, one group after another.
+        # By row, one group after another.
         self._per_group = rows
         self._caps = np.full(rows * groups, MAX_DRAFT_STEPS, dtype=np.int32)
         self._greedy = np.zeros(rows * groups, dtype=np.bool_)
-        self._ends = np.zeros(rows * groups, dtype=np.int64)  # the length at which each request ends at the latest
+        self._ends = np.zeros(rows * groups, dtype=np.int64)  # maximum length of each request
 
     @property
     def deepest(self) -> int:
@@ -181,10 +180,10 @@ class DepthControl:
         return max(self.limits)
 
     def plan(self, batch: ScheduleBatch) -> None:
-        """Set the depth of a step, 0 without decode rows, and if its windows differ, their widths. Called once per step, in order."""
+        """Set the depth of a step, 0 without decode rows, and the widths of its windows if they differ. Called once per step, in order."""
         for group, section in enumerate(batch.sections or [batch]):
             self._admit(section.new_rows, group, batch.step)
-        live = batch.most_decodes  # all groups run passes of the largest one's size
+        live = batch.most_decodes  # all groups run passes of the size of the largest group
         if not live:
             return
         if self._forced is not None:
@@ -203,7 +202,7 @@ class DepthControl:
             batch.widths = self._by_caps(batch)
 
     def _deepest_wanted(self, batch: ScheduleBatch, serving: Sequence[int]) -> int:
-        """The smallest depth that gives each request all the drafts that it takes, or else the deepest; not above a fixed one."""
+        """The smallest depth that gives each request as many drafts as its limit allows, or else the deepest; at most the fixed depth."""
         serving = [depth for depth in serving if self._fixed is None or depth <= self._fixed] or [min(serving)]
         if len(serving) == 1:
             return serving[0]
@@ -229,7 +228,7 @@ class DepthControl:
         return chosen.depth, no_ints() if chosen.widths is None else chosen.widths
 
     def _by_caps(self, batch: ScheduleBatch) -> Int32:
-        """Windows as wide as each request allows, if a pass over them has fewer tokens than one over full windows."""
+        """Widths by the draft limits of the requests, if a pass over such windows has fewer tokens than one over full windows."""
         depth, live = batch.depth, batch.num_decodes
         caps = self._caps[batch.rows]
         if caps.min(initial=depth) >= depth:
@@ -238,11 +237,11 @@ class DepthControl:
         full = self._sizes.padded_size(depth, live) * (depth + 1)
         for size, tokens in self._sizes.ragged_passes(live):
             if size + drafts <= tokens < full:
-                return allot((np.arange(depth) < caps[:, None]).astype(np.float32), size, tokens)
+                return assign_widths((np.arange(depth) < caps[:, None]).astype(np.float32), size, tokens)
         return no_ints()
 
     def correct(self, spread: float | None) -> None:
-        """How independently tokens choose the experts of a sparse model was measured, as in `Routing.spread`; None: not yet."""
+        """Update the cost model by the measured `Routing.spread`; None if it was not measured yet."""
         if self.controller is not None and spread is not None:
             self.controller.correct(spread)
 
@@ -255,7 +254,7 @@ class DepthControl:
         return [] if live < 2 else self._sizes.ragged_passes(live)
 
     def _padded(self, depths: Sequence[int], live: int) -> dict[int, int]:
-        """Requests with padding by depth; where some depths have a graph of them, only those."""
+        """The padded size by depth; if some depths have a graph of that size, only those depths."""
         padded = {depth: self._sizes.padded_size(depth, live) for depth in depths}
         return {depth: size for depth, size in padded.items() if self._sizes.has_graph(depth, size)} or padded
 
@@ -264,7 +263,9 @@ class DepthControl:
         return [section.rows[section.num_prompts :] + group * self._per_group for group, section in enumerate(batch.sections or [batch])]
 
     def observer_of_groups(self, batch: ScheduleBatch) -> Callable[[Sequence[BatchResult]], None]:
-        """What tells the controller the acceptance of other attention groups than the first, from their results of a step just planned."""
+        """A function that passes on the acceptance of the other attention groups, from their results of the step just planned, to the
+        controller.
+        """
         controller, sections = self.controller, batch.sections[1:]
         kinds = [(self._caps[rows], self._greedy[rows]) for rows in self._decode_rows(batch)[1:]] if controller else []
 
@@ -288,7 +289,7 @@ class DepthControl:
         self._capped = bool(self._caps.min() < self.deepest)
 
     def fix(self, depth: int) -> None:
-        """From now on run at `depth`, or at a smaller one if the batch is large or its requests take fewer drafts; -1: as before that.
+        """Run at `depth` from now on, or at a smaller one if the batch is large or its requests have lower limits; -1 undoes this.
 
         Raises:
             RequestError: the table has no such depth.
@@ -300,8 +301,8 @@ class DepthControl:
 
     @contextmanager
     def forced(self, depth: int | None) -> Iterator[None]:
-        """Within, every iteration runs at `depth`, which must be in the table. For checks; None forces nothing."""
-        assert depth is None or depth in self.limits, f"depth {depth} was not built"
+        """Within the `with` block, every iteration runs at `depth`, which must be in the table. For checks; None has no effect."""
+        assert depth is None or depth in self.limits, f"depth {depth} is not in the table"
         self._forced = depth
         try:
             yield
@@ -310,7 +311,7 @@ class DepthControl:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Within, iterations run at all depths in turn that serve their batch. For checks."""
+        """Within the `with` block, iterations cycle through all depths available for their batch size. For checks."""
         self._turn = -1
         try:
             yield

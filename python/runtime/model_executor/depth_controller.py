@@ -1,8 +1,8 @@
-"""Chooses the depth of each iteration so that accepted tokens per second are the most. On the host; no torch.
+"""Chooses the depth of each iteration that maximises accepted tokens per second. On the host; no torch.
 
-The expected tokens of an iteration at each depth come from exponential averages of acceptance by position, its time from
-`IterationCost`. `choose` runs on the thread that submits steps and `observe` on the one that reads them; each writes only
-its own fields.
+The expected tokens of an iteration at each depth come from exponential averages of acceptance by position, its expected time from
+`IterationCost`. `choose` runs on the thread that submits steps and `observe` on the thread that reads results; each writes only its own
+fields.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from runtime.model_executor.depth_probes import DepthProbes
 from runtime.model_executor.end_spread import share_lost
 from runtime.model_executor.iteration_cost import CLEARLY_SHORT, IterationCost
 from runtime.model_executor.row_acceptance import RowAcceptance
-from runtime.model_executor.window_widths import allot
+from runtime.model_executor.window_widths import assign_widths
 from runtime.worker_info import DepthClass, DepthInfo
 
 Floats = npt.NDArray[np.float64]
 Counts = tuple[float, float]
 KEEP_FOR, STEADY = 4, 32
-"""A choice that did not change for `STEADY` iterations is reused for `KEEP_FOR` iterations of one batch size: estimates hardly change."""
+"""A choice that did not change for `STEADY` iterations is reused for `KEEP_FOR` iterations of one batch size, to save host time."""
 FIRST_RATE = 0.6
-"""Acceptance of the first draft, before any is seen."""
+"""Initial estimate of the acceptance of the first draft."""
 PRIOR = 4.0
-"""The estimate from the previous position counts as this many drafts."""
+"""Weight, in drafts, of the previous position's rate in the estimate for a position."""
 MEASURED = 64
-"""Acceptance measured before the start counts as this many windows."""
+"""Weight, in windows, of acceptance that was measured before the start."""
 SHORT, LONG = 16, 512
 """Length of the two acceptance averages, in windows."""
 LEAST_KEEP_SHORT, LEAST_KEEP_LONG = 0.5, 1 - 1 / 16
@@ -43,19 +43,19 @@ SHIFT, SHIFT_DEVIATIONS = 0.1, 3.5
 """Acceptance has changed if the averages differ by `SHIFT` and by this many standard deviations."""
 
 RAGGED_GAIN = 0.01
-"""Windows of different widths are used if they promise this fraction more tokens per second, and kept while they promise more at all."""
+"""Ragged windows are used if this fraction more tokens per second is expected from them, and kept while any more is."""
 RAGGED_EVERY = 8
-"""Iterations between two checks of them while they are not in use and all requests allow equally many drafts."""
+"""Iterations between two checks of ragged windows while they are not in use and all requests have the same draft limit."""
 
 
 class AcceptanceAverages:
-    """Acceptance by position as exponential averages: over many windows, and over few as soon as they differ from those.
+    """Acceptance by position as exponential averages: a long average, or a short one while it differs from the long one.
 
-    In plain numbers: a position costs less so than a call of numpy.
+    In plain Python numbers, because a call of numpy takes longer than one position.
     """
 
     def __init__(self, most_steps: int, measured: Sequence[float] = ()) -> None:
-        """`measured`: acceptance of the first positions given the previous ones, which counts as `MEASURED` windows."""
+        """`measured`: conditional acceptance of the first positions, which counts as `MEASURED` windows."""
         self._most = most_steps
         reach = [MEASURED * share for share in accumulate(measured[:most_steps], mul, initial=1.0)]
         unknown = [(0.0, 0.0)] * most_steps  # reached, accepted
@@ -63,7 +63,7 @@ class AcceptanceAverages:
 
     @property
     def expected(self) -> list[float]:
-        """Tokens that a window commits, bonus included, by depth 0..K."""
+        """Expected tokens that a window commits, including the bonus token, by depth 0..K."""
         return [1.0, *(1.0 + drafts for drafts in accumulate(accumulate(self.rates(), mul)))]
 
     @property
@@ -83,7 +83,7 @@ class AcceptanceAverages:
         self._long = self._short if self._shifted(long[0]) else long
 
     def rates(self) -> list[float]:
-        """Acceptance of each position given the previous ones; a rarely reached position uses the estimate of the previous one."""
+        """Conditional acceptance of each position; a rarely reached position uses the rate of the previous one."""
         found, rate = [], FIRST_RATE
         for reached, accepted in self._long:
             rate = (accepted + PRIOR * rate) / (reached + PRIOR)
@@ -92,7 +92,7 @@ class AcceptanceAverages:
 
     @staticmethod
     def _added(old: Sequence[Counts], new: Sequence[Counts], depth: int, keep: float) -> list[Counts]:
-        """Of the past `keep` stays; positions that were not drafted are forgotten more slowly."""
+        """The new average: the past has weight `keep`; positions that were not drafted decay more slowly."""
         keeps = [keep] * depth + [1 - (1 - keep) / 4] * (len(old) - depth)
         return [(m * keep + n, a * keep + b) for (m, a), (n, b), keep in zip(old, new, keeps, strict=True)]
 
@@ -109,11 +109,11 @@ class DecodeRows:
     """The requests of an iteration, as known before it is submitted.
 
     Attributes:
-        caps: int [n], the most drafts that each request takes.
-        greedy: bool [n].
-        kv_tokens: upper bound of their KV lengths together.
+        caps: int [n], the draft limit of each request.
+        greedy: bool [n], which requests are greedy.
+        kv_tokens: upper bound of the sum of their KV lengths.
         rows: int32 [n], their request rows; read if windows may differ in width.
-        left: int [n], the most tokens that each may still write; empty if that is not known.
+        left: int [n], the maximum number of tokens that each may still generate; empty if not known.
     """
 
     caps: npt.NDArray[np.integer]
@@ -124,7 +124,7 @@ class DecodeRows:
 
 
 class Windows(NamedTuple):
-    """Windows that were verified, at least one.
+    """Verified windows, at least one.
 
     Attributes:
         depth: K, at least 1.
@@ -141,16 +141,15 @@ class Windows(NamedTuple):
 
 @dataclass(slots=True)
 class Observed:
-    """An iteration that was read.
+    """An iteration whose results were read.
 
     Attributes:
         size: requests, padding included.
         accept_lens: int [n].
         caps, greedy, kv_tokens: as in `DecodeRows`.
-        seconds: time since the results of the iteration before; None if it is not known or not that of usual
-            iterations. The draft follows an iteration after its results are read, so that this is an iteration's own time
-            only after one of the same depth, whether the time of that one is known or not. After one of depth 0 it includes
-            the window in which the draft catches up.
+        seconds: time since the results of the previous iteration; None if it is unknown or not comparable with others. Draft extend runs
+            after the results are read, so this is the iteration's own time only if the previous one had the same depth. After depth 0 it
+            includes the catch-up window.
         width: mean tokens of its windows if they differ, else 0.
         rows: int32 [n], request rows if windows may differ in width; else empty.
         step: the number of its step.
@@ -169,35 +168,35 @@ class Observed:
 
 
 class DepthChooser(Protocol):
-    """Chooses the depth of each iteration and observes its result. Hooks that it does not need do nothing."""
+    """Chooses the depth of each iteration and observes its result. Methods that a chooser does not need do nothing."""
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]] = (), ragged_depth: int = 0) -> Option:
-        """The option that the next iteration runs.
+        """The option at which the next iteration runs.
 
         Args:
-            sizes: its requests, padding included, at each depth that it can run at.
-            passes: requests and tokens of passes over windows that differ in width, at `ragged_depth`.
+            sizes: the padded number of requests at each available depth.
+            passes: requests and tokens of the available ragged passes, at `ragged_depth`.
         """
         ...
 
     def observe(self, read: Observed) -> None:
-        """An iteration was read."""
+        """Learn from an iteration whose results were read."""
         ...
 
     def observe_windows(self, windows: Windows) -> None:
-        """Windows of an iteration were read whose time is observed elsewhere: those of another attention group."""
+        """Learn from windows of another attention group; the time of the iteration is passed to `observe`."""
         ...
 
     def observe_guesses(self, greedy: npt.NDArray[np.bool_], hits: npt.NDArray[np.bool_]) -> None:
-        """Which first drafts agree with the tokens of an iteration without drafts.
+        """Learn which first drafts would have been accepted in an iteration without drafts.
 
         Args:
             greedy: bool [n], as in `DecodeRows`.
-            hits: bool [n].
+            hits: bool [n], whether the guess equals the committed token.
         """
 
     def correct(self, spread: float) -> None:
-        """How independently tokens choose the experts of a sparse model was measured, as in `Routing.spread`."""
+        """Update the cost model by the measured `Routing.spread` of a sparse model."""
 
     def info(self) -> DepthInfo | None:
         """The values behind the choice, for reports."""
@@ -208,9 +207,9 @@ class DepthController(DepthChooser):
     """Owner of the averages, the cost model and the current depth.
 
     Attributes:
-        cost: time of an iteration.
-        chosen: iterations by depth.
-        ragged: iterations with windows of different widths.
+        cost: predicts the time of an iteration.
+        chosen: number of iterations by depth.
+        ragged: number of iterations with windows of different widths.
         rows: acceptance by request row.
     """
 
@@ -219,8 +218,8 @@ class DepthController(DepthChooser):
     ) -> None:
         """
         Args:
-            acceptance: of the first positions, if it was measured before.
-            rows: acceptance by request row, where windows may differ in width.
+            acceptance: acceptance of the first positions, if it was measured before.
+            rows: acceptance by request row, if windows may differ in width.
         """
         self.cost, self.rows = cost, rows or RowAcceptance(0)
         self._ragged = False
@@ -230,17 +229,17 @@ class DepthController(DepthChooser):
         self._current: int | None = None
         self._probes = DepthProbes(depths)
         self._steps = self._changed_at = 0
-        self._kept: Option | None = None  # what was chosen for `_kept_for`, requests and sizes
+        self._kept: Option | None = None  # the choice that is reused for `_kept_for`, requests and sizes
         self._kept_for: tuple[int, Mapping[int, int]] = (0, {})
-        self._observed = -1  # the depth of the iteration read before
+        self._observed = -1  # depth of the previous iteration that was read
         self._windows = 0  # windows whose acceptance is known; `observe` writes it
-        self._parts = False  # whether drafts make requests end apart that would end together
+        self._spreads_ends = False  # whether drafts make requests finish at different times
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]] = (), ragged_depth: int = 0) -> Option:
         """The option that is expected to commit the most tokens per second, or a probe of another depth."""
         mixed = passes and (self._ragged or rows.caps.min() < ragged_depth or self._steps % RAGGED_EVERY == 0)
         if self._kept is not None and not mixed and self._steps % KEEP_FOR and self._kept_for == (len(rows.caps), sizes):
-            self._probes.hold(self._kept, len(rows.caps))
+            self._probes.accrue(self._kept, len(rows.caps))
             return self._chose(self._kept)
         options = self._options(rows, sizes)
         best = best_option(options, self._current)
@@ -248,7 +247,7 @@ class DepthController(DepthChooser):
             self._current, self._changed_at = best.depth, self._steps
         if mixed:
             best, options = self._narrowed(best, options, rows, passes, ragged_depth)
-        depth = self._probes.next(options, best, len(rows.caps), self._parts, self._windows)
+        depth = self._probes.next(options, best, len(rows.caps), self._spreads_ends, self._windows)
         steady = not mixed and depth == best.depth and self._steps - self._changed_at >= STEADY
         self._kept, self._kept_for = best if steady else None, (len(rows.caps), sizes)
         return self._chose(best if depth == best.depth else next(option for option in options if option.depth == depth))
@@ -260,10 +259,12 @@ class DepthController(DepthChooser):
         return option
 
     def _options(self, rows: DecodeRows, sizes: Mapping[int, int]) -> list[Option]:
-        """Every depth with full windows. Times of depths with drafts have errors in common, so that the one known best counts for all."""
+        """Every depth with full windows. Errors of measured times are shared by all depths with drafts, so the smallest one counts for
+        all.
+        """
         tokens = self._tokens(rows)
         lost = self._lost_at_ends(rows, sizes, tokens)
-        self._parts = lost > HYSTERESIS
+        self._spreads_ends = lost > HYSTERESIS
         error = min((self.cost.error(size, depth) for depth, size in sizes.items() if depth), default=0.0)
         return [
             Option(depth, tokens[depth], self.cost.seconds(size, depth, rows.kv_tokens), None, *((lost, error) if depth else (0.0, 0.0)))
@@ -271,9 +272,10 @@ class DepthController(DepthChooser):
         ]
 
     def _lost_at_ends(self, rows: DecodeRows, sizes: Mapping[int, int], tokens: Sequence[float]) -> float:
-        """The margin of drafts over no drafts, because requests finish at different times. The last request runs alone.
+        """The fraction by which drafts must be faster than no drafts, because they make requests finish at different times.
 
-        Deep windows are rarely in doubt, so the loss of the shallowest one counts for all.
+        The last request is assumed to run alone. Where drafts and no drafts are close, the depth is shallow, so the loss at the shallowest
+        depth counts for all.
         """
         shallowest = min((depth for depth in sizes if depth), default=0)
         if not shallowest or len(rows.left) < 2:
@@ -284,8 +286,8 @@ class DepthController(DepthChooser):
     def _narrowed(
         self, best: Option, full: list[Option], rows: DecodeRows, passes: Sequence[tuple[int, int]], depth: int
     ) -> tuple[Option, list[Option]]:
-        """The best pass over windows of different widths, if by the acceptance of each request it is clearly better than all full ones,
-        and what those promise by the same acceptance; else `best` and `full`.
+        """The best ragged pass and the options with full windows, both rated by the acceptance of each request, if the ragged pass is
+        clearly better; else `best` and `full`.
         """
         n, gains = len(rows.caps), self._gains(rows)
         by_depth = [0.0, *gains.sum(0).cumsum().tolist()]
@@ -301,10 +303,10 @@ class DepthController(DepthChooser):
         self._ragged = ragged.rate > max(option.rate for option in by_request) * (1 if self._ragged else 1 + RAGGED_GAIN)
         if not self._ragged:
             return best, full
-        return ragged._replace(widths=allot(gains, *passes[options.index(ragged)])), by_request
+        return ragged._replace(widths=assign_widths(gains, *passes[options.index(ragged)])), by_request
 
     def _gains(self, rows: DecodeRows) -> Floats:
-        """What each draft of each request is expected to add, [n, most steps]; 0 beyond its cap."""
+        """Expected accepted tokens of each draft of each request, [n, most steps]; 0 beyond its limit."""
         usual = np.where(rows.greedy, self._averages[True].first, self._averages[False].first)
         gains = self.rows.gains(rows.rows, usual, self._most)
         return gains if rows.caps.min() >= self._most else np.where(np.arange(self._most) < rows.caps[:, None], gains, 0.0)
@@ -313,10 +315,10 @@ class DepthController(DepthChooser):
         """Learn from an iteration."""
         before, self._observed = self._observed, read.depth
         if read.seconds is not None and before in (read.depth, 0):
-            # A longer one after depth 0 may be that of the draft, and says nothing about the depth.
+            # A longer time after depth 0 may include the catch-up window, so it says nothing about the depth.
             expected = self.cost.seconds(read.size, read.depth, read.kv_tokens, read.width)
             if self._current == before == 0 < read.depth and read.seconds * CLEARLY_SHORT < expected:
-                self._probes.mispriced(expected - read.seconds)
+                self._probes.overcharged(expected - read.seconds)
             if before == read.depth or read.seconds < expected:
                 self.cost.observe(read.size, read.depth, read.kv_tokens, read.seconds, read.width)
         if read.depth == 0 or not len(read.accept_lens):
@@ -325,11 +327,11 @@ class DepthController(DepthChooser):
         if len(read.rows):
             self.rows.add(read.rows, read.step, read.accept_lens, drafted)
         self.observe_windows(Windows(read.depth, read.accept_lens, drafted, read.greedy))
-        if self._current == 0 and not read.width and not self._parts:  # a probe that accepted drafts saved time
-            self._probes.give_back((float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens))
+        if self._current == 0 and not read.width and not self._spreads_ends:  # a probe that accepted drafts saved time
+            self._probes.refund((float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens))
 
     def observe_guesses(self, greedy: npt.NDArray[np.bool_], hits: npt.NDArray[np.bool_]) -> None:
-        """Learn from first drafts that were compared with the tokens of an iteration at depth 0."""
+        """Learn from guesses that were compared with the tokens of an iteration at depth 0."""
         self._windows += len(hits)
         for kind, averages in self._averages.items():
             own = hits[greedy == kind]
@@ -349,11 +351,11 @@ class DepthController(DepthChooser):
                 averages.add(counts[start : start + width], drafts)
 
     def correct(self, spread: float) -> None:
-        """Set how independently tokens choose experts."""
+        """Update the cost model by the measured `Routing.spread`."""
         self.cost.correct(spread)
 
     def info(self) -> DepthInfo:
-        """Counts, averages and expected times, as they are reported."""
+        """Counts, averages and expected times, for reports."""
         sizes = sorted({point.size for point in self.cost.points})
         return DepthInfo(
             chosen={str(depth): count for depth, count in self.chosen.items()},
@@ -370,7 +372,7 @@ class DepthController(DepthChooser):
         return DepthClass([round(rate, 4) for rate in averages.rates()], [round(tokens, 3) for tokens in averages.expected])
 
     def _tokens(self, rows: DecodeRows) -> list[float]:
-        """Tokens that the requests are expected to commit together, by depth 0..K."""
+        """Expected tokens that all requests commit in one iteration, by depth 0..K."""
         most, total = self._most, [0.0] * (self._most + 1)
         for greedy, averages in self._averages.items():
             count = np.bincount(np.minimum(rows.caps[rows.greedy == greedy], most)).tolist()

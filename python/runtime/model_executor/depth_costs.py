@@ -22,16 +22,16 @@ SIZES = (1, 4, 16, 32, 64, 128, 256)
 ORDER = (0, 3, 7, 1, 5, 2)
 """Depths, the most informative ones first."""
 BUDGET = 2.0
-"""Seconds. Points that are expected to take longer than the remaining time are not measured."""
+"""Seconds for all measurements. Points that are expected to take longer than the remaining time are skipped."""
 ENOUGH = 0.05
-"""Seconds from which an iteration runs twice instead of four times."""
+"""An iteration that takes at least this many seconds runs `SLOW_RUNS` times instead of `RUNS`."""
 RUNS, SLOW_RUNS = 4, 2
 ROOM = 128
-"""Positions that a request may take in the measurement, if the context is that long."""
+"""KV positions of a request in the measurement, if the context is that long."""
 
 
 def start_controller(worker: Worker, tuning: SpeculativeTuning | None = None) -> None:
-    """Let a controller choose the depth from now on. It begins with the times of `tuning`, or measures some."""
+    """Start the depth controller, with the times of `tuning` or of a measurement."""
     started, control = time.perf_counter(), worker.parts.depths
     points = [] if tuning is None else [CostPoint(step.size, step.depth, step.seconds) for step in tuning.steps]
     if not points:
@@ -51,7 +51,7 @@ def start_controller(worker: Worker, tuning: SpeculativeTuning | None = None) ->
 def measure(worker: Worker) -> Iterator[CostPoint]:
     """Time iterations over the first rows and pages, then free them. One request at depth 0 is always measured.
 
-    One request is measured twice at each depth: the first drafts after the start load kernels for more than one iteration.
+    One request is measured twice at each depth, because after the start drafts load kernels during more than one iteration.
     """
     deadline = time.perf_counter() + BUDGET
     points: list[CostPoint] = []
@@ -72,8 +72,8 @@ def measure(worker: Worker) -> Iterator[CostPoint]:
 
 
 def without_delays(points: Sequence[CostPoint]) -> list[CostPoint]:
-    """Each size and depth once, with a time of at most those of about as many requests at greater depths. Fewer drafts are less work, so
-    a longer time shows a delay of the machine, after which the controller would hardly try that depth again.
+    """One point per size and depth. A time that is longer than that of a greater depth at a similar size is reduced to it: fewer drafts are
+    less work, so the machine was delayed, and the controller would hardly try the shallower depth again.
     """
 
     def least(point: CostPoint) -> float:
@@ -97,7 +97,7 @@ def _pages(worker: Worker) -> int:
 
 
 class ScratchRows:
-    """Requests of one random token each in the first rows, with their own pages. Equal ones would share experts."""
+    """Requests of one random token each in the first rows, with their own pages. Equal tokens would share experts."""
 
     def __init__(self, worker: Worker, size: int) -> None:
         self._worker, self._size = worker, size
@@ -107,14 +107,14 @@ class ScratchRows:
         worker.submit(scratch_prompts(self._rows, prompts, _pages(worker))).wait()
 
     def has_room(self, depth: int) -> bool:
-        """Whether iterations at a depth can be timed before the pages are full. In a short context the deepest never can."""
+        """Whether the pages suffice to time iterations at a depth. In a short context they may not for the deepest."""
         return self._bounds[0] + RUNS * (depth + 1) <= _pages(self._worker) * self._worker.limits.page_size
 
     def time(self, depth: int) -> CostPoint:
         """The median time of a few iterations at a depth, each submitted before the previous one is read if steps overlap.
 
-        The first does not count: it does not wait for a preceding draft extend, and may load kernels. A result that is read late makes
-        one time too long and the next too short.
+        The first does not count: no draft extend precedes it, and it may load kernels. The median is used because a result that is read
+        late makes one time too long and the next too short.
         """
         found, ahead, last = list[float](), self._worker.limits.overlap, time.perf_counter()
         with self._worker.parts.depths.forced(depth):

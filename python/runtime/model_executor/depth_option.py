@@ -8,16 +8,18 @@ from typing import NamedTuple
 from runtime.batch import Int32
 
 HYSTERESIS = 0.012
-"""Another depth with drafts is used if it promises this fraction more tokens per second than the current one."""
+"""The depth changes to another one with drafts if this fraction more tokens per second is expected from it."""
 
 
 class Option(NamedTuple):
-    """A depth that an iteration could run at: tokens that it is expected to commit, and its expected time.
+    """A depth at which an iteration could run.
 
     Attributes:
-        widths: int32 [size], tokens of each window where they differ; None for full ones.
-        margin: fraction by which it must be better than other options.
-        error: fraction by which its time may be longer, on top of that.
+        tokens: expected tokens that all its requests commit.
+        seconds: expected time.
+        widths: int32 [size], tokens of each window if they differ; None for full windows.
+        margin: fraction by which its rate must exceed that of other options.
+        error: relative error of its expected time.
     """
 
     depth: int
@@ -33,20 +35,18 @@ class Option(NamedTuple):
         return self.tokens / self.seconds
 
     @property
-    def worth(self) -> float:
-        """Tokens per second of the whole server, up to a factor."""
+    def value(self) -> float:
+        """The rate by which options are compared: lowered by margin and error."""
         return self.rate / (1 + self.margin + self.error)
 
     @property
-    def tempting_worth(self) -> float:
-        """`worth` if its time is as expected."""
+    def optimistic_value(self) -> float:
+        """`value` if the expected time is exact."""
         return self.rate / (1 + self.margin)
 
 
 def best_option(options: Sequence[Option], current: int | None) -> Option:
-    """The option that is worth the most; the current depth, if there is one, unless another is clearly better, or no drafts are better at
-    all.
-    """
-    best = max(options, key=lambda option: option.worth)
+    """The option with the highest value; but the current depth is kept unless another is better by `HYSTERESIS` or no drafts are better."""
+    best = max(options, key=lambda option: option.value)
     held = next((option for option in options if option.depth == current), best)
-    return best if best.depth == 0 or best.worth > held.worth * (1 + HYSTERESIS) else held
+    return best if best.depth == 0 or best.value > held.value * (1 + HYSTERESIS) else held

@@ -1,4 +1,4 @@
-"""A trial of depths: iterations of real requests run at all depths in turn, and their times and acceptance are kept. No torch."""
+"""A depth trial: iterations of real requests cycle through all depths, and their times and acceptance are recorded. No torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from runtime.model_executor.depth_controller import DecodeRows, DepthChooser, Ob
 from runtime.model_executor.depth_option import Option
 
 BLOCK, FIRST = 4, 1
-"""Iterations at one depth before the next, and how many of them are not timed: the first may follow steps without drafts."""
+"""Iterations at one depth before the next depth, and how many of them are not timed, because they may follow steps without drafts."""
 ENOUGH_WINDOWS = 64
-"""From this many windows on, acceptance is known well enough to drop slow depths."""
+"""Number of windows after which acceptance is known well enough to drop slow depths."""
 HOPELESS = 0.8
 """Depths with less than this fraction of the best depth's tokens per second are dropped in later rounds."""
 
 
 @dataclass(slots=True)
 class Cell:
-    """Times of iterations of one batch size at one depth, by round. `size`: its requests, padding included."""
+    """Times of iterations of one batch size at one depth, by round. `size`: the padded number of requests."""
 
     size: int
     rounds: dict[int, list[float]] = field(default_factory=dict)
 
     @property
     def times(self) -> list[float]:
-        """Those of all rounds."""
+        """The times of all rounds."""
         return [seconds for block in self.rounds.values() for seconds in block]
 
 
@@ -38,12 +38,12 @@ def _typical(blocks: Iterable[Sequence[float]]) -> float:
 
 
 class DepthTrial(DepthChooser):
-    """Takes the place of the depth controller while depths are compared.
+    """Replaces the depth controller while depths are compared.
 
     Attributes:
-        acceptance: of all windows.
-        cells: by requests and depth.
-        rounds: how often all depths ran with the present batch size.
+        acceptance: acceptance of all windows.
+        cells: times by number of requests and depth.
+        rounds: how often all depths ran with the current batch size.
     """
 
     def __init__(self, depths: Sequence[int]) -> None:
@@ -52,22 +52,23 @@ class DepthTrial(DepthChooser):
         self.rounds = 0
         self._depths = self._running = sorted(depths)
         self._requests = self._at = self._in_row = 0
-        self._round = self._block = 0  # the present one of all batch sizes, and that of the block being read
+        self._round = self._block = 0  # the current round over all batch sizes, and the round of the block being read
         self._last: int | None = None
 
     def begin(self, requests: int) -> None:
-        """From now on compare depths for `requests` requests, maybe again; iterations of fewer or more are not timed."""
+        """Compare depths for `requests` requests from now on; iterations of other sizes are not timed. May be called again for a size."""
         self._requests, self._running, self._round = requests, self._depths, self._round + 1
         self._at = self.rounds = 0
 
     def tokens(self, depth: int) -> float:
-        """Tokens that an iteration commits per request, bonus included."""
+        """Mean tokens that an iteration commits per request, including the bonus token."""
         return 1.0 + float(np.cumprod(self.acceptance.rates()[:depth]).sum())
 
     def seconds(self, requests: int, depth: int) -> float:
-        """Time of an iteration, by its share of the times in the same rounds: other load on the machine slows all depths of a round alike.
+        """Estimated time of an iteration: the depth's share of the times in its rounds, multiplied by a typical time.
 
-        The share is the median over rounds, and times their lower quartile: other load only adds time.
+        Other load on the machine slows all depths of a round alike, so the share is the median over rounds. Load only adds time, so the
+        typical time is the lower quartile.
         """
         cells = {d: cell for (size, d), cell in self.cells.items() if size == requests}
         most = max(len(cell.rounds) for cell in cells.values())
@@ -80,7 +81,7 @@ class DepthTrial(DepthChooser):
         return float(share * np.quantile(list(scales.values()), 0.25))
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]] = (), ragged_depth: int = 0) -> Option:
-        """The depth whose turn it is, or the largest below it that can run, with full windows."""
+        """The next depth in the cycle, or the largest available one below it, with full windows."""
         wanted = self._running[self._at // BLOCK % len(self._running)]
         if len(rows.caps) == self._requests:
             self._at += 1

@@ -1,4 +1,4 @@
-"""Runs steps in the order submitted, without making the caller wait.
+"""Runs steps in the order submitted, asynchronously.
 
 On a GPU kernel launches are asynchronous: a step is launched inline and its result is awaited later. On the CPU one
 thread acts as the device, so that the scheduler prepares the next batch while the current one runs.
@@ -22,26 +22,26 @@ Step = Callable[[ScheduleBatch], Finish]
 
 @dataclass(frozen=True, slots=True)
 class _Submitted:
-    """A step on its way; `wait` returns its result, or raises what the step raised."""
+    """A submitted step; `wait` returns its result, or raises the step's exception."""
 
     wait: Finish
 
 
 class DeviceQueue:
-    """Owner of the thread that runs steps on the CPU. `step` launches a batch and returns how to collect its result."""
+    """Owner of the thread that runs steps on the CPU. `step` launches a batch and returns a function that waits for its result."""
 
     def __init__(self, step: Step, device: torch.device) -> None:
         self._step = step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device") if device.type == "cpu" else None
 
     def submit(self, batch: ScheduleBatch) -> Pending:
-        """Queue one step. What it raises comes out of `wait`."""
+        """Queue one step. Its exceptions are raised by `wait`."""
         if self._thread is not None:
             return _Submitted(self._thread.submit(self._run, batch).result)
         try:
             with torch.inference_mode():
                 return _Submitted(self._step(batch))
-        except Exception as error:  # the scheduler fails these requests and goes on
+        except Exception as error:  # the scheduler fails these requests and continues
             failed: Future[BatchResult] = Future()
             failed.set_exception(error)
             return _Submitted(failed.result)
@@ -51,7 +51,7 @@ class DeviceQueue:
         return self._thread.submit(function).result() if self._thread is not None else function()
 
     def close(self) -> None:
-        """Let queued steps end."""
+        """Wait for queued steps to end."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
 

@@ -12,11 +12,10 @@ from runtime.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Shape of the windows: K `num_steps`, `topk` branches per node, D `num_draft_tokens` nodes verified, root
-    included.
+    """Shape of the windows: K `num_steps`, `topk` branches per node, D `num_draft_tokens` verified nodes, including the root.
 
     Raises:
-        ConfigError: the levels hold fewer than D - 1 candidates, or a mask does not fit into 64 bits.
+        ConfigError: the levels have fewer than D - 1 candidates, or a mask does not fit into 64 bits.
     """
 
     num_steps: int
@@ -38,17 +37,17 @@ class TreeShape:
 
     @property
     def num_candidates(self) -> int:
-        """Nodes drafted, the root not counted."""
+        """Number of drafted nodes, without the root."""
         return self.topk + (self.num_steps - 1) * self.topk**2
 
     @property
     def draft_slots(self) -> int:
-        """KV positions that the draft's own passes write past the committed length."""
+        """KV positions beyond the committed length that the draft's own passes write."""
         return (self.num_steps - 1) * self.topk
 
     @property
     def tokens_per_step(self) -> int:
-        """KV positions past the committed length that one iteration may write."""
+        """KV positions beyond the committed length that one iteration may write."""
         return max(self.num_steps * self.topk, self.num_draft_tokens)
 
     def at_depth(self, num_steps: int) -> TreeShape:
@@ -65,8 +64,7 @@ NO_DRAFTS = TreeShape(num_steps=0, topk=1, num_draft_tokens=1)
 
 @dataclass(frozen=True, slots=True)
 class DraftWindow:
-    """D tokens for each of B requests: the last committed one, then the drafts; a chain, or a tree with parents before
-    children.
+    """D tokens for each of B requests: the last committed one, then the drafts, as a chain or as a tree with parents before children.
 
     Attributes:
         tokens: int64 [B, D]. Column 0 is the last committed token; -1 where a request takes no draft.
@@ -74,8 +72,7 @@ class DraftWindow:
         depths: int64 [B, D]. Distance of each node of a tree from the root; None for a chain.
         mask: int64 [B, D], for `ForwardBatch.tree_mask` with `tree_tail` D: bit j of node i is set if j is i or above
             it; None for a chain.
-        probs: float32 [B, K, Vd], the distributions that a chain was drawn from; None if drafts were chosen without
-            chance.
+        probs: float32 [B, K, Vd], the distributions that a chain was drawn from; None for deterministic drafts.
     """
 
     tokens: torch.Tensor
@@ -97,7 +94,7 @@ class DraftWindow:
         return DraftWindow(tokens, *others)
 
     def capped(self, caps: torch.Tensor) -> DraftWindow:
-        """The window without the drafts deeper than `caps`, int64 [B]: they are token -1, which no rule accepts."""
+        """The window with token -1, which no rule accepts, in place of the drafts beyond `caps`, int64 [B]."""
         depths = torch.arange(self.width, device=self.tokens.device)[None] if self.depths is None else self.depths
         beyond = depths > caps[:, None]
         parents = None if self.parents is None else torch.where(beyond, -2, self.parents)

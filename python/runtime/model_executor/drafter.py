@@ -22,17 +22,17 @@ from runtime.model_executor.target_model import ExtendPass, TargetModel
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """What a drafter needs of its worker.
+    """What a drafter needs from its worker.
 
     Attributes:
         shape: windows at full depth.
         prefix_lookahead: 1 if draft KV at a position also depends on the next token, else 0.
         needs_history: whether every `RowInit` must carry its history.
-        overlap: whether drafts can be proposed before the last step is read on the host.
+        overlap: whether drafts can be proposed before the results of the previous step are read on the host.
         capturable: whether `propose` and `follow` only launch work, so that a graph can record them.
-        aux_layers: layers of the target whose states are features, instead of the last hidden states.
+        aux_layers: layers of the target whose hidden states the drafter reads instead of the last hidden states.
         feature_width: width of the target's states that `follow` reads at each window position; 0 for none.
-        catch_up: tokens per request of the window in which the drafter follows steps without drafts; 0 for none.
+        catch_up: tokens per request of the catch-up window; 0 if the drafter has none.
         to_target, to_draft: int64 [Vd] and [V], maps between the vocabularies; None if they are the same.
     """
 
@@ -60,7 +60,7 @@ class ModelPasses:
     Attributes:
         runner: its weights, KV pool and backend.
         graphs: its graph runners.
-        width: tokens per request that the backend prepares for.
+        width: maximum tokens per request of a fixed-width pass.
     """
 
     runner: ModelRunner
@@ -73,12 +73,12 @@ MakeRunner = Callable[[RunnerSpec, Forward, ModelRunner, DepthBatches, bool], Gr
 
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
-    """What a drafter makes its graph runners from.
+    """The parts from which a drafter makes its graph runners.
 
     Attributes:
         inputs: persistent inputs, shared with the target's runners.
         depths: batch sizes of each depth.
-        requests: most requests of one pass, padding included.
+        requests: maximum requests of one pass, including padding.
         make_runner: makes a graph runner over `inputs` of a model's passes at one depth; the last argument says whether
             to capture it.
     """
@@ -91,71 +91,71 @@ class DraftSetup:
 
 
 class Drafter(Protocol):
-    """Proposes drafts and follows the target. Subclass it explicitly: hooks that a drafter does not need do nothing.
+    """Proposes drafts and follows the target. Subclass it explicitly: hooks do nothing by default.
 
-    Everything but `observe` launches work on the device and waits for nothing.
+    All methods except `observe` launch work on the device without waiting for it.
 
     Attributes:
-        spec: fixed from the start.
+        spec: constant requirements, known from the start.
     """
 
     spec: DrafterSpec
 
     def propose(self, iteration: Iteration) -> DraftWindow:
-        """K = `iteration.depth` drafts after each request's last token; that token alone where K = 0."""
+        """The last committed token of each request and K = `iteration.depth` drafts after it."""
         ...
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
-        """Bring the draft's state to the end of the committed tokens; after K = 0 at the latest in `before` of a later iteration."""
+        """Advance the draft's state to the end of the committed tokens; at K = 0 this may be deferred to `before` of a later iteration."""
         ...
 
     def follow_prompt(self, extend: ExtendPass) -> None:
-        """Bring the draft's state to the end of the prompt chunks that the target ran."""
+        """Advance the draft's state to the end of the prompt chunks that the target ran."""
         ...
 
     # ---- hooks
 
     def attach(self, setup: DraftSetup) -> None:
-        """Make device state and graph runners. Called once, before memory is planned."""
+        """Allocate device state and make graph runners. Called once, before memory is planned."""
 
     def admit(self, new_rows: Sequence[RowInit]) -> None:
-        """Requests took rows."""
+        """Initialise the rows of new requests."""
 
     def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
-        """An iteration is about to start: its inputs are not filled yet.
+        """Prepare for an iteration, whose inputs are not filled yet.
 
         Args:
             rows: int32 [live].
             bounds: int32 [live], upper bounds of their KV lengths.
             depth: K.
-            needs: what the sampler has to do.
+            needs: the sampling stages of the requests.
 
         Returns:
-            Positions at the end of a row's KV that the draft will not have followed after the iteration, at most.
+            Upper bound of the positions at the end of a row's KV that will have no draft KV after the iteration.
         """
         return 0
 
     def guesses(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """What the draft expects to come next where `before` just brought it up to date although no drafts follow.
+        """The next token by the draft, if `before` just ran the catch-up window with guesses although no drafts follow.
 
         Args:
-            rows: int64 [live], of the iteration that is about to run.
+            rows: int64 [live], the rows of the iteration that is about to run.
 
         Returns:
-            int64 [live], tokens; None in most iterations, and if the draft has no guess before it drafts.
+            int64 [live], tokens; None in most iterations, and for drafts without guesses.
         """
         return None
 
     def catch_up_eagerly(self) -> Callable[[], None] | None:
-        """Does eagerly again what the latest `before` did through graphs; None if it did nothing."""
+        """A call that repeats eagerly what the latest `before` ran through graphs; None if it ran nothing."""
         return None
 
     def row_state(self, needs: SamplingNeeds) -> list[torch.Tensor]:
-        """What `follow` writes besides KV for requests with these needs: tensors by request row, [R, ...] each."""
+        """The tensors by request row, [R, ...] each, that `follow` writes in addition to KV for requests with these needs."""
         return []
 
     def observe(self, rows: Int32, result: BatchResult) -> None:
-        """A step of `rows`, int32 [B], was read on the host."""
+        """Process the results of a step of `rows`, int32 [B], on the host."""
 
     def reset(self) -> None:
         """Forget every request."""
@@ -169,7 +169,7 @@ class Drafter(Protocol):
         return []
 
     def gemms(self) -> Iterable[Gemm]:
-        """GEMMs of the drafter's own models that are to be autotuned, in order."""
+        """GEMMs of the drafter's own models to autotune, in order."""
         return ()
 
     def warmup_runs(self) -> list[Callable[[], object]]:
@@ -184,14 +184,14 @@ class NoDrafter(Drafter):
         self.spec = DrafterSpec(NO_DRAFTS, capturable=True)
 
     def attach(self, setup: DraftSetup) -> None:
-        """There is no model."""
+        """Do nothing: there is no model."""
 
     def propose(self, iteration: Iteration) -> DraftWindow:
-        """The last token alone."""
+        """Windows of the last token alone."""
         return iteration.no_drafts
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
-        """There is no draft state."""
+        """Do nothing: there is no draft state."""
 
     def follow_prompt(self, extend: ExtendPass) -> None:
         """There is no draft state."""

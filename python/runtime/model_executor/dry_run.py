@@ -1,4 +1,4 @@
-"""Dry runs over padding rows with everything that requests can ask for: they compile kernels and measure memory."""
+"""Dry runs over padding rows with all request options: they compile kernels and measure memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ FILTERED = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)
 
 
 def measure_activations(context: WorkerContext, parts: WorkerParts) -> int:
-    """Bytes that the largest prompt step and the acceptance of the largest batches take at their peak, found by dry
-    runs over page 0.
+    """Peak bytes of the largest prompt step and of acceptance in the largest batches, measured by dry runs over page 0.
 
-    0 on the CPU, whose allocator returns what it does not use.
+    0 on the CPU, whose allocator returns unused memory.
     """
     if context.device.type != "cuda":
         return 0
@@ -36,10 +35,11 @@ def measure_activations(context: WorkerContext, parts: WorkerParts) -> int:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.inference_mode():
-        if any(spec.kv.kind == "mla" for spec in target.runner.model.attention_specs):  # another form after a prefix
+        # After a prefix, latent attention runs in its other form.
+        if any(spec.kv.kind == "mla" for spec in target.runner.model.attention_specs):
             run_padding_prompt(context, parts, prefix=1)
         extend, prompts = run_padding_prompt(context, parts)
-        if not context.config.scheduler.mixed_chunk:  # else decode rows are accepted while the prompts' states exist
+        if not context.config.scheduler.mixed_chunk:  # in a mixed chunk, the prompts' states are alive during acceptance
             del extend, prompts
         for depth, count in parts.depths.limits.items():
             accept_padding(parts, depth, count)
@@ -53,7 +53,7 @@ def measure_activations(context: WorkerContext, parts: WorkerParts) -> int:
 
 
 def run_padding_prompt(context: WorkerContext, parts: WorkerParts, prefix: int = 0) -> tuple[ExtendPass, PromptsPending]:
-    """Run the largest prompt step by target and drafter."""
+    """Run the largest prompt step through target and drafter."""
     extend, prompts = parts.target.extend(padding_prompt(context, prefix))
     parts.drafter.follow_prompt(extend)
     if parts.target.reads_results:
@@ -62,8 +62,8 @@ def run_padding_prompt(context: WorkerContext, parts: WorkerParts, prefix: int =
 
 
 def padding_prompt(context: WorkerContext, prefix: int = 0) -> ScheduleBatch:
-    """The largest prompt step, in the padding row: as many prompts as can run, the first ones as long as fits, each after
-    `prefix` cached tokens.
+    """The largest prompt step, in the padding row: as many prompts as can run, the first ones as long as possible, each after `prefix`
+    cached tokens.
     """
     count = max(min(context.running, context.extend_tokens // 2), 1)
     lens, left = np.ones(count, dtype=np.int32), context.extend_tokens - count
@@ -79,7 +79,7 @@ def padding_prompt(context: WorkerContext, prefix: int = 0) -> ScheduleBatch:
 
 
 def accept_padding(parts: WorkerParts, depth: int, count: int) -> None:
-    """Draft for `count` padding rows and accept with everything that requests can ask for. Commits nothing."""
+    """Draft for `count` padding rows and accept with all request options. Commits nothing."""
     zeros, rows = np.zeros(count, dtype=np.int32), torch.zeros(count, dtype=torch.int64, device=parts.target.device)
     load_rows(parts.inputs, rows, parts.target.rows)
     lens, last = parts.inputs.kv_lens(count).zero_(), parts.inputs.last_tokens(count)
@@ -95,7 +95,7 @@ def accept_padding(parts: WorkerParts, depth: int, count: int) -> None:
 
 
 def sample_padding(target: TargetModel, logits: torch.Tensor) -> None:
-    """Sample from float32 [B, V] logits with everything that requests can ask for."""
+    """Sample from float32 [B, V] logits with all request options."""
     rows = torch.full((len(logits),), PAD_ROW, dtype=torch.int64, device=logits.device)
     tokens = sample(logits, target.rows.tables, rows, rows, SamplingNeeds.every(len(logits)))
     HostCopy(*top_logprobs(logits, tokens, MAX_TOP_LOGPROBS)).wait()

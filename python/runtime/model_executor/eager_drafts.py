@@ -1,9 +1,9 @@
-"""Eager drafts: what the draft proposes for the next window without graphs, to be compared with what it proposes through them.
+"""Eager drafts: the next window drafted without graphs, to be compared with the window drafted through graphs.
 
 After a sampled iteration the draft's passes, and in some samples verification, run a second time, eagerly, over the same window. They
-propose the next window, of which only the tokens are kept: the rows' draft state and the KV are put back as the graphs left them. So a
-sample changes no token, and the next iteration proposes through graphs whatever it would have proposed. The two windows are compared by how
-many of the tokens that it commits each of them has.
+propose the next window, of which only the tokens are kept; draft state and KV are restored to what the graphs wrote. A sample therefore
+changes no output, and the next iteration proposes through graphs as usual. The two windows are compared by how many of its committed tokens
+each of them has.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from runtime.model_executor.verification import Verifier
 
 SAMPLED = SamplingNeeds(False, False, False)
 MOST_BYTES = 128 << 20
-"""No sample is taken where more than this would have to be put back. It is less than prompt steps take for activations."""
+"""No sample is taken if more bytes than this must be restored after it. Prompt steps take more for activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How the eager drafts of an iteration compare with the tokens that it commits, on its way to the host.
+    """The comparison of an iteration's eager drafts with the tokens that it commits, on its way to the host.
 
     Attributes:
-        depth: drafts of each window that are compared.
+        depth: number of drafts of each window that are compared.
         rows: bool [live], the requests that have eager drafts.
-        found: int64 [live] each: leading committed tokens that the eager window has, and whether it begins with other drafts than the one
-            through graphs.
+        found: int64 [live] each: leading committed tokens that the eager window has, and whether its first draft differs from that of the
+            graphs.
         verify: whether verification was eager too.
     """
 
@@ -52,22 +52,22 @@ class Compared:
     verify: bool
 
     def pairs(self, accept_lens: npt.NDArray[np.integer], wanted: npt.NDArray[np.bool_]) -> Pairs:
-        """Accepted drafts of both windows. Waits for them.
+        """Accepted drafts of both windows. Waits for the copies.
 
         Args:
-            accept_lens: int [live], of the windows through graphs.
+            accept_lens: int [live], accept lengths of the windows drafted through graphs.
             wanted: bool [live], the requests to compare.
         """
         both = self.rows & wanted
-        hits, unlike = self.found.wait()
-        # The token after the accepted drafts shows whether the eager side has one more right; beyond it nothing is known.
+        hits, mismatched = self.found.wait()
+        # The token after the accepted drafts shows whether the eager window has one more right draft; beyond it nothing is known.
         graph, eager = accept_lens[both] - 1, np.minimum(hits, accept_lens)[both]
         graph, eager = (np.minimum(side, self.depth).astype(np.int64) for side in (graph, eager))
-        return Pairs(graph, eager, unlike[both].astype(np.bool_), self.depth, self.verify)
+        return Pairs(graph, eager, mismatched[both].astype(np.bool_), self.depth, self.verify)
 
 
 def first_of_equal(emitted: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
-    """bool [live]: requests whose tokens, [live, n], no earlier one has. Copies of a request differ together by one chance."""
+    """bool [live]: requests whose tokens, [live, n], differ from those of all earlier requests. Identical requests are not independent."""
     first = np.zeros(len(emitted), dtype=np.bool_)
     first[np.unique(emitted, axis=0, return_index=True)[1]] = True
     return first
@@ -87,21 +87,21 @@ class EagerDrafts:
         rows, shape = len(target.rows.kv_lens), drafter.spec.shape
         D = shape.num_draft_tokens
         self._reach = max(D, drafter.spec.catch_up) + shape.tokens_per_step  # positions that a sample writes
-        # By request row, the eager window: its tokens, the parents of these, and whether it begins with other drafts than graphs propose.
+        # The eager windows by request row: tokens, their parents, and whether the first draft differs from that of the graphs.
         self._tokens, self._parents = (torch.zeros((rows, D), dtype=torch.int64, device=target.device) for _ in range(2))
-        self._unlike = torch.zeros(rows, dtype=torch.int64, device=target.device)
+        self._mismatched = torch.zeros(rows, dtype=torch.int64, device=target.device)
         self._has_window = np.zeros(rows, dtype=np.bool_)
-        self._depth, self._verified = 0, False  # of all eager windows, which are of one sample
-        self._delay, self.samples = NO_SAMPLE, 0  # what ran since the previous iteration
+        self._depth, self._verified = 0, False  # of the sample that all eager windows belong to
+        self._delay, self.samples = NO_SAMPLE, 0  # the sample that ran since the previous iteration
 
     def admit(self, new_rows: Sequence[RowInit]) -> None:
         """Requests took rows."""
         self._has_window[[init.row for init in new_rows]] = False
 
     def begin(self, iteration: Iteration) -> Iteration:
-        """The iteration with `delay` set, and without a sample if none can be taken. All ranks that run together decide alike.
+        """The iteration with `delay` set, and without a sample if none can be taken. All ranks make the same choice.
 
-        If the draft just followed steps without drafts, the sample is of that, and is taken now instead of at the end.
+        If a catch-up window just ran, the sample repeats that window, now instead of at the end of the iteration.
         """
         if not (iteration.sample.taken or self._delay.taken):
             return iteration
@@ -114,7 +114,7 @@ class EagerDrafts:
         return replace(iteration, sample=iteration.sample if taken else NO_SAMPLE, delay=delay)
 
     def compare(self, iteration: Iteration, committed: torch.Tensor) -> Compared | None:
-        """Compare the eager windows with the tokens that the iteration commits, int64 [size, D or more]. None: there are none."""
+        """Compare the eager windows with the tokens that the iteration commits, int64 [size, D or more]. None without eager windows."""
         if not self._depth:
             return None
         depth, compared = min(self._depth, iteration.depth), self._has_window[iteration.host_rows]
@@ -125,10 +125,10 @@ class EagerDrafts:
             return None
         rows = iteration.rows[: iteration.live]
         hits = self._hits(rows, committed[: iteration.live], depth)
-        return Compared(depth, compared, HostCopy(hits, self._unlike[rows]), self._verified)
+        return Compared(depth, compared, HostCopy(hits, self._mismatched[rows]), self._verified)
 
     def draft(self, iteration: Iteration, window: DraftWindow, accepted: Accepted) -> None:
-        """Draft what follows a sampled iteration that verified `window` and committed `accepted`."""
+        """Draft the next window eagerly after a sampled iteration that verified `window` and committed `accepted`."""
         eager = replace(iteration, eager=True)
 
         def follow() -> None:
@@ -140,15 +140,15 @@ class EagerDrafts:
         self._draft(iteration, follow)
 
     def _draft(self, iteration: Iteration, follow: Callable[[], None], behind: int = 0) -> None:
-        """Keep the eager window that the draft proposes after `follow`, its passes over what was committed.
+        """Run `follow`, the draft's eager passes over the committed tokens, and keep the window that the draft then proposes.
 
         Args:
             behind: positions before the KV lengths that `follow` may write; 0 if it writes the iteration's window.
         """
         live, rows = iteration.live, iteration.rows
-        with self._put_back(iteration, behind) as before:
+        with self._restored(iteration, behind) as before:
             follow()
-            self._unlike[rows] = self._differs(iteration, before)
+            self._mismatched[rows] = self._differs(iteration, before)
             window = self._drafter.propose(self._next(iteration, 0 if behind else iteration.depth + 1))
             D = window.width
             chain = torch.arange(D, device=rows.device) - 1
@@ -160,16 +160,16 @@ class EagerDrafts:
         self.samples += 1
 
     def _next(self, iteration: Iteration, committed: int) -> Iteration:
-        """The eager iteration of the same requests that follows it, if it commits at most `committed` tokens. Fills the inputs."""
+        """The next iteration of the same requests, to run eagerly, if this one commits at most `committed` tokens. Fills the inputs."""
         load_rows(self._inputs, iteration.rows, self._target.rows)
         lens, last, bounds = self._inputs.kv_lens(iteration.size), self._inputs.last_tokens(iteration.size), iteration.bounds.copy()
         bounds[: iteration.live] += committed
         return replace(iteration, kv_lens=lens, last_tokens=last, bounds=bounds, grammar=None, eager=True)
 
     @contextmanager
-    def _put_back(self, iteration: Iteration, behind: int) -> Iterator[list[torch.Tensor]]:
-        """Within, the draft's state of these rows and KV may be overwritten, from `behind` positions before the KV lengths on. Yields the
-        state.
+    def _restored(self, iteration: Iteration, behind: int) -> Iterator[list[torch.Tensor]]:
+        """Restore the draft's state of these rows, and KV from `behind` positions before the KV lengths on, after the `with` block. Yields
+        the saved state.
         """
         rows, tables, pools = iteration.rows, self._drafter.row_state(iteration.needs), self._written(iteration.sample)
         first = (iteration.kv_lens[:, None].to(torch.int64) - behind).clamp(min=0)
@@ -182,29 +182,29 @@ class EagerDrafts:
             pool.write(slots, content)
 
     def _differs(self, iteration: Iteration, before: Sequence[torch.Tensor]) -> torch.Tensor:
-        """int64 [size]: whether the tokens in the draft's state, which begin its next window, differ from those in `before`."""
-        rows, unlike = iteration.rows, torch.zeros_like(iteration.rows)
+        """int64 [size]: whether the first drafts of the next window, in the draft's state, differ from those in `before`."""
+        rows, mismatched = iteration.rows, torch.zeros_like(iteration.rows)
         for table, kept in zip(self._drafter.row_state(iteration.needs), before, strict=True):
             if not table.is_floating_point():
-                unlike |= (table[rows] != kept).any(dim=1)
-        return unlike
+                mismatched |= (table[rows] != kept).any(dim=1)
+        return mismatched
 
     def _can_draft(self, iteration: Iteration) -> bool:
-        """Whether the draft has passes, which would replay graphs."""
+        """Whether the draft has passes that would replay graphs."""
         return bool(self._drafter.models()) and self._verifier.has_graph(iteration.depth, iteration.size) and self._fits(iteration)
 
     def _fits(self, iteration: Iteration) -> bool:
-        """Whether what has to be put back is small."""
+        """Whether at most `MOST_BYTES` must be restored."""
         kv = self._reach * sum(pool.slot_bytes() for pool in self._written(iteration.sample))
         return iteration.size * (kv + sum(each[0].nbytes for each in self._drafter.row_state(SAMPLED))) <= MOST_BYTES
 
     def _written(self, sample: EagerSample) -> list[KVPool]:
-        """The pools whose KV a sample overwrites: those of the draft, and the target's where verification runs again."""
+        """The pools whose KV a sample overwrites: those of the draft, and the target's if verification runs again."""
         pools = [model.runner.kv_pool for model in self._drafter.models()]
         return [*pools, self._target.runner.kv_pool] if sample.verify else pools
 
     def _hits(self, rows: torch.Tensor, committed: torch.Tensor, depth: int) -> torch.Tensor:
-        """int64 [live]: leading tokens of `committed` that are on a path of the eager windows, at most `depth`."""
+        """int64 [live]: number of leading tokens of `committed` that are on a path of the eager windows, at most `depth`."""
         tokens, parents = self._tokens[rows], self._parents[rows]
         at, on_path = torch.zeros_like(rows)[:, None], torch.ones_like(rows, dtype=torch.bool)[:, None]
         hits = torch.zeros_like(rows)
@@ -217,7 +217,9 @@ class EagerDrafts:
 
 
 def verified_chain(iteration: Iteration, emitted: torch.Tensor, verified: VerifyResult) -> tuple[DraftWindow, Accepted]:
-    """What an iteration graph verified and committed, int64 [size, D + 1]: past the accepted drafts the window is anything valid."""
+    """The window and the committed tokens of an iteration graph, from its `emitted`, int64 [size, D + 1]. Beyond the accepted drafts the
+    window has arbitrary valid tokens.
+    """
     tokens = emitted[:, :-1]
     window = torch.cat([iteration.last_tokens[:, None], tokens[:, :-1]], dim=1)
     return DraftWindow(window), Accepted(AcceptResult(emitted[:, -1].to(torch.int32), tokens), window, verified.features)

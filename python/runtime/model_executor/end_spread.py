@@ -1,7 +1,8 @@
 """Throughput lost because drafting makes requests finish at different times. Runs on the host, without torch.
 
-Without drafts, requests that start together and write equally many tokens finish in one iteration. With drafts their acceptance differs:
-the last ones run in small batches, and new prompts need separate steps. If requests finish at different times anyway, drafts change little.
+Without drafts, requests that start together and generate equally many tokens finish in the same iteration. With drafts their acceptance
+differs: the last ones run in small batches, and new prompts need separate steps. If requests finish at different times anyway, drafts
+change little.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 HALF_SPAN = 1.35
 """Standard deviations in the shortest interval with half of a normal distribution."""
 LEAST_LEFT = 16
-"""Minimum of tokens left: the number is known only up to the drafts in flight, up to 8 tokens, so a smaller one would be mostly error."""
+"""Lower bound for the tokens left: up to 8 tokens in flight are not counted, so smaller numbers would be mostly error."""
 
 
 def share_lost(left: npt.NDArray[np.integer], rate: float) -> float:
@@ -25,7 +26,7 @@ def share_lost(left: npt.NDArray[np.integer], rate: float) -> float:
     End times are assumed normal. Each iteration adds the variance of one draft, `rate` * (1 - `rate`), to a request's number of tokens.
 
     Args:
-        left: int [n], the maximum of tokens that each may still write. The half that finishes closest together counts.
+        left: int [n], the maximum number of tokens that each may still generate. The half that finishes closest together counts.
         rate: fraction of drafts that are accepted.
     """
     n, ordered = len(left), np.sort(left)
@@ -39,7 +40,7 @@ def share_lost(left: npt.NDArray[np.integer], rate: float) -> float:
 
 @cache
 def last_of(n: int) -> float:
-    """Standard deviations by which the last of n comes after their mean, as expected.
+    """Expected maximum of n independent standard normal numbers.
 
     Source: Blom 1958, Statistical Estimates and Transformed Beta-Variables, for a normal distribution.
     """

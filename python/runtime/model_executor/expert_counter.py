@@ -1,4 +1,4 @@
-"""How many distinct experts decode passes hit, read from the routers' masks without waiting for the device."""
+"""Counts the distinct experts of decode passes, from the routers' masks and without synchronising with the device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from runtime.layers.sparse_mlp import SparseMlp
 EVERY = 16
 """One in this many decode passes is counted."""
 RECENT = 16
-"""Counted passes that figures are the mean of: few, so that they soon show another load."""
+"""Number of counted passes over which figures are averaged: few, so that they soon show another load."""
 
 
 class ExpertCounter:
-    """Distinct routed experts per layer and pass, padding left out. Empty for a dense model; the same on every rank."""
+    """Distinct routed experts per layer and pass, without padding. Empty for a dense model; equal on all ranks."""
 
     def __init__(self, mlps: Sequence[SparseMlp]) -> None:
         self._routers = [mlp.router for mlp in mlps]
@@ -34,9 +34,9 @@ class ExpertCounter:
         self._layers.clear()
 
     def sample(self, tokens: int) -> torch.Tensor | None:
-        """Experts hit by the first `tokens` of the pass just launched: int64 [layers] on the device.
+        """Number of experts that the first `tokens` of the pass just launched are routed to: int64 [layers] on the device.
 
-        None for passes that are not counted: most, and those of more tokens than routers keep masks of.
+        None for passes that are not counted, which are most, and for passes of more tokens than routers keep masks of.
         """
         self._passes += 1
         if (self._passes - 1) % EVERY:
@@ -48,16 +48,16 @@ class ExpertCounter:
             return None
         places = torch.arange(WORD, dtype=torch.int32, device=masks[0].device)
         hit = (torch.stack(masks)[..., None] >> places) & 1
-        return hit.amax(dim=1).flatten(1)[:, :experts].sum(1)  # a shared expert has the bit after them
+        return hit.amax(dim=1).flatten(1)[:, :experts].sum(1)  # the bit after them is the shared expert's
 
     def add(self, tokens: int, experts: npt.NDArray[np.int64]) -> None:
-        """Take note of one sample that was read, int64 [layers]."""
+        """Add one sample, read on the host: int64 [layers]."""
         self._recent.append((tokens, float(experts.mean())))
         self._layers.append(experts)
 
     @property
     def by_layer(self) -> list[float]:
-        """Distinct experts of each sparse layer, the means of the last counted passes; [] before the first."""
+        """Distinct experts of each sparse layer, averaged over the last counted passes; [] before the first."""
         return np.mean(list(self._layers), axis=0).tolist() if self._layers else []
 
     @property
@@ -67,7 +67,7 @@ class ExpertCounter:
 
     @property
     def spread(self) -> float | None:
-        """How independently tokens choose, from the last counted passes: 1 if each is routed at random, 0 if all choose alike.
+        """How independently tokens choose experts, from the last counted passes: 1 if each is routed at random, 0 if all choose the same.
 
         None before the first pass of several tokens.
         """

@@ -1,4 +1,4 @@
-"""The loop of a rank other than 0: run what rank 0 sends."""
+"""The loop of a follower: runs the steps that rank 0 sends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from runtime.model_executor.worker import Worker
 
 
 def follow(worker: Worker, receiver: StepReceiver, rank: int, results: ResultPusher | None = None) -> None:
-    """Run steps until rank 0 sends no more.
+    """Run steps until rank 0 ends.
 
-    Nothing is read from the device here, so the host never waits for rank 0. Only the first rank of another attention
-    group reads a step, when rank 0 asks for its result; if steps overlap, that is after the next step.
+    Followers read no results from the device, so their host never waits for rank 0. The exception is the first rank of another attention
+    group, which reads a step when rank 0 asks for its result; if steps overlap, it does so after the next step.
 
     Raises:
         RankFailed: a step failed on this rank.
@@ -46,7 +46,7 @@ def follow(worker: Worker, receiver: StepReceiver, rank: int, results: ResultPus
 
 @contextmanager
 def _failing(rank: int, step: int) -> Iterator[None]:
-    """Within, what is raised becomes the failure of this rank in that step."""
+    """Convert exceptions within to `RankFailed`, which names the rank and the step."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The other ranks as rank 0's worker sees them: each step goes to them before it runs here."""
+"""Rank 0's interface to its followers: each step is sent to them before it runs on rank 0."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from runtime.errors import RankFailed, ServerFault
 
 
 class StepWait:
-    """The step that rank 0 waits for, or that it starts, which another thread may ask about.
+    """Tracks how long rank 0 has been waiting for one phase of a step; another thread may query it.
 
     Args:
-        what: the step does not do.
+        what: the verb in the error, "step 7 does not ...".
     """
 
     def __init__(self, what: str) -> None:
@@ -27,7 +27,7 @@ class StepWait:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """Within, rank 0 is busy with `step`."""
+        """Rank 0 waits for `step` in the `with` block."""
         self._waits = step, time.monotonic()
         try:
             yield
@@ -35,7 +35,7 @@ class StepWait:
             self._waits = None
 
     def longer_than(self, seconds: float) -> str:
-        """A sentence about a step that takes longer; "" if there is none. Any thread may ask."""
+        """An error text if the wait has taken longer than `seconds`, else "". Any thread may call it."""
         waits = self._waits
         if waits is None or time.monotonic() - waits[1] <= seconds:
             return ""
@@ -47,14 +47,14 @@ class Followers:
 
     Args:
         ended: called after the last message was sent.
-        pause: within, rank 0 may give no heartbeat.
-        failed: called with a sentence when a step failed and rank 0 is about to end.
+        pause: a context in which rank 0 may skip heartbeats.
+        failed: called with the reason when a step failed and rank 0 is about to exit.
         begin: called before the first step, when this rank has built its worker.
-        results: of the other attention groups; None if there is one group.
+        results: receives the results of the other attention groups; None if there is one group.
 
     Attributes:
-        start: the step that rank 0 sends and launches.
-        wait: the step that rank 0 waits for.
+        start: tracks sending and launching of a step.
+        wait: tracks waiting for the results of a step.
     """
 
     def __init__(
@@ -72,29 +72,29 @@ class Followers:
         self._set = SetRun(())
 
     def run(self, batch: ScheduleBatch, modes: tuple[str, ...]) -> None:
-        """Have the other ranks run a step, whose depth is chosen, with the graph runners in these modes."""
+        """Send a step whose depth is already chosen to the other ranks, with the run modes of the graph runners."""
         wanted = SetRun(modes)
         if wanted != self._set:
             self._set = wanted
             self._sender.send(self._codec.encode(wanted))
-        # A compiled grammar stays in its process: the other ranks compile the text that comes with the sampling parameters.
+        # A compiled grammar cannot be sent: the other ranks compile its text, which is part of the sampling parameters.
         self._sender.send(self._codec.encode(RunStep(_without_grammars(batch))))
 
     def ask(self, step: int) -> None:
-        """Have the other attention groups send the results of a step."""
+        """Ask the other attention groups for the results of a step."""
         self._sender.send(self._codec.encode(Answer(step)))
 
     def answers(self, step: int) -> list[BatchResult]:
-        """Wait for them, in the order of the groups."""
+        """Wait for the results of the other attention groups, in the order of the groups."""
         assert self._results is not None, "there is one attention group"
         return self._results.receive(step)
 
     def reset(self) -> None:
-        """Have them forget every request."""
+        """Make the other ranks forget all requests."""
         self._sender.send(self._codec.encode(Reset()))
 
     def close(self) -> None:
-        """Let them end."""
+        """Tell the other ranks to exit."""
         self._sender.send(self._codec.encode(Close()))
         self._sender.close()
         if self._results is not None:
@@ -111,7 +111,7 @@ def _without_grammars(batch: ScheduleBatch) -> ScheduleBatch:
 
 @dataclass(frozen=True, slots=True)
 class SharedPending:
-    """A step of several ranks: what it raises ends the server, because the ranks may differ after it."""
+    """A step of several ranks. An exception in it ends the server, because the ranks may no longer agree."""
 
     pending: Pending
     step: int
@@ -136,7 +136,7 @@ class GroupsPending:
     """A step of several attention groups. The other groups send their results when rank 0 asks, after the next step.
 
     Attributes:
-        observe: called with the results of the other groups.
+        observe: called with the other groups' results.
     """
 
     own: SharedPending

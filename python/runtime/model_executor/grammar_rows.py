@@ -1,8 +1,7 @@
-"""The grammars of the requests in rows: on the host, they track the committed tokens and mask the draft windows.
+"""The grammars of running requests: on the host, constraints track the committed tokens and compute masks of draft windows.
 
-Masks need tokens on the host, so a step with drafts and constrained requests waits for the tokens of the previous step and
-for its own drafts. The masks of its window are computed in a thread while the target runs; without drafts that thread also
-waits for the tokens.
+Masks need tokens on the host, so a step with drafts and constrained requests waits for the tokens of the previous step and for its own
+drafts. A thread computes the masks of its window while the target runs; without drafts the thread also waits for the tokens.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from runtime.sampling_params import GrammarSpec
 TOO_SLOW = "It takes too long to tell which tokens may come next. Make it simpler."
 Bool = npt.NDArray[np.bool_]
 Constraints = list[tuple[int, Constraint]]
-"""Position in the batch and constraint of each constrained request, rising."""
+"""Position in the batch and constraint of each constrained request, by increasing position."""
 Paths = Sequence[Sequence[Path]]
-"""The paths of drafts of each constrained request, equally many for all."""
+"""The draft paths of each constrained request; all have the same number of paths."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """Committed tokens on their way to the host: int64 [B, D], and the accept lengths if there are any."""
+    """Committed tokens on their way to the host: int64 [B, D], and accept lengths unless each request has one token."""
 
     constraints: Constraints
     tokens: HostCopy
 
     def commit(self) -> None:
-        """Wait for them, and let the constraints go on."""
+        """Wait for the tokens, and advance the constraints by them."""
         tokens, *lens = self.tokens.wait()
         for request, constraint in self.constraints:
             for token in tokens[request, : int(lens[0][request]) if lens else 1].tolist():
@@ -54,12 +53,12 @@ class GrammarStep:
 
     Args:
         constraints: position in the batch and constraint of each.
-        size: requests of the batch, padding included.
+        size: requests of the batch, including padding.
         width: D, positions of the draft window.
-        words: entries of a mask row.
-        device: where masks go.
+        words: 32-bit words of a mask row.
+        device: the device of the masks.
         thread: computes the masks of the window.
-        late: waits for what the constraints have yet to follow; called in the thread.
+        late: waits for committed tokens that the constraints have not processed; called in the thread.
     """
 
     def __init__(
@@ -92,38 +91,38 @@ class GrammarStep:
         """The tokens that may follow the last committed token: W = 1. None if nothing is restricted."""
         return self._chain_mask([[()]] * len(self._windows))
 
-    def behind(self, paths: torch.Tensor) -> TokenMask | None:
+    def after(self, paths: torch.Tensor) -> TokenMask | None:
         """The tokens that may follow each of W paths of n drafts, int64 [size, W, n]. Waits for the device."""
         on_host = paths.tolist()
         found = [[tuple(path) for path in on_host[request]] for request in self._selected]
         return self._chain_mask(found) if paths.shape[1] == 1 else self._tree_mask(found)
 
-    def guide(self, drafts: Int32) -> None:
-        """Put the one token that is allowed into int32 [live, K] drafts wherever there is only one, in place."""
+    def substitute_forced(self, drafts: Int32) -> None:
+        """Substitute forced tokens in drafts, int32 [live, K], in place."""
         for window, request in zip(self._windows, self._selected, strict=True):
             path: Path = ()
             for column, token in enumerate(drafts[request].tolist()):
-                drafts[request, column] = window.guided(path, token)
+                drafts[request, column] = window.substitute_forced(path, token)
                 path = (*path, int(drafts[request, column]))
 
-    def verify(self, draft: DraftWindow) -> None:
-        """Start to compute the masks of a window."""
+    def start_masks(self, draft: DraftWindow) -> None:
+        """Start computing the masks of a window in the thread."""
         copies = HostCopy(draft.tokens) if draft.parents is None else HostCopy(draft.tokens, draft.parents)
         self._window, self._is_tree = self._thread.submit(self._compute, copies), draft.parents is not None
 
     def window_mask(self) -> TokenMask | None:
-        """The mask of the window that `verify` was given: W = D. None if nothing is restricted."""
-        assert self._window is not None, "verify comes first"
+        """Wait for the mask of the window given to `start_masks`: W = D. None if nothing is restricted."""
+        assert self._window is not None, "call start_masks first"
         paths = self._window.result()
         return self._tree_mask(paths) if self._is_tree else self._chain_mask(paths)
 
     def wait_for_masks(self) -> None:
-        """Wait until the thread has let go of the constraints. It has, unless the step failed before it read its mask."""
+        """Wait until the thread no longer uses the constraints, in case the step failed before it read its mask."""
         if self._window is not None:
             wait([self._window])
 
     def errors(self, offset: int) -> dict[int, str]:
-        """Why grammars cannot be followed any further, by position in the batch, counted from `offset`."""
+        """The errors of grammars that cannot be followed any further, by position in the batch plus `offset`."""
         pairs = zip(self.constraints, self._windows, strict=True)
         found = {
             offset + request: constraint.error or window.error or TOO_SLOW * constraint.too_slow for (request, constraint), window in pairs
@@ -131,7 +130,7 @@ class GrammarStep:
         return {request: error for request, error in found.items() if error}
 
     def _compute(self, copies: HostCopy) -> Paths:
-        """The paths of a window, once the masks after them are known; runs in the thread, which uploads nothing to the device."""
+        """Compute the masks after all paths of a window, and return the paths. Runs in the thread, which uploads nothing to the device."""
         self._late()
         tokens, *parents = (array.tolist() for array in copies.wait())
         paths = [
@@ -143,7 +142,7 @@ class GrammarStep:
         return paths
 
     def _chain_mask(self, paths: Paths) -> TokenMask | None:
-        """The tokens that may follow each request's paths; each path is one draft longer than the previous."""
+        """The tokens that may follow each path of a chain, where each path is one draft longer than the previous."""
         restricted = [window.write(path) for window, found in zip(self._windows, paths, strict=True) for path in found]
         if not any(restricted):
             return None
@@ -152,7 +151,7 @@ class GrammarStep:
         return TokenMask(bits.transpose(0, 1), self._index, self._requests, self._selected)
 
     def _tree_mask(self, paths: Paths) -> TokenMask | None:
-        """What may follow any paths."""
+        """The tokens that may follow each of any paths."""
         rows = [[window.row(path) for path in found] for window, found in zip(self._windows, paths, strict=True)]
         if all(row is None for found in rows for row in found):
             return None
@@ -163,7 +162,7 @@ class GrammarStep:
         return TokenMask(to_device(bits, self._device), self._index, self._requests, self._selected)
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        """Memory for mask rows, from which copies to the device are not waited for."""
+        """Memory for mask rows, pinned for a GPU so that copies to it are asynchronous."""
         return torch.empty((*shape, self._words), dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
 
@@ -171,11 +170,11 @@ class GrammarRows:
     """Owner of the constraints of all request rows, and of the thread that computes masks.
 
     Args:
-        vocab_size: ids of the target.
-        device: where masks go.
+        vocab_size: the target's vocabulary size.
+        device: the device of the masks.
 
     Attributes:
-        compile: compiles the grammar of a request that comes without it, on a rank that follows another; set once.
+        compile: on a follower, compiles the grammar of a request, which rank 0 does not send; set once.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -197,7 +196,7 @@ class GrammarRows:
         self._thread.shutdown()
 
     def admit(self, new_rows: Sequence[RowInit]) -> None:
-        """Requests took rows. A resumed request continues after its output so far."""
+        """Set the constraints of newly assigned rows. A resumed request continues after its output so far."""
         for init in new_rows:
             self._constraints.pop(init.row, None)
             grammar, spec = init.grammar, init.sampling.grammar
@@ -213,12 +212,12 @@ class GrammarRows:
     def step(self, rows: Int32, size: int, width: int = 1, wanted: Bool | None = None) -> GrammarStep | None:
         """The constrained requests among int32 [B] rows of a batch of `size`; None if there are none.
 
-        Waits for the tokens that were committed to constrained requests before, unless the first mask is that of the target's
-        pass: then there are no drafts, and `GrammarStep.verify` has them waited for in the thread.
+        Waits for the tokens that constrained requests committed before. Without drafts the thread does so in `GrammarStep.start_masks`,
+        because the first mask needed is that of the target's pass.
 
         Args:
             width: D, positions of the draft window.
-            wanted: bool [B], requests for which a token is chosen in this step; None for all.
+            wanted: bool [B], requests that get a token in this step; None for all.
         """
         if not self._constraints:
             return None
@@ -241,7 +240,7 @@ class GrammarRows:
             self._unread.popleft().commit()
 
     def follow(self, step: GrammarStep, tokens: torch.Tensor, accept_lens: torch.Tensor | None = None) -> None:
-        """Tokens were committed in `step`: the first `accept_lens`, or 1, of each request's int64 [B, D]."""
+        """Record the tokens committed in `step`: the first `accept_lens`, or 1, of each request in int64 [B, D]."""
         copies = HostCopy(tokens) if accept_lens is None else HostCopy(tokens, accept_lens)
         self._unread.append(_Unread(step.constraints, copies))
 

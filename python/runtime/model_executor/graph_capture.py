@@ -1,4 +1,4 @@
-"""Recording functions as CUDA graphs: the shared pool, and what a capture cost."""
+"""Recording functions as CUDA graphs: the shared memory pool, and the report of a capture."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Replay = Callable[[], None]
 
 
 class CapturePool(Protocol):
-    """Turns a function over persistent tensors into a replay."""
+    """Converts a function over persistent tensors into a replay."""
 
     def capture(self, key: GraphKey, function: Callable[[], None]) -> Replay:
-        """Record `function`. Raises `RuntimeError` when that fails, `OutOfMemoryError` when memory is short."""
+        """Record `function`. Raises `RuntimeError` if that fails, `OutOfMemoryError` if memory does not suffice."""
         ...
 
 
@@ -32,7 +32,7 @@ class GraphPool:
         self.stream = torch.cuda.Stream()
 
     def capture(self, key: GraphKey, function: Callable[[], None]) -> Replay:
-        """Run `function` once on the pool's stream, which loads its kernels and allocates what libraries keep there, then record it."""
+        """Run `function` once on the pool's stream, which loads its kernels and allocates libraries' workspaces, then record it."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             function()
@@ -56,12 +56,12 @@ class CaptureReport:
     """Cost of capturing one runner.
 
     Attributes:
-        name: of the runner.
+        name: the runner's name.
         sizes: sizes that have a graph.
-        seconds: for all of them.
+        seconds: time for all sizes.
         reserved_mib: memory that the runner had reserved for outputs and graphs.
-        used_mib: device memory that its outputs and graphs took.
-        captured: bytes that its graphs took.
+        used_mib: device memory that its outputs and graphs take.
+        captured: bytes that its graphs take.
         output_bytes: bytes by which its outputs enlarged their arena.
     """
 
@@ -76,7 +76,7 @@ class CaptureReport:
 
 @contextmanager
 def paused_gc(freeze: bool):
-    """Disable garbage collection: it is slow where many objects stay, and during capture it may free tensors of the recording stream.
+    """Disable garbage collection: it is slow with many live objects, and during capture it may free tensors of the recording stream.
 
     `freeze` speeds up the collections that torch starts itself before it records a CUDA graph.
     """

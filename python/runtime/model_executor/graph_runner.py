@@ -1,6 +1,6 @@
 """Captures and replays one forward function at fixed shapes: the only graph code.
 
-An owner gives a function `forward(batch, outputs, variant)` that reads persistent inputs and writes its results into
+The owner passes a function `forward(batch, outputs, variant)` that reads persistent inputs and writes its results into
 `outputs`. One run:
 
     batch = runner.batch(size)             # outside the graph: views of the inputs, padded to a captured size
@@ -42,11 +42,10 @@ Forward = Callable[[ForwardBatch, Outputs, str], None]
 
 
 class RunMode(Enum):
-    """How a runner runs. The eager modes are references that graphs are compared with.
+    """How a runner runs. The eager modes are references for graphs.
 
-    REPLAY replays the graph of a padded size, or runs eagerly at its own size if there is none. EAGER_PADDED runs
-    eagerly over the inputs that a graph would read. EAGER runs eagerly without padding. RECORDED runs as part of a larger
-    graph while that is captured, and is not counted.
+    REPLAY replays the graph of a padded size, or runs eagerly without padding if there is none. EAGER_PADDED runs eagerly over the inputs
+    that a graph would read. EAGER runs eagerly without padding. RECORDED runs while a larger graph is captured; such runs are not counted.
     """
 
     REPLAY = "replay"
@@ -57,11 +56,10 @@ class RunMode(Enum):
 
 @contextmanager
 def eagerly(runners: Sequence[GraphRunner], mode: RunMode = RunMode.EAGER_PADDED) -> Iterator[None]:
-    """Within, `runners` run without their graphs.
+    """Run `runners` without their graphs in the `with` block.
 
-    EAGER_PADDED reads the same inputs as a graph: GEMMs have the same shapes, hence the same kernels and bits, and only
-    the replay differs. EAGER runs without padding and also shows its effect, if shapes do not change the rounding of
-    a GEMM.
+    EAGER_PADDED reads the same inputs as a graph: GEMMs have the same shapes, hence the same kernels and bits, so only the replay differs.
+    EAGER also shows the effect of padding, if shapes do not change the rounding of a GEMM.
     """
     before = [runner.mode for runner in runners]
     for runner in runners:
@@ -79,18 +77,18 @@ class RunnerSpec:
 
     Attributes:
         name: for logs, metrics and errors.
-        mode: of the passes.
-        width: tokens per request, so that a size counts requests, or their mean in ragged passes; 0 for passes over prompts, whose
-            size counts tokens.
+        mode: the forward mode of the passes.
+        width: tokens per request, or their mean in ragged passes; a size then counts requests. 0 for passes over prompts, whose size counts
+            tokens.
         outputs: results, in the runner's arena.
         inputs: inputs in addition to those of every batch; the owner fills them before each run.
-        num_steps: passes per run, each with its own attention metadata; 0 if nothing attends.
+        num_steps: passes per run, each with its own attention metadata; 0 for passes without attention.
         tree_tail: keys that the tree mask covers; 0 for causal passes.
         variants: names of the function's variants, each captured for every size.
         launches: approximate number of kernels per run; each takes device memory in every graph.
-        fallback: how sizes run that have no graph, for warnings.
-        max_queries: the most tokens of a request in ragged windows; 0 for passes of one width and for prompts.
-        requests: of a pass over prompts; such a pass is ragged where they are several.
+        fallback: how sizes without a graph run, for warnings.
+        max_queries: maximum tokens of a request in ragged windows; 0 for passes of one width and for prompts.
+        requests: requests of a pass over prompts; with several, the pass is ragged.
     """
 
     name: str
@@ -111,7 +109,7 @@ class RunnerSpec:
         return (size, size * self.width) if self.width else (self.requests, size)
 
     def most_queries(self, size: int) -> int:
-        """The most tokens of a request in a ragged pass of `size`: all of them may be of one prompt. 0 for other passes."""
+        """Maximum tokens of a request in a ragged pass of `size`, since one prompt may have all of them; 0 for other passes."""
         return size if self.requests > 1 else self.max_queries
 
     def output_bytes(self, size: int) -> int:
@@ -121,16 +119,16 @@ class RunnerSpec:
 
 @dataclass(frozen=True, slots=True)
 class GraphOptions:
-    """Which sizes a runner captures, and where its outputs are.
+    """The sizes that a runner captures, and the memory of its outputs.
 
     Attributes:
-        sizes: sizes to capture; none runs everything eagerly.
+        sizes: sizes to capture; if empty, everything runs eagerly.
         padding: whether other sizes are padded to the next captured one.
-        max_size: the largest size that ever runs, padding included; None for the largest that the inputs hold.
+        max_size: the largest size that ever runs, including padding; None for the largest that the inputs hold.
         cuda: whether captures are CUDA graphs; False records plain calls.
-        arena: memory of the outputs, shared with runners whose outputs are dead when this one runs; None for its own.
+        arena: memory of the outputs, shared with runners whose outputs are not in use when this one runs; None for its own.
         node_bytes: device memory of one kernel node of an instantiated graph.
-        nccl_bytes: device memory that NCCL's calls take in a graph of a pass over some tokens.
+        nccl_bytes: device memory of NCCL's calls in a graph of a pass, by its tokens.
     """
 
     sizes: Sequence[int] = ()
@@ -143,10 +141,10 @@ class GraphOptions:
 
 
 class GraphRunner:
-    """Owner of its graphs; see the head of the file for the order of calls.
+    """Owner of its graphs; the module docstring shows the order of calls.
 
     Attributes:
-        mode: how it runs from now on.
+        mode: the run mode of the following runs.
         pool_peak: bytes of the graph pool that the largest size needs; set by `find_peak`.
         report: cost of the capture.
         replayed, run_eagerly: number of runs so far.
@@ -193,7 +191,7 @@ class GraphRunner:
     # ---- outside the graph
 
     def size_for(self, live: int) -> int:
-        """The padded size that `live` requests (or tokens) run at; `live` itself when they run eagerly."""
+        """The padded size at which `live` requests (or tokens) run; `live` itself if they run eagerly."""
         if self.mode is RunMode.EAGER:
             return live
         at = bisect_left(self._sizes, live)
@@ -205,12 +203,12 @@ class GraphRunner:
         return at < len(self._sizes) and self._sizes[at] == size
 
     def batch(self, size: int, tokens: int = 0) -> ForwardBatch:
-        """The persistent inputs of a pass of `size`, padding included; of a ragged pass with `tokens` tokens, if given."""
+        """The persistent inputs of a pass of `size`, including padding; with `tokens`, of a ragged pass of that many tokens."""
         requests, usual = self.spec.shape(size)
         return self._inputs.view(self.spec.mode, requests, tokens or usual, self.spec.tree_tail, self.spec.most_queries(size))
 
     def inputs(self, size: int) -> dict[str, torch.Tensor]:
-        """The inputs of `spec.inputs` for a pass of `size`, to be filled in place."""
+        """The additional inputs, `spec.inputs`, of a pass of `size`, to be filled in place."""
         return {i.name: self._inputs.named(i.name, i.shape(*self.spec.shape(size))[0]) for i in self.spec.inputs}
 
     def outputs(self, size: int) -> Outputs:
@@ -218,7 +216,7 @@ class GraphRunner:
         return self._outputs_for(*self.spec.shape(size))
 
     def run(self, batch: ForwardBatch, variant: str = "", eager: bool = False, forward: Forward | None = None) -> tuple[Outputs, bool]:
-        """Plan and run over filled inputs.
+        """Plan attention, and run over filled inputs.
 
         Args:
             eager: run eagerly on the same inputs even if there is a graph.
@@ -244,32 +242,32 @@ class GraphRunner:
         return RunnerRuns(self.spec.name, self.replayed, self.run_eagerly)
 
     def rebind(self, backends: Sequence[AttentionBackend]) -> None:
-        """Plan with other backends from now on, after the KV pool was replaced. Before any capture."""
+        """Use other backends from now on, after the KV pool was replaced. Before any capture."""
         assert not self._replays, "graphs hold the addresses of the old pool"
         self._backends = backends
 
     # ---- memory
 
     def leave_out(self) -> None:
-        """Capture nothing, and reserve nothing for it."""
+        """Capture no graphs, and reserve no memory for them."""
         assert not self._replays, "its graphs are captured already"
         self._sizes, self.pool_peak, self.report.reserved_mib = [], 0, 0.0
 
     def find_peak(self) -> None:
-        """Set `pool_peak` by an eager run of the largest captured size: a graph allocates what an eager run does.
+        """Set `pool_peak` by an eager run of the largest captured size: a graph allocates as much as an eager run.
 
-        It is a separate run even after an `eager_peak` of the same size: a first run's peak may contain what
-        libraries allocate once and keep, which counts as memory in use and not as pool.
+        This is a separate run even after an `eager_peak` of the same size, because the peak of a first run may include memory that
+        libraries allocate once and keep, which is not part of the pool.
         """
         if self.uses_cuda_graphs:
             self.pool_peak = self._peak(self._sizes[-1])
 
     def calls_nccl(self, size: int) -> bool:
-        """Whether a CUDA graph of this size contains calls of NCCL."""
+        """Whether a CUDA graph of this size contains NCCL calls."""
         return self._cuda and self._nccl_bytes(self.spec.shape(size)[1]) > 0
 
     def reserve(self, pool_bytes: int) -> int:
-        """Bytes that capturing will take with `pool_bytes` in the pool already. Outputs are allocated by now."""
+        """Bytes that capturing will take if the pool already has `pool_bytes`, without outputs, which are allocated already."""
         if not self.uses_cuda_graphs:
             return 0
         passes = len(self.spec.variants) * max(self.spec.num_steps, 1)
@@ -280,7 +278,7 @@ class GraphRunner:
         return needed
 
     def eager_peak(self) -> int:
-        """Bytes that an eager run of the largest size takes besides its outputs; 0 on the CPU."""
+        """Bytes that an eager run of the largest size takes in addition to its outputs; 0 on the CPU."""
         return self._peak(self._max_size) if self._inputs.device.type == "cuda" else 0
 
     def _peak(self, size: int) -> int:
@@ -334,16 +332,16 @@ class GraphRunner:
             )
 
     def _dropped_texts(self) -> tuple[str, str]:
-        if not self.spec.width:  # no flag bounds the tokens of a prompt
+        if not self.spec.width:  # no flag limits the sizes of prompt graphs
             return "prompt lengths", ""
         return "batch sizes", f" or --cuda-graph-max-bs to {self._sizes[-1]}" if self._sizes else " or use --disable-cuda-graph"
 
     def _captures(self, size: int, pool: CapturePool) -> bool:
-        """Capture all variants of a size; whether that worked."""
+        """Capture all variants of a size; returns whether that succeeded."""
         try:
             for variant in self.spec.variants:
                 batch = self._padding_batch(size)
-                # A replay holds today's tensors, as a CUDA graph holds addresses: it does not see tensors bound later.
+                # Like a CUDA graph, which holds addresses, the replay uses the tensors of this moment, not ones that are bound later.
                 call = partial(self._forward, replace(batch), dict(self.outputs(size)), variant)
                 key = (*self.spec.shape(size), variant)
                 self._arena.frozen = self._inputs.frozen = True

@@ -1,4 +1,4 @@
-"""Compares guesses of the draft with the tokens of steps without drafts: that shows acceptance while nothing is drafted."""
+"""Compares guesses of the draft model with the tokens of steps without drafts, to measure acceptance at depth 0."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from runtime.model_executor.staging import HostCopy
 
 
 class GuessCheck:
-    """Makes the comparisons. `of` and `check` run on the thread that submits steps, `read` on the one that reads them."""
+    """Compares guesses with committed tokens. `of` and `check` run on the thread that submits steps, `read` on the one that reads them."""
 
     def __init__(self, drafter: Drafter, accepter: Accepter, depths: DepthControl) -> None:
         self._drafter, self._accepter, self._depths = drafter, accepter, depths
 
     def of(self, iteration: Iteration) -> torch.Tensor | None:
-        """int64 [live]: guesses that an iteration that is about to run without drafts can be compared with."""
+        """int64 [live]: the guesses to compare with an iteration that is about to run without drafts; None if there are none."""
         wanted = iteration.depth == 0 < iteration.live and iteration.grammar is None and self._depths.controller is not None
         return self._drafter.guesses(iteration.rows[: iteration.live]) if wanted else None
 
     def check(self, iteration: Iteration, guesses: torch.Tensor) -> HostCopy:
-        """Compare them with the tokens that it commits, after it was launched: bool [live] on the way to the host."""
+        """Compare guesses with the tokens that the iteration, just launched, commits: bool [live], on its way to the host."""
         return HostCopy(self._accepter.agrees(iteration, guesses))
 
     def read(self, iteration: Iteration, hits: HostCopy | None) -> None:
-        """Tell the controller, when the iteration is read; None: it was compared with nothing."""
+        """Pass the result on to the controller when the iteration is read; None if nothing was compared."""
         if hits is None:
             return
         assert self._depths.controller is not None

@@ -1,7 +1,7 @@
 """The persistent inputs that all graphs share, and the values of their padding.
 
-Allocated at their largest size. A captured graph holds their addresses, so they are written in place and never
-replaced. Runners never run concurrently and each fills what it reads, so one set serves all.
+They are allocated at their largest size. A captured graph holds their addresses, so they are written in place and never replaced. Runners
+never run concurrently and each fills the inputs that it reads, so one set serves all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BufferSpec:
 
     Attributes:
         rows: whether it has a row per request or per token.
-        pad: value of padding rows, which every pass must be able to run over; `ROW_WIDTH` is the tokens per request.
+        pad: value of padding rows, with which every pass must be able to run; `ROW_WIDTH` stands for the tokens per request.
     """
 
     name: str
@@ -58,12 +58,12 @@ INPUTS = (
 
 
 class InputBuffers:
-    """Owner of the inputs. Hands out `ForwardBatch`es that are views of them, the same object for the same shape.
+    """Owner of the inputs. Returns `ForwardBatch`es that are views of them, the same object for the same shape.
 
     Attributes:
-        max_requests, max_tokens: of the largest pass.
+        max_requests, max_tokens: requests and tokens of the largest pass.
         tensors: every input by name, at its largest size.
-        frozen: whether a captured graph holds addresses, so that no input may grow.
+        frozen: whether a captured graph holds addresses; inputs must not grow then.
     """
 
     def __init__(self, max_requests: int, *, max_tokens: int, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class InputBuffers:
         self.declare(INPUTS, max_requests, max_tokens)
 
     def declare(self, specs: Sequence[BufferSpec], requests: int, tokens: int) -> None:
-        """Add inputs, or let existing ones grow, for passes of this size. Before any capture."""
+        """Add inputs, or enlarge existing ones, for passes of this size. Before any capture."""
         for spec in specs:
             shape, old = spec.shape(requests, tokens), self.tensors.get(spec.name)
             assert old is None or self._specs[spec.name] == spec, f"input {spec.name} is declared twice, differently"
@@ -88,8 +88,8 @@ class InputBuffers:
                 self._named.clear()
 
     def view(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int = 0, max_queries: int = 0) -> ForwardBatch:
-        """The batch of `requests` requests with `tokens` tokens together; `tree_tail` > 0 gives it the tree mask, `max_queries` > 0
-        makes it ragged.
+        """The batch of `requests` requests with `tokens` tokens in total; `tree_tail` > 0 adds the tree mask, `max_queries` > 0 makes it
+        ragged.
         """
         key = (mode, requests, tokens, tree_tail, max_queries)
         if key not in self._batches:
@@ -97,7 +97,7 @@ class InputBuffers:
         return self._batches[key]
 
     def named(self, name: str, rows: int) -> torch.Tensor:
-        """The first `rows` rows of an input: the same view each time, because making one costs the host time."""
+        """The first `rows` rows of an input: the same view each time, because creating views takes host time."""
         if (name, rows) not in self._named:
             self._named[name, rows] = self.tensors[name][:rows]
         return self._named[name, rows]

@@ -1,4 +1,4 @@
-"""One iteration of the decoding requests, from proposal to commit: what each stage hands to the next."""
+"""One iteration of the decoding requests: the data that its stages, from proposal to commit, pass on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.model_executor.ragged_windows import RaggedWindows
 
 @dataclass(frozen=True, slots=True)
 class DraftCaps:
-    """The most drafts that each request takes, if that is less than an iteration's depth for any of them.
+    """The draft limit of each request, if that of any is below the iteration's depth.
 
     Attributes:
         host: int [live].
@@ -32,7 +32,7 @@ class DraftCaps:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """The decode rows of one step: `live` requests, `size` with padding.
+    """The decode rows of one step: `live` requests, padded to `size`.
 
     Attributes:
         depth: K, drafts on a path; 0 for none.
@@ -41,18 +41,18 @@ class Iteration:
         kv_lens: int32 [size], KV lengths before the iteration; padding: 0.
         last_tokens: int64 [size], the last committed token of each request.
         bounds: int32 [size], on the host: upper bounds of `kv_lens`.
-        needs: what the sampler has to do.
+        needs: the sampling stages of the requests.
         top_logprobs: number of most likely tokens to report for each token; -1 for no log-probabilities.
-        sample: what runs again eagerly after it.
+        sample: the passes that run again eagerly after it.
         delay: the sample that was launched between the previous iteration and this one.
         eager: whether draft and verification run without graphs.
         grammar: the constrained requests; None if there are none.
-        mask: what grammars allow at the positions of the window, once it is known; None if nothing is restricted.
-        caps: None if every request takes all drafts.
-        ragged: the windows where they differ in width; None if all have `depth` + 1 tokens.
+        mask: the tokens that grammars allow at the positions of the window, once known; None if nothing is restricted.
+        caps: draft limits; None if no request has a limit below `depth`.
+        ragged: the windows if they differ in width; None if all have `depth` + 1 tokens.
         greedy: bool [live], which requests are greedy; None if the depth is fixed.
         started: when it was submitted to the device, in seconds.
-        unfollowed: positions at the end of a row's KV that the draft will not have followed after it, at most.
+        unfollowed: upper bound of the positions at the end of a row's KV that have no draft KV after it.
     """
 
     depth: int
@@ -76,12 +76,12 @@ class Iteration:
 
     @property
     def live(self) -> int:
-        """Requests without the padding."""
+        """Requests without padding."""
         return len(self.host_rows)
 
     @property
     def size(self) -> int:
-        """Requests with the padding."""
+        """Requests with padding."""
         return len(self.bounds)
 
     @property
@@ -106,14 +106,14 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """The target over the windows of an iteration. Valid until the next verify pass.
+    """The target's outputs for the windows of an iteration. Valid until the next verify pass.
 
     Attributes:
         logits: float32 [size * D, V], or this rank's columns of them.
-        tokens: int64 [size, D], the argmax of each.
+        tokens: int64 [size, D], the argmax at each position.
         features: [size * D, feature], the states that the drafter reads.
         graph: whether a graph was replayed.
-        head: the LM head that made the logits.
+        head: the LM head that computed the logits.
     """
 
     logits: torch.Tensor
@@ -123,7 +123,7 @@ class VerifyResult:
     head: Linear
 
     def all_logits(self, count: int) -> torch.Tensor:
-        """float32 [count, V]: the logits of the first `count` window positions. All ranks call it together."""
+        """float32 [count, V]: the logits of the first `count` window positions. All ranks must call it together."""
         return self.head.gather(self.logits[:count])
 
     def part(self, start: int, stop: int) -> VerifyResult:
@@ -135,11 +135,11 @@ class VerifyResult:
 
 @dataclass(frozen=True, slots=True)
 class AcceptResult:
-    """Which tokens an iteration commits. Padding rows hold anything valid.
+    """The tokens that an iteration commits. Padding rows have arbitrary valid values.
 
     Attributes:
         accept_lens: int32 [size], each in 1..D.
-        tokens: int64 [size, D]: the committed tokens, then anything valid.
+        tokens: int64 [size, D]: the committed tokens, then arbitrary valid ones.
         path: int64 [size, D]: window index of each committed position (trees); None for 0, 1, 2, …
     """
 
@@ -148,8 +148,8 @@ class AcceptResult:
     path: torch.Tensor | None = None
 
     def emitted(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """What the host reads, written to `out` if given: int64 [size, D + 1], the tokens and then the accept length, or the tokens
-        alone where D = 1.
+        """The values that the host reads, written to `out` if given: int64 [size, D + 1], the tokens and then the accept length, or only
+        the tokens if D = 1.
         """
         if self.tokens.shape[1] == 1:
             return self.tokens if out is None else out.copy_(self.tokens)
@@ -158,10 +158,10 @@ class AcceptResult:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What a drafter follows: the committed tokens, and the target's pass over their window.
+    """The committed tokens and the target's states over their window, which a drafter follows.
 
     Attributes:
-        result: what was committed.
+        result: the committed tokens.
         window: int64 [size, D]: the tokens that were verified.
         features: [size * D, feature]: the target's states over the window.
     """

@@ -1,4 +1,4 @@
-"""What an iteration costs by batch size, depth and context: measured at start-up, refined while serving. No torch."""
+"""The time of an iteration by batch size, depth and context: measured at start-up, refined while serving. No torch."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ MEMORY = 200
 CELL_RATE, FIRST_RUNS = 0.02, 5
 """Fraction of an error assigned to a single batch size and depth, at first 1 / (runs + `FIRST_RUNS`); the scale gets most of the rest."""
 RECENT, FORGET, SURE = 512, 500, 8
-"""Runs of a depth count for about `RECENT` iterations of about as many requests. The errors of depths that ran `SURE` times lately are
-known relative to each other. What they have in common, and the errors of other depths, are forgotten within about `FORGET` iterations, and
-the scale takes over what remains. Such errors may come from a delay of the machine that is over: the depth that ran during the delay then
-seems slow, or the one after it fast, compared with depths that do not run and so would never be corrected.
+"""Corrections of single depths are forgotten unless they are well known. A run counts for about `RECENT` iterations at a similar batch
+size. Differences between depths that ran at least `SURE` times recently are kept; what these have in common, and the corrections of other
+depths, decay within about `FORGET` iterations, and the scale absorbs what remains. Such a correction may come from a temporary delay of the
+machine, which makes one depth seem slow compared with depths that do not run and would never be corrected.
 """
 MOST_CELL, MOST_LATE = math.log(3.0), math.log(1.25)
-"""The largest correction of a single batch size and depth, as a logarithm, and the largest error towards a longer time that one iteration
-counts as: a delay of the machine only adds time, and a depth that seems slow is seldom tried again."""
+"""Logarithms of the largest correction of a single batch size and depth, and of the largest positive error that one iteration counts as: a
+delay of the machine only adds time, and a depth that seems slow is rarely tried again."""
 CLEARLY_SHORT = 1.1
-"""A depth with drafts whose first two times are both shorter than at start-up by this factor was measured while the machine was busy. Noise
-seldom reaches it, and a single time may be short because the result before it was read late."""
+"""If the first two times of a depth with drafts are both shorter than at start-up by this factor, the machine was busy at start-up. Two
+times are needed because one may be short if the previous result was read late."""
 OUTLIER = 2.0
-"""A time further from the expected one than this factor counts as this factor."""
+"""Times are clamped to within this factor of the expected time."""
 CONTEXT_UNIT = 32768
 """Tokens of context assumed to cost about as much as one plain iteration, until measured."""
 PRIOR_SCALE, PRIOR_CONTEXT = 1.0, 0.1
-"""Weights, in iterations, of the start-up measurement and of context that costs nothing."""
+"""Weights, in iterations, of the start-up measurement and of a context cost of zero."""
 START_ERROR = 0.03
-"""Relative error of a time measured at start-up: of few iterations, without the host's work for real requests."""
+"""Relative error of a time measured at start-up from few iterations, without the host's work for real requests."""
 
 LEAST_FIXED = 0.1
-"""Minimum fraction of the shortest time that does not depend on size or depth."""
+"""Minimum constant term of the fit, as a fraction of the shortest measured time."""
 SWEEPS = 100
-"""Iterations of the fit to the start-up measurements."""
+"""Coordinate-descent iterations of the fit to the start-up measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostPoint:
-    """The measured time of iterations of `size` requests, padding included, at one depth and a short context."""
+    """The measured time of iterations of `size` requests, including padding, at one depth and a short context."""
 
     size: int
     depth: int
@@ -51,10 +51,10 @@ class CostPoint:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How many distinct experts of a sparse layer tokens hit: a window of drafts hits more than one token does.
+    """Estimates how many distinct experts of a sparse layer the tokens of a pass are routed to.
 
     Attributes:
-        spread: how independently tokens choose, 0 to 1; neighbouring tokens of a text share some experts.
+        spread: how independently tokens choose experts, 0 to 1; neighbouring tokens of a text share some.
     """
 
     num_experts: int
@@ -62,23 +62,22 @@ class Routing:
     spread: float = 1.0
 
     def distinct(self, tokens: int) -> float:
-        """Expected number of distinct experts that `tokens` tokens hit in one layer."""
+        """Expected number of distinct experts of `tokens` tokens in one layer."""
         return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** (1 + self.spread * (tokens - 1)))
 
 
 class IterationCost:
     """Predicts the time of an iteration: scale * table(size, depth) + context tokens * seconds per token.
 
-    The table goes through the points of the start-up. `observe` refines it: scale and seconds per token by least squares
-    with exponential forgetting, and slowly each batch size and depth by itself. `correct` tells it how many experts of a
-    sparse model are read.
+    The table interpolates the points measured at start-up. `observe` refines scale and seconds per token by least squares with exponential
+    forgetting, and slowly also each batch size and depth. `correct` sets how many experts of a sparse model are read.
     """
 
     def __init__(self, points: Sequence[CostPoint], routing: Routing | None = None) -> None:
         """
         Args:
             points: at least one; any sizes and depths.
-            routing: of a sparse model, as in the measurement.
+            routing: the routing of a sparse model in the measurement; None for a dense model.
         """
         self.points, self._routing = tuple(points), routing
         self._fit = self._fitted()
@@ -86,21 +85,21 @@ class IterationCost:
         self._table: dict[tuple[int, int, int, Routing | None], float] = {}
         self._cells: dict[tuple[int, int, int], float] = {}
         self._runs: dict[tuple[int, int, int], float] = {}
-        self._short: dict[tuple[int, int, int], float] = {}  # first times that were clearly short: logarithms over the expected ones
-        self._unseen: dict[int, float] = {}  # the correction of depths with drafts that did not run yet, by `size.bit_length()`
-        self._sums = [0.0] * 5  # 1, u, u^2, y, u * y of the regression y = scale + u * context
+        self._short: dict[tuple[int, int, int], float] = {}  # first times that were clearly short, as log(time / expected)
+        self._unseen: dict[int, float] = {}  # correction of depths with drafts that have not run yet, by `size.bit_length()`
+        self._sums = [0.0] * 5  # sums of 1, u, u^2, y, u * y for the regression y = scale + u * context
         self._scale, self._context = 1.0, 0.0
         self._unit = self._measured(1, 0) / CONTEXT_UNIT
 
     def seconds(self, size: int, depth: int, kv_tokens: int = 0, width: int = 0) -> float:
-        """The expected time of an iteration of `size` requests, padding included, with `kv_tokens` of context together.
+        """The expected time of an iteration of `size` requests, including padding, with `kv_tokens` of context in total.
 
-        `width`: mean tokens of windows that differ; 0 for full ones.
+        `width`: mean tokens of ragged windows; 0 for full windows.
         """
         return self._scale * self._at(size, depth, width) + self._context * self._unit * kv_tokens
 
     def error(self, size: int, depth: int) -> float:
-        """How far, as a fraction, the expected time of a depth may be off, until enough of its iterations ran."""
+        """Relative error of the expected time of a depth; it falls with each of its iterations."""
         return START_ERROR / math.sqrt(1 + self._runs.get((size.bit_length(), depth, 0), 0))
 
     def observe(self, size: int, depth: int, kv_tokens: int, seconds: float, width: int = 0) -> None:
@@ -125,7 +124,7 @@ class IterationCost:
         self._cells[key] = min(max(cell, -MOST_CELL), MOST_CELL)
 
     def _forget(self, sizes: int) -> None:
-        """Forget a little of the errors of single depths for about as many requests."""
+        """Decay the corrections of single depths at similar batch sizes, as described at `FORGET`. `sizes`: `size.bit_length()`."""
         keys = [key for key in self._cells if key[0] == sizes]
         for key in keys:
             self._runs[key] = self._runs.get(key, 0.0) * (1 - 1 / RECENT)
@@ -136,8 +135,8 @@ class IterationCost:
             self._cells[key] -= (known * common + (1 - known) * self._cells[key]) / FORGET
 
     def _was_busy(self, key: tuple[int, int, int], size: int, kv_tokens: int, seconds: float) -> bool:
-        """Whether one of the first times of a depth with drafts is clearly shorter than at start-up, where that of depth 0 is not. If the
-        next one is too, the longer of both is believed, also for other depths with drafts until they run.
+        """Whether one of the first times of a depth with drafts is clearly shorter than at start-up, although that of depth 0 is not. If
+        the next one is too, the longer of the two becomes the correction, also of other depths with drafts until they run.
         """
         sizes, depth, width = key
         if not depth or key in self._runs or self._runs.get((sizes, 0, 0), 0) < FIRST_RUNS:
@@ -154,7 +153,7 @@ class IterationCost:
         return True
 
     def correct(self, spread: float) -> None:
-        """Take note of how independently tokens choose experts, `Routing.spread`, as measured."""
+        """Update `Routing.spread` by a measurement."""
         if self._routing is not None:
             self._routing = replace(self._routing, spread=round(spread, 1))
 
@@ -164,8 +163,8 @@ class IterationCost:
         return self._measured(size, depth, width) * math.exp(self._cells.get((sizes, depth, width), unseen))
 
     def _measured(self, size: int, depth: int, width: int = 0) -> float:
-        """The table as measured at start-up, with the experts that are read now; of windows that differ the time of full ones without
-        the rows that are left out.
+        """The table as measured at start-up, but with the current `Routing`. For ragged windows, the time of full windows less the modelled
+        time of the rows that they do not have.
         """
         key = size, depth, width, self._routing
         if key not in self._table:
@@ -183,13 +182,13 @@ class IterationCost:
         return float(self._features(size, depth, width) @ self._fit)
 
     def _features(self, size: int, depth: int, width: int = 0) -> npt.NDArray[np.float64]:
-        """What a time is made of: launches and weights, rows of the target's pass, draft passes, rows of those, and experts."""
+        """The terms of a time: constant (launches and weights), rows of the target's pass, draft passes, rows of draft passes, experts."""
         rows = size * (width or depth + 1)
         experts = 0.0 if self._routing is None else self._routing.distinct(rows)
         return np.array([1.0, rows, depth, depth * size, experts])
 
     def _fitted(self) -> npt.NDArray[np.float64]:
-        """Least squares of relative errors with coefficients of at least 0, the first above it, by coordinate descent."""
+        """Non-negative least squares of relative errors by coordinate descent; the constant term is at least `LEAST_FIXED`."""
         x = np.array([self._features(p.size, p.depth) / p.seconds for p in self.points])
         gram, wanted = x.T @ x, x.sum(0)
         least = np.array([LEAST_FIXED * min(p.seconds for p in self.points), 0.0, 0.0, 0.0, 0.0])

@@ -1,11 +1,9 @@
 """Iteration graphs: propose, verify, process logits, accept, commit and follow of one iteration as one captured graph.
 
-The function that is captured calls the same drafter, verifier and accepter as an iteration of three graphs. Their passes
-become part of the one graph, and so do the load of the rows' state and the attention schedules, which are computed on the
-device. Host work is left at its two ends: the upload of request rows before it, if others run than before, and the copy of the
-result after it.
-
-Iterations that need more run as three graphs: `serves` says which.
+The captured function calls the same drafter, verifier and accepter as an iteration of three graphs. It also includes the load of the rows'
+state and the attention schedules, which are computed on the device. The only host work is to upload request rows before it, if they have
+changed, and to copy the result after it.
+Other iterations run as three graphs: see `serves`.
 """
 
 from __future__ import annotations
@@ -37,23 +35,24 @@ VARIANTS = {
     "filtered": SamplingNeeds(False, False, True),
     "mixed": SamplingNeeds(False, True, True),
 }
-"""What the requests of an iteration need of the sampler, by the name of the captured variant. Greedy and sampled requests together run as
-if some had a filter, which keeps the bits of the others.
+"""The sampling stages of each captured variant. Batches of greedy and sampled requests run the variant with filters, which does not change
+the bits of requests without filters.
 """
 MOST_REQUESTS = 32
-"""The largest batch with iteration graphs: with more requests the time between graphs is less than 1 % of an iteration of the 8B shape."""
+"""The largest batch with iteration graphs: above, the gaps between separate graphs are less than 1 % of an iteration of an 8B model."""
 ROWS = BufferSpec("iteration_rows", "req", torch.int64, 0)
-"""Input of the graphs: the request rows, which stay as they are until other rows run. Passes outside the graphs fill the other inputs."""
+"""The graphs' own input of request rows, which keeps its values until other rows run. Passes outside these graphs overwrite other
+inputs."""
 SMALL_MODEL, TINY_MODEL = 4_000_000_000, 1_000_000_000
-"""Parameters per token. Between the graphs of an iteration the GPU waits for the host, which matters for small models because their
-iterations are short. With a tiny one the host's work takes longer than all drafts, so every depth has iteration graphs."""
+"""Parameters per token. Between separate graphs the GPU waits for the host, which matters for small models because their iterations are
+short. With tiny models the host's work takes longer than all draft passes, so every depth has iteration graphs."""
 OTHER_LAUNCHES = 100
-"""Approximate number of kernels besides the models': inputs, schedules, acceptance and sampling."""
+"""Approximate number of kernels in addition to the models': inputs, schedules, acceptance and sampling."""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationStages:
-    """What runs an iteration. Attributes as in `WorkerParts`."""
+    """The parts that run an iteration. Attributes as in `WorkerParts`."""
 
     target: TargetModel
     inputs: InputBuffers
@@ -62,11 +61,11 @@ class IterationStages:
     accepter: Accepter
 
     def runners(self, depth: int) -> list[GraphRunner]:
-        """The graph runners of an iteration that is not one graph."""
+        """The graph runners of an iteration that runs as separate graphs."""
         return [self.verifier.runners[depth], *self.drafter.runners(depth)]
 
     def sizes(self, depth: int) -> list[int]:
-        """Batch sizes that have an iteration graph: common ones of those that all its passes have graphs of."""
+        """Batch sizes that get an iteration graph: common sizes for which all its passes have graphs."""
         sizes = set.intersection(*(set(runner.sizes) for runner in self.runners(depth)))
         return thinned([size for size in sizes if size <= MOST_REQUESTS])
 
@@ -77,9 +76,9 @@ class IterationStages:
         return all(model.backend.caps.plan_on_device for model in models)
 
 
-def hot_depths(depths: Iterable[int], config: RuntimeConfig, active_parameters: int) -> list[int]:
-    """The depths with iteration graphs: those that have graphs of all batch sizes, which are 0, the usual one, and a fixed one; of a tiny
-    model all. None of a model that is not small, unless asked for, and none where ranks exchange between the passes.
+def iteration_graph_depths(depths: Iterable[int], config: RuntimeConfig, active_parameters: int) -> list[int]:
+    """The depths with iteration graphs: 0, `USUAL_STEPS` and a fixed depth, which have graphs for all batch sizes; all depths of a tiny
+    model. Large models have none unless --enable-iteration-graph is set, and models on several ranks have none.
     """
     wanted = config.graphs.iteration_graph
     if wanted is None:
@@ -89,21 +88,21 @@ def hot_depths(depths: Iterable[int], config: RuntimeConfig, active_parameters: 
     if active_parameters <= TINY_MODEL:
         return sorted(depths, reverse=True)
     drafts = config.speculative
-    hot = {0, USUAL_STEPS} | ({drafts.num_steps} if drafts is not None and not drafts.depths else set())
-    return sorted(hot & set(depths), reverse=True)
+    graph_depths = {0, USUAL_STEPS} | ({drafts.num_steps} if drafts is not None and not drafts.depths else set())
+    return sorted(graph_depths & set(depths), reverse=True)
 
 
 class IterationGraphs:
     """Owner of one graph runner per depth.
 
     Attributes:
-        runners: by depth; empty if iterations always run as three graphs.
+        runners: the graph runners by depth; empty if iterations always run as three graphs.
     """
 
     def __init__(self, stages: IterationStages, depths: Sequence[int], options: GraphOptions) -> None:
-        """`options`: how they are captured, at `depths` where everything can be captured together."""
+        """Make runners at `depths`, if the drafter and all attention backends can be captured."""
         self._stages = stages
-        self._rows: torch.Tensor | None = None  # what the input `ROWS` holds
+        self._rows: torch.Tensor | None = None  # the current values of the input `ROWS`
         capturable = stages.drafter.spec.capturable and (stages.plans_on_device or not options.cuda)
         sizes = {depth: stages.sizes(depth) for depth in depths} if capturable else {}
         self.runners = {depth: self._make_runner(depth, own, options) for depth, own in sizes.items() if own}
@@ -111,8 +110,8 @@ class IterationGraphs:
     # ---- outside the graph
 
     def serves(self, iteration: Iteration) -> bool:
-        """Whether there is a graph for this iteration: decode rows alone, without grammars, penalties, biases, minimum lengths or draft
-        caps.
+        """Whether there is a graph for this iteration: only decode rows, without grammars, penalties, biases, minimum lengths or draft
+        limits.
         """
         runner, depth = self.runners.get(iteration.depth), iteration.depth
         if runner is None or not runner.has_graph(iteration.size) or _variant(iteration.needs) is None:
@@ -122,13 +121,13 @@ class IterationGraphs:
         return replays and iteration.grammar is None and iteration.caps is None
 
     def run(self, iteration: Iteration) -> tuple[torch.Tensor, VerifyResult]:
-        """Run an iteration; its inputs need not be filled.
+        """Replay an iteration; its inputs need not be filled.
 
         Returns:
             `AcceptResult.emitted`, and the target's outputs. Valid until the next iteration.
         """
         runner, variant = self.runners[iteration.depth], _variant(iteration.needs)
-        assert variant is not None, "serves comes before run"
+        assert variant is not None, "call serves first"
         batch = runner.batch(iteration.size)
         batch.seq_len_bounds[:] = iteration.bounds + batch.tokens_per_req
         if iteration.rows is not self._rows:
@@ -151,7 +150,7 @@ class IterationGraphs:
             launches=OTHER_LAUNCHES + sum(runner.spec.launches for runner in runners),
             fallback="as several graphs",
         )
-        own = replace(options, sizes=sizes, max_size=sizes[-1], arena=None)  # its outputs are alive together with those of its passes
+        own = replace(options, sizes=sizes, max_size=sizes[-1], arena=None)  # its outputs are in use together with those of its passes
         return GraphRunner(spec, partial(self._forward, depth), self._stages.inputs, [], own)
 
     # ---- inside the graph
@@ -173,7 +172,7 @@ class IterationGraphs:
 
 
 def _variant(needs: SamplingNeeds) -> str | None:
-    """The captured variant that does what the sampler has to do; None if there is none."""
+    """The captured variant that covers these sampling stages; None if there is none."""
     if needs.adjusts:
         return None
     if needs.any_greedy:

@@ -1,4 +1,4 @@
-"""Divides the device's memory: a pure function that gives the KV cache what the other parts leave."""
+"""The memory plan: a pure function that divides the device's memory and gives the KV cache the remainder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from runtime.errors import ConfigError
 
 MIB = 1 << 20
 SAFETY_FRACTION = 0.004
-"""Share of the device left for the allocator's rounding and fragments: at most 0.3 % for batch sizes 1-512 and chunks
-of 512-16384 tokens."""
+"""Fraction of the device reserved for the allocator's rounding and fragmentation, which takes at most 0.3 % for batch sizes 1-512 and
+chunks of 512-16384 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Budget:
         free: free memory after weights, row state, inputs and outputs are allocated.
         activations: peak of the largest chunk and of sampling, measured by a run.
         reservations: memory that each graph runner will allocate, by name.
-        experts: of what is not free, bytes of the target's routed experts.
-        bytes_per_slot: KV of one position, target and draft together: the sum of `KVSpec.bytes_per_slot`.
+        experts: bytes of the target's routed experts, part of the memory that is not free.
+        bytes_per_slot: KV bytes of one position, target and draft together: the sum of `KVSpec.bytes_per_slot`.
     """
 
     total: int
@@ -36,7 +36,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The division.
+    """The result of `plan_memory`.
 
     Attributes:
         num_pages: pages of the KV cache.
@@ -47,7 +47,7 @@ class MemoryPlan:
     table: dict[str, int]
 
     def with_pages(self, num_pages: int, page_bytes: int) -> MemoryPlan:
-        """The plan with fewer pages of `page_bytes` bytes, which leaves more free."""
+        """The plan with fewer pages of `page_bytes` bytes, and more free memory."""
         kv = (num_pages + 1) * page_bytes
         left = self.table["left free"] + self.table["KV cache"] - kv
         return MemoryPlan(num_pages, {**self.table, "KV cache": kv, "left free": left})
@@ -56,8 +56,8 @@ class MemoryPlan:
         """A table of reserved and used memory for the log, in MiB.
 
         Args:
-            captured: bytes that each graph runner took, by name.
-            free: free bytes of the device after capture; activations will be allocated from them.
+            captured: bytes that each graph runner takes, by name.
+            free: free bytes of the device after capture, before activations are allocated.
         """
         total, unused = sum(self.table.values()), free - self.table["activations"]
         lines = [f"{'MiB':<24}{'reserved':>12}{'used':>12}{'unused':>12}"]

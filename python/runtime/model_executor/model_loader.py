@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_format: str, quantization: str | None) -> DecoderModel:
     """Build a model and fill its weights."""
-    with context.timed("load_weights"), paused_gc(freeze=False):  # it would visit the many small objects again and again
+    with context.timed("load_weights"), paused_gc(freeze=False):  # each collection would visit all the small objects
         ops, why = select_ops(context.device, context.dtype, context.timings)
         log.info("block operations: %s", why)
         shared = context.attention_group, context.config.parallel.ep_size, context.kv_dtype, context.exchange
@@ -34,15 +34,17 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
 
 
 def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
-    """Raise `ConfigError` if GPUs would have shards of different sizes, because all ranks use the kernels that rank 0 chooses.
+    """Raise `ConfigError` if shards on GPUs have different sizes, because all ranks use the kernels that rank 0 chooses.
 
-    Experts that are cut into units may differ, because each rank chooses their kernels by its own sizes.
+    Shards of experts that are split at multiples of columns may differ, because each rank chooses their kernels by its own sizes.
     """
     experts = [mlp.experts for mlp in model.sparse_mlps]
     sizes = [(each.count, each.size[0] if each.scheme.shard_unit > 1 else each.size) for each in experts]
     shapes = context.group.gather(([gemm.key(0) for gemm in model.gemms()], sizes))
     if context.device.type == "cuda" and any(other != shapes[0] for other in shapes):
-        raise ConfigError(f"--tp-size {context.group.size} does not cut {model.config.architecture} into equal parts; use another size")
+        raise ConfigError(
+            f"--tp-size {context.group.size} does not divide {model.config.architecture} into equal shards. Use another size."
+        )
 
 
 def model_weights(context: WorkerContext, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str):

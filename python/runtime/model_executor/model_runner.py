@@ -21,10 +21,10 @@ from runtime.models.decoder import DecoderModel
 
 
 class ModelRunner:
-    """Owner of a model's weights, KV pool and backend. Target and draft are one each, over one page table.
+    """Owner of a model's weights, KV pool and backend. Target and draft model have one each and share the page table.
 
     Attributes:
-        arena: outputs of the model's graph runners.
+        arena: memory for the outputs of the model's graph runners.
         prompt_sizes: tokens of the passes over one prompt that have graphs, smallest first.
     """
 
@@ -55,7 +55,7 @@ class ModelRunner:
     def allocate(self, num_pages: int, page_table: PageTable, max_batch_size: int, max_width: int) -> None:
         """Make the KV pool and the backend, and bind them to the model.
 
-        Called again, it replaces both (a profile run uses a small pool).
+        A second call replaces both, because the profile run uses a small pool.
         """
         layers = self.model.attention_specs
         self.kv_pool = KVPool([layer.kv for layer in layers], num_pages, page_table.page_size, self.device)
@@ -76,7 +76,7 @@ class ModelRunner:
         self.model.bind(self.kv_pool, self.backend)
 
     def extend(self, batch: ForwardBatch, aux_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Plan and run an EXTEND batch eagerly: hidden [T, hidden] and, where asked, auxiliary states."""
+        """Plan and run an EXTEND batch eagerly: hidden states [T, hidden], and the states of `aux_layers`, [T, A * hidden], or None."""
         assert batch.mode is ForwardMode.EXTEND
         plan_pass(self.backend, batch)
         return self.model.forward(batch, aux_layers)

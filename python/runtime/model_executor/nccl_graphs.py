@@ -1,4 +1,4 @@
-"""Calls of NCCL in CUDA graphs: the memory that they take, and what a capture of them that failed means."""
+"""NCCL calls in CUDA graphs: their memory, and the check that all ranks captured the same graphs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from runtime.models.config import ModelConfig
 
 
 def nccl_bytes_of_graph(context: WorkerContext, model: ModelConfig, tokens: int) -> int:
-    """Device memory of NCCL's calls in a graph of a pass over `tokens`: for each layer two sums over the ranks, unless our own kernels
-    take them, and two exchanges with other attention groups.
+    """Device memory of NCCL's calls in a graph of a pass over `tokens`: two all-reduces per layer, unless our own kernel runs them, and two
+    exchanges per layer with other attention groups.
     """
     group = context.attention_group
     x = torch.empty((tokens, model.hidden_size), dtype=context.dtype, device="meta")
@@ -26,7 +26,7 @@ def captured_everywhere(context: WorkerContext, runner: GraphRunner, wanted: Seq
     """The sizes that have a graph on all ranks.
 
     Raises:
-        ConfigError: one of those that were `wanted` calls NCCL and failed. Later calls would hang.
+        ConfigError: one of the `wanted` sizes calls NCCL and could not be captured. Later NCCL calls would hang.
     """
     held = set.intersection(*map(set, context.group.gather(runner.sizes)))
     if any(runner.calls_nccl(size) for size in set(wanted) - held):

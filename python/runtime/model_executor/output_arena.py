@@ -1,16 +1,15 @@
 """The memory shared by graph runners for their outputs.
 
-Outputs of one arena are never alive at the same time. Each `ModelRunner` has one, sized for its largest graph runner:
+Outputs in one arena are never in use at the same time. Each `ModelRunner` has an arena of the size of its largest graph runner's outputs:
 
     arena     written by                           read until
     target    verify of every depth, plain decode  the step has accepted its tokens, copied log-probabilities to the host
                                                    and filled the inputs of draft-extend
-              short prompts                        the step has sampled, and the draft has followed over the prompt
+              short prompts                        the step has sampled, and the draft model has processed the prompt
     draft     draft decode of every depth          the step has accepted: it reads draft probabilities after verify
 
-A step runs either short prompts or one verify pass. Draft-extend has no outputs. An iteration graph writes the outputs of
-its passes here, and its result to a separate arena. All work is on one stream, so the next
-pass never overwrites what an earlier copy still reads.
+A step runs either short prompts or one verify pass. Draft-extend has no outputs. An iteration graph writes the outputs of its passes here,
+and its result to a separate arena. All work is on one stream, so a pass never overwrites outputs that an earlier copy still reads.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class OutputArena:
         self.frozen = False
 
     def reserve(self, specs: Sequence[BufferSpec], requests: int, tokens: int) -> int:
-        """Make room for these buffers; returns the bytes that the arena grew by."""
+        """Enlarge the arena for these buffers if needed; returns the bytes by which it grew."""
         wanted = sum(_aligned(spec.bytes(requests, tokens)) for spec in specs)
         grown = wanted - self.storage.numel()
         if grown <= 0:

@@ -1,4 +1,4 @@
-"""The start-up check that graphs compute the same as eager passes: acceptance by position, and text."""
+"""The start-up check that graphs give the same acceptance by position and the same text as eager passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.model_executor.worker import Worker
 log = logging.getLogger(__name__)
 PROMPTS, PROMPT_LEN, ITERATIONS = 4, 16, 16
 OTHER_DEPTH_EVERY = 3
-"""One iteration in this many is not at full depth, if the worker has other depths."""
+"""One in this many iterations runs below full depth, if the worker has other depths."""
 PERIOD = 5
 """Prompts repeat after this many tokens, so that prompt lookup finds drafts."""
 
@@ -31,7 +31,7 @@ class Outcome:
 
 
 def check_parity(worker: Worker) -> None:
-    """Compare graphs with eager passes over unused rows and log the table; the worker is left as it was.
+    """Compare graphs with eager passes over unused rows and log the table; the worker's state is reset afterwards.
 
     Raises:
         ConfigError: they differ; the message names the runner whose graph is at fault.
@@ -53,8 +53,8 @@ def check_parity(worker: Worker) -> None:
     if not culprit:
         return
     raise ConfigError(
-        f"graphs of {culprit} do not compute what the same passes compute eagerly (see the table in the log); "
-        "start with --disable-cuda-graph, without --enable-iteration-graph, or turn one runner's graphs off"
+        f"Graphs of {culprit} and the same passes run eagerly differ (see the table in the log). "
+        "Start with --disable-cuda-graph, without --enable-iteration-graph, or disable the graphs of one runner."
     )
 
 
@@ -76,7 +76,7 @@ def run_scratch(worker: Worker) -> Outcome:
     pages = -(-room // limits.page_size)
     count = min(count, limits.max_total_tokens // limits.page_size // pages)
     if count == 0 or PROMPT_LEN + ITERATIONS * limits.max_accept_len > limits.max_context_len:
-        raise ConfigError("--speculative-check-parity needs room for one short request; raise --max-total-tokens or --context-length")
+        raise ConfigError("--speculative-check-parity needs KV slots for one short request. Raise --max-total-tokens or --context-length.")
     worker.reset()
     try:
         with worker.parts.monitor.without_sample():
@@ -87,11 +87,11 @@ def run_scratch(worker: Worker) -> Outcome:
 
 
 def _iterate(worker: Worker, count: int, pages: int) -> list[list[int]]:
-    """The tokens of `count` prompts after iterations at all depths of the worker in turn, mostly the deepest."""
+    """The tokens of `count` prompts after iterations at all depths of the worker, mostly the deepest."""
     limits, control = worker.limits, worker.parts.depths
     rows, kv = np.arange(1, count + 1, dtype=np.int32), np.full(count, PROMPT_LEN, dtype=np.int32)
     ids = (7 * rows[:, None] + np.arange(PROMPT_LEN, dtype=np.int32) % PERIOD * 11 + 3) % limits.vocab_size
-    # Each prompt runs alone, so that a graph for short prompts replays it.
+    # Each prompt runs alone, so that a graph for short prompts is replayed.
     prompts = [scratch_prompts(rows[i : i + 1], ids[i : i + 1], pages) for i in range(count)]
     out = [worker.submit(prompt).wait().token_ids.tolist() for prompt in prompts]
     others = [depth for depth in control.limits if depth != control.deepest]

@@ -9,7 +9,7 @@ from runtime.model_executor.staging import HostCopy, to_device
 
 
 def pool_chunks(batch: ScheduleBatch, hidden: torch.Tensor, logits: torch.Tensor) -> dict[int, HostCopy]:
-    """Start the copies of what `batch.pooling` asks for, by index of the chunk.
+    """Start the copies of the results that `batch.pooling` requests, by index of the chunk.
 
     Args:
         hidden: [T, hidden], states after the final norm.

@@ -13,7 +13,7 @@ from runtime.errors import ServingError, WrongProfile
 
 
 class Profiler:
-    """Owner of the trace that is running, at most one."""
+    """Owner of the running trace, if there is one."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
@@ -34,7 +34,7 @@ class Profiler:
         self._running.start()
 
     def stop(self) -> str:
-        """Stop, write the trace in Chrome's format and return its path. Raises `WrongProfile` when none is running."""
+        """Stop, write the trace in Chrome's format and return its path. Raises `WrongProfile` if none is running."""
         if self._running is None:
             raise WrongProfile("No profile is running.")
         if torch.cuda.is_available():
@@ -46,5 +46,5 @@ class Profiler:
         return path
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """A named phase of the trace, if one is running."""
+        """A named span of the trace, if one is running."""
         return nullcontext() if self._running is None else torch.profiler.record_function(f"talon::{name}")

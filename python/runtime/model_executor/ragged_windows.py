@@ -1,8 +1,8 @@
 """Ragged windows: the windows of an iteration whose requests have different numbers of drafts.
 
-The target runs over T = sum of the widths tokens instead of B * D. Its states are spread over windows of full width before
-the LM head, so that acceptance and the drafter see the shapes of any iteration. Drafts beyond a request's own width were not
-verified and are not accepted (`Iteration.caps`).
+The target runs over T tokens, the sum of the widths, instead of B * D. Its states are scattered into windows of full width before the LM
+head, so acceptance and the drafter see the usual shapes. Drafts beyond a request's width are not verified and never accepted
+(`Iteration.caps`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ Upload = Callable[..., list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class RaggedWindows:
-    """Widths of B windows, padding included, of at most D tokens each.
+    """Widths of B windows, including padding, of at most D tokens each.
 
     Attributes:
         host: int32 [B], the widths.
         widths: int32 [B], on the device.
         offsets: int32 [B + 1], where each window begins among the T tokens.
-        index: int64 [T], the place of each token among the B * D of full windows.
-        spread: int64 [B, D], the place among the T tokens of each position of a full window; beyond a width, of its last token.
+        index: int64 [T], the index of each token in full windows [B * D].
+        spread: int64 [B, D], the index among the T tokens of each position of a full window; beyond a window's width, that of its last
+        token.
     """
 
     host: Int32
@@ -40,7 +41,7 @@ class RaggedWindows:
 
     @classmethod
     def of(cls, widths: Int32, D: int, upload: Upload) -> RaggedWindows:
-        """`widths`: int32 [B], each in 1..D; one upload."""
+        """Make the windows of these widths, int32 [B], each in 1..D, with one upload."""
         offsets = np.concatenate([np.zeros(1, dtype=np.int32), widths.cumsum(dtype=np.int32)])
         columns = np.arange(D, dtype=np.int32)
         index = np.flatnonzero(columns < widths[:, None])
@@ -73,5 +74,5 @@ class RaggedWindows:
 
 
 def mean_widths(depth: int) -> Sequence[int]:
-    """Mean widths of the ragged passes that have graphs: about a half and three quarters of D = `depth` + 1."""
+    """Mean widths of the ragged passes that have graphs: about half and three quarters of D = `depth` + 1."""
     return sorted({(depth + 1) // 2, 3 * (depth + 1) // 4} - {0, 1})

@@ -1,7 +1,7 @@
 """Per-request device state in fixed rows: length, last token, sampling parameters, token counts.
 
-Rows are written on admission and read by index; nothing is ever filtered or merged. Row 0 is padding: its length stays
-0, so that a padding row of a graph reads position 0 of page 0 and no request sees it.
+Rows are written on admission and read by index; batches are never filtered or merged. Row 0 is padding: its length stays 0, so padding
+reads position 0 of page 0, which no request uses.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ GREEDY = SamplingParams(temperature=0.0)
 MOST_COUNTED = 32767
 """The largest count of one token in the output: the largest int16."""
 COMMON = np.dtype([("row", "i8"), ("seed", "i8"), ("least", "i8"), ("floats", "f4", 6), ("top_k", "i4"), ("unused", "i4")])
-"""What is written for every row, by one copy."""
+"""The state that is written for every row, in one copy."""
 LEAST_TEMPERATURE = 1e-6
-"""Lower temperatures are raised to this: the draw is the same, and the logits stay finite."""
+"""Lower temperatures are raised to this, which does not change the draw but keeps logits finite."""
 LEAST_REPETITION = 1e-20
-"""Lower repetition penalties are raised to this: the choice is the same, and the logits stay finite."""
+"""Lower repetition penalties are raised to this, which does not change the choice but keeps logits finite."""
 
 
 class Stage(enum.IntFlag):
@@ -45,7 +45,7 @@ class RequestRows:
     Attributes:
         kv_lens: int32 [R]. Positions whose KV is committed.
         last_tokens: int64 [R]. The next input token.
-        tables: what the sampler reads by row.
+        tables: sampling parameters by row.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device, ops: SamplingOps | None = None) -> None:
@@ -68,10 +68,10 @@ class RequestRows:
         self.tables.floats[:, :] = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
         self._stages = np.full(rows, Stage.GREEDY, dtype=np.uint8)
         self._draft_caps = np.full(rows, MAX_DRAFT_STEPS, dtype=np.int32)
-        self._known_needs: tuple[bytes, SamplingNeeds] | None = None  # of the rows that were asked for last
+        self._known_needs: tuple[bytes, SamplingNeeds] | None = None  # of the latest rows that `needs` was called with
 
     def admit(self, new_rows: list[RowInit]) -> None:
-        """Write the state of rows that new requests took."""
+        """Write the state of newly assigned rows."""
         if not new_rows:
             return
         self._known_needs = None
@@ -87,7 +87,7 @@ class RequestRows:
             self._admit_rare(init)
 
     def needs(self, rows: np.ndarray) -> SamplingNeeds:
-        """The sampling stages that these rows need; known on the host, so a stage without requests costs nothing."""
+        """The sampling stages that these rows need. They are known on the host, so a stage that no request needs is skipped."""
         key = rows.tobytes()
         if self._known_needs is None or self._known_needs[0] != key:
             self._known_needs = key, self._find_needs(self._stages[rows])
@@ -103,7 +103,7 @@ class RequestRows:
         return (self._stages[rows] & Stage.GREEDY) > 0
 
     def draft_caps(self, rows: np.ndarray) -> np.ndarray:
-        """int32 [n]: the most drafts of a window that each of these rows takes."""
+        """int32 [n]: the draft limit of each of these rows."""
         return self._draft_caps[rows]
 
     def count(self, rows: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ class RequestRows:
 
 
 def _common(init: RowInit) -> tuple[object, ...]:
-    """What every row has, one item of `COMMON`."""
+    """One item of `COMMON`."""
     p = init.sampling
     least = init.prompt_len + p.min_new_tokens if p.min_new_tokens else 0
     warmth = 0.0 if p.greedy else max(p.temperature, LEAST_TEMPERATURE)

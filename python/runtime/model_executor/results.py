@@ -21,7 +21,7 @@ class LogprobCopy:
         self._copy = HostCopy(chosen, ids, top)
 
     def wait(self, keep: Mask | None = None) -> Logprobs:
-        """Wait for them; `keep` bool [N] selects tokens."""
+        """Wait for the copies; `keep` bool [N] selects tokens."""
         chosen, ids, top = self._copy.wait()
         if keep is not None:
             chosen, ids, top = chosen[keep], ids[keep], top[keep]
@@ -36,7 +36,7 @@ def copy_logprobs(
     Constrained requests report the distribution over the tokens that their grammar allows.
 
     Args:
-        mask: what grammars allow at the W positions of each request; `logits` has W rows per request.
+        mask: the tokens that grammars allow at the W positions of each request; `logits` has W rows per request.
     """
     if k < 0:
         return None
@@ -44,7 +44,7 @@ def copy_logprobs(
 
 
 def join(prompts: BatchResult | None, decodes: BatchResult | None) -> BatchResult:
-    """The result of one step from those of its prompt chunks and its decode rows, at least one of which it has."""
+    """The result of one step, from the results of its prompt chunks and of its decode rows, at least one of which is given."""
     if prompts is None or decodes is None:
         only = prompts or decodes
         assert only is not None

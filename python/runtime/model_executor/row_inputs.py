@@ -1,4 +1,4 @@
-"""What a step reads of its request rows: their numbers, KV lengths and last tokens, copied into the persistent inputs."""
+"""Copies row numbers, KV lengths and last tokens of a step's request rows into the persistent inputs."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Decides when an iteration is drafted again eagerly: now and then, more often under suspicion, within a time limit.
+"""Chooses the iterations that are drafted again eagerly: occasionally, and more often with evidence of a drift, within a time limit.
 
 A draft's eager passes are short. Verification runs eagerly in separate samples, which take as long as launching all kernels of the target.
-
-Time is counted in replays. A fraction of the running time pays for samples, and a reserve is lent to them. How much of the reserve may be
-used grows with the evidence of a drift: sound graphs reach n nats by chance with a probability of about exp(-n), so that their samples stay
-cheap on average. What was used for a suspicion that proved wrong is saved again before another one as weak can use it.
+Time is counted in replays, the time of a usual iteration. Samples get a fraction of the running time, and with evidence of a drift also
+part of a reserve. That part grows exponentially with the evidence: correct graphs reach n nats by chance with a probability of about
+exp(-n), so their samples stay cheap on average. What was used must be saved up again before evidence of the same strength can use it once
+more.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from runtime.batch import NO_SAMPLE, EagerSample
 from runtime.model_executor.drift_alarm import DriftAlarm
 
 GROWTH = 1.0
-"""What suspicion may use of the reserve grows as exp(`GROWTH` x nats)."""
+"""The part of the reserve that evidence may use grows as exp(`GROWTH` * nats)."""
 EVIDENT, PROBE_GAP = 0.4, 4
-"""Nats from which every iteration may be sampled, a little below those of one right draft of the eager side alone, and iterations from a
-sample to the next with fewer: a sample disturbs the times of three, so that one of four shows the time of its depth.
+"""With at least `EVIDENT` nats, slightly less than one pair gives in which only the eager draft is right, every iteration may be sampled.
+With less, one in `PROBE_GAP`: a sample disturbs the times of three iterations, so one of four still shows the time of its depth.
 """
 LEAST_EXTRA = 0.05
 """Minimum extra time of a sample."""
@@ -27,16 +27,16 @@ LEAST_EXTRA = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How samples of one kind are spread. Times are in replays.
+    """The parameters of one kind of sample. Times are in replays.
 
     Attributes:
-        first: iterations before the first.
-        share: fraction of the time for them while nothing is suspicious.
-        saved: fraction of the time for all of them.
-        extra: time that a sample takes, before any is timed.
-        most_extra: time that one counts as at most: the first may load kernels.
-        weak: what the weakest suspicion may use of the reserve.
-        reserve: what the strongest may use.
+        first: iterations before the first sample.
+        share: fraction of the running time for samples without evidence of a drift.
+        saved: fraction of the running time for all samples.
+        extra: initial estimate of the time that a sample takes.
+        most_extra: maximum time that a sample counts as, because the first may load kernels.
+        weak: part of the reserve that the weakest evidence may use.
+        reserve: the reserve, which the strongest evidence may use.
     """
 
     first: int
@@ -53,11 +53,11 @@ WHOLE = Kind(first=3000, share=0.001, saved=0.0015, extra=5.0, most_extra=16.0, 
 
 
 class Samples:
-    """Owner of both schedules: of samples with verification, and of samples of the draft alone, which give way to them."""
+    """Owner of both schedules: samples with verification, and samples of the draft alone. If both are due, verification runs too."""
 
     def __init__(self) -> None:
         self._whole, self._drafts = SampleSchedule(WHOLE), SampleSchedule(DRAFTS)
-        self._replay, self._late = 0.0, 0.0  # time of a usual iteration in seconds; how much longer disturbed ones took, in replays
+        self._replay, self._late = 0.0, 0.0  # time of a usual iteration in seconds; extra time of the disturbed ones, in replays
 
     def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
         """Count an iteration; `possible`: whether it can be sampled."""
@@ -67,12 +67,12 @@ class Samples:
         return EagerSample(taken=True) if drafts else NO_SAMPLE
 
     def observe(self, seconds: float | None, disturbed: bool, after: EagerSample) -> None:
-        """An iteration was read.
+        """Learn from the time of an iteration whose results were read.
 
         Args:
-            seconds: since the one before was read; None if that is not the time of usual iterations.
+            seconds: time since the previous results were read; None if it is not comparable with others.
             disturbed: whether a sample changed it.
-            after: the sample that ran before it: its work on the host and on the device changed this time and those of up to two before.
+            after: the sample that ran before the iteration. Its work on host and device changed this time and up to two earlier ones.
         """
         if seconds is None:
             self._late = 0.0
@@ -94,12 +94,12 @@ class SampleSchedule:
 
     def __init__(self, kind: Kind) -> None:
         self._kind, self._wait = kind, kind.extra / kind.share - kind.first  # iterations since the previous sample
-        self._used = 0.0  # of the reserve
+        self._used = 0.0  # replays used of the reserve
         self._extra = kind.extra
-        self._late = self._late_before = 0.0  # by how much all samples took longer than was expected
+        self._late = self._late_before = 0.0  # total time by which samples took longer than expected
 
     def next(self, suspicion: float, possible: bool = True) -> bool:
-        """Count an iteration. Returns whether it is sampled."""
+        """Count an iteration; returns whether to sample it."""
         self._wait += 1
         late = self._late
         self._used, self._late_before = max(self._used - self._kind.saved + late - self._late_before, 0.0), late
@@ -109,7 +109,7 @@ class SampleSchedule:
         return True
 
     def observe(self, took: float) -> None:
-        """What a sample took."""
+        """Learn the time that a sample took."""
         extra = min(max(took, LEAST_EXTRA), self._kind.most_extra)
         self._late += extra - self._extra
         self._extra += (extra - self._extra) / 4

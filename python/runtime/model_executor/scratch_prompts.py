@@ -1,4 +1,4 @@
-"""Prompts after which checks and measurements at start-up decode."""
+"""Prompt steps of checks and measurements at start-up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def scratch_prompts(rows: Int32, prompts: Int32, pages: int) -> ScheduleBatch:
 
     Args:
         prompts: int32 [n, length].
-        pages: of each row, its own; row r has those from (r - 1) * pages + 1 on.
+        pages: number of pages per row; those of row r start at (r - 1) * pages + 1.
     """
     zeros, length, cols = np.zeros_like(rows), prompts.shape[1], np.arange(pages, dtype=np.int32)
     return ScheduleBatch(

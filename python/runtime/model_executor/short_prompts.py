@@ -1,9 +1,9 @@
 """Graphs of the target for short prompts, whose kernels take less time than their launches.
 
-"Short" depends on the model: an eager pass takes as long to launch for few tokens as for many; a replay takes as long
-as the GPU needs, which grows with tokens and parameters. Prompts of a large model are short up to a few hundred tokens,
-those of a small model up to a whole chunk. Several prompts share one replay if their total is within this limit, so the weights
-are read once; with attention that cannot capture ragged passes, a few of them are replayed one after another.
+"Short" depends on the model: launching an eager pass takes the same time for any number of tokens, while the time of a replay grows with
+tokens and parameters. Prompts of a large model are short up to a few hundred tokens, those of a small model up to a whole chunk. Several
+prompts share one replay if their total is within this limit, so the weights are read once; if attention cannot capture ragged passes, a few
+prompts are replayed one after another.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from runtime.model_executor.input_buffers import BufferSpec
 from runtime.models.decoder import DecoderModel
 
 SMALLEST, LARGEST = 32, 2048
-"""Tokens of the smallest and of the largest graph. Beyond, the cost of attention grows with the square, and the graph
-pool would hold the activations of passes that are rare."""
+"""Tokens of the smallest and of the largest graph. For more tokens, attention's cost grows quadratically, and the graph pool would hold the
+activations of rare passes."""
 MOST_REQUESTS = 3
-"""Maximum prompts of a batch that are replayed one after another; the kernel count limits the replays of small models."""
+"""Maximum number of prompts of a batch that are replayed one after another; for small models the number of kernels is the limit."""
 SLOTS = 8
-"""Slots of a pass over several prompts; the last one is for the padding."""
+"""Request slots of a pass over several prompts; the last one is for padding."""
 SMALLEST_SHARED = 64
-"""Tokens of the smallest graph over several prompts: below, reading the weights dominates."""
+"""Tokens of the smallest graph over several prompts: with fewer tokens, reading the weights dominates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class PromptCost:
     """Token counts at which the bottleneck of a prompt pass changes.
 
     Attributes:
-        free_tokens: for a pass of this many, GPU time equals the host time of launching its kernels one by one.
-        read_tokens: GEMMs over this many take as long as reading the weights once, which every replay does.
+        free_tokens: tokens for which the GPU time of a pass equals the host time of launching its kernels one by one.
+        read_tokens: tokens for which GEMMs take as long as reading the weights once, which every replay does.
     """
 
     free_tokens: int
@@ -55,8 +55,8 @@ class PromptCost:
         return max(2 * self.free_tokens, 4 * self.read_tokens)
 
     def sizes(self, most: int) -> list[int]:
-        """Tokens to capture graphs for: powers of two up to `free_tokens` and `most`, and `most` if it is not above; otherwise half as many
-        more than the largest power, where `free_tokens` allows.
+        """Token counts to capture: powers of two up to `free_tokens` and `most`, and then `most` if `free_tokens` allows it, otherwise 1.5
+        times the largest power if that fits.
         """
         limit = min(self.free_tokens, LARGEST)
         sizes, size = {most} if most <= limit else set[int](), SMALLEST
@@ -68,10 +68,10 @@ class PromptCost:
         return sorted(sizes)
 
     def replays_win(self, sizes: list[int]) -> bool:
-        """Whether replaying prompts padded to `sizes` one by one takes no longer than launching them as one pass.
+        """Whether replaying prompts padded to `sizes` one by one takes no longer than launching them as one eager pass.
 
-        For a single prompt it always does: the kernels are the same. Each of several reads all weights again, and
-        computes its padding.
+        This is always so for a single prompt, which runs the same kernels. With several, each replay reads all weights again and computes
+        its padding.
         """
         if len(sizes) == 1:
             return True
@@ -95,7 +95,7 @@ def shared_spec(single: RunnerSpec) -> RunnerSpec:
 
 
 def shared_sizes(sizes: Sequence[int]) -> list[int]:
-    """Tokens of the graphs over several prompts, from those for one prompt: every slot has as many when they are captured."""
+    """Token counts of the graphs over several prompts: multiples of `SLOTS`, because capture gives all slots equally many tokens."""
     return [size for size in sizes if size >= SMALLEST_SHARED and size % SLOTS == 0]
 
 
@@ -115,7 +115,7 @@ class ShortPrompts:
     """Runs the chunks of a batch through the next larger graph, together or one after another.
 
     Attributes:
-        runner: the graphs over one prompt. Padding follows the chunk: it writes slot 0, and no token of the chunk sees it.
+        runner: the graphs over one prompt. Padding follows the chunk: it writes to slot 0, and no token of the chunk attends to it.
         shared: the graphs over several prompts; None if attention cannot capture ragged passes.
     """
 
@@ -130,16 +130,16 @@ class ShortPrompts:
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest graph over one prompt; 0 when none could be captured."""
+        """Tokens of the largest graph over one prompt; 0 if none could be captured."""
         return max(self.runner.sizes, default=0)
 
     def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Outside the graph. Fill, plan and replay a ragged EXTEND batch.
 
         Returns:
-            Hidden states [T, hidden] and the wanted layers [T, feature] or None, valid until the next run. None, before
-            anything has run, if there is no graph for the batch, if a chunk ends too near the end of the page table, or if
-            one eager pass is faster.
+            Hidden states [T, hidden] and auxiliary states [T, feature] or None, valid until the next run. None, without having run
+            anything, if there is no graph for the batch, if the padding of a chunk does not fit the page table, or if one eager pass is
+            faster.
         """
         assert batch.extend_lens is not None
         lens = batch.extend_lens.tolist()
@@ -160,8 +160,7 @@ class ShortPrompts:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run all requests at `size` tokens; views of the runner's outputs.
 
-        The slots after them have no tokens, and the last one has the padding: a prompt of the padding row, which writes and reads
-        only page 0.
+        Unused slots have no tokens. The last slot has the padding: a prompt of the padding row, which reads and writes only page 0.
         """
         padded, B, T = runner.batch(size), len(lens), batch.num_tokens
         assert padded.extend_lens is not None
@@ -178,12 +177,12 @@ class ShortPrompts:
         return _states(outputs, T)
 
     def _within_table(self, batch: ForwardBatch, lens: list[int], sizes: list[int]) -> bool:
-        """Whether every padded chunk fits into the page table; on EXTEND the host's lengths are exact."""
+        """Whether every padded chunk fits the page table; in EXTEND batches the host's lengths are exact."""
         ends = zip(batch.seq_len_bounds.tolist(), lens, sizes, strict=True)
         return all(seq_len - length + size <= self._positions for seq_len, length, size in ends)
 
     def _replay_all(self, batch: ForwardBatch, lens: list[int], sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Results of all requests, concatenated; copied, since each replay overwrites the previous one."""
+        """Results of all requests, concatenated; copied, since each replay overwrites the previous result."""
         whole: list[torch.Tensor] = []
         start = 0
         for i, (length, size) in enumerate(zip(lens, sizes, strict=True)):
@@ -206,7 +205,7 @@ class ShortPrompts:
 
 
 def _copy_tokens(batch: ForwardBatch, padded: ForwardBatch, chunk: slice) -> None:
-    """Copy the inputs of some tokens to the front; the tokens after them write to slot 0."""
+    """Copy the inputs of a chunk's tokens to the front; the padding after them writes to slot 0."""
     length = chunk.stop - chunk.start
     padded.input_ids[:length].copy_(batch.input_ids[chunk])
     padded.positions[:length].copy_(batch.positions[chunk])
@@ -215,6 +214,6 @@ def _copy_tokens(batch: ForwardBatch, padded: ForwardBatch, chunk: slice) -> Non
 
 
 def _states(outputs: Outputs, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The hidden states and the wanted layers of the first `count` tokens."""
+    """The hidden states and auxiliary states of the first `count` tokens."""
     aux = outputs["aux"][:count]
     return outputs["hidden"][:count], aux if aux.shape[1] else None

@@ -1,4 +1,4 @@
-"""Copies between host and device that the host does not wait for."""
+"""Asynchronous copies between host and device."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy.typing as npt
 import torch
 
 DEPTH = 8
-"""Most uploads in flight. A slot is reused after its copy has run. In practice that never waits: a step uploads at
-most five times, and one step is queued ahead."""
+"""Maximum uploads in flight. A slot is reused after its copy has run, for which the host hardly ever waits: a step uploads at most five
+times, and one step is queued ahead."""
 ALIGNMENT = 4
 """Align arrays to 4 words, 16 bytes: Triton recompiles a kernel for a different pointer alignment."""
 MOST_ARRAYS = 32
-"""Most arrays per upload."""
+"""Maximum arrays per upload."""
 MOST_LAYOUTS = 64
-"""Layouts of uploads that a slot remembers."""
+"""Maximum cached layouts per slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The parts of a slot that arrays of certain sizes take: `places` for each in pinned memory, `views` on the device, and the parts that
+    """The division of a slot among arrays of certain sizes: their `places` in pinned memory and `views` on the device, and the regions that
     are copied, `host` to `device`.
     """
 
@@ -54,7 +54,7 @@ class _Slot:
         return layout.views
 
     def _layout(self, sizes: tuple[tuple[int, bool], ...]) -> _Layout:
-        """The layout for arrays of these numbers of words, each with whether its numbers have 64 bits. It is remembered because making
+        """The layout for arrays of these numbers of words, each with whether its numbers have 64 bits. Layouts are cached because creating
         views takes the host longer than the copy, and steps have few layouts.
         """
         if sizes in self._layouts:
@@ -74,20 +74,20 @@ class _Slot:
 
 
 class StagingRing:
-    """Host to device: packs integer arrays, copies once, hands out device views.
+    """Host to device: packs integer arrays, copies once, returns device views.
 
     Owner of its pinned and device buffers. A view is valid until `DEPTH` further uploads; queue the work that reads it
     before then. On the CPU nothing is staged and views are new tensors.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """`capacity`: words of 4 bytes of the largest upload."""
+        """`capacity`: 4-byte words of the largest upload."""
         self.device, self._next, self._capacity = device, 0, capacity
         aligned = capacity + MOST_ARRAYS * (ALIGNMENT - 1)
         self._slots = [_Slot(aligned, device) for _ in range(DEPTH)] if device.type == "cuda" else []
 
     def upload(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
-        """Device copies of 1-D `arrays` of int32 or int64, by one transfer, without a host wait."""
+        """Device copies of 1-D `arrays` of int32 or int64, by one asynchronous transfer."""
         assert all(a.dtype in (np.int32, np.int64) for a in arrays), f"upload of {[a.dtype.name for a in arrays]}"
         assert len(arrays) <= MOST_ARRAYS, f"{len(arrays)} arrays in one upload"
         assert sum(a.nbytes for a in arrays) <= 4 * self._capacity, f"upload of {[len(a) for a in arrays]} numbers"
@@ -99,7 +99,7 @@ class StagingRing:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on `device` of a tensor on the host, without a host wait; on the CPU the tensor itself."""
+    """An asynchronous copy on `device` of a host tensor; on the CPU the tensor itself."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

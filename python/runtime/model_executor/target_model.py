@@ -1,4 +1,4 @@
-"""The target: stages a batch, runs its prompt chunks and windows in one pass, and keeps the rows."""
+"""The target: stages a batch, runs its prompt chunks and windows in one pass, and owns the request rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.window import prompts_and_windows
 
 PAGES_AT_ONCE = 1 << 14
-"""Entries of the page table in one upload: requests that begin together behind long cached prefixes have any number of them."""
+"""Maximum page-table entries per upload: requests with long cached prefixes that begin in one step may have any number."""
 LOGPROB_CHUNK = 256
 """Maximum prompt positions with logits in memory at a time, if prompt log-probabilities are requested."""
 
@@ -50,14 +50,14 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The target's states: `hidden` [N, hidden], and `aux` [N, A * hidden] where the drafter reads auxiliary layers."""
+    """The target's states: `hidden` [N, hidden], and `aux` [N, A * hidden] if the drafter reads auxiliary layers."""
 
     hidden: torch.Tensor
     aux: torch.Tensor | None
 
     @property
     def features(self) -> torch.Tensor:
-        """What a drafter reads."""
+        """The states that a drafter reads."""
         return self.hidden if self.aux is None else self.aux
 
     def part(self, start: int, stop: int | None) -> States:
@@ -67,13 +67,13 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class ExtendPass:
-    """Prompt chunks after the target ran: what a drafter needs to follow.
+    """Prompt chunks that the target has run, for the drafter to follow.
 
     Attributes:
         chunks: their inputs.
         next_tokens: int64 [E]. The token after each chunk: from the prompt, or just sampled.
-        states: of the T tokens.
-        needs: what the sampler had to do.
+        states: the target's states at the T tokens.
+        needs: the sampling stages of the requests.
     """
 
     chunks: Chunks
@@ -107,20 +107,20 @@ class TargetModel:
         self.short_prompts: ShortPrompts | None = None
         self.device = runner.device
         self._no_rows = torch.empty(0, dtype=torch.int64, device=self.device)
-        # Of the last step without prompts: its size and rows, and the rows on the device.
+        # Size and rows of the last step without prompts, and its rows on the device.
         self._decode_rows: tuple[tuple[int, bytes], torch.Tensor] | None = None
 
     # ---- outside any graph
 
     def reset(self) -> None:
-        """Forget every request: lengths, last tokens and pages. The KV contents are not read after that."""
+        """Forget every request: lengths, last tokens and pages. Their KV is never read after that."""
         self.rows.kv_lens.zero_()
         self.rows.last_tokens.zero_()
         self.page_table.pages.zero_()
 
     def forget(self, rows: Int32) -> None:
-        """A step of these rows failed, perhaps before it wrote their pages and lengths. The step after it, which is submitted by then, must
-        not go on from what earlier requests left in the rows: it writes to the padding's page instead.
+        """Clear rows of a failed step, which may have failed before it wrote their pages and lengths. The next step is submitted already
+        and must not continue from the state of earlier requests in these rows; it writes to the padding page instead.
         """
         self.page_table.pages[rows.tolist()] = 0
         self.rows.kv_lens[rows.tolist()] = 0
@@ -131,7 +131,7 @@ class TargetModel:
         return [] if self.short_prompts is None else self.short_prompts.runners
 
     def copy_pages(self, batch: ScheduleBatch, pools: Iterable[KVPool]) -> None:
-        """Copy the fronts of pages in the KV of all models."""
+        """Copy partially matching cached pages, in the KV of all models."""
         columns = (batch.copy_sources, batch.copy_targets, batch.copy_counts)
         sources, targets, counts = self.staging.upload(*(column.astype(np.int64) for column in columns))
         slots = front_slots(sources, targets, counts, self.page_table.page_size)
@@ -139,11 +139,11 @@ class TargetModel:
             pool.move(*slots, group=1)
 
     def stage_rows(self, batch: ScheduleBatch, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write pages and new rows.
+        """Upload pages and new rows.
 
         Returns:
-            int64 [E] rows of the prompt chunks, and int64 [size] those of the decode rows, padded with row 0: the same tensor as in the
-            step before if the same rows decode.
+            int64 [E], rows of the prompt chunks, and int64 [size], decode rows, padded with row 0: the same tensor as in the previous step
+            if the same rows decode.
         """
         self.rows.admit(batch.new_rows)
         key = size, batch.rows.tobytes()
@@ -154,12 +154,12 @@ class TargetModel:
         decoding[: batch.num_decodes] = rows[batch.num_prompts :]
         chunks, decoding_d = self._write_pages(batch, rows[: batch.num_prompts], decoding)
         if not batch.num_prompts:
-            decoding_d = decoding_d.clone()  # later uploads use the memory again
+            decoding_d = decoding_d.clone()  # later uploads reuse the memory
             self._decode_rows = key, decoding_d
         return chunks, decoding_d
 
     def _write_pages(self, batch: ScheduleBatch, *more: npt.NDArray[np.int64]) -> list[torch.Tensor]:
-        """Write the pages of a step, if it has new ones, some at a time. `more` is uploaded with the last of them and returned."""
+        """Write the new pages of a step, at most `PAGES_AT_ONCE` per upload. `more` is part of the last upload and returned."""
         if not len(batch.page_ids):
             return self.staging.upload(*more) if more else []
         uploaded = list[torch.Tensor]()
@@ -174,7 +174,7 @@ class TargetModel:
     def stage_chunks(self, batch: ScheduleBatch, rows: torch.Tensor) -> Chunks:
         """The inputs of the prompt chunks. rows int64 [E], from `stage_rows`.
 
-        The device is idle until they arrive, so each kernel that the host saves reduces TTFT.
+        The device is idle until they arrive, so each launch that is avoided here reduces TTFT.
         """
         lens, table = batch.extend_lens, self.page_table
         ends = lens.cumsum(dtype=np.int64)
@@ -203,7 +203,7 @@ class TargetModel:
         return Chunks(forward, rows, last_d, next_d)
 
     def run(self, chunks: Chunks, windows: ForwardBatch | None = None, live: int = 0) -> tuple[States, States]:
-        """One pass over prompt chunks and, after them, the first `live` requests of `windows`: the states of both."""
+        """One pass over prompt chunks and, after them, the first `live` requests of `windows`; returns the states of both."""
         prompts, T = chunks.batch, chunks.batch.num_tokens
         if windows is not None:
             states = States(*self.runner.extend(prompts_and_windows(prompts, windows, live), self.aux_layers))
@@ -218,7 +218,7 @@ class TargetModel:
         """Sample for chunks that end a prompt, set the rows' lengths and last tokens, and send the tokens to the host.
 
         Args:
-            mask: the tokens that grammars allow first.
+            mask: the tokens that grammars allow after the prompts.
         """
         rows, positions = chunks.rows, chunks.batch.seq_lens.to(torch.int64)
         needs = self.rows.needs(batch.rows[: batch.num_prompts])
@@ -245,14 +245,16 @@ class TargetModel:
         return ExtendPass(chunks, next_tokens, states, needs), pending
 
     def extend(self, batch: ScheduleBatch) -> tuple[ExtendPass, PromptsPending]:
-        """Run a step of prompt chunks alone."""
+        """Run a step that has only prompt chunks."""
         chunks = self.stage_chunks(batch, self.stage_rows(batch)[0])
         return self.sample_next(batch, chunks, self.run(chunks)[0])
 
     def _prompt_logprobs(
         self, batch: ScheduleBatch, chunks: Chunks, hidden: torch.Tensor, next_tokens: torch.Tensor
     ) -> dict[int, LogprobCopy]:
-        """Log-probabilities of the token after each prompt token, for chunks that want them, some logits at a time."""
+        """Log-probabilities of the token after each prompt token, for chunks that request them, at most `LOGPROB_CHUNK` positions at a
+        time.
+        """
         found: dict[int, LogprobCopy] = {}
         start = 0
         for i, length in enumerate(batch.extend_lens.tolist()):
@@ -278,7 +280,7 @@ class PromptsPending:
     pooled: dict[int, HostCopy]
 
     def wait(self) -> BatchResult:
-        """Wait for them."""
+        """Wait for the copies."""
         (tokens,) = self.tokens.wait()
         return BatchResult(
             token_ids=tokens[self.ends].astype(np.int32),

@@ -20,7 +20,7 @@ from runtime.model_executor.window import fill_window
 
 MakeRunner = Callable[[RunnerSpec, Forward, DepthBatches], GraphRunner]
 EAGER_STEPS = 8
-"""Eager ragged passes round the token count to about 8 steps per draft position."""
+"""Eager ragged passes round their token count up to one of about this many values per window position."""
 LEAST_REQUESTS = 32
 """The smallest batch with graphs over ragged windows: with fewer requests, a pass is bound by reading the weights."""
 
@@ -58,7 +58,7 @@ def verify_forward(target: TargetModel) -> Forward:
 def ragged_spec(full: RunnerSpec, mean: int) -> RunnerSpec:
     """The runner over windows of up to D tokens, `mean` on average, with the outputs of full windows.
 
-    Input: `spread` int64 [B, D], of `RaggedWindows`.
+    Input: `spread` int64 [B, D], from `RaggedWindows`.
     """
     D = full.width
     outputs = tuple(replace(output, rows="req", tail=(D, *output.tail)) for output in full.outputs)
@@ -114,8 +114,8 @@ class Verifier:
 
     Attributes:
         runners: by depth.
-        ragged: over ragged windows, by mean width.
-        ragged_depth: the depth of those.
+        ragged: the runners over ragged windows, by mean width.
+        ragged_depth: the depth of ragged windows.
     """
 
     def __init__(self, target: TargetModel, runners: dict[int, GraphRunner], ragged: dict[int, GraphRunner], ragged_depth: int) -> None:
@@ -126,7 +126,7 @@ class Verifier:
         return [self.runners[depth], *(self.ragged.values() if depth == self.ragged_depth else ())]
 
     def padded_size(self, depth: int, live: int) -> int:
-        """Requests that an iteration of `live` requests runs with."""
+        """The padded size at which an iteration of `live` requests runs."""
         return self.runners[depth].size_for(live)
 
     def has_graph(self, depth: int, size: int) -> bool:
@@ -136,7 +136,7 @@ class Verifier:
     def ragged_passes(self, live: int) -> list[tuple[int, int]]:
         """Requests and tokens, padding included, of the ragged passes that `live` requests can run as, fewest tokens first.
 
-        Where full windows replay a graph these are passes that have one too; elsewhere any number of tokens, in few steps.
+        If full windows replay a graph, these are the passes with graphs; otherwise any number of tokens, rounded as by `EAGER_STEPS`.
         """
         runners, full = self.ragged, self.runners[self.ragged_depth]
         if not runners or full.has_graph(full.size_for(live)):
@@ -147,7 +147,7 @@ class Verifier:
     # ---- outside any graph
 
     def fill(self, iteration: Iteration, draft: DraftWindow) -> ForwardBatch:
-        """The inputs of the verify pass, filled."""
+        """Fill the inputs of the verify pass."""
         batch = self.runners[iteration.depth].batch(iteration.size)
         batch.seq_len_bounds[:] = iteration.bounds + draft.width
         fill_window(batch, self._target.page_table, iteration.kv_lens, draft.tokens, draft.depths)
@@ -176,7 +176,7 @@ class Verifier:
         return self._result(iteration, outputs, graph=False)
 
     def latest(self, iteration: Iteration) -> VerifyResult:
-        """The buffers as they are, for a dry run."""
+        """The result buffers with their current contents, for a dry run."""
         return self._result(iteration, self.runners[iteration.depth].outputs(iteration.size), graph=False)
 
     def _result(self, iteration: Iteration, outputs: Outputs, graph: bool) -> VerifyResult:
@@ -186,7 +186,7 @@ class Verifier:
         return VerifyResult(logits, outputs["tokens"].view(iteration.size, -1), features, graph, self._target.runner.model.lm_head)
 
     def _runner(self, iteration: Iteration) -> GraphRunner:
-        """The runner of an iteration's verify pass; of an eager ragged pass any that takes its widths."""
+        """The runner of an iteration's verify pass; for an eager ragged pass, any ragged runner."""
         if iteration.ragged is None:
             return self.runners[iteration.depth]
         return self.ragged.get(iteration.ragged.tokens // iteration.size, next(iter(self.ragged.values())))

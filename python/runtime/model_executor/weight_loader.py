@@ -1,4 +1,4 @@
-"""The sources of a model's tensors, safetensors files read by slice or random numbers, as (name, tensor) pairs."""
+"""Sources of a model's tensors as (name, tensor) pairs: safetensors files, read by slice, or random numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.models.file_tensor import FileTensor, UnreadableTensor, WeightFile,
 DUMMY_STD = 0.02
 FP8_SCALES = (".weight_scale_inv", ".weight_scale")
 MXFP4_SCALE = 127 - 7
-"""The exponent by which random e2m1 numbers, whose std is 2.9, come near `DUMMY_STD`."""
+"""The exponent byte with which random e2m1 numbers, whose std is 2.9, have a std near `DUMMY_STD`."""
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16},
@@ -29,10 +29,10 @@ DTYPES = {
 
 
 def safetensors_weights(folder: str | Path, progress: bool = True) -> Iterator[tuple[str, FileTensor | UnreadableTensor]]:
-    """Every tensor of a checkpoint folder, with a progress bar in bytes; those of a file in the order of their bytes. None is read yet.
+    """Every tensor of a checkpoint folder, unread, with a progress bar in bytes; the tensors of a file in the order of their bytes.
 
     Raises:
-        ConfigError: there are no safetensors files, one that the index names is missing or damaged, or two hold the same tensor.
+        ConfigError: there are no safetensors files, a file that the index names is missing or damaged, or two files have the same tensor.
     """
     files = safetensors_files(Path(folder))
     total = sum(f.stat().st_size for f in files)
@@ -48,11 +48,10 @@ def safetensors_weights(folder: str | Path, progress: bool = True) -> Iterator[t
 def dummy_weights(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights that depend on the seed and the order of `shapes` alone: norms are one, biases zero, the rest
-    normal with std 0.02. Quantised weights are random in their own format, with equal scales.
-
-    The variance of the residual stream then stays bounded, so activations are finite at any depth. Tensors are whole,
-    and equal on every rank.
+    """Random weights that depend only on the seed and the order of `shapes`: norms are one, biases zero, the rest normal with std 0.02.
+    Quantised weights are random in their own format, with equal scales.
+    The variance of the residual stream then stays bounded, so activations are finite at any depth. Tensors are not sharded, and equal on
+    all ranks.
     """
     generator = torch.Generator(device).manual_seed(seed)
     for name, shape in shapes.items():

@@ -45,7 +45,7 @@ def fill_window(
 def prompts_and_windows(prompts: ForwardBatch, windows: ForwardBatch, count: int) -> ForwardBatch:
     """One EXTEND batch: the tokens of `prompts`, then the first `count` windows of `windows`. Outside any graph.
 
-    Decoding is bound by reading the weights, which the prompts' pass reads anyway (Agrawal et al. 2024, arXiv:2403.02310).
+    Decoding is bound by reading the weights, which the pass over the prompts reads anyway (Agrawal et al. 2024, arXiv:2403.02310).
     """
     assert prompts.extend_lens is not None
     width, T = windows.tokens_per_req, prompts.num_tokens

@@ -1,4 +1,4 @@
-"""Two kernels for the inputs of fixed-width passes, `load_rows` and `fill_window`: each small launch takes 2.5 microseconds."""
+"""`load_rows` and `fill_window`, the inputs of fixed-width passes, as one Triton kernel each."""
 
 # Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false
@@ -77,8 +77,8 @@ def fill_window_cuda(
 ) -> None:
     """See `fill_window`. `tokens` and `depths` may be strided between requests.
 
-    Attention reads positions, slots and lengths before its own wait: between this kernel and that one, a kernel must wait before it lets
-    the next one start, as the embedding does.
+    Attention reads positions, slots and lengths before its own PDL wait. A kernel between this one and attention must therefore wait before
+    it triggers the next launch, as the embedding kernel does.
     """
     width, pdl = batch.tokens_per_req, starts_early(kv_lens.device)
     assert tokens.stride(-1) == 1 or width == 1

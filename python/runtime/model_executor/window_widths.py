@@ -1,4 +1,4 @@
-"""Window widths: how the tokens of a ragged verify pass are given to the requests. On the host; no torch."""
+"""Window widths: assigns the tokens of a ragged verify pass to requests. On the host; no torch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import numpy.typing as npt
 from runtime.batch import Int32
 
 
-def allot(gains: npt.NDArray[np.floating], size: int, tokens: int) -> Int32:
+def assign_widths(gains: npt.NDArray[np.floating], size: int, tokens: int) -> Int32:
     """Assign the tokens of a pass to the most promising drafts.
 
     Args:
-        gains: float [n, K], what each draft of each request is expected to add; falling in each row, 0 if it cannot be
-            accepted.
-        size: requests, padding included.
-        tokens: of the pass, `size` to `size` * (K + 1).
+        gains: float [n, K], expected accepted tokens of each draft; decreasing in each row, 0 for drafts that cannot be accepted.
+        size: requests, including padding.
+        tokens: tokens of the pass, `size` to `size` * (K + 1).
 
     Returns:
-        int32 [size], widths in 1..K + 1 that add up to `tokens`. Tokens that promise nothing go to the last windows first,
-        which are the padding.
+        int32 [size], widths in 1..K + 1 that add up to `tokens`. Tokens without an expected gain go to the last windows first, which are
+        padding.
     """
     n, K = gains.shape
     widths, spare = np.ones(size, dtype=np.int32), tokens - size

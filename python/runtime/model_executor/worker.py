@@ -52,9 +52,9 @@ class WorkerParts:
         inputs: persistent inputs that the fixed-width passes of target and drafter share.
         depths: chooses the depth of each iteration.
         monitor: counts acceptance.
-        grammars: masks what grammars forbid.
-        iterations: run whole iterations as one graph.
-        experts: counts the experts that decode passes hit.
+        grammars: computes grammar masks.
+        iterations: runs whole iterations as one graph.
+        experts: counts the distinct experts of decode passes.
     """
 
     target: TargetModel
@@ -70,7 +70,7 @@ class WorkerParts:
 
     @property
     def kv_pools(self) -> list[KVPool]:
-        """The target's, and one for each model of the drafter; a request has the same pages in all of them."""
+        """The KV pools of the target and of each of the drafter's models; a request has the same pages in all of them."""
         return [self.target.runner.kv_pool, *(model.runner.kv_pool for model in self.drafter.models())]
 
 
@@ -79,11 +79,11 @@ class Worker:
 
     Attributes:
         parts: for checks and tests that look inside; read only.
-        limits: of the device side; read only.
-        eager_drafts: what samples draft; read only.
+        limits: the limits that the scheduler must respect; read only.
+        eager_drafts: takes eager samples; read only.
         runners: the graph runners of decode steps, deepest first.
-        ragged_runners: of verify passes over ragged windows.
-        iteration_runners: those of whole iterations, which replay where all `runners` of their depth do.
+        ragged_runners: the graph runners of verify passes over ragged windows.
+        iteration_runners: the graph runners of whole iterations; they replay only if all `runners` of their depth do.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Worker:
         """
         Args:
             group: the ranks that share the model.
-            exchange: between attention groups; None if there is one.
-            followers: the other ranks of the model, on rank 0 of several.
+            exchange: exchanges tokens between attention groups; None if there is one group.
+            followers: the other ranks of the model; only on rank 0 of several.
         """
         self.parts, self.limits, self._info, self._followers = parts, limits, info, followers
         self._group, self._exchange = group, exchange
@@ -143,12 +143,12 @@ class Worker:
         return self._exchange.group.rank if self._exchange is not None and leads else None
 
     def set_run(self, modes: Sequence[str]) -> None:
-        """How the following steps run, on a rank that follows another: the mode of each of `all_runners`."""
+        """Set the run mode of each of `all_runners` for the following steps, on a follower."""
         for runner, mode in zip(self.all_runners, modes, strict=True):
             runner.mode = RunMode(mode)
 
     def info(self) -> WorkerInfo:
-        """What was chosen and measured at start-up, and how steps ran since."""
+        """The choices and measurements of the start-up, and counts of the steps since."""
         runs = [runner.runs() for runner in self.all_runners]
         acceptance, experts = self.parts.monitor.stats(), self.parts.experts
         info = structs.replace(self._info, graph_runs=runs, acceptance=acceptance)
@@ -173,10 +173,10 @@ class Worker:
         return self._queue.run(function)
 
     def change_speculation(self, change: SpeculationChange) -> None:
-        """Choose depths or accept otherwise, after all steps that were submitted."""
+        """Change the depth or synthetic acceptance, after all steps that were submitted."""
         if change.acceptance is not None and self._followers is not None:
             name = "speculative_synthetic_accept_length"
-            raise RequestError(f"{name} cannot change where several ranks share the model.", name)
+            raise RequestError(f"{name} cannot change if several ranks share the model.", name)
         self._queue.run(lambda: self._change_speculation(change))
 
     def _change_speculation(self, change: SpeculationChange) -> None:
@@ -184,10 +184,10 @@ class Worker:
             self.parts.depths.fix(change.depth)
         if change.acceptance is not None:
             self.parts.accepter.force(change.acceptance)
-            self.parts.monitor.reset_alarm()  # iterations before and after are not alike
+            self.parts.monitor.reset_alarm()  # pairs before and after the change are not comparable
 
     def start_profile(self, folder: str) -> None:
-        """Begin a torch trace."""
+        """Start a torch trace."""
         self._queue.run(lambda: self._profiler.start(folder))
 
     def stop_profile(self) -> str:
@@ -196,7 +196,7 @@ class Worker:
             return self._queue.run(self._profiler.stop)
 
     def close(self) -> None:
-        """Finish the steps in flight."""
+        """Finish the submitted steps, and end the threads."""
         self._queue.close()
         self.parts.grammars.close()
         if self._followers is not None:
@@ -216,7 +216,7 @@ class Worker:
         self._step_seconds += time.perf_counter() - started
         return finish
 
-    # ---- a step: launches work and returns how to read its result; outside graphs but for the runners' functions
+    # ---- a step: launches work and returns a function that waits for its result; outside graphs, except the runners' functions
 
     def _step(self, batch: ScheduleBatch) -> Finish:
         try:
@@ -263,7 +263,7 @@ class Worker:
     def _sample_next(
         self, batch: ScheduleBatch, chunks: Chunks, grammar: GrammarStep | None, states: States
     ) -> tuple[ExtendPass, PromptsPending]:
-        """Sample where a prompt ends; `grammar` holds the constrained requests among those."""
+        """Sample for chunks that end a prompt; `grammar`: the constrained requests among them."""
         mask = None if grammar is None else grammar.first()
         extend, prompts = self.parts.target.sample_next(batch, chunks, states, mask)
         if grammar is not None:
@@ -292,7 +292,7 @@ class Worker:
         return self.eager_drafts.begin(iteration)
 
     def _caps(self, host_rows: Int32, depth: int, size: int, widths: Int32) -> DraftCaps | None:
-        """The caps of these rows, which their windows of `widths` lower, if one is below `depth`."""
+        """The draft limits of these rows, lowered to their window `widths`; None if none is below `depth`."""
         caps = self.parts.target.rows.draft_caps(host_rows)
         if len(widths):
             caps = np.minimum(caps, widths[: len(caps)] - 1)
@@ -306,14 +306,14 @@ class Worker:
     def _iterate(
         self, batch: ScheduleBatch, chunks: Chunks | None, prompt_grammar: GrammarStep | None, iteration: Iteration
     ) -> tuple[PromptsPending | None, DecodesPending]:
-        """Load the rows, propose, verify, accept, commit, follow. Prompt chunks run in the pass that verifies."""
+        """Load the rows, propose, verify, accept, commit, follow. Prompt chunks run in the verify pass."""
         target, drafter, verifier = self.parts.target, self.parts.drafter, self.parts.verifier
         load_rows(self.parts.inputs, iteration.rows, target.rows)
         extend, prompts = None, None
         with self._profiler.span("draft_decode"):
             draft = drafter.propose(iteration)
         if iteration.grammar is not None:
-            iteration.grammar.verify(draft)
+            iteration.grammar.start_masks(draft)
         with self._profiler.span("verify"):
             window, hit = verifier.fill(iteration, draft), None
             if chunks is None:
@@ -369,7 +369,7 @@ class Worker:
         return result
 
     def _observe(self, decodes: DecodesPending, decoded: BatchResult, now: float, with_prompts: bool, batch: ScheduleBatch) -> None:
-        """Count acceptance, and tell the depth controller what the iteration accepted and how long it took.
+        """Count acceptance, and pass accepted tokens and time of the iteration on to the depth controller.
 
         Steps run one after another on the device, so an iteration took the time from the results of the previous step, or from
         its own start if that was later, until `now`, when its results had arrived.
@@ -378,7 +378,7 @@ class Worker:
         caps = iteration.caps
         whole = np.ones(len(lens), dtype=np.bool_) if caps is None else caps.host >= iteration.depth
         self.parts.monitor.add(iteration, lens[whole], decoded.stats, decodes.pairs(whole))
-        # The draft follows prompts after their results are read.
+        # Draft extend over prompts runs after their results are read.
         usual = not (with_prompts or self._prompts_read or iteration.grammar)
         seconds = now - max(self._read_at, iteration.started) if usual else None
         # A sample occupies the host while it is launched, before the previous iteration is read, and then the device.
@@ -397,5 +397,5 @@ class Worker:
 
 
 def _read_nothing() -> BatchResult:
-    """The result of a step on a rank that reads none."""
+    """The result of a step on a rank that reads no results."""
     return BatchResult(no_ints(), no_ints())

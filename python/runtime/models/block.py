@@ -17,7 +17,7 @@ from runtime.layers.pass_context import PassContext
 
 
 class DecoderBlock(Protocol):
-    """What a decoder needs of a layer."""
+    """The interface through which a decoder uses a layer."""
 
     @property
     def attention(self) -> AttentionLayer:
@@ -31,20 +31,20 @@ class DecoderBlock(Protocol):
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied by."""
+        """Number of weights that each token is multiplied with."""
         ...
 
     @property
     def kernel_launches(self) -> int:
-        """Of an eager pass, about."""
+        """Kernels of an eager pass, approximately."""
         ...
 
     def gemms(self) -> Iterator[Gemm]:
-        """Its GEMMs that are to be autotuned, in order."""
+        """The GEMMs to autotune, in order."""
         ...
 
     def forward(self, stream: Stream, context: PassContext, next_norm: RMSNorm | None = None) -> Stream:
-        """The stream through the block, perhaps in the same storage. `next_norm`: of the block after this one."""
+        """The residual stream after the block, perhaps in the same storage. `next_norm`: the next block's first norm."""
         ...
 
 
@@ -64,16 +64,16 @@ class Block:
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied by."""
+        """Number of weights that each token is multiplied with."""
         return self.attention.active_parameters + self.mlp.active_parameters
 
     @property
     def kernel_launches(self) -> int:
-        """Of an eager pass, about."""
+        """Kernels of an eager pass, approximately."""
         return self.attention.kernel_launches + self.mlp.kernel_launches
 
     def gemms(self) -> Iterator[Gemm]:
-        """Its GEMMs that are to be autotuned, in order."""
+        """The GEMMs to autotune, in order."""
         first = self.attn_norm or self.mlp_norm
         yield from self.attention.gemms(first, self.mlp_norm)
         yield from self.mlp.gemms(self.mlp_norm, first)
@@ -86,12 +86,12 @@ class Block:
         rows: torch.Tensor | None = None,
         wanted: torch.Tensor | None = None,
     ) -> Stream:
-        """The stream through the block, perhaps in the same storage.
+        """The residual stream after the block, perhaps in the same storage.
 
         Args:
-            next_norm: the norm of the block after this one.
+            next_norm: the next block's first norm.
             rows: [T, in] in the model's dtype: what attention reads instead of the normed stream.
-            wanted: int64 [N], tokens whose rows alone are returned; KV is written for all tokens.
+            wanted: int64 [N], the tokens whose rows are returned; KV is written for all tokens.
         """
         attention = self.attention
         qkv = attention.project(stream, self.attn_norm) if rows is None else attention.project_rows(rows)
@@ -103,20 +103,20 @@ class Block:
 
 
 class BranchMlp(Protocol):
-    """An MLP whose output is not added to the stream as it is. `GatedMlp` is one."""
+    """An MLP whose output is transformed before it is added to the stream. `GatedMlp` is one."""
 
     @property
     def kernel_launches(self) -> int:
-        """Of an eager pass, about, the norm before it included."""
+        """Kernels of an eager pass, approximately, including the norm before the MLP."""
         ...
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied by."""
+        """Number of weights that each token is multiplied with."""
         ...
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
-        """Its GEMMs that are to be autotuned, in order; `next_norm` is None."""
+        """The GEMMs to autotune, in order; `next_norm` is None."""
         ...
 
     def output(self, stream: Stream, norm: RMSNorm) -> torch.Tensor:
@@ -126,7 +126,7 @@ class BranchMlp(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SandwichBlock:
-    """A block with a norm before attention and MLP each, and another one before their output is added:
+    """A block that norms the input and the output of both attention and MLP:
     `h += attn_out_norm(attention(attn_norm(h))); h = (h + mlp_out_norm(mlp(mlp_norm(h)))) * factor`.
 
     Attributes:
@@ -144,21 +144,21 @@ class SandwichBlock:
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied by."""
+        """Number of weights that each token is multiplied with."""
         return self.attention.active_parameters + self.mlp.active_parameters
 
     @property
     def kernel_launches(self) -> int:
-        """Of an eager pass, about."""
+        """Kernels of an eager pass, approximately."""
         return self.attention.kernel_launches + self.mlp.kernel_launches + 2
 
     def gemms(self) -> Iterator[Gemm]:
-        """Its GEMMs that are to be autotuned, in order."""
+        """The GEMMs to autotune, in order."""
         yield from self.attention.gemms(self.attn_norm, None)
         yield from self.mlp.gemms(self.mlp_norm, None)
 
     def forward(self, stream: Stream, context: PassContext, next_norm: RMSNorm | None = None) -> Stream:
-        """The stream through the block, perhaps in the same storage. `next_norm`: of the block after this one."""
+        """The residual stream after the block, perhaps in the same storage. `next_norm`: the next block's first norm."""
         attended = self.attention.attend(self.attention.project(stream, self.attn_norm), context)
         output = self.attention.output(attended, stream.in_prompt)
         stream = self.ops.add_normed(output, self.attn_out_norm, stream, self.mlp_norm)

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint's tensors on their way into a model: checked, brought to its device in batches, stored."""
+"""Copies the parts of a checkpoint's tensors into a model: reads and uploads them in batches, checks and stores them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.layers.quantization.scheme import Index, WeightSlot
 from runtime.models.file_tensor import FileTensor, read_packed
 
 STAGE_BYTES = 16 << 20
-"""Of a pinned buffer and of the device buffer beside it; each thread that loads has one of both."""
+"""Size of a pinned buffer and of its device buffer; each loading thread has one pair."""
 ALIGNMENT = 16
 
 
@@ -23,7 +23,7 @@ Values = torch.Tensor | FileTensor
 
 
 class Sliceable(Protocol):
-    """A tensor, or one that still lies in a file and is cut before it is read."""
+    """A tensor in memory, or one in a file, which is sliced before it is read."""
 
     @property
     def shape(self) -> Sequence[int]: ...  # noqa: D102
@@ -33,7 +33,7 @@ class Sliceable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a slot gets of the checkpoint's tensor `name`, in memory or in a file."""
+    """The part of the checkpoint's tensor `name` that fills one slot, in memory or in a file."""
 
     name: str
     values: Values
@@ -41,12 +41,12 @@ class Part:
 
     @property
     def rules(self) -> tuple[str, bool, int]:
-        """What its numbers are checked for."""
+        """What its values are checked for."""
         return str(self.values.dtype), self.slot.finite, -1 if self.slot.largest is None else self.slot.largest
 
 
 def parts_of(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> Iterator[Part]:
-    """The parts of a tensor, not yet read where they lie in a file. Raises `ConfigError` for another shape or dtype."""
+    """The parts of a tensor; those in a file are not read yet. Raises `ConfigError` for an unexpected shape or dtype."""
     for slot in slots:
         index = slot.index_of(tuple(tensor.shape))
         if index is None:
@@ -59,18 +59,18 @@ def parts_of(name: str, tensor: Sliceable, slots: Iterable[WeightSlot]) -> Itera
 
 
 def in_memory(values: Values) -> torch.Tensor:
-    """The numbers; those of a file in mapped memory, which is read where they are used."""
+    """The values as a tensor; a file is memory-mapped, so its pages are read on first use."""
     return values.mapped() if isinstance(values, FileTensor) else values
 
 
 def wrong_shape(name: str, tensor: Sliceable, shape: Sequence[int]) -> ConfigError:
-    """The error for a tensor of another shape than the model's."""
+    """The error for a tensor whose shape is not the model's."""
     return ConfigError(f"tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(shape)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What a batch of parts passes, uint8 [STAGE_BYTES]: `host`, pinned for a GPU, whose bytes `memory` is, then `device`."""
+    """The buffers through which a batch is copied, uint8 [STAGE_BYTES]: `host` (pinned for a GPU; `memory` views it), then `device`."""
 
     host: torch.Tensor
     memory: memoryview
@@ -78,11 +78,11 @@ class Buffers:
 
 
 class Staging:
-    """Makes the calls that store parts in tensors of `device`. Owner of the buffers through which they get there from files.
+    """Makes the calls that store parts in tensors on `device`. Owns the buffers through which parts are copied from files.
 
-    Each operation of torch on a tensor gives Python's lock away, which many threads then wait for: with operations on each of 10,000 small
-    tensors they do little else. So a batch of parts is read by one system call for each piece of a file, goes to the device at once and is
-    checked there together; only views of parts, and what their slots do, are single operations.
+    Each torch operation releases Python's GIL, for which many threads then compete: with operations on each of 10,000 small tensors, they
+    mostly wait for it. So a batch of parts is read with one system call per contiguous range of a file, uploaded in one copy and
+    checked on the device together; only taking views of parts, and storing them in their slots, is done part by part.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +90,7 @@ class Staging:
         self._free: list[Buffers] = []
 
     def stores(self, parts: Iterable[Part]) -> Iterator[Callable[[], None]]:
-        """Calls that check and store all parts; threads may make several at once."""
+        """Calls that together check and store all parts; threads may run them concurrently."""
         batch, size = list[tuple[Part, FileTensor]](), 0
         for part in parts:
             if isinstance(part.values, torch.Tensor):
@@ -108,7 +108,7 @@ class Staging:
             yield partial(self.store, batch)
 
     def store(self, batch: Sequence[tuple[Part, FileTensor]]) -> None:
-        """Bring parts from files, which fit a buffer together or are one larger part; check and store them."""
+        """Upload, check and store parts from files: either several that fit in a buffer together, or one larger part."""
         try:
             buffers = self._free.pop()
         except IndexError:
@@ -127,7 +127,7 @@ class Staging:
         self._free.append(buffers)  # the device has read them
 
     def _bring(self, tensors: Sequence[FileTensor], buffers: Buffers) -> list[torch.Tensor]:
-        """Copies in the buffer of the device, one behind the other."""
+        """Copies of the tensors, packed one after another in the device buffer."""
         starts = list(accumulate(map(_space, tensors), initial=0))
         _read(tensors, starts, buffers)
         if buffers.device is not buffers.host:
@@ -135,7 +135,7 @@ class Staging:
         return _places(tensors, starts, buffers.device)
 
     def _bring_large(self, tensor: FileTensor, buffers: Buffers) -> torch.Tensor:
-        """A copy on the device, through the buffer piece by piece; at once where an entry of its first dimension exceeds the buffer."""
+        """A copy on the device, made piece by piece through the buffer, or directly from mapped memory if a row exceeds it."""
         rows = STAGE_BYTES // (tensor.nbytes // tensor.shape[0])
         if self._device.type == "cpu" or not rows:
             return tensor.mapped().to(self._device)
@@ -154,7 +154,7 @@ class Staging:
         return Buffers(host, host.numpy().data, device)
 
     def _wait(self, suspects: Sequence[torch.Tensor] = ()) -> bool:
-        """Wait for what this thread has launched; whether one of these bools on the device is true."""
+        """Wait for the work that this thread has launched; returns whether any of `suspects`, bools on the device, is true."""
         if suspects:
             return bool(torch.stack(list(suspects)).any())
         if self._device.type == "cuda":
@@ -163,7 +163,7 @@ class Staging:
 
 
 def holds_nan(values: torch.Tensor) -> bool:
-    """Whether there is NaN among the numbers. 0.1 ms per MB on a CPU."""
+    """Whether any value is NaN. 0.1 ms per MB on a CPU."""
     suspect = _suspects_nan(values)
     if suspect is None or not suspect:
         return False
@@ -176,9 +176,9 @@ def _store(part: Part, values: torch.Tensor) -> None:
 
 
 def _check(part: Part, values: torch.Tensor) -> None:
-    """Raise `ConfigError` where the numbers break the slot's rules."""
+    """Raise `ConfigError` if the values break the slot's rules."""
     name, slot = part.name, part.slot
-    # NaN anywhere would be in every answer; infinity may stand for an entry that is never chosen.
+    # A NaN anywhere would spoil every answer; an infinity may mark an entry that is never chosen.
     if holds_nan(values):
         raise ConfigError(f"tensor {name} holds NaN; the checkpoint is damaged, download it again")
     if slot.finite and not _all_finite(values):
@@ -188,7 +188,7 @@ def _check(part: Part, values: torch.Tensor) -> None:
 
 
 def _suspects(moved: Sequence[tuple[Part, torch.Tensor]]) -> list[torch.Tensor]:
-    """Bools on the device, one of which is true where some of these parts, in one buffer in the order of their rules, may break them."""
+    """Bools on the device; one is true if a part may break its rules. The parts lie in one buffer, sorted by their rules."""
     suspects = list[torch.Tensor | None]()
     for _, same in groupby(moved, key=lambda each: each[0].rules):
         group = list(same)
@@ -204,29 +204,29 @@ def _suspects(moved: Sequence[tuple[Part, torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def _suspects_nan(values: torch.Tensor) -> torch.Tensor | None:
-    """One bool on the device: whether there may be NaN among the numbers; None where there is none."""
+    """One bool on the device: whether any value may be NaN; None if none can be."""
     if not values.numel():
         return None
-    if values.dtype is torch.float8_e4m3fn:  # its two NaNs are the largest numbers of bits with a sign and without
+    if values.dtype is torch.float8_e4m3fn:  # its two NaNs are the largest bit patterns, with and without the sign
         return (values.view(torch.int8).max() == 0x7F) | (values.view(torch.uint8).max() == 0xFF)
     if not values.is_floating_point() or values.element_size() == 1:
         return None
-    # Infinities of both signs sum up to NaN too, and so may large numbers.
+    # The sum may also be NaN because of infinities of both signs, or because large values overflow.
     return values.sum(dtype=torch.float32).isnan()
 
 
 def _all_finite(values: torch.Tensor) -> bool:
-    """Whether there is neither NaN nor infinity among numbers of 16 or 32 bits. 0.1 ms per MB on a CPU."""
+    """Whether all values, of a 16-bit or 32-bit dtype, are finite. 0.1 ms per MB on a CPU."""
     return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())  # a sum of large numbers may be infinite
 
 
 def _space(tensor: FileTensor) -> int:
-    """Bytes that it takes in a buffer."""
+    """Bytes that the tensor takes in a buffer, padding included."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _read(tensors: Sequence[FileTensor], starts: Sequence[int], buffers: Buffers) -> None:
-    """Read tensors to these bytes of the host's buffer; what lies between them becomes zero."""
+    """Read tensors into the host buffer at byte offsets `starts`; the gaps between them are zeroed."""
     packed = list[tuple[FileTensor, memoryview]]()
     for tensor, start in zip(tensors, starts, strict=False):
         end = start + tensor.nbytes
@@ -240,7 +240,7 @@ def _read(tensors: Sequence[FileTensor], starts: Sequence[int], buffers: Buffers
 
 
 def _places(tensors: Sequence[FileTensor], starts: Sequence[int], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Views of `buffer` [bytes] for tensors that start at these bytes of it."""
+    """Views of the tensors in `buffer` [bytes], at byte offsets `starts`."""
     typed = {dtype: buffer.view(dtype) for dtype in {tensor.dtype for tensor in tensors}}
     return [
         typed[tensor.dtype].as_strided(tensor.shape, tensor.packed_strides, start // tensor.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""What a model is made of: the architecture read from config.json or GGUF metadata. No torch."""
+"""A model's architecture, as read from config.json or GGUF metadata. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class RopeScaling:
 
     Attributes:
         kind: the rule, by its name in config.json.
-        factor: by which wavelengths are stretched, wholly or in part.
-        low_freq_factor, high_freq_factor: llama3: bounds of the wavelengths that are stretched in part.
+        factor: by which wavelengths are stretched, fully or partly.
+        low_freq_factor, high_freq_factor: llama3: bounds of the wavelengths that are partly stretched.
         original_max_position: the context length before scaling.
-        beta_fast, beta_slow: yarn: rotations within the original context, bounds of what is stretched in part.
-        truncate: yarn: whether these bounds are rounded to whole pairs.
+        beta_fast, beta_slow: yarn: bounds of the partly stretched pairs, as rotations within the original context.
+        truncate: yarn: whether those bounds are rounded to whole pairs.
         short_factors, long_factors: longrope: the divisor of each pair's frequency, for contexts up to
             `original_max_position` and above.
         rotated: proportional: the share of pairs that rotate.
         magnitude: factor of cosines and sines.
-        mscale_all_dim: yarn: of DeepSeek's correction of attention scores; 0 for none.
+        mscale_all_dim: yarn: weight of DeepSeek's correction of attention scores; 0 for none.
     """
 
     kind: Literal["llama3", "linear", "yarn", "dynamic", "longrope", "proportional"]
@@ -51,12 +51,12 @@ class MoeConfig:
     Attributes:
         top_k: experts that each token is routed to.
         intermediate_size: of one expert.
-        scoring: how the router's logits become weights: softmax of all; sigmoid, with a correction bias [E] that is added for the choice
-            only; or softmax of the chosen alone ("topk_softmax").
+        scoring: how the router's logits become weights: softmax over all experts; sigmoid, with a correction bias [E] that affects only
+            which experts are chosen; or softmax over the chosen experts ("topk_softmax").
         renormalize: whether the weights of a token's experts are made to sum to 1.
-        scaling: by which the weights are multiplied in the end.
+        scaling: factor applied to the final weights.
         num_groups, top_groups: experts are chosen from the best `top_groups` of `num_groups` equal groups.
-        shared_intermediate_size: of the expert that every token runs through; 0 where there is none.
+        shared_intermediate_size: of the shared expert, through which every token runs; 0 if there is none.
         layers: whether each layer is sparse.
         bias: whether the router and the experts have biases.
     """
@@ -76,10 +76,10 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention. The rotated columns of a head are `ModelConfig.head_dim`.
+    """Multi-head latent attention. `ModelConfig.head_dim` is the number of rotated columns of a head.
 
     Attributes:
-        q_rank: columns of the queries' latent; None where queries are projected in one step.
+        q_rank: columns of the queries' latent; None if queries are projected in one step.
         kv_rank: columns of the latent of keys and values.
         nope_dim: columns of a query and of a key that are not rotated.
         value_dim: columns of a value.
@@ -95,12 +95,12 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """The layer for multi-token prediction that a checkpoint holds beside its model.
+    """The multi-token prediction layer that a checkpoint holds in addition to its model.
 
     Attributes:
-        prefix: of the names of its tensors.
-        token_norm, hidden_norm, proj, final_norm: names of its own parts, behind `prefix`.
-        hidden_first: whether `proj` reads the hidden state before the embedding.
+        prefix: common prefix of its tensor names.
+        token_norm, hidden_norm, proj, final_norm: names of its own parts, after `prefix`.
+        hidden_first: whether the input of `proj` is [hidden state, embedding] instead of [embedding, hidden state].
         blank_start: whether the embedding at position 0 is replaced by zeros.
         feeds_normed: whether the next draft step is fed the state after `final_norm`.
     """
@@ -117,10 +117,10 @@ class MtpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttention:
-    """The layers with full attention of a model whose layers with a window have other heads.
+    """The full-attention layers of a model whose sliding-window layers have different heads.
 
     Attributes:
-        shared_kv: whether values are the projected keys, before their norm and rotation.
+        shared_kv: whether the projected keys, before norm and rotation, also serve as the values.
     """
 
     num_kv_heads: int
@@ -132,7 +132,7 @@ class FullAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder: what all model families share.
+    """A decoder's architecture, in the fields that all model families share.
 
     Attributes:
         architecture: Hugging Face's class name, e.g. LlamaForCausalLM; it selects the family.
@@ -150,12 +150,12 @@ class ModelConfig:
         draft_vocab_size: for draft heads with a reduced vocabulary, else None.
         target_hidden_size: for EAGLE heads: hidden size of the target.
         moe: the sparse MLPs; None for a dense model.
-        quant: how linear layers are quantised in the checkpoint, or are to be when it is loaded; None for plain numbers.
-        full_attention: heads of the layers without a window where they differ from the others'; else None.
+        quant: how linear layers are quantised, in the checkpoint or while it is loaded; None for unquantised weights.
+        full_attention: heads of the full-attention layers if they differ from those of the other layers; else None.
         shared_kv: as in `FullAttention`.
         v_norm: whether v is normed per head, without a weight.
         attn_scale: factor of attention scores; None for head_dim ** -0.5.
-        embed_scale: factor of the embeddings, rounded to the model's dtype.
+        embed_scale: factor applied to the embeddings, rounded to the model's dtype.
         final_softcap: c in logits = c * tanh(logits / c); 0 for none.
         weight_prefix: of the names of the decoder's tensors.
         unused_weights: beginnings of names that the checkpoint may hold and the decoder does not use.

@@ -21,14 +21,14 @@ from runtime.models.parts import ModelContext, ModelParts
 from runtime.models.weights import NamedTensors
 
 OTHER_LAUNCHES = 10
-"""Kernels of a pass outside the blocks, about: embedding, final norm, head, sampling."""
+"""Kernels of a pass outside the blocks, approximately: embedding, final norm, head, sampling."""
 
 
 class DecoderModel:
-    """Weights and forward pass of one model. Owner of its weights; the KV pool and the backend are bound after the
-    memory plan.
+    """Weights and forward pass of one model. Owns its weights; the KV pool and the attention backend are bound once the
+    memory plan is made.
 
-    `forward`, `logits` and `greedy` may be captured and never read from the device. Run them under
+    `forward`, `logits` and `greedy` may be captured in a graph and never synchronise with the device. Run them under
     `torch.inference_mode()`.
 
     Attributes:
@@ -65,7 +65,7 @@ class DecoderModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights and tables, shared ones once."""
+        """Bytes of all weights and tables; shared ones count once."""
         return self._parts.weights.num_bytes + self._parts.rope_bytes
 
     @property
@@ -74,38 +74,40 @@ class DecoderModel:
         return self._parts.sparse_mlps
 
     def warmup_runs(self, rows: Iterable[int]) -> list[Callable[[], object]]:
-        """Runs of the kernels beyond those of `gemms` and of the backend: of one attention layer and one sparse MLP, as all are alike."""
+        """Calls that compile the remaining kernels, beside GEMMs and backend: of one attention layer and one sparse MLP, as all are
+        alike.
+        """
         attention = self.layers[0].attention.warmup_runs()
         return attention + [run for mlp in self.sparse_mlps[:1] for run in mlp.warmup_runs(self.final_norm, rows)]
 
     @property
     def active_parameters(self) -> int:
-        """Weights of the blocks that one token is multiplied by. The head is only used for some rows."""
+        """Number of block weights that each token is multiplied with. Excludes the head, which only some rows need."""
         return sum(layer.active_parameters for layer in self.layers)
 
     @property
     def kernel_launches(self) -> int:
-        """Kernels of an eager pass, about."""
+        """Kernels of an eager pass, approximately."""
         return sum(layer.kernel_launches for layer in self.layers) + OTHER_LAUNCHES
 
     def gemms(self) -> Iterator[Gemm]:
-        """The GEMMs that are to be autotuned, in order."""
+        """The GEMMs to autotune, in order."""
         for layer in self.layers:
             yield from layer.gemms()
         yield Gemm("logits", self.lm_head, self.final_norm)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Name and whole shape of every tensor that `load` wants, under Hugging Face's names."""
+        """Name (Hugging Face's) and unsharded shape of every tensor that `load` requires."""
         return self._parts.weights.expected()
 
     def load(self, weights: NamedTensors) -> None:
-        """Fill the weights; q/k/v and gate/up are fused, and quantised if the model is, as they arrive.
+        """Fill the weights. Fuses q/k/v and gate/up, and quantises if asked to, as tensors arrive.
 
         Args:
             weights: (Hugging Face's name, tensor of any float dtype on any device), in any order, each once.
 
         Raises:
-            ConfigError: tensors are missing, unexpected or of another shape; it names them.
+            ConfigError: tensors are missing, unexpected or have the wrong shape; the message names them.
         """
         skip = ("rotary_emb.inv_freq", "lm_head.weight") if self.config.tie_embeddings else ("rotary_emb.inv_freq",)
         self._parts.weights.load(weights, skip, self.config.unused_weights)
@@ -160,7 +162,7 @@ class DecoderModel:
         Args:
             tokens: written where given.
             logits: float32 [N, rows of `lm_head` on this rank], written where given.
-            agreement: compared with the other ranks' on the way.
+            agreement: the hash of committed tokens, compared with the other ranks' in the same exchange.
         """
         chosen = greedy(self.context.ops, hidden, self.lm_head, tokens, logits, agreement)
         if logits is not None:
@@ -168,6 +170,6 @@ class DecoderModel:
         return chosen
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Cap float32 logits in place, where the model does. Their order stays."""
+        """Apply the model's soft cap, if it has one, to float32 logits in place; their order does not change."""
         cap = self.config.final_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits

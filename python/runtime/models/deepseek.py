@@ -20,7 +20,7 @@ LAYER_DEFAULTS = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_interleave": True, "n_shared_experts": 1, "norm_topk_prob": True,
     "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-"""Those of all families with DeepSeek's layers."""
+"""Defaults of all families with DeepSeek's layers."""
 DEFAULTS = {
     **LAYER_DEFAULTS, "max_position_embeddings": 4096, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
     "v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4,
@@ -52,11 +52,11 @@ def latent_config(fields: ConfigFields, sparse: tuple[bool, ...]) -> ModelConfig
     config = decoder_config(fields, head_dim=rope_dim, qkv_bias=bias, o_bias=bias, rope_interleaved=interleaved)
     nope_dim = fields.positive("qk_nope_head_dim")
     scaling = config.rope_scaling
-    # The rotary table holds the quotient of both factors; all scores are scaled by the other one, for queries and keys.
+    # The rotary table holds the ratio of the two YaRN factors; the scores are scaled by the second one, squared for queries and keys.
     correction = 1.0 if scaling is None else mscale(scaling.factor, scaling.mscale_all_dim)
     scale = (nope_dim + rope_dim) ** -0.5 * correction**2
     latent = LatentConfig(q_rank, fields.positive("kv_lora_rank"), nope_dim, fields.positive("v_head_dim"), scale)
-    # Published checkpoints hold the layer for multi-token prediction behind the model's own.
+    # Published checkpoints number the multi-token prediction layer after the model's own layers.
     first, held = config.num_layers, fields.count(fields.named("num_mtp_layers", "num_nextn_predict_layers"), 0)
     mtp = MtpConfig(f"model.layers.{first}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
     return dataclasses.replace(
@@ -69,7 +69,7 @@ def latent_config(fields: ConfigFields, sparse: tuple[bool, ...]) -> ModelConfig
 
 
 def experts(fields: ConfigFields, sparse: tuple[bool, ...]) -> MoeConfig | None:
-    """The sparse MLPs: sigmoid scores, a bias for the choice alone, and groups.
+    """The sparse MLPs: sigmoid scores, a bias that affects only the choice of experts, and expert groups.
 
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.

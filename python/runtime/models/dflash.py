@@ -1,4 +1,4 @@
-"""The DFlash draft: a few layers that fill a whole block of masked tokens in one pass, over keys and values of the target's states.
+"""The DFlash draft: a few layers that fill a whole block of masked tokens in one pass, attending to KV made from the target's states.
 
 Source: DFlash, arXiv:2602.06036; tensor names follow the published checkpoints.
 """
@@ -23,20 +23,20 @@ from runtime.models.weights import NamedTensors
 
 
 class DFlashDraftModel(DraftHead):
-    """Weights and passes of one draft, beside its target, whose embeddings and LM head it uses.
+    """Weights and passes of one draft, which uses its target's embeddings and LM head.
 
     At positions of committed tokens its KV cache holds keys and values of the target's projected states, which `write_context`
-    stores. `forward` writes those of a block behind them; they are overwritten when the target has verified the block.
+    stores. `forward` writes KV of a block after them; it is overwritten once the target has verified the block.
 
     Attributes:
         block: how blocks are filled.
-        aux_layers: target layers whose input it reads.
-        input_width: of these states together.
+        aux_layers: target layers whose input states the draft reads.
+        input_width: width of these states, concatenated.
         to_target, to_draft: None: it has the target's vocabulary.
     """
 
     def __init__(self, config: DraftConfig, target: DecoderModel, group: ParallelGroup | None = None) -> None:
-        """Allocate the draft beside its target. `group`: the ranks that share the blocks; by default those that share the target's."""
+        """Allocate the draft. `group`: the ranks that share its blocks; by default those that share the target's."""
         assert config.block is not None, "the configuration of a DFlash draft"
         super().__init__(config.model, target, group=group)
         self.block, self.aux_layers, parts = config.block, config.aux_layers, self.parts
@@ -64,21 +64,21 @@ class DFlashDraftModel(DraftHead):
             weights: (published name, tensor of any float dtype), in any order, each once; a leading `model.` is ignored.
 
         Raises:
-            ConfigError: tensors are missing, unexpected or of another shape; it names them.
+            ConfigError: tensors are missing, unexpected or have the wrong shape; the message names them.
         """
         named = ((name.removeprefix("model."), tensor) for name, tensor in weights)
         self.parts.weights.load(named, ("rotary_emb.inv_freq",))
         self._kv_projs = [layer.qkv_proj.tail(layer.heads.num_q_heads * layer.heads.head_dim) for layer in self._attention]
 
     def gemms(self) -> Iterator[Gemm]:
-        """The GEMMs that are to be autotuned, in order; the LM head is the target's."""
+        """The GEMMs to autotune, in order, without the LM head, which is the target's."""
         yield Gemm("linear", self.fc, None)
         for proj in self._kv_projs:
             yield Gemm("linear", proj, None)
         for layer in self.layers:
             yield from layer.gemms()
 
-    # ---- passes: captured, never read from the device
+    # ---- passes: may be captured in a graph, so they never synchronise with the device
 
     def write_context(self, batch: ForwardBatch) -> None:
         """Store keys and values of committed tokens, from the target's states `batch.hidden_states` [T, input_width]."""
@@ -90,7 +90,7 @@ class DFlashDraftModel(DraftHead):
             ops.rope_and_cache(ops.linear(states, kv_proj), keys_only, attention.spec.layer_id, context)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Fill blocks: [T, hidden] in the model's dtype, after the norm before the head. The backend's `plan` has been called."""
+        """Fill blocks: [T, hidden] in the model's dtype, after the final norm. Call the backend's `plan` first."""
         stream = self.ops.embed(batch.input_ids, self.embed, self.layers[0].attn_norm, self.block.embed_scale)
         context = self.context(batch)
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):

@@ -1,4 +1,4 @@
-"""What the config.json of a DFlash draft says beside its decoder. No torch."""
+"""Reads what the config.json of a DFlash draft says in addition to its decoder. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import decoder_config, read_hf_config, sliding_windows
 
 BLOCK_SIZE = 16
-"""Where the file names none."""
+"""The block size if the file gives none."""
 SECOND_VERSION = ("conv_kernel_size", "selector_rank")
-"""Fields of drafts of DFlash 2, which have other layers."""
+"""Fields by which drafts of DFlash 2, which have other layers, are recognised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class BlockDraft:
 
     Attributes:
         size: tokens of a block: the last committed one and the masked ones that are drafted.
-        mask_id: the token that stands for a masked one.
-        embed_scale: factor of the target's embeddings.
+        mask_id: id of the mask token.
+        embed_scale: factor applied to the target's embeddings.
         causal: for each layer, whether its queries see the keys of the block up to their own only.
     """
 
@@ -71,7 +71,7 @@ def read_block(fields: ConfigFields, model: ModelConfig) -> BlockDraft:
 
 
 def read_aux_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
-    """The target's layers whose input the draft reads. The file counts outputs; the output of a layer is the input of the next."""
+    """The target layers whose input the draft reads. The file numbers layers by output, which is the next layer's input."""
     ids = _own_fields(fields).ids("target_layer_ids")
     if not ids or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < num_layers - 1:
         raise fields.error(f"target_layer_ids must name layers of the target, ascending, below its last of {num_layers}; got {ids}")
@@ -79,5 +79,5 @@ def read_aux_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
 
 
 def _own_fields(fields: ConfigFields) -> ConfigFields:
-    """`dflash_config`, whose fields may also stand beside it."""
+    """The fields of `dflash_config`, which may also be top-level fields."""
     return fields.under("dflash_config")

@@ -1,4 +1,4 @@
-"""The architecture of a draft model from its config.json, checked against the algorithm and the target. No torch."""
+"""Reads a draft model's config.json and checks it against the algorithm and the target. Does not import torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAFT_FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": llama,
     "Qwen2ForCausalLM": qwen2,
 }
-"""Which family's config.json a head's looks like, by class name."""
+"""The family in whose format a head's config.json is written, by class name."""
 DFLASH_CLASS = "DFlashDraftModel"
 
 
@@ -35,10 +35,9 @@ class DraftConfig:
     """A draft's architecture.
 
     Attributes:
-        model: its decoder; `max_context_len` is the target's, since published heads name the length they were trained
-            on.
+        model: its decoder; `max_context_len` is the target's, since published heads state their training length instead.
         aux_layers: EAGLE-3 and DFlash: target layers whose input the draft reads, for `DecoderModel.forward`; () for others.
-        layout: EAGLE-3: what published heads differ in.
+        layout: EAGLE-3: the options in which published heads differ.
         block: DFlash: how blocks are filled; None for other drafts.
     """
 
@@ -90,7 +89,7 @@ def _parse_head(name: str, fields: ConfigFields, algorithm: SpecAlgorithm) -> Mo
 
 
 def _class_name(raw: Mapping[str, Any], where: str) -> str:
-    """The class of a draft, by the name that this project gives it; some files of heads name none."""
+    """The class name of a draft, with `EAGLE3_CLASS` for all its variants; some files of heads name none."""
     name = ConfigFields(raw, where).architecture() if raw.get("architectures") else "LlamaForCausalLM"
     return EAGLE3_CLASS if "eagle3" in name.lower() else name
 
@@ -112,7 +111,7 @@ def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[SpecAlgo
 
 
 def _of_another_algorithm(algorithm: SpecAlgorithm, name: str, raw: Mapping[str, Any], where: str) -> ConfigError:
-    """The error for a draft for `algorithm` that was named for another one."""
+    """The error for a draft that belongs to `algorithm` but was given for another one."""
     if algorithm == "DFLASH":
         return ConfigError(f"{where} is a DFLASH draft; use --speculative-algorithm DFLASH")
     if algorithm != "STANDALONE":

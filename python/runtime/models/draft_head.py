@@ -1,4 +1,4 @@
-"""What draft models have in common: their contract, and what draft heads take from their target."""
+"""The interface of draft models, and the base class of draft heads, which share parts of their target."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from runtime.models.weights import NamedTensors
 
 
 class DraftModel(Protocol):
-    """What a drafter knows of its draft model. Methods on the decode path may be captured and never read from the
-    device.
+    """The interface through which a drafter uses its draft model. Methods on the decode path may be captured in a graph
+    and never synchronise with the device.
 
     Attributes:
-        lookahead: 1 for a head that reads, beside the hidden state at a position, the token after it; 0 for a model
-            that reads the token itself.
+        lookahead: 1 for a head, which reads the hidden state at a position and the token after it; 0 for a model that
+            reads the token at the position.
         config: the draft's decoder.
         attention_specs: its attention layers, for the draft's KV pool and backend.
-        aux_layers: target layers whose input stream is wanted; () where the target's last hidden state is.
+        aux_layers: target layers whose input stream the draft reads; () if it reads the target's last hidden state.
         input_width: width of the target's hidden state that draft-extend is fed.
-        hidden_width, hidden_dtype: of the state that `forward` returns and the next draft step is fed.
-        vocab_size: Vd, the ids of `logits`.
+        hidden_width, hidden_dtype: of the state that `forward` returns and the next draft step reads.
+        vocab_size: Vd, the number of ids that `logits` scores.
         to_target: int64 [Vd], the target's id of each draft id; None when they share one vocabulary.
-        to_draft: int64 [V], the inverse, -1 where there is none; None as above.
+        to_draft: int64 [V], the inverse, -1 for tokens without a draft id; None when they share one vocabulary.
     """
 
     lookahead: int = 1
@@ -60,8 +60,8 @@ class DraftModel(Protocol):
         own; any float dtype.
 
         Args:
-            wanted: int64 [N], tokens whose states alone are returned; KV is written for all tokens, and what follows
-                the last attention is skipped for the others.
+            wanted: int64 [N], the tokens whose states are returned. KV is written for all tokens, but everything after
+                the last attention is computed for these only.
 
         Returns:
             [T, hidden_width], or [N, hidden_width], in `hidden_dtype`, for `logits`, `greedy` and the next step. Not in
@@ -88,7 +88,7 @@ class DraftModel(Protocol):
         ...
 
     def load(self, weights: NamedTensors) -> None:
-        """Fill the weights. Raises `ConfigError` that names tensors that are missing, unexpected or of a wrong shape."""
+        """Fill the weights. Raises `ConfigError` that names the tensors that are missing, unexpected or of a wrong shape."""
         ...
 
     def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
@@ -102,13 +102,13 @@ class DraftModel(Protocol):
 
     @property
     def kernel_launches(self) -> int:
-        """Kernels of an eager pass, about."""
+        """Kernels of an eager pass, approximately."""
         ...
 
 
 class DraftHead:
-    """A draft beside its target, whose operations, dtype and device it takes over, and its embedding and LM head where it has no others.
-    Its weights are quantised as its own config says, or as its target's LM head where that is in int8, unless another context is given.
+    """A draft that uses its target's operations, dtype and device, and its embedding and LM head unless the draft has its own.
+    Its weights are quantised as its own config says, or like its target's LM head if that is in int8, unless another context is given.
 
     Attributes:
         config: the draft's decoder.
@@ -116,7 +116,7 @@ class DraftHead:
         ops, dtype, group: the target's.
         layers: the blocks.
         embed, lm_head: the head's own, or the target's.
-        head_norm: the norm before the LM head; None where `forward` has applied it, or there is none.
+        head_norm: the norm before the LM head; None if `forward` has applied it, or there is none.
     """
 
     layers: list[Block]
@@ -153,7 +153,7 @@ class DraftHead:
         shared = self._target.lm_head
         if own is None:
             return shared
-        if not shared.is_dense:  # the head before quantisation is not known
+        if not shared.is_dense:  # the unquantised head to compare with is gone
             return Linear.sharded(own.to(shared.weight.device, self.dtype), self.group)
         part = own[shared.own_rows].clone() if shared.is_sharded else own
         weight = shared_if_equal(part, shared.weight)
@@ -168,7 +168,7 @@ class DraftHead:
 
     @property
     def kernel_launches(self) -> int:
-        """Kernels of an eager pass, about."""
+        """Kernels of an eager pass, approximately."""
         return sum(layer.kernel_launches for layer in self.layers) + OTHER_LAUNCHES
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -184,14 +184,14 @@ class DraftHead:
 
 
 class OptionalTensors:
-    """The tensors that a checkpoint may hold or not, set aside while the others are loaded."""
+    """Collects the optional tensors of a checkpoint while the others are loaded."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
         self._found: dict[str, torch.Tensor] = {}
 
     def split(self, weights: NamedTensors) -> Iterator[tuple[str, Sliceable]]:
-        """All other tensors, under names without the `model.` that some checkpoints write."""
+        """All other tensors; strips the prefix `model.` that some checkpoints add to names."""
         for name, tensor in weights:
             name = name.removeprefix("model.")
             if name in self._names:
@@ -200,7 +200,7 @@ class OptionalTensors:
                 yield name, tensor
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """The tensor, or None. Raises `ConfigError` where it has another shape."""
+        """The tensor, or None. Raises `ConfigError` if its shape is not `shape`."""
         tensor = self._found.get(name)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ConfigError(f"tensor {name} has shape {list(tensor.shape)}; {list(shape)} was expected")
@@ -208,11 +208,11 @@ class OptionalTensors:
 
 
 def shared_if_equal(own: torch.Tensor | None, shared: torch.Tensor) -> torch.Tensor:
-    """The head's own matrix in the dtype and on the device of the target's; the target's where there is none or they
+    """The head's own matrix, converted to the dtype and device of the target's; the target's if there is none or they
     are equal.
     """
     if own is None:
         return shared
     own = own.to(shared.device, shared.dtype)
-    # Heads are trained on the target's frozen embedding and often carry a copy: a gigabyte that need not be held twice.
+    # Heads are trained with the target's embedding frozen and often ship a copy of it, up to a gigabyte.
     return shared if own.shape == shared.shape and torch.equal(own, shared) else own

@@ -1,4 +1,4 @@
-"""The EAGLE-1 and EAGLE-2 draft head: decoder layers fed with the token's embedding beside the target's hidden state.
+"""The EAGLE-1 and EAGLE-2 draft head: decoder layers that read the token's embedding and the target's hidden state, concatenated.
 
 Source: EAGLE, Li et al. 2024, arXiv:2401.15077; tensor names and the missing first norm follow the published
 checkpoints.
@@ -22,11 +22,10 @@ OPTIONAL = frozenset({"embed_tokens.weight", "lm_head.weight", "fc.bias"})
 
 
 class LlamaForCausalLMEagle(DraftHead, DraftModel):
-    """`DraftModel`: its hidden states are like the target's, final-normed; the first layer has no input norm, and no
-    norm ends the head.
-
-    Embedding and LM head are the target's, unless the checkpoint brings others. With a token map the LM head keeps
-    those rows only.
+    """An EAGLE head as a `DraftModel`. Its hidden states approximate the target's after the final norm, so its first
+    layer has no input norm, and the head has no final norm.
+    Embedding and LM head are the target's, unless the checkpoint holds its own. With a token map, the LM head keeps only
+    the rows of the map.
 
     Attributes:
         fc: embedding and hidden state [2 * hidden] -> hidden.
@@ -35,7 +34,7 @@ class LlamaForCausalLMEagle(DraftHead, DraftModel):
     def __init__(
         self, config: DraftConfig, target: DecoderModel, token_map: torch.Tensor | None = None, group: ParallelGroup | None = None
     ) -> None:
-        """Allocate the head beside its target.
+        """Allocate the head.
 
         Args:
             token_map: int64 [Vd], the target ids that the head may propose, or None for all.
@@ -62,7 +61,7 @@ class LlamaForCausalLMEagle(DraftHead, DraftModel):
                 ignored.
 
         Raises:
-            ConfigError: tensors are missing, unexpected or of another shape; it names them.
+            ConfigError: tensors are missing, unexpected or have the wrong shape; the message names them.
         """
         optional = OptionalTensors(OPTIONAL)
         self.parts.weights.load(optional.split(weights), ("rotary_emb.inv_freq",))
@@ -74,12 +73,12 @@ class LlamaForCausalLMEagle(DraftHead, DraftModel):
         self.lm_head = self._hot.head(self.own_head(optional.take("lm_head.weight", (vocab, hidden))))
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, hidden] or [N, hidden] in the model's dtype, as `DraftModel.forward` says."""
+        """Run the head: [T, hidden], or [N, hidden] with `wanted`, in the model's dtype. See `DraftModel.forward`."""
         assert batch.hidden_states is not None, "a draft head needs hidden states"
         context, dtype = self.context(batch), self.hidden_dtype
         rows, _ = self.ops.join(batch.input_ids, self.embed, batch.hidden_states, batch.positions, self._input)
         x = self.ops.linear(rows, self.fc)
-        last = [*[None] * (len(self.layers) - 1), wanted]  # attention of a later layer reads every token
+        last = [*[None] * (len(self.layers) - 1), wanted]  # all layers but the last must output every token
         stream = Stream(x.to(torch.float32, copy=True))
         for i, layer in enumerate(self.layers):
             stream = layer.forward(stream, context, rows=x if i == 0 else None, wanted=last[i])

@@ -1,5 +1,5 @@
-"""The EAGLE-3 draft head: one decoder layer fed with the token's embedding beside three of the target's hidden states,
-projected.
+"""The EAGLE-3 draft head: one decoder layer that reads the token's embedding and a projection of three of the target's
+hidden states.
 
 Source: EAGLE-3, Li et al. 2025, arXiv:2503.01840; tensor names follow the published checkpoints.
 """
@@ -24,10 +24,10 @@ NUM_AUX = 3
 
 
 class LlamaForCausalLMEagle3(DraftHead, DraftModel):
-    """`DraftModel`: own norm, and an LM head over a vocabulary that is often a part of the target's.
+    """An EAGLE-3 head as a `DraftModel`, with its own norm and an LM head whose vocabulary is often a part of the target's.
 
-    The target's three states are projected by `fc`; deeper steps are fed the head's own residual stream, before the
-    norm, or behind it where `Eagle3Layout.norm_output` says so. That stream is float32, like the target's.
+    The first draft step reads the target's three states, projected by `fc`; later steps read the head's own residual
+    stream, before its norm or, with `Eagle3Layout.norm_output`, after it. That stream is float32, like the target's.
 
     Attributes:
         fc: the target's three states -> hidden.
@@ -35,10 +35,10 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
     """
 
     def __init__(self, config: DraftConfig, target: DecoderModel, group: ParallelGroup | None = None) -> None:
-        """Allocate the head beside its target. `group`: the ranks that share the block; by default those that share the target's.
+        """Allocate the head. `group`: the ranks that share its block; by default those that share the target's.
 
         Raises:
-            ConfigError: more than one layer, or widths that cannot tell the target's hidden states from the head's own.
+            ConfigError: there is more than one layer, or three target states together are as wide as the head's own.
         """
         super().__init__(config.model, target, group=group)
         c, parts = config.model, self.parts
@@ -82,7 +82,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
                 target's; `t2d` is its inverse and is not read.
 
         Raises:
-            ConfigError: tensors are missing, unexpected or of another shape; it names them.
+            ConfigError: tensors are missing, unexpected or have the wrong shape; the message names them.
         """
         own_head = set() if self._own_head else {"lm_head.weight"}
         optional = OptionalTensors(frozenset({"embed_tokens.weight", "fc.bias", "d2t", "t2d"} | own_head))
@@ -121,7 +121,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         self.to_target = to_target
 
     def project(self, aux_hidden: torch.Tensor) -> torch.Tensor:
-        """The target's three states side by side [T, input_width] -> the head's [T, hidden]."""
+        """The target's three states, concatenated [T, input_width], -> the head's state [T, hidden]."""
         ops, dtype = self.ops, self.dtype
         x = aux_hidden.to(dtype)
         if self._input_norm is not None:
@@ -132,8 +132,8 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         return ops.linear(x, self.fc)
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """The residual stream float32 [T, hidden] or [N, hidden], as `DraftModel.forward` says, final-normed where the
-        layout feeds that back. States of `input_width` are projected.
+        """Run the head: the residual stream, float32 [T, hidden], or [N, hidden] with `wanted`; final-normed if the layout
+        feeds it back so. Projects states of `input_width` first. See `DraftModel.forward`.
         """
         hidden = batch.hidden_states
         assert hidden is not None, "a draft head needs hidden states"
@@ -145,6 +145,6 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
 
 
 def _of_midlayer(weights: NamedTensors) -> NamedTensors:
-    """The tensors, under the names of the first release."""
+    """The tensors, renamed as in the first release."""
     for name, tensor in weights:
         yield name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name, tensor

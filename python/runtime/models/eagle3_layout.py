@@ -1,4 +1,4 @@
-"""The published layouts of EAGLE-3 heads: their class names, their config.json and where they read their target. No torch."""
+"""The published layouts of EAGLE-3 heads: class names, config.json fields, and which target layers they read. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EAGLE3_CLASSES = {
     "Eagle3Speculator": "speculators, with transformer_layer_config",
     "Eagle3DraftModel": "speculators, with transformer_layer_config",
 }
-"""Class names of heads that are read as `EAGLE3_CLASS`, and where they come from. So is any other name with "Eagle3"."""
+"""Class names of heads that are read as `EAGLE3_CLASS`, and their origin. Any other name with "Eagle3" is read so too."""
 AUX_FIELD = "eagle_aux_hidden_state_layer_ids"
 SPECULATORS_LAYER = "transformer_layer_config"
 COUNTED_BY_FIRST = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
@@ -32,7 +32,7 @@ class Eagle3Layout:
         norm_before_fc: the concatenated target states are normed before the projection (`input_norm`).
         fc_norm: each target state is normed separately (`fc_norm.0` and so on).
         norm_before_residual: the residual stream starts with the normed state instead of the state.
-        norm_output: deeper steps read the final-normed state.
+        norm_output: draft steps after the first read the final-normed state.
     """
 
     norm_before_fc: bool = False
@@ -42,7 +42,7 @@ class Eagle3Layout:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Eagle3Layout:
-        """The layout that the fields of a config.json name, themselves or within `eagle_config`."""
+        """The layout that a config.json gives, in top-level fields or in `eagle_config`."""
         nested = raw.get("eagle_config")
         inner = nested if isinstance(nested, dict) else {}
 
@@ -53,7 +53,7 @@ class Eagle3Layout:
 
 
 FIRST_LAYOUT = Eagle3Layout()
-"""That of the first release."""
+"""The layout of the first release."""
 
 
 def is_eagle3(name: str, raw: Mapping[str, Any]) -> bool:
@@ -62,7 +62,7 @@ def is_eagle3(name: str, raw: Mapping[str, Any]) -> bool:
 
 
 def flattened(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a head as if its decoder layer were not nested.
+    """The fields of a head, with those of a nested decoder layer moved to the top level.
 
     Raises:
         ConfigError: `transformer_layer_config` is not an object.
@@ -77,9 +77,9 @@ def flattened(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """The target layers, by input, that EAGLE-3 heads read unless their config.json says otherwise: low, middle, high.
+    """The target layers whose input EAGLE-3 heads read unless their config.json says otherwise: low, middle, high.
 
-    Targets of fewer than 7 layers, for which no heads are published, give their last three streams.
+    For targets of fewer than 7 layers, for which no heads are published, the last three streams.
     """
     if num_layers < 7:
         return (num_layers - 2, num_layers - 1, num_layers)
@@ -87,13 +87,13 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def read_aux_layers(raw: Mapping[str, Any], target: ModelConfig, where: str) -> tuple[int, ...]:
-    """The target layers, by input, that a head reads.
+    """The target layers whose input a head reads.
 
-    `eagle_config` names layers whose outputs are read; the output of a layer is the input of the next. Speculators'
-    heads name inputs. So do heads that name the layer behind the last one, and some for `COUNTED_BY_FIRST`.
+    `eagle_config` numbers layers by output, which is the next layer's input. The heads of speculators number them by
+    input; so do heads that name a layer past the last one, and some heads for `COUNTED_BY_FIRST`.
 
     Raises:
-        ConfigError: not three different layers of the target, in ascending order.
+        ConfigError: the file does not name three different layers of the target in ascending order.
     """
     nested = raw.get("eagle_config") or {}
     ids = nested.get(AUX_FIELD) if isinstance(nested, dict) else nested

@@ -1,4 +1,4 @@
-"""Which checkpoint tensors fill the stacked weights of a layer's experts, published one by one or fused."""
+"""Maps checkpoint tensors, one per expert or fused, to the stacked weights of a layer's experts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ExpertNames:
     """How a family names the tensors of a layer's experts.
 
     Attributes:
-        prefix: of all of them, such as `model.layers.0.mlp.experts.`; the number of an expert follows.
+        prefix: common prefix, such as `model.layers.0.mlp.experts.`; an expert's number follows.
         gate, up, down: the projections of one expert.
-        gate_up_fused, down_fused: tensors [E, ...] that some checkpoints hold instead, without `.weight`.
+        gate_up_fused, down_fused: fused tensors [E, ...] that some checkpoints hold instead, without `.weight`.
         interleaved: fused gate and up rows alternate, instead of all of the gate before all of the up projection.
         transposed: fused matrices are [in, out].
     """
@@ -46,9 +46,9 @@ class ExpertPlacement:
     """What one rank holds of a layer's experts.
 
     Attributes:
-        total: experts of the layer.
-        held: those of this rank.
-        shard: the part of each of them, along its intermediate size.
+        total: number of experts in the layer.
+        held: the experts that this rank holds.
+        shard: the part that it holds of each of them, along the intermediate size.
     """
 
     total: int
@@ -57,7 +57,7 @@ class ExpertPlacement:
 
     @classmethod
     def of(cls, total: int, rank: int, ranks: int, ep_size: int = 1) -> ExpertPlacement:
-        """Of `rank`: experts are placed on `ep_size` equal groups of consecutive ranks, which cut each of them evenly."""
+        """The placement on `rank`: `ep_size` equal groups of consecutive ranks hold the experts, and each group shards its own evenly."""
         sharing, each = ranks // ep_size, total // ep_size
         first = rank // sharing * each
         return cls(total, range(first, first + each), Shard(rank % sharing, sharing))
@@ -68,8 +68,8 @@ class ExpertPart:
     """A view of one expert's matrix or bias in a fused tensor [E, rows, columns] or [E, rows].
 
     Attributes:
-        start, step: where its rows lie: `start + step * i`; a step is 1 or 2.
-        shape: of the part.
+        start, step: row i of the part is row `start + step * i` of the tensor; `step` is 1 or 2.
+        shape: shape of the part.
     """
 
     tensor: Sliceable
@@ -80,7 +80,7 @@ class ExpertPart:
     transposed: bool = False
 
     def __getitem__(self, index: Index, /) -> Values:
-        """The rows and columns `index` of the expert's own matrix."""
+        """Rows and columns `index` of the expert's matrix."""
         whole = index + tuple(slice(0, size) for size in self.shape[len(index) :])
         rows, others = whole[0], whole[1:]
         offset = self.start % self.step
@@ -94,14 +94,14 @@ class ExpertPart:
 
 @dataclass(frozen=True, slots=True)
 class FusedForm:
-    """One kind of fused tensor.
+    """One format of fused tensors.
 
     Attributes:
-        suffix: of its name.
-        kind: ending of the names of the experts' own tensors that it holds.
-        trailing: its dimensions behind the rows, from a matrix' columns.
-        transposed: whether the rows come last.
-        block: rows of a matrix that one of its rows stands for.
+        suffix: suffix of its name.
+        kind: suffix of the names of the per-expert tensors that it replaces.
+        trailing: its dimensions after the rows, as a function of the matrix' columns.
+        transposed: whether the rows are the last dimension.
+        block: rows of the matrix that one of its rows covers.
     """
 
     suffix: str
@@ -112,7 +112,7 @@ class FusedForm:
 
 
 FUSED_SCALES = "_scale_inv"
-"""Ending of the fused scales that transformers writes, also beside experts' matrices one by one."""
+"""Suffix of the fused scales that transformers writes, even where the matrices are not fused."""
 MXFP4_FORMS = (
     FusedForm("_blocks", "weight_blocks", lambda columns: (columns // GROUP, GROUP // 2)),
     FusedForm("_scales", "weight_scales", lambda columns: (columns // GROUP,)),
@@ -121,10 +121,10 @@ MXFP4_FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class StackedWeights:
-    """Gate and up, then down, of the experts of one rank, with their biases and the scheme that stores them.
+    """Stacked projections of the experts of one rank, with their biases and the scheme that stores them.
 
     Attributes:
-        inner: this rank's part of the intermediate size.
+        inner: intermediate size on this rank.
     """
 
     gate_up: Storage
@@ -147,10 +147,10 @@ def stacked_weights(
     """Allocate this rank's part of a layer's experts and register the tensors that fill it.
 
     Args:
-        shared: prefix of a shared expert's tensors; it becomes the last of the stack.
+        shared: prefix of a shared expert's tensors, which becomes the last expert of the stack.
 
     Raises:
-        ConfigError: the ranks cannot share an expert.
+        ConfigError: an expert cannot be sharded over the ranks.
     """
     held = placement.held
     prefixes = [f"{names.prefix}{expert}." for expert in range(placement.total)]
@@ -196,7 +196,7 @@ def _cut(shard: Shard, inner: int, scheme: QuantScheme) -> slice:
 
 
 def _parts_of(names: ExpertNames, prefix: str, hidden: int, inner: int, cut: slice) -> tuple[LinearPart, LinearPart, LinearPart]:
-    """Gate, up and down of the expert of tensors `prefix`*, of which the rank holds `cut` of the intermediate size."""
+    """The gate, up and down projections of tensors `prefix`*, of which the rank holds `cut` of the intermediate size."""
     whole, width = slice(0, hidden), cut.stop - cut.start
     return (
         LinearPart(prefix + names.gate, (inner, hidden), (cut, whole), 0),
@@ -214,12 +214,12 @@ def _register_bias(table: WeightTable, part: LinearPart, biases: torch.Tensor | 
 
 
 def _unread(slot: WeightSlot) -> WeightSlot:
-    """The slot of a tensor that the checkpoint must have and another rank reads."""
+    """The slot of a tensor that must be in the checkpoint but that only another rank reads."""
     return replace(slot, index=tuple(slice(0, 0) for _ in slot.index), put=ignore)
 
 
 def _accept_fused(table: WeightTable, names: ExpertNames, total: int, hidden: int, inner: int, forms: Iterable[FusedForm]) -> None:
-    """Let fused tensors stand for the experts' own."""
+    """Accept fused tensors in place of the per-expert ones."""
 
     def split(parts: Iterable[tuple[str, int, int]], shape: tuple[int, ...], form: FusedForm, tensor: Sliceable) -> NamedTensors:
         for expert in range(total):
@@ -240,7 +240,7 @@ def _accept_fused(table: WeightTable, names: ExpertNames, total: int, hidden: in
 
 
 def _accept_fused_numbers(table: WeightTable, names: ExpertNames, total: int, kind: str) -> None:
-    """Let tensors of one scale for each matrix, or of one for gate and up together, stand for the experts' own."""
+    """Accept fused scales, one per matrix or one for gate and up together, in place of the per-expert ones."""
 
     def split(parts: Sequence[str], tensor: Sliceable) -> NamedTensors:
         last = tensor.shape[1] - 1

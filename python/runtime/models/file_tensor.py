@@ -1,4 +1,4 @@
-"""A tensor that lies in a file: a strided view, cut without reading it."""
+"""Tensors in a file, as strided views that can be sliced without reading."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 from runtime.errors import ConfigError
 
 MOST_BUFFERS = 1024
-"""That one system call fills: Linux' IOV_MAX."""
+"""The maximum that one system call fills: Linux' IOV_MAX."""
 
 
 class WeightFile:
-    """A file of tensors. What is read of it is no second copy of the model: the system may drop it from memory at any time."""
+    """A file of tensors. Reading it makes no second copy of the model in memory: the system may drop cached pages at any time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,14 +28,14 @@ class WeightFile:
 
     @functools.cached_property
     def mapped(self) -> torch.Tensor:
-        """Its bytes, uint8 [size of the file]; memory is taken for what is used."""
+        """The file as uint8 [file size], memory-mapped: only pages that are used take memory."""
         return torch.from_file(str(self.path), shared=False, size=self.path.stat().st_size, dtype=torch.uint8)
 
     def read(self, offset: int, buffers: Iterable[memoryview]) -> None:
-        """Fill buffers, none of them empty, one after another with the bytes from `offset` on.
+        """Fill non-empty buffers one after another with the bytes from `offset` on.
 
         Raises:
-            ConfigError: the file ends before, or cannot be read.
+            ConfigError: the file is too short or cannot be read.
         """
         left = list(buffers)[::-1]
         while left:
@@ -54,11 +54,11 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """Numbers in a file. It is indexed as a tensor is, which reads nothing.
+    """A tensor in a file. Indexing works as for `torch.Tensor` and reads nothing.
 
     Attributes:
-        offset: of its first number, in bytes.
-        strides: in numbers.
+        offset: byte offset of its first element.
+        strides: in elements.
     """
 
     file: WeightFile
@@ -69,21 +69,21 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """Size of its elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def packed_strides(self) -> tuple[int, ...]:
-        """The strides, in numbers, of a copy without gaps; a transposed matrix stays transposed."""
+        """The strides, in elements, of a copy without gaps; a transposed matrix stays transposed."""
         return (1, self.shape[0]) if self._is_transposed else row_major(self.shape)
 
     @property
     def is_packed(self) -> bool:
-        """Whether its numbers lie in the file without gaps, in the order of such a copy."""
+        """Whether its elements lie in the file without gaps, with `packed_strides`."""
         return all(size < 2 or own == packed for size, own, packed in zip(self.shape, self.strides, self.packed_strides, strict=True))
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> FileTensor:
-        """The part `index`. Raises `IndexError` for a number outside."""
+        """The part `index`. Raises `IndexError` if an integer is out of range."""
         places = index if isinstance(index, tuple) else (index,)
         assert len(places) <= len(self.shape), f"expected at most {len(self.shape)} indices; got {len(places)}"
         offset, shape, strides = self.offset, self.shape[len(places) :], self.strides[len(places) :]
@@ -101,7 +101,7 @@ class FileTensor:
         return FileTensor(self.file, self.dtype, self.offset, self.shape[::-1], self.strides[::-1])
 
     def mapped(self) -> torch.Tensor:
-        """A view in mapped memory, which is read where it is used."""
+        """The tensor in mapped memory, whose pages are read on first use."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) if self.nbytes else -1
         numbers = self.file.mapped[self.offset : self.offset + (last + 1) * self.dtype.itemsize]
         if self.offset % self.dtype.itemsize:  # views of other dtypes must be aligned
@@ -115,7 +115,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableTensor:
-    """A tensor in a file whose numbers torch has no dtype for; a model that does not use it loads."""
+    """A tensor in a file whose dtype torch does not have. Loading fails only if the model uses the tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -127,7 +127,7 @@ class UnreadableTensor:
 
 
 def read_packed(tensors: Sequence[tuple[FileTensor, memoryview]]) -> None:
-    """Read tensors without gaps, none of them empty, into the buffers beside them; at once where they follow each other in a file."""
+    """Read non-empty packed tensors into their buffers, with one system call for tensors that are contiguous in a file."""
     file, start, end, run = None, 0, 0, list[memoryview]()
     for tensor, buffer in sorted(tensors, key=lambda each: (id(each[0].file), each[0].offset)):
         if tensor.file is not file or tensor.offset != end:
@@ -142,7 +142,7 @@ def read_packed(tensors: Sequence[tuple[FileTensor, memoryview]]) -> None:
 
 @functools.lru_cache
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in numbers of a tensor whose rows follow each other."""
+    """Strides, in elements, of a contiguous row-major tensor."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 

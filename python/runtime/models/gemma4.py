@@ -13,7 +13,7 @@ from runtime.models.moe_fields import expert_counts
 from runtime.models.rope_fields import RopeFields, read_rope
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
-    from runtime.layers.dense_beside import DenseBesideSparse
+    from runtime.layers.dense_sparse_mlp import DenseSparseMlp
     from runtime.layers.mlp import GatedMlp
     from runtime.models.block import SandwichBlock
     from runtime.models.parts import ModelParts
@@ -27,17 +27,17 @@ DEFAULTS = {
     },
 }  # fmt: skip
 PERIOD = 6
-"""The layers from one global layer to the next, where the file does not name their types."""
+"""Every sixth layer is global if the file does not give `layer_types`."""
 LAYER_FIELDS = {"head_dim", "num_key_value_heads"}
-"""What `per_layer_config` may give the global layers."""
+"""The fields that `per_layer_config` may set for global layers."""
 OTHER_PARTS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
-"""Beginnings of the names of tensors that text does not need."""
+"""Prefixes of tensors that text generation does not use."""
 UNSUPPORTED = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
-"""Fields of variants that are not served."""
+"""Fields that only unsupported variants set."""
 
 
 def parse(fields: ConfigFields) -> ModelConfig:
-    """The architecture of the text decoder, alone or within a model that also sees and hears."""
+    """The architecture of the text decoder, from a text-only or a multimodal model."""
     multimodal = bool(fields.get("text_config", {}))
     text = fields.within("text_config") if multimodal else fields
     for name in UNSUPPORTED:
@@ -138,16 +138,16 @@ def block(parts: ModelParts, layer: int) -> SandwichBlock:
     return SandwichBlock(attention, mlp, before, behind, mlp_before, mlp_behind, factor, parts.context.ops)
 
 
-def _with_experts(parts: ModelParts, prefix: str, dense: GatedMlp) -> DenseBesideSparse:
-    """The dense MLP and the experts beside it."""
+def _with_experts(parts: ModelParts, prefix: str, dense: GatedMlp) -> DenseSparseMlp:
+    """The dense MLP together with the experts."""
     from runtime.layers.activation import Activation
-    from runtime.layers.dense_beside import DenseBesideSparse
+    from runtime.layers.dense_sparse_mlp import DenseSparseMlp
     from runtime.layers.norm import RMSNorm
     from runtime.models.expert_weights import ExpertNames
     from runtime.models.sparse import SparseNames
 
     if parts.context.exchange is not None:
-        raise ConfigError("--enable-dp-attention: experts beside a dense MLP, as in Gemma 4, are not shared between attention groups.")
+        raise ConfigError("--enable-dp-attention: experts added to a dense MLP, as in Gemma 4, are not shared between attention groups.")
     config, tensor = parts.config, parts.weights.tensor
     assert config.moe is not None, "a dense model"
     names = SparseNames(ExpertNames(prefix + "experts."), prefix + "router.proj")
@@ -156,4 +156,4 @@ def _with_experts(parts: ModelParts, prefix: str, dense: GatedMlp) -> DenseBesid
     router_norm = RMSNorm(tensor(prefix + "router.scale", (config.hidden_size,)), config.rms_eps)
     expert_scale = tensor(prefix + "router.per_expert_scale", (config.moe.num_experts,))
     sparse = parts.sparse_mlp(names, Activation.GELU_TANH)
-    return DenseBesideSparse(dense, sparse, dense_out, sparse_in, sparse_out, router_norm, expert_scale, parts.context.ops)
+    return DenseSparseMlp(dense, sparse, dense_out, sparse_in, sparse_out, router_norm, expert_scale, parts.context.ops)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.parts import ModelParts
 
 ALPHA, LIMIT = 1.702, 7.0
-"""Of the activation; `layers/activation.py` computes with the same."""
+"""Constants of the activation; must equal those in `layers/activation.py`."""
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 DEFAULTS = {
     "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,

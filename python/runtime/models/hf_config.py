@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json: the fields that families share. No torch."""
+"""Reads the fields of a Hugging Face config.json that families share. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ACTIVATIONS = ("silu", "swish")
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a folder, with the `eos_token_id` of generation_config.json before its own where there is one, and
-    ModelOpt's hf_quant_config.json as a field of that name.
+    """The fields of a folder's config.json. The `eos_token_id` of generation_config.json, if any, comes before its own, and
+    ModelOpt's hf_quant_config.json is added as a field of that name.
 
     Raises:
         ConfigError: the folder or the file is missing, or is not a JSON object.
@@ -40,7 +40,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 
 def recommended_sampling(folder: str | Path) -> SamplingDefaults:
-    """How generation_config.json of a folder recommends to sample the model; nothing where there is no such file.
+    """The sampling parameters that a folder's generation_config.json recommends; empty if there is no such file.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -77,10 +77,10 @@ def decoder_config(
 
     Args:
         head_dim: rotated entries of a head with latent attention; None for `head_dim` or hidden_size / num_attention_heads.
-        window: of each layer; None for full attention everywhere.
+        window: window of each layer; None for full attention everywhere.
         moe: the sparse MLPs, where the family has them.
-        partial_rotary: whether the family reads `partial_rotary_factor`; otherwise a part is refused.
-        flags: where the family has them.
+        partial_rotary: whether the family reads `partial_rotary_factor`; if not, only factor 1 is accepted.
+        flags: boolean fields that are true for the family.
 
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
@@ -126,14 +126,14 @@ def _heads(fields: ConfigFields) -> tuple[int, int]:
     num_heads = fields.positive("num_attention_heads")
     num_kv_heads = fields.optional_positive("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads and not fields.given("num_key_value_heads"):
-        num_kv_heads = num_heads  # the family's default is that of its published models; no other number can be meant
+        num_kv_heads = num_heads  # the family's default fits its published sizes only, so the file must mean plain multi-head attention
     if num_heads % num_kv_heads:
         raise fields.error(f"num_attention_heads is {num_heads}; it must be a multiple of num_key_value_heads, {num_kv_heads}")
     return num_heads, num_kv_heads
 
 
 def _rotary_dim(fields: ConfigFields, head_dim: int, part: float, partial: bool) -> int | None:
-    """How many entries of a head are rotated, if it is this part of them; None for all. Not `partial`: it must be all."""
+    """How many entries of a head are rotated when the share `part` is; None for all. Without `partial`, it must be all."""
     if part != 1.0 and not partial:
         raise fields.error(f"partial_rotary_factor is not 1; {fields.architecture()} rotates whole heads")
     rotated = int(head_dim * part)
@@ -161,6 +161,6 @@ def sliding_windows(fields: ConfigFields, slides: Callable[[int], bool] = lambda
 
 
 def same_window(fields: ConfigFields) -> tuple[int, ...] | None:
-    """The window of each layer of a family whose layers are alike, whatever `layer_types` says; None where there is none."""
+    """The window of each layer of a family that ignores `layer_types`; None if there is no window."""
     size = fields.optional_positive("sliding_window")
     return None if size is None else (size - 1,) * fields.num_layers()

@@ -1,4 +1,4 @@
-"""Makes latent attention layers of a checkpoint's tensors."""
+"""Makes latent attention layers from a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from runtime.mem_cache.kv_spec import KVSpec
 from runtime.models.parts import ModelParts
 
 LATENT_EPS = 1e-6
-"""Of the norms over latents, whatever the config's own is."""
+"""Epsilon of the norms over latents, whatever config.json says."""
 
 
 def latent_attention(parts: ModelParts, prefix: str, layer_id: int) -> LatentAttention:
-    """The latent attention of tensors `prefix`*, under DeepSeek's names. Ranks share its heads and each hold all KV rows.
+    """The latent attention of tensors `prefix`*, under DeepSeek's names. Its heads are sharded; each rank holds all KV rows.
 
     Raises:
-        ConfigError: the heads cannot be shared by the group's ranks.
+        ConfigError: the heads cannot be sharded over the group's ranks.
     """
     c, weights, heads = parts.config, parts.weights, _heads(parts, prefix)
     hidden, query_rows, value_columns = c.hidden_size, c.num_q_heads * heads.query_dim, c.num_q_heads * heads.value_dim

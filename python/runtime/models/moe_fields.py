@@ -1,4 +1,4 @@
-"""Reads the fields of a config.json that describe sparse MLPs. No torch."""
+"""Reads the fields of a config.json that describe sparse MLPs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from runtime.models.config import MoeConfig, Scoring
 from runtime.models.config_fields import ConfigFields
 
 QWEN_COUNTS = ("num_local_experts", "num_experts")
-"""The fields that hold the number of experts: transformers 5 writes the first for families whose files had the second."""
+"""The fields that may hold the number of experts: transformers 5 writes the first, older files have the second."""
 
 
 def moe_fields(
@@ -20,10 +20,10 @@ def moe_fields(
     shared: int = 0,
     bias: bool = False,
 ) -> MoeConfig:
-    """The sparse MLPs of a family without groups.
+    """The sparse MLPs of a family without expert groups.
 
     Args:
-        counts: the fields that may hold the number of experts; the first wins, as in transformers, and the second has the default.
+        counts: the fields that may hold the number of experts; the first wins, as in transformers, and the second has a default.
         inner: the field that holds the size of one expert.
         layers: whether each layer is sparse; all of them by default.
         shared: intermediate size of the shared expert.
@@ -45,10 +45,10 @@ def moe_fields(
 
 
 def expert_counts(fields: ConfigFields, count: str, top_k: str = "num_experts_per_tok") -> tuple[int, int]:
-    """The number of experts and how many of them a token is routed to, from the fields of these names.
+    """The number of experts and how many of them a token is routed to, from the fields `count` and `top_k`.
 
     Raises:
-        ConfigError: there are fewer experts than a token needs.
+        ConfigError: there are fewer experts than a token is routed to.
     """
     experts, chosen = fields.positive(count), fields.positive(top_k)
     if chosen > experts:
@@ -60,7 +60,7 @@ def expert_groups(fields: ConfigFields, count: str, top_k: int) -> tuple[int, in
     """The number of groups of experts, and how many of them a token keeps before it chooses `top_k` experts.
 
     Raises:
-        ConfigError: the experts cannot be grouped in this way, or too few are kept.
+        ConfigError: the experts cannot be grouped like this, or the kept groups have too few.
     """
     experts, groups, kept = fields.positive(count), fields.positive("n_group"), fields.positive("topk_group")
     if experts % groups:
@@ -76,6 +76,6 @@ def expert_groups(fields: ConfigFields, count: str, top_k: int) -> tuple[int, in
 
 
 def sparse_layers(fields: ConfigFields) -> tuple[bool, ...]:
-    """Which layers are sparse in the Qwen families: every `decoder_sparse_step`-th, without `mlp_only_layers`."""
+    """Which layers are sparse in the Qwen families: every `decoder_sparse_step`-th except `mlp_only_layers`."""
     step, dense = fields.positive("decoder_sparse_step"), set(fields.ids("mlp_only_layers"))
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(fields.num_layers()))

@@ -1,8 +1,8 @@
-"""The draft that a checkpoint brings along: one layer trained for multi-token prediction, fed with the token's embedding beside
+"""The draft in the target's own checkpoint: one layer trained for multi-token prediction, which reads the token's embedding and
 the target's hidden state.
 
-Source: DeepSeek-V3, arXiv:2412.19437, section 2.2; MiMo, arXiv:2505.07608. The layer is run once per draft token, as an EAGLE
-head is.
+Source: DeepSeek-V3, arXiv:2412.19437, section 2.2; MiMo, arXiv:2505.07608. The layer runs once per draft token, like an EAGLE
+head.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from runtime.models.token_map import HotTokens
 from runtime.models.weights import NamedTensors
 
 SHARED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
-"""Endings of the tensors that a checkpoint repeats for the layer; the target's are used."""
+"""Suffixes of tensors that a checkpoint repeats for the layer; the target's are used instead."""
 
 
 class MtpDraft(DraftHead, DraftModel):
-    """`DraftModel` of the target's own checkpoint; embedding and LM head are the target's.
+    """The MTP layer of the target's own checkpoint as a `DraftModel`; embedding and LM head are the target's.
 
     Attributes:
-        proj: embedding and hidden state, both normed, in the order of the family [2 * hidden] -> hidden.
+        proj: normed embedding and hidden state, in the family's order [2 * hidden] -> hidden.
         layer: the block.
-        lm_head: the target's, or its rows of a token map.
+        lm_head: the target's, or only its rows in the token map.
     """
 
     def __init__(self, target: DecoderModel, token_map: torch.Tensor | None = None, group: ParallelGroup | None = None) -> None:
-        """Allocate the layer beside its target.
+        """Allocate the layer.
 
         Args:
             token_map: int64 [Vd], the target ids that the draft may propose, or None for all.
@@ -75,7 +75,7 @@ class MtpDraft(DraftHead, DraftModel):
             weights: the target's whole checkpoint; tensors of other layers are not read.
 
         Raises:
-            ConfigError: tensors are missing, unexpected or of another shape; it names them.
+            ConfigError: tensors are missing, unexpected or have the wrong shape; the message names them.
         """
         self.parts.weights.load(self._own(weights), SHARED)
         self.layer.attention.weights_filled()
@@ -85,7 +85,7 @@ class MtpDraft(DraftHead, DraftModel):
         return ((name, tensor) for name, tensor in weights if name.startswith(self._names.prefix))
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, hidden] or [N, hidden] in `hidden_dtype`, as `DraftModel.forward` says."""
+        """Run the layer: [T, hidden], or [N, hidden] with `wanted`, in `hidden_dtype`. See `DraftModel.forward`."""
         assert batch.hidden_states is not None, "a draft layer needs hidden states"
         rows, _ = self.ops.join(batch.input_ids, self.embed, batch.hidden_states, batch.positions, self._input)
         x = self.ops.linear(rows, self.proj)
@@ -94,10 +94,10 @@ class MtpDraft(DraftHead, DraftModel):
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:
-    """The architecture of the layer: one layer like the target's last.
+    """The architecture of the MTP layer, which is like the target's last layer.
 
     Raises:
-        ConfigError: the target's checkpoint holds none.
+        ConfigError: the target's checkpoint has no such layer.
     """
     if target.mtp is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Reads and stores the tensors of a checkpoint in threads, so that page faults, conversions and copies overlap."""
+"""Reads and stores a checkpoint's tensors in several threads, so that page faults, conversions and copies overlap."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MAX_THREADS = 16
 
 
 def store_in_threads(stores: Iterable[Callable[[], object]], threads: int | None = None, one_core_each: bool = False) -> None:
-    """Call every one of `stores`, several at a time; they write to different memory.
+    """Make all calls of `stores`, several at a time; they must write to different memory.
 
-    At most two for each thread are taken from the iterable before they have ended, so that it may make tensors as they
-    are wanted. Raises the first error, after the calls that have begun.
+    Takes at most two pending calls per thread from the iterable, so that it can make tensors lazily. Raises the first
+    error, once the calls under way have ended.
 
     Args:
-        threads: one for each core of this process, up to 16, by default.
-        one_core_each: whether an operation of torch keeps to the thread that calls it, where it else starts one for each core.
+        threads: by default one per core of this process, at most 16.
+        one_core_each: whether torch operations run in the calling thread only, instead of starting one thread per core.
     """
     threads = threads or min(len(os.sched_getaffinity(0)), MAX_THREADS)
-    inference = torch.is_inference_mode_enabled()  # of this thread alone
+    inference = torch.is_inference_mode_enabled()  # thread-local, so each thread must set it
 
     def run(store: Callable[[], object]) -> None:
         with torch.inference_mode(inference):
@@ -46,7 +46,7 @@ def store_in_threads(stores: Iterable[Callable[[], object]], threads: int | None
 
 @contextmanager
 def one_core_per_operation() -> Iterator[None]:
-    """Operations of torch use one core, those of other threads too if their first one falls into this time."""
+    """Within this context torch operations use one core; so do those of other threads that run their first operation in it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Makes the parts that models are wired from: norms, attention layers, MLPs and whole blocks."""
+"""Makes the parts of a model: norms, attention layers, MLPs and whole blocks."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from runtime.models.weights import WeightTable
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """What every part of a model shares; a draft head takes over its target's.
+    """What all parts of a model share; a draft head uses its target's.
 
     Attributes:
         dtype: of weights and activations; the residual stream is float32.
         scheme: how the weights of linear layers are stored.
-        group: the ranks that share the model, or attention and all else but the experts.
-        quant: says which layers the scheme does not apply to; None where it applies to all.
-        ep_size: groups of ranks that the experts of a sparse model are placed on; 1 cuts every expert between all ranks.
-        kv_dtype: of a KV cache with scales; None for one in `dtype`.
-        exchange: between attention groups, which share the experts; None where there is one group.
-        head_group: the ranks that share the LM head where each holds the blocks whole; None where `group` does.
-        fuse_shared: whether a shared expert joins the stack of the routed ones where it can.
+        group: the ranks that share the model, or with attention groups everything but the experts.
+        quant: says which layers the scheme does not apply to; None if it applies to all.
+        ep_size: groups of ranks that the experts of a sparse model are placed on; 1 shards every expert over all ranks.
+        kv_dtype: dtype of a KV cache with scales; None for one in `dtype`.
+        exchange: exchanges tokens between attention groups, which share the experts; None for one group.
+        head_group: the ranks that share the LM head if each holds whole blocks; None if `group` shares it.
+        fuse_shared: whether a shared expert is stacked with the routed ones if possible.
     """
 
     ops: BlockOps
@@ -61,8 +61,8 @@ class ModelContext:
     fuse_shared: bool = True
 
     def with_blocks_of(self, group: ParallelGroup | None) -> ModelContext:
-        """The context of a model whose blocks the ranks of `group` share; as they are for None. The LM head stays shared as it is, and
-        experts are placed on no more groups than there are ranks.
+        """This context with blocks shared by the ranks of `group`, unchanged for None. The LM head stays sharded as it is, and experts are
+        placed on no more groups than there are ranks.
         """
         if group is None:
             return self
@@ -70,8 +70,8 @@ class ModelContext:
         return replace(self, group=group, head_group=self.head_group or self.group, ep_size=math.gcd(self.ep_size, ranks))
 
     def for_draft(self, quant: QuantConfig | None) -> ModelContext:
-        """The context of a draft head whose own weights are stored as `quant` says: in 16 bits where it is None, or as
-        the target's LM head where those are quantised without the checkpoint's word.
+        """The context of a draft head whose own weights are stored as `quant` says. For None they are in 16 bits, or like the
+        target's LM head if a flag, not the checkpoint, asks for its quantisation.
         """
         if self.quant is None and quant is None:
             return replace(self, scheme=self.scheme.heads)
@@ -85,7 +85,7 @@ class ModelParts:
         config: the architecture.
         context: operations, dtype, device, scheme and group.
         weights: the table of all parameters so far.
-        sparse_mlps: those made so far.
+        sparse_mlps: the sparse MLPs made so far.
         rope: the rotary table that the attention layers share.
     """
 
@@ -105,7 +105,7 @@ class ModelParts:
         return self.rope.cos_sin.nbytes + sum(parts.rope_bytes for parts in self._others.values())
 
     def of_layer(self, layer: int) -> ModelParts:
-        """What makes the attention of layer `layer`, whose heads may differ from the model's. The table of parameters is shared."""
+        """The parts for the attention of layer `layer`, whose heads may differ from the model's; shares the table of parameters."""
         config = self.config.of_layer(layer)
         if config is self.config:
             return self
@@ -142,7 +142,7 @@ class ModelParts:
         return Attention(spec, qkv, o, self.context.ops, row_norms)
 
     def row_norms(self, prefix: str, query: Shard, key: Shard) -> RowNorms:
-        """The norms of q and k over all heads, of which this rank computes `query` and `key`."""
+        """The norms of q and k over all heads; this rank computes the shards `query` and `key`."""
         c, group = self.config, self.context.group
         q_width, k_width = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
         q_weight = self.weights.tensor(prefix + "q_norm.weight", (q_width,))[query.of(q_width)]
@@ -150,7 +150,7 @@ class ModelParts:
         return RowNorms(q_weight, k_weight, c.rms_eps, q_width, k_width, max(group.size // c.num_kv_heads, 1), group)
 
     def kv_scales(self, prefix: str) -> torch.Tensor:
-        """Scales of an attention layer's keys and values, float32 [2]: 1 unless the checkpoint holds others."""
+        """Scales of an attention layer's keys and values, float32 [2]: 1 unless the checkpoint gives them."""
         scales = torch.ones(2, dtype=torch.float32, device=self.context.device)
         for part, scale in zip("kv", scales, strict=True):
             for name in (f"{prefix}{part}_scale", f"{prefix}{part}_proj.{part}_scale"):
@@ -160,10 +160,10 @@ class ModelParts:
         return scales
 
     def head_shards(self) -> tuple[Shard, Shard]:
-        """Which query heads and which KV heads this rank computes, in rows of their projections.
+        """The query heads and the KV heads that this rank computes, as rows of their projections.
 
-        KV heads stay whole beside the query heads that read them. With more KV heads than ranks some ranks may hold one
-        more; with fewer, each is held by several ranks, which share its query heads.
+        Each KV head is on the ranks of its query heads. With more KV heads than ranks, some ranks may hold one more than
+        others; with fewer, several ranks hold each KV head and share its query heads.
 
         Raises:
             ConfigError: the heads cannot be sharded over this many ranks.
@@ -197,7 +197,7 @@ class ModelParts:
         return mlp
 
     def mlp(self, prefix: str, layer_id: int, names: SparseNames | None = None) -> GatedMlp | SparseMlp:
-        """The MLP of tensors `prefix`* where the layer is dense, that of `names` where it is sparse; Qwen's names by default."""
+        """The dense MLP of tensors `prefix`*, or the sparse MLP of `names` (by default Qwen's) if the layer is sparse."""
         if self.config.moe is None or not self.config.moe.layers[layer_id]:
             return self.gated_mlp(prefix)
         return self.sparse_mlp(names or SparseNames.usual(prefix))
@@ -210,9 +210,9 @@ class ModelParts:
         return Block(attention, self.gated_mlp(prefix + "mlp."), attn_norm, mlp_norm)
 
     def sparse_block(self, prefix: str, layer_id: int, names: SparseNames | None = None) -> Block:
-        """The block of tensors `prefix`*, under Llama's names but for the sparse MLP's; dense where the layer is.
+        """The block of tensors `prefix`*, under Llama's names except in the sparse MLP; its MLP is dense if the layer is.
 
-        `names`: of the sparse MLP; Qwen's by default.
+        `names`: names of the sparse MLP, by default Qwen's.
         """
         attn_norm, attention = self.norm(prefix + "input_layernorm.weight"), self.attention(prefix + "self_attn.", layer_id)
         mlp_norm = self.norm(prefix + "post_attention_layernorm.weight")

@@ -1,4 +1,4 @@
-"""Reads how a checkpoint is quantised from its config.json. No torch."""
+"""Reads how a checkpoint is quantised from its config.json. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from runtime.models.config_fields import ConfigFields
 FIELDS = ("quantization_config", "compression_config", "hf_quant_config")
 SUPPORTED = "fp8 (e4m3, one scale for 128 x 128 entries, a row or a tensor), compressed-tensors and modelopt in that format, and mxfp4"
 MODELOPT_ROWS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
-"""ModelOpt's algorithms whose weights have a scale for the tensor or for each row."""
+"""ModelOpt algorithms with one weight scale per tensor or per row."""
 
 
 def read_quantization(fields: ConfigFields) -> QuantConfig | None:
-    """How the weights are stored; None for plain numbers.
+    """How the weights are stored; None if they are not quantised.
 
     Raises:
-        ConfigError: in a way that is not supported; they would load as plain numbers.
+        ConfigError: the format is not supported; without this check the weights would be read as unquantised.
     """
     name = next((name for name in FIELDS if fields.get(name, {})), None)
     if name is None:
@@ -80,7 +80,7 @@ def _compressed(quant: ConfigFields, name: str) -> QuantConfig | None:
 
 
 def _modelopt(quant: ConfigFields, name: str) -> QuantConfig | None:
-    """NVIDIA ModelOpt's: in config.json, or in hf_quant_config.json with all but the method within `quantization`."""
+    """NVIDIA ModelOpt's format, in config.json, or in hf_quant_config.json, where `quantization` holds all fields but the method."""
     algorithm = quant.get("quant_algo", None)
     if algorithm is None:  # of the KV cache alone
         return None

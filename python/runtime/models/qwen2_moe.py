@@ -32,7 +32,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 def windows(fields: ConfigFields) -> tuple[int, ...] | None:
-    """The window of each layer where `use_sliding_window` is on: by `layer_types`, or else of every second of the first layers."""
+    """The window of each layer if `use_sliding_window` is on: by `layer_types`, or else every second one of the first layers has it."""
     if not fields.flag("use_sliding_window"):
         return None
     first = fields.count("max_window_layers")

@@ -1,4 +1,4 @@
-"""Model families by the class name in config.json; reads a configuration and builds its model. Loads torch only to
+"""Maps class names in config.json to model families; parses configurations and builds models. Imports torch only to
 build.
 """
 
@@ -47,29 +47,29 @@ log = logging.getLogger(__name__)
 
 
 class Family(Protocol):
-    """One model family: how its config.json is read and how a layer is wired. A module with these names is one."""
+    """One model family: how its config.json is read and how a layer is built. Each family is a module with these names."""
 
     @property
     def DEFAULTS(self) -> Mapping[str, object]:
-        """What transformers takes for fields that config.json leaves out, but for booleans, false by default, and the sizes that every
-        file names.
+        """The values that transformers assumes for fields missing from config.json. Booleans not listed are false; sizes that
+        every file gives have no default.
         """
         ...
 
     def parse(self, fields: ConfigFields) -> ModelConfig:
-        """The architecture. Raises `ConfigError` for what the family cannot serve."""
+        """The architecture. Raises `ConfigError` for an unsupported variant."""
         ...
 
     def block(self, parts: ModelParts, layer: int) -> DecoderBlock:
-        """Layer `layer`, made of `parts`. Layers may differ."""
+        """Layer `layer`, made from `parts`. Layers may differ."""
         ...
 
 
 class MtpFamily(Protocol):
-    """A family with a layer for multi-token prediction, whose names `ModelConfig.mtp` gives."""
+    """A family with a multi-token prediction layer; `ModelConfig.mtp` gives its tensor names."""
 
     def mtp_block(self, parts: ModelParts, prefix: str) -> Block:
-        """The block of that layer, of tensors `prefix`*, as layer 0 of the draft."""
+        """The layer's block, of tensors `prefix`*, as layer 0 of the draft."""
         ...
 
 
@@ -96,14 +96,14 @@ MTP_FAMILIES: dict[str, MtpFamily] = {
     "Glm4MoeLiteForCausalLM": glm4_lite,
     "MiMoForCausalLM": mimo,
 }
-"""The families whose checkpoints may hold a layer for multi-token prediction."""
+"""The families whose checkpoints may hold a multi-token prediction layer."""
 
 
 def load_hf_config(folder: str | Path) -> ModelConfig:
     """The architecture of the model in `folder`.
 
     Raises:
-        ConfigError: config.json is missing or unreadable, its architecture is not supported, or a value is.
+        ConfigError: config.json is missing or unreadable, or its architecture or one of its values is not supported.
     """
     return of_checkpoint(parse_hf_config(read_hf_config(folder), str(folder)), folder)
 
@@ -119,7 +119,7 @@ def of_checkpoint(config: ModelConfig, folder: str | Path) -> ModelConfig:
 
 
 def parse_hf_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
-    """The architecture that the fields of a config.json describe; `where` is what errors call the file."""
+    """The architecture that the fields of a config.json describe; `where` names the file in errors."""
     fields = ConfigFields(raw, where)
     return parse_family(family_of(fields.architecture(), where), fields)
 
@@ -149,17 +149,17 @@ def build_model(
     head_group: ParallelGroup | None = None,
     fuse_shared: bool = True,
 ) -> DecoderModel:
-    """A model with weights allocated and not yet loaded.
+    """A model with its weights allocated but not yet loaded.
 
     Args:
-        quantization: None for the checkpoint's own, "int8" or "int4" for weight-only linears in 8 or 4 bits with an
-            int8 LM head (CPU), "fp8" to quantise the linears of blocks as they are loaded.
+        quantization: None for the checkpoint's own; "int8" or "int4" for weight-only linears in 8 or 4 bits with an
+            int8 LM head (CPU); "fp8" to quantise the linears of blocks as they are loaded.
         group: the ranks that share the model; None for this process alone.
         ep_size: groups of these ranks that the experts of a sparse model are placed on.
-        kv_dtype: of a KV cache with scales; None for one in `dtype`.
-        exchange: between attention groups, which share the experts of a sparse model; None where there is one group.
+        kv_dtype: dtype of a KV cache with scales; None for one in `dtype`.
+        exchange: exchanges tokens between attention groups, which share the experts of a sparse model; None for one group.
         head_group: the ranks that share the LM head; `group` by default.
-        fuse_shared: whether the shared expert of a sparse model joins the stack of the routed ones where it can.
+        fuse_shared: whether the shared expert of a sparse model is stacked with the routed ones if possible.
 
     Raises:
         ConfigError: the architecture or the quantisation is not supported, or the experts cannot be placed.

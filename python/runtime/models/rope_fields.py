@@ -1,4 +1,4 @@
-"""Reads the rotary embedding that a config.json describes, as transformers reads it. No torch."""
+"""Reads the rotary embedding that a config.json describes, as transformers does. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REQUIRED = {
     "longrope": ("short_factor", "long_factor"),
     "proportional": (),
 }
-"""The kinds of rotary embeddings that are supported, and the fields that each of them needs."""
+"""The supported kinds of rotary embeddings, and the fields that each requires."""
 ALIASES = {"su": "longrope"}
 """Older names of kinds."""
 
@@ -31,7 +31,7 @@ class RopeFields:
         theta: base of the wavelengths.
         scaling: None for unscaled frequencies.
         partial: the share of a head that is rotated.
-        max_context_len: the longest context for which the model is meant.
+        max_context_len: the longest context that the model supports.
     """
 
     theta: float
@@ -63,14 +63,14 @@ def read_rope(fields: ConfigFields, chosen: ConfigFields | None = None) -> RopeF
         raise fields.error(f"the {kind} rope scaling lacks {missing[0]!r}")
     if kind == "default":
         return RopeFields(theta, None, partial, context)
-    # As in transformers, the field beside the object wins over the one in it.
+    # As in transformers, the top-level field wins over the one in the object.
     original = fields.optional_positive("original_max_position_embeddings") or chosen.positive("original_max_position_embeddings", context)
     if kind == "llama3":
         bounds = chosen.number("low_freq_factor", 1.0), chosen.number("high_freq_factor", 1.0)
         return RopeFields(theta, RopeScaling("llama3", chosen.number("factor", 1.0), *bounds, original), partial, context)
     if kind == "yarn":
         scaling = _yarn(chosen, original, context)
-        # The published way to lengthen a model's context is to add this scaling and change nothing else.
+        # Model cards tell users to add this scaling, and change nothing else, to extend the context.
         return RopeFields(theta, scaling, partial, max(context, int(original * scaling.factor)))
     if kind == "longrope":
         return RopeFields(theta, _longrope(chosen, original, context), partial, context)

@@ -11,21 +11,21 @@ from runtime.layers.rope import Rope
 from runtime.models.config import ModelConfig, RopeScaling
 
 POSITION_MARGIN = 128
-"""Rows of the table past the longest context: speculation writes, and discards, this far beyond the end."""
+"""Extra rows of the table, past the longest context: speculation may compute, and then discard, positions there."""
 
 
 def build_rope(config: ModelConfig, device: torch.device) -> Rope:
-    """Cosines and sines of every position that the model may reach.
+    """Cosines and sines of every position that a pass may compute.
 
     Returns:
         A table float32 [max_context_len + POSITION_MARGIN, rotary_dim] on `device`.
 
     Raises:
-        ConfigError: the config's list of factors does not fit its heads.
+        ConfigError: the number of longrope factors does not fit the heads.
     """
     positions = torch.arange(config.max_context_len + POSITION_MARGIN, dtype=torch.float32)
     dim, scaling = config.rotary_dim or config.head_dim, config.rope_scaling
-    # float32 angles, as in training: more exact angles would be different angles.
+    # float32 angles, as in training: float64 would give angles that the model was not trained with.
     angles = torch.outer(positions, inverse_frequencies(dim, config.rope_theta, scaling, config.max_context_len))
     magnitude = 1.0 if scaling is None else scaling.magnitude
     return Rope((torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude).to(device), config.rope_interleaved)
@@ -34,15 +34,15 @@ def build_rope(config: ModelConfig, device: torch.device) -> Rope:
 def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None, max_context_len: int = 0) -> torch.Tensor:
     """Angle per position of each pair of a head, float32 [dim / 2].
 
-    `dynamic` and `longrope` depend on the length of the text in transformers, so that keys of one text would be rotated
-    again while it grows. Here they depend on the longest context that is served.
+    In transformers, `dynamic` and `longrope` depend on the current length of the text, so that cached keys would have to be
+    rotated again as it grows. Here they depend on the longest context that is served.
 
     Args:
         dim: entries of a head that are rotated.
         max_context_len: the longest context that is served.
 
     Raises:
-        ConfigError: longrope with another number of factors than pairs.
+        ConfigError: the number of longrope factors is not that of the pairs.
 
     Source: Su et al. 2021, arXiv:2104.09864; linear: Chen et al. 2023, arXiv:2306.15595; llama3: the Llama 3.1 release; yarn:
     Peng et al. 2023, arXiv:2309.00071; dynamic: its section 3.3; longrope: Ding et al. 2024, arXiv:2402.13753; proportional:
@@ -78,7 +78,7 @@ def _by_wavelength(freqs: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
-    """How much of each pair's wavelength is stretched: 0 for those with many rotations in the original context."""
+    """How far each pair's wavelength is stretched, from 0 (many rotations in the original context) to 1."""
 
     def pair_with(rotations: float) -> float:
         return dim * math.log(scaling.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(theta))

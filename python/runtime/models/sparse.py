@@ -1,4 +1,4 @@
-"""Makes the sparse MLP that a model's config describes."""
+"""Makes the sparse MLPs that a model's config describes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SparseNames:
     Attributes:
         experts: the routed experts, with their whole prefix.
         router: the router's linear layer, without `.weight`.
-        correction_bias: of a sigmoid router.
+        correction_bias: the correction bias of a sigmoid router.
         shared: prefix of the shared expert's `gate_proj`, `up_proj` and `down_proj`.
         shared_gate: the layer whose sigmoid scales the shared expert, without `.weight`; None where there is none.
     """
@@ -42,7 +42,7 @@ class SparseNames:
 
     @classmethod
     def usual(cls, prefix: str, shared: str = "shared_experts.", shared_gate: str | None = None) -> SparseNames:
-        """Of Qwen and DeepSeek: everything below `prefix`, the correction bias beside the router's weight."""
+        """The names of Qwen and DeepSeek: everything starts with `prefix`, and the correction bias is the router's."""
         return cls(
             experts=ExpertNames(prefix + "experts."),
             router=prefix + "gate",
@@ -58,8 +58,8 @@ class SparseParts:
 
     Attributes:
         ep_size: groups of ranks that the experts are placed on.
-        exchange: between attention groups, which share the experts; None where there is one group.
-        fuse_shared: whether a shared expert joins the stack of the routed ones where it can.
+        exchange: exchanges tokens between attention groups, which share the experts; None for one group.
+        fuse_shared: whether a shared expert is stacked with the routed ones if possible.
     """
 
     weights: WeightTable
@@ -78,13 +78,15 @@ class SparseParts:
         return SparseMlp(router, experts, self.ops, shared)
 
     def last_of(self, experts: Experts) -> SharedExpert:
-        """The shared expert of a stack."""
+        """The shared expert that is the last of a stack."""
         group, inner, scheme = self.weights.group, self.moe.shared_intermediate_size, experts.scheme
         gate_up = Linear(experts.gate_up.at(-1), None, scheme, Partition.COLUMN, group, 2 * inner)
         return SharedExpert(gate_up, Linear(experts.down.at(-1), None, scheme, Partition.ROW, group))
 
     def fuses(self, names: SparseNames) -> bool:
-        """Whether the shared expert joins the stack: its shape and scheme are those of the routed ones, and each rank has a part of all."""
+        """Whether the shared expert can be stacked: it has the routed experts' shape and scheme, and each rank holds a part of every
+        expert.
+        """
         m, scheme_of = self.moe, self.weights.scheme_of
         if not self.fuse_shared or self.ep_size > 1 or self.exchange is not None:
             return False
@@ -104,7 +106,7 @@ class SparseParts:
         return Router(weight, rule, bias, correction, kept)
 
     def experts(self, names: SparseNames, activation: Activation, fused: bool) -> Experts:
-        """This rank's part of the routed experts, and of the shared one behind them where it is fused."""
+        """This rank's part of the routed experts, followed by the shared one if it is fused."""
         m, group = self.moe, self.weights.group
         rank, ranks = group.rank, group.size
         if self.exchange is not None:
@@ -128,7 +130,7 @@ class SparseParts:
         )
 
     def shared(self, names: SparseNames) -> SharedExpert:
-        """The expert of all tokens, shared by the ranks as a dense MLP is."""
+        """The shared expert, through which all tokens run, sharded like a dense MLP."""
         *gate_up_parts, down_part = SHARED_PARTS
         rows = {names.shared + part: self.moe.shared_intermediate_size for part in gate_up_parts}
         gate_up = self.weights.linear(rows, self.hidden, partition=Partition.COLUMN)

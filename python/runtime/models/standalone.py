@@ -1,4 +1,4 @@
-"""A small model with the target's vocabulary as its draft."""
+"""A small, independent model with the target's vocabulary as the draft."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.models.weights import NamedTensors
 
 
 class StandaloneDraft(DraftModel):
-    """`DraftModel` without lookahead: it reads the token at a position and no hidden state of the target.
+    """A whole model as a `DraftModel`, without lookahead: it reads the token at a position and no hidden state of the target.
 
     Attributes:
         model: the decoder.
@@ -61,5 +61,5 @@ class StandaloneDraft(DraftModel):
 
     @property
     def kernel_launches(self) -> int:
-        """Kernels of an eager pass, about."""
+        """Kernels of an eager pass, approximately."""
         return self.model.kernel_launches

@@ -1,4 +1,4 @@
-"""Draft vocabularies: which of the target's tokens a draft head knows."""
+"""Draft vocabularies: which of the target's tokens a draft head can propose."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class HotTokens:
     """The tokens that a draft head may propose: those of `--speculative-token-map`, or all.
 
     Attributes:
-        size: Vd, how many they are.
-        to_target: int64 [Vd], the target's id of each; None for all.
-        to_draft: int64 [V], the inverse, -1 where there is none; None for all.
+        size: Vd, their number.
+        to_target: int64 [Vd], the target's id of each; None for all tokens.
+        to_draft: int64 [V], the inverse, -1 for other tokens; None for all tokens.
     """
 
     def __init__(self, token_map: torch.Tensor | None, vocab_size: int, device: torch.device) -> None:
@@ -30,15 +30,15 @@ class HotTokens:
         self.size = vocab_size if self.to_target is None else len(self.to_target)
 
     def head(self, head: Linear) -> Linear:
-        """The rows of a whole LM head that score these tokens; copied where they are not all."""
+        """The rows of an unsharded LM head that score these tokens: a copy, or `head` itself for all tokens."""
         return head if self.to_target is None else head.select_rows(self.to_target)
 
 
 def invert(to_target: torch.Tensor, vocab_size: int, name: str) -> torch.Tensor:
-    """`to_draft` int64 [vocab_size] of a `to_target` int64 [Vd]: -1 where there is no draft id. At load time only.
+    """The `to_draft`, int64 [vocab_size], of a `to_target`, int64 [Vd]: -1 where there is no draft id. Call it at load time only.
 
     Raises:
-        ConfigError: an id is outside the vocabulary or occurs twice; `name` is what the message calls the map.
+        ConfigError: an id is outside the vocabulary or occurs twice; the message calls the map `name`.
     """
     ids = to_target.cpu()
     if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
@@ -63,7 +63,7 @@ def load_token_map(path: str | Path) -> torch.Tensor:
             ids = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ConfigError(f"{flag} cannot be read: {error.strerror or type(error).__name__}") from error
-    except Exception as error:  # torch raises anything for damaged bytes, and advises to run the code in them
+    except Exception as error:  # torch raises any type for damaged bytes, and its message suggests unpickling code
         raise ConfigError(f"{flag} holds no tensor or list that torch.save wrote; save the ids with it again") from error
     if isinstance(ids, list) and all(type(i) is int and abs(i) < 1 << 63 for i in ids):
         ids = torch.tensor(ids, dtype=torch.int64)

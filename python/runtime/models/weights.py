@@ -1,4 +1,4 @@
-"""Which part of which checkpoint tensor goes where in a model's parameters."""
+"""Maps parts of checkpoint tensors to a model's parameters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from runtime.models.checkpoint_parts import Part, Sliceable, Staging, parts_of, 
 from runtime.models.parallel_store import store_in_threads
 
 UNUSED_SCALES = (".input_scale", ".output_scale", "activation_scale", ".k_scale", ".v_scale")
-"""Of activations and KV in quantised checkpoints: activations keep their 16 bits."""
+"""Suffixes of activation and KV scales in quantised checkpoints. They are not read here: activations stay in 16 bits."""
 SHOWN = 8
-"""Names that an error lists before it only counts."""
+"""How many names an error lists; it only counts the others."""
 
 
 NamedTensors = Iterable[tuple[str, Sliceable]]
@@ -27,11 +27,11 @@ NamedTensors = Iterable[tuple[str, Sliceable]]
 
 @dataclass(frozen=True, slots=True)
 class FusedTensor:
-    """A tensor in which some checkpoints hold several of those that a model is filled from.
+    """A tensor that holds several of the tensors that a model expects, fused, in some checkpoints.
 
     Attributes:
-        shapes: that the whole tensor may have.
-        parts: the name of each tensor that it holds, and a view of it.
+        shapes: the shapes that it may have.
+        parts: returns the name and a view of each tensor that it holds.
     """
 
     shapes: Sequence[tuple[int, ...]]
@@ -64,14 +64,14 @@ class WeightTable:
         self._tensors: list[torch.Tensor] = []
 
     def expected(self) -> dict[str, tuple[int, ...]]:
-        """Name and whole shape of every tensor that the checkpoint must hold."""
+        """Name and unsharded shape of every tensor that the checkpoint must hold."""
         return {name: slots[0].shape for name, slots in self._slots.items()}
 
     def scheme_of(self, layers: Iterable[str]) -> QuantScheme:
-        """The scheme of the checkpoint's layers of these names, which are fused into one.
+        """The scheme of a layer that fuses the checkpoint's layers of these names.
 
         Raises:
-            ConfigError: some are quantised and some are not.
+            ConfigError: some of them are quantised and some are not.
         """
         if self._quant is None:
             return self._scheme
@@ -82,7 +82,7 @@ class WeightTable:
         return DENSE if kept else self._scheme
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, rows: slice | None = None) -> torch.Tensor:
-        """A parameter that every rank holds whole, or `rows` of it, filled by one tensor; in the model's dtype or in `dtype`."""
+        """A parameter filled by one tensor, of which every rank holds all or `rows`; in `dtype`, by default the model's."""
         rows = rows or slice(0, shape[0])
         target = torch.empty((rows.stop - rows.start, *shape[1:]), dtype=dtype or self.dtype, device=self.device)
         self._tensors.append(target)
@@ -90,19 +90,19 @@ class WeightTable:
         return target
 
     def optional(self, name: str, slot: WeightSlot) -> None:
-        """Let tensor `name` be stored by `slot` where the checkpoint holds it."""
+        """Let `slot` store tensor `name` if the checkpoint holds it."""
         self._optional[name] = [slot]
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that another allocated for `add`."""
+        """Count, in `num_bytes`, tensors that the caller allocated for `add`."""
         self._tensors += tensors
 
     def add(self, name: str, slot: WeightSlot) -> None:
-        """Let tensor `name` of the checkpoint, or that part of it, be stored by `slot`."""
+        """Let `slot` store tensor `name` of the checkpoint, or the slot's part of it."""
         self._slots.setdefault(name, []).append(slot)
 
     def also(self, name: str, fused: FusedTensor) -> None:
-        """Accept tensor `name` in place of those that it consists of."""
+        """Accept tensor `name` in place of the tensors that it fuses."""
         self._fused[name] = fused
 
     def linear(
@@ -115,17 +115,17 @@ class WeightTable:
         group: ParallelGroup | None = None,
         scheme: QuantScheme | None = None,
     ) -> Linear:
-        """A linear layer that fuses several of the checkpoint's, one behind another.
+        """A linear layer that concatenates several of the checkpoint's along their output rows.
 
         Args:
-            parts: name without `.weight` or `.bias`, and whole output rows, of each part.
-            in_features: whole input columns of each part.
+            parts: name, without `.weight` or `.bias`, and unsharded number of output rows of each part.
+            in_features: unsharded number of input columns of each part.
             bias: whether the parts have biases.
-            partition: how the group's ranks share the layer.
-            shards: which rows of each part this rank holds, where `partition` is COLUMN, or which columns of them all,
-                one entry, where it is ROW; equal shares by default.
-            group: these ranks; the model's by default.
-            scheme: how it is stored; by default as the layers of these names are.
+            partition: how the layer is sharded over the group's ranks.
+            shards: this rank's rows of each part if `partition` is COLUMN; one entry, its columns of all parts, if it is
+                ROW; equal shares by default.
+            group: the ranks that share the layer; the model's by default.
+            scheme: how the layer is stored; by default as the checkpoint stores its parts.
         """
         group = group or self.group
         own = Shard(group.rank, group.size)
@@ -151,8 +151,8 @@ class WeightTable:
         return self._head("lm_head", vocab, hidden)
 
     def tied_linear(self, name: str, embed: torch.Tensor) -> Linear:
-        """The LM head of a model whose head is its embedding `name` [vocab, hidden]: this rank's rows of the same
-        tensor, or the scheme's form of them.
+        """The LM head of a model that ties it to its embedding `name` [vocab, hidden]: this rank's rows of the same
+        tensor, or a quantised copy of them.
         """
         if self.scheme_of([name]).gemm_caps.dense:
             return Linear.sharded(embed, self._head_group)
@@ -165,13 +165,13 @@ class WeightTable:
         """Fill every parameter.
 
         Args:
-            weights: (name, tensor) in any order; of each tensor only this rank's part is read.
-            skip: endings of names that the checkpoint may hold and the model does not use.
-            unused: beginnings of such names.
+            weights: (name, tensor) in any order; only this rank's part of each tensor is read.
+            skip: suffixes of tensors that the checkpoint may hold and the model does not use.
+            unused: prefixes of such tensors.
 
         Raises:
-            ConfigError: tensors are missing, unexpected, of another shape or dtype, or hold NaN, or infinity in scales and in
-                what is quantised as it is loaded.
+            ConfigError: tensors are missing, unexpected or of a wrong shape or dtype; or they hold NaN; or scales, or weights
+                quantised as they are loaded, hold infinity.
         """
         missing, unexpected = set(self._slots), []
         skip += UNUSED_SCALES
@@ -184,7 +184,7 @@ class WeightTable:
                 elif not name.endswith(skip) and not name.startswith(unused):
                     unexpected.append(name)
 
-        # On the host a GPU's parts are copied and no more; on a CPU the last threads, with large tensors, take the cores of the others.
+        # For a GPU the host only copies parts. On a CPU the last threads, with large tensors, may use the cores of those that have ended.
         store_in_threads(Staging(self.device).stores(parts()), one_core_each=self.device.type == "cuda")
         problems = [f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unexpected", unexpected)) if names]
         if problems:
@@ -192,7 +192,7 @@ class WeightTable:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parameters, each storage once."""
+        """Bytes of all parameters; a shared storage counts once."""
         return sum({t.data_ptr(): t.nbytes for t in self._tensors}.values())
 
     def _head(self, name: str, vocab: int, hidden: int) -> Linear:
@@ -200,7 +200,7 @@ class WeightTable:
         return self.linear({name: vocab}, hidden, partition=Partition.COLUMN, group=self._head_group, scheme=scheme)
 
     def _bias(self, pieces: Sequence[LinearPart], rows: int, partition: Partition) -> torch.Tensor | None:
-        """The fused bias. Under row partition rank 0 alone adds it, since outputs are summed over ranks."""
+        """The fused bias. With row partition only rank 0 adds it, since outputs are summed over ranks."""
         adds = partition is not Partition.ROW or self.group.rank == 0
         bias = torch.empty(rows, dtype=self.dtype, device=self.device) if adds else None
         for piece in pieces:
@@ -209,7 +209,7 @@ class WeightTable:
         return bias
 
     def _single(self, weights: NamedTensors) -> NamedTensors:
-        """The tensors under the names of their slots, with the parts of fused ones in their place."""
+        """The tensors, renamed as their slots, with fused tensors replaced by their parts."""
         for stored, tensor in weights:
             name = self._slot_name(stored)
             fused = self._fused.get(name)
@@ -221,7 +221,7 @@ class WeightTable:
             yield from fused.parts(tensor)
 
     def _slot_name(self, name: str) -> str:
-        """The name under which the model knows a tensor of the checkpoint."""
+        """The model's name of a tensor of the checkpoint."""
         if self._quant is None or not self._quant.other_scale_name or not name.endswith("." + self._quant.other_scale_name):
             return name
         return name.removesuffix(self._quant.other_scale_name) + self._quant.scale_name

@@ -25,23 +25,23 @@ from runtime.model_executor.window import fill_window
 WIDTH = 8
 """Stored positions per row, and tokens per request of the window."""
 GUESS_EVERY = 4
-"""Of the windows that no drafts follow, one in this many ends with guesses, to be compared with the next tokens. They show acceptance
-without a step with drafts, but a guess is a large part of a pass."""
+"""One in this many windows after which no drafts are needed still computes guesses, which are compared with the next committed tokens. They
+measure acceptance at depth 0; the LM head that computes them is a large part of a pass, so not every window does."""
 PAD_SLOT = 0
 """The slot that window positions without a token write to."""
 
 
 def catch_up_spec(variants: tuple[str, ...], launches: int, num_steps: int = 1) -> RunnerSpec:
-    """The runner over windows of stored positions, which its function reads itself. Input: `accept_lens` int32 [B], their number."""
+    """The runner over windows of stored positions, which its function reads itself. Input: `accept_lens` int32 [B], stored positions."""
     inputs = (BufferSpec("accept_lens", "req", torch.int32, 1),)
     return RunnerSpec("draft extend K=0", ForwardMode.DRAFT_EXTEND, WIDTH, (), inputs, num_steps, 0, variants, launches)
 
 
 class HeldStates:
-    """Owner of the positions that wait for the draft, by request row: position p is at index p % `WIDTH`. Row 0 is padding."""
+    """Owner of the stored inputs of the draft, by request row: position p is at index p % `WIDTH`. Row 0 is padding."""
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype, inputs: InputBuffers) -> None:
-        """`width`: of the target's states at one position; `inputs`: with the KV lengths at which windows begin."""
+        """`width`: values of the target's states at one position; `inputs`: holds the KV lengths at which windows begin."""
         self._inputs = inputs
         self._tokens = torch.zeros((rows, WIDTH), dtype=torch.int64, device=inputs.device)
         self._states = torch.zeros((rows, WIDTH, width), dtype=dtype, device=inputs.device)
@@ -69,10 +69,10 @@ class CatchUp:
     """Counts how many positions the draft lags in each row, and runs the window over them.
 
     Attributes:
-        held: the positions to follow.
-        runner: over windows of `WIDTH` of them.
-        guessed: whether the latest window ended with guesses although no drafts follow.
-        again: runs the window of the latest `before` eagerly; None if it ran none.
+        held: the stored positions.
+        runner: runs windows of `WIDTH` of them.
+        guessed: whether the latest window computed guesses although no drafts follow.
+        again: runs the window of the latest `before` once more, eagerly; None if it ran none.
     """
 
     def __init__(self, target: TargetModel, inputs: InputBuffers, held: HeldStates, runner: GraphRunner) -> None:
@@ -85,7 +85,7 @@ class CatchUp:
         inputs.declare(INPUTS, inputs.max_requests, inputs.max_requests * WIDTH)
 
     def admit(self, new_rows: Sequence[RowInit]) -> None:
-        """Requests took rows; the draft processes their prompts immediately."""
+        """Reset the counts of newly assigned rows: the draft processes prompts immediately."""
         self._behind[[init.row for init in new_rows]] = 0
 
     def reset(self) -> None:
@@ -94,7 +94,7 @@ class CatchUp:
 
     @property
     def guesses_next(self) -> bool:
-        """Whether the next window that no drafts follow ends with guesses all the same. The same on every rank."""
+        """Whether the next window computes guesses even if no drafts follow. Equal on all ranks."""
         return self._windows % (GUESS_EVERY * WIDTH if self._in_step else GUESS_EVERY) == 0
 
     # ---- before an iteration, outside any graph
@@ -105,8 +105,8 @@ class CatchUp:
         Args:
             rows: int32 [live].
             bounds: int32 [live], upper bounds of their KV lengths.
-            depth: of the iteration.
-            variant: of the runner.
+            depth: the depth of the iteration.
+            variant: the runner's variant.
 
         Returns:
             The maximum number of positions at the end of a row's KV that the draft still lags after the iteration.
@@ -134,9 +134,9 @@ class CatchUp:
         self._windows += depth == 0
 
     def add(self, iteration: Iteration, tokens: torch.Tensor, states: torch.Tensor, variant: str) -> None:
-        """Store the results of an iteration without drafts; arguments as for `HeldStates.add`.
+        """Store the inputs of the draft after an iteration without drafts; arguments as for `HeldStates.add`.
 
-        Attention groups share the experts of a draft, so they follow immediately, in windows of one size.
+        Attention groups share the experts of a draft, so their draft runs immediately, in windows of one size.
         """
         self.held.add(iteration.rows, iteration.kv_lens, tokens, states)
         if self._in_step:

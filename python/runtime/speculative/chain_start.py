@@ -1,4 +1,4 @@
-"""What a chain of drafts starts from: each request's last token, first guess and hidden state."""
+"""The start of a chain of drafts: each request's last token, first guess and hidden state."""
 
 from __future__ import annotations
 

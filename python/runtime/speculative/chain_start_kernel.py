@@ -12,7 +12,7 @@ import triton.language as tl
 from runtime.layers.kernels.pdl import launch_options, pdl_wait_first, starts_early
 
 COLUMNS = 1024
-"""Of a hidden state that one program copies."""
+"""Values of a hidden state that one program copies."""
 
 
 def start_chain_cuda(
@@ -22,7 +22,7 @@ def start_chain_cuda(
     (B, D), hidden, pdl = tokens.shape, states.shape[1], starts_early(rows.device)
     assert tokens.is_contiguous(), "the window must be contiguous"
     assert guesses.shape[1] == 1, "a chain has one guess"
-    assert D >= 2, "a window without drafts"
+    assert D >= 2, "the window has at least one draft"
     out = torch.empty((B, hidden), dtype=states.dtype, device=states.device)
     _start_kernel[(B, triton.cdiv(hidden, COLUMNS))](
         rows, last_tokens, guesses, states, tokens, out, D, hidden, BLOCK=COLUMNS, PDL=pdl, **launch_options(pdl)

@@ -6,8 +6,8 @@ Per request row and iteration:
     (verify and accept: the target)
     draft extend   a graph that stores the draft's keys and values of the window, computed from the target's states
 
-The next block overwrites the keys and values of rejected tokens. Drafts are the most likely tokens at any temperature, so
-verification draws what plain decoding draws and a seed keeps its text.
+The next block overwrites the keys and values of rejected tokens. Drafts are the most likely tokens at any temperature, and the strict rule
+accepts those that equal the target's draws, so a seed gives the same text as plain decoding.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DFlashDrafter(ModelDrafter):
         return partial(self._write_context, states=states)
 
     def warmup_runs(self) -> list[Callable[[], object]]:
-        """Attention of the blocks at every depth."""
+        """Runs that compile the attention kernels of blocks at every depth."""
         backend, depths = self.runner.backend, self._depths.items()
         return [run for depth, batches in depths if depth for run in backend.warmup_runs(batches.tuned, depth + 1, tree=False)]
 
@@ -105,7 +105,7 @@ class DFlashDrafter(ModelDrafter):
             tokens[:, 1:].copy_(self.model.greedy(hidden.flatten(0, 1)).view(len(tokens), -1))
             return
         for at in range(1, tokens.shape[1]):
-            allowed, logits = grammar.behind(tokens[:, None, 1:at]), self.model.logits(hidden[:, at - 1])
+            allowed, logits = grammar.after(tokens[:, None, 1:at]), self.model.logits(hidden[:, at - 1])
             tokens[:, at].copy_(argmax(logits if allowed is None else DraftMask(allowed, self.model).logits(logits)))
 
     def _write_context(self, batch: ForwardBatch, outputs: Outputs, variant: str, states: States) -> None:

@@ -1,4 +1,4 @@
-"""Which ranks share a draft's blocks: those of its target, or none, so that each rank replicates them."""
+"""Chooses whether a draft's blocks are sharded over the ranks of its target or replicated on each."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from runtime.models.config import ModelConfig
 from runtime.models.parts import ModelContext
 
 SUMS = 2
-"""All-reduces of a block: after attention and after the MLP."""
+"""All-reduces per block: after attention and after the MLP."""
 
 
 def draft_group(asked: int | None, draft: ModelConfig, target: ModelContext, tuning: DeviceTuning) -> ParallelGroup:
-    """The ranks that share the blocks of `draft`: with `asked` 1 each rank alone.
+    """The ranks that share the blocks of `draft`. `asked`: the flag; 1 replicates, None decides by size.
 
-    A sharded block reads fewer weights but needs two all-reduces, so small blocks are faster replicated. All ranks decide alike. The LM
-    head is always sharded: its exchange carries one token per row.
+    A sharded block reads fewer weights but needs two all-reduces, so small blocks are faster replicated. All ranks make the same choice.
+    The LM head is always sharded: its exchange carries one token per row.
     """
     group = target.group
     if asked is None:
@@ -24,7 +24,7 @@ def draft_group(asked: int | None, draft: ModelConfig, target: ModelContext, tun
 
 
 def faster_whole(draft: ModelConfig, target: ModelContext, tuning: DeviceTuning) -> bool:
-    """Whether a decode pass over a dense block takes less time where each rank reads all of it. On a CPU it never does."""
+    """Whether a decode pass over a dense block is faster replicated than sharded. Never on a CPU."""
     if target.device.type == "cpu" or draft.moe is not None:
         return False
     sums = SUMS * (tuning.nccl_sum_bytes if target.group.fused is None else tuning.sum_bytes)
@@ -32,6 +32,6 @@ def faster_whole(draft: ModelConfig, target: ModelContext, tuning: DeviceTuning)
 
 
 def block_bytes(config: ModelConfig) -> int:
-    """Bytes of the weights of one dense block, about."""
+    """Approximate bytes of the weights of one dense block."""
     attention = 2 * (config.num_q_heads + config.num_kv_heads) * config.head_dim
     return config.hidden_size * (attention + 3 * config.intermediate_size) * (2 if config.quant is None else 1)

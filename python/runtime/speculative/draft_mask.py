@@ -1,4 +1,4 @@
-"""Grammar masks for what the draft proposes."""
+"""Grammar masks for the tokens that a draft model may propose."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from runtime.models.draft_head import DraftModel
 
 
 class DraftMask:
-    """The tokens that grammars allow the draft to propose at W positions of each request of a batch of B.
+    """The tokens that grammars allow the draft model to propose, at W positions of each of B requests.
 
-    A draft that cannot produce any of the allowed tokens is unconstrained: its proposal is rejected. If the grammar allows
-    only one token, that token is the draft, whether the draft model can produce it or not.
+    If the draft model cannot produce any of the allowed tokens, its proposal is unmasked and will be rejected. If the grammar allows only
+    one token, that token is the draft, even if the draft model cannot produce it.
     """
 
     def __init__(self, mask: TokenMask, draft: DraftModel | DFlashDraftModel) -> None:
@@ -42,7 +42,9 @@ class DraftMask:
         return tokens
 
     def branches(self, tokens: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for the `topk` most likely drafts int64 [B * W, topk] and their log-probabilities: a forced token is the only branch."""
+        """Substitute forced tokens in the `topk` most likely drafts int64 [B * W, topk] and their log-probabilities: a forced token is the
+        only branch.
+        """
         if self._forced is None:
             return tokens, scores
         W = self._allowed.shape[1]

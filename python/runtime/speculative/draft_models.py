@@ -51,7 +51,7 @@ def load_mtp(context: WorkerContext, target: DecoderModel) -> DraftModel:
 
 
 def load_standalone(context: WorkerContext, target: DecoderModel) -> DraftModel:
-    """A whole model, quantised as the target's LM head if the target is in int8 or int4 and the checkpoint has no scheme of its own."""
+    """A small model; quantised like the target's LM head if the target is int8 or int4 and the draft's checkpoint is not quantised."""
     config, own = _config(context, "STANDALONE", target).model, target.context
     quantization = own.scheme.heads.name if config.quant is None and context.config.model.quantization in CPU_ONLY else None
     shared = {"group": _group(context, config, target), "head_group": own.group, "kv_dtype": context.kv_dtype, "exchange": context.exchange}
@@ -60,7 +60,7 @@ def load_standalone(context: WorkerContext, target: DecoderModel) -> DraftModel:
 
 
 def load_dflash(context: WorkerContext, target: DecoderModel) -> DFlashDraftModel:
-    """A DFlash draft, whose blocks must not be smaller than the depth."""
+    """A DFlash draft. Raises `ConfigError` also if the depth exceeds its blocks."""
     config = _config(context, "DFLASH", target)
     draft = DFlashDraftModel(config, target, _group(context, config.model, target))
     check_depth(draft.block.size, context.speculative.num_steps)
@@ -75,7 +75,7 @@ def draft_runner(context: WorkerContext, model: DraftModel | DFlashDraftModel) -
 
 
 def _config(context: WorkerContext, algorithm: SpecAlgorithm, target: DecoderModel) -> DraftConfig:
-    """The architecture of the draft in a folder of its own."""
+    """The architecture of a draft that has its own folder."""
     spec = context.speculative
     assert spec.draft_model_path is not None, "checked with the flags"
     found = load_draft_config(spec.draft_model_path, algorithm, target.config)
@@ -93,10 +93,10 @@ def _group(context: WorkerContext, draft: ModelConfig, target: DecoderModel) -> 
 
 
 def _loaded(context: WorkerContext, draft: Draft) -> Draft:
-    """The draft with its weights, from its own folder or else from the target's. It must know a token for each branch of a node."""
+    """Load the draft's weights, from its own folder or else from the target's. Its vocabulary needs a token for each branch of a node."""
     spec, served = context.speculative, context.config.model
     if spec.topk > draft.vocab_size:
-        raise ConfigError(f"--speculative-eagle-topk is {spec.topk}; this draft knows {draft.vocab_size} tokens, so lower it")
+        raise ConfigError(f"--speculative-eagle-topk is {spec.topk}; this draft has {draft.vocab_size} tokens. Use a smaller value.")
     own = None if spec.draft_model_path is None else (spec.draft_model_path, spec.draft_load_format)
     draft.load(model_weights(context, draft.expected_weights(), *(own or (served.model_path, served.load_format))))
     log.info("draft: %s, %s, %d of %d tokens", spec.algorithm, draft.config.architecture, draft.vocab_size, draft.config.vocab_size)

@@ -2,13 +2,13 @@
 
 Draft-decode is one-token passes. An EAGLE head runs K - 1 of them, since its first guess comes from draft-extend; a draft without
 lookahead runs K. Row width is topk. Pass `i` writes draft KV at `kv_len + i * topk + j` for branch `j`, all at sequence position
-`kv_len + i`. It sees the committed KV and, through the tree mask, its own ancestors. The draft's probabilities are outputs, not
+`kv_len + i`. It attends to the committed KV and, through the tree mask, to its own ancestors. The draft's probabilities are outputs, not
 tensors of the graphs' memory pool: they are read after the target's graph has run.
 
 Draft-extend runs over the whole window, including rejected positions: the shape is fixed, so no host value is needed between
-verify and the next draft. Position `j` of the window has the committed token after it and the target's hidden state at it. Past
-the accepted tokens it has arbitrary valid values; the next iteration overwrites the KV written there before it is read. The
-LM head runs only on each request's last accepted position.
+verify and the next draft. Its input at position `j` of the window is the committed token at `j + 1` and the target's hidden state at `j`.
+Beyond the accepted tokens inputs are arbitrary valid values; the next iteration overwrites their KV before it is read. The LM head runs
+only on each request's last accepted position.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from runtime.speculative.draft_tree import begin, expand, select, top_log_probs
 
 GREEDY, SAMPLED = "greedy", "sampled"
 KV_ONLY = "kv"
-"""The variant after which no guess is read."""
+"""The variant that computes no guess."""
 
 
 def variants(shape: TreeShape) -> tuple[str, ...]:
-    """Variants of the draft's graphs: the drafts of a tree do not depend on sampling."""
+    """Variants of the draft's graphs. A tree has only the greedy one: its drafts do not depend on sampling."""
     return (GREEDY, SAMPLED) if shape.topk == 1 else (GREEDY,)
 
 
@@ -52,7 +52,7 @@ def decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: i
 
     Args:
         most_steps: K at full depth.
-        launches: kernels of one draft pass: those of the model, and those for its inputs, the guess and the tree.
+        launches: kernel launches of one draft pass, including those for its inputs, the guess and the tree.
         passes: K - 1, or K for a draft without lookahead.
     """
     D, chain = shape.num_draft_tokens, shape.topk == 1
@@ -74,9 +74,9 @@ def decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: i
 
 
 class DraftPasses:
-    """The K - 1 passes. Every method runs inside the graph; with a grammar, eagerly, because each pass waits for its mask.
+    """The passes of draft-decode. Every method runs inside the graph; with a grammar, eagerly, because each pass waits for its mask.
 
-    They read the rows' state themselves: their only inputs are rows and lengths.
+    The passes load the rows' state themselves: their only inputs are request rows and lengths.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DraftPasses:
     ) -> None:
         self.draft, self.shape, self.rows, self.state = draft, shape, rows, state
         self.page_table, self.inputs = page_table, inputs
-        # A step advances slots by topk and positions by 1: the difference brings a slot back to its depth.
+        # A pass advances slots by topk but positions by 1; this difference maps a slot to its position.
         steps = torch.arange(shape.num_steps, device=inputs.device)[:, None]
         self._back = (steps * (1 - shape.topk)).expand(-1, shape.topk).contiguous()
 
@@ -94,7 +94,7 @@ class DraftPasses:
         return self.chain if self.shape.topk == 1 else self.tree
 
     def constrained(self, grammar: GrammarStep) -> Forward:
-        """The same function with drafts that `grammar` allows, to be run eagerly."""
+        """The same function, restricted to drafts that `grammar` allows; it must run eagerly."""
         return partial(self.chain if self.shape.topk == 1 else self.tree, grammar=grammar)
 
     def chain(self, batch: ForwardBatch, outputs: Outputs, variant: str, grammar: GrammarStep | None = None) -> None:
@@ -132,8 +132,8 @@ class DraftPasses:
         return (token if mask is None else mask.tokens(token)), probs
 
     def _mask(self, paths: torch.Tensor, grammar: GrammarStep | None) -> DraftMask | None:
-        """The tokens that the draft may propose after each of W paths of n drafts, int64 [B, W, n]."""
-        allowed = None if grammar is None else grammar.behind(paths)
+        """The tokens that the draft may propose after each of W paths of n drafts; `paths` int64 [B, W, n]."""
+        allowed = None if grammar is None else grammar.after(paths)
         return None if allowed is None else DraftMask(allowed, self.draft)
 
     def first_guesses(self, index: torch.Tensor, grammar: GrammarStep | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +174,7 @@ class DraftPasses:
         """One pass. tokens int64 [B, topk], hidden [B * topk, hidden], mask int64 [B, topk] -> hidden [B * topk,
         hidden].
 
-        Branch j writes slot `kv_len + step * topk + j`; all branches stand at sequence position `kv_len + step`.
+        Branch j writes slot `kv_len + step * topk + j`; all branches have sequence position `kv_len + step`.
         """
         topk = self.shape.topk
         depths = None if topk == 1 else self._back[step].expand(batch.batch_size, -1)

@@ -1,7 +1,7 @@
-"""Draft state by request row: the hidden state to continue from, and the first guesses.
+"""Draft state by request row: the hidden state that the next draft pass reads, and the first guesses.
 
-Draft-extend writes it (after every verify pass and every prompt chunk); draft-decode of the next iteration reads it. It
-belongs to request rows, so that it does not depend on the batches in between. Row 0 is padding.
+Draft-extend writes it (after every verify pass and every prompt chunk); draft-decode of the next iteration reads it. It is indexed by
+request row, because the batch may change in between. Row 0 is padding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DraftState:
         self.probs = torch.zeros((rows, draft_vocab if topk == 1 else 0), dtype=torch.float32, device=device)
 
     def reset(self) -> None:
-        """Back to zeros."""
+        """Set everything to zero."""
         for tensor in (self.hidden, self.tokens, self.scores, self.probs):
             tensor.zero_()
 
@@ -50,15 +50,14 @@ def guess(
     """A chain's next draft. Inside the graph, unless there is a mask.
 
     Args:
-        hidden: [B, hidden], the draft's own.
-        rows: int64 [B].
-        positions: int64 [B], the positions of the guesses: draw them from the draft's distribution at each request's
-            temperature, with random numbers keyed by position; greedy requests still take the most likely token. None:
-            all take the most likely one.
-        mask: what grammars allow at this one position.
+        hidden: [B, hidden], the draft's own hidden states.
+        rows: int64 [B], request rows.
+        positions: int64 [B], the positions of the guesses, by which random numbers are keyed. Guesses are then drawn from the draft's
+            distribution at each request's temperature; greedy requests still take the most likely token. None: all requests do.
+        mask: the tokens that grammars allow at this position.
 
     Returns:
-        int64 [B] ids of the draft's vocabulary, and float32 [B, Vd] the distributions, if they were drawn.
+        int64 [B] ids of the draft's vocabulary, and float32 [B, Vd] the distributions that they were drawn from; None without `positions`.
     """
     if positions is None and mask is None:
         return draft.greedy(hidden), None
@@ -77,7 +76,7 @@ def guess(
 def first_guesses(
     state: DraftState, draft: DraftModel, hidden: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, positions: torch.Tensor | None
 ) -> None:
-    """Store the guesses after draft-extend. hidden [B, hidden], rows int64 [B], positions as for `guess`. In the graph."""
+    """Store hidden states and guesses after draft-extend. hidden [B, hidden], rows int64 [B], positions as for `guess`. In the graph."""
     if state.topk == 1:
         ids, probs = guess(draft, hidden, tables, rows, positions)
         ids = ids[:, None]

@@ -26,8 +26,7 @@ class Beam:
         tokens: int64 [B, topk], the inputs of the next draft pass, best first.
         scores: float32 [B, topk], their cumulative log-probabilities.
         ids: int64 [B, topk], their candidate numbers.
-        parents: int64 [B, topk], which token of the previous pass each descends from: the row of its hidden state. 0 at
-            level 0.
+        parents: int64 [B, topk], the index of each token's parent in the previous pass, which selects its hidden state. 0 at level 0.
         mask: int64 [B, topk], for `ForwardBatch.tree_mask` of the next pass, whose `tree_tail` is (level + 1) * topk:
             bit i * topk + j is token j of pass i.
         all_tokens, all_parents, all_scores: [B, N], every candidate so far; parents by candidate number.
@@ -61,7 +60,7 @@ def begin(tokens: torch.Tensor, scores: torch.Tensor) -> Beam:
 
 
 def expand(beam: Beam, child_tokens: torch.Tensor, child_scores: torch.Tensor) -> Beam:
-    """Fold in one draft pass over `beam.tokens`.
+    """Extend the tree by the results of one draft pass over `beam.tokens`.
 
     Args:
         child_tokens: int64 [B, topk, topk], the most likely continuations of each beam token, best first.
@@ -71,7 +70,7 @@ def expand(beam: Beam, child_tokens: torch.Tensor, child_scores: torch.Tensor) -
         the beam of the `topk` best of the new candidates; ties go to the better parent, then to the better child.
     """
     batch, topk = beam.tokens.shape
-    # A child never scores above its parent, so that the cut at the end keeps every kept node's parent.
+    # A child never scores above its parent, so `select` keeps the parent of every node that it keeps.
     scores = (beam.scores[:, :, None] + child_scores.float().clamp(max=0.0)).flatten(1)
     tokens = child_tokens.flatten(1)
     parent_ids = beam.ids[:, :, None].expand(batch, topk, topk).flatten(1)

@@ -1,4 +1,4 @@
-"""EagleWorker: the drafter with a draft model, an EAGLE head or a small model of its own.
+"""EagleWorker: the drafter with a draft model: an EAGLE or MTP head, or a standalone model.
 
 Per request row and iteration:
 
@@ -89,7 +89,7 @@ class EagleWorker(ModelDrafter):
         return extend_forward(self.model, self._target.rows, self.state, self._inputs, states, width)
 
     def warmup_runs(self) -> list[Callable[[], object]]:
-        """Attention of the draft's passes at every depth."""
+        """Runs that compile the attention kernels of the draft's passes at every depth."""
         runs: list[Callable[[], object]] = []
         for depth, batches in self._depths.items():
             shape, backend = self.spec.shape.at_depth(depth), self.runner.backend
@@ -99,7 +99,7 @@ class EagleWorker(ModelDrafter):
                 runs += backend.warmup_runs(batches.tuned, shape.num_draft_tokens if depth else WIDTH, tree=False)
         return runs
 
-    # ---- steps; outside graphs but for the runners' functions
+    # ---- steps; outside graphs, except the runners' functions
 
     def reset(self) -> None:
         """Forget every request."""
@@ -107,14 +107,14 @@ class EagleWorker(ModelDrafter):
         super().reset()
 
     def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
-        """Follow steps without drafts, if it is time. Make guesses if drafts follow, and now and then for the depth controller."""
+        """Run the catch-up window if one is due, with guesses if drafts follow or if the depth controller needs some."""
         if self.catch_up is None:
             return 0
         guesses = depth > 0 or (bool(self._config.depths) and self.catch_up.guesses_next)
         return self.catch_up.before(rows, bounds, depth, self._variant(needs) if guesses else KV_ONLY)
 
     def guesses(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Those of draft-extend; a draft without lookahead has none."""
+        """The first guesses of `rows`, int64 [B]; None for a draft without lookahead, which has none."""
         known = self.model.lookahead and bool(self._config.depths) and self.catch_up is not None and self.catch_up.guessed
         return self.state.tokens[rows, 0] if known else None
 
@@ -136,7 +136,7 @@ class EagleWorker(ModelDrafter):
         return DraftWindow(outputs["tokens"], outputs["parents"], outputs["depths"], outputs["mask"])
 
     def _first_window(self, iteration: Iteration, passes: DraftPasses, grammar: GrammarStep | None) -> DraftWindow:
-        """The last token and the guesses of draft-extend, which are all drafts if K = 1."""
+        """The window of the last token and the first guess or branches: the whole window if K = 1."""
         state, rows, sampled = self.state, iteration.rows, self._variant(iteration.needs) == SAMPLED
         if self.spec.shape.topk > 1:
             return select(begin(*passes.first_guesses(rows, grammar)), iteration.last_tokens, self.spec.shape)
@@ -151,13 +151,13 @@ class EagleWorker(ModelDrafter):
         return DraftWindow(tokens, probs=None if probs is None else probs[:, None])
 
     def _followed(self, accepted: Accepted) -> torch.Tensor:
-        """With lookahead each position carries the token after it."""
+        """The committed tokens; with lookahead shifted by one, so that each position has the token after it."""
         return accepted.result.tokens if self.model.lookahead else accepted.window
 
     def follow_prompt(self, extend: ExtendPass) -> None:
         """Run the draft over prompt chunks.
 
-        With lookahead each position carries the token after it, the last one the sampled or next one.
+        With lookahead each position has the token after it; the last one has the sampled token, or the first of the next chunk.
         """
         batch, rows, state = extend.chunks.batch, extend.chunks.rows, self.state
         if self.model.lookahead:

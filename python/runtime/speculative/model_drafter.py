@@ -1,8 +1,8 @@
 """ModelDrafter: the common part of drafters with a draft model, in particular draft extend.
 
 After each iteration the draft runs over the whole window with the target's states (draft-extend), including rejected positions, whose
-KV the next window overwrites. After steps without drafts it does so later, in `CatchUp`. The draft has a KV pool over the target's page
-table, so its KV length is always the target's.
+KV the next window overwrites. For steps without drafts `CatchUp` does so later. The draft's KV pool is indexed by the target's page table,
+so its KV length is always the target's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ States = Callable[[ForwardBatch], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DraftRunners:
-    """The draft's graph runners at one depth. `decode` is None if the first guess is all there is to draft."""
+    """The draft's graph runners at one depth. `decode` is None if the first guess is the only draft."""
 
     decode: GraphRunner | None
     extend: GraphRunner
@@ -43,8 +43,8 @@ class ModelDrafter(Drafter):
 
     Attributes:
         runner: weights, KV pool and attention backend of the draft.
-        graphs: by depth, from 1 on.
-        catch_up: follows steps without drafts; None if all have some.
+        graphs: the runners by depth, from 1 on.
+        catch_up: processes steps without drafts; None if depth 0 is not in the table.
     """
 
     def __init__(self, spec: DrafterSpec, runner: ModelRunner, config: SpeculativeConfig) -> None:
@@ -121,16 +121,16 @@ class ModelDrafter(Drafter):
             self.catch_up.reset()
 
     def admit(self, new_rows: Sequence[RowInit]) -> None:
-        """Nothing waits for the draft in these rows."""
+        """Reset the catch-up counts of newly assigned rows."""
         if self.catch_up is not None:
             self.catch_up.admit(new_rows)
 
     def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
-        """Follow steps without drafts, if it is time."""
+        """Run the catch-up window if one is due."""
         return 0 if self.catch_up is None else self.catch_up.before(rows, bounds, depth, self._variant(needs))
 
     def catch_up_eagerly(self) -> Callable[[], None] | None:
-        """Follow the same steps without graphs."""
+        """A call that runs the latest catch-up window again without graphs; None if there was none."""
         return None if self.catch_up is None else self.catch_up.again
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
@@ -153,7 +153,7 @@ class ModelDrafter(Drafter):
         runner.run(batch, variant, iteration.eager)
 
     def _decode(self, iteration: Iteration, runner: GraphRunner, restricted: Forward | None) -> Outputs:
-        """Run the drafting runner, or `restricted` eagerly instead."""
+        """Run the runner that drafts; if `restricted` is given, run it eagerly instead."""
         batch, width = runner.batch(iteration.size), runner.spec.width
         batch.seq_len_bounds[:] = iteration.bounds + width
         torch.add(iteration.kv_lens, width, out=batch.seq_lens)

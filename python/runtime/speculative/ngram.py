@@ -1,4 +1,4 @@
-"""Drafts without a draft model: the continuation of the previous occurrence of the text's end. On the host; no torch.
+"""Drafts without a draft model: what followed the previous occurrence of the text's last tokens. On the host; no torch.
 
 Source: prompt lookup decoding, Saxena 2023; as `--speculative-algorithm NGRAM`.
 """
@@ -18,7 +18,7 @@ BULK = 64
 
 
 class NgramHistory:
-    """One request's tokens, and the last end of each n-gram of `min_n` to `max_n` tokens.
+    """One request's tokens, and where each n-gram of `min_n` to `max_n` tokens last ended.
 
     An n-gram is indexed when the token after it is known, so the end of the text never matches itself.
     """
@@ -47,9 +47,9 @@ class NgramHistory:
                 self._follows[n].update((_hash(self._tokens[p - n : p]), p) for p in range(start, len(self._tokens)))
 
     def propose(self, count: int) -> list[int]:
-        """`count` guesses after the longest known ending, the latest occurrence of it; empty if nothing matches.
+        """`count` drafts: the continuation of the latest occurrence of the longest ending that occurred before; empty if none did.
 
-        A continuation that reaches the end of the text repeats itself, which continues a repetition.
+        A continuation that reaches the end of the text starts over, which continues a repetition.
         """
         start = self._match()
         if start is None:
@@ -67,7 +67,7 @@ class NgramHistory:
                 continue
             ending = text[-n:]
             start = self._follows[n].get(_hash(ending))
-            if start is not None and text[start - n : start] == ending:  # a hash is not a proof
+            if start is not None and text[start - n : start] == ending:  # hashes may collide
                 return start
         return None
 

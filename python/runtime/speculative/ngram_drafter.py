@@ -32,7 +32,7 @@ class NgramDrafter(Drafter):
         self._target = setup.target
 
     def reset(self) -> None:
-        """Forget every text."""
+        """Forget the texts of all requests."""
         self._histories = {PAD_ROW: NgramHistory()}
 
     def admit(self, new_rows: Sequence[RowInit]) -> None:
@@ -43,7 +43,7 @@ class NgramDrafter(Drafter):
             self._histories[init.row].extend(init.history)
 
     def propose(self, iteration: Iteration) -> DraftWindow:
-        """Look drafts up on the host and upload them."""
+        """Look up drafts on the host and upload them."""
         window = iteration.no_drafts
         if iteration.depth == 0:
             return window
@@ -51,18 +51,18 @@ class NgramDrafter(Drafter):
         for at, row in enumerate(iteration.host_rows.tolist()):
             drafts[at] = self._histories[row].propose(iteration.depth) or 0
         if iteration.grammar is not None:
-            iteration.grammar.guide(drafts)
+            iteration.grammar.substitute_forced(drafts)
         (on_device,) = self._target.staging.upload(drafts.flatten().astype(np.int64))
         return DraftWindow(torch.cat([window.tokens, on_device.view(iteration.size, -1)], dim=1))
 
     def follow(self, iteration: Iteration, accepted: Accepted) -> None:
-        """There is no draft model."""
+        """Do nothing: there is no draft model."""
 
     def follow_prompt(self, extend: ExtendPass) -> None:
-        """There is no draft model."""
+        """Do nothing: there is no draft model."""
 
     def observe(self, rows: Int32, result: BatchResult) -> None:
-        """Append what each request emitted to its text."""
+        """Append the committed tokens of each request to its text."""
         parts = np.split(result.token_ids, result.accept_lens.cumsum())[:-1]
         for row, tokens in zip(rows.tolist(), parts, strict=True):
             self._histories[row].extend(tokens)

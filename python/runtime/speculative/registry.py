@@ -1,4 +1,4 @@
-"""Which drafter an algorithm has."""
+"""The drafter of each algorithm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
 def _with_model(
     load: Callable[[WorkerContext, DecoderModel], Draft], drafter: Callable[[Draft, ModelRunner, SpeculativeConfig], Drafter]
 ) -> MakeDrafter:
-    """Makes the drafter of a draft model that `load` loads."""
+    """A function that makes the drafter of the draft model that `load` loads."""
 
     def make(context: WorkerContext, target: DecoderModel) -> Drafter:
         model = load(context, target)

@@ -9,17 +9,23 @@ from dataclasses import dataclass
 from runtime.config.tuning import BatchDepth
 
 CLOSE = 0.01
-"""Depths this close to the best count as equal: measured times are no better than that, and fewer depths have fewer graphs."""
+"""Depths this close to the best count as equal: measured times are no more accurate, and fewer depths need fewer graphs."""
 TREE_GAIN = 1.03
-"""How much faster than the best chain a tree must be: a chain adapts to the text while it serves."""
+"""How much faster than the best chain a tree must be: the depth of a chain adapts to the text while serving."""
 
 Rates = Mapping[int, Mapping[int, float]]
-"""Tokens per second of chains, by requests and depth."""
+"""Tokens per second of chains, by number of requests and depth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A shape, steps, branches and draft tokens, its depth by batch, and its tokens per second by requests."""
+    """A draft shape.
+
+    Attributes:
+        shape: steps, top-k and draft tokens.
+        depths: the depth by number of requests.
+        rates: tokens per second by number of requests.
+    """
 
     shape: tuple[int, int, int]
     depths: dict[int, int]
@@ -27,7 +33,7 @@ class Plan:
 
     @property
     def table(self) -> tuple[BatchDepth, ...]:
-        """The depth by batch without repetitions; the smallest batch counts from one request on."""
+        """The batch sizes at which the depth changes; the first line starts at one request."""
         lines: list[BatchDepth] = []
         for requests, depth in sorted(self.depths.items()):
             if not lines or lines[-1].depth != depth:
@@ -35,13 +41,13 @@ class Plan:
         return tuple(lines)
 
     def score(self, requests: Iterable[int]) -> float:
-        """The geometric mean of its tokens per second."""
+        """The geometric mean of its tokens per second at these numbers of requests."""
         logarithms = [math.log(self.rates[count]) for count in requests]
         return math.exp(sum(logarithms) / len(logarithms))
 
 
 def chain_plan(rates: Rates) -> Plan:
-    """The chain with the best depth for each batch, from few different depths, each within `CLOSE` of the best."""
+    """The chain with a depth for each batch size within `CLOSE` of the best one, and with as few different depths as possible."""
     wanted, open_rows = set[int](), dict(rates)
     while open_rows:
         close = {count: {d for d, rate in row.items() if rate >= (1 - CLOSE) * max(row.values())} for count, row in open_rows.items()}
@@ -58,7 +64,7 @@ def chain_plan(rates: Rates) -> Plan:
 
 
 def tree_plan(shape: tuple[int, int, int], tree: Mapping[int, float], rates: Rates) -> Plan:
-    """A tree up to the last batch for which it is not slower than plain decoding, and none above. `tree`: its tokens per second."""
+    """A tree up to the largest batch size at which it is not slower than plain decoding; no drafts above. `tree`: its tokens per second."""
     depths, found, drafting = dict[int, int](), dict[int, float](), True
     for count in sorted(rates):
         drafting = drafting and tree.get(count, 0.0) >= rates[count][0]

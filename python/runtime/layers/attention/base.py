@@ -24,13 +24,13 @@ class AttentionSpec:
     Attributes:
         layer_id: index of the layer in its model's KV pool.
         num_q_heads: H, the query heads.
-        kv: what the layer stores.
+        kv: the layout of the layer's KV cache.
         scale: factor of the scores, usually head_dim ** -0.5.
-        window: keys that a query sees before its own; -1 for all.
-        causal: whether a query sees the keys up to its own; otherwise it sees all keys of its request, and `window` limits those before it.
-        sinks: [H] of any float dtype, one extra score per head that is part of the softmax and has no value; None
-            for none.
-        kv_scales: float32 [2], by which stored keys and values are multiplied when they are read; where `kv.scaled`.
+        window: number of keys before its own that a query sees; -1 for all.
+        causal: whether a query sees only keys up to its own; otherwise it sees all keys of its request, and `window` limits those before
+        it.
+        sinks: [H] of any float dtype, one extra score per head that is part of the softmax and has no value; or None.
+        kv_scales: float32 [2], factors of stored keys and values; only if `kv.scaled`.
         heads: how a row of the qkv projection becomes heads; None for latent attention.
     """
 
@@ -47,18 +47,17 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionShape:
-    """The attention layers of one model, and the largest passes that a backend must prepare for.
+    """The attention layers of one model, and the largest passes for which a backend allocates buffers.
 
     Attributes:
         layers: the layers, in order of `layer_id`.
-        max_batch_size: requests of a fixed-width pass, padding included.
+        max_batch_size: requests of a fixed-width pass, including padding.
         max_tokens_per_req: queries of one request in a fixed-width pass.
-        max_context_len: the longest KV, including what a step writes past the committed length.
-        max_prompt: queries of the widest fixed-width pass of a single request; 0 when none is wider than
-            `max_tokens_per_req`.
-        tuning: measured values of the GPU.
-        choices: kernels that were timed at start-up, if a backend has several; one object for the life of a model.
-        dtype: of queries over KV in 8 bits.
+        max_context_len: the longest KV, including positions that a step writes beyond the committed length.
+        max_prompt: queries of the widest fixed-width pass of a single request; 0 if none is wider than `max_tokens_per_req`.
+        tuning: measured constants of the GPU.
+        choices: the kernels chosen by start-up timing, if a backend has several; one object for the life of a model.
+        dtype: dtype of the queries if KV is 8-bit.
     """
 
     layers: tuple[AttentionSpec, ...]
@@ -77,7 +76,7 @@ class AttentionShape:
 
     @property
     def num_q_heads(self) -> int:
-        """H of the first layer: of every layer when the backend has no `mixed_heads`."""
+        """H of the first layer, and of every layer if the backend has no `mixed_heads`."""
         return self.layers[0].num_q_heads
 
     @property
@@ -94,23 +93,22 @@ class AttentionShape:
 class AttentionBackend(Protocol):
     """Attention over the paged KV pool. The KV of the pass is already in the pool when `forward` is called. Subclass it explicitly.
 
-    Before each eager pass, each capture and each replay come `prepare`, then `plan_on_device` (`plan_pass` calls both).
-    They write in place into buffers that the backend owns. `forward` may be captured: no host reads, no allocation that
-    depends on values.
+    Before each eager pass, capture and replay, `prepare` and then `plan_on_device` must be called (`plan_pass` calls both). They write in
+    place into buffers that the backend owns. `forward` can be captured: it has no host reads and no allocation that depends on values.
     """
 
     caps: AttentionCaps
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
-        """Prepare for passes up to `shape`. `build_backend` has checked the shape against `caps`."""
+        """Allocate buffers for passes up to `shape`, which `build_backend` has checked against `caps`."""
         ...
 
     def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """On the host, outside any graph: choose the buffers of `num_steps` passes, and plan from host bounds.
 
-        Pass `i` runs with `seq_lens + i * tokens_per_req` and `batch.step == i`. With a tree mask pass `i` has
-        `tree_tail + i * tokens_per_req`, so that the keys before the tail are the same in every pass. Ragged passes are
-        planned here completely, except captured ones (`max_queries`), which plan as fixed-width passes do.
+        Pass `i` runs with `seq_lens + i * tokens_per_req` and `batch.step == i`. With a tree mask its tail is `tree_tail + i *
+        tokens_per_req`, so the keys before the tail are the same in every pass. Ragged passes are planned here completely, except captured
+        ones (`max_queries`), which are planned like fixed-width passes.
         """
         ...
 
@@ -123,21 +121,20 @@ class AttentionBackend(Protocol):
         ...
 
     def forward_rows(self, qkv: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor | None:
-        """`rope_and_cache` and `forward` in one kernel, if there is one for the planned pass and `layer.heads`; may be captured.
+        """`rope_and_cache` and `forward` in one kernel, if there is one for the planned pass and `layer.heads`; can be captured.
 
         Args:
             qkv: [T, (H + 2 G) * head_dim], contiguous.
 
         Returns:
-            [T, H * head_dim], or None, with nothing done, for all other passes.
+            [T, H * head_dim]; or None, without having done anything, for all other passes.
         """
         return None
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """Functions that compile the kernels for passes of `width` queries at these batch sizes.
 
-        They may run in any order and concurrently, and touch no buffer of the backend. A kernel that was not compiled
-        this way is compiled at its first use.
+        They may run in any order and concurrently, and use none of the backend's buffers. Other kernels are compiled at their first use.
         """
         ...
 

@@ -13,14 +13,14 @@ from runtime.layers.forward_batch import ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class FixedLengths:
-    """Lengths of the passes of one size that one plan prepares. A single causal pass reads those of its batch, and nothing is copied.
+    """Lengths of the passes of one size that are planned together. A single causal pass reads the lengths of its batch without a copy.
 
     Attributes:
         size, width: requests, and queries per request.
         tail: tree tail of the first pass; 0 for causal passes.
-        steps: int32 [steps, 1], keys that each pass adds to `seq_lens` of the batch.
+        steps: int32 [steps, 1], number of keys by which each pass exceeds the batch's `seq_lens`.
         lens: int32 [steps, B], KV lengths of each pass; None for a single causal pass.
-        prefix: int32 [B], the keys before the tail, which all passes of a tree share; None for causal passes.
+        prefix: int32 [B], number of keys before the tail, equal for all passes of a tree; None for causal passes.
     """
 
     size: int
@@ -42,7 +42,7 @@ class FixedLengths:
         return cls(size, width, tail, steps, lens, ints(size) if tail else None)
 
     def fill(self, batch: ForwardBatch) -> None:
-        """Compute lengths from those of a batch, in place and on the device. May be captured."""
+        """Compute lengths from those of a batch, in place on the device. Can be captured."""
         if self.lens is not None:
             torch.add(batch.seq_lens, self.steps, out=self.lens)
         if self.prefix is not None:
@@ -53,7 +53,7 @@ class FixedLengths:
         return batch.seq_lens if self.lens is None else self.lens[step]
 
     def key_lens(self, batch: ForwardBatch, step: int) -> torch.Tensor:
-        """int32 [B]: keys of one pass's causal attention, or for trees the keys before the tail."""
+        """int32 [B]: number of keys of one pass's causal attention, or for trees of the keys before the tail."""
         return self.seq_lens(batch, step) if self.prefix is None else self.prefix
 
 

@@ -31,10 +31,10 @@ class _FixedPlan:
 
     Attributes:
         at: lengths of the passes.
-        cu_seqlens_q: int32 [B + 1]; of ragged windows filled before each pass.
-        split: the kind of pass for split-KV attention; None if FA3 runs it.
+        cu_seqlens_q: int32 [B + 1]; for ragged windows filled before each pass.
+        split: the kind of pass for split-KV attention; None if FA3 runs the pass.
         schedule: the split-KV schedule of the first pass, which all passes share; None if the split is static.
-        metadata: by step, window and whether the layer is causal, FA3's tile schedule, int32.
+        metadata: FA3's tile schedules, int32, by step, window and whether the layer is causal.
     """
 
     at: FixedLengths
@@ -46,16 +46,16 @@ class _FixedPlan:
 
 @dataclass(frozen=True, slots=True)
 class _ExtendPlan:
-    """One ragged pass, eager. The page table is cut to the columns in use.
+    """One eager ragged pass. The page table is restricted to the columns in use.
 
     Attributes:
         rows: int32 [B].
         seq_lens: int32 [B].
         cu_seqlens_q: int32 [B + 1].
-        max_queries: the most queries of a request.
+        max_queries: maximum queries of a request.
         pages: int32 [rows, cols], a view of the page table.
-        groups: over an 8-bit cache, the requests whose keys are converted together.
-        metadata: by window and whether the layer is causal, FA3's tile schedule, int32; with groups each has its own.
+        groups: with an 8-bit cache, the requests whose keys are converted together.
+        metadata: FA3's tile schedules, int32, by window and whether the layer is causal; with groups each group has its own.
     """
 
     rows: torch.Tensor
@@ -70,12 +70,11 @@ class _ExtendPlan:
 class FlashAttention(AttentionBackend):
     """`AttentionBackend` of FA3.
 
-    FA3 reads the page table in place, at the rows of the batch (`cache_batch_idx`), so planning only computes the tile schedule, once
-    for all layers. The fixed-width passes that `DeviceTuning.split_wins` names run by split-KV attention. A tree pass is full
-    attention to the keys before the tail, then the tail under the mask.
-
-    FA3 reads no 8-bit cache with 16-bit queries. With one, all fixed-width passes run by split-KV attention, and a ragged pass
-    converts the keys and values of its requests first (`WidenedPrompts`).
+    FA3 reads the page table in place, at the rows of the batch (`cache_batch_idx`), so planning only computes the tile schedule, once for
+    all layers. Fixed-width passes for which `DeviceTuning.split_wins` holds run split-KV attention. A tree pass runs full attention to the
+    keys before the tail, then attention to the tail under the mask, and merges both.
+    FA3 cannot read an 8-bit cache with 16-bit queries. With such a cache, all fixed-width passes run split-KV attention, and a ragged pass
+    first converts the keys and values of its requests (`WidenedPrompts`).
     """
 
     caps = ATTENTION_CAPS["fa3"]
@@ -96,18 +95,18 @@ class FlashAttention(AttentionBackend):
         self._pdl = starts_early(self._device)
         self._workspace = self._split_workspace()
         self._widened = WidenedPrompts(kv_pool, page_table, self._dtype) if self._scaled else None
-        # FA3 supports sinks only in bfloat16, the type of published ones.
+        # FA3 supports sinks only in bfloat16, in which published models store them.
         self._sinks = {layer.layer_id: None if layer.sinks is None else layer.sinks.to(torch.bfloat16) for layer in shape.layers}
         self._kinds = sorted({(layer.window, layer.causal) for layer in shape.layers})
 
     # ---- outside the graph
 
     def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Find the buffers of the passes. No host read."""
+        """Select the buffers of the passes. No host read."""
         self._plan = self._fixed_plan(batch, num_steps) if batch.tokens_per_req or batch.max_queries else self._extend_plan(batch)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """One run per kernel of split-KV attention and of the conversion of keys; FA3 comes compiled."""
+        """One run per kernel of split-KV attention and key conversion; FA3 is precompiled."""
         conversion: list[Callable[[], object]] = [] if self._widened is None else [self._widened.warm_up]
         shapes = [shape for size in sizes if (shape := self._split_shape(size, width)) is not None]
         layers = {(-1 if tree else layer.window, layer.causal, layer.sinks is not None): layer for layer in self._shape.layers}
@@ -156,12 +155,12 @@ class FlashAttention(AttentionBackend):
         if isinstance(plan, _ExtendPlan):
             return self._extend(q, layer, plan).flatten(1)
         sizes = (plan.at.size, plan.at.width)
-        assert (batch.batch_size, batch.tokens_per_req or batch.max_queries) == sizes, "forward of another batch than planned"
+        assert (batch.batch_size, batch.tokens_per_req or batch.max_queries) == sizes, "another batch was planned"
         attend = self._tree if plan.at.tail else self._causal
         return attend(q, layer, plan, batch).flatten(1)
 
     def forward_rows(self, qkv: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor | None:
-        """Norm, rotate, store and attend in one kernel: causal or whole passes of few requests. [T, (H + 2 G) * D] -> [T, H * D]."""
+        """Norm, rotate, store and attend in one kernel, for causal and full attention of few requests. [T, (H + 2 G) * D] -> [T, H * D]."""
         plan, page_size, k_cache = self._plan, self._table.page_size, self._pool.k[layer.layer_id]
         if not isinstance(plan, _FixedPlan) or plan.split is None or not plan.split.rotates or plan.at.tail or layer.heads is None:
             return None
@@ -206,7 +205,9 @@ class FlashAttention(AttentionBackend):
         )
 
     def _split_shape(self, size: int, width: int) -> SplitShape | None:
-        """The kind of pass for split-KV attention; None if FA3 runs it, as it does a short prompt wider than any window."""
+        """The kind of pass for split-KV attention; None if FA3 runs the pass, for example a short prompt, which is wider than any
+        window.
+        """
         shape = self._shape
         wins = self._scaled or (width <= shape.max_tokens_per_req and shape.tuning.split_wins(size, width, shape.num_kv_heads))
         if not wins or not supports(width, shape.num_q_heads, shape.num_kv_heads):
@@ -235,7 +236,7 @@ class FlashAttention(AttentionBackend):
             static.copy_(fresh)
 
     def _plan_extend(self, plan: _ExtendPlan) -> None:
-        """Compute the tile schedules of a ragged pass, which otherwise each layer would compute."""
+        """Compute the tile schedules of a ragged pass once; otherwise each layer would compute them."""
         for window, causal in self._kinds:
             kind = window, causal
             if not plan.groups:
@@ -271,8 +272,8 @@ class FlashAttention(AttentionBackend):
     def _tree(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
         at = plan.at
         tail = at.tail + batch.step * at.width
-        assert batch.tree_mask is not None, "forward of another batch than planned"
-        assert batch.tree_tail == tail, "forward of another batch than planned"
+        assert batch.tree_mask is not None, "another batch was planned"
+        assert batch.tree_tail == tail, "another batch was planned"
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
         if plan.split is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -302,7 +303,7 @@ class FlashAttention(AttentionBackend):
         lens: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Split-KV attention as the layer sees its keys, or with `lse` over all keys."""
+        """Split-KV attention with the layer's causality and window; with `lse`, over all keys."""
         assert self._workspace is not None, "the pass is larger than the shape that the backend was built for"
         keys = PagedKeys(self._table.pages, rows, lens, self._table.page_size, plan.schedule)
         return split_attention(
@@ -338,5 +339,5 @@ class FlashAttention(AttentionBackend):
 
 
 def _window_size(window: int, causal: bool) -> tuple[int, int]:
-    """FA3's (left, right); -1 is no bound."""
+    """FA3's (left, right) window; -1 means no limit."""
     return (window, 0) if window >= 0 and causal else (window, -1)

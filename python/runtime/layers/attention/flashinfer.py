@@ -1,4 +1,4 @@
-"""FlashInfer over the paged pool: its fa2 prefill kernels for every query count (Ye et al. 2025, arXiv:2501.01005)."""
+"""FlashInfer over the paged pool: its fa2 prefill kernels for any number of queries (Ye et al. 2025, arXiv:2501.01005)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 PINNED_BUFFERS = 32
-"""Plans in flight: the host is at most one step ahead, and a step plans a few passes and one per draft."""
+"""Maximum plans in flight: the host is at most one step ahead, and a step plans a few passes and one per draft."""
 EAGER_PLANS = 3
-"""The same for prompts, per window: one on the device, one queued, one being filled."""
+"""Maximum plans of prompts in flight, per window: one on the device, one queued, one being filled."""
 MIN_WORKSPACE = 96 << 20
 LARGEST_TILE = 128
 SMALLEST_TILE = 16
 CTAS_PER_SM = 2
-"""What FlashInfer's planner assumes when it splits keys."""
+"""The number that FlashInfer's planner assumes when it splits keys."""
 PLANNED_KEYS = 256
-"""Lengths are rounded up to a multiple of this for planning, so that a plan is valid until one length exceeds it. At
-batch size 1 planning takes the host as long as two draft passes take the GPU; the excess keys, half of this on average,
-are a few work items that are disabled."""
+"""For planning, lengths are rounded up to a multiple of this, and a plan is valid until one length exceeds it. At batch size 1 planning
+takes the host as long as two draft passes take the GPU. The excess keys, half of this number on average, are a few disabled work items."""
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class _Pass:
 
     Attributes:
         prefill: FlashInfer's kernels and the tensors they read.
-        planned: int32 [B], the lengths that it is planned for, and the work items; None before the first plan.
+        planned: int32 [B], the lengths for which it is planned, and the work items; None before the first plan.
     """
 
     prefill: FixedPrefill
@@ -59,11 +58,10 @@ class _FixedPlan:
 class FlashInferAttention(AttentionBackend):
     """`AttentionBackend` of FlashInfer.
 
-    The planner runs on the host, from `seq_len_bounds` rounded up, which exceed the true lengths. Before every
-    fixed-width pass a kernel trims the plan to the lengths on the device. So one plan serves many passes, and since it
-    depends on the bounds alone, a pass is split the same way whatever ran before.
-
-    A tree pass is full attention to the keys before the tail, then the tail under the mask.
+    The planner runs on the host, with `seq_len_bounds` rounded up, which exceed the true lengths. Before every fixed-width pass a kernel
+    trims the plan to the lengths on the device, so one plan serves many passes. A plan depends only on the bounds, so a pass is split in
+    the same way regardless of earlier passes.
+    A tree pass runs full attention to the keys before the tail, then attention to the tail under the mask, and merges both.
     """
 
     caps = ATTENTION_CAPS["flashinfer"]
@@ -76,7 +74,7 @@ class FlashInferAttention(AttentionBackend):
         self._layout = PrefillLayout(
             shape.num_q_heads, shape.num_kv_heads, shape.head_dim, page_table.page_size, shape.layers[0].scale, kv_pool.k[0].dtype
         )
-        # Sized for the widest pass from the start: wrappers keep theirs, and a larger one would be a second.
+        # Allocated for the widest pass at once: wrappers keep a reference, so a larger one later would exist in addition.
         widest = (shape.max_batch_size, shape.max_tokens_per_req), (1, max(shape.max_prompt, LARGEST_TILE))
         partial_bytes = max(self._partial_bytes(*size) for size in widest)
         self._workspace = torch.empty(partial_bytes, dtype=torch.uint8, device=self._device)
@@ -99,10 +97,10 @@ class FlashInferAttention(AttentionBackend):
             self._plan_extend(batch)
 
     def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Nothing to do: the planner runs on the host."""
+        """Do nothing: the planner runs on the host."""
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """An empty list: FlashInfer compiles its modules at their first use and keeps them on disk."""
+        """An empty list: FlashInfer compiles its modules at their first use and caches them on disk."""
         return []
 
     # ---- inside the graph
@@ -115,13 +113,13 @@ class FlashInferAttention(AttentionBackend):
             self._eager[layer.window].run(q, kv, out)
             return out.flatten(1)
         at = plan.at
-        assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "forward of another batch than planned"
+        assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "another batch was planned"
         if not at.tail:
             plan.passes[batch.step, layer.window].prefill.run(q, kv, out)
             return out.flatten(1)
         tail = at.tail + batch.step * at.width
-        assert batch.tree_mask is not None, "forward of another batch than planned"
-        assert batch.tree_tail == tail, "forward of another batch than planned"
+        assert batch.tree_mask is not None, "another batch was planned"
+        assert batch.tree_tail == tail, "another batch was planned"
         lse = plan.passes[0, layer.window].prefill.run_with_lse(q, kv, out)
         keys = PagedKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size)
         return merge_tree_tail(q, *kv, keys, tail, batch.tree_mask, layer.scale, out, lse, lse_in_bits=True).flatten(1)
@@ -129,7 +127,7 @@ class FlashInferAttention(AttentionBackend):
     # ---- planning
 
     def _plan_extend(self, batch: ForwardBatch) -> None:
-        """An eager pass: bounds are exact there, so the planner's own numbers hold."""
+        """Plan an eager pass, where bounds are exact, so the plan needs no trimming."""
         lens, page_size = batch.seq_len_bounds, self._table.page_size
         kv_indptr = self._page_offsets(lens)
         total = int(kv_indptr[-1])
@@ -174,7 +172,7 @@ class FlashInferAttention(AttentionBackend):
     def _empty_pass(self, B: int, width: int, step: int, causal: bool, window: int) -> FixedPrefill:
         plan_bytes = self._plan_bytes(B, width)
         fits = plan_bytes <= self._pinned.size and self._partial_bytes(B, width) <= self._workspace.numel()
-        assert fits, "the pass is larger than the shape that the backend was built for"
+        assert fits, "the pass is larger than the shape for which the backend was built"
         key = (step, width)
         if key not in self._indices:
             pages = (self._shape.max_batch_size if width <= self._shape.max_tokens_per_req else 1) * self._table.max_pages
@@ -184,7 +182,7 @@ class FlashInferAttention(AttentionBackend):
         return FixedPrefill(self._layout, self._workspace, lists, width, causal, window, plan_bytes)
 
     def _page_offsets(self, lens: Int32) -> torch.Tensor:
-        """int32 [B + 1] on the host: where the pages of each request begin if it has that many keys."""
+        """int32 [B + 1] on the host: offsets of each request's pages if it has `lens` keys."""
         pages = -(-lens.astype(np.int64) // self._table.page_size)
         return torch.from_numpy(np.concatenate(([0], np.cumsum(pages))).astype(np.int32))
 
@@ -206,7 +204,7 @@ class FlashInferAttention(AttentionBackend):
     def _partial_bytes(self, size: int, width: int) -> int:
         """Bytes of partial results: a tile of float32 rows and their log-sum-exp per item and query head."""
         shape = self._shape
-        # The planner assumes the longest request that the rows allow, and derives its tile from that.
+        # The planner derives its tile from the longest request that the rows allow.
         queries = (size * width - size + 1) * (shape.num_q_heads // shape.num_kv_heads)
         tile = SMALLEST_TILE if queries <= SMALLEST_TILE else 64 if queries <= 64 or shape.head_dim >= 256 else LARGEST_TILE
         items = self._items(size, width, tile)

@@ -1,8 +1,8 @@
-"""The private parts of FlashInfer's paged prefill wrapper that Talon depends on.
+"""The adapter to private parts of FlashInfer's paged prefill wrapper.
 
-Written for one version, which `check_version` asserts and pyproject.toml pins. The wrapper is used in ways that its
-public interface does not offer: plans are staged in pinned buffers of ours, later plans call the planner without the
-wrapper's copies, and a kernel corrects the plan on the device.
+It is written for one version, which `check_version` asserts and pyproject.toml pins. It does what the public interface does not offer:
+stages plans in our own pinned buffers, calls the planner for later plans without the wrapper's copies, and lets a kernel trim the plan on
+the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGE, VERSION = "flashinfer-python", "0.6.15.post1"
 
 
 def check_version() -> None:
-    """Raises `ConfigError` when another version of FlashInfer is installed."""
+    """Raise `ConfigError` if another version of FlashInfer is installed."""
     try:
         found = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def check_version() -> None:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLayout:
-    """What all passes of a backend have in common."""
+    """The sizes that all passes of a backend share."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -56,15 +56,15 @@ class EagerPrefill:
 
     @property
     def plan_bytes(self) -> int:
-        """Bytes of the buffer that a plan is staged in."""
+        """Bytes of the staging buffer of a plan."""
         return self._wrapper._pin_memory_int_workspace_buffer.numel()
 
     def plan(
         self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, ring: PinnedRing
     ) -> None:
         """Plan from host offsets int32 [B + 1], pages on the device, and keys on each last page int32 [B]."""
-        # The wrapper stages every plan in one pinned buffer, and the device may not have read the previous plan yet:
-        # prompts are planned one step ahead.
+        # The wrapper has one pinned staging buffer, but prompts are planned one step ahead: the device may not have read the previous plan
+        # yet.
         self._wrapper._pin_memory_int_workspace_buffer, uploaded = ring.take()
         _plan(self._wrapper, self._layout, (qo_indptr, kv_indptr, indices, last_page_len), True, self._window)
         uploaded.record()
@@ -79,7 +79,7 @@ class FixedPrefill:
 
     Attributes:
         lists: the pages of each request.
-        window: keys that a query sees before its own; -1 for all.
+        window: number of keys before its own that a query sees; -1 for all.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class FixedPrefill:
             workspace, "NHD", use_cuda_graph=True, backend="fa2", qo_indptr_buf=torch.zeros(B + 1, dtype=torch.int32, device=device),
             paged_kv_indptr_buf=lists.indptr, paged_kv_indices_buf=lists.indices, paged_kv_last_page_len_buf=lists.last_page_len,
         )  # fmt: skip
-        # The wrapper's own are 8 MiB each, for every size; a plan of fixed width needs kilobytes.
+        # The wrapper's own buffers take 8 MiB each, per size; a fixed-width plan needs kilobytes.
         wrapper._int_workspace_buffer = torch.zeros(plan_bytes, dtype=torch.uint8, device=device)
         wrapper._pin_memory_int_workspace_buffer = torch.empty(plan_bytes, dtype=torch.uint8, pin_memory=True)
         wrapper._kv_lens_buffer = torch.empty(B, dtype=torch.int32, device=device)
@@ -125,7 +125,7 @@ class FixedPrefill:
         return self._wrapper.run(q, kv, out=out, return_lse=True)[1]
 
     def _plan_first(self, offsets: torch.Tensor) -> Any:
-        """Plan through the wrapper; returns the compiled module that it found."""
+        """Plan through the wrapper; returns the compiled module that it has chosen."""
         pages = self.lists.indices[: min(int(offsets[-1]), self.lists.indices.numel())]
         ones = torch.ones(len(offsets) - 1, dtype=torch.int32)
         _plan(self._wrapper, self._layout, (self._qo_indptr, offsets, pages, ones), self._causal, self.window)
@@ -148,9 +148,9 @@ def work_items(info: Sequence[int], staged: torch.Tensor, workspace: torch.Tenso
     Source: `PrefillPlanInfo` and `PrefillPlanImpl` of flashinfer 0.6.15, attention/scheduler.cuh.
 
     Args:
-        info: `PrefillPlanInfo`, field after field.
-        staged: uint8, what was uploaded, on the host.
-        workspace: uint8, on the device.
+        info: the fields of `PrefillPlanInfo`, in order.
+        staged: uint8 on the host, the staging buffer that was uploaded.
+        workspace: uint8 on the device, its copy.
     """
     words, count = workspace.view(torch.int32), info[0]
     return WorkItems(

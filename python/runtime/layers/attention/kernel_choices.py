@@ -1,4 +1,4 @@
-"""Which of several attention kernels runs a kind of pass: the fastest, timed once on rank 0."""
+"""Chooses the fastest of several attention kernels for a kind of pass, timed once on rank 0."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from runtime.distributed.parallel_group import ALONE, ParallelGroup
 
 log = logging.getLogger(__name__)
 CALLS, REPLAYS = 8, 5
-"""Calls per captured graph, as layers follow each other in a model, and replays of it."""
+"""Calls per captured graph, like the consecutive layers of a model, and replays of the graph."""
 
 
 class KernelChoices:
-    """What was measured, for the life of a model. The ranks of `group` ask in the same order and get the same answers.
+    """The choices made so far, kept for the life of a model. All ranks of `group` must ask in the same order; they get the same answers.
 
     Attributes:
         report: a line for each kind of pass, for the log.

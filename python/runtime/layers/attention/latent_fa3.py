@@ -1,4 +1,4 @@
-"""FlashAttention 3 over latent rows: queries of 64 rotated columns and `qv` of 512, for every query count (Hopper)."""
+"""FlashAttention 3 over latent rows: queries of 64 rotated columns and `qv` of 512, for any number of queries (Hopper)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 class LatentFlashAttention(AttentionBackend):
     """`AttentionBackend` "fa3" of models with latent attention.
 
-    Fixed-width passes run by split-KV attention or FA3, whichever was faster at their size; ragged passes by FA3, which reads
-    the page table in place.
+    Fixed-width passes run our kernels or FA3, whichever was faster at their size; ragged passes run FA3, which reads the page table in
+    place.
     """
 
     caps = ATTENTION_CAPS["fa3"]
@@ -47,7 +47,7 @@ class LatentFlashAttention(AttentionBackend):
         return flash_latent(q, self._pool.k[layer.layer_id], *self._extend, layer.scale).flatten(1)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """One run per kernel of split-KV attention; FA3 comes compiled."""
+        """One run per kernel of split-KV attention; FA3 is precompiled."""
         return self._passes.warmup_runs(sizes, width, tree)
 
     def _extend_plan(self, batch: ForwardBatch) -> tuple[PagedKeys, CausalQueries]:
@@ -60,7 +60,7 @@ class LatentFlashAttention(AttentionBackend):
 def flash_latent(q: torch.Tensor, cache: torch.Tensor, keys: PagedKeys, queries: CausalQueries, scale: float) -> torch.Tensor:
     """Causal attention by FA3: q [T, H, rank + rope] -> [T, H, rank]; keys and values are views of one cache."""
     rope = q.shape[2] - VALUE_DIM
-    assert rope == KEY_DIM, "FA3 has kernels of 64 rotated columns beside 512"
+    assert rope == KEY_DIM, "FA3 has kernels for 64 rotated and 512 other columns"
     return flash_attn_with_kvcache(
         q[..., VALUE_DIM:], cache[..., VALUE_DIM:], cache[..., :VALUE_DIM], qv=q[..., :VALUE_DIM], cache_seqlens=keys.seq_lens,
         page_table=keys.pages, cache_batch_idx=keys.rows, cu_seqlens_q=queries.cu_seqlens, max_seqlen_q=queries.most,

@@ -19,15 +19,15 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 WORKSPACE_BYTES = 128 << 20
 TILE_ROWS = 64
-"""Rows of the kernel's tiles; a row is a query head of a token. If the number of heads does not divide them, a token whose key begins a
-block of keys misses it in some heads: seen on an H200 with 20 and 24 heads, but not with 16 and 64."""
+"""Rows of the kernel's tiles; a row is a query head of a token. If this is not a multiple of the number of heads, some heads of a token
+whose key begins a block of keys miss that key: observed on an H200 with 20 and 24 heads, but not with 16 and 64."""
 
 
 class LatentFlashInfer(AttentionBackend):
     """`AttentionBackend` "flashinfer" of models with latent attention.
 
-    Fixed-width passes run by split-KV attention or in clusters, whichever is faster at their size; neither needs a plan on the
-    host, and both can be captured. Ragged passes are planned from their exact lengths.
+    Fixed-width passes run the cluster kernel or the split-KV kernels, whichever is faster at their size; neither needs a plan on the host,
+    and both can be captured. Ragged passes are planned from their exact lengths.
     """
 
     caps = ATTENTION_CAPS["flashinfer"]
@@ -64,7 +64,7 @@ class LatentFlashInfer(AttentionBackend):
         return out[:, :heads].flatten(1)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """One run per kernel of split-KV attention; FlashInfer compiles its module at its first use and keeps it on disk."""
+        """One run per kernel of split-KV attention; FlashInfer compiles its module at its first use and caches it on disk."""
         return self._passes.warmup_runs(sizes, width, tree)
 
     def _plan_extend(self, batch: ForwardBatch) -> None:
@@ -86,7 +86,7 @@ class LatentFlashInfer(AttentionBackend):
 
 
 def padded_heads(heads: int) -> int:
-    """Heads to compute, so that each tile holds all heads of its tokens, or heads of one token."""
+    """The number of heads to compute so that each tile has all heads of its tokens, or only heads of one token."""
     return 1 << (heads - 1).bit_length() if heads <= TILE_ROWS else -(-heads // TILE_ROWS) * TILE_ROWS
 
 

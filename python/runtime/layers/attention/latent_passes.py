@@ -1,4 +1,5 @@
-"""Fixed-width passes of latent attention: by the fastest at their size of our one kernel in clusters, our two, and another library's."""
+"""Fixed-width passes of latent attention, each by the fastest kernel for its size: our cluster kernel, our split-KV kernels, or a
+library's."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from runtime.layers.kernels.pdl import starts_early
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 TRIAL_LENGTH = 2048
-"""Keys of a request while kernels are timed."""
+"""Keys per request in timings."""
 CLUSTER, SPLIT, OTHER = "cluster", "split", "other"
-"""Our single kernel, our two kernels, and another library's."""
+"""Our cluster kernel, our two split-KV kernels, and a library's kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class CausalQueries:
 
     Attributes:
         cu_seqlens: int32 [B + 1], cumulative query counts.
-        most: the most queries of a request.
+        most: maximum queries of a request.
     """
 
     cu_seqlens: torch.Tensor
@@ -45,7 +46,7 @@ class CausalQueries:
 
 
 CausalKernel = Callable[[torch.Tensor, torch.Tensor, PagedKeys, CausalQueries, float], torch.Tensor]
-"""Causal attention by another library: (q [T, H, rank + rope], cache, keys, queries, scale) -> [T, H, rank]."""
+"""Causal attention by a library: (q [T, H, rank + rope], cache, keys, queries, scale) -> [T, H, rank]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,9 @@ class _Plan:
 
     Attributes:
         at: lengths of the passes.
-        queries: of each pass.
+        queries: the queries of each pass.
         shape: the kind of pass.
-        kernel: which kernel runs it.
+        kernel: the name of the kernel that runs it.
     """
 
     at: FixedLengths
@@ -68,12 +69,12 @@ class _Plan:
 class LatentPasses:
     """Owner of the workspace and of the plans of fixed-width passes.
 
-    The kernel for each size is timed when the first of these objects is created for a model; `AttentionShape.choices` stores it.
+    The kernels for each size are timed when the first of these objects is created for a model; `AttentionShape.choices` stores the result.
     Tree passes use Triton's split-KV attention, whose mask covers the tail.
     """
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable, other: CausalKernel | None, name: str) -> None:
-        """`other`: the kernel to compare with, called `name` in flags; None if there is none for fixed-width passes."""
+        """`other`: the library's kernel, called `name` in logs; None if it has none for fixed-width passes."""
         self._shape, self._pool, self._table, self._other, self._name = shape, kv_pool, page_table, other, name
         self._dtype, self._device = kv_pool.k[0].dtype, kv_pool.k[0].device
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
@@ -96,7 +97,7 @@ class LatentPasses:
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """One run per kernel of split-KV attention."""
         cuts = [self._cut(size, width) for size in sizes if tree or self._chosen(size, width) == SPLIT]
-        return [partial(self._compile, cut, width, tree) for cut in _one_of_each_kernel(cuts)]  # the clusters' are loaded by the choice
+        return [partial(self._compile, cut, width, tree) for cut in _one_of_each_kernel(cuts)]
 
     def _compile(self, cut: LatentShape, length: int, tree: bool = False) -> None:
         latent_trial(cut, self._table.page_size, self._dtype, self._device, length, tree=tree, pdl=self._pdl)()
@@ -113,10 +114,11 @@ class LatentPasses:
         plan = self._plan
         assert plan is not None, "prepare comes before forward"
         at, cache = plan.at, self._pool.k[layer.layer_id]
-        assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "forward of another batch than planned"
+        assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "another batch was planned"
+
         keys = PagedKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size)
         if plan.kernel == OTHER:
-            assert self._other is not None, "chosen because it is there"
+            assert self._other is not None, "only existing kernels are chosen"
             return self._other(q, cache, keys, plan.queries, layer.scale)
         if plan.kernel == CLUSTER:
             return latent_cluster.latent_cluster_attention(q, cache, keys, plan.shape, layer.scale, pdl=self._pdl)
@@ -185,7 +187,7 @@ class LatentPasses:
 
 
 def _one_of_each_kernel(cuts: Sequence[LatentShape]) -> list[LatentShape]:
-    """One of `cuts` for each kernel that has to be compiled."""
+    """One of `cuts` for each kernel to compile."""
     return list({(cut.config, cut.block_m, cut.splits > 1, cut.splits > FEW_SPLITS): cut for cut in cuts}.values())
 
 

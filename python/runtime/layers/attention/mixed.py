@@ -12,10 +12,10 @@ from runtime.layers.forward_batch import ForwardBatch
 
 
 class MixedHeadsAttention(AttentionBackend):
-    """`AttentionBackend` that hands each layer to the backend of its kind. All of them plan every pass."""
+    """`AttentionBackend` that passes each layer to the backend for its kind of heads. All of these plan every pass."""
 
     def __init__(self, backends: Sequence[AttentionBackend], by_layer: Sequence[int]) -> None:
-        """`by_layer`: for each layer, which of `backends` attends."""
+        """`by_layer`: for each layer, the index in `backends`."""
         self.caps = replace(backends[0].caps, ragged_windows=all(backend.caps.ragged_windows for backend in backends))
         self._backends, self._by_layer = list(backends), list(by_layer)
 
@@ -34,7 +34,7 @@ class MixedHeadsAttention(AttentionBackend):
         return self._backends[self._by_layer[layer.layer_id]].forward(q, layer, batch)
 
     def forward_rows(self, qkv: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor | None:
-        """Attend to rows of the qkv projection, if the layer's backend does. [T, (H + 2 G) * D] -> [T, H * D]."""
+        """`forward_rows` of the layer's backend. [T, (H + 2 G) * D] -> [T, H * D], or None."""
         return self._backends[self._by_layer[layer.layer_id]].forward_rows(qkv, layer, batch)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:

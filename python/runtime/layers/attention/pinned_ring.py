@@ -6,7 +6,7 @@ import torch
 
 
 class PinnedRing:
-    """Owner of `count` pinned uint8 buffers. One is written again only after its last upload has run.
+    """Owner of `count` pinned uint8 buffers. A buffer is reused only after its last upload has run.
 
     Attributes:
         size: bytes of each buffer.

@@ -1,4 +1,4 @@
-"""Which requests of a ragged pass share a buffer of pages."""
+"""Groups the requests of a ragged pass so that each group fits a buffer of pages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 
 def grouped(pages: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Split requests into runs [first, end) whose count times the most pages of one is at most `most`.
+    """Split requests into runs [first, end) so that the number of requests times the largest number of pages is at most `most`.
 
     Args:
-        pages: of each request, each at most `most`.
+        pages: pages of each request, each at most `most`.
     """
     first, widest = 0, 0
     for at, needed in enumerate(pages):

@@ -51,7 +51,7 @@ def _load(name: str, path: str) -> type[AttentionBackend]:
 
 
 def build_backend(name: str, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> AttentionBackend:
-    """A backend over `kv_pool` and `page_table`, prepared for passes up to `shape`.
+    """A backend over `kv_pool` and `page_table` with buffers for passes up to `shape`.
 
     Raises:
         ConfigError: a package is missing, or the model is not supported.
@@ -84,7 +84,7 @@ def _heads(layer: AttentionSpec) -> tuple[int, KVSpec, float]:
 
 
 def _limit(caps: AttentionCaps, shape: AttentionShape) -> str:
-    """What a model needs that a backend cannot do; an empty text when it supports all of it."""
+    """A property of the model that the backend does not support; empty if it supports all."""
     if limit := next(filter(None, (unsupported(caps, _needs(layer)) for layer in shape.layers)), ""):
         return limit
     kinds = {_heads(layer) for layer in shape.layers}

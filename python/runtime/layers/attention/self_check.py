@@ -18,12 +18,12 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 """Largest relative error of a token's output."""
 WIDTH, MAX_LEN = 4, 512
 LENGTHS = ((260, 131, 5), (300, 17, 129))
-"""KV lengths of the live requests. Both sets fit into one plan, made for their bounds."""
+"""KV lengths of the live requests. One plan, made for `BOUNDS`, covers both sets."""
 BOUNDS = (301, 133, 131)
 
 
 def check_backend(name: str, shape: AttentionShape, page_size: int, device: torch.device) -> None:
-    """Compare fixed-width, tree and ragged passes of a backend with torch_native, if `caps.self_check` asks for it.
+    """Compare fixed-width, tree and ragged passes of a backend with torch_native, if `caps.self_check` is set.
 
     Raises:
         ConfigError: results differ.

@@ -1,4 +1,4 @@
-"""Shapes in which torch's attention on a CPU gives a query the same bits in every pass, found by trial."""
+"""Shapes with which torch's attention on a CPU gives a query the same bits in every pass, found by trial."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 ROW_BLOCK, KEY_BLOCK = 32, 512
 """Queries and keys per block of torch's kernel; for long prompts blocks have 64 and 256 queries."""
 KEY_VECTOR = 16
-"""Keys beyond a multiple of it go through another exponential."""
+"""Keys beyond a multiple of this are computed with another exponential function."""
 KEY_COUNTS = range(KEY_VECTOR, KEY_BLOCK + 1, KEY_VECTOR)
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 """Numbers of queries to test."""
@@ -20,34 +20,35 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 
 @dataclass(frozen=True, slots=True)
 class StableShapes:
-    """What a query's bits depend on in addition to its keys, and how to keep that equal.
+    """The shapes to which passes are padded so that a query's bits depend only on its keys.
 
-    The kernel runs one GEMM per block of queries and keys. How a GEMM sums depends on the processor and on the GEMM's shape: with
-    AVX-512 GEMMs of three rows and more agree on one processor and of four on another; over at most 256 keys they agree
-    with GEMMs over 512 keys of which the rest is masked on the first, over at most 192 or at least 384 on the second.
+    The kernel runs one GEMM per block of queries and keys. The order in which a GEMM sums depends on its shape and on the processor. Of two
+    processors with AVX-512, one sums all GEMMs of at least three rows alike, the other those of at least four. A GEMM over n keys equals
+    one over 512 keys with the rest masked if n is at most 256 on the first, and at most 192 or at least 384 on the second.
 
     Attributes:
         min_rows: minimum number of queries in a block.
-        last_keys: for each number of vectors of keys in the last block, 0 to all, the number of keys to attend over instead.
+        last_keys: the number of keys to attend over, by the number of key vectors in the last block, from 0 on.
     """
 
     min_rows: int
     last_keys: tuple[int, ...]
 
     def key_count(self, num_keys: int) -> int:
-        """Keys to attend over, at least `num_keys`, such that the masked ones do not change the result."""
+        """The number of keys to attend over, at least `num_keys`, such that masked keys do not change the result."""
+
         blocks, rest = divmod(num_keys, KEY_BLOCK)
         return blocks * KEY_BLOCK + self.last_keys[-(-rest // KEY_VECTOR)]
 
     def missing_rows(self, rows: int) -> int:
-        """Rows to add so that no block of queries has fewer than `min_rows`."""
+        """The number of rows to add so that no block of queries has fewer than `min_rows`."""
         last = rows % ROW_BLOCK
         return max(0, self.min_rows - last) if last else 0
 
 
 @dataclass(frozen=True, slots=True)
 class HeadKind:
-    """Sizes of a key and of a value, and the type that the kernel multiplies."""
+    """Sizes of a key and of a value, and the dtype in which the kernel multiplies."""
 
     key_dim: int
     value_dim: int
@@ -64,12 +65,12 @@ def find_stable_shapes(kinds: frozenset[HeadKind]) -> StableShapes:
 
 
 def any_shapes() -> StableShapes:
-    """Whole vectors of keys and nothing else, for a device whose bits may differ."""
+    """Only whole vectors of keys, for devices that need not give equal bits."""
     return StableShapes(1, _round_up(KEY_COUNTS))
 
 
 class _Trial:
-    """Attention of one kind of heads over noise."""
+    """Attention of one kind of heads over random numbers."""
 
     def __init__(self, kind: HeadKind) -> None:
         noise = torch.Generator().manual_seed(0)
@@ -78,7 +79,7 @@ class _Trial:
         self._whole = {seen: self._attend(ROW_BLOCK, KEY_BLOCK, seen) for keys in KEY_COUNTS for seen in (keys, keys - 1)}
 
     def same(self, rows: int, keys: int) -> bool:
-        """Whether `rows` queries over `keys` keys have the bits that they have in whole blocks."""
+        """Whether `rows` queries over `keys` keys give the same bits as in whole blocks."""
         return all(torch.equal(self._attend(rows, keys, seen), self._whole[seen][:, :, :rows]) for seen in (keys, keys - 1))
 
     def _attend(self, rows: int, keys: int, seen: int) -> torch.Tensor:

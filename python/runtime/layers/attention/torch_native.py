@@ -17,22 +17,23 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 PADDED_KEYS = 128
-"""Padding keys per request, on average, above which requests are attended separately: a call costs as much as about 100 keys."""
+"""Mean padding keys per request above which requests run separately: a call takes as long as about 100 keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """B' requests of equal query count q, attended together over S gathered keys.
+    """B' requests of q queries each, attended together over S gathered keys.
 
     Attributes:
-        tokens: the rows of the pass that they cover, B' * q of them.
-        pages: int64 [B' * pages per request], the pages of each request in order; the slots to read in place when they are
-            consecutive.
+        tokens: their B' * q rows of the pass.
+        pages: int64 [B' * pages per request], the pages of each request in order; if they are consecutive, a slice of slots to read in
+        place.
         num_keys: S.
         query_pos: int64 [B', q], the index of each query's own key.
-        unmasked: windows of the causal layers that need no mask: those of a prompt from position 0.
-        masks: by window, whether layers are causal, and group of query heads, what `mask_rows` made in the KV dtype, paired with the
-            tree mask it was made from.
+        unmasked: windows of causal layers that need no mask because the prompt starts at position 0.
+        masks: results of `mask_rows` in the KV dtype, by window, causality and group of query heads, each with the tree mask from which it
+        was
+            computed.
     """
 
     tokens: slice
@@ -46,9 +47,9 @@ class Segment:
 class TorchNativeAttention(AttentionBackend):
     """`AttentionBackend` of gathered pages and `scaled_dot_product_attention`.
 
-    Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass is one
-    segment per request, and a pass over ragged windows one per run of equal widths. Where the lengths are `uneven`, each request
-    has a separate segment. Layers with sinks use the written-out formula in float32.
+    Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass has one segment per
+    request, and a pass over ragged windows one per run of equal widths. If the lengths are `uneven`, each request has a separate segment.
+    Layers with sinks use `explicit_attention`.
     """
 
     caps = ATTENTION_CAPS["torch_native"]
@@ -61,7 +62,7 @@ class TorchNativeAttention(AttentionBackend):
         self._steps: list[list[Segment]] = []
 
     def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Find the pages of the passes. The first layer makes the masks: a draft's tree is known only then."""
+        """Find the pages of the passes. The first layer computes the masks, because a draft's tree is known only then."""
         if not batch.tokens_per_req:
             self._steps = [self._extend_segments(batch)]
             return
@@ -76,7 +77,7 @@ class TorchNativeAttention(AttentionBackend):
                 segments.append(Segment(tokens, pages, num_keys, positions))
 
     def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, key_dim] -> [T, H * value_dim]."""
@@ -109,7 +110,7 @@ class TorchNativeAttention(AttentionBackend):
         return segments
 
     def _pages(self, rows: torch.Tensor, written: int) -> tuple[torch.Tensor | slice, int]:
-        """The pages to read for each row, of which positions 0..written-1 count, and how many positions to read."""
+        """The pages to read for each row, of which positions 0..written-1 are valid, and the number of positions to read."""
         size = self._table.page_size
         num_keys = min(self._shapes.key_count(written), self._table.max_pages * size)
         count, used = -(-num_keys // size), -(-written // size)
@@ -122,7 +123,7 @@ class TorchNativeAttention(AttentionBackend):
         return pages, num_keys
 
     def _mask_for(self, segment: Segment, layer: AttentionSpec, batch: ForwardBatch, dtype: torch.dtype, group: int) -> torch.Tensor:
-        """The mask of a layer; layers that see the same keys share it."""
+        """The mask of a layer, cached for layers with the same window and causality."""
         key = (layer.window, layer.causal, group)
         made = segment.masks.get(key)
         if made is None or made[0] is not batch.tree_mask:
@@ -131,7 +132,7 @@ class TorchNativeAttention(AttentionBackend):
         return made[1]
 
     def _mask(self, segment: Segment, layer: AttentionSpec, batch: ForwardBatch, dtype: torch.dtype) -> torch.Tensor:
-        """The value to add to scores, [B', 1, q, S]; finite, so that the softmax of a row without keys is finite."""
+        """The values to add to scores, [B', 1, q, S]; finite, so that the softmax of a row without keys is finite."""
         keys = torch.arange(segment.num_keys, device=segment.query_pos.device)
         if batch.tree_mask is None:
             seen = visible_keys(segment.query_pos, keys, layer.window, layer.causal)
@@ -157,7 +158,7 @@ class TorchNativeAttention(AttentionBackend):
         return out.flatten(0, 1).type_as(q)
 
     def _group(self, requests: int, width: int, heads: int) -> int:
-        """How many of the query heads of a KV head share a GEMM: all or one. One request's window is faster without the copy."""
+        """How many query heads of a KV head share a GEMM: all, or one, because a single request's window is faster without the copy."""
         few = width < self._shapes.min_rows or (requests > 1 and width * heads <= ROW_BLOCK)
         return heads if few else 1
 
@@ -165,7 +166,7 @@ class TorchNativeAttention(AttentionBackend):
 def stable_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, shapes: StableShapes, group: int = 1
 ) -> torch.Tensor:
-    """Attend so that on a CPU the result of a query has the same bits in every pass. [B, q, H * value_dim].
+    """Attend with the same bits for a query in every pass on a CPU. Returns [B, q, H * value_dim].
 
     The queries of a group of heads become rows of one GEMM. If there are too few, rows of zeros are added.
 
@@ -174,7 +175,7 @@ def stable_attention(
         k, v: [B, G, S, key_dim] and [B, G, S, value_dim], S from `shapes.key_count`.
         mask: from `mask_rows`, added to the scores; None for causal attention from position 0.
         shapes: the shapes that give the same bits.
-        group: query heads that share a GEMM: 1, or H / G with a mask.
+        group: number of query heads that share a GEMM: 1, or H / G with a mask.
     """
     batch, width, num_heads, dim = q.shape
     if width == 1:
@@ -190,7 +191,7 @@ def stable_attention(
 
 
 def mask_rows(mask: torch.Tensor, group: int, shapes: StableShapes) -> torch.Tensor:
-    """`mask` [B, 1, q, S] for the rows of `stable_attention`; a single row serves all."""
+    """`mask` [B, 1, q, S] repeated for the rows of `stable_attention`; a single row is broadcast."""
     width = mask.shape[2]
     return mask if width == 1 else F.pad(mask.repeat_interleave(group, dim=2), (0, 0, 0, shapes.missing_rows(width * group)))
 
@@ -202,12 +203,12 @@ def head_kinds(shape: AttentionShape) -> frozenset[HeadKind]:
 
 
 def uneven(seq_lens: npt.NDArray[np.int32]) -> bool:
-    """Whether attending to each request alone is faster than together, padded to the longest."""
+    """Whether attention is faster for each request separately than for all together, padded to the longest."""
     return seq_lens.max() - seq_lens.mean() > PADDED_KEYS
 
 
 def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: AttentionSpec) -> torch.Tensor:
-    """Attention by its formula in float32, with sinks. [B, H, q, value_dim].
+    """Attention with sinks by its definition, in float32. Returns [B, H, q, value_dim].
 
     Args:
         q: [B, H, q, key_dim].
@@ -224,7 +225,7 @@ def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
 
 
 def gather(slots: torch.Tensor, segment: Segment, page_size: int) -> torch.Tensor:
-    """Keys or values of each request, [B', G, S, dim], from those of all slots; a view when pages are consecutive."""
+    """Keys or values of each request, [B', G, S, dim], from `slots` of all requests; a view if pages are consecutive."""
     if isinstance(segment.pages, slice):
         return slots[segment.pages].transpose(0, 1).unsqueeze(0)
     pages = slots.unflatten(0, (-1, page_size)).index_select(0, segment.pages)
@@ -232,13 +233,13 @@ def gather(slots: torch.Tensor, segment: Segment, page_size: int) -> torch.Tenso
 
 
 def query_positions(seq_lens: torch.Tensor, width: int) -> torch.Tensor:
-    """The index of the own key of each of the last `width` tokens: int32 [B] -> int64 [B, width]."""
+    """The key index of each of the last `width` tokens: int32 [B] -> int64 [B, width]."""
     return seq_lens.to(torch.int64)[:, None] - width + torch.arange(width, device=seq_lens.device)
 
 
 def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, causal: bool = True) -> torch.Tensor:
-    """Visibility, bool [B, q, S]: a query sees its own key, those before it, at most `window` of them unless that is -1, and without
-    `causal` those of the later queries.
+    """Visibility, bool [B, q, S]: a query sees its own key and the `window` keys before it (all if -1); without `causal` also later
+    keys.
     """
     distance = query_pos[:, :, None] - keys
     seen = distance >= 0 if causal else (keys <= query_pos[:, -1:, None]).expand_as(distance)
@@ -248,7 +249,7 @@ def visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, causa
 def tree_visible_keys(query_pos: torch.Tensor, keys: torch.Tensor, window: int, batch: ForwardBatch, tokens: slice) -> torch.Tensor:
     """Visibility under `batch.tree_mask`, bool [B, q, S]: every key before the tail, and keys of the tail by bit.
 
-    A window limits the keys before the tail. It is measured from the token's position in the text, not in the batch.
+    A window limits the keys before the tail. It is measured from the token's position in the sequence, not in the batch.
     """
     assert batch.tree_mask is not None
     bits = batch.tree_mask[tokens].view(query_pos.shape)

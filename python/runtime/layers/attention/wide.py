@@ -23,9 +23,7 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 @dataclass(frozen=True, slots=True)
 class _FixedPlan:
-    """Persistent metadata of fixed-width passes of one size; a captured graph reads these tensors. `split`: None for the passes of
-    short prompts.
-    """
+    """Persistent metadata of fixed-width passes of one size; a captured graph reads these tensors. `split`: None for short prompts."""
 
     at: FixedLengths
     qo_indptr: torch.Tensor
@@ -53,7 +51,7 @@ class WideAttention(AttentionBackend):
     # ---- outside the graph
 
     def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Find the buffers of the passes. No host read."""
+        """Select the buffers of the passes. No host read."""
         self._plan = self._fixed_plan(batch, num_steps) if batch.tokens_per_req else self._extend_plan(batch)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:

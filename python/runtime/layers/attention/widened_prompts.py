@@ -14,7 +14,7 @@ from runtime.layers.attention.prompt_groups import grouped
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 LEAST_TOKENS = 8192
-"""Keys that the buffer holds at least: the prompts of a usual pass."""
+"""Minimum number of keys in the buffer: the prompts of a usual pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class PromptGroup:
     """Consecutive requests of a ragged pass whose keys fit the buffer together.
 
     Attributes:
-        keys: of its requests.
-        columns: pages of each request in the buffer.
+        keys: the location of its requests' 8-bit keys.
+        columns: pages per request in the buffer.
         table: int32 [B, columns], the page table of the buffer.
         cu_seqlens_q: int32 [B + 1], from 0.
-        queries: of the pass.
-        max_queries: the most of one request.
-        metadata: by window and whether the layer is causal, FA3's tile schedule, int32.
+        queries: its rows of the pass.
+        max_queries: maximum queries of one request.
+        metadata: FA3's tile schedules, int32, by window and whether the layer is causal.
     """
 
     keys: PagedKeys
@@ -49,7 +49,7 @@ class WidenedPrompts:
         self._wide = torch.empty((2, self._pages, *kv_pool.k[0].shape[1:]), dtype=dtype, device=kv_pool.k[0].device)
 
     def warm_up(self) -> None:
-        """Convert the page of padding, to compile the kernel."""
+        """Convert the padding page, to compile the kernel."""
         row, length = (torch.tensor([value], dtype=torch.int32, device=self._wide.device) for value in (0, 1))
         keys, scales = PagedKeys(self._table.pages, row, length, self._table.page_size), torch.ones(2, device=self._wide.device)
         widen_keys(self._pool.k[0], self._pool.v[0], keys, scales, 1, self._wide)
@@ -60,7 +60,7 @@ class WidenedPrompts:
         """The groups of a pass. No host read.
 
         Args:
-            requests: queries of each, and an upper bound of its keys.
+            requests: number of queries of each request, and an upper bound of its keys.
             rows: int32 [B].
             seq_lens: int32 [B].
             cu_seqlens_q: int32 [B + 1].
@@ -78,7 +78,7 @@ class WidenedPrompts:
         return found
 
     def widen(self, group: PromptGroup, layer: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, each [pages, page_size, G, D], where `group.table` says."""
+        """Convert keys and values of a layer; each [pages, page_size, G, D], addressed by `group.table`."""
         assert layer.kv_scales is not None, "an 8-bit cache has scales"
         at = layer.layer_id
         widen_keys(self._pool.k[at], self._pool.v[at], group.keys, layer.kv_scales, group.columns, self._wide)

@@ -1,1 +1,1 @@
-"""GEMM kernels, their epilogues and their autotuning."""
+"""GEMM kernels, their epilogues and autotuning."""

@@ -1,4 +1,4 @@
-"""Autotuning: compile the candidate kernels of a model's GEMMs side by side, time them and keep the fastest."""
+"""Autotuning: compiles the candidate kernels of a model's GEMMs in parallel, times them and keeps the fastest."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from runtime.layers.norm import RMSNorm
 log = logging.getLogger(__name__)
 REPLAYS = 5
 COMPILE_THREADS = min(2 * len(os.sched_getaffinity(0)) + 4, 32)
-"""More than cores, because some wait for kernels that others compile; limited so that compilers do not fill the host's memory."""
+"""More than cores, because some threads wait for kernels that others compile; limited so that compilers do not fill the host's memory."""
 ENOUGH_BYTES = 400 << 20
-"""Bytes of weights to cycle through while timing: several times any L2, so that each GEMM reads memory as in the model."""
+"""Bytes of weights to cycle through while timing: several times any L2, so that each GEMM reads from memory as in the model."""
 SPLITTABLE: tuple[GemmOp, ...] = ("linear", "linear_add")
-"""Operations whose sums blocks of a cluster may add up."""
+"""Operations that support split-K within a cluster."""
 Run = Callable[[int], object]
-"""A run of one GEMM or of several; the argument counts calls and picks the layer."""
+"""Runs one GEMM or several; the argument counts calls and selects the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +68,17 @@ class GemmGroup:
 
     @property
     def takes_residents(self) -> bool:
-        """Whether the resident GEMM, which prefetches its weights into shared memory, computes it."""
+        """Whether the resident GEMM, which prefetches its weights into shared memory, supports it."""
         return self.op in ("linear", "linear_add") and self.rows <= FEW_ROWS and can_be_resident(self.linears[0].weight)
 
     @property
     def behind_pause(self) -> bool:
-        """Whether it is timed after a kernel that leaves the memory idle, as in a pass: this decides whether resident weights pay."""
+        """Whether it is timed after a kernel that leaves the memory idle, as in a pass: only then can resident weights be faster."""
         return self.after_attention and self.takes_residents
 
     @property
     def key(self) -> GemmKey:
-        """What its kernel is chosen by."""
+        """The key by which its kernel is chosen."""
         return Gemm(self.op, self.linears[0], self.norm).key(self.rows)
 
     @property
@@ -88,10 +88,10 @@ class GemmGroup:
 
 
 def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int], prompts: Collection[int] = ()) -> list[GemmGroup]:
-    """The GEMMs of a model by kind, in the order in which the kinds first occur, at each m bucket if there is a choice.
+    """The GEMMs of a model by kind, in the order of their first occurrence, at each m bucket with several candidates.
 
     Args:
-        prompts: those of `buckets` that only prompt passes have: few of their rows have logits.
+        prompts: the `buckets` that only prompt passes have, in which few rows have logits.
     """
     kinds: dict[tuple[object, ...], list[Gemm]] = {}
     for gemm in gemms:
@@ -105,7 +105,7 @@ def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int], prompts: Collecti
 
 
 def _takes_many_rows(gemm: Gemm, rows: int) -> bool:
-    """Whether `rows`, more than `MAX_ROWS`, may run by another kernel than cuBLAS."""
+    """Whether a kernel other than cuBLAS supports `rows`, more than `MAX_ROWS`."""
     weight = gemm.linear.weight
     if gemm.linear.is_scaled:
         return rows <= MOST_WIDENED_ROWS and _takes_bfloat16(gemm.op, gemm.linear, gemm.norm, widening_supports)
@@ -129,10 +129,10 @@ def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[Ge
 
 
 def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[ResidentConfig, ...]:
-    """The tiling of the GEMM that prefetches its weights into shared memory while attention runs.
+    """The tiling of the resident GEMM, which prefetches its weights into shared memory while attention runs.
 
-    Also for other GEMMs with at most one block per SM: its warps split K, which other kernels with so few blocks process
-    sequentially.
+    It is also a candidate for other GEMMs with at most one block per SM, because its warps split K, while other kernels with that few
+    blocks process K sequentially.
     """
     if not group.takes_residents:
         return ()
@@ -153,7 +153,7 @@ def _scaled_candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> 
 
 
 def _takes_bfloat16(op: GemmOp, linear: Linear, norm: RMSNorm | None, supports: Callable[[torch.Tensor, torch.Tensor, bool], bool]) -> bool:
-    """Whether a GEMM in CUDA C++ that `supports` weights in e4m3 may be tried: its rows are in bfloat16, and it has no argmax."""
+    """Whether a CUDA C++ kernel that `supports` the e4m3 weight is a candidate: rows are bfloat16, and there is no argmax."""
     narrow, scale = linear.weight.dtype if norm is None else norm.weight.dtype, linear.storage.scale
     return op != "logits" and narrow is torch.bfloat16 and scale is not None and supports(linear.weight, scale, op == "gate_up")
 
@@ -169,10 +169,10 @@ def autotune_gemms(
 
     Args:
         trial: creates the runs of a group by choice.
-        others: runs of other kernels, compiled at the same time.
+        others: runs of other kernels to compile at the same time.
 
     Returns:
-        The findings for each group.
+        The result for each group.
     """
     start = time.perf_counter()
     runs = {}
@@ -187,11 +187,11 @@ def autotune_gemms(
 
 
 def compile_all(runs: Iterable[Run]) -> None:
-    """Compile what the runs need in parallel: NVRTC, Triton's passes, ptxas and gcc release the interpreter lock."""
+    """Compile the kernels of all runs in parallel: NVRTC, Triton's passes, ptxas and gcc release the GIL."""
 
     def one(run: Run) -> None:
-        torch.cuda.synchronize()  # gives a new thread the device's context, which descriptors need before any launch would
-        with torch.inference_mode(), suppress(OutOfResources):  # timing skips what does not fit the GPU
+        torch.cuda.synchronize()  # sets the device's context in a new thread, which TMA descriptors need before any launch
+        with torch.inference_mode(), suppress(OutOfResources):  # timing skips kernels that exceed the GPU's resources
             run(0)
 
     first, *others = runs
@@ -203,19 +203,19 @@ def compile_all(runs: Iterable[Run]) -> None:
 
 
 def _alternately(gemms: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """Runs of both in turn: many of the others wait for a kernel that one of them compiles, and leave cores to GEMMs meanwhile."""
+    """Interleave both lists: many of the others wait for a kernel that another compiles, which leaves cores for GEMMs."""
     return [run for pair in zip_longest(gemms, others) for run in pair if run is not None]
 
 
 def _fastest(group: GemmGroup, runs: Mapping[GemmChoice, Run]) -> Timed:
-    """Time each choice as a captured graph of calls that read different weights; those that do not fit the GPU are skipped."""
+    """Time each choice as a captured graph of calls that read different weights; choices that exceed the GPU's resources are skipped."""
     calls = max(_rotation([linear.weight for linear in group.linears]), 2)
     times = {choice: micros for choice, run in runs.items() if (micros := _microseconds(run, calls)) is not None}
     return Timed(min(times, key=times.__getitem__), times)
 
 
 def _rotation(weights: Sequence[torch.Tensor]) -> int:
-    """How many of these weights to go through before starting over."""
+    """The number of weights to cycle through."""
     total = 0
     for count, weight in enumerate(weights, 1):
         total += weight.nbytes
@@ -225,7 +225,7 @@ def _rotation(weights: Sequence[torch.Tensor]) -> int:
 
 
 def _microseconds(run: Run, calls: int) -> float | None:
-    def all_calls() -> None:  # the outputs of a call are freed before the next, as in a model
+    def all_calls() -> None:  # each call's outputs are freed before the next call, as in a model
         for call in range(calls):
             run(call)
 

@@ -1,8 +1,8 @@
-"""RMS norm without a separate kernel: the preceding GEMM stores what the norm needs, the next GEMM applies it.
+"""RMS norm without a separate kernel: the preceding GEMM stores sums of squares, and the next GEMM scales its rows by them.
 
-A row of the residual stream h is normed as `h * gain / rms(h)`. The gain works on one column at a time, so the GEMM
-that adds to h also stores `h * gain`, rounded, and the sums of squares of the columns it computes. `1 / rms(h)` is one
-number per row, and a GEMM is linear: the next GEMM multiplies its own sums by it.
+A row of the residual stream h is normed as `h * gain / rms(h)`. The gain is one factor per column, so the GEMM that adds to h also stores
+`h * gain`, rounded, and the sums of squares of the columns that it computes. `1 / rms(h)` is one factor per row, so the next GEMM, which is
+linear, can multiply its sums by it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
-    """What a GEMM that adds to the stream also writes, for the norm that reads the stream next.
+    """The additional outputs of a GEMM that adds to the stream, for the norm that reads the stream next.
 
     Attributes:
         gain: [hidden], the norm's weight.
         scaled: [M, hidden] contiguous, the gain's dtype: `h * gain`.
-        squares: float32 [M, parts] contiguous: sums of `h * h` over the columns of one program each.
+        squares: float32 [M, parts] contiguous: partial sums of `h * h`, each over the columns of one program.
     """
 
     gain: torch.Tensor
@@ -37,10 +37,10 @@ class DeferredNorm:
 
 @dataclass(frozen=True, slots=True)
 class RowScale:
-    """What a GEMM multiplies its rows by: `1 / sqrt(sum(squares) / K + eps)`, for K columns of x.
+    """The factors of a GEMM's rows: `1 / sqrt(sum(squares) / K + eps)`, for K columns of x.
 
     Attributes:
-        squares: float32 [M, parts] contiguous; the order of the sum depends on `parts` alone.
+        squares: float32 [M, parts] contiguous; the order of summation depends only on `parts`.
         eps: epsilon of the norm.
     """
 
@@ -54,7 +54,7 @@ class RowScale:
 
 
 def deferred_buffers(deferred: DeferredNorm | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | tuple[None, None, None]:
-    """A kernel's pointers: gain, scaled and squares."""
+    """The tensors passed to a kernel: gain, scaled and squares, or three None."""
     return (None, None, None) if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
 
 
@@ -72,6 +72,6 @@ class Norms(ctypes.Structure):
 
 
 def norms_argument(scale: RowScale | None, deferred: DeferredNorm | None) -> Norms:
-    """A kernel's parameter: the norm before it and the one after it."""
+    """The kernel parameter that describes the preceding and the following norm."""
     read = (scale.squares.data_ptr(), scale.squares.shape[1], scale.eps) if scale is not None else (None, 0, 0.0)
     return Norms(*read, *(None if tensor is None else tensor.data_ptr() for tensor in deferred_buffers(deferred)))

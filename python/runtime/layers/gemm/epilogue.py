@@ -1,4 +1,4 @@
-"""The epilogue of a GEMM: what it does with its sums before storing them. All GEMM kernels take the same description."""
+"""The epilogue of a GEMM: the operations on its sums before they are stored. All GEMM kernels take the same description."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Epilogue:
         silu, gelu: the weight has gate rows, then up rows, and `out` is [M, N / 2] instead of [M, N]; not with `add`.
         add: add to `out` instead of overwriting it.
         scale: row scales, if a deferred norm precedes this GEMM.
-        deferred: needs `add` and a float32 `out`: what is also written for the norm that reads `out` next.
-        argmax: int32 [2, M, tiles] contiguous: the key of each tile's largest sum and its first column, by `tile_argmax`;
-            `out` may then be None, and is float32 otherwise. Not with `silu`, `gelu` or `add`.
+        deferred: additional outputs for the norm that reads `out` next; requires `add` and a float32 `out`.
+        argmax: int32 [2, M, tiles] contiguous: the key of each tile's largest sum and its first column, by `tile_argmax`; `out` must then
+        be
+            None or float32. Not with `silu`, `gelu` or `add`.
     """
 
     bias: torch.Tensor | None = None
@@ -42,7 +43,7 @@ class Epilogue:
 
     @property
     def gated(self) -> bool:
-        """Whether the sums are those of a gate and an up projection."""
+        """Whether the GEMM is a gate and up projection."""
         return self.silu or self.gelu
 
     def columns(self, weight_rows: int) -> int:
@@ -53,10 +54,10 @@ class Epilogue:
         """Assert that the parts fit together and fit the GEMM.
 
         Args:
-            out: what is written; None if only the argmax of each tile is.
-            rows: of x.
-            weight_rows: of the weight.
-            parts: columns of `deferred.squares`, or tiles of `argmax`, as the GEMM is tiled.
+            out: the output; None if only the argmax of each tile is written.
+            rows: rows of x.
+            weight_rows: rows of the weight.
+            parts: columns of `deferred.squares`, or tiles of `argmax`, by the GEMM's tiling.
         """
         shape = (rows, self.columns(weight_rows))
         assert out is not None or self.argmax is not None, "expected out or argmax"

@@ -1,4 +1,4 @@
-"""What the GEMM kernels of few rows in CUDA C++ do with their sums (`few_rows_output.cu`)."""
+"""The epilogue of the CUDA C++ GEMM kernels for few rows (`few_rows_output.cu`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class OutputVariant:
-    """Compile-time parameters of a program besides the tiling: the maximum number of rows, and the epilogue.
+    """Compile-time parameters of a program other than the tiling: the maximum number of rows, and the epilogue.
 
     Attributes:
         pdl: whether it starts before the previous kernel has ended.
@@ -35,7 +35,7 @@ class OutputVariant:
 
     @classmethod
     def of(cls, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, parts: int, pdl: bool) -> OutputVariant:
-        """The variant of `out = epilogue(x @ weight.T)`, checked. `parts`: sums of squares per row that a deferred norm gets."""
+        """The variant for `out = epilogue(x @ weight.T)`, after checks. `parts`: sums of squares per row for a deferred norm."""
         M, wide = len(x), out.dtype is torch.float32
         assert 0 < M <= MAX_ROWS, f"expected 1 to {MAX_ROWS} rows; got {M}"
         assert x.dtype is torch.bfloat16, f"expected bfloat16 rows; got {x.dtype}"
@@ -49,7 +49,7 @@ class OutputVariant:
         )  # fmt: skip
 
     def source(self, file: Path, cut: Mapping[str, int]) -> str:
-        """The program of a kernel's file, preceded by `fragments.cu` and `few_rows_output.cu`. `cut`: its other constants."""
+        """The program: `fragments.cu`, `few_rows_output.cu` and the kernel's `file`. `cut`: the tiling constants."""
         constants = dict(
             ACT=2 if self.gelu else 0, GATED=int(self.silu or self.gelu), TOKENS=self.rows, BIAS=int(self.bias), EARLY=int(self.pdl),
             SCALE=int(self.scale), DEFER=int(self.deferred), WRITE=self.write,

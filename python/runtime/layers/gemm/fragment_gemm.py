@@ -1,4 +1,4 @@
-"""GEMMs of a few rows by e4m3 weights in CUDA C++: these go straight from memory into the tensor cores' fragments (`fragment_gemm.cu`)."""
+"""GEMMs of few rows in CUDA C++ whose e4m3 weights go straight from memory into tensor-core fragments (`fragment_gemm.cu`)."""
 
 from __future__ import annotations
 
@@ -44,12 +44,11 @@ def fragment_gemm(
     Args:
         x: bfloat16 [M, K] contiguous, M <= 16.
         weight: [N, K], one that the kernel `supports`.
-        out: [M, `epilogue.columns(N)`] contiguous; float32 with `add`, otherwise that or bfloat16.
+        out: [M, `epilogue.columns(N)`] contiguous; float32 with `add`, otherwise float32 or bfloat16.
         epilogue: without argmax; a deferred norm gets `config.parts(N)` sums of squares per row.
         weight_scale: as in `scale_layout`.
-        pdl: start before the previous kernel has ended, load weights and wait (programmatic dependent launch).
-
-    Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
+        pdl: start before the previous kernel has ended, load weights, then wait (programmatic dependent launch).
+    Each row of `out` depends only on its own row of x; the order of summation depends only on K and `config`.
     """
     (M, K), N = x.shape, weight.shape[0]
     variant = OutputVariant.of(x, weight, out, epilogue, config.parts(N), pdl)
@@ -73,6 +72,6 @@ def _kernel(config: FragmentConfig, variant: OutputVariant) -> cuda_driver.Kerne
 
 
 def source(config: FragmentConfig, variant: OutputVariant) -> str:
-    """The CUDA program of one cut and variant."""
+    """The CUDA program of one tiling and variant."""
     cut = {"FORMAT": 1, "WARPS": config.warps, "TALL": config.tall, "BATCH": config.batch}
     return variant.source(Path(__file__).with_name("fragment_gemm.cu"), cut)

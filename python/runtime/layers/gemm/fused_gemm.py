@@ -22,7 +22,8 @@ def fused_gemm(
     epilogue: Epilogue,
     pdl: bool,
 ) -> None:
-    """`out = epilogue(x @ weight.T)`; arguments are as in the kernels, but that `x` may be a view."""
+    """`out = epilogue(x @ weight.T)`; arguments are as in the kernels, except that `x` may be a view."""
+
     x, weight, scale = x.contiguous(), linear.weight, linear.storage.scale
     if isinstance(choice, TritonConfig):
         triton_gemm(x, weight, out, choice, epilogue, weight_scale=scale, pdl=pdl)

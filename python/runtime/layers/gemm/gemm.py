@@ -23,12 +23,12 @@ class Gemm:
 
     Attributes:
         op: the block operation that runs it.
-        linear: its weight.
-        norm: the norm fused with it: the preceding one for "linear" and "gate_up", the next one for "linear_add"; None for a "linear"
-            whose rows are not normed.
-        activation: of "gate_up".
-        after_attention: whether it directly follows attention, which lets it start early and leaves the memory idle for short
-            contexts.
+        linear: the layer that it multiplies by.
+        norm: the norm fused with it: the preceding one for "linear" and "gate_up", the next one for "linear_add"; None for a "linear" whose
+            rows are not normed.
+        activation: the activation of "gate_up".
+        after_attention: whether it directly follows attention, which triggers its launch early and, for short contexts, leaves the memory
+        idle.
     """
 
     op: GemmOp
@@ -38,12 +38,12 @@ class Gemm:
     after_attention: bool = False
 
     def key(self, m_bucket: int) -> GemmKey:
-        """What its kernel is chosen by."""
+        """The key by which its kernel is chosen."""
         return self.op, self.linear.scheme.name, self.linear.out_features, self.linear.in_features, m_bucket
 
 
 def input_dtype(linear: Linear, norm: RMSNorm | None = None) -> torch.dtype:
-    """Dtype of a layer's inputs: the weight's if it has 16 bits, otherwise that of the adjacent norm."""
+    """Dtype of a layer's inputs: the weight's dtype if that has 16 bits, otherwise the adjacent norm's."""
     if linear.is_dense:
         return linear.weight.dtype
     return torch.bfloat16 if norm is None else norm.weight.dtype

@@ -1,4 +1,4 @@
-"""The tilings of the WGMMA GEMM for more than 128 rows, by an estimate of its time."""
+"""Chooses tilings of the WGMMA GEMM for more than 128 rows, by an estimate of its time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ L2_RATE = 40
 TILE_CYCLES, STORE_RATE = 1000, 50
 """Fixed cycles per tile; bytes of float32 sums that the epilogue processes per cycle."""
 SHARING = 2
-"""Blocks of a cluster, which have the same weight rows and neighbouring rows of x. Larger clusters leave SMs idle."""
+"""Blocks per cluster, which share weight rows and have neighbouring rows of x. Larger clusters leave SMs idle."""
 SPLIT = 2
 """Blocks that split K. More leave SMs idle."""
 NARROWEST, STEP = 32, 8
-"""Weight rows of the narrowest tile, and by how many tiles differ. The rates and cycles above are per multiprocessor of a
-Hopper GPU, the only kind that runs the kernel, and choose no more than the tiling that is timed beside cuBLAS."""
+"""Weight rows of the narrowest tile, and the step between tile sizes. The rates and cycles above are per SM of a Hopper GPU, the only kind
+that runs the kernel; they only select the tiling that is timed against cuBLAS."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmSize:
-    """The GEMM of `rows` rows of x, `weight_rows` of the weight, and `columns` of both; `gated`: gate and up rows."""
+    """A GEMM of x [rows, columns] by a weight [weight_rows, columns]; `gated`: whether the weight has gate and up rows."""
 
     rows: int
     weight_rows: int
@@ -33,19 +33,19 @@ class GemmSize:
 
 
 def many_rows_config(size: GemmSize, num_sms: int) -> WgmmaConfig:
-    """The tiling without split-K to time against cuBLAS: the one with the shortest estimate."""
+    """The tiling without split-K to time against cuBLAS: the one with the shortest estimated time."""
     tilings = (WgmmaConfig(tile, cluster_m=SHARING) for tile in range(NARROWEST, MAX_TILE + 1, STEP))
     return min((config for config in tilings if config.fits(size.gated)), key=lambda config: cycles(config, size, num_sms))
 
 
 def split_config(size: GemmSize, clusters_at_once: Mapping[int, int]) -> WgmmaConfig | None:
-    """The tiling with split-K to time as well: the narrowest whose clusters all run at once. None if there is none.
+    """The tiling with split-K to time as well: the narrowest one whose clusters all run concurrently. None if there is none.
 
-    With few rows the tiles that fill all SMs are narrow, so that SMs wait for L2. Two blocks that split K of a tile twice as wide load
-    fewer bytes together.
+    With few rows, tiles must be narrow to fill all SMs, which then wait for L2. Two blocks that split K of a tile twice as wide load fewer
+    bytes in total.
 
     Args:
-        clusters_at_once: by blocks per cluster, how many clusters run at once.
+        clusters_at_once: number of clusters that run concurrently, by blocks per cluster.
     """
     row_groups = _ceil(size.rows, BLOCK_ROWS * SHARING)
     tiles = clusters_at_once[SHARING * SPLIT] // row_groups

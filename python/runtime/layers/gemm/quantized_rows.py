@@ -1,4 +1,4 @@
-"""GEMMs of e4m3 by e4m3 for prompts: the rows are quantized, and torch multiplies them by the weights as they are stored."""
+"""GEMMs of e4m3 by e4m3 for prompts: rows are quantized, and torch multiplies them by the stored weights."""
 
 # pyright: reportIndexIssue=false
 # A kernel is launched as kernel[grid](...), which only Triton's own types explain.
@@ -18,7 +18,7 @@ ROWS = 16
 
 
 def supports(weight: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether torch multiplies by e4m3 `weight` [N, K] with these scales: one for each row, or one for 128 x 128 entries."""
+    """Whether torch can multiply by e4m3 `weight` [N, K] with these scales: one per row, or one per 128 x 128 entries."""
     (N, K), blocks = weight.shape, scale.dim() == 2
     return N % 16 == 0 and K % (4 * BLOCK if blocks else 16) == 0 and (not blocks or scale_layout(N, K, scale)[1:] == (BLOCK, BLOCK))
 
@@ -32,7 +32,7 @@ def quantized_gemm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *
     blocks = scale.dim() == 2
     values, row_scales = quantize_rows(x, BLOCK if blocks else None, padding=ROWS, pdl=pdl)
     by_column = scale.t() if blocks else scale[None, :]
-    # The public scaled_mm is newer than the oldest torch that runs here.
+    # The oldest supported torch has no public scaled_mm.
     return torch.ops.aten._scaled_mm(values, weight.t(), row_scales, by_column, out_dtype=x.dtype)[: len(x)]
 
 

@@ -1,4 +1,4 @@
-"""Whether a GPU multiplies the rows of prompts faster, and correctly, when they are quantized to e4m3."""
+"""Decides by a trial whether prompts multiply rows in e4m3: if that is faster on this GPU, and accurate enough."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from runtime.layers.kernels.graph_timer import median_micros
 from runtime.layers.linear import Linear
 
 ROWS = 2048
-"""Rows of the trial: those of a chunk."""
+"""Rows of the trial, as in a prompt chunk."""
 TOLERANCE = 0.05
-"""Maximum relative error against rows in bfloat16; rounding to e4m3 leaves 0.026."""
+"""Maximum relative error against bfloat16 rows; correct rounding to e4m3 gives 0.026."""
 REPLAYS = 5
 
 
 WeightKind = tuple[str, int, int]
-"""Scheme, rows and columns, on which the choice depends."""
+"""Scheme, rows and columns of a weight, on which the choice depends."""
 
 
 def kind_of(linear: Linear) -> WeightKind:
@@ -30,7 +30,7 @@ def kind_of(linear: Linear) -> WeightKind:
 
 
 def choose_quantized(linears: Iterable[Linear], timings: GemmTimings) -> dict[WeightKind, tuple[bool, str]]:
-    """Whether prompts quantize their rows, and a line about it, for each kind of e4m3 weights with a GEMM in torch."""
+    """Whether prompts quantize their rows, and a line for reports, for each kind of e4m3 weight that torch can multiply by."""
     found: dict[WeightKind, tuple[bool, str]] = {}
     for kind, linear in {kind_of(linear): linear for linear in linears if linear.is_scaled}.items():
         weight, scale = linear.weight, linear.storage.scale
@@ -40,7 +40,7 @@ def choose_quantized(linears: Iterable[Linear], timings: GemmTimings) -> dict[We
 
 
 def time_quantized(weight: torch.Tensor, scale: torch.Tensor) -> tuple[bool, str]:
-    """Whether it is faster for e4m3 `weight` [N, K], and a line that says so or why it is not possible."""
+    """Whether e4m3 rows are faster for e4m3 `weight` [N, K], and a line with the times or the reason why they are not possible."""
     x = torch.randn((ROWS, weight.shape[1]), device=weight.device).to(torch.bfloat16)
     want = F.linear(x, widen(weight, scale, x.dtype))
     try:
@@ -49,7 +49,7 @@ def time_quantized(weight: torch.Tensor, scale: torch.Tensor) -> tuple[bool, str
         return False, f"bfloat16 rows: {str(error).splitlines()[0]}"
     error = float((got.float() - want.float()).norm() / want.float().norm())
     if not error < TOLERANCE:
-        return False, f"bfloat16 rows: those in e4m3 differ by {error:.3f}"
+        return False, f"bfloat16 rows: the relative error of e4m3 rows is {error:.3f}"
     wide, narrow = (
         median_micros(run, REPLAYS)
         for run in (lambda: F.linear(x, widen(weight, scale, x.dtype)), lambda: quantized_gemm(x, weight, scale))

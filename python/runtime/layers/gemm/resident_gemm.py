@@ -25,7 +25,7 @@ WARPS = {1: 16, 2: 8, 3: 4}
 
 
 def resident_config(weight_rows: int, columns: int, num_sms: int) -> ResidentConfig | None:
-    """The configuration in which all blocks run at once and hold as much of their weights as fits; None if they cannot."""
+    """The configuration in which all blocks run concurrently and prefetch as much of their weights as fits; None if there is none."""
     blocks = -(-weight_rows // (ROWS * num_sms))
     if blocks not in WARPS or weight_rows % ROWS or columns % COLUMNS:
         return None
@@ -47,11 +47,10 @@ def resident_gemm(
     Args:
         x: bfloat16 [M, K] contiguous, M <= 16.
         weight: [N, K], one that the kernel `supports`; N a multiple of 16, K of 64.
-        out: [M, N] contiguous; float32 with `add`, otherwise that or bfloat16.
+        out: [M, N] contiguous; float32 with `add`, otherwise float32 or bfloat16.
         epilogue: not gated, without argmax; a deferred norm gets `config.parts(N)` sums of squares per row.
-        pdl: start before the previous kernel has ended, load weights and wait (programmatic dependent launch).
-
-    Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
+        pdl: start before the previous kernel has ended, load weights, then wait (programmatic dependent launch).
+    Each row of `out` depends only on its own row of x; the order of summation depends only on K and `config`.
     """
     (M, K), N = x.shape, weight.shape[0]
     assert N % ROWS == 0, f"expected a multiple of {ROWS} weight rows; got {N}"
@@ -77,6 +76,6 @@ def _kernel(config: ResidentConfig, variant: OutputVariant) -> cuda_driver.Kerne
 
 
 def source(config: ResidentConfig, variant: OutputVariant) -> str:
-    """The CUDA program of one cut and variant."""
+    """The CUDA program of one tiling and variant."""
     cut = {"FORMAT": 0, "WARPS": config.warps, "TALL": 1, "DEPTH": config.depth, "BLOCKS": config.blocks}
     return variant.source(Path(__file__).with_name("resident_gemm.cu"), cut)

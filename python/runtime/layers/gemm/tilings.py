@@ -1,4 +1,4 @@
-"""The choice of a kernel and a tiling for a GEMM, from the device's measured values."""
+"""The m buckets of GEMMs, default kernels, and the WGMMA tilings worth timing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import MAX_TILE, WgmmaConfig
 
 M_BUCKETS = (1, 4, 8, 16, 32, 64, MAX_ROWS, 256, 512, 2048)
-"""A GEMM of M rows uses the kernel chosen for the next of these, or for the last. Above `MAX_ROWS` it is a GEMM by WGMMA or cuBLAS."""
+"""A GEMM of M rows uses the kernel chosen for the next of these sizes, or for the last. Above `MAX_ROWS` that is a WGMMA kernel or
+cuBLAS."""
 
 
 def m_bucket(rows: int) -> int:
@@ -18,14 +19,14 @@ def m_bucket(rows: int) -> int:
 
 
 def default_choice(op: GemmOp, rows: int, tuning: DeviceTuning, scaled: bool = False) -> GemmChoice:
-    """The choice for GEMMs that were not timed; `scaled`: with weights in e4m3."""
+    """The choice for GEMMs that were not timed; `scaled`: whether weights are e4m3."""
     if scaled and rows <= MAX_ROWS:
         return tuning.scaled_configs(rows)[0]
     return None if rows > tuning.triton_gemm_rows else tuning.gemm_configs(op, rows)[0]
 
 
 def wgmma_configs(op: GemmOp, rows: int, weight_rows: int, num_sms: int, tuning: DeviceTuning) -> tuple[WgmmaConfig, ...]:
-    """WGMMA tilings worth timing for up to `MAX_ROWS` rows: tiles that fill the SMs evenly, whole or in halves."""
+    """WGMMA tilings worth timing for up to `MAX_ROWS` rows: tiles whose number fills the SMs evenly, with or without split-K."""
     if rows <= tuning.triton_gemm_rows and op == "logits":
         return ()
     outputs, halves = (weight_rows // 2, 2) if op == "gate_up" else (weight_rows, 1)

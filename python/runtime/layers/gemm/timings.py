@@ -1,4 +1,4 @@
-"""The fastest kernel of each GEMM, measured once and shared by every model that is handed this object."""
+"""The fastest kernel of each GEMM, measured once and shared by all models that use the same object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GemmChoice = TritonConfig | WgmmaConfig | FragmentConfig | ResidentConfig | Wide
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The fastest kernel of a GEMM, and the microseconds of all that fit the GPU, by choice."""
+    """The fastest kernel of a GEMM, and the microseconds of each choice that ran."""
 
     choice: GemmChoice
     micros: Mapping[GemmChoice, float]
@@ -32,7 +32,7 @@ class Timed:
 class GemmTimings:
     """Measured times. Two models with the same timings compute equal GEMMs with equal kernels and bits; so do the ranks of `group`.
 
-    `tuning` has the device's measured values, which determine the candidates.
+    `tuning`: the device's measured constants, which determine the candidates.
     """
 
     def __init__(self, tuning: DeviceTuning, group: ParallelGroup = ALONE) -> None:
@@ -42,22 +42,24 @@ class GemmTimings:
         self._quantized: dict[tuple[str, int, int], tuple[bool, str]] = {}
 
     def known(self, dtype: torch.dtype, key: GemmKey) -> Timed | None:
-        """What was measured for a GEMM with weights of `dtype`."""
+        """The result for a GEMM with weights of `dtype`; None if it was not measured."""
         return self._measured.get((dtype, key))
 
     def keep(self, dtype: torch.dtype, key: GemmKey, measure: Callable[[], Timed]) -> Timed:
-        """The known value, or what `measure` finds on rank 0."""
+        """The known result, or that of `measure` on rank 0."""
         if (dtype, key) not in self._measured:
             self._measured[dtype, key] = self._group.agree(measure())
         return self._measured[dtype, key]
 
     def keep_quantized(self, key: tuple[str, int, int], measure: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
-        """Whether prompts quantize their rows for weights of a scheme, rows and columns, and a line about it: known, or found on rank 0."""
+        """Whether prompts quantize their rows for weights of a scheme, rows and columns, and a line for reports: known, or measured on rank
+        0.
+        """
         if key not in self._quantized:
             self._quantized[key] = self._group.agree(measure())
         return self._quantized[key]
 
 
 def describe(choice: GemmChoice) -> str:
-    """For the log and for tables."""
+    """The name of a choice in the log and in tables."""
     return "cuBLAS" if choice is None else f"Triton {choice}" if isinstance(choice, TritonConfig) else str(choice)

@@ -22,13 +22,13 @@ from runtime.layers.kernels.scale_layout import scale_layout
 from runtime.layers.kernels.weight_step import DENSE, FP8, dot_step
 
 MAX_ROWS = 128
-"""Above this many rows arithmetic bounds the time, not reading the weights: cuBLAS."""
+"""Maximum rows: a larger GEMM is compute-bound, so cuBLAS is used."""
 CHUNK = tl.constexpr(512)
 """Columns of a weight row that one instruction prefetches into L2."""
 SQUARES = tl.constexpr(16)
-"""Partial sums of squares per row during the main loop: a fixed number, so that the order is fixed."""
+"""Partial sums of squares per row during the main loop: a fixed number, so that the order of summation is fixed."""
 SQUARES_IN_FLIGHT = 64
-"""Sums of squares that a thread loads before it waits for them."""
+"""Sums of squares that a thread loads before it waits for the loads."""
 
 
 def padded_rows(rows: int, swap: bool = False) -> int:
@@ -52,14 +52,12 @@ def triton_gemm(
     Args:
         x: [M, K] contiguous, M <= 128, K a multiple of 16, bfloat16 or float16.
         weight: [N, K] contiguous, the dtype of x, or e4m3, which is converted in registers.
-        out: [M, `epilogue.columns(N)`] contiguous, any float dtype; None if only the argmax is wanted.
-        config: the tiling; `swap` and no `tma` for e4m3.
-        epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row, an argmax as
-            many tiles.
-        weight_scale: float32, of e4m3: [N], one for each row, or one for each block, as in `scale_layout`.
-        pdl: start before the previous kernel has ended, prefetch weights and wait (programmatic dependent launch,
-            Hopper).
-        launch: False compiles only; tensors may be mock tensors.
+        out: [M, `epilogue.columns(N)`] contiguous, any float dtype; None if only the argmax is needed.
+        config: the tiling; with `swap` and without `tma` for e4m3.
+        epilogue: operations on the sums; a deferred norm has `config.parts(N)` sums of squares per row, an argmax that many tiles.
+        weight_scale: float32, for e4m3: [N], one per row, or one per block, as in `scale_layout`.
+        pdl: start before the previous kernel has ended, prefetch weights, then wait (programmatic dependent launch, Hopper).
+        launch: False only compiles; tensors may be mock tensors.
 
     Each row of `out` depends only on its own row of x, summed in an order fixed by N, K and `config`.
     """
@@ -87,7 +85,7 @@ def triton_gemm(
 
 
 def _tiles(weight: torch.Tensor, config: TritonConfig, gated: bool) -> torch.Tensor | TensorDescriptor:
-    """The weight, with `tma` by a descriptor of tiles that hold gate rows and the matching up rows."""
+    """The weight; with `tma`, a descriptor of tiles of gate rows and the matching up rows."""
     (rows, K), block_n, block_k = weight.shape, config.block_n, config.block_k
     if not config.tma:
         return weight
@@ -97,13 +95,13 @@ def _tiles(weight: torch.Tensor, config: TritonConfig, gated: bool) -> torch.Ten
 
 
 def _row_scale(epilogue: Epilogue) -> tuple[torch.Tensor | None, int, float]:
-    """Sums of squares by row, how many each row has, and epsilon."""
+    """Sums of squares by row, their number per row, and epsilon."""
     scale = epilogue.scale
     return (None, 1, 0.0) if scale is None else (scale.squares, scale.squares.shape[1], float(scale.eps))
 
 
 def _constants(config: TritonConfig, block_m: int, squares: int) -> dict[str, int | bool]:
-    """The constants of a tiling, for rows that have a number of `squares`."""
+    """The compile-time constants of a tiling, for rows with `squares` sums of squares."""
     parts, fit = triton.next_power_of_2(squares), max(SQUARES_IN_FLIGHT * 32 * config.num_warps // block_m, SQUARES.value)
     return dict(
         BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SWAP=config.swap, TMA=config.tma, STAGES=config.stages,
@@ -112,7 +110,7 @@ def _constants(config: TritonConfig, block_m: int, squares: int) -> dict[str, in
 
 
 def _operations(epilogue: Epilogue) -> dict[str, bool]:
-    """The constants that say what is done to the sums."""
+    """The compile-time constants of the epilogue."""
     return dict(
         BIAS=epilogue.bias is not None, GATED=epilogue.gated, GELU=epilogue.gelu, ADD=epilogue.add, ARGMAX=epilogue.argmax is not None,
         SCALE=epilogue.scale is not None, DEFER=epilogue.deferred is not None,
@@ -121,7 +119,7 @@ def _operations(epilogue: Epilogue) -> dict[str, bool]:
 
 @triton.jit
 def prefetch_rows(rows_ptr, K, columns):
-    """Prefetch about the first `columns` of some rows of K into L2. Source: PTX ISA, cp.async.bulk.prefetch."""
+    """Prefetch approximately the first `columns` of some rows of K values into L2. Source: PTX ISA, cp.async.bulk.prefetch."""
     SIZE: tl.constexpr = rows_ptr.dtype.element_ty.primitive_bitwidth // 8
     width = tl.minimum(K, CHUNK)
     for start in range(0, tl.minimum(columns, K), CHUNK):
@@ -136,7 +134,7 @@ def prefetch_rows(rows_ptr, K, columns):
 def load_squares(squares_ptr, m, M, parts, PARTS: tl.constexpr, PARTS_PER_LOOP: tl.constexpr):
     """Load sums of squares [M, parts] and add each row's to at most `SQUARES` partial sums.
 
-    The order depends on `parts` alone: `PARTS` is the next power of two, `PARTS_PER_LOOP` a power of two.
+    The order depends only on `parts`: `PARTS` is the next power of two, `PARTS_PER_LOOP` a power of two.
     """
     BLOCK: tl.constexpr = min(PARTS, SQUARES)
     part = tl.arange(0, BLOCK)
@@ -151,7 +149,7 @@ def load_squares(squares_ptr, m, M, parts, PARTS: tl.constexpr, PARTS_PER_LOOP: 
 
 @triton.jit
 def sum_rows(x):
-    """Sum each row of x [rows, a power of two up to 256] by halves: the order does not depend on how threads share the row."""
+    """Sum each row of x [rows, a power of two up to 256] by halving, so that the order does not depend on how threads share the row."""
     for _ in tl.static_range(8):
         if x.shape[1] > 1:
             x = tl.sum(x.reshape(x.shape[0], 2, x.shape[1] // 2), 1)
@@ -168,7 +166,7 @@ def _triton_gemm_kernel(
     PDL: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, FORMAT: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """One program: all rows of x times `BLOCK_N` weight rows (with GATED, gate rows and the matching up rows)."""
+    """One program multiplies all rows of x by `BLOCK_N` weight rows (with GATED, gate rows and the matching up rows)."""
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     first = tl.program_id(0) * OUTPUTS
     r = tl.arange(0, BLOCK_N)
@@ -187,7 +185,7 @@ def _triton_gemm_kernel(
 
     m = tl.arange(0, BLOCK_M)
     m_in = m < M
-    # Loaded here and needed after the loop, so that the load overlaps the loop.
+    # Loaded before the loop although needed after it, so that the load overlaps the loop.
     sums = load_squares(row_squares_ptr, m, M, parts, PARTS, PARTS_PER_LOOP) if SCALE else None
     x_rows = x_ptr + m * K
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -233,7 +231,7 @@ def _triton_gemm_kernel(
         acc = gate / (1.0 + tl.exp(-slope)) * up
     column = first + tl.arange(0, OUTPUTS)
     if ARGMAX:
-        if not EVEN_N:  # in place: columns past the last are not stored
+        if not EVEN_N:  # columns beyond the last are not stored
             acc = tl.where((column < N)[None, :], acc, float("-inf"))
         key, at = tile_argmax(acc, column[None, :])
         partial_at = partial_ptr + m * tl.num_programs(0) + tl.program_id(0)

@@ -20,24 +20,24 @@ from runtime.layers.kernels.cuda_program import program
 PARTS = Path(__file__).with_name("wgmma_parts.cu")
 """The part common to all WGMMA GEMMs."""
 BLOCK_ROWS = 128
-"""Rows of x of a block; 64 if there are no more."""
+"""Rows of x per block; 64 if there are at most 64."""
 COLUMNS = 64
-"""Columns of x and of the weight in a box: rows of 128 bytes."""
+"""Columns of x and of the weight in a TMA box: rows of 128 bytes."""
 MAX_TILE = 256
-"""The widest right operand of wgmma."""
+"""Maximum width of the right operand of wgmma."""
 SHARED_BYTES = 225 << 10
-"""Shared memory of the rings, out of the 227 KiB that a block may have on Hopper."""
+"""Bytes of shared memory for the rings, of the 227 KiB that a block may have on Hopper."""
 MOST_STAGES = 12
 """More stages would delay the first rows of x, which are loaded after the weights."""
 MOST_BLOCKS = 8
 """Maximum blocks per cluster that every GPU supports."""
 LOAD_REGISTERS = 40
-"""Registers per thread of a warpgroup in which only one thread loads boxes."""
+"""Registers per thread of a loading warpgroup, in which only one thread issues TMA loads."""
 ROW_BYTES = 2 * COLUMNS
 ALIGNMENT = 1024
 """Alignment of the rings in bytes: eight swizzled rows."""
 Store = Literal["NARROW", "SILU", "GELU", "ADD", "FLOAT"]
-"""How sums are stored: rounded to 16 bits; gated, then rounded; added to float32; as float32."""
+"""How sums are stored: rounded to 16 bits; gated by SiLU or GELU, then rounded; added to float32; as float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class WgmmaConfig:
     """Tiling of the WGMMA GEMM: tiles of rows of x by rows of the weight, and clusters of blocks that share loads.
 
     Attributes:
-        tile: weight rows of a block, at most 256; a multiple of 8 * split, and of 16 for gate and up rows.
-        split: blocks of a cluster that share the columns of one tile (split-K).
-        cluster_m: blocks of a cluster that compute neighbouring rows of x by the same weight rows; each loads a part of these.
+        tile: weight rows per block, at most 256; a multiple of 8 * split, and of 16 for gate and up rows.
+        split: blocks of a cluster that split the columns of one tile (split-K).
+        cluster_m: blocks of a cluster with neighbouring rows of x and the same weight rows; each loads a part of the weight rows.
     """
 
     tile: int
@@ -64,8 +64,8 @@ class WgmmaConfig:
         return -(-weight_rows // self.tile) * self.split
 
     def fits(self, gated: bool) -> bool:
-        """Whether the kernel has this tiling; `gated`: for gate and up rows."""
-        boxes = 2 if gated and self.cluster_m % 2 else 1  # of the weight, that a block loads
+        """Whether the kernel supports this tiling; `gated`: for gate and up rows."""
+        boxes = 2 if gated and self.cluster_m % 2 else 1  # weight boxes that a block loads
         return (
             0 < self.tile <= MAX_TILE
             and self.cluster <= MOST_BLOCKS
@@ -82,7 +82,7 @@ class WgmmaConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """Compile-time parameters besides the tiling: the `rows` per block, and the epilogue."""
+    """Compile-time parameters other than the tiling: the `rows` per block, and the epilogue."""
 
     rows: int
     write: Store
@@ -96,7 +96,7 @@ class _Variant:
 
     @classmethod
     def of(cls, rows: int, epilogue: Epilogue, out: torch.Tensor | None, dtype: torch.dtype, pdl: bool) -> _Variant:
-        """For a weight of `dtype`."""
+        """The variant for a weight of `dtype`."""
         return cls(
             rows, _store(epilogue, out, dtype), dtype, epilogue.bias is not None, pdl, epilogue.scale is not None,
             epilogue.deferred is not None, epilogue.argmax is not None, out is not None,
@@ -130,12 +130,12 @@ def wgmma_gemm(
     Args:
         x: [M, K] contiguous, the weight's dtype.
         weight: [N, K], one that the kernel `supports`.
-        out: [M, `epilogue.columns(N)`] contiguous, at a multiple of 16 bytes, the weight's dtype with `silu` or `gelu`, float32 with `add`,
-            else either; None if only the argmax is wanted.
+        out: [M, `epilogue.columns(N)`] contiguous, aligned to 16 bytes, the weight's dtype with `silu` or `gelu`, float32 with `add`,
+        otherwise
+            either; None if only the argmax is needed.
         config: the tiling.
-        epilogue: what is done to the sums; a deferred norm gets `config.parts(N)` sums of squares per row, an argmax as
-            many tiles.
-        pdl: start before the previous kernel has ended, load weights and wait (programmatic dependent launch).
+        epilogue: operations on the sums; a deferred norm has `config.parts(N)` sums of squares per row, an argmax that many tiles.
+        pdl: start before the previous kernel has ended, load weights, then wait (programmatic dependent launch).
 
     Each row of `out` depends only on its own row of x, summed in an order fixed by K and `config`.
     """
@@ -143,7 +143,7 @@ def wgmma_gemm(
     epilogue.check_gemm(x, weight, out, config.parts(N))
     assert out is None or out.dtype is torch.float32 or out.data_ptr() % 16 == 0, "expected an out that is aligned to 16 bytes"
     columns, rows = epilogue.columns(N), 64 if M <= 64 else BLOCK_ROWS
-    loaded = min(rows, -(-M // 8) * 8)  # rows past the last one, which TMA is slow to fill with zeros, are seven at most
+    loaded = min(rows, -(-M // 8) * 8)  # at most seven rows beyond the last, which TMA is slow to fill with zeros
     kernel = _kernel(config, _Variant.of(rows, epilogue, out, weight.dtype, pdl))
     boxes = _boxes(config, rows, loaded, epilogue.gated)
     kernel(
@@ -167,7 +167,7 @@ def wgmma_gemm(
 
 
 def _store(epilogue: Epilogue, out: torch.Tensor | None, narrow: torch.dtype) -> Store:
-    """How to store `out`; `narrow` is the weight's dtype. The argmax alone is taken over float32."""
+    """How to store `out`; `narrow` is the weight's dtype. Without `out`, the argmax is taken over float32."""
     dtype = torch.float32 if out is None else out.dtype
     possible = (narrow,) if epilogue.gated else (torch.float32,) if epilogue.add else (narrow, torch.float32)
     assert dtype in possible, f"expected out of dtype {possible}; got {dtype}"
@@ -178,12 +178,12 @@ def _store(epilogue: Epilogue, out: torch.Tensor | None, narrow: torch.dtype) ->
 
 @dataclass(frozen=True, slots=True)
 class _Boxes:
-    """What a block loads and computes.
+    """The loads and outputs of a block.
 
     Attributes:
-        w_rows: weight rows of one load.
-        outputs: columns of the output of a tile.
-        stages: of the ring.
+        w_rows: weight rows per load.
+        outputs: output columns per tile.
+        stages: stages of the ring.
     """
 
     w_rows: int
@@ -196,7 +196,7 @@ def _boxes(config: WgmmaConfig, rows: int, loaded: int, gated: bool) -> _Boxes:
     """For blocks that compute `rows` rows of x and load `loaded` of them per stage."""
     outputs = config.tile // 2 if gated else config.tile
     w_rows = config.tile // config.cluster_m // (2 if gated and config.cluster_m % 2 else 1)
-    # Rows that are computed but not loaded are past the last stage.
+    # Rows that are computed but not loaded are read from beyond the last stage.
     stages = min((SHARED_BYTES - ALIGNMENT - (rows - loaded) * ROW_BYTES) // ((loaded + config.tile) * ROW_BYTES), MOST_STAGES)
     exchanged = rows * config.tile * 4 if config.split > 1 else 0
     assert exchanged <= stages * (loaded + config.tile) * ROW_BYTES, f"the sums of {config} exceed the ring"
@@ -204,7 +204,7 @@ def _boxes(config: WgmmaConfig, rows: int, loaded: int, gated: bool) -> _Boxes:
 
 
 def _blocks(config: WgmmaConfig, m_tiles: int, n_tiles: int, clusters_at_once: int) -> int:
-    """Blocks of a launch: a cluster that exchanges sums computes one group of tiles, others walk over several."""
+    """Blocks of a launch: with split-K a cluster computes one group of tiles, otherwise several, one after another."""
     groups = -(-m_tiles // config.cluster_m) * n_tiles
     return (groups if config.split > 1 else min(groups, clusters_at_once)) * config.cluster
 
@@ -223,7 +223,7 @@ def _kernel(config: WgmmaConfig, variant: _Variant) -> cuda_driver.Kernel:
 
 
 def _loaders(config: WgmmaConfig, variant: _Variant) -> int:
-    """Threads that load: a warp, or a warpgroup that gives up registers if the others need more."""
+    """Loading threads: a warp, or a warpgroup that releases registers if the others need more."""
     warps = variant.rows // 16 + 1  # a quarter of them, rounded up, share 16384 registers
     needed = config.tile // 2 + 48 + (32 if variant.write == "ADD" else 0)
     return 32 if needed <= 512 // -(-warps // 4) else 128
@@ -246,10 +246,10 @@ def source(config: WgmmaConfig, variant: _Variant) -> str:
 
 
 def multiply_source(tile: int, dtype: Literal["bf16", "f16", "e4m3"], *, overwrites: bool = False, fragments: bool = False) -> str:
-    """The wgmma instruction for a tile: a thread holds one sum per two rows of the tile.
+    """The wgmma instruction for a tile, in which a thread has one sum per two rows of the tile.
 
-    With `overwrites`, the function has a parameter `add`: where it is 0, what the sums were before does not matter. With `fragments`, the
-    left operand `x` is in registers.
+    With `overwrites`, the function has a parameter `add`; if it is 0, the sums are overwritten. With `fragments`, the left operand `x` is
+    in registers.
     """
     count, narrow = tile // 2, dtype == "e4m3"
     sums = ", ".join(f"%{i}" for i in range(count))

@@ -1,4 +1,4 @@
-"""Widen an FP8 weight to 16 bits in one pass, for GEMMs of many rows by cuBLAS."""
+"""Converts an FP8 weight to 16 bits in one pass, for cuBLAS GEMMs of many rows."""
 
 # pyright: reportIndexIssue=false
 # A kernel is launched as kernel[grid](...), which only Triton's own types explain.
@@ -17,7 +17,7 @@ ROWS, COLUMNS = 16, 256
 
 
 def widened_linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """`linear(x)` by cuBLAS; a weight in e4m3 is widened first."""
+    """`linear(x)` by cuBLAS; an e4m3 weight is converted first."""
     scale = linear.storage.scale
     return linear(x) if not linear.is_scaled or scale is None else F.linear(x, widen(linear.weight, scale, x.dtype), linear.bias)
 

@@ -1,4 +1,4 @@
-"""GEMMs with e4m3 weights and 16-bit activations on Hopper: weights become tensor-core fragments (`widening_gemm.cu`)."""
+"""GEMMs with e4m3 weights and 16-bit activations on Hopper: weights are converted into tensor-core fragments (`widening_gemm.cu`)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from runtime.layers.kernels.cuda_program import program
 from runtime.layers.kernels.scale_layout import scale_layout
 
 ROWS, DEPTH = 128, 128
-"""Weight rows of a block; columns of a stage."""
+"""Weight rows per block; columns per stage."""
 TOKENS = (32, 64, 128)
-"""Possible numbers of rows of x per block; more need several blocks."""
+"""Possible numbers of rows of x per block; more rows need several blocks."""
 FEWEST_ROWS, MOST_ROWS = 17, 512
-"""Rows of x for which it is timed. Fewer need no shared memory; for more, weights are better widened once, or rows rounded to e4m3."""
+"""Rows of x for which it is timed. For fewer rows, fragment GEMMs need no shared memory; for more rows it is faster to convert weights
+once, or to round rows to e4m3."""
 X_COLUMNS = 64
-"""Columns of a box of x."""
+"""Columns of a TMA box of x."""
 SHARED_BYTES, ALIGNMENT = 225 << 10, 1024
 """Maximum dynamic shared memory per block; the ring's alignment, eight swizzled rows."""
 FEWEST_STAGES, MOST_STAGES = 3, 9
-"""Stages: the sums of a block reuse at most three of them; more than nine would delay the first rows of x."""
+"""Minimum and maximum stages: the sums of a block reuse the memory of up to three; more than nine would delay the first rows of x."""
 SPLITS = (1, 2, 3, 4, 6, 8)
 CANDIDATES = 2
 MOST_BLOCKS = 1.25
-"""Blocks on an SM that run as fast as one. Small ones fit there several at a time, but start one after another."""
+"""Blocks on an SM that run as fast as one, in the estimate. Several small blocks fit on an SM, but start one after another."""
 STAGE_CYCLES, BLOCK_CYCLES, PART_CYCLES = 700, 3400, 100
-"""Clock cycles of a stage that bytes and conversions take; of a block beside its stages; of its sums, for each block of the cluster.
-
-They are per multiprocessor of a Hopper GPU, the only kind that runs the kernel."""
+"""Clock cycles per stage for loads and conversions; per block in addition to its stages; and per block of the cluster for adding up sums.
+They hold for an SM of a Hopper GPU, the only kind that runs the kernel."""
 
 
 class _Scales(ctypes.Structure):
@@ -49,7 +49,7 @@ class _Scales(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class WideningVariant:
-    """Compile-time parameters besides the tiling: `tokens` rows of x per block, stages of the ring, and the epilogue."""
+    """Compile-time parameters other than the tiling: `tokens` rows of x per block, stages of the ring, and the epilogue."""
 
     tokens: int
     stages: int
@@ -66,12 +66,12 @@ class WideningVariant:
 
     @property
     def loaders(self) -> int:
-        """Threads that load: a warp, or a warpgroup that gives up registers if the others need more."""
+        """Loading threads: a warp, or a warpgroup that releases registers if the others need more."""
         return 32 if self.tokens <= 64 else 128
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory."""
+        """Bytes of dynamic shared memory."""
         return ALIGNMENT + self.stages * _stage_bytes(self.tokens)
 
 
@@ -90,7 +90,7 @@ def supports(weight: torch.Tensor, scale: torch.Tensor, gated: bool = False) -> 
 
 
 def widening_configs(rows: int, weight_rows: int, columns: int, num_sms: int, tuning: DeviceTuning) -> tuple[WideningConfig, ...]:
-    """The tilings worth timing for `rows` rows of x, by an estimate of their time; none where there are too few rows or too many."""
+    """The tilings worth timing for `rows` rows of x, by an estimate of their time; none for too few or too many rows."""
     if not FEWEST_ROWS <= rows <= MOST_ROWS:
         return ()
     stages = -(-columns // DEPTH)
@@ -112,7 +112,7 @@ def _cycles(config: WideningConfig, rows: int, weight_rows: int, stages: int, nu
 
 
 def ring_stages(tokens: int, columns: int, split: int) -> int:
-    """Stages of a ring: those of a block's columns, if they fit; what it does not use is left to the kernels before and after it."""
+    """Stages of the ring: no more than a block's columns need, because the remaining shared memory lets neighbouring kernels overlap."""
     fit = (SHARED_BYTES - ALIGNMENT) // _stage_bytes(tokens)
     return min(max(-(-columns // (DEPTH * split)), FEWEST_STAGES), MOST_STAGES, fit)
 
@@ -141,13 +141,12 @@ def widening_gemm(
     Args:
         x: bfloat16 [M, K] contiguous.
         weight: [N, K], one that the kernel `supports`.
-        out: [M, `epilogue.columns(N)`] contiguous, at a multiple of 16 bytes; float32 with `add`, bfloat16 with `silu` or `gelu`, otherwise
-            either.
+        out: [M, `epilogue.columns(N)`] contiguous, aligned to 16 bytes; float32 with `add`, bfloat16 with `silu` or `gelu`, otherwise
+        either.
         epilogue: without argmax; a deferred norm gets `config.parts(N)` sums of squares per row.
         weight_scale: as in `scale_layout`.
-        pdl: start before the previous kernel has ended, load weights and wait (programmatic dependent launch).
-
-    Each row of `out` depends on its own row of x only, summed in an order that K and `config` fix.
+        pdl: start before the previous kernel has ended, load weights, then wait (programmatic dependent launch).
+    Each row of `out` depends only on its own row of x; the order of summation depends only on K and `config`.
     """
     (M, K), N = x.shape, weight.shape[0]
     assert x.dtype is torch.bfloat16, f"expected bfloat16 rows; got {x.dtype}"

@@ -43,7 +43,7 @@ def _add_normed_kernel(
     x_ptr, weight_ptr, h_ptr, next_weight_ptr, normed_ptr, factor_ptr, hidden, eps, next_eps,
     BLOCK: tl.constexpr, NEXT: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row."""
+    """One program processes one row."""
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     gain = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)

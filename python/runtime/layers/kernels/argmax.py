@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 BLOCK = 128
-"""Entries of a row that are searched together on a CPU, where torch's `amax` is vectorised and its `argmax` is not."""
+"""Block size of the search on a CPU, where torch's `amax` is vectorised and its `argmax` is not."""
 
 
 def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -13,7 +13,7 @@ def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
 
     Args:
         logits: float32 [N, V], rows contiguous.
-        out: written and returned if given, int64 [N] contiguous.
+        out: int64 [N] contiguous; if given, written and returned.
     """
     if not logits.is_cuda:
         chosen = _argmax_by_blocks(logits) if logits.shape[1] % BLOCK == 0 else logits.argmax(1)

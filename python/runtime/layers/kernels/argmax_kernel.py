@@ -13,16 +13,16 @@ from runtime.layers.kernels.argmax_reduce import LEAST_KEY, NO_COLUMN, tile_argm
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 
 FEW_ROWS = 8
-"""Up to this many rows, only short chunks occupy the whole GPU."""
+"""Maximum rows for which chunks are short, so that they occupy the whole GPU."""
 CHUNKS_PER_WARP = 256
 """Chunks of a row that each warp reduces, with at most `MAX_WARPS`."""
 MAX_WARPS = 8
 
 
 def argmax_rows(logits: torch.Tensor, out: torch.Tensor, pdl: bool) -> torch.Tensor:
-    """Argmax of float32 rows [N, V] into int64 [N]: the first of equal entries; the first NaN wins over all.
+    """Argmax of float32 rows [N, V] into int64 [N]: the first of equal entries; the first NaN counts as the largest.
 
-    Each row is contiguous; the row stride is free. `pdl` as in `triton_gemm`.
+    Each row is contiguous; the row stride is arbitrary. `pdl` as in `triton_gemm`.
     """
     N, V = logits.shape
     assert logits.dtype is torch.float32, f"expected float32 logits; got {logits.dtype}"

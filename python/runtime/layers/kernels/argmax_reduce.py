@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 NO_COLUMN = tl.constexpr(0x7FFFFFFF)
-"""A column past every other."""
+"""A column beyond all others."""
 LEAST_KEY = tl.constexpr(-0x7FFFFFFF - 1)
-"""A key below that of every float."""
+"""A key below those of all floats."""
 
 
 @triton.jit
@@ -21,14 +21,12 @@ def _larger(a, b):
 
 @triton.jit
 def tile_argmax(x, column):
-    """For each row of float32 x [rows, columns]: an int32 key that orders as the largest entry does, and its first
-    column.
+    """For each row of float32 x [rows, columns]: an int32 key with the order of the largest entry, and its first column.
 
-    `column` int32, of a shape that broadcasts to x's. Entries of x outside the row are minus infinity, at columns past
-    the row's own.
+    `column` int32, of a shape that broadcasts to x's. Entries of x outside the row are minus infinity, with columns beyond the row.
     """
     largest = tl.reduce(x, 1, _larger)
-    # Callers may hold a whole GEMM tile: use few operations per entry, and build the key from the maximum alone.
+    # x may be a whole GEMM tile, so there are few operations per entry, and the key is computed only from the maximum.
     top = largest[:, None]
     first = tl.min(tl.where((x == top) | (x != x), column, NO_COLUMN), 1)
     bits = largest.to(tl.int32, bitcast=True)

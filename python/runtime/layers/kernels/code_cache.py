@@ -17,8 +17,8 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 class CodeCache:
     """A folder with one file per program, named by the hash of everything its code depends on.
 
-    Processes may share it: a file appears complete, under its name, or not at all. It begins with a digest of the code, so that a damaged
-    one is recompiled. A folder that cannot be read or written, or that others may write to, costs a warning and the time to compile.
+    Processes may share it: files are created atomically. A file begins with a digest of the code, so a damaged one is recompiled. If the
+    folder cannot be read or written, or if other users can write to it, there is a warning and programs are compiled.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -26,11 +26,11 @@ class CodeCache:
         self._warned = False
 
     def code(self, inputs: Iterable[bytes], compile_code: Callable[[], bytes]) -> bytes:
-        """The machine code of a program: from disk, or compiled and kept there.
+        """The machine code of a program: from disk, or compiled and stored there.
 
         Args:
-            inputs: all that the code depends on: source, options, compiler.
-            compile_code: called if there is none yet.
+            inputs: everything that the code depends on: source, options, compiler.
+            compile_code: called if the code is not cached.
         """
         file = self._folder / f"{_name(inputs)}.cubin"
         owned = self._is_own()
@@ -42,7 +42,7 @@ class CodeCache:
         return found
 
     def _is_own(self) -> bool:
-        """Whether the folder is missing, or this user's alone to write to: its code runs on the GPU."""
+        """Whether the folder is missing, or only this user can write to it: its code runs on the GPU."""
         try:
             status = self._folder.stat()
         except FileNotFoundError:
@@ -71,7 +71,7 @@ class CodeCache:
         return code
 
     def _write(self, file: Path, code: bytes) -> None:
-        """Keep code under a name, if the folder allows it."""
+        """Store code under a name, if the folder is writable."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle, scratch = tempfile.mkstemp(prefix=".", suffix=".part", dir=self._folder)
@@ -88,7 +88,7 @@ class CodeCache:
                 Path(scratch).unlink()
 
     def _warn(self, what: str) -> None:
-        """Say the first problem of this process."""
+        """Log the first problem of this process."""
         if not self._warned:
             self._warned = True
             log.warning("CUDA program cache: %s; set XDG_CACHE_HOME to a writable folder", what)

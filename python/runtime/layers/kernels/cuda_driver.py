@@ -1,6 +1,4 @@
-"""CUDA C++ kernels without nvcc: NVRTC compiles them and the driver API launches them, through the bindings that come
-with torch.
-"""
+"""CUDA C++ kernels without nvcc: compiled by NVRTC and launched by the driver API, through the bindings that torch installs."""
 
 from __future__ import annotations
 
@@ -23,12 +21,12 @@ with suppress(ImportError):  # the CPU build of torch has none
 
 log = logging.getLogger(__name__)
 PORTABLE_CLUSTER = 8
-"""Blocks of a cluster that every device of a generation can run; more must be allowed."""
+"""Maximum portable cluster size in blocks; larger clusters need an attribute."""
 
 
 @cache
 def available() -> bool:
-    """Whether NVRTC compiles a kernel here and the driver loads it. The thread must have torch's context."""
+    """Whether NVRTC can compile a kernel and the driver can load it. The thread must have torch's context."""
     if nvrtc is None:
         return False
     try:
@@ -40,7 +38,7 @@ def available() -> bool:
 
 
 def on_hopper(x: torch.Tensor) -> bool:
-    """Whether kernels in CUDA C++ run where this tensor lies: on a GPU with Hopper's instructions."""
+    """Whether CUDA C++ kernels can run on this tensor's device: a GPU with Hopper's instructions."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9 and available()
 
 
@@ -108,7 +106,7 @@ def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared
         shared_bytes: dynamic shared memory per block.
 
     Raises:
-        RuntimeError: the program does not compile or the driver rejects it; the message holds the compiler's log.
+        RuntimeError: the program does not compile, or the driver rejects it; the message includes the compiler's log.
     """
     module = check(driver.cuModuleLoadData(compile_program(source)))
     return Kernel(check(driver.cuModuleGetFunction(module, name.encode())), threads, cluster, shared_bytes)
@@ -116,8 +114,8 @@ def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared
 
 @once
 def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
-    """The machine code (cubin) of a CUDA C++ program: from the cache on disk, or compiled and kept there; needs no GPU."""
-    # Lambdas with a parameter `auto` have no execution space of their own.
+    """The machine code (cubin) of a CUDA C++ program: from the cache on disk, or compiled and stored there; needs no GPU."""
+    # Lambdas with a parameter `auto` have no execution space specifier.
     options = f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"--device-as-default-execution-space"
     text, code_cache = source.encode(), _code_cache()
     if code_cache is None:
@@ -127,7 +125,7 @@ def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
 
 @cache
 def _code_cache() -> CodeCache | None:
-    """The cache of this user; None for a user without a home directory."""
+    """This user's cache; None without a home directory."""
     with suppress(RuntimeError):
         return CodeCache(default_cache_dir() / "cuda")
     return None
@@ -135,7 +133,7 @@ def _code_cache() -> CodeCache | None:
 
 @cache
 def _compiler() -> bytes:
-    """NVRTC's version, and that of torch, which says which patch release of NVRTC comes with it."""
+    """The versions of NVRTC and of torch, which determines the patch release of NVRTC."""
     status, *version = nvrtc.nvrtcVersion()
     check((status,))
     return f"NVRTC {version}, torch {torch.__version__}".encode()
@@ -158,11 +156,11 @@ def _run_nvrtc(source: bytes, options: tuple[bytes, ...]) -> bytes:
 
 
 def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]) -> Any:
-    """A TMA descriptor of a contiguous tensor: elements outside read as zero. Rows of a box of 64 or 128 bytes are swizzled.
+    """A TMA descriptor of a contiguous tensor; elements outside it read as zero. Boxes with rows of 64 or 128 bytes are swizzled.
 
     Args:
         address: address of the first element.
-        sizes: of the tensor, innermost dimension first.
+        sizes: sizes of the tensor, innermost dimension first.
         dtype: bfloat16, float16, e4m3, uint8 or int64.
         box: sizes of a box in the same order; at most 256 each.
     """
@@ -215,7 +213,7 @@ def int64(value: int) -> ctypes.c_longlong:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The result of a call of the bindings, without its status.
+    """The result of a call to the bindings, without its status.
 
     Raises:
         RuntimeError: the status is not success.

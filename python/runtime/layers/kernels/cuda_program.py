@@ -1,4 +1,4 @@
-"""Programs in CUDA C++: `primitives.cu`, the constants of a kernel, then its files."""
+"""Assembles CUDA C++ programs: `primitives.cu`, the constants of a kernel, then its files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PRIMITIVES = Path(__file__).with_name("primitives.cu")
 
 
 def program(constants: Mapping[str, int | str], *parts: Path | str) -> str:
-    """The text of a program. `parts`: paths of files, or text that the host has written."""
+    """The text of a program. `parts`: files, or generated text."""
     texts = (part if isinstance(part, str) else part.read_text(encoding="utf-8") for part in parts)
     defines = (f"#define {name} {value}" for name, value in constants.items())
     return "\n".join([PRIMITIVES.read_text(encoding="utf-8"), *defines, *texts])

@@ -17,17 +17,18 @@ from runtime.layers.norm import RMSNorm
 def embed_rows(
     ids: torch.Tensor, table: torch.Tensor, scale: float, norm: RMSNorm | None, pdl: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`table[ids] * scale` in float32, and the norm of it.
+    """`table[ids] * scale` in float32, and its norm.
 
     Args:
         ids: int64 [T], each in 0..V-1, contiguous, of any alignment.
         table: [V, hidden] contiguous, 16 bits.
-        norm: computed on the way if given.
-        pdl: as in `triton_gemm`, but that the kernel waits before it lets the next one start: later kernels may read before their own
-            wait what was written before this one, such as positions, slots and lengths.
+        norm: the norm to compute too, if given.
+        pdl: as in `triton_gemm`, except that the kernel waits before it triggers the next launch. Later kernels may therefore read data
+        that was
+            written before this kernel, such as positions, slots and lengths, before their own wait.
 
     Returns:
-        float32 [T, hidden], and `norm` of it in the dtype of the norm's weight, or None.
+        float32 [T, hidden], and its `norm` in the dtype of the norm's weight, or None.
     """
     T, hidden = len(ids), table.shape[1]
     h = torch.empty((T, hidden), dtype=torch.float32, device=table.device)
@@ -45,7 +46,7 @@ def _embed_kernel(
     ids_ptr, table_ptr, gain_ptr, h_ptr, normed_ptr, hidden, scale, eps,
     BLOCK: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one token."""
+    """One program processes one token."""
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     gain = tl.load(gain_ptr + column, mask=inside, other=0.0).to(tl.float32) if NORM else 1.0

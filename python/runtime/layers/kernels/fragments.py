@@ -1,4 +1,4 @@
-"""Weights that CUDA kernels read by `fragments.cu`: straight from memory into the fragments of the tensor cores."""
+"""Arguments of CUDA kernels that load weights by `fragments.cu`, straight from memory into tensor-core fragments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from runtime.layers.kernels.cuda_program import program
 
 COLUMNS = {"dense": 8, "fp8": 16, "mxfp4": 32}
-"""Columns that a lane loads at once; a row is a whole number of them."""
+"""Columns that a lane loads at once; the number of columns of a weight must be a multiple."""
 
 
 class Weights(ctypes.Structure):
@@ -26,21 +26,21 @@ class Weights(ctypes.Structure):
 def weights_argument(
     weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, shape: tuple[int, int], layout: tuple[int, int, int, int]
 ) -> Weights:
-    """A kernel's parameter.
+    """The kernel parameter for a weight.
 
     Args:
         shape: rows and columns of one matrix.
-        layout: of its scales: scales of a matrix, of a row of blocks, rows and columns of a block.
+        layout: scales per matrix, scales per row of blocks, rows per block, columns per block.
     """
     return Weights(*(None if tensor is None else tensor.data_ptr() for tensor in (weight, scale, bias)), *shape, *layout)
 
 
 def readable(weight: torch.Tensor, kind: str, columns: int, scale_columns: int) -> bool:
-    """Whether lanes can load whole pieces of rows of the format `kind`, under one scale."""
+    """Whether the rows of the format `kind` consist of whole pieces for lanes, each with one scale."""
     lane = COLUMNS[kind]
     return weight.is_contiguous() and columns % lane == 0 and (kind != "fp8" or scale_columns % (4 * lane) == 0)
 
 
 def source(file: Path, constants: Mapping[str, int], *shared: Path | str) -> str:
-    """The program of a kernel's file, preceded by `fragments.cu` and other `shared` files or text."""
+    """The program: `fragments.cu`, other `shared` files or text, and the kernel's `file`."""
     return program(constants, Path(__file__).with_name("fragments.cu"), *shared, file)

@@ -1,4 +1,4 @@
-"""Time GPU work as it will run: replayed from a captured graph, without the host."""
+"""Times GPU work as it will run: replayed from a captured graph, without the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def median_micros(run: Callable[[], object], replays: int, calls: int = 1) -> float:
-    """Microseconds per call of `run`, which must be compiled: the median of `replays` replays of several calls in a row."""
+    """Microseconds per call of `run`, which must be compiled: the median of `replays` replays of `calls` consecutive calls."""
 
     def all_calls() -> None:
         for _ in range(calls):
@@ -22,7 +22,7 @@ def median_micros(run: Callable[[], object], replays: int, calls: int = 1) -> fl
 def replay_times(run: Callable[[], object], replays: int) -> list[float]:
     """Microseconds of each of `replays` replays of `run`, whose kernels are already compiled.
 
-    It captures without `torch.cuda.graph`, which empties the allocator's cache each time.
+    Does not use `torch.cuda.graph`, because that empties the allocator's cache each time.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()

@@ -29,7 +29,7 @@ def join_rows(
         pdl: as in `embed_rows`.
 
     Returns:
-        [T, 2 * hidden] in the dtype of `table`, and the stream float32 [T, hidden] where it begins here.
+        [T, 2 * hidden] in the dtype of `table`, and the stream float32 [T, hidden], or None by `layout.stream`.
     """
     states, (T, hidden) = states.contiguous(), states.shape
     assert table.shape[1] == hidden, f"expected embeddings as wide as the states, {hidden}; got {table.shape[1]}"
@@ -51,7 +51,7 @@ def _join_kernel(
     ids_ptr, table_ptr, state_ptr, position_ptr, token_gain_ptr, state_gain_ptr, rows_ptr, stream_ptr, hidden, token_eps, state_eps,
     BLOCK: tl.constexpr, NORM: tl.constexpr, STATE_FIRST: tl.constexpr, BLANK: tl.constexpr, STREAM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the embedding or the hidden state of one token."""
+    """One program processes the embedding or the hidden state of one token."""
     t, is_state = tl.program_id(0).to(tl.int64), tl.program_id(1) == 1
     column = tl.arange(0, BLOCK)
     inside = column < hidden

@@ -16,7 +16,7 @@ from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.rope import Rope
 
 MAX_HEADS = 8
-"""Heads of one program."""
+"""Maximum heads per program."""
 
 
 def write_latent(
@@ -29,12 +29,13 @@ def write_latent(
         heads: widths, norms and rotary table.
         positions, out_cache_loc: int64 [T].
         cache: [num_slots, 1, row_dim] contiguous; written.
-        pdl: as in `triton_gemm`. Weights, positions and slots are read before the wait: a kernel that waits before it lets the next one
-            start, as the embedding does, must run between the kernels that write them and this one.
+        pdl: as in `triton_gemm`. Weights, positions and slots are read before the wait. A kernel that waits before it triggers the next
+        launch,
+            such as the embedding kernel, must therefore run between the kernels that write them and this one.
 
     Returns:
-        The queries' columns [T, q_columns], normed where they are a latent and a view of `rows` otherwise, and the KV rows
-        [T, row_dim] contiguous.
+        The queries' columns [T, q_columns], normed if they are a latent and otherwise a view of `rows`, and the KV rows [T, row_dim]
+        contiguous.
     """
     T, rank, rope, q_norm = len(rows), heads.kv_rank, heads.rope, heads.q_norm
     kv = torch.empty((T, heads.row_dim), dtype=rows.dtype, device=rows.device)
@@ -54,7 +55,7 @@ def write_latent(
 def rotate_heads(x: torch.Tensor, rope: Rope, positions: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
     """Rotate `x` [T, H, R] by `positions` int64 [T] into `out` of the same shape, which may be `x`; rows are contiguous in both."""
     T, H, R = x.shape
-    assert x.stride(2) == out.stride(2) == 1, "the columns of a head are adjacent"
+    assert x.stride(2) == out.stride(2) == 1, "the columns of a head must be adjacent"
     _rotate_kernel[(T, triton.cdiv(H, MAX_HEADS))](
         x, out, positions, rope.cos_sin, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
         H=H, R=R, HALF=triton.next_power_of_2(R // 2), HEADS=MAX_HEADS, INTERLEAVED=rope.interleaved, PDL=pdl, num_warps=2,
@@ -68,7 +69,7 @@ def _write_kernel(
     Q: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_RANK: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM_Q: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the KV row of one token, or its queries."""
+    """One program processes the KV row of one token, or its queries."""
     if PDL:
         gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
@@ -80,7 +81,7 @@ def _write_kernel(
             INTERLEAVED, PDL,
         )  # fmt: skip
     else:
-        if NORM_Q:  # known when compiling: without a norm there are no such programs, and no weight to point to
+        if NORM_Q:  # a compile-time condition: without a norm there are no such programs and no weight
             _norm_queries(row, q_ptr + t * Q, q_norm_ptr, q_eps, Q, BLOCK_Q, PDL)
 
 
@@ -135,7 +136,7 @@ def _rotate_kernel(
     x_ptr, out_ptr, position_ptr, cos_sin_ptr, x_token, x_head, out_token, out_head,
     H: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: some heads of one token."""
+    """One program processes some heads of one token."""
     pdl_sync(PDL)
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

@@ -1,4 +1,4 @@
-"""Values that are created once: threads that ask for the same value wait for the first of them."""
+"""Values that are created once: threads that request the same value wait for the first of them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class Once(Generic[T]):
-    """Values by key, created in the first thread that asks for them. A call that raises stores nothing."""
+    """Values by key, created in the first thread that requests them. If creation raises, nothing is stored."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, T] = {}
         self._locks: dict[Hashable, threading.Lock] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of `key`: what `make` returns, or returned for another thread."""
+        """The value of `key`, created by `make` in this thread or another."""
         if key not in self._made:
             with self._locks.setdefault(key, threading.Lock()):
                 if key not in self._made:
@@ -28,7 +28,7 @@ class Once(Generic[T]):
 
 
 def once(function: Callable[P, T]) -> Callable[P, T]:
-    """Cache a function's results as `functools.cache` does, which calls it in several threads at once for the same arguments."""
+    """Like `functools.cache`, but threads with the same arguments wait for one call instead of calling the function several times."""
     values = Once[T]()
 
     @wraps(function)

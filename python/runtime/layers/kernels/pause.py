@@ -1,4 +1,4 @@
-"""A kernel that only waits, to time the next kernel as if after one that leaves the memory idle."""
+"""A kernel that only waits, to time the next kernel after one that leaves the memory idle."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ extern "C" __global__ void pause(long long cycles) {
 }
 """
 PAUSE_CYCLES = 10_000
-"""Five to six microseconds on Hopper: about what attention over a thousand keys takes."""
+"""Five to six microseconds on Hopper: approximately the time of attention over a thousand keys."""
 
 
 def pause(pdl: bool) -> None:
-    """Wait for the preceding kernel, let the next one start, and end after `PAUSE_CYCLES`."""
+    """Wait for the preceding kernel, trigger the next launch, and end after `PAUSE_CYCLES`."""
     _kernel()(1, (cuda_driver.int64(PAUSE_CYCLES),), pdl)
 
 

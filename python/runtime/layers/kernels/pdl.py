@@ -12,11 +12,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def pdl_sync(PDL: tl.constexpr):
-    """Let the next kernel start as soon as there is room, and wait for the previous one: after this, its results may be
-    read.
-
-    This is safe along a stream because every kernel waits before it writes anything, and before it reads anything but weights and what was
-    written before a kernel that waited first (`pdl_wait_first`): when one has ended, all before it have ended.
+    """Trigger the next launch, and wait for the previous kernel; after this, its results can be read.
+    This is safe along a stream because every kernel waits before it writes, and before it reads anything except weights and data written
+    before a kernel with `pdl_wait_first`. Since all kernels wait, all earlier kernels have ended when one has.
     """
     if PDL:
         gdc_launch_dependents()
@@ -25,9 +23,9 @@ def pdl_sync(PDL: tl.constexpr):
 
 @triton.jit
 def pdl_wait_first(PDL: tl.constexpr):
-    """Wait for the previous kernel, and only then let the next one start.
+    """Wait for the previous kernel, and only then trigger the next launch.
 
-    What was written before this kernel is there when any later kernel starts, which may therefore read it before its own wait.
+    Data written before this kernel is therefore visible when any later kernel starts, which may read it before its own wait.
     """
     if PDL:
         gdc_wait()
@@ -41,5 +39,5 @@ def starts_early(device: torch.device) -> bool:
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
-    """The keyword of a Triton launch that asks for it."""
+    """The keyword of a Triton launch that enables it."""
     return {"launch_pdl": True} if pdl else {}

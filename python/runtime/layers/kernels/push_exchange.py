@@ -1,4 +1,4 @@
-"""Exchanges between the GPUs of one host by kernels of our own: `push_exchange.cu`, compiled with NVRTC."""
+"""Exchanges between the GPUs of one host by our own kernels: `push_exchange.cu`, compiled by NVRTC."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from runtime.layers.kernels.cuda_program import program
 log = logging.getLogger(__name__)
 THREADS = 128
 VALUES = 8
-"""16-bit values that a thread adds."""
+"""16-bit values per thread."""
 PACKET = 16
-"""Bytes of a packet, of which half are flags."""
+"""Bytes of a packet, half of which are flags."""
 MOST_BYTES = 2 << 20
-"""Bytes of the largest array that is exchanged this way: 128 rows of 8,192 values of 16 bits."""
+"""Maximum bytes of an array: 128 rows of 8,192 16-bit values."""
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class Inboxes:
-    """Memory into which the other ranks write, and where theirs is in this process. Lives as long as the process."""
+    """This rank's memory into which the other ranks write, and the addresses of theirs in this process. It exists as long as the
+    process.
+    """
 
     def __init__(self, group: ParallelGroup) -> None:
-        """All ranks make theirs together. Raises `RuntimeError` if the driver cannot share memory between these GPUs."""
+        """All ranks call it together. Raises `RuntimeError` if the driver cannot share memory between these GPUs."""
         driver = cuda_driver.driver
         self.sender = 2 * MOST_BYTES
         self.slot = group.size * self.sender
@@ -48,7 +50,7 @@ def _open(reserved: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a program is compiled for."""
+    """The compile-time parameters of a program."""
 
     rank: int
     size: int
@@ -58,10 +60,10 @@ class _Variant:
 
 
 class PushExchange:
-    """`FusedExchange` of the GPUs of one host. Owner of the memory that the ranks write to.
+    """`FusedExchange` of the GPUs of one host. Owner of the memory into which the ranks write.
 
     Attributes:
-        limit: bytes of the largest array that `fits`; set once, after timing.
+        limit: maximum bytes of an array that `fits`; set once, after timing.
     """
 
     def __init__(self, group: ParallelGroup, device: torch.device, pdl: bool) -> None:
@@ -78,7 +80,7 @@ class PushExchange:
         self._kernel("commit")
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether `add` takes this array."""
+        """Whether `add` supports this array."""
         narrow = x.dtype in (torch.bfloat16, torch.float16)
         return narrow and x.is_contiguous() and x.shape[1] % VALUES == 0 and 0 < x.nbytes <= self.limit
 
@@ -94,9 +96,9 @@ class PushExchange:
         scaled: torch.Tensor | None = None,
         squares: torch.Tensor | None = None,
     ) -> None:
-        """`h += sum of x over the ranks`; x [M, N] of 16 bits that `fits`, h float32 [M, N].
+        """`h += sum of x over the ranks`; x [M, N] in 16 bits that `fits`, h float32 [M, N].
 
-        With `gain` [N] also `scaled` [M, N] = h * gain, both bfloat16, and `squares` float32 [M, parts(N)], the sums of h * h.
+        With `gain` [N], also writes `scaled` [M, N] = h * gain, both bfloat16, and `squares` float32 [M, parts(N)], the sums of h * h.
         """
         rows, columns = x.shape
         assert h.dtype is torch.float32 and h.is_contiguous() and h.shape == x.shape, "the stream is float32 and contiguous"  # noqa: PT018
@@ -122,7 +124,7 @@ class PushExchange:
             logits: float32 [N, own], rows contiguous.
             ids: int64 [N], the argmax of each row.
             first: the token of column 0.
-            hashed: the hash int64 [1] and the flag int32 [1] that is set where ranks differ in it.
+            hashed: the hash int64 [1], and a flag int32 [1] that is set if it differs between ranks.
         """
         count = len(ids)
         if tokens is None:
@@ -135,7 +137,7 @@ class PushExchange:
 
     def commit(self, hashed: torch.Tensor, tokens: torch.Tensor, lens: torch.Tensor) -> None:
         """Add to the hash int64 [1] the first `lens` int32 [B] tokens of each row of int64 [B, D]."""
-        assert tokens.stride(1) == 1 or tokens.shape[1] == 1, "rows are contiguous"
+        assert tokens.stride(1) == 1 or tokens.shape[1] == 1, "rows must be contiguous"
         numbers = map(cuda_driver.int32, (tokens.shape[0], tokens.shape[1], tokens.stride(0)))
         self._kernel("commit")(1, (*map(cuda_driver.pointer, (hashed, tokens, lens.contiguous())), *numbers), self._pdl)
 

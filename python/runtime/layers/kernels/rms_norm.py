@@ -13,7 +13,7 @@ from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.norm import RMSNorm
 
 WIDE = 2048
-"""From this many columns on, a row takes eight warps."""
+"""From this many columns on, a row is processed by eight warps."""
 
 
 def rms_norm_rows(h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype, pdl: bool) -> torch.Tensor:
@@ -29,7 +29,7 @@ def rms_norm_rows(h: torch.Tensor, norm: RMSNorm, dtype: torch.dtype, pdl: bool)
 
 @triton.jit
 def _norm_kernel(h_ptr, weight_ptr, out_ptr, hidden, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program: one row."""
+    """One program processes one row."""
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     gain = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)

@@ -16,7 +16,7 @@ from runtime.layers.kernels.pdl import launch_options, pdl_sync
 from runtime.layers.rope import RotaryHeads
 
 MAX_HEADS = 8
-"""Heads of one program."""
+"""Maximum heads per program."""
 
 
 def rope_and_cache(
@@ -27,11 +27,11 @@ def rope_and_cache(
     kv_cache: tuple[torch.Tensor, torch.Tensor],
     pdl: bool,
 ) -> torch.Tensor:
-    """Norm q and k per head where `heads` has norms, rotate them, write k and v to their slots and return q.
+    """Norm q and k per head if `heads` has norms, rotate them, write k and v to their slots and return q.
 
     Args:
-        qkv: [T, (H + 2 G) * D] contiguous, or [T, (H + G) * D] where values are the keys before norm and rotation.
-        heads: H, G, D, the rotary table of the first R entries of a head, and the norms; that of v has a weight of ones.
+        qkv: [T, (H + 2 G) * D] contiguous; or [T, (H + G) * D] if values are the keys before norm and rotation.
+        heads: H, G, D, the rotary table of the first R entries of a head, and the norms; the norm of v must have a weight of ones.
         positions, out_cache_loc: int64 [T].
         kv_cache: keys and values, each [num_slots, G, D] contiguous; written.
         pdl: as in `triton_gemm`.
@@ -58,7 +58,7 @@ def rope_and_cache(
 
 @triton.jit
 def _stored(x, cache_ptr, scales_ptr, which: tl.constexpr, SCALED: tl.constexpr):
-    """`x` as the cache holds it: without NaN and infinity and, with scales, divided by one and within the range of e4m3."""
+    """The value of `x` to store: without NaN and infinity and, with scales, divided by its scale and clamped to the range of e4m3."""
     if SCALED:
         kept = tl.minimum(tl.maximum(finite(x.to(tl.float32) / tl.load(scales_ptr + which)), -448.0), 448.0)
         return kept.to(cache_ptr.dtype.element_ty)
@@ -71,14 +71,14 @@ def _rope_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr,
     HEADS: tl.constexpr, NORM: tl.constexpr, V_NORM: tl.constexpr, SHARED: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: some heads of one token, all queries, all keys or all values."""
+    """One program processes some heads of one token: only queries, only keys or only values."""
     pdl_sync(PDL)
     t = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
     head = first + tl.arange(0, HEADS)
     d = tl.arange(0, HALF)
     inside = (d < D // 2)[None, :]
-    # The two entries of pair d. Pairs from R / 2 on do not rotate.
+    # The two entries of pair d. Pairs from R / 2 on are not rotated.
     low_at, high_at = d, D // 2 + d
     if R < D:
         low_at = tl.where(d < R // 2, d, d + R // 2)

@@ -1,4 +1,4 @@
-"""Norms of whole query and key rows as two Triton kernels, between which ranks add up their squares."""
+"""Norms of whole query and key rows as two Triton kernels, between which ranks all-reduce the squares."""
 
 # pyright: reportIndexIssue=false
 # A kernel is launched as kernel[grid](...), which only Triton's own types explain.
@@ -16,7 +16,7 @@ from runtime.layers.row_norms import RowNorms
 def norm_rows(qkv: torch.Tensor, norms: RowNorms, *, pdl: bool = False) -> torch.Tensor:
     """`norms(qkv)`, in the same storage: contiguous rows [T, columns] in 16 bits or float32.
 
-    `pdl` as in `triton_gemm`; a sum over ranks lets nothing start early.
+    `pdl` as in `triton_gemm`; an all-reduce does not trigger launches early.
     """
     T, columns = qkv.shape
     q_own, k_own = len(norms.q_weight), len(norms.k_weight)
@@ -38,7 +38,7 @@ def norm_rows(qkv: torch.Tensor, norms: RowNorms, *, pdl: bool = False) -> torch
 def _squares_kernel(
     qkv_ptr, squares_ptr, columns, q_own, k_own, q_width, k_width, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One program: one row's part of both mean squares."""
+    """One program computes one row's part of both mean squares."""
     pdl_sync(PDL)
     token = tl.program_id(0).to(tl.int64)
     q, k = tl.arange(0, Q_BLOCK), tl.arange(0, K_BLOCK)
@@ -53,7 +53,7 @@ def _scale_kernel(
     qkv_ptr, squares_ptr, q_weight_ptr, k_weight_ptr, columns, q_own, k_own, eps, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row, by the mean squares of all ranks."""
+    """One program scales one row by the mean squares of all ranks."""
     q, k = tl.arange(0, Q_BLOCK), tl.arange(0, K_BLOCK)
     q_gain = tl.load(q_weight_ptr + q, mask=q < q_own, other=0.0).to(tl.float32)
     k_gain = tl.load(k_weight_ptr + k, mask=k < k_own, other=0.0).to(tl.float32)

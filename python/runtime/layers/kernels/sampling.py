@@ -1,11 +1,10 @@
 """Filters, draws and random numbers of sampling as Triton kernels.
 
-The renormalisation kernels of sgl_kernel 0.4.5 and FlashInfer 0.6.15 are not used. `sgl_kernel.top_k_renorm_prob` calls
-FlashInfer if it is installed, which compiles its kernels at first use. FlashInfer keeps every token that ties with the
-last of top_k instead of the first by id, changes the bits of rows without a filter, and bisects until two floats meet,
-with one pass over the row per step. The kernels here keep exactly top_k tokens, leave unfiltered rows alone, take a
-fixed number of steps, and give a row the same bits whatever else is in the batch. They never wait for the device and
-can be captured.
+The renormalisation kernels of sgl_kernel 0.4.5 and FlashInfer 0.6.15 are not used. `sgl_kernel.top_k_renorm_prob` calls FlashInfer if it is
+installed, which compiles its kernels at first use. FlashInfer keeps every token that ties with the last of top_k instead of the first by
+id, changes the bits of rows without a filter, and bisects until two floats meet, with one pass over the row per step. The kernels here keep
+exactly top_k tokens, do not change unfiltered rows, take a fixed number of steps, and give a row the same bits in any batch. They do not
+synchronise with the host and can be captured.
 """
 
 # pyright: reportIndexIssue=false
@@ -20,15 +19,15 @@ import triton.language as tl
 from runtime.layers.random_streams import POSITION_STEP, STREAM_STEP, signed
 
 GROUPS = tl.constexpr(4096)
-"""Groups of columns, by column number modulo this; the maxima of the groups bound the likely tokens from below."""
+"""Groups of columns, by column number modulo this; the maxima of the groups give a lower bound for the likely tokens."""
 MOST_LIKELY = tl.constexpr(1024)
-"""Likely tokens that are picked out of a row first, at least."""
+"""Minimum number of likely tokens that are copied from a row first."""
 PICKED = 4096
-"""Capacity for the picked tokens: `MOST_LIKELY` and some more, because the bound is not exact."""
+"""Capacity for copied tokens: more than `MOST_LIKELY`, because the bound is not exact."""
 ROW_BLOCK = tl.constexpr(8192)
 """Entries of a row that a program reads per step."""
 CHUNK = 2048
-"""Entries of a row that one program of the draw sums. The same for every batch, because it determines how sums are rounded."""
+"""Entries of a row that one program of the draw sums. Equal for every batch, because it determines how sums are rounded."""
 
 
 class TritonSampling:
@@ -38,8 +37,8 @@ class TritonSampling:
         """Like `sampler.filter_probs`, in place; rows without a filter are not touched.
 
         Results may differ from `sampler.filter_probs` by rounding, because the probability mass before a token is summed in another order:
-        a token whose mass is within 1e-5 of top_p may stay or go, and so may one whose probability equals min_p of the largest. With top_p
-        1 no token goes, while the running sum of `filter_probs` may reach 1 before the last token. Both break ties by token id.
+        they may differ in a token whose mass is within 1e-5 of top_p, or whose probability equals min_p times the largest. With top_p 1 no
+        token is removed, while the running sum of `filter_probs` may reach 1 before the last token. Both break ties by token id.
         """
         N, V = probs.shape
         assert probs.dtype is torch.float32, f"filter takes float32, not {probs.dtype}"
@@ -55,7 +54,7 @@ class TritonSampling:
         return probs
 
     def draw(self, probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """Like `sampler.draw`, without storing running sums. Only a random number within 1e-15 of a boundary between tokens may differ."""
+        """Like `sampler.draw`, without storing running sums. The token may differ only for a random number within 1e-15 of a boundary."""
         N, V = probs.shape
         assert probs.dtype is torch.float32, f"draw takes float32, not {probs.dtype}"
         assert probs.stride(1) == 1, "draw takes contiguous rows"
@@ -83,8 +82,8 @@ class TritonSampling:
 
 # ---- filters
 #
-# The kept tokens are always a prefix of the tokens sorted by probability and then by id: those above a limit and the first few that equal
-# it. Limits are found bit by bit: non-negative floats are ordered like their bits.
+# The kept tokens are always a prefix of the tokens sorted by probability and then by id: those above a limit, and the first few that equal
+# it. Limits are found bit by bit, because non-negative floats are ordered like their bits.
 
 
 @triton.jit
@@ -94,7 +93,7 @@ def _bits(x):
 
 @triton.jit
 def _count_limit(ptr, n, k):
-    """The largest bits T that at least k of n probabilities reach, or 0. Finds two of the 30 bits below 2.0 per step."""
+    """The largest T such that at least k of n probabilities have bits of at least T, or 0. Finds two of the 30 bits below 2.0 per step."""
     column = tl.arange(0, ROW_BLOCK)
     T = tl.full([], 0, tl.int32)
     for step in range(15):
@@ -114,7 +113,7 @@ def _count_limit(ptr, n, k):
 
 @triton.jit
 def _mass_limit(ptr, n, target, least):
-    """The largest bits T such that the probabilities of at least T have a mass of `target`; this is known to hold for `least`."""
+    """The largest T such that the probabilities with bits of at least T have a mass of `target`; this must hold for `least`."""
     column = tl.arange(0, ROW_BLOCK)
     T = tl.full([], 0, tl.int32)
     for step in range(15):
@@ -167,7 +166,7 @@ def _tie_end(ptr, n, T, ties):
 
 @triton.jit
 def _head(ptr, n, V, k, p, total):
-    """What top_k and top_p keep: the limit, and the index of the last kept entry at the limit. `total` is the mass before top_k."""
+    """The limit of top_k and top_p, and the index of the last kept entry at the limit. `total` is the mass before top_k."""
     T = tl.full([], 0, tl.int32)
     ties = n
     mass = total
@@ -177,11 +176,11 @@ def _head(ptr, n, V, k, p, total):
         ties = k - count
         mass = above + ties.to(tl.float32) * T.to(tl.float32, bitcast=True)
     if p < 1.0:
-        target = tl.maximum(p * mass, 1e-37)  # the most likely token always stays
+        target = tl.maximum(p * mass, 1e-37)  # the most likely token is always kept
         limit = _mass_limit(ptr, n, target, T)
         count, above = _above(ptr, n, limit)
         each = tl.maximum(limit.to(tl.float32, bitcast=True), 1e-37)
-        # A tie stays while the mass before it is below the target.
+        # A tie is kept while the mass before it is below the target.
         few = tl.maximum(tl.minimum(tl.ceil((target - above) / each), 1.0 * n), 1.0).to(tl.int32)
         ties = tl.where(limit == T, tl.minimum(ties, few), few)
         T = limit
@@ -207,9 +206,9 @@ def _kept_mass(ptr, n, T, end, least):
 
 @triton.jit
 def _likely_limit(ptr, V, want):
-    """Bits that at least `want` probabilities reach (want <= GROUPS), and few more do; and the largest probability.
+    """A lower bound, as bits, of at least `want` probabilities (want <= GROUPS) and few more; and the largest probability.
 
-    `want` groups have a maximum that reaches them. The last 10 bits stay 0.
+    `want` groups have a maximum of at least this bound. Its last 10 bits are 0.
     """
     column = tl.arange(0, GROUPS)
     largest = tl.zeros([GROUPS], tl.float32)
@@ -256,7 +255,7 @@ def _filter_kernel(
     probs_ptr, stride, V, top_k_ptr, top_k_stride, top_p_ptr, top_p_stride, min_p_ptr, min_p_stride, picked_ptr, column_ptr,
     PICKED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row. Searches only the most likely tokens if the kept ones are among them, else the whole row."""
+    """One program processes one row. It searches only the most likely tokens if these include all kept ones, else the whole row."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.maximum(tl.load(top_k_ptr + row * top_k_stride), 1)
     p = tl.load(top_p_ptr + row * top_p_stride)
@@ -296,7 +295,7 @@ def _filter_kernel(
 
 @triton.jit
 def _chunk_sum_kernel(probs_ptr, stride, V, sums_ptr, CHUNK: tl.constexpr):
-    """One program: one chunk of one row."""
+    """One program sums one chunk of one row."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(probs_ptr + row * stride + column, mask=column < V, other=0.0)
@@ -307,14 +306,14 @@ def _chunk_sum_kernel(probs_ptr, stride, V, sums_ptr, CHUNK: tl.constexpr):
 def _draw_kernel(
     probs_ptr, stride, V, sums_ptr, chunks, uniform_ptr, tokens_ptr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """One program: one row. Finds the first chunk whose running sum exceeds the number, then the first such entry in it."""
+    """One program processes one row. It finds the first chunk whose running sum exceeds the number, then the first such entry in it."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
     sums = tl.load(sums_ptr + row * chunks + chunk, mask=chunk < chunks, other=0.0)
     running = tl.cumsum(sums, 0)
     number = tl.load(uniform_ptr + row).to(tl.float64) * tl.sum(tl.where(chunk == chunks - 1, running, 0.0), 0)
     last = tl.max(tl.where(sums > 0.0, chunk, 0), 0)
-    # Sums in another order differ in their last bits: if no chunk exceeds the number, take the last one with any mass.
+    # The order of summation changes the last bits: if no running sum exceeds the number, take the last chunk with any mass.
     found = tl.min(tl.where((sums > 0.0) & (running > number), chunk, last), 0)
     before = tl.sum(tl.where(chunk == found - 1, running, 0.0), 0)
     column = found * CHUNK + tl.arange(0, CHUNK)

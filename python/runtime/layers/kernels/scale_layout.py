@@ -1,4 +1,4 @@
-"""How the float32 scales of an e4m3 matrix lie, as kernels are told."""
+"""The layout of the float32 scales of an e4m3 matrix, for kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from runtime.config.quant_config import BLOCK, block_length
 
 
 def scale_layout(rows: int, columns: int, scale: torch.Tensor) -> tuple[int, int, int]:
-    """How the float32 scales of an e4m3 matrix [rows, columns] lie: scales of a row of blocks, rows and columns of a block.
+    """The layout of the float32 scales of an e4m3 matrix [rows, columns]: scales per row of blocks, rows per block, columns per block.
 
-    `scale` is [rows], one for each row, or [blocks of rows, blocks of columns], which are powers of two up to 128.
+    `scale` is [rows], one per row, or [blocks of rows, blocks of columns] with block sizes that are powers of two up to 128.
     """
     if scale.dim() == 1:
         return 1, 1, _block(columns, 1)
@@ -18,7 +18,9 @@ def scale_layout(rows: int, columns: int, scale: torch.Tensor) -> tuple[int, int
 
 
 def _block(size: int, count: int) -> int:
-    """The largest power of two up to 128 by which `size` makes `count` blocks; for one block, any that holds it."""
+    """The largest power of two up to 128 that divides `size` entries into `count` blocks; for one block, any power of two of at least
+    `size`.
+    """
     if count == 1:
         return max(BLOCK, 1 << (size - 1).bit_length())
     return block_length(size, count)

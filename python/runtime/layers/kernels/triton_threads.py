@@ -1,4 +1,4 @@
-"""Compile Triton kernels in threads safely: each kernel in one of them, launchers loaded one at a time."""
+"""Makes it safe to compile Triton kernels in several threads: each kernel in only one thread, and launchers loaded one at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Build(Protocol):
 
 @contextmanager
 def launchers_apart(build: Build) -> Iterator[None]:
-    """Within this context, no two threads load the launcher of a kernel at once; they do compile launchers side by side.
+    """Within this context, threads load the launchers of kernels one at a time; they still compile launchers in parallel.
 
-    Triton loads each launcher as an extension module, all under one name. CPython finds such a module again by its
-    name: a launcher that one thread loads for a second kernel is written into the module that another thread has just
-    made, which then launches its kernel with the other's arguments. So each gets its own copy of a module's names.
+    Triton loads all launchers as extension modules of one name, and CPython reuses a module by its name: a launcher that one thread loads
+    would overwrite the module that another thread has just created, which would then launch its kernel with the wrong arguments. Each
+    launcher therefore gets its own copy of the module's names.
     Source: `compile_module_from_src` of triton 3.6 and 3.7; `import_find_extension` of CPython 3.10 to 3.12.
     """
     load, lock = build._load_module_from_path, threading.Lock()
@@ -43,13 +43,13 @@ def launchers_apart(build: Build) -> Iterator[None]:
 def kernels_once(function: Any, compiled: Any, too_large: type[Exception]) -> Iterator[None]:
     """Within this context, threads that need the same kernel wait for one of them to compile and load it.
 
-    Otherwise each of them compiles it; and a kernel that one thread has compiled and not yet loaded would be launched by another
-    with no function. Source: `JITFunction._do_compile` and `CompiledKernel._init_handles` of triton 3.6 and 3.7.
+    Otherwise each of them would compile it, and one thread could launch a kernel that another has compiled but not loaded yet. Source:
+    `JITFunction._do_compile` and `CompiledKernel._init_handles` of triton 3.6 and 3.7.
 
     Args:
         function: the class `triton.runtime.jit.JITFunction`.
         compiled: the class `triton.compiler.compiler.CompiledKernel`.
-        too_large: raised where a kernel does not fit the GPU, and again by its launches.
+        too_large: the exception raised if a kernel exceeds the GPU's resources, also by its launches.
     """
     compile_, create, kernels = function._do_compile, compiled.__init__, Once[object]()
 

@@ -1,4 +1,4 @@
-"""One step of a Triton GEMM along K, for weights in 16 bits, FP8 with scales, or MXFP4: weights become 16-bit in registers."""
+"""One step of a Triton GEMM along K, for 16-bit, FP8 or MXFP4 weights, which are converted to 16 bits in registers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 DENSE, FP8, MXFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Formats: the activations' dtype; e4m3 with float32 scales of blocks or rows; e2m1 pairs with a scale for 32."""
+"""Formats: the activations' dtype; e4m3 with float32 scales of blocks or rows; pairs of e2m1 with one scale per 32."""
 
 
 @triton.jit
 def row_pointers(w_ptr, row, K, FORMAT: tl.constexpr):
-    """Pointers to the first entry of weight rows with K columns, of MXFP4 to their first 16 bytes in a core matrix."""
+    """Pointers to the first entry of weight rows with K columns; for MXFP4, to their first 16 bytes in a core matrix."""
     if FORMAT == MXFP4:
         return w_ptr + row // 8 * (K * 4) + row % 8 * 16
     return w_ptr + row * K
@@ -27,8 +27,8 @@ def dot_step(
     Args:
         w_rows, scale_rows: pointers [N, 1] to the first entry of each weight row (`row_pointers`), and to its first scale.
         x_rows: pointers [M, 1] to rows of x in 16 bits.
-        x_in: [M, 1]: whether a row is read; it counts as zeros otherwise.
-        scale_columns: FP8: columns of a scale block, a multiple of `BLOCK_K`, or at least K.
+        x_in: [M, 1]: whether a row is read; other rows count as zeros.
+        scale_columns: for FP8, columns per scale: a multiple of `BLOCK_K`, or at least K.
         PTX: convert by PTX instructions, to bfloat16; otherwise by Triton's operations.
     """
     if FORMAT == MXFP4:
@@ -43,15 +43,15 @@ def dot_step(
         low, high = unpack_mxfp4(packed, scale, x_low.dtype, PTX)
         acc = tl.dot(low, tl.trans(x_low), acc)
         acc = tl.dot(high, tl.trans(x_high), acc)
-        # Always true, but it makes this step wait for its dots: Triton would let the last one run into the next step, which
-        # writes to the registers that it still reads `high` from.
+        # The condition is always true, but makes this step wait for its dots: otherwise Triton would overlap the last one with the next
+        # step, which overwrites the registers from which it still reads `high`.
         acc = tl.where(start < K, acc, 0.0)
     else:
         k = start + tl.arange(0, BLOCK_K)[None, :]
         x = tl.load(x_rows + k, mask=x_in if EVEN_K else x_in & (k < K), other=0.0)
         w = tl.load(w_rows + k, mask=None if EVEN_K else k < K, other=None if EVEN_K else 0.0)
         if FORMAT == FP8:
-            scale = tl.load(scale_rows + tl.minimum(start, K - 1) // scale_columns)  # past the last column, any scale of the row
+            scale = tl.load(scale_rows + tl.minimum(start, K - 1) // scale_columns)  # beyond the last column any scale of the row will do
             if w.dtype != x.dtype:
                 w = widen_fp8(w, x.dtype, PTX)
             acc += tl.dot(w, tl.trans(x)) * scale
@@ -64,8 +64,8 @@ def dot_step(
 def widen_fp8(w, dtype: tl.constexpr, PTX: tl.constexpr):
     """e4m3 to 16 bits, exactly; NaN becomes 480 with `PTX`.
 
-    Exponent and mantissa move to their places in bfloat16; a multiplication by 2^120 mends the bias, of subnormal
-    numbers too.
+    Exponent and mantissa are moved to their places in bfloat16; a multiplication by 2^120 corrects the exponent bias, also of subnormal
+    numbers.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -94,11 +94,10 @@ def unpack_mxfp4(packed, scale, dtype: tl.constexpr, PTX: tl.constexpr):
     """The first and the second code of bytes [N, B], times the scale of each 16 bytes: two 16-bit tensors [N, B], exact in bfloat16.
 
     Args:
-        packed: uint8: pairs of e2m1 numbers, as `quantization.mxfp4.packed` puts them in a byte.
-        scale: uint8 [N, B / 16], which stand for 2^(scale - 127); more than 128 counts as 128 with `PTX`.
-
-    Sign, exponent and mantissa move to their places in bfloat16, which is the number times 2^-126, of the subnormal 0.5 too; the scale's
-    multiplication mends it.
+        packed: uint8: pairs of e2m1 numbers, packed as by `quantization.mxfp4.packed`.
+        scale: uint8 [N, B / 16], with the value 2^(scale - 127); more than 128 counts as 128 with `PTX`.
+    Sign, exponent and mantissa are moved to their places in bfloat16, which gives the number times 2^-126, also for the subnormal 0.5; the
+    multiplication by the scale corrects this.
     """
     if PTX:
         factor = spread(((tl.minimum(scale, 128).to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True), packed.shape[1])
@@ -135,14 +134,14 @@ def unpack_mxfp4(packed, scale, dtype: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def spread(scale, columns: tl.constexpr):
-    """[N, B / 16] to [N, B]: each entry 16 times."""
+    """[N, B / 16] to [N, B]: repeats each entry 16 times."""
     wide = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], 16))
     return wide.reshape(scale.shape[0], columns)
 
 
 @triton.jit
 def e2m1(code):
-    """Codes as the float32 numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    """The float32 values of codes: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
     exponent = ((code >> 1) & 3).to(tl.float32)
     mantissa = (code & 1).to(tl.float32)
     size = tl.where(exponent == 0, mantissa * 0.5, tl.exp2(exponent - 1.0) * (1.0 + mantissa * 0.5))

@@ -1,1 +1,1 @@
-"""Sparse MLPs: a router, the experts it chooses from, and experts that every token runs through."""
+"""Sparse MLPs: routers, routed experts and shared experts."""

@@ -1,4 +1,4 @@
-"""Routing and experts in plain torch: the reference for every other implementation, and what a CPU runs."""
+"""Routing and experts in plain torch: the reference for all other implementations, and the implementation for CPUs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.router import Router, Routing
 
 TINY = 1e-20
-"""Added to the sum of sigmoid weights: all of them may be zero."""
+"""Added to the sum of sigmoid weights, because all of them may be zero."""
 
 WORD = 32
 """Bits of a word of a mask."""
 
 
 def route(x: torch.Tensor, router: Router) -> Routing:
-    """Choose the `top_k` experts of each row of `x` [T, hidden], the best first; of equal ones the smaller id. If the shared expert is
-    stacked with them, it follows. Never reads the device.
+    """Choose the `top_k` experts of each row of `x` [T, hidden], best first; of equal scores the smaller id. A stacked shared expert
+    follows. Does not synchronise with the device.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538; grouped choice with correction bias: DeepSeek-V3, arXiv:2412.19437.
     """
@@ -58,7 +58,7 @@ def _within_best_groups(choice: torch.Tensor, num_groups: int, top_groups: int) 
 def run_experts(x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: bool = False) -> torch.Tensor:
     """The weighted sum of the outputs of each row's experts on this rank: float32 [T, hidden].
 
-    Runs the selected experts one after another; reads the device.
+    Runs the selected experts one after another; synchronises with the device.
     """
     out = torch.zeros((len(x), experts.size[0]), dtype=torch.float32, device=x.device)
     for expert in routing.ids.unique().tolist():
@@ -72,7 +72,7 @@ def run_experts(x: torch.Tensor, experts: Experts, routing: Routing, in_prompt: 
 
 
 def run_expert(x: torch.Tensor, experts: Experts, own: int, in_prompt: bool = False) -> torch.Tensor:
-    """`down(activation(gate(x)) * up(x))` of one expert: [T, hidden] -> [T, hidden], partial if its rows are sharded."""
+    """`down(activation(gate(x)) * up(x))` of one expert: [T, hidden] -> [T, hidden], a partial sum if the expert is sharded."""
     scheme = experts.scheme
     biases = [None if bias is None else bias[own] for bias in (experts.gate_up_bias, experts.down_bias)]
     inner = gated(experts.activation, scheme.matmul(x, experts.gate_up.at(own), biases[0], in_prompt))

@@ -1,4 +1,4 @@
-"""The stacked weights of a layer's experts, or this rank's part of them."""
+"""The stacked weights of a layer's experts, or this rank's shard of them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Experts:
     All of them are routed experts, or the last is the shared one (`RoutingRule.shared`).
 
     Attributes:
-        gate_up: [count, 2 * I, hidden]: the gate's I rows, then the up projection's, however the checkpoint orders them.
+        gate_up: [count, 2 * I, hidden]: the gate's I rows, then the up projection's, in any checkpoint's case.
         down: [count, hidden, I].
         gate_up_bias: [count, 2 * I], or None.
-        down_bias: [count, hidden], or None; on one rank alone if several share an expert.
-        count: experts on this rank.
-        first: id of the first one.
-        total: experts of all ranks.
+        down_bias: [count, hidden], or None; if several ranks share an expert, only one of them has it.
+        count: number of experts on this rank.
+        first: id of the first of them.
+        total: number of experts on all ranks.
         size: (hidden, I) of the weights on this rank.
-        exchange: brings the tokens of other attention groups; None if all ranks have the same tokens.
+        exchange: exchanges tokens with other attention groups; None if all ranks have the same tokens.
     """
 
     gate_up: Storage
@@ -56,13 +56,14 @@ class Experts:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def without_last(self) -> Experts:
-        """Views of all but the last, which is the shared one."""
+        """Views of all except the last, which is the shared one."""
+
         gate_up, down = (Storage(*(tensor[:-1] for tensor in storage.tensors)) for storage in (self.gate_up, self.down))
-        assert self.gate_up_bias is None, "experts beside a shared one have no bias"
-        assert self.down_bias is None, "experts beside a shared one have no bias"
+        assert self.gate_up_bias is None, "experts stacked with a shared one have no bias"
+        assert self.down_bias is None, "experts stacked with a shared one have no bias"
         return replace(self, gate_up=gate_up, down=down, count=self.count - 1, total=self.total - 1)
 
     def active_parameters(self, chosen: int) -> int:
-        """Number of this rank's weights that multiply a token with `chosen` experts, on average."""
+        """Mean number of this rank's weights that are used for a token with `chosen` experts."""
         hidden, inner = self.size
         return 3 * hidden * inner * chosen * self.count // self.total

@@ -1,4 +1,4 @@
-"""A layer's experts as the GPU's kernels read them."""
+"""Converts a layer's experts into the arguments of GPU kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ACTS = {
     Activation.GELU_TANH: GatedAct(GELU_TANH.value),
     Activation.CLAMPED_SWIGLU: GatedAct(CLAMPED_SWIGLU.value, CLAMP_ALPHA, CLAMP_LIMIT),
 }
-"""What the kernels compute between the two GEMMs."""
+"""The kernels' activation between the two GEMMs."""
 
 
 def expert_pass(x: torch.Tensor, experts: Experts, routing: Routing, out: torch.Tensor, pdl: bool) -> ExpertPass:

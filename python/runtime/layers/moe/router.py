@@ -1,4 +1,4 @@
-"""The router of a sparse MLP, and the routing that it decides on."""
+"""The router of a sparse MLP, and its result, the routing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 
 KEPT_ROWS = 256
-"""Maximum tokens of a pass for which a router keeps the masks."""
+"""Maximum tokens of a pass whose masks a router keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How a token's logits become experts and weights; `MoeConfig` describes the fields but the last.
+    """The rule by which logits become experts and weights; `MoeConfig` describes all fields except the last.
 
     Attributes:
         shared: 1 if the shared expert is stacked after the routed ones: every token uses it with weight 1.
@@ -29,7 +29,7 @@ class RoutingRule:
 
     @property
     def chosen(self) -> int:
-        """Experts of a token: the routed ones, and the shared one if it is stacked with them."""
+        """Number of experts per token, including a stacked shared expert."""
         return self.top_k + self.shared
 
 
@@ -51,23 +51,23 @@ class Router:
     kept: torch.Tensor | None = None
 
     def kept_masks(self, tokens: int) -> torch.Tensor | None:
-        """The buffer for the masks of a pass of `tokens`; None if they are not kept."""
+        """The buffer for the masks of a pass of `tokens` tokens; None if they are not kept."""
         return None if self.kept is None or tokens > len(self.kept) else self.kept[:tokens]
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of all ranks."""
+        """Number of routed experts on all ranks."""
         return self.weight.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The experts of T tokens: k routed ones, then the shared one if it is stacked with them.
+    """The experts of T tokens: k routed ones, followed by the shared one if it is stacked with them.
 
     Attributes:
-        ids: int32 [T, k] or [T, k + 1], the best first; ids of the whole layer, on every rank. The shared expert's is the last of all, E.
-        weights: float32, as many; 1 for the shared expert.
-        masks: int32 [T, words]: bit `id % 32` of word `id // 32` is set for each of a token's experts; as many words as all ids take.
+        ids: int32 [T, k] or [T, k + 1], best first; ids within the whole layer, on every rank. The shared expert's id is E.
+        weights: float32, the shape of `ids`; 1 for the shared expert.
+        masks: int32 [T, words]: bit `id % 32` of word `id // 32` is set for each of a token's experts; words for all ids of the layer.
     """
 
     ids: torch.Tensor

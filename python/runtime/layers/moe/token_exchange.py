@@ -9,11 +9,11 @@ from runtime.distributed.parallel_group import ParallelGroup
 
 
 class TokenExchange:
-    """Brings the tokens of all attention groups to the experts, and each group's sums back. Both methods may be captured.
+    """Gathers the tokens of all attention groups for the experts, and returns each group's sums. Both methods can be captured.
 
     Attributes:
-        group: the ranks in this place of every attention group.
-        rows: tokens that each group is padded to in this pass; 0 if all groups have equally many.
+        group: the ranks with this rank's position in all attention groups.
+        rows: number of tokens to which each group is padded in this pass; 0 if all groups have equally many.
     """
 
     def __init__(self, group: ParallelGroup) -> None:

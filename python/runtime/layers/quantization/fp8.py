@@ -1,4 +1,4 @@
-"""FP8 weights (e4m3) with float32 scales, for activations in 16 bits: one scale for a block or for a row."""
+"""FP8 weights (e4m3) with one float32 scale per block or per row, for 16-bit activations."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ E4M3_MAX = 448.0
 class BlockFp8(QuantScheme):
     """Weights in FP8 (e4m3), with a float32 scale for each block of 128 x 128 entries.
 
-    `weight` is e4m3 [out, in]; its block [i, j] stands for `weight * scale[i, j]`.
-
-    If a part of a fused layer, or a rank's shard of it, starts inside a block of the checkpoint, the stored blocks are
-    smaller, so that each is within one block of the checkpoint: their size is the largest power of two that fits the
-    shape of `scale` (`block_size`).
-
-    Activations keep 16 bits, so only the weights are rounded; on a GPU, expert batches above the limits of the kernels
-    for few tokens round activations to e4m3.
+    `weight` is e4m3 [out, in]; the value of block [i, j] is `weight * scale[i, j]`.
+    If a part of a fused layer, or a rank's shard of it, starts inside a block of the checkpoint, the stored blocks are smaller, so that
+    each lies within one block of the checkpoint. Their size is the largest power of two that fits the shape of `scale` (`block_size`).
+    Activations keep 16 bits, so only the weights are rounded; but on a GPU, expert batches above the limits of the kernels for few tokens
+    round activations to e4m3.
     """
 
     name = "fp8"
@@ -58,7 +55,7 @@ class BlockFp8(QuantScheme):
             put_scales(scales)
 
         if not self._stored:
-            # Whole blocks of the checkpoint's matrix, so that a rank's part has the values it has on one rank.
+            # Whole blocks of the checkpoint's matrix, so that values do not depend on the number of ranks.
             around = tuple(slice(b.start * BLOCK, min(b.stop * BLOCK, size)) for b, size in zip(blocks, part.shape, strict=True))
             return {part.prefix + ".weight": WeightSlot(part.shape, around, quantize, finite=True)}
         whole = -(-part.shape[0] // BLOCK), -(-part.shape[1] // BLOCK)
@@ -68,7 +65,7 @@ class BlockFp8(QuantScheme):
         }
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
-        """Each block times its scale in float32, rounded to `dtype`."""
+        """Multiply each block by its scale in float32, and round to `dtype`."""
         assert storage.scale is not None
         (out, width), (rows, columns) = storage.weight.shape[-2:], block_size(storage)
         scale = storage.scale.repeat_interleave(rows, dim=-2)[..., :out, :]
@@ -86,8 +83,8 @@ class BlockFp8(QuantScheme):
 class RowFp8(QuantScheme):
     """Weights in FP8 (e4m3), with a float32 scale for each row.
 
-    `weight` is e4m3 [out, in] and `scale` [out]; row i stands for `weight[i] * scale[i]`. A checkpoint
-    holds a scale for each row, or one for the whole tensor.
+    `weight` is e4m3 [out, in] and `scale` [out]; the value of row i is `weight[i] * scale[i]`. A checkpoint has one scale per row, or one
+    for the whole tensor.
     """
 
     name = "fp8-row"
@@ -113,7 +110,7 @@ class RowFp8(QuantScheme):
         }
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
-        """Each row times its scale in float32, rounded to `dtype`."""
+        """Multiply each row by its scale in float32, and round to `dtype`."""
         assert storage.scale is not None
         return storage.weight.float().mul_(storage.scale[..., None]).to(dtype)
 
@@ -136,7 +133,7 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def common_block(parts: Sequence[LinearPart]) -> tuple[int, int]:
-    """Rows and columns of the largest block size of a fused layer for which every block is within one block of the checkpoint."""
+    """Rows and columns of the largest blocks of a fused layer such that each lies within one block of the checkpoint."""
     rows = math.gcd(BLOCK, *(part.start for part in parts), *(part.index[0].start for part in parts))
     return rows, math.gcd(BLOCK, *(part.index[1].start for part in parts))
 

@@ -17,7 +17,7 @@ GROUP_BYTES = GROUP // 2 + 4
 """Two codes in a byte, then the scale and the minimum in float16."""
 LARGEST_CODE = 15
 PACKED_ROWS = 64
-"""Rows that the kernel's form holds together: a part that begins elsewhere cannot be packed without its neighbour."""
+"""Rows that are packed together in the kernel's format: a part that begins at another row cannot be packed without its neighbour."""
 N_MULTIPLE = 16
 LARGEST = 65504
 """The largest number of float16."""
@@ -27,10 +27,10 @@ _HEADS = Int8()
 class Int4(QuantScheme):
     """Weights in 4 bits, with a float16 scale and minimum for each 32 columns; the LM head and drafts in int8.
 
-    `weight` is uint8 [out, in / 32 * 20]: of each group, the codes 0 to 15, scale and minimum. A weight is `code * scale +
-    minimum`, so a Q4_1 file keeps its own numbers. The other two tensors are derived for the kernel, where it can
-    multiply: `packed` uint8 [out, in / 2], the codes in its order, and `scale` bfloat16 [in / 32, out, 2], scales and the values of
-    code 8.
+    `weight` is uint8 [out, in / 32 * 20]: for each group the codes 0 to 15, the scale and the minimum. A weight is `code * scale +
+    minimum`, as in Q4_1 files, whose numbers are therefore kept. The other two tensors are derived for the kernel, if it supports the
+    shape: `packed` uint8 [out, in / 2], the codes in its order, and `scale` bfloat16 [in / 32, out, 2], the scales and the values of code
+    8.
 
     Activations are rounded to bfloat16, as in `Int8`.
     """
@@ -41,14 +41,14 @@ class Int4(QuantScheme):
 
     @property
     def heads(self) -> QuantScheme:
-        """int8, which loses less."""
+        """int8, which is more accurate."""
         return _HEADS
 
     def allocate(self, new: NewWeight) -> Storage:
-        """Empty groups, and their form for the kernel unless a part begins within its rows.
+        """Empty groups, and tensors for the kernel unless a part begins inside its `PACKED_ROWS`.
 
         Raises:
-            ConfigError: the columns are no multiple of a group.
+            ConfigError: the number of columns is not a multiple of `GROUP`.
         """
         out, columns = new.out_features, new.in_features
         if columns % GROUP:
@@ -90,8 +90,8 @@ class Int4(QuantScheme):
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
         """[T, in] -> [T, out], the dtype of `x`.
 
-        A row's result has the same bits whatever the other rows are: in a prompt pass, and in other passes of up to
-        `DIRECT_ROWS` rows where the weight is packed.
+        The bits of a row's result do not depend on the other rows: in a prompt pass, and in other passes of up to `DIRECT_ROWS` rows if the
+        weight is packed.
         """
         rows = x.bfloat16()
         if storage.packed is not None and len(x) <= DIRECT_ROWS and not in_prompt:
@@ -103,17 +103,17 @@ class Int4(QuantScheme):
         return out if bias is None else out.add_(bias)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
-        """Codes times scales plus minima, in float32 before `dtype`."""
+        """Codes times scales plus minima, computed in float32 and rounded to `dtype`."""
         groups = storage.weight.view(-1, GROUP_BYTES)
         return torch.ops.quantized.embedding_bag_4bit_unpack(groups).to(dtype).view(*storage.weight.shape[:-1], -1)
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
-        """A copy of output rows int64 [n], packed where their number allows it."""
+        """A copy of output rows int64 [n], packed if their number allows it."""
         return storage_of(storage.weight[rows])
 
 
 def storage_of(groups: torch.Tensor) -> Storage:
-    """A whole weight of these groups, packed where its number of rows allows it."""
+    """The storage of a whole weight of these groups, packed if its number of rows allows it."""
     return Storage(groups) if len(groups) % N_MULTIPLE else Storage(groups, *kernel_form(groups))
 
 
@@ -129,9 +129,9 @@ def quantize_groups(rows: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_form(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scale` and `packed` of the rows of `weight`, contiguous as the kernel, which does not check it, needs them.
+    """The tensors `scale` and `packed` for the kernel. They must be contiguous, which the kernel does not check.
 
-    It computes `(code - 8) * scale + value of code 8`.
+    The kernel computes `(code - 8) * scale + value of code 8`.
     """
     pairs, numbers = groups.unflatten(1, (-1, GROUP_BYTES)).split((GROUP // 2, 4), dim=2)
     codes = torch.stack((pairs & LARGEST_CODE, pairs >> 4), dim=3).flatten(1).to(torch.int32)

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
 DIRECT_ROWS = 32
-"""Up to this many rows the packed int8 kernel multiplies, which gives a row the same bits in any batch; above,
-dequantisation and a bfloat16 GEMM. For speed 8 would do (AVX-512), but four windows of 8 tokens, or 32 requests, must
-have the bits of single tokens."""
+"""Maximum rows for the packed int8 kernel, which gives a row the same bits in any batch; more rows run as dequantisation and a bfloat16
+GEMM. For speed 8 would suffice (AVX-512), but four windows of 8 tokens, or 32 requests, must have the bits of single tokens."""
 DIRECT_HEAD_ROWS = 64
-"""The same for matrices of at least `HEAD_SIZE` weights: dequantised, they do not stay in the caches."""
+"""The same for matrices of at least `HEAD_SIZE` weights, which do not stay in the caches when dequantised."""
 HEAD_SIZE = 2**23
 QUANTIZED_AT_ONCE = 2**18
-"""Weights quantised at a time: the float32 values of a whole matrix would not stay in the caches (measured 5 times slower)."""
+"""Weights quantised at a time: the float32 values of a whole matrix would not stay in the caches, which we measured to be 5 times
+slower."""
 K_MULTIPLE = 32
 N_MULTIPLE = 4
 
@@ -27,10 +27,9 @@ N_MULTIPLE = 4
 class Int8(QuantScheme):
     """Weights in int8, with a bfloat16 scale for each row.
 
-    `weight` is int8 [out, in] and `scale` [out]; row i stands for `weight[i] * scale[i]`.
-
-    Activations are rounded to bfloat16: the kernel's float32 form is not vectorised (measured 14 times slower). Scales
-    are bfloat16 numbers and rows are quantised with the rounded scale, so that the scale itself adds no error.
+    `weight` is int8 [out, in] and `scale` [out]; the value of row i is `weight[i] * scale[i]`.
+    Activations are rounded to bfloat16, because the kernel for float32 is not vectorised (measured 14 times slower). Rows are quantised
+    with the scale rounded to bfloat16, so the rounding of the scale adds no error.
     """
 
     name = "int8"
@@ -44,7 +43,7 @@ class Int8(QuantScheme):
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """One tensor, `prefix.weight`, of any floating-point dtype; it is quantised when it is stored.
 
-        Rows are read whole, because a rank's columns have the scale of the whole row.
+        Whole rows are read, because the scale of a rank's columns is that of the whole row.
         """
         rows, columns = part.index
 
@@ -61,8 +60,7 @@ class Int8(QuantScheme):
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
         """[T, in] -> [T, out], the dtype of `x`.
 
-        A row's result has the same bits whatever the other rows are: in a prompt pass, and in other passes of up to
-        `DIRECT_ROWS` rows.
+        The bits of a row's result do not depend on the other rows: in a prompt pass, and in other passes of up to `DIRECT_ROWS` rows.
         """
         assert storage.scale is not None
         out = _multiply(x.bfloat16(), storage.weight, storage.scale, in_prompt).type_as(x)
@@ -74,7 +72,7 @@ class Int8(QuantScheme):
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_prompt: bool) -> torch.Tensor:
-    # The kernel reads whole vectors: with other shapes it would read past the rows.
+    # The kernel reads whole vectors: with other shapes it would read beyond the rows.
     packable = weight.shape[1] % K_MULTIPLE == 0 and weight.shape[0] % N_MULTIPLE == 0
     most = DIRECT_HEAD_ROWS if weight.numel() >= HEAD_SIZE else DIRECT_ROWS
     if packable and x.shape[0] <= most and not in_prompt:
@@ -84,9 +82,7 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_pro
 
 
 def blocked_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` for bfloat16 `x` [T, in], by GEMMs of one size: a CPU sums a row differently in GEMMs of different
-    sizes.
-    """
+    """`x @ weight.T` for bfloat16 `x` [T, in], by GEMMs of one size, because a CPU sums a row differently in GEMMs of different sizes."""
     size = block_rows()
     out = x.new_empty(-(-len(x) // size) * size, weight.shape[0])
     for rows, block in zip(x.split(size), out.split(size), strict=True):
@@ -96,7 +92,7 @@ def blocked_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def block_rows() -> int:
-    """Rows of the GEMMs that a prompt is split into: more if AMX makes padded rows nearly free."""
+    """Rows of the GEMMs into which a prompt is split: more if AMX makes padding rows nearly free."""
     cpu = Path("/proc/cpuinfo")
     return 128 if cpu.is_file() and "amx_bf16" in cpu.read_text() else 32
 
@@ -111,12 +107,12 @@ def quantize_rows(rows: torch.Tensor) -> Storage:
         int8 [out, in] in -127..127, and bfloat16 scales [out], with `rows ≈ int8 * scale`.
     """
     rows = rows.float()
-    # A scale rounded down would push the largest entry past 127; 2 ** -8 is half a bfloat16 step, relative.
+    # With a scale rounded down, the largest entry would exceed 127; 2 ** -8 is half a bfloat16 step, relative.
     scale = (rows.abs().amax(dim=1).clamp_(min=1e-20) / 127 * (1 + 2**-8)).to(torch.bfloat16)
     return Storage((rows / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale)
 
 
 def dequantize(storage: Storage) -> torch.Tensor:
-    """The float32 weight that the layer computes with."""
+    """The float32 value of the weight."""
     assert storage.scale is not None
     return storage.weight.float() * storage.scale.float()[..., None]

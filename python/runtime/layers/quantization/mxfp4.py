@@ -1,4 +1,4 @@
-"""MXFP4 weights as gpt-oss stores them: e2m1 numbers, with a power of two for every 32 of a row."""
+"""MXFP4 weights, as in gpt-oss: e2m1 numbers with a power of two as the scale of each 32 columns of a row."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, 
 GROUP = 32
 """Columns that share a scale."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The numbers of the codes 0 to 7; 8 to 15 are their negatives."""
+"""The values of codes 0 to 7; codes 8 to 15 are their negatives."""
 BIAS = 127
-"""A scale byte s stands for 2 ** (s - 127)."""
+"""The value of a scale byte s is 2 ** (s - 127)."""
 ROWS = 8
 """Rows of a core matrix."""
 LARGEST = 128
@@ -24,18 +24,16 @@ LARGEST = 128
 class Mxfp4(QuantScheme):
     """Weights in MXFP4 (e2m1), with a power of two as the scale of each 32 columns.
 
-    `weight` is uint8 [out / 8, in / 32, 8, 16], two codes in a byte, and `scale` uint8 [out, in / 32].
-
-    The 16 bytes with a common scale contain one of the first 16 columns each and the column 16 later (`packed`), so that kernels
-    read both in column order. Eight rows of them, a core matrix of the tensor cores, are neighbours in memory, and so are those
-    of the next columns: a kernel reads long runs of bytes, in the order in which `ldmatrix` takes them. Source: OCP
-    Microscaling Formats specification 1.0. Activations stay in their 16 bits.
+    `weight` is uint8 [out / 8, in / 32, 8, 16], two codes per byte, and `scale` uint8 [out, in / 32].
+    Byte i of the 16 bytes with a common scale has the codes of columns i and i + 16 (`packed`), so kernels read both in column order. Eight
+    such rows, a core matrix of the tensor cores, are adjacent in memory, followed by the core matrix of the next columns: a kernel reads
+    long runs of bytes, in the order that `ldmatrix` needs. Activations keep 16 bits. Source: OCP Microscaling Formats specification 1.0.
     """
 
     name = "mxfp4"
     gemm_caps = GemmCaps(dense=False)
-    # Uneven parts instead of zero padding: no rank holds more than with padding, and none reads zeros. Two groups instead of
-    # one, because the kernels for many tokens need inner sizes that are multiples of 64.
+    # Ranks may have uneven shards instead of zero padding: no rank stores more than with padding, and none reads zeros. The unit is two
+    # groups, because the kernels for many tokens need inner sizes that are multiples of 64.
     shard_unit = 2 * GROUP
 
     def allocate(self, new: NewWeight) -> Storage:
@@ -71,14 +69,14 @@ class Mxfp4(QuantScheme):
         }
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
-        """Each number times its scale: exact in bfloat16 and float32."""
+        """Each value times its scale: exact in bfloat16 and float32."""
         assert storage.scale is not None
         table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=storage.weight.device)
         values = table[torch.cat(unpacked(_rows(storage.weight)), dim=-1).to(torch.int32)]
         return torch.ldexp(values, storage.scale.to(torch.int32)[..., None] - BIAS).to(dtype).flatten(-2)
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
-        """As for any scheme, but of whole core matrices."""
+        """As in `QuantScheme`, but rows must be whole core matrices."""
         assert storage.scale is not None
         return Storage(core_matrices(_rows(storage.weight)[rows]), storage.scale[rows])
 
@@ -94,10 +92,10 @@ def _rows(weight: torch.Tensor) -> torch.Tensor:
 
 
 def packed(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Two codes per byte.
+    """Pack two codes per byte.
 
-    The second one's bits are where a byte of float16 has them, sign, two of the exponent and one of the mantissa in bits 7, 3, 2 and 1:
-    a kernel only masks them. The first one's sign is bit 0, and its other bits are 6, 5 and 4.
+    Sign, two exponent bits and mantissa bit of the second code are bits 7, 3, 2 and 1, as in the high byte of a float16, so a kernel only
+    masks them. The first code's sign is bit 0, and its other bits are 6, 5 and 4.
     """
     return (second & 8) << 4 | (first & 7) << 4 | (second & 7) << 1 | first >> 3
 
@@ -108,6 +106,6 @@ def unpacked(byte: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _regroup(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., 16] of a checkpoint, whose halves are neighbouring columns, in the order of the storage."""
+    """Reorder bytes [..., 16] of a checkpoint, whose two codes are neighbouring columns, for the storage."""
     columns = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     return packed(columns[..., : GROUP // 2], columns[..., GROUP // 2 :])

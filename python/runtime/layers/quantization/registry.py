@@ -1,4 +1,4 @@
-"""The quantisation scheme of a model: that of its checkpoint, or the one that a flag names."""
+"""The quantisation scheme of a model: the checkpoint's, or the one named by --quantization."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SCHEMES: dict[str, Callable[[QuantConfig | None], QuantScheme]] = {
     "fp8": _fp8,
     "mxfp4": lambda _: Mxfp4(),
 }
-"""What makes the scheme of each name in `Quantization`, of the model's `QuantConfig` where it has one."""
+"""Functions that make the scheme of each name in `Quantization`, from the model's `QuantConfig` if it has one."""
 assert get_args(Quantization) == tuple(SCHEMES), "every name has a scheme, and the reverse"
 
 
 def quant_scheme(quant: QuantConfig | None, flag: str | None = None) -> QuantScheme:
-    """The scheme of the layers that `quant` does not keep in 16 bits, or else the one that `--quantization` names; none for neither."""
+    """The scheme of the checkpoint's quantised layers, or else the one named by `--quantization`; `none` if there is neither."""
     name = flag if quant is None else quant.method
     return DENSE if name is None else SCHEMES[name](quant)

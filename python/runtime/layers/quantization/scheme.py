@@ -18,9 +18,9 @@ class WeightSlot:
     """The destination of one checkpoint tensor.
 
     Attributes:
-        shape: of the whole tensor in the checkpoint.
+        shape: shape of the whole tensor in the checkpoint.
         index: the part of it that this process loads.
-        put: stores that part; a tensor of `dtype` on any device.
+        put: stores that part, given as a tensor of `dtype` on any device.
         dtype: required dtype of the tensor; None for any floating-point dtype.
         spread: whether one number may be broadcast to all, and dimensions of 1 may be missing.
         finite: whether all numbers must be finite.
@@ -36,7 +36,7 @@ class WeightSlot:
     largest: int | None = None
 
     def index_of(self, shape: tuple[int, ...]) -> Index | None:
-        """What to read of a tensor of `shape`; None if the shape is wrong."""
+        """The part to read of a tensor of `shape`; None if the shape is wrong."""
         if shape == self.shape:
             return self.index
         if self.spread and math.prod(shape) == 1:
@@ -46,9 +46,8 @@ class WeightSlot:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What a scheme stores of a weight [out, in]: the matrix in its own format, its scales if it has any, and the matrix in a kernel's
-    format if that is another.
-
+    """The tensors that a scheme stores for a weight [out, in]: the matrix in the scheme's format, scales if it has any, and the matrix in a
+    kernel's format if that differs.
     The weights of a layer's experts are one storage, whose tensors have a leading dimension E.
     """
 
@@ -62,7 +61,7 @@ class Storage:
         return tuple(tensor for tensor in (self.weight, self.scale, self.packed) if tensor is not None)
 
     def at(self, index: int | torch.Tensor) -> Storage:
-        """Views of one weight of a stack, or a copy of rows int64 [n] of a weight with scales by row."""
+        """Views of one weight of a stack (int), or a copy of rows int64 [n] of a weight with scales by row."""
         return Storage(*(tensor[index] for tensor in self.tensors))
 
 
@@ -74,7 +73,7 @@ class LinearPart:
         prefix: its name, without `.weight`.
         shape: [out, in] in the checkpoint.
         index: the rows and columns that this process loads.
-        start: their first row in the fused layer.
+        start: the row of the fused layer at which they start.
     """
 
     prefix: str
@@ -90,12 +89,13 @@ class LinearPart:
 
 @dataclass(frozen=True, slots=True)
 class GemmCaps:
-    """Which GEMM kernels can read a scheme's storage.
+    """The GEMM kernels that can read a scheme's storage.
 
     Attributes:
-        dense: `storage.weight` is the matrix itself in the activations' dtype: the skinny GEMM kernels, and cuBLAS with
-            float32 output, multiply by it directly. Otherwise only the scheme's own `matmul` does.
-        scaled: `storage` is e4m3 with float32 scales: the Triton GEMM multiplies by it.
+        dense: whether `storage.weight` is the matrix in the activations' dtype, which the skinny GEMM kernels, and cuBLAS with float32
+        output,
+            can read. Otherwise only the scheme's own `matmul` can.
+        scaled: whether `storage` is e4m3 with float32 scales, which the GEMM kernels for e4m3 can read.
     """
 
     dense: bool
@@ -107,9 +107,9 @@ class NewWeight:
     """A weight [out, in] to allocate.
 
     Attributes:
-        dtype: dtype of the activations that are multiplied by it.
-        count: weights in one storage; None for one weight without a leading dimension.
-        parts: the layers that will fill it, if a part may start anywhere.
+        dtype: dtype of the activations.
+        count: number of weights in one storage; None for one weight without a leading dimension.
+        parts: the layers that will fill it; a part may start at any row.
     """
 
     out_features: int
@@ -129,8 +129,9 @@ class QuantScheme(Protocol):
     a model. Subclass it explicitly.
 
     Attributes:
-        shard_unit: a rank's part of an expert's intermediate size is a multiple of it, if the whole is; ranks may then hold
-            different numbers of units.
+        shard_unit: a rank's shard of an expert's intermediate size is a multiple of this, if the whole size is; ranks may have different
+        numbers
+            of units.
     """
 
     name: str
@@ -139,11 +140,11 @@ class QuantScheme(Protocol):
 
     @property
     def heads(self) -> QuantScheme:
-        """The scheme of the LM head and of drafts; by default this one."""
+        """The scheme of the LM head and of draft models; by default this one."""
         return self
 
     def allocate(self, new: NewWeight) -> Storage:
-        """Storage of a weight, not yet filled."""
+        """Storage of a weight, uninitialised."""
         ...
 
     def in_features(self, storage: Storage) -> int:
@@ -162,9 +163,9 @@ class QuantScheme(Protocol):
         return F.linear(x, self.dequantize(storage, x.dtype), bias)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
-        """The weight that the storage stands for, [out, in] or [E, out, in], in `dtype`."""
+        """The value of the weight, [out, in] or [E, out, in], in `dtype`."""
         ...
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
-        """A copy of output rows int64 [n], as the weight of a smaller layer; by default for scales by row."""
+        """A copy of output rows int64 [n], as the weight of a smaller layer; by default for schemes with scales by row."""
         return storage.at(rows)

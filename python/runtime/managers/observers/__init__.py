@@ -1,1 +1,1 @@
-"""What watches the requests of the TokenizerManager: metrics and the log of requests that ended."""
+"""Observers of the TokenizerManager's requests: metrics and the request log."""

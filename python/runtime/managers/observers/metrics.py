@@ -25,7 +25,7 @@ QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 10, 20,
 Rows = Mapping[tuple[str, ...], float]
 """Values by labels other than the model name."""
 Figure = tuple[str, str, Callable[[SchedulerStats], float | None]]
-"""A metric's name, its help text and its value; None while it has none."""
+"""A metric's name, its help text and a function that returns its value, or None if there is none yet."""
 
 GAUGES: tuple[Figure, ...] = (
     ("sglang:num_running_reqs", "Running requests.", lambda s: s.num_running_reqs),
@@ -131,7 +131,7 @@ class Metrics:
 
 
 class _Intervals:
-    """A histogram that adds equal values in one call: a stream chunk needs one bucket search."""
+    """A histogram that counts several equal values in one call, so a stream chunk needs one bucket search."""
 
     def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], model_name: str) -> None:
         self._name, self._help, self._model = name, help_text, model_name

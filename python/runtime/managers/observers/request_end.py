@@ -19,8 +19,8 @@ class RequestEnd:
     Attributes:
         index: which of the n choices.
         finish: why it ended; None if it failed or its client disconnected.
-        progress: its counts as far as they are known.
-        began, ended: monotonic seconds: when it was sent to the scheduler, and when its last text arrived.
+        progress: its last known counts.
+        began, ended: when it was sent to the scheduler, and when its last text arrived, in monotonic seconds.
     """
 
     generation: Generation
@@ -32,11 +32,11 @@ class RequestEnd:
 
     @property
     def seconds(self) -> float:
-        """From its start to its end."""
+        """Seconds from its start to its end."""
         return self.ended - self.began
 
     def phases(self) -> dict[Phase, float]:
-        """Seconds of each phase; a phase that it did not reach is absent, and the phase in which it ended takes the rest."""
+        """Seconds of each phase that it reached; the phase in which it ended has the remaining time."""
         shown: dict[Phase, float] = {}
         rest, progress = self.seconds, self.progress
         known: tuple[tuple[Phase, float], ...] = (("queue", progress.queue_seconds), ("prefill", progress.prefill_seconds))

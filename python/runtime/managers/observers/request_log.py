@@ -46,12 +46,12 @@ class SlowRequestLog:
 
 
 def _name(end: RequestEnd) -> str:
-    """Its name and choice; a line feed must not forge a line of the log."""
+    """Its id and choice, without line feeds, which could forge a log line."""
     return f"{end.generation.rid.encode('unicode_escape').decode()}[{end.index}]"
 
 
 def _fields(end: RequestEnd) -> dict[str, dict[str, object]]:
-    """What the JSON format shows beside the message."""
+    """The fields that the JSON format shows in addition to the message."""
     context, finish = end.generation.context, end.finish
     return {
         "fields": {

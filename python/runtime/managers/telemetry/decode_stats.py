@@ -21,7 +21,7 @@ class DecodeStats(msgspec.Struct, array_like=True):
     padded_rows: int = 0
 
     def add(self, graph: bool, live_rows: int, padded_rows: int, times: int = 1) -> None:
-        """Count one decode step, or several equal ones."""
+        """Count one decode step, or `times` equal ones."""
         self.steps += times
         self.graph_steps += graph * times
         self.live_rows += live_rows * times
@@ -33,12 +33,12 @@ class DecodeStats(msgspec.Struct, array_like=True):
 
     @property
     def graph_hit_rate(self) -> float | None:
-        """Share of the steps that replayed a graph; None before the first step."""
+        """Fraction of the steps that replayed a graph; None before the first step."""
         return self.graph_steps / self.steps if self.steps else None
 
     @property
     def padding_waste(self) -> float | None:
-        """Share of the computed rows that were padding; None before the first step."""
+        """Fraction of the computed rows that were padding; None before the first step."""
         computed = self.padded_rows + self.live_rows
         return self.padded_rows / computed if computed else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Health:
-    """What `/health` and `/ready` report. The process supervisor writes it, in the event loop of its readers."""
+    """The state that `/health` and `/ready` report. The process supervisor writes it, in the event loop of its readers."""
 
     def __init__(self) -> None:
         self.dead: str | None = None

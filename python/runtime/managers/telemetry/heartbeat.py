@@ -1,4 +1,4 @@
-"""The heartbeat thread: it beats while the loop that it watches makes progress."""
+"""The heartbeat thread: it sends heartbeats while the loop that it watches makes progress."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class HeartbeatThread:
 
     Args:
         beat: sends one heartbeat; must be safe to call from another thread.
-        moved_at: when the loop last began an iteration, in `time.monotonic` seconds.
-        stall: seconds without progress after which the stacks go to stderr and the heartbeat pauses.
+        moved_at: returns when the loop last began an iteration, in `time.monotonic` seconds.
+        stall: seconds without progress after which the stacks are written to stderr and the heartbeat pauses.
     """
 
     def __init__(self, beat: Callable[[], None], moved_at: Callable[[], float], stall: float) -> None:

@@ -1,4 +1,4 @@
-"""How far one request is: the counts that every reply about it carries."""
+"""The progress of one request: the counts in every reply about it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Progress(msgspec.Struct, array_like=True):
         completion_tokens: tokens generated.
         queue_seconds: time from the arrival at the scheduler to the first step; 0 before it.
         prefill_seconds: time from there to the first token; 0 before it.
-        detokenize_seconds: time that the detokenizer worked for it; 0 unless that is measured.
-        spec: speculation; None before the first verify step.
+        detokenize_seconds: time that the detokenizer spent on it; 0 unless traces need it.
+        spec: verify steps and drafts; None before the first verify step.
         decode: decode steps.
 
-    `spec` and `decode` are up to date in the last reply, and in each one of a request with `running_counts`.
+    `spec` and `decode` are up to date in the last reply; with `running_counts` in every reply.
     """
 
     prompt_tokens: int = 0
@@ -39,18 +39,18 @@ class Progress(msgspec.Struct, array_like=True):
 DecodeStep = tuple[bool, int, int]
 """Arguments of `DecodeStats.add`: one decode step."""
 VerifyStep = tuple[int, int, int, int, int]
-"""Arguments of `SpecStats.add`, and a class of context: one verify step of a request."""
+"""Arguments of `SpecStats.add`, and a `context_class`: one verify step of a request."""
 
 
 @dataclass(slots=True)
 class UnsentCounts:
-    """Steps of one request that its `Progress` does not hold yet. Adding up equal ones together is quicker than one by one."""
+    """Steps of one request that its `Progress` does not include yet. Counting equal steps together is faster than one by one."""
 
     decode_steps: dict[DecodeStep, int] = field(default_factory=lambda: defaultdict(int))
     verify_steps: dict[VerifyStep, int] = field(default_factory=lambda: defaultdict(int))
 
     def move_to(self, progress: Progress) -> None:
-        """Add them up in `progress`."""
+        """Add the steps to `progress` and forget them."""
         for step, times in self.decode_steps.items():
             progress.decode.add(*step, times)
         for (accept_len, drafts, max_accept_len, depth, _), times in self.verify_steps.items():

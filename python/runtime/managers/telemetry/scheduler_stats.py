@@ -1,4 +1,4 @@
-"""The scheduler's gauges and counters, as metrics, server info and log show them."""
+"""The scheduler's gauges and counters, for metrics, server info and log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.worker_info import WorkerInfo
 
 
 class GroupLoad(msgspec.Struct, frozen=True):
-    """What one attention group holds at this moment, in the words of `SchedulerStats`."""
+    """The current load of one attention group; the fields are those of `SchedulerStats`."""
 
     num_running_reqs: int
     num_queue_reqs: int
@@ -19,20 +19,20 @@ class GroupLoad(msgspec.Struct, frozen=True):
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
-    """Gauges of this moment, and counters since the start. Times are in seconds. Each attention group counts its own steps.
+    """Current gauges, and counters since the start. Times are in seconds. Each attention group counts its own steps.
 
     Attributes:
         num_used_tokens: KV slots that running requests need.
         groups: the load of each attention group; [] without --enable-dp-attention.
         queue_time_sum, queue_time_count: waiting time of all admitted requests, and their number.
-        extend_steps, mixed_steps: steps with prompt tokens, and those of them that also held decode rows.
+        extend_steps, mixed_steps: steps with prompt tokens, and those of them that also had decode rows.
         spec_paused_steps_total: steps with decode rows that ran without drafts; not counted in `spec`.
         spec_depth_steps_total: steps with decode rows, by the depth of their drafts; empty without speculation.
         decode: steps without prompt tokens.
         spec, spec_by_context: all drafts.
         spec_depth: depth of the latest step with decode rows.
         startup_seconds: duration of each phase of the start.
-        worker: what the worker reports about itself; None in heartbeats.
+        worker: the worker's report; None in heartbeats.
     """
 
     num_running_reqs: int = 0
@@ -65,17 +65,17 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
 
     @property
     def steps(self) -> int:
-        """Steps of either kind."""
+        """Number of steps, with or without prompt tokens."""
         return self.extend_steps + self.decode.steps
 
     @property
     def token_usage(self) -> float:
-        """Share of the KV pages in use, 0 to 1."""
+        """Fraction of the KV pages in use, 0 to 1."""
         return (self.pages_total - self.pages_free) / self.pages_total if self.pages_total else 0.0
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of the prompt tokens found in the prefix cache, 0 to 1."""
+        """Fraction of the prompt tokens found in the prefix cache, 0 to 1."""
         return self.cached_tokens_total / self.prompt_tokens_total if self.prompt_tokens_total else 0.0
 
     def admitted(self, progress: Progress) -> None:

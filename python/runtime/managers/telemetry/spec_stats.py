@@ -9,11 +9,11 @@ from typing import Literal
 import msgspec
 
 CONTEXTS = (0, 1024, 4096, 16384, 65536)
-"""The smallest context length of each class in which acceptance is counted, in tokens."""
+"""Acceptance is counted by context length: the lower bound of each class, in tokens."""
 
 
 def context_class(tokens: int) -> int:
-    """The entry of `CONTEXTS` for this context length."""
+    """The index in `CONTEXTS` of the class of this context length."""
     return bisect_right(CONTEXTS, tokens) - 1
 
 
@@ -24,17 +24,17 @@ class ContextAcceptance(msgspec.Struct):
     accepted_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * len(CONTEXTS))
 
     def add(self, accept_len: int, context: int, times: int = 1) -> None:
-        """Count verify steps behind contexts of one `context_class`."""
+        """Count verify steps of one context length. `context`: an index of `CONTEXTS`."""
         self.verify_steps[context] += times
         self.accepted_tokens[context] += (accept_len - 1) * times
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """Verify steps and accepted drafts, by the beginning of each class."""
+        """Verify steps and accepted drafts, by the lower bound of each class."""
         counts = zip(CONTEXTS, self.verify_steps, self.accepted_tokens, strict=True)
         return {str(start): (steps, accepted) for start, steps, accepted in counts}
 
     def accept_lengths(self) -> dict[str, float]:
-        """Mean tokens of a verify step, by the beginning of each class that has some."""
+        """Accept length by the lower bound of each class that has verify steps."""
         return {start: 1.0 + accepted / steps for start, (steps, accepted) in self.totals().items() if steps}
 
 
@@ -74,7 +74,7 @@ class SpecStats(msgspec.Struct, array_like=True):
                 self.skipped_by_position[position] += times
 
     def plus(self, other: SpecStats, sign: Literal[1, -1] = 1) -> SpecStats:
-        """The sum; with `sign` -1 the difference. An empty list holds zeros."""
+        """The sum; with `sign` -1 the difference. An empty list counts as zeros."""
 
         def lists(own: list[int], others: list[int]) -> list[int]:
             return [a + sign * b for a, b in zip_longest(own, others, fillvalue=0)]
@@ -101,7 +101,7 @@ class SpecStats(msgspec.Struct, array_like=True):
 
     @property
     def draft_positions(self) -> int:
-        """The depths of all verify steps, added up."""
+        """The sum of the depths of all verify steps."""
         return self.verify_steps * len(self.accepted_by_position) - sum(self.skipped_by_position)
 
     @property
@@ -111,23 +111,23 @@ class SpecStats(msgspec.Struct, array_like=True):
 
     @property
     def steps_by_accepted(self) -> list[int]:
-        """For each number of drafts from 0 on, the verify steps that accepted that many."""
+        """Verify steps by the number of accepted drafts, from 0 on."""
         reached = [self.verify_steps, *self.accepted_by_position, 0]
         return [this - further for this, further in pairwise(reached)]
 
     @property
     def accept_rate(self) -> float | None:
-        """Share of the verified drafts that was accepted; None before the first one."""
+        """Fraction of the verified drafts that was accepted; None before the first one."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
 
     @property
     def drafted_by_position(self) -> list[int]:
-        """For each draft position, the verify steps that were as deep as that."""
+        """For each draft position, the number of verify steps at least that deep."""
         skipped = self.skipped_by_position or [0] * len(self.accepted_by_position)
         return [self.verify_steps - less for less in skipped]
 
     @property
     def accept_rate_by_position(self) -> list[float | None]:
-        """For each draft position, the share of verify steps as deep as that which accepted it; None where there was none."""
+        """For each draft position, the fraction of verify steps at least that deep that accepted it; None if there were none."""
         counts = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
         return [accepted / drafted if drafted else None for accepted, drafted in counts]

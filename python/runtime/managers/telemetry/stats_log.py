@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 RATE_PERIOD = 1.0
 """Seconds over which `gen_throughput` is measured."""
 LOG_PERIOD = 5.0
-"""Least seconds between two log lines."""
+"""Minimum seconds between two log lines."""
 
 
 class StatsLog:
-    """Renews `gen_throughput` each second, and logs a line about every few seconds in which steps ran.
+    """Updates `gen_throughput` each second, and logs a line every few seconds in which steps ran.
 
     Args:
         stats: returns the scheduler's statistics with its gauges up to date.
@@ -60,7 +60,7 @@ def _line(stats: SchedulerStats, before: SchedulerStats, seconds: float) -> str:
 
 
 def _of_drafts(spec: SpecStats) -> list[str]:
-    """Acceptance; by position as the share of verify steps as deep as that which accepted the draft."""
+    """Accept length, and the acceptance rate by position among the verify steps at least that deep."""
     if not spec.verify_steps:
         return []
     rates = ("-" if rate is None else f"{rate:.2f}" for rate in spec.accept_rate_by_position)
@@ -72,7 +72,7 @@ def _of_drafts(spec: SpecStats) -> list[str]:
 
 
 def _of_depths(now: dict[str, int], before: dict[str, int]) -> list[str]:
-    """Steps by depth, where there were several depths."""
+    """Steps by depth, if there were several depths."""
     if len(now) < 2:
         return []
     steps = ((depth, now[depth] - before.get(depth, 0)) for depth in sorted(now, key=int))
@@ -80,7 +80,7 @@ def _of_depths(now: dict[str, int], before: dict[str, int]) -> list[str]:
 
 
 def _of_graphs(decode: DecodeStats) -> list[str]:
-    """Share of decode steps that replayed a graph, and of computed rows that were padding."""
+    """Fraction of decode steps that replayed a graph, and of computed rows that were padding."""
     if not decode.steps:
         return []
     return [f"graph hits: {decode.graph_hit_rate:.2f}", f"padding: {decode.padding_waste or 0.0:.2f}"]

@@ -1,4 +1,4 @@
-"""Queries of absorbed latent attention in CUDA C++: blocks prefetch their keys before the tokens are ready (`absorb_queries.cu`)."""
+"""Queries of absorbed latent attention in CUDA C++: blocks prefetch their weights before the tokens are ready (`absorb_queries.cu`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COLUMNS = 16 * WARPS
 MOST_NOPE = 256
 """Unrotated columns of a head: for 64 latent columns they take 32 KiB per block."""
 ALIGNED = 8
-"""Numbers in a copy of 16 bytes."""
+"""16-bit values per 16-byte copy."""
 
 
 def supports(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor) -> bool:
-    """Whether the kernel can absorb these queries on their device: few tokens in bfloat16, of whole tiles."""
+    """Whether the kernel supports these queries on their device: few tokens in bfloat16, with widths that are multiples of the tiles."""
     nope, rank, rope = heads.nope_dim, heads.kv_rank, heads.rope.dim
     return (
         q.is_cuda
@@ -47,16 +47,17 @@ def absorb_queries(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, posit
         key: [H, nope_dim, kv_rank]; heads may be strided.
         positions: int64 [T] contiguous.
         pdl: start before the previous kernel has ended (programmatic dependent launch). Keys, positions and rotary table are read before
-            the wait: a kernel that waits before it lets the next one start must run between the one that writes the positions and this one,
-            as the embedding does.
+        the
+            wait. A kernel that waits before it triggers the next launch, such as the embedding kernel, must therefore run between the
+            kernel that writes the positions and this one.
 
     Returns:
-        [T, H, row_dim] contiguous, each token from its own query only, summed in an order that the widths fix.
+        [T, H, row_dim] contiguous. Each token depends only on its own query, and the order of summation only on the widths.
     """
     T, H, nope, rank, rope = len(q), heads.num_heads, heads.nope_dim, heads.kv_rank, heads.rope
     assert q.shape[1:] == (H, heads.query_dim), f"expected queries [T, {H}, {heads.query_dim}]; got {tuple(q.shape)}"
     assert key.shape == (H, nope, rank), f"expected keys [{H}, {nope}, {rank}]; got {tuple(key.shape)}"
-    assert key.stride(1) == rank, "the rows of a head's keys are adjacent"
+    assert key.stride(1) == rank, "the rows of a head's keys must be adjacent"
     assert positions.shape == (T,), f"expected {T} positions; got {tuple(positions.shape)}"
     out = torch.empty((T, H, heads.row_dim), dtype=q.dtype, device=q.device)
     _kernel(nope, rank, rope.dim, rope.interleaved, token_tile(T), pdl)(

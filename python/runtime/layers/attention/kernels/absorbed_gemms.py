@@ -1,4 +1,4 @@
-"""Absorbed latent attention's two GEMMs per head on a GPU: by kernels that start early for few tokens, otherwise by `torch.bmm`."""
+"""The two GEMMs per head of absorbed latent attention on a GPU: CUDA kernels for few tokens, otherwise `torch.bmm`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.layers.latent_heads import LatentHeads
 
 
 def absorb(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: torch.Tensor, pdl: bool) -> torch.Tensor:
-    """Queries [T, H, query_dim] times keys [H, nope_dim, kv_rank], and rotated: [T, H, row_dim]. `pdl`: as in `absorb_queries`."""
+    """Multiply queries [T, H, query_dim] by keys [H, nope_dim, kv_rank], and rotate: [T, H, row_dim]. `pdl`: as in `absorb_queries`."""
     if absorb_queries.supports(q, heads, key):
         return absorb_queries.absorb_queries(q, heads, key, positions, pdl=pdl)
     query = absorb_by_bmm(q, heads, key)
@@ -20,7 +20,7 @@ def absorb(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, positions: to
 
 
 def project(attended: torch.Tensor, value: torch.Tensor, pdl: bool) -> torch.Tensor:
-    """Sums of latents [T, H, kv_rank] times values [H, value_dim, kv_rank]: [T, H, value_dim]. `pdl`: as in `project_values`."""
+    """Multiply sums of latents [T, H, kv_rank] by values [H, value_dim, kv_rank]: [T, H, value_dim]. `pdl`: as in `project_values`."""
     if project_values.supports(attended, value):
         return project_values.project_values(attended, value, pdl=pdl)
     return project_by_bmm(attended, value)

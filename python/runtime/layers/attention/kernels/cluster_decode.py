@@ -25,13 +25,13 @@ if TYPE_CHECKING:  # both import Triton
 
 HEAD_DIMS = (64, 128)
 MAX_ROWS = 64
-"""Most queries times query heads per KV head."""
+"""Maximum of queries times query heads per KV head."""
 TILE_ROWS, MAX_ROW_TILES = 16, 2
-"""Rows of a tensor core instruction, and most of these tiles that one cluster computes."""
+"""Rows of a tensor-core instruction, and maximum number of such tiles per cluster."""
 TILE_KEYS = 16
-"""Keys of a warp in one step."""
+"""Keys per warp and step."""
 MOST_BLOCKS = 16
-"""The largest cluster of Hopper."""
+"""Maximum blocks of a cluster on Hopper."""
 MOST_NEW = 8
 """Maximum queries per request whose heads the kernel rotates."""
 CHUNK = 8
@@ -42,11 +42,11 @@ FILES = ("cluster_parts.cu", "new_heads.cu", "cluster_decode.cu")
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """The tokens of a pass, whose heads are neither normed nor rotated nor stored yet.
+    """The tokens of a pass, whose heads are not normed, rotated or stored yet.
 
     Attributes:
         heads: how their rows become heads.
-        positions, slots: int64 [B * W], their positions and the cache slots that they write.
+        positions, slots: int64 [B * W], their positions and cache slots.
     """
 
     heads: RotaryHeads
@@ -56,7 +56,7 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a program is compiled for."""
+    """The compile-time parameters of a program."""
 
     head_dim: int
     row_tiles: int
@@ -124,18 +124,17 @@ def cluster_attention(
     new: NewTokens | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """`split_attention` for passes that the kernel `supports`; bit for bit, a result depends on its own request and on `shape`.
+    """`split_attention` for passes that the kernel `supports`; the bits of a result depend only on its own request and on `shape`.
 
     With `new`, `q` has the rows [B * W, (H + 2 G) * D] of the qkv projection, contiguous, and the kernel first does the work of
-    `rope_and_cache`: keys and values of these tokens are written to the caches. Each block rotates its own queries and the keys
-    and values that it reads, so no block waits for another. The slots are those that `keys` has for the last W keys of each request; a
-    token that no wanted query sees may have another.
-
-    With `pdl`, positions, slots and all keys but the last W of a request are read before the wait too: a kernel that waits before it
-    lets the next one start must run between what wrote them and this kernel. The embedding of each pass is one.
+    `rope_and_cache`: it writes keys and values of these tokens to the caches. Each block rotates its own queries and the keys and values
+    that it reads, so no block waits for another. The slots must be those of the last W keys of each request in `keys`; only a token that no
+    needed query sees may have another slot.
+    With `pdl`, positions, slots and all keys except the last W of a request are read before the wait. A kernel that waits before it
+    triggers the next launch, such as the embedding kernel, must therefore run between the kernels that write them and this one.
     """
     config, D, H, G = shape.config.cluster, shape.head_dim, shape.num_q_heads, shape.num_kv_heads
-    assert config is not None, "the shape has no cut for clusters"
+    assert config is not None, "the shape has no cluster config"
     assert q.is_contiguous(), "queries must be contiguous"
     group = H // G
     variant, row_blocks = _variant(config, D, shape.width * group, pdl, new is not None)
@@ -159,7 +158,7 @@ def cluster_attention(
 
 
 def inverse(group: int) -> int:
-    """A factor for the division of up to `MAX_ROWS` rows by `group`: the quotient is their product, shifted by 16 bits."""
+    """A factor that replaces division by `group` of numbers up to `MAX_ROWS`: the quotient is their product, shifted by 16 bits."""
     return (1 << 16) // group + 1
 
 
@@ -181,7 +180,9 @@ def _kernel(kernels: tuple[tuple[cuda_driver.Kernel, int], ...], clusters: int) 
 
 @cache
 def _kernels(variant: _Variant, largest: int) -> tuple[tuple[cuda_driver.Kernel, int], ...]:
-    """One program for clusters of any size, with their blocks, the largest first. All are loaded, so no batch size loads one later."""
+    """One kernel per cluster size, with the number of blocks, largest first. All are loaded now, so no batch size loads one while
+    serving.
+    """
     program, threads = source(variant), 32 * variant.warps
     return tuple(
         (
@@ -195,7 +196,7 @@ def _kernels(variant: _Variant, largest: int) -> tuple[tuple[cuda_driver.Kernel,
 
 
 def shared_bytes(variant: _Variant, size: int) -> int:
-    """Shared memory of a block of a cluster of `size`, in the order of the CUDA source."""
+    """Bytes of shared memory of a block in a cluster of `size`, in the order of the CUDA source."""
     v, columns = variant, variant.head_dim >> (size.bit_length() - 1)
     rows, ring = TILE_ROWS * v.row_tiles, v.stages * v.warps * TILE_KEYS * 2 * v.head_dim
     weights, queries, numbers = v.warps * v.row_tiles * 512, rows * 2 * v.head_dim, 3 * v.warps + 1 + 2 * MOST_BLOCKS + size * columns

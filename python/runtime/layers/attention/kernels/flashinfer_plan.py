@@ -36,13 +36,13 @@ class WorkItems:
 
     Attributes:
         requests, chunks: [count]; the request and the chunk of keys of each work item.
-        merge_indptr: [B * W + 1]; where the partial results of each query begin.
-        out_indptr: [B + 1]; where those of each request begin.
+        merge_indptr: [B * W + 1]; offsets of the partial results of each query.
+        out_indptr: [B + 1]; offsets of the partial results of each request.
         chunk_size: [1], keys of a chunk.
         valid: uint8 [count], whether the item runs.
         count: number of items, invalid ones included.
-        planned: number of items that the planner runs, the first ones.
-        tile: queries times heads of a group that an item covers.
+        planned: number of leading items that the planner enables.
+        tile: queries times heads of a group per item.
     """
 
     requests: torch.Tensor
@@ -65,7 +65,7 @@ def gather_pages(rows: torch.Tensor, lens: torch.Tensor, pages: torch.Tensor, pa
         pages: int32 [rows, max_pages], the page table.
         page_size: slots of a page.
         most_pages: upper bound of the pages of a request.
-        lists: written; pages up to `indptr[B]`.
+        lists: the output; pages are written up to `indptr[B]`.
     """
     B = rows.shape[0]
     _gather_kernel[(B, _page_blocks(most_pages))](
@@ -87,14 +87,14 @@ def trim_plan(
 ) -> None:
     """Run `gather_pages` and, in the same launch, trim a plan made from upper bounds to the lengths `lens`.
 
-    Untrimmed, outputs would be wrong: attention places the partial result of query i, chunk j at `i * chunks + j`, with
-    `chunks` counted from the true length, and the merge reads them at the planned count. So items past the end are
-    switched off and the offsets of partial results are recomputed. A plan can be trimmed again for other lengths.
+    With an untrimmed plan, outputs would be wrong: attention writes the partial result of query i and chunk j to `i * chunks + j`, where
+    `chunks` follows from the true length, but the merge reads with the planned number of chunks. Trimming disables items beyond the end and
+    recomputes the offsets of partial results. A plan can be trimmed again for other lengths.
 
     Args:
         items: the plan; `valid`, `merge_indptr` and `out_indptr` are written.
         width: queries per request.
-        window: keys before its own that a query sees; -1 for all.
+        window: number of keys before its own that a query sees; -1 for all.
 
     The other arguments are those of `gather_pages`.
     """
@@ -117,7 +117,7 @@ def _page_blocks(most_pages: int) -> int:
 
 @triton.jit(
     do_not_specialize=["num_requests", "page_size", "pages_stride"],
-    # The alignment of an eager pass depends on its size; one kernel serves all, so that none compiles while serving.
+    # Without specialisation on values: the alignment of eager passes depends on their size, and a kernel must not compile while serving.
     do_not_specialize_on_alignment=["lens_ptr", "last_ptr"],
 )
 def _gather_kernel(
@@ -155,7 +155,7 @@ def _gather(
     rows_ptr, lens_ptr, pages_ptr, indptr_ptr, indices_ptr, last_ptr, num_requests, page_size, pages_stride,
     BLOCK_B: tl.constexpr, BLOCK_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, chunk): one block of pages of request b, and its offsets."""
+    """Program (b, chunk) writes one block of pages of request b, and its offsets."""
     b = tl.program_id(0)
     chunk = tl.program_id(1)
     i = tl.arange(0, BLOCK_B)
@@ -187,7 +187,7 @@ def _trim(
     lens_ptr, requests_ptr, chunks_ptr, merge_ptr, outputs_ptr, chunk_ptr, valid_ptr, num_requests, width, num_items, num_planned,
     tile, window, BLOCK_B: tl.constexpr, BLOCK_ITEMS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Program b: offsets of the partial results of request b, and a block of work items."""
+    """Program b writes the offsets of the partial results of request b, and a block of work items."""
     pid = tl.program_id(0)
     chunk = tl.load(chunk_ptr)
     if pid < num_requests:

@@ -20,14 +20,14 @@ if TYPE_CHECKING:  # it imports Triton
 
 RANK, ROPE = 512, 64
 MOST_WIDTH = 8
-"""Maximum queries per request: each warp copies one of the pass's own keys."""
+"""Maximum queries per request, because each warp copies one of the pass's own keys."""
 TILE_ROWS, MOST_TILES = 8, 3
 """Rows (queries times heads) of a tensor-core instruction, and the maximum number of these tiles per cluster."""
 SIZES = (16, 8, 4)
 """Blocks per cluster, largest first; a device may not support more than 8."""
 THREADS = 256
 KEY_BYTES, SLOTS = 16 * (2 * (RANK + ROPE) + 16), 8
-"""Bytes of a tile of keys in shared memory, and tiles there."""
+"""Bytes of a tile of keys in shared memory, and number of such tiles."""
 STEP_KEYS, HALVES, SCORE_PITCH = 64, 2, 68
 LOG2_E = 1.4426950408889634
 
@@ -56,7 +56,7 @@ class ClusterCut:
 
 
 CUTS = tuple(ClusterCut(blocks, tiles) for blocks in SIZES for tiles in range(1, MOST_TILES + 1))
-"""All cuts, those with the least work per block first."""
+"""All cuts, in order of increasing work per block."""
 
 
 class _Pass(ctypes.Structure):
@@ -95,12 +95,12 @@ def supports(shape: LatentShape, page_size: int, cache: torch.Tensor, *, pdl: bo
 def latent_cluster_attention(
     q: torch.Tensor, cache: torch.Tensor, keys: PagedKeys, shape: LatentShape, scale: float, *, pdl: bool = False
 ) -> torch.Tensor:
-    """`latent_attention` for causal passes that the kernel `supports`; bit for bit, a result depends on its own request and on `shape`.
+    """`latent_attention` for causal passes that the kernel `supports`; the bits of a result depend only on its own request and on `shape`.
 
-    With `pdl`, all keys but the last W of a request are read before the wait too: a kernel that waits before it lets the next one start
-    must run between what wrote them and this kernel. The embedding of each pass is one.
+    With `pdl`, all keys except the last W of a request are read before the wait. A kernel that waits before it triggers the next launch,
+    such as the embedding kernel, must therefore run between the kernels that write them and this one.
     """
-    assert q.shape == (shape.batch * shape.width, shape.num_heads, RANK + ROPE), "queries of another pass than prepared"
+    assert q.shape == (shape.batch * shape.width, shape.num_heads, RANK + ROPE), "another pass was prepared"
     assert q.is_contiguous(), "queries must be contiguous"
     assert cache.is_contiguous(), "the cache must be contiguous"
     assert q.dtype is cache.dtype, f"expected queries in {cache.dtype}; got {q.dtype}"
@@ -120,7 +120,7 @@ def latent_cluster_attention(
 
 @cache
 def _clusters_at_once(early: bool) -> dict[ClusterCut, int]:
-    """Clusters that run at once, by cut. Loads all kernels, so that no batch size loads one later."""
+    """Number of clusters that run concurrently, by cut. Loads all kernels, so no batch size loads one while serving."""
     return {cut: _kernel(cut, early).clusters_at_once for cut in CUTS}
 
 

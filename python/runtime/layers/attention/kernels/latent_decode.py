@@ -27,7 +27,7 @@ MAX_SPLITS = 64
 """Maximum splits of one request."""
 FEW_SPLITS = 16
 MERGED_COLUMNS = 128
-"""Columns of one program that merges more than `FEW_SPLITS` parts: the rows are few then, and the parts of a row long to read."""
+"""Columns per program when more than `FEW_SPLITS` parts are merged: there are few rows then, each with many parts to read."""
 MAX_PARTIAL_ROWS = 2048
 """Maximum rows of partial results of one request: splits times queries times heads."""
 
@@ -37,11 +37,11 @@ class LatentShape:
     """A kind of pass: everything except its lengths.
 
     Attributes:
-        batch, width: requests, padding included, and queries per request.
+        batch, width: requests, including padding, and queries per request.
         num_heads: H.
-        rank, rope: columns of the latent, which are the values too, and of the rotated key; powers of two.
+        rank, rope: columns of the latent, which are also the values, and of the rotated key; powers of two.
         num_sms: SMs of the device.
-        config: how the work is cut.
+        config: how the work is split.
     """
 
     batch: int
@@ -75,7 +75,7 @@ class LatentShape:
 
     @property
     def partial_rows(self) -> int:
-        """Rows of all partial results of a pass; 0 if one program takes all keys."""
+        """Rows of all partial results of a pass; 0 if one program processes all keys."""
         return self.batch * self.splits * self.rows if self.splits > 1 else 0
 
 
@@ -107,26 +107,27 @@ def latent_attention(
     tail: int = 0,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Attend. Bit for bit, a result depends only on the request's own data and on `shape`.
+    """Attend. The bits of a result depend only on the request's own data and on `shape`.
 
     Args:
         q: [B * W, H, rank + rope] contiguous, W queries per request, bfloat16 or float16.
         cache: [num_pages, page_size, 1, rank + rope] contiguous.
         keys: location of the rows, at least W per request; a page has a power of two of slots.
         shape: the kind of pass.
-        workspace: built for `shape` among others.
+        workspace: built for shapes that include `shape`.
         scale: factor of the scores.
-        tree_mask: int64 [B * W]; bit t: the query sees the t-th of the last `tail` rows, and all before them. None: query i
-            sees all but the last W - 1 - i rows.
+        tree_mask: int64 [B * W]; bit t: whether the query sees the t-th of the last `tail` rows; it sees all earlier rows. None: query i
+        sees
+            all except the last W - 1 - i rows.
         tail: 1..64 with a mask.
-        pdl: start before the previous kernel has ended (programmatic dependent launch, Hopper). Row numbers, lengths and the
-            page table are read before the wait: a kernel that waits before it lets the next one start, as the embedding
-            does, must run between the kernels that write them and this one.
+        pdl: start before the previous kernel has ended (programmatic dependent launch, Hopper). Row numbers, lengths and the page table are
+            read before the wait. A kernel that waits before it triggers the next launch, such as the embedding kernel, must therefore run
+            between the kernels that write them and this one.
 
     Returns:
         [B * W, H, rank], the dtype of q.
     """
-    assert q.shape == (shape.batch * shape.width, shape.num_heads, shape.rank + shape.rope), "queries of another pass than prepared"
+    assert q.shape == (shape.batch * shape.width, shape.num_heads, shape.rank + shape.rope), "another pass was prepared"
     assert q.is_contiguous(), "queries must be contiguous"
     assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
     assert (tree_mask is None) == (tail == 0), "a tree has a mask and a tail"
@@ -148,7 +149,7 @@ def _merge_splits(
 ) -> None:
     """Merge the parts of each query and head."""
     few = splits <= FEW_SPLITS
-    padded = FEW_SPLITS if few else MAX_SPLITS  # two kernels to compile, not one for each power
+    padded = FEW_SPLITS if few else MAX_SPLITS  # two kernels instead of one per power of two
     columns = shape.rank if few else min(shape.rank, MERGED_COLUMNS)
     _merge_kernel[(shape.rows, shape.batch, shape.rank // columns)](
         seq_lens, out, workspace.out, workspace.top, workspace.total, splits, shape.rows, **shared, SPLITS=padded,
@@ -159,7 +160,7 @@ def _merge_splits(
 def trial_inputs(
     shape: LatentShape, page_size: int, dtype: torch.dtype, device: torch.device, length: int
 ) -> tuple[torch.Tensor, torch.Tensor, PagedKeys]:
-    """Queries, cache and location of `length` zero rows for each request of `shape`, to compile and time kernels with."""
+    """Zero queries, a zero cache and the location of `length` rows per request of `shape`, to compile and time kernels."""
     columns, pages_each = shape.rank + shape.rope, triton.cdiv(length, page_size)
     q = torch.zeros((shape.batch * shape.width, shape.num_heads, columns), dtype=dtype, device=device)
     cache = torch.zeros((shape.batch * pages_each, page_size, 1, columns), dtype=dtype, device=device)
@@ -171,7 +172,7 @@ def trial_inputs(
 def latent_trial(
     shape: LatentShape, page_size: int, dtype: torch.dtype, device: torch.device, length: int, *, tree: bool = False, pdl: bool
 ) -> Callable[[], torch.Tensor]:
-    """A function that attends to `length` zero rows per request, over buffers of its own."""
+    """A function that attends to `length` zero rows per request, with its own buffers."""
     q, cache, keys = trial_inputs(shape, page_size, dtype, device, length)
     workspace = LatentWorkspace([shape], device)
     mask = torch.ones(shape.batch * shape.width, dtype=torch.int64, device=device) if tree else None
@@ -203,7 +204,8 @@ def _latent_kernel(
     first = split * each
     last = tl.minimum(first + each, tiles)
     slots = tile_slots(pages, first, length, TILE, PAGE)
-    # Also without work: the next kernel waits for this one, and through it for the end of the previous kernel.
+    # Wait even without work: the next kernel waits only for this one, and through it for the previous kernel.
+
     if PDL:
         gdc_wait()
     if split < used:
@@ -225,7 +227,7 @@ def _latent_kernel(
             n = tile * TILE + tl.arange(0, TILE)
             n_in = n < length
             row = cache_ptr + slots[:, None] * (RANK + ROPE)
-            slots = tile_slots(pages, tile + 1, length, TILE, PAGE)  # one step early: no copy waits for a page
+            slots = tile_slots(pages, tile + 1, length, TILE, PAGE)  # one step early, so that copies do not wait for page numbers
             latent = tl.load(row + d[None, :], mask=n_in[:, None], other=0.0)
             key = tl.load(row + RANK + r[None, :], mask=n_in[:, None], other=0.0)
             scores = tl.dot(q_rope, tl.trans(key), tl.dot(q_latent, tl.trans(latent))) * scale
@@ -259,7 +261,7 @@ def _merge_kernel(
     lens_ptr, out_ptr, part_ptr, top_ptr, total_ptr, splits, rows,
     RANK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: merges the parts of some columns of one row, in an order that depends on the number of splits only."""
+    """One program merges the parts of some columns of one row, in an order that depends only on the number of splits."""
     m = tl.program_id(0)
     b = tl.program_id(1)
     if PDL:

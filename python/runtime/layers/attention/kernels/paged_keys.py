@@ -1,4 +1,4 @@
-"""Where a kernel finds the keys, or latent rows, of each request."""
+"""The location of each request's keys, or latent rows, for kernels."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class PagedKeys:
 
     Attributes:
         pages: int32 [rows, max_pages], the page table.
-        rows: int32 [B], its row of each request.
+        rows: int32 [B], the row of `pages` of each request.
         seq_lens: int32 [B], keys of each request.
         page_size: slots of a page.
-        schedule: for scheduled split-KV attention: the shares of each program.
+        schedule: the shares of each program, for scheduled split-KV attention; else None.
     """
 
     pages: torch.Tensor

@@ -13,14 +13,14 @@ from runtime.layers.kernels import cuda_driver
 
 TALL = 2
 ROWS = 16 * TALL
-"""Columns of a head's value that a block computes."""
+"""Value columns of a head per block."""
 COLUMNS = 64
-"""Columns of the latent that a warp multiplies."""
+"""Latent columns per warp."""
 MOST_WARPS = 16
 
 
 def supports(attended: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the kernel can project these rows on their device: few tokens in bfloat16, of whole tiles."""
+    """Whether the kernel supports these rows on their device: few tokens in bfloat16, with widths that are multiples of the tiles."""
     return (
         attended.is_cuda
         and attended.dtype is value.dtype is torch.bfloat16
@@ -37,19 +37,19 @@ def supports(attended: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def project_values(attended: torch.Tensor, value: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """Multiply weighted sums of latents by the value half of `kv_b_proj`: values of each head.
+    """Multiply weighted sums of latents by the value half of `kv_b_proj`.
 
     Args:
         attended: [T, H, kv_rank] contiguous, which the kernel `supports`.
         value: [H, value_dim, kv_rank]; heads may be strided.
-        pdl: start before the previous kernel has ended, load weights and wait (programmatic dependent launch).
+        pdl: start before the previous kernel has ended, load weights, then wait (programmatic dependent launch).
 
     Returns:
-        [T, H, value_dim] contiguous, each token from its own row only, summed in an order that `kv_rank` fixes.
+        [T, H, value_dim] contiguous. Each token depends only on its own row, and the order of summation only on `kv_rank`.
     """
     (T, H, rank), width = attended.shape, value.shape[1]
     assert value.shape == (H, width, rank), f"expected values [{H}, value_dim, {rank}]; got {tuple(value.shape)}"
-    assert value.stride(1) == rank, "the rows of a head's values are adjacent"
+    assert value.stride(1) == rank, "the rows of a head's values must be adjacent"
     out = torch.empty((T, H, width), dtype=attended.dtype, device=attended.device)
     _kernel(rank, width, token_tile(T), pdl)(
         H * (width // ROWS), (*map(cuda_driver.pointer, (attended, value, out)), *map(cuda_driver.int32, (T, value.stride(0)))), pdl

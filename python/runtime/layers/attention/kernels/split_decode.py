@@ -25,7 +25,7 @@ from runtime.layers.rope import RotaryHeads
 MERGED_AT_ONCE = 2
 """Shares that the last program of a scheduled request merges per step."""
 PREFETCH_TILES = 2
-"""Tiles that each program prefetches into L2 while the previous kernel still runs."""
+"""Tiles that each program prefetches into L2 while the previous kernel is still running."""
 LN_2 = 0.6931471805599453
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -35,7 +35,7 @@ Options = dict[str, int | bool]
 class SplitWorkspace:
     """Partial results, shared by all passes of one stream. Owned by the backend.
 
-    A pass writes here only after all earlier work has ended, early start or not, so splits of two layers never mix.
+    A pass writes here only after all earlier kernels have ended, even if it started early, so results of two layers never mix.
 
     Attributes:
         out: float32, by program, row and column: weighted sums of values, not yet normalised.
@@ -68,25 +68,25 @@ def split_attention(
     kv_scales: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Attend: [B * W, H, D], the dtype of q. Bit for bit, a result depends only on the request's own data, on `shape` and on the schedule.
+    """Attend: [B * W, H, D], the dtype of q. The bits of a result depend only on the request's own data, on `shape` and on the schedule.
 
-    One kernel runs the passes that `cluster_decode` supports if the config has a tiling for it; two Triton kernels run the others.
+    The cluster kernel runs the passes that it supports if the config has a tiling for it; two Triton kernels run the others.
 
     Args:
         q: [B * W, H, D] contiguous, W queries per request, bfloat16 or float16.
         k_cache, v_cache: [num_pages, page_size, G, D] contiguous.
         keys: location of the keys. With `causal` at least W per request; otherwise results of requests without keys are not written.
         shape: the kind of pass; `supports` must hold for its width.
-        workspace: built for `shape` among others.
+        workspace: built for shapes that include `shape`.
         scale: factor of the scores.
-        causal: query i sees all but the last W - 1 - i keys; otherwise all.
-        window: keys that a query sees before its own; -1 for all. With `lse` it requires `causal`.
+        causal: query i sees all except the last W - 1 - i keys; otherwise all.
+        window: number of keys before its own that a query sees; -1 for all. With `lse` it requires `causal`.
         sinks: [H], a score per head that is part of the softmax and has no value. Requires `causal`.
         lse: float32 [B * W, H] contiguous; receives the base-2 log-sum-exp.
-        kv_scales: float32 [2], factors of stored keys and values: caches in e4m3, which are converted in registers.
-        pdl: start before the previous kernel has ended and prefetch keys (programmatic dependent launch, Hopper). Row numbers,
-            lengths, the page table and keys of earlier passes are read before the wait: a kernel that waits before it lets the next one
-            start, as the embedding does, must run between the kernels that write them and this one.
+        kv_scales: float32 [2], factors of stored keys and values; the caches are then e4m3 and converted in registers.
+        pdl: start before the previous kernel has ended and prefetch keys (programmatic dependent launch, Hopper). Row numbers, lengths, the
+            page table and keys of earlier passes are read before the wait. A kernel that waits before it triggers the next launch, such as
+            the embedding kernel, must therefore run between the kernels that write them and this one.
     """
     _check(q, keys, shape, workspace)
     assert causal or sinks is None, "sinks require a causal pass"
@@ -102,11 +102,11 @@ def split_attention(
 
 
 def _check(q: torch.Tensor, keys: PagedKeys, shape: SplitShape, workspace: SplitWorkspace) -> None:
-    """Assert that a pass is the one that was prepared."""
-    assert shape.batch * shape.width == len(q), f"{len(q)} queries where {shape.batch} requests of {shape.width} were prepared"
+    """Assert that the pass was prepared."""
+    assert shape.batch * shape.width == len(q), f"{len(q)} queries, but {shape.batch} requests of {shape.width} were prepared"
     assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
     assert q.is_contiguous(), "queries must be contiguous"
-    assert (keys.schedule is not None) == shape.config.scheduled, "a scheduled config needs a schedule, another has none"
+    assert (keys.schedule is not None) == shape.config.scheduled, "a schedule must be given exactly if the config is scheduled"
 
 
 def _attend_shares(
@@ -143,12 +143,12 @@ def _merge_shares(outputs: Tensors, seq_lens: torch.Tensor, shape: SplitShape, s
     padded = triton.next_power_of_2(splits)
     _merge_kernel[(shape.num_kv_heads, shape.width * shared["GROUP"], shape.batch)](
         seq_lens, *outputs, splits, window, **shared,
-        SPLITS=padded, num_warps=min(max(padded * shape.head_dim // 1024, 1), 8),  # 32 values a thread
+        SPLITS=padded, num_warps=min(max(padded * shape.head_dim // 1024, 1), 8),  # 32 values per thread
     )  # fmt: skip
 
 
 def _shared_arguments(shape: SplitShape, window: bool, lse: bool, pdl: bool) -> Options:
-    """The constants that both kernels take, and how they are launched."""
+    """The compile-time constants and launch options of both kernels."""
     return dict(
         WIDTH=shape.width, GROUP=shape.num_q_heads // shape.num_kv_heads, NUM_KV=shape.num_kv_heads, D=shape.head_dim,
         TILE=shape.config.tile, ALONE=shape.config.alone, ROWS=shape.rows, WINDOW=window, LSE=lse, PDL=pdl,
@@ -173,8 +173,8 @@ def warm_up(
     """Run a pass of `shape` over zeros, to compile its kernels.
 
     Args:
-        scaled: over a cache in e4m3.
-        heads: of a layer that passes rows of its qkv projection to kernels that support them.
+        scaled: whether the cache is e4m3.
+        heads: the heads of a layer that passes rows of its qkv projection to kernels that support this.
     """
     q = torch.zeros((shape.batch * shape.width, shape.num_q_heads, shape.head_dim), dtype=dtype, device=device)
     stored = torch.float8_e4m3fn if scaled else dtype
@@ -242,7 +242,7 @@ def _attend(
 ):  # fmt: skip
     """Rows `m` of request `b` against tiles `first` to `last` of head `g`: sums of values, largest scores, sums of weights.
 
-    A sink takes part in share 0 alone.
+    Only share 0 includes the sink.
     """
     d = tl.arange(0, D)
     head = (b * WIDTH + m // GROUP) * (NUM_KV * GROUP) + g * GROUP + m % GROUP
@@ -262,7 +262,7 @@ def _attend(
         n = tile * TILE + tl.arange(0, TILE)
         n_in = n < length
         kv_at = (slots * NUM_KV + g)[:, None] * D + d[None, :]
-        slots = tile_slots(pages_ptr, tile + 1, length, TILE, PAGE)  # one step early: no copy waits for a page
+        slots = tile_slots(pages_ptr, tile + 1, length, TILE, PAGE)  # one step early, so that copies do not wait for page numbers
         k = tl.load(k_ptr + kv_at, mask=n_in[:, None], other=0.0)
         v = tl.load(v_ptr + kv_at, mask=n_in[:, None], other=0.0)
         if SCALED:
@@ -313,7 +313,7 @@ def _gather(
         share = start + tl.arange(0, AT_ONCE)
         inside = (share < used)[:, None] & (m < ROWS)[None, :]
         row = ((first + share) * NUM_KV + g)[:, None] * ROWS + m[None, :]
-        # Other SMs wrote these: bypass L1.
+        # Bypass L1, because other SMs wrote these.
         part = tl.load(part_ptr + row[:, :, None] * D + d[None, None, :], mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
         top = tl.load(top_ptr + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
         total = tl.load(total_ptr + row, mask=inside, other=0.0, cache_modifier=".cg")
@@ -339,10 +339,10 @@ def _split_kernel(
     BLOCK_M: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr, PREFETCH: tl.constexpr, SCHEDULED: tl.constexpr, SINKS: tl.constexpr,
     SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program: all queries of one request, or some rows of them, against one KV head's share of the keys.
+    """One program processes all queries of one request, or some rows of them, against one KV head's share of the keys.
 
-    With a schedule a program goes from share to share, up the items and down the next ones, and the last program of a
-    request to finish merges its shares.
+    With a schedule a program processes several shares, in increasing order of items in one round and decreasing in the next. The last
+    program of a request to finish merges its shares.
     """
     BLOCKS: tl.constexpr = max(ROWS // BLOCK_M, 1)
     g = tl.program_id(0) // BLOCKS
@@ -352,9 +352,9 @@ def _split_kernel(
         rounds = tl.cdiv(space, tl.num_programs(1))
     if PDL:
         gdc_launch_dependents()
-    # Lengths, schedule and tables are read before the wait, while earlier kernels that also started early may still
-    # run. All of those were launched by the last kernel that waited first (the embedding), or after the head of the graph:
-    # plan and page table were written by then. Keys may be missing; a prefetch is only a hint.
+    # Lengths, schedule and tables are read before the wait, while earlier kernels that also started early may still run. All of these were
+    # launched after the last kernel that waited first (the embedding), or after the start of the graph, when plan and page table were
+    # written. Keys may not be written yet; a prefetch is only a hint.
     for r in range(0, rounds):
         split, b = tl.program_id(1), tl.program_id(2)
         item = b * splits + split
@@ -386,7 +386,7 @@ def _split_kernel(
                 tl.store(top_ptr + row, top, mask=m < ROWS)
                 tl.store(total_ptr + row, total, mask=m < ROWS)
                 if SCHEDULED:
-                    tl.debug_barrier()  # all threads have stored before one announces it
+                    tl.debug_barrier()  # all threads must have stored before one thread signals it
                     arrived = arrived_ptr + b * tl.num_programs(0) + tl.program_id(0)
                     if tl.atomic_add(arrived, 1, sem="acq_rel") == used - 1:
                         tl.store(arrived, 0)
@@ -402,14 +402,14 @@ def _merge_kernel(
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr,
     ROWS: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program: merges the shares of one query and head, in an order that depends on the number of splits only."""
+    """One program merges the shares of one query and head, in an order that depends only on the number of splits."""
     g = tl.program_id(0)
     m = tl.program_id(1)
     b = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
     _, _, _, used = _cut(tl.load(lens_ptr + b), splits, window, WIDTH, TILE, ALONE, WINDOW)
-    # Also without work: the next kernel waits for this one, and through it for the end of the previous kernel.
+    # Wait even without work: the next kernel waits only for this one, and through it for the previous kernel.
     if PDL:
         gdc_wait()
     if used > 1:

@@ -1,4 +1,4 @@
-"""The split-KV schedule: cuts requests into shares of similar length, from the lengths on the device."""
+"""The split-KV schedule: splits the keys of requests into shares of similar length, from the lengths on the device."""
 
 # Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false
@@ -12,18 +12,18 @@ import triton
 import triton.language as tl
 
 MAX_SCHEDULED = 128
-"""Requests that one schedule can hold; a single program compares all of them."""
+"""Maximum requests of one schedule; a single program compares all of them."""
 MAX_SHARES = 32
 """Maximum splits of one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkSchedule:
-    """The shares of a pass, in the order in which programs take them. The shares of a request are adjacent.
+    """The shares of a pass, in the order in which programs process them. The shares of a request are adjacent.
 
     Attributes:
-        items: int32 [(splits + 1) * B], see `pack`: the longest shares first, then -1.
-        arrived: int32 [B, parts], finished shares of a request and part; zero between passes.
+        items: int32 [(splits + 1) * B], packed by `pack`: the longest shares first, then -1.
+        arrived: int32 [B, parts], number of finished shares by request and part; zero between passes.
     """
 
     items: torch.Tensor
@@ -38,14 +38,13 @@ class WorkSchedule:
 
 
 def schedule_work(lens: torch.Tensor, splits: int, tile: int, out: WorkSchedule) -> None:
-    """Cut requests of lens int32 [B] into shares not much longer than the mean share. A tile of `tile` keys is not cut.
+    """Split requests of lens int32 [B] into shares of whole tiles of `tile` keys, not much longer than the mean share.
 
-    With s = `splits`, a share has at most (1 + 1 / 4s) / s of the mean length, so that requests of equal length get s
-    shares each, and all requests together get fewer than (s + 1) B. The order is longest processing time first (Graham
-    1969). May be captured.
+    With s = `splits`, a share has at most (1 + 1 / 4s) / s of the mean length, so requests of equal length get s shares each, and all
+    requests together get fewer than (s + 1) B. The order is longest processing time first (Graham 1969). Can be captured.
     """
     batch, space = len(lens), len(out.items)
-    assert batch <= MAX_SCHEDULED, f"a schedule holds {MAX_SCHEDULED} requests, not {batch}"
+    assert batch <= MAX_SCHEDULED, f"a schedule has at most {MAX_SCHEDULED} requests; got {batch}"
     block = triton.next_power_of_2(batch)
     _schedule_kernel[(1,)](
         lens, out.items, batch, space, splits,
@@ -61,7 +60,7 @@ def pack(request, share, shares):
 
 @triton.jit
 def unpack(item):
-    """Request, share and number of shares of an item; -1 gives a share past the last, which has no work."""
+    """Request, share and number of shares of an item; -1 gives a share beyond the last, which has no work."""
     return tl.maximum(item, 0) & 1023, (item >> 10) & 1023, tl.maximum(item, 1 << 20) >> 20
 
 
@@ -75,7 +74,7 @@ def _schedule_kernel(
     tiles = tl.where(inside, tl.cdiv(tl.load(lens_ptr + i, mask=inside, other=0), TILE), 0)
     cap = tl.maximum(tl.cdiv(tl.sum(tiles, 0) * (4 * splits + 1), 4 * splits * splits * count), 1)
     shares = tl.where(inside, tl.minimum(tl.maximum(tl.cdiv(tiles, cap), 1), MOST), 0)
-    # a key to sort by: longest shares first, then request number
+    # sort key: longest shares first, then request number
     key = tl.cdiv(tiles, tl.maximum(shares, 1)) * BLOCK + (BLOCK - 1 - i)
     before = key[None, :] > key[:, None]
     first = tl.sum(tl.where(before, shares[None, :] + tl.zeros_like(before).to(tl.int32), 0), 1)

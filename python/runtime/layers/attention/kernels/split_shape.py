@@ -1,4 +1,4 @@
-"""A kind of split-KV pass: its sizes, and how many programs share its keys."""
+"""A kind of split-KV pass: its sizes, and the number of programs over which its keys are split."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MAX_WIDTH = 16
 MAX_ROWS = 128
 """Maximum queries times query heads per KV head."""
 BLOCK_ROWS, WIDE_BLOCK_ROWS = 64, 32
-"""Maximum of these rows per program, for head dimensions up to 256 and above."""
+"""Maximum rows per program, for head dimensions up to 256 and above."""
 MAX_SPLITS = MAX_SHARES
 MAX_ROTATED = 1 << 14
-"""Entries of a pass's new keys up to which rotating them inside the attention kernel is as fast as in a separate kernel."""
+"""Maximum number of values in a pass's new keys for which rotating them in the attention kernel is as fast as in a separate kernel."""
 
 
 def supports(width: int, num_q_heads: int, num_kv_heads: int) -> bool:
@@ -32,7 +32,7 @@ class SplitShape:
     """A kind of pass: everything except its lengths.
 
     Attributes:
-        batch, width: requests, padding included, and queries per request.
+        batch, width: requests, including padding, and queries per request.
         num_q_heads, num_kv_heads, head_dim: H, G, D; D is 64, 128, 256 or 512.
         num_sms: SMs of the device.
         config: how the work is split.
@@ -53,41 +53,41 @@ class SplitShape:
 
     @property
     def block_rows(self) -> int:
-        """Rows that one program computes, at least the 16 of a tensor core."""
+        """Rows per program, at least the 16 of a tensor-core tile."""
         return max(min(self.rows, BLOCK_ROWS if self.head_dim <= 256 else WIDE_BLOCK_ROWS), 16)
 
     @property
     def parts(self) -> int:
-        """KV heads times the programs that share the rows of one."""
+        """KV heads times the programs over which the rows of one head are split."""
         return max(self.rows // self.block_rows, 1) * self.num_kv_heads
 
     @property
     def splits(self) -> int:
-        """Programs per request and part. They do not depend on lengths, so a captured grid holds for all of them."""
+        """Programs per request and part. Independent of lengths, so a captured grid is valid for all."""
         wanted = self.config.programs_per_sm * self.num_sms // (self.batch * self.parts)
         return max(min(wanted, MAX_SPLITS, self.config.max_partial_rows // self.rows), 1)
 
     @property
     def programs(self) -> int:
-        """Programs per part of a scheduled pass: as many as the device runs at once."""
+        """Programs per part of a scheduled pass: as many as the device runs concurrently."""
         return max(self.config.programs_per_sm * self.num_sms // self.parts, 1)
 
     @property
     def partial_rows(self) -> int:
-        """Rows of all partial results of a pass; 0 if one program takes all keys of a request."""
+        """Rows of all partial results of a pass; 0 if one program processes all keys of a request."""
         shares = self.splits + 1 if self.config.scheduled else self.splits
         return self.batch * self.num_kv_heads * shares * self.rows if shares > 1 else 0
 
     @property
     def rotates(self) -> bool:
-        """Whether a kernel that can rotate the pass's new heads should."""
+        """Whether a kernel that can rotate the pass's new heads should do so."""
         return self.batch * self.width * self.num_kv_heads * self.head_dim <= MAX_ROTATED
 
     def empty_schedule(self, device: torch.device) -> WorkSchedule | None:
-        """Buffers for `schedule_work`; None if every request has `splits` programs of its own."""
+        """Buffers for `schedule_work`; None if every request has its own `splits` programs."""
         return WorkSchedule.empty(self.batch, self.parts, self.splits, device) if self.config.scheduled else None
 
 
 def one_of_each_kernel(shapes: Iterable[SplitShape]) -> list[SplitShape]:
-    """One of `shapes` for each kernel that has to be compiled."""
+    """One of `shapes` for each kernel to compile."""
     return list({(shape.config, shape.width, triton.next_power_of_2(shape.splits), shape.rotates): shape for shape in shapes}.values())

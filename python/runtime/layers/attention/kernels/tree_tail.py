@@ -1,4 +1,4 @@
-"""The tail of a tree pass: attention to the last keys under a bit mask, merged with that to all earlier keys."""
+"""The tail of a tree pass: attention to the last keys under a bit mask, merged with attention to all earlier keys."""
 
 # Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false
@@ -36,12 +36,12 @@ def merge_tree_tail(
         k_cache, v_cache: [num_pages, page_size, G, D].
         keys: location of all keys.
         tail: number of keys at the end of each request that the masks cover.
-        mask: int64 [B * W]; bit t: the query sees the t-th key of the tail.
+        mask: int64 [B * W]; bit t: whether the query sees the t-th key of the tail.
         scale: factor of the scores.
         prefix_out: [B * W, H, D] contiguous, attention over the keys before the tail; arbitrary if there are none.
         prefix_lse: float32, its log-sum-exp, a [B * W, H] view with any strides.
         lse_in_bits: whether `prefix_lse` is a base-2 logarithm.
-        sinks: [H], a score per head that takes part in the softmax and has no value; the prefix has not counted it.
+        sinks: [H], a score per head that is part of the softmax and has no value; `prefix_out` does not include it.
         kv_scales: as in `split_attention`.
 
     Returns:
@@ -71,7 +71,7 @@ def _tail_kernel(
     GROUP: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, LSE_SCALE: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, g, block): up to 64 queries of request b against the tail of KV head g."""
+    """Program (b, g, block) processes up to 64 queries of request b against the tail of KV head g."""
     b = tl.program_id(0)
     g = tl.program_id(1)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -103,7 +103,7 @@ def _tail_kernel(
     visible = (((bits[:, None] >> n[None, :].to(tl.int64)) & 1) == 1) & key_in[None, :]
     scores = tl.where(visible, scores, float("-inf"))
 
-    # The prefix takes part as one more key whose score is its log-sum-exp. Without a prefix its output may even be NaN.
+    # The prefix counts as one more key whose score is its log-sum-exp. Without a prefix its output may even be NaN.
     has_prefix = m_in & (start > 0)
     lse = tl.load(lse_ptr + token * lse_stride_t + head * lse_stride_h, mask=has_prefix, other=float("-inf")) * LSE_SCALE
     before = tl.load(out_ptr + q_at, mask=has_prefix[:, None] & d_in[None, :], other=0.0).to(tl.float32)
@@ -112,7 +112,7 @@ def _tail_kernel(
     if SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
         top = tl.maximum(top, sink)
-    top = tl.where(top == float("-inf"), 0.0, top)  # a row that sees nothing stays finite
+    top = tl.where(top == float("-inf"), 0.0, top)  # keeps a row without visible keys finite
     weights = tl.exp(scores - top[:, None])
     prefix_weight = tl.exp(lse - top)
     total = tl.sum(weights, 1) + prefix_weight

@@ -1,4 +1,4 @@
-"""Attention of prompts with heads wider than FA3's: a head is read in two halves, and the queries of a group share each key.
+"""Attention over prompts with heads wider than FA3's: a head is read in two halves, and the query heads of a group share each key.
 
 Source: FlashAttention-2, Dao 2023, arXiv:2307.08691.
 """
@@ -18,7 +18,7 @@ from runtime.layers.attention.kernels.split_decode import LN_2
 from runtime.layers.attention.kernels.tile_slots import tile_slots
 
 ROWS, TILE = 64, 32
-"""Rows of a program, which are queries times heads of a group; keys of one step."""
+"""Rows per program, which are queries times heads of a group, and keys per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,10 @@ class PromptKeys:
 
     Attributes:
         pages: int32 [rows, max_pages], the page table.
-        rows: int32 [B], its row of each request.
-        seq_lens: int32 [B], keys of each request, its queries' own included.
+        rows: int32 [B], the row of `pages` of each request.
+        seq_lens: int32 [B], keys of each request, including those of its queries.
         qo_indptr: int32 [B + 1], offsets of the queries.
-        max_queries: the most queries of a request.
+        max_queries: maximum queries of a request.
         page_size: slots of a page.
     """
 
@@ -52,7 +52,7 @@ def wide_prefill(
         k_cache, v_cache: [num_pages, page_size, G, D] contiguous; H / G is at most `ROWS`.
         keys: location of queries and keys.
         scale: factor of the scores.
-        window: keys that a query sees before its own; -1 for all.
+        window: number of keys before its own that a query sees; -1 for all.
 
     Returns:
         [T, H, D], the dtype of q.
@@ -74,7 +74,7 @@ def _prefill_kernel(
     GROUP: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One program: some queries of one request, all heads of one KV head, against all keys that they see."""
+    """One program processes some queries of one request, all query heads of one KV head, against all keys that they see."""
     first, g, b = tl.program_id(0) * TOKENS, tl.program_id(1), tl.program_id(2)
     start = tl.load(indptr_ptr + b)
     width = tl.load(indptr_ptr + b + 1) - start

@@ -1,4 +1,4 @@
-"""Convert the 8-bit keys and values of several requests to 16 bits, from their pages to a dense buffer (Triton)."""
+"""Converts the 8-bit keys and values of several requests to 16 bits, from their pages to a dense buffer (Triton)."""
 
 # Only Triton's types describe kernel[grid](...).
 # pyright: reportIndexIssue=false
@@ -12,7 +12,7 @@ import triton.language as tl
 from runtime.layers.attention.kernels.paged_keys import PagedKeys
 
 BLOCK = 8192
-"""Numbers that a program converts."""
+"""Values per program."""
 
 
 @triton.jit(do_not_specialize=["table_width", "columns", "part_stride"], do_not_specialize_on_alignment=["rows_ptr", "lens_ptr"])
@@ -35,13 +35,13 @@ def _widen_kernel(k_ptr, v_ptr, out_ptr, pages_ptr, rows_ptr, lens_ptr, scales_p
 def widen_keys(
     k_cache: torch.Tensor, v_cache: torch.Tensor, keys: PagedKeys, scales: torch.Tensor, columns: int, out: torch.Tensor
 ) -> None:
-    """Write the keys and values of each request, times their scale, to `out`. Pages past a request's last key stay as they are.
+    """Write the keys and values of each request, times their scale, to `out`. Pages beyond a request's last key are not written.
 
     Args:
         k_cache, v_cache: e4m3 [num_pages, page_size, G, D], contiguous.
         keys: rows int32 [B] and seq_lens int32 [B] of the requests.
         scales: float32 [2], of keys and of values.
-        columns: most pages of a request.
+        columns: maximum pages of a request.
         out: [2, at least B * columns, page_size, G, D] in 16 bits, contiguous; page c of request i goes to i * columns + c.
     """
     numbers = k_cache[0].numel()

@@ -1,4 +1,4 @@
-"""Sort (token, expert) pairs by expert, in whole tiles, on the device: stable, in CUDA C++ on Hopper (`align.cu`), otherwise in Triton."""
+"""Sorts (token, expert) pairs by expert into whole tiles on the device, stably: in CUDA C++ on Hopper (`align.cu`), otherwise in Triton."""
 
 # pyright: reportIndexIssue=false
 # A kernel is launched as kernel[grid](...), which only Triton's own types explain.
@@ -19,10 +19,10 @@ from runtime.layers.kernels.cuda_program import program
 from runtime.layers.kernels.pdl import launch_options, pdl_sync
 
 FEW_PAIRS, SHORT, LONG = 4096, 128, 512
-"""Up to this many pairs, chunks are short, otherwise long, because every program reads the counts of all chunks."""
+"""Up to `FEW_PAIRS` pairs, chunks have `SHORT` pairs, otherwise `LONG`, because every program reads the counts of all chunks."""
 CHUNKS_PER_LOAD = 16
 COMPARED = 64
-"""Pairs with which all pairs of a chunk are compared at once: a whole chunk of them would need a thousand registers of each thread."""
+"""Number of pairs with which all pairs of a chunk are compared at once; a whole chunk would need a thousand registers per thread."""
 BLOCKS, WARPS = 8, 32
 """The CUDA kernel's blocks per cluster, which every device supports, and warps per block."""
 
@@ -32,11 +32,12 @@ class Aligned:
     """P pairs sorted by expert; each expert's pairs begin at a tile of `rows` and are padded to whole tiles.
 
     Attributes:
-        pairs: int32 [tiles * rows]: indices of pairs, P where a tile is padded; undefined from tile `used` on.
+        pairs: int32 [tiles * rows]: indices of pairs, P for padding; undefined from tile `used` on.
         experts: int32 [tiles]: the expert of each tile; undefined from tile `used` on.
-        places: int32 [tiles, 2]: how many tiles of its expert lie before a tile, and its expert's pairs from this tile on; undefined from
-            tile `used` on.
-        used: int32 [1]: tiles with pairs.
+        places: int32 [tiles, 2]: for each tile the number of preceding tiles of its expert, and the number of its expert's pairs from this
+        tile
+            on; undefined from tile `used` on.
+        used: int32 [1]: number of tiles with pairs.
         rows: rows per tile.
     """
 
@@ -53,7 +54,7 @@ class Aligned:
 
     @property
     def argument(self) -> AlignedArgument:
-        """As a parameter of the CUDA kernels."""
+        """The parameter of the CUDA kernels."""
         return AlignedArgument(*(tensor.data_ptr() for tensor in (self.pairs, self.experts, self.places, self.used)))
 
 
@@ -64,7 +65,7 @@ class AlignedArgument(ctypes.Structure):
 
 
 def align(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl: bool = False) -> Aligned:
-    """Sort the pairs of `ids`, int32 [T, k], that belong to the experts `first` to `first + experts`; others are left out."""
+    """Sort the pairs of `ids`, int32 [T, k], whose expert is one of `first` to `first + experts - 1`; other pairs are skipped."""
     in_cuda = experts <= 32 * WARPS and cuda_driver.on_hopper(ids)
     return (align_in_cuda if in_cuda else align_in_triton)(ids, first, experts, rows, pdl=pdl)
 
@@ -78,7 +79,7 @@ def align_in_cuda(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl
 
 
 def _empty(ids: torch.Tensor, experts: int, rows: int) -> Aligned:
-    """Memory for the results."""
+    """Uninitialised results."""
     count = ids.numel()
     tiles = min(count, triton.cdiv(count + experts * (rows - 1), rows))
     sizes = (tiles * rows, tiles, (tiles, 2), 1)
@@ -117,7 +118,7 @@ def align_in_triton(ids: torch.Tensor, first: int, experts: int, rows: int, *, p
 
 @triton.jit(do_not_specialize=["count", "first"])
 def _count_kernel(ids_ptr, counts_ptr, count, first, experts, CHUNK: tl.constexpr, E_PAD: tl.constexpr, PDL: tl.constexpr):
-    """One program: how many pairs of one chunk each expert has."""
+    """One program counts the pairs of each expert in one chunk."""
     pdl_sync(PDL)
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     own = tl.load(ids_ptr + i, mask=i < count, other=-1) - first
@@ -132,7 +133,7 @@ def _place_kernel(
     ROWS: tl.constexpr, PADDING: tl.constexpr, CHUNK: tl.constexpr, LOAD: tl.constexpr, COMPARED: tl.constexpr, E_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the places of one chunk of pairs; or, after the chunks, the padding of one expert and the experts of its tiles."""
+    """One program writes the places of one chunk of pairs, or, after the chunks, the padding of one expert and the experts of its tiles."""
     pdl_sync(PDL)
     program = tl.program_id(0)
     e = tl.arange(0, E_PAD)

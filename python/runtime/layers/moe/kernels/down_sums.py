@@ -16,7 +16,7 @@ from runtime.layers.moe.kernels.routing_argument import RoutingArgument
 from runtime.layers.moe.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
 
 MOST_PAIRS = 32
-"""Pairs of token and expert that a warp holds in its registers."""
+"""Maximum pairs of token and expert: a warp keeps them in registers."""
 MOST_TOKENS = 8
 DEPTH = 3
 """Stages per warp for weights. With one token, a block fits on an SM together with a block of the preceding GEMM, except for MXFP4."""
@@ -31,8 +31,7 @@ REGISTERS = 1 << 16
 GEMM_REGISTERS = {"dense": 256 * 88, "fp8": 256 * 88, "mxfp4": 256 * 120}
 """Registers per block of the preceding GEMM, for up to 8 tokens; for one token in MXFP4 that block fills its SM."""
 LEAST_REGISTERS = 80
-"""Of a thread of this kernel; with fewer it spills. These counts are the compiler's for the architecture, alike on all Hopper GPUs, which
-alone run the kernel."""
+"""Registers per thread below which this kernel spills, by the compiler for Hopper, the only architecture that runs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +44,12 @@ class _Cut:
 
 
 CUTS = (_Cut(16, 1, 1), _Cut(12, 3, 2))
-"""One tile per block, or one and a half if the columns need more blocks than a device runs at once."""
+"""One tile per block, or one and a half if the columns need more blocks than a device runs concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What the kernel is compiled for."""
+    """The compile-time parameters of the kernel."""
 
     format: WeightFormat
     even: bool
@@ -69,7 +68,7 @@ def supports(down: ExpertWeights, tokens: int, top_k: int) -> bool:
 
 
 def pays(weights: WeightFormat, tokens: int) -> bool:
-    """Whether this kernel is faster than a GEMM over pairs and a sum, as measured. With several tokens, weights may be widened twice."""
+    """Whether this kernel is faster than a GEMM over pairs and a sum, as measured: with several tokens, it may convert weights twice."""
     return weights != "mxfp4" or tokens == 1
 
 
@@ -91,8 +90,8 @@ def down_sums(
         down: weights that the kernel `supports`.
         out: [T, hidden] contiguous, float32 or bfloat16.
         add: add to `out` instead of overwriting it.
-        deferred: what is also written for the norm that reads `out` next; `squares` has hidden / 16 columns.
-        pdl: as in `triton_gemm`; the preceding kernel read the routing after its wait.
+        deferred: additional outputs for the norm that reads `out` next; `squares` has hidden / 16 columns.
+        pdl: as in `triton_gemm`; the preceding kernel must have read the routing after its wait.
     """
     (_, hidden, inner), tokens = down.shape, len(out)
     cut = best_cut(hidden, torch.cuda.get_device_properties(out.device).multi_processor_count)
@@ -110,7 +109,7 @@ def down_sums(
 
 
 def best_cut(hidden: int, multiprocessors: int) -> _Cut:
-    """The cut by which the SM with most work has least."""
+    """The cut that minimises the work of the busiest SM."""
 
     def most_tiles(cut: _Cut) -> float:
         return -(-hidden // (ROWS * cut.tiles) * cut.blocks // multiprocessors) * cut.tiles / cut.blocks
@@ -119,7 +118,7 @@ def best_cut(hidden: int, multiprocessors: int) -> _Cut:
 
 
 def shared_bytes(variant: _Variant, tokens: int) -> int:
-    """Shared memory per block: the stages of its warps."""
+    """Bytes of shared memory per block: the stages of its warps."""
     stage = STAGE_BYTES[variant.format] + min(tokens, PASS) * TOKEN_BYTES[variant.format]
     return variant.cut.warps * DEPTH * stage
 

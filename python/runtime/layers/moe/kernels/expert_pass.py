@@ -1,4 +1,4 @@
-"""One pass of tokens through a layer's experts, as the GPU's kernels run it."""
+"""The arguments of a pass of tokens through a layer's experts, for GPU kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.layers.moe.router import Routing
 
 
 class ExpertPass(NamedTuple):
-    """What a layer's experts are to compute: `out[t] = sum(weight * down(act(gate(x[t]), up(x[t]))))` over the experts of each token.
+    """A pass through the experts: `out[t] = sum(weight * down(act(gate(x[t]), up(x[t]))))` over the experts of each token.
 
     Attributes:
         x: [T, hidden] contiguous.
@@ -20,7 +20,7 @@ class ExpertPass(NamedTuple):
         down: [E, hidden, I].
         routed: the experts of each token.
         out: [T, hidden] contiguous, any float dtype.
-        first: id of the first of these E experts; tokens' other experts are left out.
+        first: id of the first of these E experts; experts of other ranks are skipped.
         pdl: as in `triton_gemm`.
     """
 
@@ -34,7 +34,7 @@ class ExpertPass(NamedTuple):
     pdl: bool = False
 
     def check(self) -> None:
-        """Assert what every kernel asks."""
+        """Assert the requirements of all kernels."""
         x, gate_up, down, out = self.x, self.gate_up, self.down, self.out
         (T, hidden), (E, _, inner) = x.shape, down.shape
         assert T > 0, "expected at least one row"

@@ -1,4 +1,4 @@
-"""The stacked weights of one projection of a layer's experts, as kernels read them."""
+"""The stacked weights of one projection of a layer's experts, for kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.layers.kernels.weight_step import DENSE, FP8, MXFP4
 from runtime.layers.quantization.mxfp4 import GROUP, ROWS
 
 FORMATS: dict[WeightFormat, int] = {"dense": DENSE.value, "fp8": FP8.value, "mxfp4": MXFP4.value}
-"""The constants that kernels know the formats by."""
+"""The constants of the formats in kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ExpertWeights:
 
     @property
     def format(self) -> WeightFormat:
-        """How the weights are stored."""
+        """The format of the weights."""
         return "dense" if self.scale is None else "mxfp4" if self.weight.dtype is torch.uint8 else "fp8"
 
     @property

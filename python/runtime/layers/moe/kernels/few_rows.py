@@ -1,9 +1,8 @@
 """Experts for few tokens, as in decoding: two kernels that read each weight of the selected experts once.
 
-They serve the dtypes and shapes that `fragment_rows` does not.
-
-No sort, no atomics: programs find the selected experts in the routing's bit masks, and every token is a column of the
-tensor cores' right operand, with zeros if it is not routed to the expert. One graph serves every routing.
+They run the dtypes and shapes that `fragment_rows` does not support.
+There is no sort and no atomic operation: programs find the selected experts in the routing's bit masks, and every token is a column of the
+tensor cores' right operand, with zeros if it is not routed to the expert. One graph is valid for any routing.
 """
 
 # pyright: reportIndexIssue=false
@@ -25,7 +24,7 @@ from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
 from runtime.layers.moe.kernels.gate import apply_gate
 
 MAX_ROWS = 64
-"""Tokens, at most."""
+"""Maximum tokens."""
 
 
 def experts_in_triton(
@@ -36,7 +35,7 @@ def experts_in_triton(
     Args:
         configs: the tilings of the two kernels.
         add: add to `out` instead of overwriting it.
-        deferred: with `add`: what is also written for the norm that reads `out` next; `configs[1].parts(hidden)` squares per row.
+        deferred: with `add`: additional outputs for the norm that reads `out` next; `configs[1].parts(hidden)` squares per row.
 
     The order of sums depends only on the shapes, the routing of all tokens and `configs`.
     """
@@ -46,7 +45,7 @@ def experts_in_triton(
     experts.check()
     inner, slots, block_m = N // 2, min(E, T * top_k), max(8, triton.next_power_of_2(T))
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
-    # Of each slot: the expert, then the index of each token's pair in h, or -1; and last the number of slots.
+    # For each slot: the expert, then the index of each token's pair in h, or -1. The last entry is the number of slots.
     plan = torch.empty(slots * (block_m + 1) + 1, dtype=torch.int32, device=x.device)
     up, last = (_fit(config, weights) for config, weights in zip(configs, (gate_up, down), strict=True))
     common = dict(BLOCK_M=block_m, TOP_K=top_k, PTX=x.is_cuda and x.dtype is torch.bfloat16, PDL=pdl, **launch_options(pdl))
@@ -65,7 +64,7 @@ def experts_in_triton(
 
 
 def _fit(config: StepConfig, weights: ExpertWeights) -> StepConfig:
-    """The tiling, with pieces of columns that one scale holds for."""
+    """The tiling, limited so that one scale applies to all columns of a piece."""
     columns = weights.scale_layout[3]
     if weights.format != "fp8" or config.block_k <= columns:
         return config
@@ -87,7 +86,7 @@ def _up_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: `BLOCK_N / 2` gate rows and the matching up rows of one expert that is hit."""
+    """One program multiplies by `BLOCK_N / 2` gate rows and the matching up rows of one selected expert."""
     pdl_sync(PDL)
     tile, slot = tl.program_id(0), tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
@@ -146,7 +145,7 @@ def _down_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: `BLOCK_N` outputs of all tokens, summed over the experts that are hit, one after another."""
+    """One program computes `BLOCK_N` outputs of all tokens, summed over the selected experts, one after another."""
     pdl_sync(PDL)
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,4 +1,4 @@
-"""Experts for few tokens in CUDA C++: weights go straight from memory into the tensor cores' fragments (`few_rows.cu`)."""
+"""Experts for few tokens in CUDA C++: weights go straight from memory into tensor-core fragments (`few_rows.cu`)."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from runtime.layers.moe.kernels.stages import STAGE_BYTES, STAGE_COLUMNS, STAGES
 
 MOST_TOKENS = 256
 SMALL_PAIRS = 32
-"""Pairs of token and expert that a GEMM warp keeps in its registers."""
+"""Maximum pairs of token and expert that a GEMM warp keeps in registers."""
 SHARED_BYTES = 226 * 1024
 """Shared memory per SM for all its blocks."""
 SCALE_COPY = 8
-"""Bytes of MXFP4 scales that a lane copies at once; a tensor is a whole number of them."""
+"""Bytes of MXFP4 scales that a lane copies at once; the size of a tensor must be a multiple."""
 MOST_TOP_K = 16
-"""Maximum experts per token: the list of pairs is in shared memory that sums reuse later."""
+"""Maximum experts per token, because the list of pairs must fit shared memory that sums reuse later."""
 SEGMENTS = 12
-"""Maximum sets of tokens per block: its cost is up to 5 / 4 of that of `SEGMENTS - 4` passes, and it may split two more."""
+"""Maximum sets of tokens per block: its cost is up to 5 / 4 of that of `SEGMENTS - 4` passes, and it may share two more with its
+neighbours."""
 ROW_OFFSETS = {"dense": 64, "fp8": 16, "mxfp4": 64}
 """Offset of the next token in shared memory modulo the 128 bytes of the banks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a GEMM is cut.
+    """The division of a GEMM into blocks.
 
     Attributes:
-        warps: of a block.
-        blocks: blocks on each SM, of 16 warps together.
-        tiles: times eight tokens of a unit.
-        depth: stages of the ring that a warp copies weights into.
+        warps: warps per block.
+        blocks: blocks per SM, with 16 warps in total.
+        tiles: tiles of eight tokens per work unit.
+        depth: stages of a warp's ring of weights.
     """
 
     warps: int
@@ -57,12 +58,12 @@ class _Cut:
 TILE_TOKENS = 8
 _ONE_TILE = (_Cut(16, 1, 1, 4), _Cut(16, 1, 1, 3), _Cut(16, 1, 1, 2))
 _FEW, _MANY = (_Cut(8, 2, 1, 4), *_ONE_TILE), (_Cut(16, 1, 2, 4), _Cut(16, 1, 2, 3), *_ONE_TILE)
-"""Configurations for up to eight tokens, and for more: the best first, then those with less shared memory."""
+"""Configurations for up to eight tokens, and for more: the best first, then configurations with less shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Gemm:
-    """What one of the GEMMs is compiled for."""
+    """The compile-time parameters of one of the GEMMs."""
 
     rows: int
     columns: int
@@ -84,7 +85,7 @@ class _Gemm:
 
 
 def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, top_k: int, deferred: DeferredNorm | None = None) -> bool:
-    """Whether the kernels can multiply these rows by `top_k` experts each on their device, and fill these buffers."""
+    """Whether the kernels support these rows with `top_k` experts each on their device, and these buffers."""
     (E, rows, hidden), (_, _, inner) = gate_up.shape, down.shape
     return (
         x.is_cuda
@@ -102,7 +103,7 @@ def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, top_k
 
 
 def experts_by_fragments(experts: ExpertPass, *, add: bool = False, deferred: DeferredNorm | None = None) -> torch.Tensor:
-    """`experts_in_triton`, for what the kernels `supports`; `deferred.squares` has hidden / 16 columns.
+    """Like `experts_in_triton`, for arguments that the kernels `supports`; `deferred.squares` has hidden / 16 columns.
 
     The order of sums depends only on the shapes and the routing of all tokens.
     """
@@ -131,7 +132,7 @@ def _gemm(
     gated: bool,
     pdl: bool,
 ) -> None:
-    """One of the GEMMs. The second one starts before the first has ended, and reads the routing at once."""
+    """Launch one of the GEMMs. The second one starts before the first has ended, and reads the routing immediately."""
     E, rows, columns = w.shape
     cut, pairs = _cut(w, T), T * top_k
     assert cut is not None, f"{columns} columns are too many"
@@ -142,7 +143,7 @@ def _gemm(
     act_kind, bias = act.kind if gated else 0, w.bias is not None
     variant = _Gemm(rows, columns, FORMATS[w.format], act_kind, top_k, -(-E // 32) * 32, gated, bias, even, small, cut, pdl)
     kernel = _gemm_kernel(variant, _shared_bytes(w, cut, T))
-    hit = E * (1 - (1 - top_k / max(E, top_k)) ** T)  # by tokens that choose at random
+    hit = E * (1 - (1 - top_k / max(E, top_k)) ** T)  # expected number of experts if tokens choose at random
     split = _split(-(-hit * rows // 16 // blocks), -(-columns // STAGE_COLUMNS[w.format]), cut.warps)
     arguments = weights_argument(w.weight, w.scale, w.bias, (rows, columns), w.scale_layout)
     kernel(
@@ -156,7 +157,7 @@ def _gemm(
 
 
 def _readable(w: ExpertWeights, T: int) -> bool:
-    """Whether lanes can copy these weights, scales and biases, for this many tokens."""
+    """Whether these weights, scales and biases have sizes that lanes can copy, for this many tokens."""
     columns = w.scale_layout[3]
     scales = w.format != "fp8" or columns % 128 == 0
     if w.format == "mxfp4":
@@ -180,13 +181,13 @@ def _split(units: float, stages: int, warps: int) -> int:
 
 
 def _stride(w: ExpertWeights) -> int:
-    """Bytes from a token in shared memory to the next."""
-    size = -(-w.shape[2] // STAGE_COLUMNS[w.format]) * 2 * STAGE_COLUMNS[w.format]  # filled up to whole stages
+    """Bytes from one token to the next in shared memory."""
+    size = -(-w.shape[2] // STAGE_COLUMNS[w.format]) * 2 * STAGE_COLUMNS[w.format]  # rounded up to whole stages
     return size + (ROW_OFFSETS[w.format] - size) % 128
 
 
 def _shared_bytes(w: ExpertWeights, cut: _Cut, T: int) -> int:
-    """Shared memory per block: rings and tokens."""
+    """Bytes of shared memory per block: rings and tokens."""
     return cut.warps * cut.depth * STAGE_BYTES[w.format] + (2 * TILE_TOKENS if cut.tiles == 2 else min(T, TILE_TOKENS)) * _stride(w)
 
 

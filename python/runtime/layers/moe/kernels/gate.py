@@ -1,4 +1,4 @@
-"""The gated activations inside the experts' kernels."""
+"""The gated activations in the experts' kernels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ SILU, CLAMPED_SWIGLU, GELU_TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr
 
 @dataclass(frozen=True, slots=True)
 class GatedAct:
-    """What becomes of a gate and an up projection.
+    """The activation of a gate and an up projection.
 
     Attributes:
-        kind: `SILU`: `silu(gate) * up`; `GELU_TANH` likewise; `CLAMPED_SWIGLU`: `gate * sigmoid(alpha * gate) * (up + 1)`, with
-            the gate at most `limit` and up within `±limit`.
+        kind: `SILU`: `silu(gate) * up`; `GELU_TANH`: the same with GELU; `CLAMPED_SWIGLU`: `gate * sigmoid(alpha * gate) * (up + 1)`, with
+        the
+            gate clamped to at most `limit` and up to `±limit`.
     """
 
     kind: int = SILU.value

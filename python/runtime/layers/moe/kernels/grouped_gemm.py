@@ -25,22 +25,22 @@ from runtime.layers.moe.router import Routing
 GROUPED_PARTS = Path(__file__).with_name("grouped_parts.cu")
 """The part common to grouped GEMMs."""
 SHARED_BYTES = 227 << 10
-"""All shared memory that a block may have: stages, then results on their way to memory, then barriers."""
+"""Maximum shared memory of a block: stages, then staged results, then barriers."""
 BARRIER_BYTES = 256
 MOST_STAGES = BARRIER_BYTES // 16
 LOADERS = 128
 """Threads of the loading warpgroup."""
 GATHER_REGISTERS, LOAD_REGISTERS = 40, 32
-"""Registers per loading thread if all of them gather rows of x, and if only one loads boxes."""
+"""Registers per loading thread if all of them gather rows of x, and if only one issues TMA loads."""
 SCALE_BLOCK = 128
-"""Rows and columns of e4m3 weights that share a scale, and columns of a row between the GEMMs."""
+"""Rows and columns of e4m3 weights that share a scale; also the columns of a row between the GEMMs that do."""
 FP8_TILE = (128, 2 * SCALE_BLOCK)
-"""Pairs and weight rows of a tile of e4m3: a thread has its sums and those of one block of scales."""
+"""Pairs and weight rows of an e4m3 tile: a thread has registers for its sums and the sums of one block of scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a program is compiled for."""
+    """The compile-time parameters of a program."""
 
     rows: int
     tile: int
@@ -54,7 +54,7 @@ class _Variant:
 
     @property
     def outputs(self) -> int:
-        """Columns of the output of a tile."""
+        """Output columns per tile."""
         return self.tile // 2 if self.gated else self.tile
 
     @property
@@ -64,7 +64,7 @@ class _Variant:
 
     @property
     def stored(self) -> int:
-        """Columns of the output per staging pass."""
+        """Output columns per staging pass."""
         return next(columns for columns in (64, 32, 16) if self.outputs % columns == 0)
 
     @property
@@ -75,7 +75,7 @@ class _Variant:
 
 
 def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, config: WgmmaExpertsConfig) -> bool:
-    """Whether the kernels multiply these rows by these weights on their device; of e4m3 weights, with rows rounded to e4m3."""
+    """Whether the kernels support these rows and weights on their device; with e4m3 weights, rows are rounded to e4m3."""
     return (
         x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float16)
@@ -101,8 +101,8 @@ def _takes(weights: ExpertWeights, dtype: torch.dtype, rows: int, tile: int, hal
 
 
 def experts_by_wgmma(experts: ExpertPass, config: WgmmaExpertsConfig, added: Added | None = None) -> torch.Tensor:
-    """Like `experts_many_rows`, for what the kernels support; with e4m3 weights, rows of x are rounded to e4m3 with a scale each, and
-    those between the GEMMs with one for each `SCALE_BLOCK` columns.
+    """Like `experts_many_rows`, for arguments that the kernels support. With e4m3 weights, rows of x are rounded to e4m3 with one scale per
+    row, and rows between the GEMMs with one scale per `SCALE_BLOCK` columns.
     """
     x, gate_up, down, routed, act, out, first, pdl = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
@@ -136,9 +136,8 @@ def _grouped(
     act: GatedAct,
     pdl: bool,
 ) -> None:
-    """One grouped GEMM: with `gated`, x has a row for each token and `out` for each place of `aligned`; otherwise places and pairs.
-
-    `dtype` is that of activations that are not e4m3.
+    """Launch one grouped GEMM. With `gated`, x has a row per token and `out` a row per place of `aligned`; otherwise x has a row per place
+    and `out` a row per pair. `dtype`: dtype of activations that are not e4m3.
     """
     (E, N, K), columns = weights.shape, out.shape[1]
     tile = config.gate_up_tile if gated else config.down_tile

@@ -31,7 +31,7 @@ def experts_many_rows(experts: ExpertPass, config: GroupedConfig, added: Added |
     """Like `experts_in_triton`, for any number of tokens; outputs of experts are rounded to the dtype of x before they are summed.
 
     Args:
-        config: the tilings; with `config.fp8_rows` and FP8 weights, activations are rounded to e4m3 with a scale for each row.
+        config: the tilings; with `config.fp8_rows` and FP8 weights, activations are rounded to e4m3 with one scale per row.
         added: as in `sum_pairs`.
     """
     x, gate_up, down, routed, act, out, first, pdl = experts
@@ -54,15 +54,15 @@ def experts_many_rows(experts: ExpertPass, config: GroupedConfig, added: Added |
 
 @dataclass(slots=True)
 class Added:
-    """Adds sums to the residual stream, optionally with another addend and the next norm.
+    """Adds sums to the residual stream, optionally with an addend and the next norm.
 
     Attributes:
-        beside: [T, hidden] in the dtype of activations, also added; None for nothing.
+        addend: [T, hidden] in the activations' dtype, added too; or None.
         norm: the norm that reads the stream next, or None.
-        normed: `norm` of the stream [T, hidden] in the dtype of activations, once a kernel has computed it; some do not.
+        normed: `norm` of the stream, [T, hidden] in the activations' dtype, if a kernel has computed it; not all kernels do.
     """
 
-    beside: torch.Tensor | None = None
+    addend: torch.Tensor | None = None
     norm: RMSNorm | None = None
     normed: torch.Tensor | None = None
 
@@ -74,17 +74,18 @@ def sum_pairs(
 
     Args:
         y: [T * k, hidden], each row times the weight of its pair.
-        added: `out` is the stream, float32: `out[t] += sum(y[pair]) + beside[t]`, then its norm. None if `out` is written.
+        added: if given, `out` is the float32 stream: `out[t] += sum(y[pair]) + addend[t]`, followed by the norm. None: `out` is
+        overwritten.
     """
     (T, hidden), top_k = out.shape, routed.ids.shape[1]
-    beside, norm, normed = (None, None, None) if added is None else (added.beside, added.norm, None)
+    addend, norm, normed = (None, None, None) if added is None else (added.addend, added.norm, None)
     columns = SUM_COLUMNS if norm is None else triton.next_power_of_2(hidden)
     if added is not None and norm is not None:
         added.normed = normed = torch.empty_like(out, dtype=norm.weight.dtype)
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     _sum_kernel[(T, triton.cdiv(hidden, columns))](
-        y, routed.ids, out, beside, gain, normed, hidden, first, experts, eps,
-        TOP_K=top_k, BLOCK=columns, ADD=added is not None, BESIDE=beside is not None, NORM=norm is not None, PDL=pdl,
+        y, routed.ids, out, addend, gain, normed, hidden, first, experts, eps,
+        TOP_K=top_k, BLOCK=columns, ADD=added is not None, ADDEND=addend is not None, NORM=norm is not None, PDL=pdl,
         num_warps=8 if columns >= WIDE else 4, **launch_options(pdl),
     )  # fmt: skip
     return out
@@ -94,7 +95,7 @@ def _grouped(
     x: torch.Tensor, x_scale: torch.Tensor | None, weights: ExpertWeights, out: torch.Tensor, pair_weights: torch.Tensor,
     aligned: Aligned, act: GatedAct, config: GroupedConfig, top_k: int, *, gated: bool, pdl: bool,
 ) -> None:  # fmt: skip
-    """One grouped GEMM: with `gated`, x has a row for each token and `out` is gated; otherwise both have one for each pair."""
+    """Launch one grouped GEMM. With `gated`, x has a row per token and `out` is gated; otherwise both have a row per pair."""
     E, N, K = weights.shape
     columns = out.shape[1]
     outputs = config.block_n // 2 if gated else config.block_n
@@ -126,10 +127,10 @@ def _grouped_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILES_TOGETHER: tl.constexpr, STAGES: tl.constexpr,
     FORMAT: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of pairs times `BLOCK_N` rows of its expert's weights, which are the left operand."""
+    """One program multiplies one tile of pairs by `BLOCK_N` rows of its expert's weights, which are the left operand."""
     pdl_sync(PDL)
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    # Neighbouring programs take the same weights for `TILES_TOGETHER` tiles of pairs.
+    # Neighbouring programs use the same weights for `TILES_TOGETHER` tiles of pairs.
     wide = tl.cdiv(columns, OUTPUTS)
     used = tl.load(used_ptr)
     group = tl.program_id(0) // (TILES_TOGETHER * wide)
@@ -172,7 +173,7 @@ def _grouped_kernel(
             else:
                 w = tl.load(w_rows + k, mask=None if EVEN_K else k < K, other=None if EVEN_K else 0.0)
             if FP8_ROWS:
-                # The next scale is on its way during the multiplication; a load for this one would be waited for in every step.
+                # Load the next scale during the multiplication, so that no step waits for its scale.
                 following = tl.load(scales + tl.minimum(start + BLOCK_K, K - 1) // scale_columns)
                 acc += tl.dot(w, tl.trans(x)) * scale
                 scale = following
@@ -199,11 +200,11 @@ def _grouped_kernel(
 
 @triton.jit(do_not_specialize=["first"])
 def _sum_kernel(
-    y_ptr, ids_ptr, out_ptr, beside_ptr, gain_ptr, normed_ptr, N, first, experts, eps,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, BESIDE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    y_ptr, ids_ptr, out_ptr, addend_ptr, gain_ptr, normed_ptr, N, first, experts, eps,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, ADDEND: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: `BLOCK` columns of a token, or all if a norm follows: the sum of its pairs in order, without those of experts
-    on other ranks.
+    """One program sums `BLOCK` columns of a token's pairs, or all columns if a norm follows, in order and without experts of other
+    ranks.
     """
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -217,8 +218,8 @@ def _sum_kernel(
         own = tl.load(ids_ptr + token * TOP_K + j) - first
         held = (own >= 0) & (own < experts)
         acc += tl.load(y_ptr + (token * TOP_K + j) * N + n, mask=inside & held, other=0.0).to(tl.float32)
-    if BESIDE:
-        acc += tl.load(beside_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDEND:
+        acc += tl.load(addend_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         acc += tl.load(out_ptr + at, mask=inside, other=0.0)
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""The sum of a token's pairs of token and expert, in CUDA C++ on Hopper (`pair_sums.cu`), optionally added to the output."""
+"""The sum over each token's experts, in CUDA C++ on Hopper (`pair_sums.cu`), optionally added to the output."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ THREADS = 64
 COLUMNS = 4 * THREADS
 """Threads and columns per block."""
 SQUARE_COLUMNS = 16
-"""Columns of a sum of squares for a deferred norm."""
+"""Columns per sum of squares for a deferred norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a program is compiled for."""
+    """The compile-time parameters of a program."""
 
     top_k: int
     add: bool
@@ -38,7 +38,7 @@ def pair_sums(
     Args:
         y: float32 [T * top_k, hidden], each row times the weight of its pair; hidden is a multiple of 16.
         add: `out[t] += ...`.
-        deferred: gets hidden / 16 sums of squares of each row of `out`.
+        deferred: receives hidden / 16 sums of squares per row of `out`.
     """
     T, hidden = out.shape
     _kernel(_Variant(top_k, add, deferred is not None, out.dtype is torch.float32, pdl))(

@@ -18,16 +18,16 @@ from runtime.layers.moe.router import Router, Routing, RoutingRule
 SOFTMAX, SIGMOID, TOPK_SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _SCORINGS = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "topk_softmax": TOPK_SOFTMAX.value}
 FEW_ROWS = 64
-"""Up to this many tokens, several programs share the GEMM of 8 tokens; above, `MID_ROUTER_ROWS` applies."""
+"""Up to this many tokens, several programs split the GEMM of 8 tokens; above, `MID_ROUTER_ROWS` applies."""
 COLUMNS = 128
 LEAST = tl.constexpr(-3e38)
 """Minimum score of an expert, which also replaces NaN."""
 MAX_BLOCKS = 4096
-"""Blocks of tokens of one call, at most."""
+"""Maximum blocks of tokens per call."""
 
 
 def new_tickets(device: torch.device) -> torch.Tensor:
-    """Counters for `route`, which leaves them at zero; calls that run one after another may share them."""
+    """Counters for `route`, which are zero between calls; calls on one stream may share them."""
     return torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device)
 
 
@@ -40,13 +40,13 @@ def route(
     normed: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> Routing:
-    """Choose experts for each row of x: in CUDA C++ what `route_few` supports, otherwise in Triton.
+    """Choose experts for each row of x: by `route_few` if that supports it, otherwise in Triton.
 
     Args:
         x: [T, K] contiguous, K a multiple of 16.
         router: its weight [E, K] is contiguous, in the dtype of x. Logits are summed and kept in float32.
-        tickets: from `new_tickets`: in Triton, the last program of a block of tokens makes the choice.
-        norm: x has still to be multiplied by this; `normed` [T, K] receives the product.
+        tickets: counters from `new_tickets`, by which the last Triton program of a block of tokens makes the choice.
+        norm: factors by which x must still be multiplied; `normed` [T, K] receives the product.
         pdl: as in `triton_gemm`.
     """
     (T, K), E, scoring = x.shape, router.num_experts, router.rule
@@ -76,7 +76,7 @@ def route(
 
 
 def _check(columns: int, weight: torch.Tensor, scoring: RoutingRule, padded: int) -> None:
-    """Assert that the kernel takes a router of these columns and experts, padded to a power of two."""
+    """Assert that the kernel supports a router of these columns and experts, padded to a power of two."""
     E, K = weight.shape
     assert columns == K, f"expected a router of {columns} columns; got {K}"
     assert K % 16 == 0, f"expected a multiple of 16 columns; got {K}"
@@ -85,7 +85,7 @@ def _check(columns: int, weight: torch.Tensor, scoring: RoutingRule, padded: int
 
 
 def _tiling(tokens: int, columns: int, experts: int) -> tuple[int, int, int]:
-    """Tokens and experts of a program, and into how many parts the columns are split."""
+    """Tokens and experts per program, and the number of parts into which the columns are split."""
     if tokens <= FEW_ROWS:
         rows, own, most_splits = 8, 16, 4
     elif tokens <= MID_ROUTER_ROWS:
@@ -96,7 +96,7 @@ def _tiling(tokens: int, columns: int, experts: int) -> tuple[int, int, int]:
 
 
 def _new_routing(tokens: int, chosen: int, words: int, device: torch.device, masks: torch.Tensor | None) -> Routing:
-    """A routing to be filled: `chosen` experts of each token, and `words` of its mask, unless there are `masks`."""
+    """An uninitialised routing of `chosen` experts per token and masks of `words` words, in the buffer `masks` if given."""
     return Routing(
         torch.empty((tokens, chosen), dtype=torch.int32, device=device),
         torch.empty((tokens, chosen), dtype=torch.float32, device=device),
@@ -113,7 +113,9 @@ def _route_kernel(
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BIAS: tl.constexpr, CORRECTION: tl.constexpr, NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: `columns` columns of the logits of `BLOCK_E` experts for `BLOCK_M` tokens; the last of a block of tokens chooses."""
+    """One program sums `columns` columns of the logits of `BLOCK_E` experts for `BLOCK_M` tokens; the last one of a block of tokens
+    chooses.
+    """
     pdl_sync(PDL)
     block, split = tl.program_id(2), tl.program_id(1)
     m = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -138,7 +140,7 @@ def _route_kernel(
         acc = tl.dot(w, tl.trans(x), acc)
     at = logits_ptr + (split * T + m).to(tl.int64) * E_PAD
     tl.store(at[None, :] + e[:, None], acc, mask=(m < T)[None, :])
-    tl.debug_barrier()  # all stores of this program come before its ticket
+    tl.debug_barrier()  # all stores of this program must precede its ticket
     programs = tl.num_programs(0) * tl.num_programs(1)
     last = True
     if programs > 1:
@@ -180,7 +182,7 @@ def _choose(
         choice += tl.load(correction_ptr + e, mask=e < E, other=0.0)[None, :]
     if GROUPS > 1:
         choice = _within_best_groups(choice, GROUPS, TOP_GROUPS)
-    # Above minus infinity, which marks the experts taken: a token's experts differ even where its scores are NaN or minus infinity.
+    # Minus infinity marks experts already chosen. Scores are raised above it, so a token's experts differ even if scores are NaN or -inf.
     choice = tl.where(choice > LEAST, choice, LEAST)
     choice = tl.where((e < E)[None, :], choice, float("-inf"))
     j, word = tl.arange(0, TOP_PAD), tl.arange(0, WORDS)

@@ -14,9 +14,9 @@ from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.moe.router import Router, Routing
 
 MOST_TOKENS, MOST_SCORES = 512, 1 << 16
-"""Tokens, and tokens times experts: each cluster reads the router's weights."""
+"""Maximum tokens, and maximum tokens times experts, because each cluster reads all of the router's weights."""
 PASS = 8
-"""Tokens of a cluster, at most; shared memory is that of 1, 2, 4 or 8 tokens."""
+"""Maximum tokens per cluster; there are kernels with shared memory for 1, 2, 4 and 8."""
 MOST_EXPERTS = 512
 MOST_CHOSEN = 32
 """Maximum experts per token: one per lane of the selecting warp."""
@@ -27,12 +27,12 @@ MOST_BLOCKS = 8
 COLUMNS = 4 * fragments.COLUMNS["dense"]
 """Columns per chunk."""
 MOST_IN_REGISTERS = 8
-"""Chunks of 16 experts per warp, eight registers per lane each: with more, they are in shared memory."""
+"""Maximum chunks of 16 experts that a warp keeps in registers, eight per lane each; more are kept in shared memory."""
 MOST_IN_RING = 12
-"""96 KiB of a block."""
+"""Maximum chunks of a ring: 96 KiB per block."""
 CHUNK_BYTES = 16 * 2 * COLUMNS
 MOST_ROUND = 8
-"""Chunks of a token that a warp keeps in shared memory: half as many with more than two tiles, whose sums need the registers."""
+"""Maximum chunks of a token that a warp processes at once: half as many with more than two tiles, whose sums need the registers."""
 SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 
 
@@ -50,13 +50,13 @@ class _Cut:
     token_bytes: int
 
     def shared_bytes(self, tokens: int) -> int:
-        """Shared memory per block, for this many tokens of its cluster."""
+        """Bytes of shared memory per block, for this many tokens per cluster."""
         return WARPS * (self.ring * self.held * self.own * CHUNK_BYTES + tokens * self.token_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a program is compiled for."""
+    """The compile-time parameters of a program."""
 
     experts: int
     columns: int
@@ -94,9 +94,9 @@ def supports(x: torch.Tensor, router: Router) -> bool:
 def route_few(
     x: torch.Tensor, router: Router, routed: Routing, *, norm: RowScale | None = None, normed: torch.Tensor | None = None, pdl: bool = False
 ) -> Routing:
-    """`route`, for what the kernel `supports`; fills and returns `routed`.
+    """Like `route`, for arguments that the kernel `supports`; fills and returns `routed`.
 
-    A row's result depends only on its own row, summed in an order fixed by the router's shape.
+    A row's result depends only on its own row; the order of summation depends only on the router's shape.
     """
     T, (E, K), rule = len(x), router.weight.shape, router.rule
     scoring, biased, corrected = SCORINGS.index(rule.scoring), router.bias is not None, router.correction_bias is not None
@@ -116,7 +116,7 @@ def route_few(
 
 @cache
 def _kernels(variant: _Variant) -> tuple[int, tuple[cuda_driver.Kernel, ...]]:
-    """Blocks of a cluster, and the kernels for up to 1, 2, 4 and 8 tokens of it: one program with more and more shared memory."""
+    """Blocks per cluster, and the kernels for up to 1, 2, 4 and 8 tokens: one program with different amounts of shared memory."""
     cut, text = _cut(variant.experts, variant.columns), source(variant)
     sizes = map(cut.shared_bytes, (1, 2, 4, PASS))
     compiled = (cuda_driver.compile_kernel(text, "route_few", threads=32 * WARPS, cluster=cut.cluster, shared_bytes=size) for size in sizes)
@@ -124,7 +124,7 @@ def _kernels(variant: _Variant) -> tuple[int, tuple[cuda_driver.Kernel, ...]]:
 
 
 def _cut(experts: int, columns: int) -> _Cut:
-    """With few experts, several blocks split their columns; with many, each block has several tiles of 16."""
+    """The cut for this router: with few experts, several blocks split their columns; with many, each block has several tiles of 16."""
     tiles = -(-experts // 16)
     own = -(-tiles // MOST_BLOCKS)
     parts = max(1, MOST_BLOCKS >> (tiles - 1).bit_length())

@@ -1,4 +1,4 @@
-"""The experts of a sparse MLP on a GPU: with the kernels for few tokens or for many."""
+"""Runs the experts of a sparse MLP on a GPU, by the kernels for few or for many tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runtime.layers.moe.kernels.widened_experts import widened_experts
 def run_experts(experts: ExpertPass, tuning: ExpertTuning, added: Added | None = None) -> torch.Tensor:
     """Run the pass; returns its `out`.
 
-    `added`: `out` is the residual stream, float32, and gets the sums; for numbers of tokens that `tuning` has for many rows.
+    `added`: adds the sums to `out`, the float32 residual stream; only for token counts above the limits of the kernels for few tokens.
     """
     x, gate_up, down, routed, act, out, _, _ = experts
     few = tuning.few_rows(gate_up.format, len(x))
@@ -31,8 +31,8 @@ def run_experts(experts: ExpertPass, tuning: ExpertTuning, added: Added | None =
     if pairs and takes_widened(x, gate_up, down, act, pairs):
         return widened_experts(experts, pairs, added)
     if len(x) <= tuning.most_streamed[gate_up.format] and supports(x, gate_up, down, routed.ids.shape[1]):
-        if added is not None and added.beside is not None:
-            out.add_(added.beside)
+        if added is not None and added.addend is not None:
+            out.add_(added.addend)
         return experts_by_fragments(experts, add=added is not None)
     wgmma = tuning.wgmma_rows(gate_up.format, len(x))
     if wgmma is not None and takes_wgmma(x, gate_up, down, wgmma):
@@ -43,7 +43,7 @@ def run_experts(experts: ExpertPass, tuning: ExpertTuning, added: Added | None =
 def experts_few_rows(
     experts: ExpertPass, configs: tuple[StepConfig, StepConfig], *, add: bool = False, deferred: DeferredNorm | None = None
 ) -> torch.Tensor:
-    """`experts_in_triton`, by tensor core fragments where those kernels can; they do not read `configs`."""
+    """Like `experts_in_triton`, but by `experts_by_fragments`, which does not use `configs`, if that supports the arguments."""
     if supports(experts.x, experts.gate_up, experts.down, experts.routed.ids.shape[1], deferred):
         return experts_by_fragments(experts, add=add, deferred=deferred)
     return experts_in_triton(experts, configs, add=add, deferred=deferred)

@@ -1,4 +1,4 @@
-"""Stages of an expert's weights in shared memory, as CUDA kernels copy and multiply them (`stages.cu`)."""
+"""Sizes of the shared-memory stages of experts' weights in CUDA kernels (`stages.cu`)."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ STAGES = Path(__file__).with_name("stages.cu")
 STAGE_BYTES = {"dense": 2048, "fp8": 2048 + 64, "mxfp4": 2048 + 256}
 """128 bytes of each of 16 weight rows, and their scales."""
 STAGE_COLUMNS = {kind: 8 * columns for kind, columns in COLUMNS.items()}
-"""Columns of a stage: two loads of a warp, four lanes to a row."""
+"""Columns of a stage: two loads of a warp, with four lanes per row."""

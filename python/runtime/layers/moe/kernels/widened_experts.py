@@ -1,4 +1,5 @@
-"""Experts of small weights on Hopper, in CUDA C++: two grouped GEMMs that widen weights in registers (`widened_experts.cu`), then sums."""
+"""Experts with 8- or 4-bit weights on Hopper: two grouped CUDA C++ GEMMs that convert weights in registers (`widened_experts.cu`), then
+sums."""
 
 from __future__ import annotations
 
@@ -24,39 +25,39 @@ from runtime.layers.moe.router import Routing
 from runtime.layers.quantization.mxfp4 import GROUP, ROWS
 
 MATRIX = 64
-"""Weight rows of a matrix that is loaded at once; a warpgroup multiplies by two."""
+"""Weight rows of a matrix that is loaded at once; a warpgroup multiplies by two matrices."""
 DEPTH = 128
-"""Columns of a stage."""
+"""Columns per stage."""
 SHARED_BYTES = 227 << 10
-"""All shared memory that a block may have: stages, scales, results on their way to memory, barriers."""
+"""Maximum shared memory of a block: stages, scales, staged results, barriers."""
 MOST_STAGES, SLOTS = 8, 2
-"""Maximum stages of the ring of weights and rows; tiles whose MXFP4 scales are in shared memory at once."""
+"""Maximum stages of the ring of weights and rows, and number of tiles whose MXFP4 scales are in shared memory at once."""
 STAGE_SCALES = 8
-"""Places for the float32 scales of a stage of e4m3."""
+"""Float32 scales per e4m3 stage."""
 STAGING_BYTES = 32 * 48
 """Staging buffer for the results of a warp, in bytes."""
 LOADERS, LOAD_REGISTERS = 128, 40
 """Threads of the loading warpgroup, and registers of each."""
 ROW_THREADS = 128
-"""Threads per block that prepares a row."""
+"""Threads per block of the kernel that prepares rows."""
 MOST_GATED = 200.0
 """Largest clamp limit for which float16 can represent the activation's products."""
 CODE_BITS: Mapping[WeightFormat, int] = {"fp8": 8, "mxfp4": 4}
-"""Bits per weight, by the formats that the kernels convert."""
+"""Bits per weight in each format that the kernels convert."""
 PARTS_OF: Mapping[WeightFormat, Path] = {
     "fp8": Path(__file__).with_name("e4m3_weights.cu"),
     "mxfp4": Path(__file__).with_name("mxfp4_weights.cu"),
 }
-"""What is particular to a format."""
+"""The format-specific part of the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """How a block multiplies the pairs of a tile.
+    """The division of a tile of pairs.
 
     Attributes:
         fewer: tiles with at most this many pairs use smaller instructions.
-        groups: warpgroups that multiply, limited by registers: while one waits, others convert weights.
+        groups: number of multiplying warpgroups, limited by registers: while one waits, others convert weights.
     """
 
     fewer: int
@@ -72,7 +73,7 @@ TILES: Mapping[WeightFormat, dict[int, _Tile]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a program is compiled for; of e4m3 all numbers of columns have one."""
+    """The compile-time parameters of a program; an e4m3 program is valid for any number of columns."""
 
     format: WeightFormat
     pairs: int
@@ -84,12 +85,14 @@ class _Variant:
 
     @property
     def tile(self) -> _Tile:
-        """How a block multiplies."""
+        """The division of a tile."""
         return TILES[self.format][self.pairs]
 
     @property
     def bfloat16(self) -> bool:
-        """Whether results are bfloat16: those of the second GEMM, and e4m3's rows between the GEMMs, whose activation is not clamped."""
+        """Whether results are bfloat16: those of the second GEMM, and e4m3's rows between the GEMMs, because their activation is not
+        clamped.
+        """
         return not self.gated or self.format == "fp8"
 
     @property
@@ -108,7 +111,7 @@ class _Variant:
 
 
 def supports(x: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, act: GatedAct, pairs: int) -> bool:
-    """Whether the kernels multiply these rows by these weights on their device."""
+    """Whether the kernels support these rows and weights on their device."""
     return x.is_cuda and x.dtype is torch.bfloat16 and _takes(gate_up, down, act, pairs) and cuda_driver.on_hopper(x)
 
 
@@ -130,14 +133,14 @@ def _readable(weights: ExpertWeights, pairs: int) -> bool:
     if weights.format == "mxfp4":
         return _Variant("mxfp4", pairs, K, False, 0, False, False).stages >= 2
     _, _, rows, columns = weights.scale_layout
-    return rows % MATRIX == 0 and columns % DEPTH == 0  # one scale for the rows of a matrix, and the columns of a stage
+    return rows % MATRIX == 0 and columns % DEPTH == 0  # one scale must cover the rows of a matrix and the columns of a stage
 
 
 def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None) -> torch.Tensor:
-    """Like `experts_many_rows`, for what the kernels support.
+    """Like `experts_many_rows`, for arguments that the kernels support.
 
     Args:
-        pairs: pairs per tile, one of `TILES` of the format: about as many as an expert has.
+        pairs: pairs per tile, a key of `TILES`: about as many as an expert has.
     """
     x, gate_up, down, routed, act, out, first, pdl = experts
     (T, hidden), (E, _, inner), top_k = x.shape, down.shape, routed.ids.shape[1]
@@ -154,7 +157,9 @@ def widened_experts(experts: ExpertPass, pairs: int, added: Added | None = None)
 
 
 def prepare_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """bfloat16 x [T, K] as float16 with the columns in the order of the kernels, and float32 [T]: what each row is multiplied by."""
+    """Convert bfloat16 x [T, K] to float16 with columns in the kernels' order, scaled by row; also returns the factors float32 [T] that
+    undo it.
+    """
     rows, factors = torch.empty_like(x, dtype=torch.float16), torch.empty(len(x), dtype=torch.float32, device=x.device)
     _rows_kernel(pdl)(len(x), (*map(cuda_driver.pointer, (x, rows, factors)), cuda_driver.int32(x.shape[1])), pdl)
     return rows, factors
@@ -172,7 +177,9 @@ def _grouped(
     act: GatedAct,
     pdl: bool,
 ) -> None:
-    """One grouped GEMM: with `gated`, x has a row for each token and `out` for each place of `aligned`; otherwise places and pairs."""
+    """Launch one grouped GEMM. With `gated`, x has a row per token and `out` a row per place of `aligned`; otherwise x has a row per place
+    and `out` a row per pair.
+    """
     (E, N, K), columns = weights.shape, out.shape[1]
     assert weights.scale is not None
     fp8, bias = weights.format == "fp8", weights.bias is not None
@@ -206,7 +213,7 @@ def _scales(weights: ExpertWeights) -> _Scales:
 
 @lru_cache(maxsize=1 << 12)
 def _map(address: int, rows: int, row_bytes: int, kind: WeightFormat) -> Any:
-    """Of weights; the map's rows are eight of MXFP4's, which are stored together, in elements of eight bytes."""
+    """The TMA map of weights. For MXFP4 a row of the map is eight weight rows, which are stored together, in elements of eight bytes."""
     strip, dtype = (ROWS, torch.int64) if kind == "mxfp4" else (1, torch.uint8)
     return cuda_driver.tensor_map(address, (row_bytes, rows // strip), dtype, (DEPTH * CODE_BITS[kind] // 8, MATRIX // strip))
 

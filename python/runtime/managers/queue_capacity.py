@@ -1,4 +1,4 @@
-"""How much room the queue has: open requests and their prompt tokens, counted by client."""
+"""The capacity of the queue: limits open requests and their prompt tokens, by client."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from runtime.errors import QueuedTokensFull, QueueFull
 from runtime.managers.cost import CallCost, CostLimits
 
 
-class Room:
-    """Counts what is open, and refuses a call for which there is no room.
+class QueueCapacity:
+    """Counts open requests and their prompt tokens, and refuses calls beyond the limits.
 
-    A client that holds less than its equal share of the queue finds room even if the others fill it, up to twice the
-    limit: a flood from one client does not shut out another.
+    A client that holds less than an equal share of the queue may add requests even if other clients have filled it, up to twice the limit:
+    a flood from one client does not shut out another.
 
     Args:
         running: requests that run together.
@@ -28,7 +28,7 @@ class Room:
         self._tokens: Counter[str] = Counter()
 
     def limits(self, logprob_cells: int) -> CostLimits:
-        """What one call may use, at most."""
+        """The limits of one call."""
         return CostLimits(self._queued_tokens, logprob_cells, self._running + self._queued)
 
     def check(self, client: str, cost: CallCost) -> None:
@@ -39,7 +39,7 @@ class Room:
             raise QueuedTokensFull(self._queued_tokens)
 
     def add(self, client: str, samples: int, tokens: int) -> None:
-        """Count samples that were sent; negative numbers for some that ended."""
+        """Count samples that were sent; negative numbers for samples that ended."""
         for counter, amount in ((self._samples, samples), (self._tokens, tokens)):
             counter[client] += amount
             if not counter[client]:

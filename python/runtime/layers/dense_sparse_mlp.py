@@ -1,4 +1,4 @@
-"""An MLP that is both dense and sparse: each part reads the stream through its own norm, and both outputs are normed and added."""
+"""An MLP with a dense and a sparse part: each reads the stream through its own norm, and both outputs are normed and added."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from runtime.layers.sparse_mlp import SparseMlp
 
 
 @dataclass(frozen=True, slots=True)
-class DenseBesideSparse:
-    """`dense_out(dense(x)) + sparse_out(experts(sparse_in(h)))`, as Gemma 4 has it.
+class DenseSparseMlp:
+    """`dense_out(dense(x)) + sparse_out(experts(sparse_in(h)))`, as in Gemma 4.
 
     Attributes:
         dense_out, sparse_in, sparse_out: norms after the dense MLP, before the experts and after them.
-        router_norm: before the router, whose input is also multiplied by hidden ** -0.5.
-        expert_scale: [E]: factors of the experts' weights.
+        router_norm: the norm of the router's input, which is also multiplied by hidden ** -0.5.
+        expert_scale: [E]: factors of the routing weights.
         kernel_launches: approximate number per eager pass.
     """
 
@@ -37,7 +37,7 @@ class DenseBesideSparse:
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied by."""
+        """Number of weights used for each token."""
         return self.dense.active_parameters + self.sparse.active_parameters
 
     def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
@@ -45,7 +45,7 @@ class DenseBesideSparse:
         yield from self.dense.gemms(norm, next_norm)
 
     def output(self, stream: Stream, norm: RMSNorm) -> torch.Tensor:
-        """The sum of both, [T, hidden] in the model's dtype; `norm` is that of the dense MLP."""
+        """The sum of both parts, [T, hidden] in the model's dtype; `norm` is the norm before the dense MLP."""
         ops, h, dtype, experts = self.ops, stream.h, norm.weight.dtype, self.sparse.experts
         dense = ops.norm(self.dense.output(stream, norm).float(), self.dense_out, dtype)
         routing = ops.route(ops.norm(h, self.router_norm, dtype) * h.shape[1] ** -0.5, self.sparse.router)

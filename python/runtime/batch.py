@@ -41,7 +41,7 @@ class ForwardMode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What steps cost on the worker's device; admission asks it.
+    """The cost of steps on the worker's device, used by admission.
 
     Attributes:
         saturating_tokens: prompt tokens that saturate the device: longer steps take proportionally longer. 0 if
@@ -155,11 +155,11 @@ def no_ints() -> Int32:
 
 @dataclass(frozen=True, slots=True)
 class EagerSample:
-    """What runs once more after an iteration, eagerly, to compare its drafts with those through graphs.
+    """Which parts of an iteration run a second time, eagerly, to compare their drafts with those of graphs.
 
     Attributes:
-        taken: whether the draft's passes do.
-        verify: whether verification does too.
+        taken: whether the draft passes run again.
+        verify: whether verification also runs again.
     """
 
     taken: bool = False
@@ -192,15 +192,15 @@ class ScheduleBatch:
         token_ids: int32 [T]. Those tokens, request after request.
         next_tokens: int32 [E]. The prompt token after the chunk; -1 where the chunk ends the prompt and a token is
             sampled.
-        top_logprobs: int32 [B]. -1: no log-probabilities; k >= 0: the chosen token's and the k most likely.
+        top_logprobs: int32 [B]. -1: no log-probabilities; k >= 0: those of the chosen token and the k most likely tokens.
         prompt_logprobs: bool [E]. Whether log-probabilities of the chunk's prompt tokens are wanted too.
         pooling: by index of the chunk: what its hidden states are reduced to.
         depth: K of the decode rows, which `Worker.submit` chooses.
         widths: with `depth`, int32 [padded B - E]: tokens of each window, where they differ; empty where all have `depth` + 1.
-        sample: of the iteration, which `Worker.submit` chooses too.
+        sample: the eager sample of this step; chosen by `Worker.submit`.
         sections: the part of each attention group, if there are several; all other fields but `step`, `depth` and `sample` are then empty.
         pad_decodes, pad_tokens: decode rows and prompt tokens of the largest section, to which this one is padded; 0 for one group.
-        pad_kv: the largest sum over the decode rows of a section of their `len_bounds`; 0 for one group.
+        pad_kv: the largest sum of decode-row `len_bounds` over all sections; 0 for one group.
     """
 
     step: int
@@ -273,12 +273,12 @@ class ScheduleBatch:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of N tokens and of the k most likely in their place.
+    """Log-probabilities of N tokens and of the k most likely tokens at each position.
 
     Attributes:
         chosen: float32 [N].
         top_ids: int32 [N, k].
-        top: float32 [N, k], falling.
+        top: float32 [N, k], in descending order.
     """
 
     chosen: Float32
@@ -296,7 +296,7 @@ class StepStats:
         draft_tokens: drafts verified per request: D - 1; 0 without drafts.
         depth: K; equal to `draft_tokens` but for trees.
         drafts: verified for each decode row, where windows differ in width.
-        unfollowed: positions at the end of a row's KV whose draft KV does not exist yet, at most; no prefix cache may hold them.
+        unfollowed: upper bound of positions at the end of a row's KV without draft KV; the prefix cache must not hold them.
     """
 
     graph: bool = False
@@ -315,12 +315,12 @@ class BatchResult:
         token_ids: int32 [sum(accept_lens)], request after request.
         accept_lens: int32 [B]. Prompt chunks: 1 where the chunk ends the prompt, else 0. Decode rows:
             1..max_accept_len.
-        logprobs: of `token_ids`, if any request of the batch asked (k is the largest asked for); else None.
+        logprobs: log-probabilities of `token_ids` if any request of the batch asked for them (k is the largest requested); else None.
         prompt_logprobs: by index in the batch: for each prompt token of the chunk the log-probability of the token
             after it (the last one's entry is the next prompt token's, or meaningless if a token was sampled there).
         stats: how the decode rows ran.
         grammar_errors: by index in the batch, why a request's grammar cannot be followed; its tokens have no meaning.
-        pooled: by index in the batch: what `pooling` asked for, float32 [hidden] or [labels]; of `mean` the sum over the
+        pooled: by index in the batch: what `pooling` asked for, float32 [hidden] or [labels]; for `mean`, the sum over the
             chunk's tokens.
         sections: the result of each attention group, if there are several; all other fields are then empty.
     """

@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 EMBEDDED_PROMPTS = Path(__file__).parent / "assets" / "chat_prompts.jsonl"
 DIFFERENT = 1
 TIES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-"""Difference of log-probabilities that rounding explains, by type: passes of different widths round differently."""
+"""Largest difference of log-probabilities that rounding explains, by dtype: passes of different widths round differently."""
 LEFT_OUT = 1.0
-"""Added to the difference where a token is not among the likeliest ones."""
+"""Added to the difference if a token is not among the top log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked beside the server's flags.
+    """The command's own flags.
 
     Attributes:
         prompts: JSON lines with a `prompt` each, or plain lines; None for the embedded ones.
-        num_prompts: how many of them; None for all.
-        max_new_tokens: generated for each, end-of-text or not.
+        num_prompts: how many of the prompts to run; None for all.
+        max_new_tokens: tokens generated per prompt; end-of-text is ignored.
     """
 
     prompts: Path | None
@@ -113,7 +113,7 @@ def _prompt_of(line: str) -> str:
 
 
 def tokenised(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
-    """Token ids: of a chat message if the model has a template, else of the text. Raises `ConfigError` for bad text."""
+    """Token ids of each prompt: as a chat message if the model has a template, else as plain text. Raises `ConfigError` for bad text."""
 
     def ids(prompt: str) -> list[int]:
         chat = tokenizer.has_chat_template
@@ -131,7 +131,7 @@ def tokenised(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
 
 
 def fit(prompts: list[list[int]], config: RuntimeConfig, vocab_size: int, max_new_tokens: int) -> list[list[int]]:
-    """Prompts cut to what leaves room in the context. Raises `ConfigError` where nothing does, or for the tokens of another model."""
+    """Truncate prompts so that the output fits in the context. Raises `ConfigError` if none can fit, or for ids outside the vocabulary."""
     for number, ids in enumerate(prompts, 1):
         if max(ids) >= vocab_size:
             raise ConfigError(f"--prompts: prompt {number} has the token id {max(ids)}, but the model has {vocab_size} tokens")
@@ -142,7 +142,7 @@ def fit(prompts: list[list[int]], config: RuntimeConfig, vocab_size: int, max_ne
 
 
 def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list[int]], max_new_tokens: int) -> int:
-    """All runs on one worker, so that weights and chosen kernels are the same; prints, and returns the exit status.
+    """Run everything on one worker, so that weights and autotuned kernels are the same; print the result and return the exit status.
 
     The reference runs eagerly: on CUDA over the same padded inputs as the graphs, so that GEMMs have the same shapes
     and round alike; on a CPU, whose "graphs" are the padded buffers themselves, without padding. Plain decoding is
@@ -220,7 +220,7 @@ class PlainText:
     top: list[dict[int, float]]
 
     def gap(self, text: Sequence[int]) -> float:
-        """How much less likely the first token of `text` that differs is, in log-probability; 0 where none differs."""
+        """By how much log-probability the first differing token of `text` is less likely than the one here; 0 if none differs."""
         for token, own, top in zip(text, self.tokens, self.top, strict=True):
             if token != own:
                 return top[own] - top.get(token, min(top.values()) - LEFT_OUT)
@@ -245,9 +245,8 @@ class Session:
     def run(self) -> Outcome:
         """Acceptance, and the texts of all prompts. Raises `ServingError` where a request fails.
 
-        With a batch size above which drafting is disabled, the first prompts run few enough at a time to be drafted
-        for, and the last ones together. Prompts that are too few for both run more than once: the texts of a prompt
-        follow each other.
+        If drafting is disabled above some batch size, the first prompts run in batches small enough to draft, and the last
+        ones together. If there are too few prompts for both, some run in both; their texts are concatenated.
         """
         from runtime.model_executor.parity import Outcome
 
@@ -271,7 +270,7 @@ class Session:
             return self._serve(list(range(len(self.prompts))), 0, 0, top_logprobs=MAX_TOP_LOGPROBS)
 
     def _serve(self, order: list[int], few: int, at_once: int, top_logprobs: int = -1) -> list[PlainText]:
-        """The prompts in `order`: the first `few` of them at most `at_once` at a time, the others together."""
+        """Run the prompts in `order`: the first `few` at most `at_once` at a time, the others together."""
         sampling = SamplingParams(temperature=0.0, max_new_tokens=self.max_new_tokens, ignore_eos=True)
         inbox, alive = list[ToScheduler](), set[str]()
         asks = [
@@ -307,11 +306,11 @@ class Session:
 
 
 def report_plain(plain: list[PlainText], texts: list[list[int]], tie: float) -> bool:
-    """Print how texts compare with those of plain decoding; whether they differ at ties alone.
+    """Print how texts compare with plain decoding; return whether they differ only at near-ties.
 
     Args:
-        texts: of every prompt, of one or several runs each; then of every prompt again.
-        tie: log-probability by which two tokens may differ in passes of other shapes.
+        texts: one entry per prompt, repeated for each mode; an entry may concatenate the texts of several runs.
+        tie: largest difference in log-probability that counts as a near-tie.
     """
     gaps: dict[int, float] = {}
     for i, text in enumerate(texts):
@@ -335,13 +334,13 @@ def report_plain(plain: list[PlainText], texts: list[list[int]], tie: float) -> 
 
 
 def report_parity(worker: Worker, eager: Outcome, graphs: Outcome, replays: list[int]) -> int:
-    """Print what differs between eager runs and graphs; the exit status."""
+    """Print what differs between eager runs and graphs; return the exit status."""
     from runtime.model_executor.acceptance import not_compared
 
     counted = list(zip(worker.all_runners, replays, strict=True))
     for runner, count in counted:
         print(f"{runner.spec.name}: {count} replays" if runner.sizes else f"{runner.spec.name}: no graphs")
-    # Replays of short prompts are no condition: all prompts given may be long.
+    # Graphs for short prompts need not be replayed: all given prompts may be long.
     unused = [runner.spec.name for runner, count in counted if runner in worker.runners and runner.sizes and not count]
     texts = [i for i, (a, b) in enumerate(zip(eager.tokens, graphs.tokens, strict=True)) if a != b]
     if unused:

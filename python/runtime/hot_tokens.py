@@ -25,21 +25,21 @@ from runtime.models.registry import load_hf_config
 from runtime.text.tokenizer import Tokenizer
 
 SIDE_BY_SIDE = 64
-"""Answers of one call of the engine."""
+"""Number of answers per call of the engine."""
 HELD_OUT = 10
-"""One answer in this many is not counted but measures how much of other text the map covers."""
+"""One answer in this many is held out to measure the map's coverage."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked beside the server's flags.
+    """The command's own flags.
 
     Attributes:
-        size: ids of the map.
-        tokens: how many the model writes.
-        answer: the longest answer.
-        temperature: of sampling.
-        output: the file.
+        size: number of token ids in the map.
+        tokens: total tokens to generate.
+        answer: maximum tokens of an answer.
+        temperature: sampling temperature.
+        output: the file to write.
         prompts: JSON lines with a `prompt` each, or plain lines; None for the embedded ones.
     """
 
@@ -118,8 +118,8 @@ def write(engine: Engine, options: Options) -> Iterable[list[int]]:
 
 
 def hottest(counts: Counter[int], size: int, always: Iterable[int]) -> list[int]:
-    """The `size` most frequent ids, ascending; with `always`, and of equal ones the smaller. What was never seen counts as equal:
-    vocabularies of byte pairs begin with the most common pieces.
+    """The `size` most frequent ids including `always`, ascending. Ties go to the smaller id, also among unseen ids: BPE vocabularies list
+    common pieces first.
     """
     hot = set(itertools.islice(always, size))
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
@@ -131,7 +131,7 @@ def hottest(counts: Counter[int], size: int, always: Iterable[int]) -> list[int]
 
 
 def covered(answers: Iterable[Sequence[int]], hot: Iterable[int]) -> float:
-    """The share of the answers' tokens that `hot` holds."""
+    """The share of the answers' tokens that are in `hot`."""
     known, tokens = set(hot), list(itertools.chain.from_iterable(answers))
     return sum(token in known for token in tokens) / max(len(tokens), 1)
 

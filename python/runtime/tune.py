@@ -50,16 +50,16 @@ FOUND_HERE = (
     *("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_disable_by_batch_size"),
     *("speculative_tuning", "speculative_check_parity"),
 )
-"""Flags of the server whose values are found here."""
+"""Server flags whose values this command determines."""
 TREES = ((2, 2, 4), (3, 2, 6), (3, 4, 8), (5, 4, 16))
 """Steps, branches and draft tokens of the trees that are tried, the narrowest first."""
 ANY_BATCH = 1 << 16
-"""A batch size above which nothing runs."""
+"""A batch size that no server reaches."""
 CHAIN_SHARE = 0.65
-"""Share of the time for chains where trees can follow."""
+"""Share of `--seconds` that chains get if trees are also measured."""
 SWEEPS, MOST_ROUNDS, TREE_ROUNDS = 2, 4, 6
-"""How often all batch sizes run, so that other load does not meet one alone, and each time the rounds of all depths of a chain; those of
-a tree. Fewer where the time is short.
+"""Sweeps over all batch sizes, rounds per chain batch size in each sweep, and rounds per tree batch size; fewer if time is short. Several
+sweeps spread the effect of other load over all batch sizes.
 """
 WORTH_MORE = 0.9
 """A tree with less than this share of the best chain's tokens per second is not tried with more requests."""
@@ -67,15 +67,15 @@ WORTH_MORE = 0.9
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked beside the server's flags.
+    """The command's own flags.
 
     Attributes:
         output: the file.
         prompts: JSON lines with a `prompt` each, or plain lines; None for the embedded ones.
         seconds: for all measurements, after the model is loaded.
         requests: batch sizes, ascending; None for powers of two up to the server's limit.
-        answer: the longest answer.
-        temperature: of sampling.
+        answer: maximum tokens of an answer.
+        temperature: sampling temperature.
     """
 
     output: Path
@@ -160,7 +160,7 @@ def tune(options: Options, args: ServerArgs) -> SpeculativeTuning:
 
 
 def chain_config(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
-    """The configuration of a server that chooses among all depths. Raises `ConfigError` for flags that are found here."""
+    """The configuration of a server that chooses among all depths. Raises `ConfigError` for the flags that this command determines."""
     for name in FOUND_HERE:
         if getattr(args, name):
             raise ConfigError(f"{flag_of(name)} has no effect: python -m runtime.tune finds the shape of the drafts. Leave it out.")
@@ -223,14 +223,14 @@ def _opened(config: RuntimeConfig, model_config: ModelConfig, sizes: Sequence[in
 
 @dataclass(frozen=True)
 class Chains:
-    """The trial of chains. `most`: the largest batch of each depth."""
+    """The depth trial of chains. `most`: the largest batch size of each depth."""
 
     trial: DepthTrial
     most: Mapping[int, int]
 
     @property
     def measured(self) -> list[int]:
-        """Batch sizes that ran."""
+        """Batch sizes that were measured, ascending."""
         return sorted({requests for requests, _ in self.trial.cells})
 
     @property
@@ -247,7 +247,7 @@ class Chains:
         return [CostPoint(size, depth, least(size, depth)) for size, depth in found]
 
     def rates(self) -> dict[int, dict[int, float]]:
-        """Tokens per second by requests, up to the largest measured batch, and depth; between measured batches as expected."""
+        """Tokens per second by number of requests (up to the largest measured) and depth; interpolated between measured batch sizes."""
         cost = IterationCost(self.points)
         return {
             count: {d: count * self.trial.tokens(d) / cost.seconds(count, d) for d, most in sorted(self.most.items()) if count <= most}
@@ -255,7 +255,7 @@ class Chains:
         }
 
     def grid(self) -> str:
-        """Tokens per second as a table; the best of each batch has a star, and a ~ stands before what was not measured but expected."""
+        """Tokens per second as a table; `*` marks the best depth of each batch size, `~` an estimate that was not measured."""
         rates, depths = self.rates(), sorted(self.most)
         head = "".join(f"{f'K={depth}':>10}" for depth in depths)
         lines = [f"tokens/s of chains\n{'requests':>10}{head}"]
@@ -270,7 +270,7 @@ class Chains:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all measurements share. `started`: when the first could begin; `loading`: seconds until then, which each tree takes too."""
+    """What all measurements share. `started`: when the worker was ready; `loading`: seconds to load it, which each tree takes again."""
 
     options: Options
     config: RuntimeConfig
@@ -296,7 +296,7 @@ class Bench:
         return time.perf_counter() - self.started
 
     def chains(self, worker: Worker, sizes: Sequence[int], share: float) -> Chains:
-        """All depths at all batch sizes, within a share of the time; what does not fit into it is left out, the largest batches first."""
+        """Measure all depths at all batch sizes within a share of the time; the largest batch sizes are left out if time is short."""
         limits = worker.parts.depths.limits
         trial = worker.parts.depths.controller = DepthTrial(list(limits))
         turns = list(sizes) * SWEEPS
@@ -311,7 +311,7 @@ class Bench:
         return Chains(trial, limits)
 
     def tree(self, args: ServerArgs, shape: tuple[int, int, int], chains: Chains, chain: Plan) -> Plan | None:
-        """A tree at growing batches while it is nearly as fast as the best chain; None if it was not measured."""
+        """Measure a tree at growing batch sizes while it is nearly as fast as the best chain; None if it was not measured."""
         steps, name = shape[0], "tree {}/{}/{}".format(*shape)
         if self.elapsed + self.loading >= self.options.seconds:
             print(f"{name}: not measured, the time is over", flush=True)

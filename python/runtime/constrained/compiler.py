@@ -19,19 +19,19 @@ from runtime.sampling_params import GrammarSpec
 log = logging.getLogger(__name__)
 
 MAX_WAIT = 10.0
-"""Seconds that a grammar waits for those before it."""
+"""Seconds that a grammar waits for earlier ones to compile."""
 MAX_CACHED = 256
 MAX_CACHED_CHARS = 1 << 22
-"""Text of all cached grammars together."""
+"""Total characters of all cached grammars."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A grammar of the cache, or one on its way there; a refused one is remembered too.
+    """A cached grammar: compiled, refused or being compiled.
 
     Attributes:
-        future: its outcome.
-        wanted_until: when the last of its requests stops waiting.
+        future: the outcome.
+        wanted_until: when the last request for it stops waiting.
     """
 
     future: Future[Grammar]
@@ -70,7 +70,7 @@ class GrammarCompiler:
 
     Args:
         make_backend: makes the backend; called in the thread.
-        trials: try each new grammar first; closed with the compiler. None where all grammars that come were tried elsewhere.
+        trials: tries each new grammar first; closed with the compiler. None if another process has already tried all grammars.
         clock: monotonic seconds.
     """
 
@@ -79,7 +79,7 @@ class GrammarCompiler:
     ) -> None:
         self._trials, self._clock = trials, clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        usual = threading.stack_size(2 * STACK_MIB << 20)  # what a trial has room for has room here
+        usual = threading.stack_size(2 * STACK_MIB << 20)  # what fits a trial's stack must fit here
         self._backend = self._thread.submit(make_backend)
         threading.stack_size(usual)
         self._cache: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
@@ -101,7 +101,7 @@ class GrammarCompiler:
         return Compilation(entry.future, until, self._clock)
 
     def close(self) -> None:
-        """Forget what was not begun. A compilation under way ends by itself."""
+        """Cancel queued compilations. The running one finishes."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._trials is not None:
             self._trials.close()
@@ -123,14 +123,14 @@ class GrammarCompiler:
             entry.future.set_exception(GrammarError(spec.kind, f"The compiler failed: {type(error).__name__}."))
 
     def _forget(self, entry: _Entry, spec: GrammarSpec) -> None:
-        """The next request with this grammar tries it again."""
+        """Remove an entry, so that the next request with this grammar compiles it."""
         with self._lock:
             if self._cache.get(spec) is entry:
                 del self._cache[spec]
                 self._chars -= len(spec.text)
 
     def _evict(self) -> None:
-        """Forget the grammars that were not used for the longest time. Requests that wait for one keep it."""
+        """Evict the least recently used grammars. Requests that wait for one keep its future."""
         while len(self._cache) > 1 and (len(self._cache) > MAX_CACHED or self._chars > MAX_CACHED_CHARS):
             spec, _ = self._cache.popitem(last=False)
             self._chars -= len(spec.text)

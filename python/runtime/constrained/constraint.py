@@ -20,7 +20,7 @@ class MaskMeter:
     Reading the clock takes less time than reading a thread's CPU time, so it comes first.
 
     Attributes:
-        exceeded: whether the masks took too long. They stay as they are: ranks of one model must not differ by their speed.
+        exceeded: whether the masks took too long. It does not change the masks: ranks must not diverge because of their speed.
     """
 
     def __init__(self) -> None:
@@ -66,13 +66,13 @@ class Constraint:
         return self._meter.exceeded
 
     def fork(self) -> Constraint:
-        """A constraint at the same place, which goes its own way: to look at drafts."""
+        """An independent constraint in the same state, for drafts."""
         fork = Constraint(self._matcher if self.ended else self._matcher.fork(), self._eos_ids, self._after)
         fork._latest, fork.restricts, fork.ended, fork._meter = self._latest, self.restricts, self.ended, self._meter
         return fork
 
     def push(self, token: int) -> None:
-        """Go on by one token. One that is not allowed ends the text."""
+        """Advance by one token. A token that is not allowed ends the text."""
         if self.restricts:
             if token in self._eos_ids or not self._matcher.push(token):
                 self.restricts, self.ended = False, True
@@ -81,7 +81,7 @@ class Constraint:
             self.restricts = self._latest == self._after
 
     def commit(self, token: int) -> None:
-        """Go on by one token that is part of the text for good."""
+        """Advance by one committed token."""
         was_over = self.ended
         self.push(token)
         if self.ended and not was_over and token not in self._eos_ids:

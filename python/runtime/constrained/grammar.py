@@ -41,11 +41,11 @@ class Matcher(Protocol):
     """Where one text stands in its grammar. End-of-text ids are never pushed."""
 
     def push(self, token: int) -> bool:
-        """Go on by one token; False if the grammar does not allow it, and then nothing has changed."""
+        """Advance by one token. Return False, without a change of state, if the grammar does not allow it."""
         ...
 
     def fork(self) -> Matcher:
-        """A matcher at the same place, which goes its own way."""
+        """An independent matcher in the same state."""
         ...
 
     def fill(self, row: MaskRow) -> str:

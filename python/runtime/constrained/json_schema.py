@@ -42,8 +42,8 @@ def load_json_schema(text: str) -> dict[str, Any] | bool:
 
 
 def without_notes(schema: Any) -> Any:
-    """The schema without what restricts nothing but is refused by llguidance: `propertyNames` that allow all names, as zod writes them for
-    records, formats that JSON Schema does not define, and `uniqueItems` that is false.
+    """The schema without keywords that restrict nothing but that llguidance refuses: `propertyNames` that allow all names (zod writes them
+    for records), formats that JSON Schema does not define, and `uniqueItems: false`.
     """
     if isinstance(schema, list):
         return [without_notes(part) for part in schema]

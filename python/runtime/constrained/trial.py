@@ -20,15 +20,15 @@ from runtime.errors import GrammarError
 from runtime.sampling_params import GrammarSpec
 
 MAX_SECONDS = 0.2
-"""CPU time that one trial may take; large grammars that people write take 0.06 s. A busy machine refuses no others than an idle one."""
+"""CPU seconds that one trial may take; large hand-written grammars take 0.06 s. CPU time, so that load does not change what is refused."""
 MAX_WALL_SECONDS = 5.0
-"""Time by the clock, on a machine with no time for it."""
+"""Wall-clock seconds that one trial may take, for overloaded machines."""
 MAX_MIB = 512
 """Memory that one trial may take, in MiB of address space."""
 STACK_MIB = 4
 """Stack of one trial, in MiB. The process that uses the grammar has more in all of its threads."""
 FOLLOWED_TOKENS = 24
-"""Length of the text that is followed after compiling: lexers are built on the way, and those of some grammars grow without bounds."""
+"""Tokens matched after compiling: lexers are built lazily, and those of some grammars grow without bound."""
 
 
 class Translated(msgspec.Struct, frozen=True, tag=True):
@@ -114,7 +114,7 @@ class GrammarTrial:
         return Translated(translated)
 
     def _follow(self, matcher: Matcher) -> str:
-        """Follow some text of the grammar, the same one each time; returns why that cannot go on, or an empty text."""
+        """Follow a deterministic text of the grammar; return why it cannot continue, or an empty string."""
         rng = np.random.default_rng(0)
         for _ in range(FOLLOWED_TOKENS):
             if reason := matcher.fill(self._row):
@@ -135,7 +135,7 @@ def _death(status: int) -> str:
 
 
 def _limit() -> None:
-    """Bound this process. The kernel ends it when its time is over, whatever it does then and whether its parent lives."""
+    """Limit this process. The kernel kills it when its time is over, even in native code or without a parent."""
     for number, timer, seconds in (
         (signal.SIGPROF, signal.ITIMER_PROF, MAX_SECONDS),
         (signal.SIGALRM, signal.ITIMER_REAL, MAX_WALL_SECONDS),

@@ -19,7 +19,7 @@ from runtime.sampling_params import GrammarSpec
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 30.0
-"""Time for one answer, with the start of the process, after which it is replaced."""
+"""Seconds for one answer, including the start of the process, after which the process is replaced."""
 
 
 class TrialProcess:
@@ -36,7 +36,7 @@ class TrialProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs, or was the last to run."""
+        """The pid of the running process, or of the last one."""
         return self._process.pid
 
     def translate(self, spec: GrammarSpec) -> GrammarSpec:

@@ -13,16 +13,16 @@ Path = tuple[int, ...]
 
 
 class WindowMasks:
-    """Mask rows behind any path of drafts of one request, whose constraint stands at the last committed token.
+    """Mask rows after any path of drafts of one request.
 
-    Every path is computed once. Drafts are looked at on forks, of which there is one per branch.
+    Each path is computed once. Drafts are pushed on forks of the constraint, one per branch.
 
     Args:
-        constraint: of the request.
-        chain: int32 [D, ceil(V / 32)], where the rows of a chain go: the first path of n drafts that is asked for has row n.
+        constraint: the request's, at the last committed token.
+        chain: int32 [D, ceil(V / 32)], the output rows; the first requested path of n drafts is written to row n.
 
     Attributes:
-        error: why the grammar cannot be followed behind some path; empty where all is well.
+        error: why the grammar cannot be followed after some path; empty without an error.
     """
 
     def __init__(self, constraint: Constraint, chain: npt.NDArray[np.int32]) -> None:
@@ -34,7 +34,7 @@ class WindowMasks:
         self.error = ""
 
     def row(self, path: Path) -> MaskRow | None:
-        """What may follow `path`; None where everything may, also because the path itself is not allowed."""
+        """The mask after `path`; None if every token is allowed or the grammar does not allow `path` itself."""
         known = self._known
         if path in known:
             return known[path]
@@ -47,7 +47,7 @@ class WindowMasks:
         return row
 
     def write(self, path: Path) -> bool:
-        """Put what may follow `path`, drafts of a chain, into the chain's row of that length; returns whether anything is forbidden."""
+        """Write the mask after `path`, a prefix of a chain, to row `len(path)` of `chain`; return whether any token is forbidden."""
         row, place = self.row(path), self._chain[len(path)]
         if row is None:
             place.fill(-1)
@@ -56,7 +56,7 @@ class WindowMasks:
         return row is not None
 
     def substitute_forced(self, path: Path, token: int) -> int:
-        """The draft after `path`: `token`, or the one token that may stand there."""
+        """The draft after `path`: the forced token if there is one, else `token`."""
         row = self.row(path)
         forced = None if row is None else only_token(row)
         return token if forced is None else forced

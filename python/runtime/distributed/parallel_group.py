@@ -52,7 +52,7 @@ class ParallelGroup(Protocol):
     """`size` processes that each hold a shard of a model. All of them make the same calls in the same order.
 
     Attributes:
-        rank: of this process, 0..size - 1.
+        rank: rank of this process, 0..size - 1.
         size: 1 if the model is not sharded.
         exchange_seconds: time spent in exchanges within steps so far, if the host waits for them.
         fused: exchanges by one kernel each; None if there are none.

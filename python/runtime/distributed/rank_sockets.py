@@ -20,8 +20,8 @@ class RankSocket:
     """A ZMQ socket with an unbounded queue: heartbeats, not limits, detect a rank that is slow or gone.
 
     Args:
-        kind: of ZMQ.
-        address: that the socket will bind or connect to.
+        kind: the ZMQ socket type.
+        address: the address to bind or connect to.
         linger: milliseconds that `close` waits for sent messages to leave.
     """
 
@@ -98,7 +98,7 @@ class ResultSocket(RankSocket):
     def receive(self, step: int) -> list[BatchResult]:
         """Wait for the results of a step, in the order of the groups 1, 2, …; steps are asked for in order.
 
-        Each group sends one for every step that it is asked about, so none is of another step.
+        Each group sends one result for every requested step, so results cannot be from another step.
         """
         found = dict[int, BatchResult]()
         while len(found) < self._senders:

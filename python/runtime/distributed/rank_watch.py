@@ -18,38 +18,38 @@ log = logging.getLogger(__name__)
 PERIOD = 0.5
 """Seconds between two heartbeats."""
 SILENT_TURNS = 10
-"""Turns of half a second without a heartbeat after which a rank counts as lost: 5 s. Turns, not seconds: a machine that was
-suspended lost none."""
+"""Periods of half a second without a heartbeat after which a rank counts as lost: 5 s. Counting periods instead of reading a clock
+tolerates a suspended machine."""
 
 
 TELL_MS = 1000
-"""How long what is said last may take to leave."""
+"""Milliseconds that the last messages may take to be sent."""
 
 
 PAUSE = b"\0"
-"""Rank 0's answer while it is about to be silent itself."""
+"""Rank 0's answer when it is about to stop sending heartbeats for a while."""
 PAUSE_PERIODS = 3
-"""Turns until all other ranks have heard it."""
+"""Periods until all other ranks have received `PAUSE`."""
 PAUSE_TURNS = 1200
-"""Turns for which it may be silent then: 10 min."""
+"""Periods for which rank 0 may then be silent: 10 min."""
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True):
-    """A rank is alive; or it ends, and says why."""
+    """A heartbeat, or the reason why the rank exits."""
 
     rank: int
     failure: str = ""
 
 
 class RankWatch:
-    """Rank 0's side: listens to the other ranks, answers each, and calls `lost` with a sentence about the first that is gone; the
-    others are told too.
+    """Rank 0's side: receives heartbeats, answers each, and calls `lost` with a sentence about the first rank that is gone; the remaining
+    ranks are told too.
 
     Args:
         address: where the other ranks connect.
-        ranks: of the others.
+        ranks: the other ranks.
         lost: called on the watching thread.
-        stuck: asked every half second whether rank 0 itself waits in vain: a sentence about it, or "".
+        stuck: called every half second; returns a sentence if rank 0 itself hangs, else "".
     """
 
     def __init__(self, address: str, ranks: range, lost: Callable[[str], None], stuck: Callable[[], str] = lambda: "") -> None:
@@ -74,7 +74,7 @@ class RankWatch:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Within, this process may be silent, because torch holds the GIL while it writes a trace: the other ranks wait for longer."""
+        """Make the other ranks tolerate a longer silence of this process: torch holds the GIL while it writes a trace."""
         self._answer = PAUSE
         time.sleep(PAUSE_PERIODS * PERIOD)
         try:
@@ -105,7 +105,7 @@ class RankWatch:
                 return
 
     def _tell(self, why: str) -> None:
-        """Let the other ranks end as well, which would otherwise wait for heartbeats."""
+        """Tell the other ranks to exit; otherwise they would wait for heartbeats."""
         for sender in self._senders.values():
             self._socket.send_multipart((sender, why.encode()), zmq.NOBLOCK)
         self._socket.close(linger=TELL_MS)

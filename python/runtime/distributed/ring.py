@@ -25,7 +25,7 @@ LINE = 64
 """Bytes between two positions: one cache line each."""
 FRAME = struct.Struct("<III4x")
 SKIP = 0xFFFFFFFF
-"""The length of a frame that fills the rest of the ring."""
+"""Marks a frame that fills the rest of the ring and is skipped."""
 CAPACITY = 8 << 20
 SPIN_SECONDS = 20e-6
 FULL_SLEEP_SECONDS = 50e-6
@@ -155,7 +155,7 @@ class RingReader:
         return found
 
     def _frame(self) -> tuple[bytes, bool] | None:
-        """The frame at this place and whether it is the last of its message; None if it is not whole, or was one to skip."""
+        """The frame at the current position and whether it is the last of its message; None if it is incomplete or was skipped."""
         at, data = self._at % CAPACITY, self._memory.bytes
         length, checksum, last = FRAME.unpack_from(data, at)
         if length == SKIP and checksum == _checksum(b"", self._at, last=False):

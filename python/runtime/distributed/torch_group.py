@@ -28,7 +28,7 @@ class TorchGroup:
     """
 
     def __init__(self, rank: int, size: int, start: dist.ProcessGroup, steps: dist.ProcessGroup) -> None:
-        """`start`, `steps`: what calls at start-up and within steps go through."""
+        """`start`, `steps`: the process groups for calls at start-up and within steps."""
         self.rank, self.size, self._start, self._steps = rank, size, start, steps
         self.exchange_seconds = 0.0
         self.fused: FusedExchange | None = None
@@ -52,7 +52,7 @@ class TorchGroup:
             ) from error
 
     def split(self, parts: int) -> tuple[ParallelGroup, ParallelGroup]:
-        """This rank's group of consecutive ranks, and that of the ranks in its place."""
+        """This rank's group of consecutive ranks, and the group of ranks with its index in each; see `ParallelGroup`."""
         groups, places = (self._sub(lists) for lists in split_ranks(self.size, parts))
         return groups, places
 

@@ -120,13 +120,13 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
 
 
 def _log_level(child: ChildConfig) -> str:
-    """Ranks that follow another would log everything once more: they log what is wrong only."""
+    """Followers log warnings only; otherwise each would repeat rank 0's log."""
     level = child.config.server.log_level
     return "warning" if level == "info" and child.place is not None and child.place.rank > 0 else level
 
 
 def _create_cuda_context(child: ChildConfig) -> None:
-    """Begin to create it, if this process has a GPU."""
+    """Start creating the CUDA context if this process has a GPU."""
     if child.config.device.device == "cuda":
         cuda_context.create_early()
 

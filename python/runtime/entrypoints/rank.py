@@ -31,7 +31,7 @@ from runtime.speculative.registry import make_drafter
 
 log = logging.getLogger(__name__)
 STEP_SECONDS = 7.0
-"""The longest that a step may take on GPUs, and its start on any device; the largest prompt chunk of a 70B model takes about one."""
+"""Seconds that a step on GPUs, or its start on any device, may take; the largest prompt chunk of a 70B model takes about one second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Sockets:
 
 @dataclass(slots=True)
 class Stuck:
-    """Says when rank 0 takes too long. `waits`: over a step, known once there are followers."""
+    """Detects that rank 0 waits too long for a step. `waits`: its waits during a step, set once there are followers."""
 
     waits: tuple[StepWait, ...] = ()
 

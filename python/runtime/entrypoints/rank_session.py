@@ -19,7 +19,7 @@ from runtime.errors import ConfigError
 
 @contextmanager
 def other_ranks(config: RuntimeConfig) -> Iterator[RankPlace]:
-    """Within, the other ranks run; the place of rank 0. Raises `ConfigError` for several nodes."""
+    """Run the other ranks inside the `with` block; yields the place of rank 0. Raises `ConfigError` for several nodes."""
     if config.parallel.nnodes > 1:
         raise ConfigError("--nnodes must be 1 for this check; run it on one node")
     loop, folder = asyncio.new_event_loop(), make_socket_folder()

@@ -52,7 +52,7 @@ class RankHost:
         return self._lines.readline()
 
     def exit_status(self) -> int:
-        """Of the process, once it has ended; of a killed one minus the signal."""
+        """The exit status of the process once it has ended; minus the signal number if it was killed."""
         return self._process.wait()
 
 

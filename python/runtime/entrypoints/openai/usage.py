@@ -63,7 +63,7 @@ class UsageCounter:
     def add(self, prompt: int, update: TextOut | None) -> None:
         """Take the counts of an update; they are totals of its choice."""
         if update is not None:
-            cached = update.progress.cached_tokens  # of a later text of the prompt also what the first one computed
+            cached = update.progress.cached_tokens  # later texts of a prompt also count the tokens that the first text computed
             self._cached[prompt] = min(cached, self._cached.get(prompt, cached))
             self._generated[prompt, update.index] = update.progress.completion_tokens
             if update.progress.spec is not None and update.progress.spec.verify_steps:

@@ -115,7 +115,7 @@ struct Output {
             }
         }
     }
-    // Store `pairs` of up to four groups from `first` on. For four whole groups, the four lanes of a row transpose them, and each lane stores one group.
+    // Store `pairs` of up to four groups from `first` on. For four groups, the four lanes of a row transpose them, and each lane stores one group.
     __device__ __forceinline__ void store_pairs(u16* to, u32 (&pairs)[2][4], int first) const {
         const int lane = threadIdx.x % 4;
 #pragma unroll

@@ -169,9 +169,9 @@ __device__ __forceinline__ u32 narrow(float low, float high) {
     return both;
 }
 
-// Four e4m3 numbers as 16-bit floats: bytes 1 and 3 in `odd`, bytes 0 and 2 in `even`. A shift moves exponent and mantissa to their place in the float;
-// the mask selects these bits, and takes the others (sign and zeros) from `signs`. With HALF the result is float16, the number times 2^-8. Otherwise it
-// is bfloat16, the number times 2^-120; multiplying by 2^120 is exact, for subnormal numbers too. NaN becomes 480.
+// Four e4m3 numbers as 16-bit floats: bytes 1 and 3 in `odd`, bytes 0 and 2 in `even`. A shift moves exponent and mantissa to their place in the
+// float; the mask selects these bits and takes the others (sign and zeros) from `signs`. With HALF the result is float16, the number times 2^-8.
+// Otherwise it is bfloat16, the number times 2^-120; multiplying by 2^120 is exact, for subnormal numbers too. NaN becomes 480.
 template <bool HALF> __device__ __forceinline__ void widen_four(u32 four, u32& odd, u32& even) {
     constexpr int DOWN = HALF ? 1 : 4;
     constexpr u32 MASK = HALF ? 0x3F803F80 : 0x07F007F0;

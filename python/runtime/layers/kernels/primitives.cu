@@ -124,8 +124,8 @@ template <int COUNT> __device__ __forceinline__ void load_transposed(u32 (&to)[2
     else asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(row) : "memory");
 }
 
-// ldmatrix: four matrices of eight rows of 16 bytes. Lanes 8 i to 8 i + 7 pass the row addresses of matrix i; lane (g, t) gets bytes 4 t to 4 t + 3 of
-// row g of each matrix.
+// ldmatrix: four matrices of eight rows of 16 bytes. Lanes 8 i to 8 i + 7 pass the row addresses of matrix i; lane (g, t) gets bytes 4 t to 4 t + 3
+// of row g of each matrix.
 __device__ __forceinline__ uint4 matrices(u32 row) {
     uint4 v;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -133,8 +133,8 @@ __device__ __forceinline__ uint4 matrices(u32 row) {
     return v;
 }
 
-// mma.m16n8k16 in bfloat16. Lane (g, t) of the warp passes its fragments of rows g and g + 8 of the left operand (`g_*`, `h_*`) and of column g of the
-// right one (`x_*`).
+// mma.m16n8k16 in bfloat16. Lane (g, t) of the warp passes its fragments of rows g and g + 8 of the left operand (`g_*`, `h_*`) and of column g of
+// the right one (`x_*`).
 __device__ __forceinline__ void mma_bf16(float (&sums)[4], u32 g_low, u32 h_low, u32 g_high, u32 h_high, u32 x_low, u32 x_high) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])

@@ -1,4 +1,5 @@
-// The epilogue of a GEMM of few rows, the warps of whose blocks share the columns of 16 * TALL weight rows: their sums meet in shared memory.
+// The epilogue of a GEMM of few rows. The warps of a block split the columns of 16 * TALL weight rows (split-K), and their sums are added in shared
+// memory.
 //
 // Constants from the host besides those of `fragments.cu`: TOKENS (8 or 16: most rows of x), WARPS, TALL (1 or 2), BIAS, GATED (weight rows are
 // those of the gate, then as many to multiply by), SCALE, DEFER, WRITE (0: bfloat16, 1: float32, 2: add to float32).
@@ -11,7 +12,7 @@ constexpr int COUNT = TOKENS * OUTPUTS, EACH = (COUNT + THREADS - 1) / THREADS; 
 constexpr int OWN = (TOKENS + WARPS - 1) / WARPS;                                // tokens whose squares a warp sums
 constexpr int SQUARES = SCALE ? 4 : 0;                                           // that a lane loads before it multiplies
 
-// Of a thread. Both methods get M tokens and the columns of `out`, of which the block computes those from `first` on.
+// The epilogue state of a thread. `M`: tokens; `columns`: of `out`, of which the block computes OUTPUTS from `first` on.
 struct Output {
     float squares[OWN][SQUARES + 1], before[EACH];
 
@@ -32,7 +33,7 @@ struct Output {
         }
     }
 
-    // Leaves the fragments of a warp in its own [TOKENS][STRIDE] floats.
+    // Writes the fragments of a warp to its own [TOKENS][STRIDE] floats in shared memory.
     static __device__ __forceinline__ void leave(float* own, const float (&sums)[TALL][TILES][4]) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         #pragma unroll
@@ -45,7 +46,7 @@ struct Output {
             }
     }
 
-    // Adds up what the warps have left, `apart` floats from each other, and stores it. `width`: columns of x.
+    // Adds up the sums that the warps have written with `leave`, `apart` floats from warp to warp, and stores the results. `width`: columns of x.
     __device__ __forceinline__ void store(
         const float* sums, int apart, int width, const Norms& norms, void* out, const u16* bias, int M, int columns, int first
     ) const {

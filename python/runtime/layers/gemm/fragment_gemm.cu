@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fragment_gemm(cons
             #pragma unroll
             for (int i = 0; i < TALL; i++) {
                 const Fragment f = weights[j][i];
-                // Lane 0 of a row has its scale where others lie past its columns.
+                // Take the scale from lane t = 0, which has it even where the columns of the other lanes are past the row's end.
                 const float low_scale = __uint_as_float(__shfl_sync(~0u, f.low_scale, lane & ~3));
                 const float high_scale = __uint_as_float(__shfl_sync(~0u, f.high_scale, lane & ~3));
                 #pragma unroll

@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(cons
     const int first_row = blockIdx.x * ROWS;
     const int stages = K / STAGE_COLUMNS, share = (stages + WARPS - 1) / WARPS, begin = min(stages, warp * share), end = min(stages, begin + share);
     u8* const own = shared + warp * DEPTH * STAGE_BYTES;
-    // A lane copies 16 bytes of each of four rows. Rows lie 128 bytes apart; odd ones have their halves swapped, so that reads meet all banks.
+    // A lane copies 16 bytes of each of four rows. Rows are 128 bytes apart; odd rows have their halves swapped to avoid bank conflicts.
     const u32 copied = shared_address(own) + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) * 4) * 16;
     const u16* const from = w + (long)(first_row + lane / 8) * K + lane % 8 * 8;
     const auto copy_stage = [&](int stage, int place) {
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) resident_gemm(cons
                 }
             }
         }
-        __syncwarp();  // all lanes have read their places
+        __syncwarp();  // all lanes have read the stages that are overwritten next
         #pragma unroll 1
         for (int place = 0; place < min(DEPTH, end - base - DEPTH); place++) copy_stage(base + DEPTH + place, place);
     }

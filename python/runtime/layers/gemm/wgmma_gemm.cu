@@ -6,20 +6,20 @@
 //
 // SPLIT blocks of a cluster share the columns of one tile; their sums meet in shared memory and are added in order.
 //
-// A norm around the GEMM takes no kernel (deferred_norm.py): with SCALE, rows of sums are divided by their root mean square; with DEFER,
-// the new stream is also stored times the gain of the next norm, with the sums of its squares.
+// Norms before and after the GEMM need no kernel of their own (deferred_norm.py): with SCALE, each row of sums is divided by the root mean
+// square of its row of x; with DEFER, the new residual stream is also stored times the gain of the next norm, with its sums of squares.
 //
 // Defined before this text: ROWS (64 or 128), TILE, SPLIT, SHARERS = SPLIT, CLUSTER_M, LOADERS (threads), LOAD_REGISTERS, MOST_STAGES,
 // BFLOAT16, BIAS, EARLY, WRITE, ARGMAX, STORE, SCALE, DEFER; multiply(), the one instruction whose operands depend on TILE; wgmma_parts.cu
 // and wgmma_output.cu.
 
 constexpr int W_BYTES = TILE * ROW_BYTES;
-// Blocks that share w load a slice of it each; where gates and ups are cut at the same places, a slice of both.
+// Each of the CLUSTER_M blocks loads a slice of w. With GATED the slice is of the gates or of the ups if CLUSTER_M is even, otherwise of both.
 constexpr int W_BOXES = CLUSTER_M % HALVES == 0 ? 1 : HALVES;
 constexpr int W_SLICE = TILE / CLUSTER_M / W_BOXES;
 
-// The first row of a tile of `size` rows that would begin at `start`, of `count` rows. TMA is slow to fill rows past the last one with zeros: the
-// last tile begins earlier, so that it ends with them. It computes some rows again, and stores those from `start` on.
+// The first row to load for the tile of `size` rows at `start`, of `count` rows in all. TMA fills rows past the end with zeros slowly, so the last
+// tile begins early enough to end at the last row. It computes some rows a second time, and stores only those from `start` on.
 __device__ __forceinline__ int first_of(int start, int size, int count) { return max(min(start, count - size), 0); }
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1)
@@ -52,7 +52,7 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     if (warp >= MULTIPLIERS / 32) {
         leave_registers<LOAD_REGISTERS>();
         if (threadIdx.x == MULTIPLIERS) {
-            // Weights leave L2 first, unless other clusters read them too, or float32 results come in their place as fast as they go.
+            // Weights are evicted from L2 first, except if other clusters read them too, or if float32 results fill L2 as fast as weights leave it.
             const bool once = walk.m_groups == 1;
             const u64 w_policy = once && WRITE != FLOAT ? EVICT_FIRST : EVICT_NORMAL, x_policy = once ? EVICT_LAST : EVICT_NORMAL;
             const u16 w_mask = place.w_mask();
@@ -83,7 +83,7 @@ wgmma_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                     load_x(s);
                 }
             }
-            // A block must not end before the others have released its stages.
+            // The block must not exit before the other blocks' warps have arrived at its `empty` barriers for the last time.
             if constexpr (CLUSTER_M > 1) {
                 for (int s = 0; s < stages; s++, ring.next()) ring.wait_empty();
             }

@@ -1,6 +1,6 @@
 // The epilogue of the WGMMA GEMM: what a thread does with its sums before it stores them.
 //
-// Of each group of 8 columns a thread holds two neighbouring ones, in `row` and in `row` + 8; four lanes share a row.
+// In each group of 8 columns, a thread holds two neighbouring columns of rows `row` and `row` + 8; four lanes share a row.
 
 // WRITE: store in 16 bits; silu(gate) * up; add to float32; store float32; gelu(gate) * up
 constexpr int NARROW = 0, SILU = 1, ADD = 2, FLOAT = 3, GELU = 4;
@@ -8,8 +8,8 @@ constexpr bool GATED = WRITE == SILU || WRITE == GELU;
 constexpr int HALVES = GATED ? 2 : 1;
 constexpr int OUTPUTS = TILE / HALVES;
 constexpr int GROUPS = OUTPUTS / 8;
-constexpr int OWN_GROUPS = GROUPS / SHARERS;  // that a block stores
-constexpr int BATCH = ROWS > 128 ? 4 : 8;  // groups that are stored together: the loads of all come first
+constexpr int OWN_GROUPS = GROUPS / SHARERS;  // groups that a block stores
+constexpr int BATCH = ROWS > 128 ? 4 : 8;  // groups that are stored together, after the loads of all of them
 constexpr int NO_COLUMN = 0x7FFFFFFF;
 
 // x * sigmoid(x), or for gelu in its tanh form x * sigmoid(sqrt(8 / pi) * (x + 0.044715 x ** 3)).
@@ -18,7 +18,7 @@ __device__ __forceinline__ float activate(float x) {
     return __fdividef(x, 1.0f + __expf(-slope));
 }
 
-// Lane t of four gets word t of each: words[i] of lane t becomes words[t] of lane i.
+// Transpose 4 x 4 words over four lanes: words[i] of lane t becomes words[t] of lane i.
 __device__ __forceinline__ void transpose(u32 (&words)[4]) {
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void transpose(u32 (&words)[4]) {
     }
 }
 
-// The largest entry so far and its column, in the order of kernels/argmax_reduce.py: the first of equals, NaN above all.
+// The largest entry so far and its column, ordered as in kernels/argmax_reduce.py: the first of equal entries wins, and NaN is above all numbers.
 struct Largest {
     float value = 0.0f;
     int column = NO_COLUMN;
@@ -50,7 +50,7 @@ struct Largest {
     }
 };
 
-// deferred_norm.py: what is read for the norm before this GEMM, and written for the norm after it.
+// Deferred norms (deferred_norm.py): inputs of the norm before this GEMM, and outputs for the norm after it.
 struct Norms {
     const float* squares;
     int parts;
@@ -60,7 +60,7 @@ struct Norms {
     float* next_squares;
 };
 
-// Where a thread's results go. `column`: the first of its columns; this block stores rows from `least_row` and columns from `least_column` on.
+// Where a thread's results go. `column` is the thread's first column; the block stores rows from `least_row` and columns from `least_column` on.
 struct Output {
     void* out;
     const u16* bias;
@@ -74,7 +74,7 @@ struct Output {
     __device__ __forceinline__ bool inside(int half, int group) const { return has_row(half) && has_column(group); }
     __device__ __forceinline__ long at(int half, int group) const { return (long)(row + half * 8) * columns + column + group * 8; }
 
-    // `scale` of the two rows.
+    // Compute `scale` of both rows from the sums of squares: 1 / root mean square.
     __device__ __forceinline__ void find_scale(int width) {
         const int lane = threadIdx.x % 4;
 #pragma unroll
@@ -115,7 +115,7 @@ struct Output {
             }
         }
     }
-    // Store `pairs` of up to four groups from `first` on, by row. The lanes of a row exchange four of them, and each stores a whole group.
+    // Store `pairs` of up to four groups from `first` on. For four groups, the four lanes of a row transpose them, and each lane stores one group.
     __device__ __forceinline__ void store_pairs(u16* to, u32 (&pairs)[2][4], int first) const {
         const int lane = threadIdx.x % 4;
 #pragma unroll
@@ -154,7 +154,7 @@ struct Output {
             store_pairs(to, pairs, first);
         }
     }
-    // Store a batch in float32: with ADD, added to what is there, which `sums` become.
+    // Store a batch in float32. With ADD, the old values of `out` are added first, and `sums` are updated to the new ones.
     __device__ __forceinline__ void store_floats(float* sums, int first) {
         float2 old[BATCH * 2];
 #pragma unroll
@@ -206,7 +206,7 @@ struct Output {
             top[half] = Largest();
         }
     }
-    // All of it, for tile `tile` of `tiles` of columns, of which this block stores part `part`.
+    // The whole epilogue of column tile `tile` of `tiles`; this block stores part `part` of the tile.
     __device__ __forceinline__ void store(float* sums, int* partial, int tile, int tiles, int part) {
 #pragma unroll
         for (int first = 0; first < OWN_GROUPS; first += BATCH) {
@@ -215,7 +215,7 @@ struct Output {
             if constexpr (WRITE == NARROW || GATED) store_narrow((u16*)out, sums, first);
             if constexpr (DEFER) store_narrow(norms.scaled, sums, first);
             if constexpr (ARGMAX) find_largest(sums, first);
-            asm volatile("" ::: "memory");  // or the compiler begins with the loads of all batches, and spills
+            asm volatile("" ::: "memory");  // otherwise the compiler hoists the loads of all batches, and spills registers
         }
         if constexpr (DEFER) store_squares(tile * SHARERS + part, tiles * SHARERS);
         if constexpr (ARGMAX) store_argmax(partial, tile, tiles);

@@ -1,14 +1,15 @@
 // Parts of the WGMMA GEMM besides `primitives.cu`: clusters of blocks, TMA loads, and the ring of stages.
 //
-// The blocks of a cluster compute CLUSTER_M neighbouring tiles of rows of x by the same rows of w. Each loads a slice of these and sends it to all
-// of them (multicast), so that an SM reads less from L2. SPLIT such sets of blocks split K.
+// A cluster has SPLIT sets of CLUSTER_M blocks; the sets split K. The blocks of a set compute neighbouring tiles of rows of x by the same rows of w:
+// each loads a slice of w and multicasts it to the whole set, so that an SM reads less from L2.
 //
 // Sources: PTX ISA, "wgmma", "cp.async.bulk.tensor", "mbarrier", "setmaxnreg".
 
-constexpr int COLUMNS = 64;                   // of a box: rows of 128 bytes, as the swizzle wants them
+constexpr int COLUMNS = 64;                   // of a box: rows of 128 bytes, the width of the 128-byte swizzle
 constexpr int ROW_BYTES = COLUMNS * 2;
 constexpr int MULTIPLIERS = ROWS / 64 * 128;  // threads
-// Registers of a thread: with one loading warp the compiler's limit, with a loading warpgroup what its LOAD_REGISTERS leave.
+// Registers per thread. A loading warpgroup keeps LOAD_REGISTERS and gives the rest to the multiplying ones; with a single loading warp all threads
+// keep the compiler's limit.
 constexpr int WARPGROUPS = ROWS / 64 + 1, ENTRY_REGISTERS = 512 / WARPGROUPS / 8 * 8;
 constexpr int MULTIPLY_REGISTERS = (ENTRY_REGISTERS * WARPGROUPS - LOAD_REGISTERS) / (WARPGROUPS - 1) / 8 * 8;
 constexpr int CLUSTER = CLUSTER_M * SPLIT;
@@ -17,7 +18,7 @@ constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x100000000000
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
-// Without `.release.cluster`, which waits for all memory accesses of the thread: the released data was read by wgmma, which has completed.
+// Without `.release.cluster`, which would wait for all memory accesses of the thread: only wgmma has read the released stage, and it has completed.
 __device__ __forceinline__ void barrier_arrive_in_cluster(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -38,7 +39,7 @@ __device__ __forceinline__ void leave_registers() {
     if constexpr (LOADERS == 128) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// Load a box to `to`, and report its bytes to `barrier`: in this block, or in all blocks of `mask`.
+// Load a box to `to` and count its bytes at `barrier`: in this block, or with multicast at the same addresses in all blocks of `mask`.
 template <bool multicast>
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 barrier, int column, int row, u64 policy, u16 mask) {
     if constexpr (multicast) {
@@ -68,8 +69,8 @@ struct Place {
     __device__ __forceinline__ u16 w_mask() const { return ((1 << CLUSTER_M) - 1) << rank(0, part); }
 };
 
-// The tiles of a block: clusters take groups of neighbouring tiles round robin, those with the same rows of w one after another, so
-// that w is streamed once.
+// The tiles of a block. Clusters take groups of neighbouring tiles round robin. Groups with the same rows of w follow each other, so that
+// w is streamed once.
 struct Walk {
     int m_groups, groups, step, group;
 
@@ -80,13 +81,13 @@ struct Walk {
     }
     __device__ __forceinline__ bool inside() const { return group < groups; }
     __device__ __forceinline__ void next() { group += step; }
-    // It may lie past the last one: such a tile is computed, because its block loads slices for others, but not stored.
+    // May be past the last tile: the block computes such a tile, because it loads slices for the other blocks, but does not store it.
     __device__ __forceinline__ int m_tile(const Place& place) const { return group % m_groups * CLUSTER_M + place.m; }
     __device__ __forceinline__ int n_tile() const { return group / m_groups; }
 };
 
-// Stages in shared memory, used round robin. A stage is full when its bytes have arrived, whichever block has loaded them. It is empty when
-// every multiplying warp of every block has read it that gets a slice from this one.
+// Stages in shared memory, used round robin. A stage is full when all its bytes have arrived, including slices that other blocks multicast. It is
+// empty when the multiplying warps of all CLUSTER_M blocks have read it, because this block's multicast overwrites the stage in each of them.
 struct Ring {
     u32 data, full, empty, stage_bytes;
     int stages, stage = 0;
@@ -109,14 +110,15 @@ struct Ring {
     }
 };
 
-// SPLIT blocks with the same tile add up their sums: each gets its own OWN of GROUPS groups of four from all of them.
+// The SPLIT blocks of a tile add up their sums: each block receives its OWN of the GROUPS groups of four sums from all SPLIT blocks.
 //
-// Before, one thread initialises and publishes `arrived`, and expects them.
+// Before the exchange, one thread initialises and publishes the mbarrier `arrived` and calls `expect_sums`.
 template <int GROUPS, int OWN>
 __device__ __forceinline__ void expect_sums(u32 arrived, const Place& place) {
     barrier_expect(arrived, max(min(GROUPS - place.part * OWN, OWN), 0) * SPLIT * MULTIPLIERS * 16);
 }
-// Sums take the place of the ring; they are added in order, to the front of `sums`. Other threads join in the barrier of the cluster alone.
+// The sums overwrite the ring; they are added in the order of the blocks and returned at the front of `sums`. The loading threads must join only the
+// cluster barrier.
 template <int GROUPS, int OWN>
 __device__ __forceinline__ void exchange(float* sums, const Place& place, u32 data, u32 arrived) {
     cluster_sync<false>();  // all blocks have finished multiplying: the ring is free
@@ -130,7 +132,7 @@ __device__ __forceinline__ void exchange(float* sums, const Place& place, u32 da
             send(place.rank(place.m, to), at, arrived, make_float4(v[0], v[1], v[2], v[3]));
         }
     }
-    // A block ends after all have sent to it, so while one sends, these are there.
+    // Each block waits here for the sums of all blocks, so none exits while another still writes to its shared memory.
     barrier_wait_first(arrived);
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
@@ -148,7 +150,7 @@ __device__ __forceinline__ void exchange(float* sums, const Place& place, u32 da
     }
 }
 
-// A tile of rows of 128 bytes, swizzled by 128: 8 rows are 1024 bytes.
+// The wgmma descriptor of a K-major tile with rows of 128 bytes and the 128-byte swizzle: groups of 8 rows are 1024 bytes apart.
 __device__ __forceinline__ u64 descriptor(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
@@ -167,9 +169,9 @@ __device__ __forceinline__ u32 narrow(float low, float high) {
     return both;
 }
 
-// Four e4m3 numbers in 16 bits: those of bytes 1 and 3, and those of bytes 0 and 2. Exponent and mantissa move to where a float has them; the mask
-// keeps them, and takes the sign and zeros from the signs. With HALF this is a float16, the number times 2^-8. Otherwise it is a bfloat16, the number
-// times 2^-120, and the product by 2^120 is exact, of subnormal numbers too. NaN becomes 480.
+// Four e4m3 numbers as 16-bit floats: bytes 1 and 3 in `odd`, bytes 0 and 2 in `even`. A shift moves exponent and mantissa to their place in the
+// float; the mask selects these bits and takes the others (sign and zeros) from `signs`. With HALF the result is float16, the number times 2^-8.
+// Otherwise it is bfloat16, the number times 2^-120; multiplying by 2^120 is exact, for subnormal numbers too. NaN becomes 480.
 template <bool HALF> __device__ __forceinline__ void widen_four(u32 four, u32& odd, u32& even) {
     constexpr int DOWN = HALF ? 1 : 4;
     constexpr u32 MASK = HALF ? 0x3F803F80 : 0x07F007F0;

@@ -35,8 +35,8 @@ __device__ __forceinline__ void sync_multipliers() { asm volatile("bar.sync 1, %
 
 // The left operands of the instructions for one box of x: 16 rows of the warp by 64 columns, of which `half` counts.
 //
-// Lane (g, t) needs columns 2 t and 2 t + 1 of each eight in rows g and g + 8. They are half a word, the same in both rows, which `pick`
-// takes from both. `from`: the word of the first eight columns of row g; pieces of 16 bytes are swizzled.
+// Lane (g, t) needs columns 2 t and 2 t + 1 of each group of eight, in rows g and g + 8. In each row these are the same half of a word;
+// `pick` selects it from both rows. `from`: this lane's word of the first eight columns of row g; pieces of 16 bytes are swizzled.
 __device__ __forceinline__ void widen_half(u32 (&fragments)[STEPS][4], u32 from, int half, u32 pick) {
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1)
 widening_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const Scales scales, void* out,
               const u16* bias, Norms norms, int rows, int columns, int width) {
     extern __shared__ char unaligned[];
-    __shared__ u64 barriers[3 * STAGES + (SPLIT > 1)];  // weights of a stage are there, it is empty, its x is there; sums are
+    __shared__ u64 barriers[3 * STAGES + (SPLIT > 1)];  // of each stage: weights have arrived, empty, x has arrived; then: sums have arrived
     __shared__ float factors[ROWS];
     const u32 data = (shared_address(unaligned) + 1023) & ~1023u;
     Ring ring(data, shared_address(barriers), W_BYTES + X_BYTES, STAGES);
@@ -138,7 +138,7 @@ widening_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
     const int own_first = m_tile * TOKENS + place.part * OWN_TOKENS;  // rows of x that this block stores, and where they end
     const int own_end = min(min(own_first + OWN_TOKENS, (m_tile + 1) * TOKENS), rows);
     Output output = {out, bias, norms, own_end, columns, own_first + warp * 16 + g};
-    if (SCALE && warp * 16 < OWN_TOKENS) {  // by the warp: a factor for each of its 16 rows of x
+    if (SCALE && warp * 16 < OWN_TOKENS) {  // each warp computes the factors of 16 rows of x
         output.find_scale(width);
         if (t == 0) factors[warp * 16 + g] = output.scale[0], factors[warp * 16 + g + 8] = output.scale[1];
     }

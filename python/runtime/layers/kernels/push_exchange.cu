@@ -3,9 +3,9 @@
 // Values travel in packets of 16 bytes, {value, flag, value, flag}: a packet has arrived when both flags are those of this
 // exchange, so there is neither a barrier nor a second trip. Eight bytes are always written as one. This is NCCL's protocol LL.
 //
-// Each rank has two slots, used in turn; in a slot each sender has a region. A rank that is one exchange ahead writes into the
-// other slot. It cannot be two ahead: it has this rank's packets of the exchange between only when this rank has read all of the
-// one before.
+// Each rank has two slots, used alternately, with a region for each sender. A rank that is one exchange ahead of another writes
+// into the other slot. It cannot be two ahead: to finish exchange n + 1 it needs the other rank's packets of n + 1, which that rank
+// sends only after it has read all packets of n.
 //
 // Needs: SIZE ranks, RANK, THREADS per block, EARLY (programmatic dependent launch), BFLOAT16, DEFER.
 
@@ -85,8 +85,8 @@ __device__ __forceinline__ void add(float (&sums)[8], u32 a, u32 b, u32 c, u32 d
     }
 }
 
-// h += the sum of x over all ranks, in the order of ranks, which gives all of them the same bits. A block has 8 * THREADS columns of
-// one row. With DEFER it also stores what the next norm needs: scaled = h * gain, and the block's sum of squares.
+// h += the sum of x over all ranks, added in rank order so that all ranks get the same bits. A block computes 8 * THREADS columns of
+// one row. With DEFER it also stores the inputs of the next norm: scaled = h * gain, and the block's sum of squares.
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
     Ranks ranks, u32* state, const uint4* x, float4* h, const uint4* gain, uint4* scaled, float* squares, int columns, int chunks
 ) {
@@ -149,9 +149,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
     end(state, number);
 }
 
-// The most likely token of each row over all ranks, of which each gives its own most likely: the value logits[i, ids[i]] and the token
-// ids[i] + first. Of equal values the one of the lower rank wins, of NaN the first. With a hash, *differs becomes 1 where the hash of
-// another rank is not the same.
+// The argmax of each row over all ranks. Each rank sends its local argmax: the value logits[i, ids[i]] and the token ids[i] + first. If
+// values are equal, the lowest rank wins; the first NaN wins over all numbers. With `hash`, *differs is set to 1 if another rank's
+// hash differs.
 extern "C" __global__ void __launch_bounds__(THREADS) largest(
     Ranks ranks, u32* state, const float* logits, const long long* ids, long long* tokens, const u64* hash, int* differs, int count,
     int stride, int first

@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
     if (EARLY) launch_next();
     if (threadIdx.x == 0) barrier_init(shared_address(&sent), 1), publish_barriers();
     __syncwarp();
-    cluster_arrive();  // that this block has started; all wait for it before one sends
+    cluster_arrive();  // this block has started; every block waits for all of them before it writes to their shared memory
     // As many blocks as the largest power of two in the cluster merge, each `columns` columns; the others only send.
     const int size = cluster_size(), rank = cluster_rank(), merge_shift = 31 - __clz(size), columns = D >> merge_shift;
     const bool merges = rank < 1 << merge_shift;
@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
             const u32 of_fresh = row_in(s);
             copy_tile<FRESH, false>(own_keys + s * STAGE_BYTES, pass.k, of_fresh, tile * TILE_KEYS, fresh, stop);
             copy_tile<FRESH, true>(own_values + s * STAGE_BYTES, pass.v, of_fresh, tile * TILE_KEYS, fresh, stop);
-            commit_copies();  // a group more than the waits below count: while it makes them wait for too much, nothing is missing
+            commit_copies();  // one group more than the waits below count; it is complete here, so those waits still cover all copies they need
             wait_copies<0>();
         }
     }
@@ -244,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
         else wait_copies<2 * STAGES - 4>();
         __syncthreads();
 
-        // The keys of this step and the values of the previous step have been read.
+        // All warps have read the keys of this step and the values of the previous step: their stages may be overwritten.
         if (tile + STAGES * WARPS < end)
             copy_tile<ALL, false>(own_keys + stage * STAGE_BYTES, pass.k, next_row, (tile + STAGES * WARPS) * TILE_KEYS, fresh, stop);
         commit_copies();
@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
             copy_tile<ALL, true>(own_values + stage_before * STAGE_BYTES, pass.v, last_row, (tile + (STAGES - 1) * WARPS) * TILE_KEYS, fresh, stop);
         commit_copies();
         last_row = next_row;
-        next_row = row_in(step + STAGES + 1);  // one step early: no copy waits for a page
+        next_row = row_in(step + STAGES + 1);  // one step early, so that no copy waits for the page-table load
 
         u32 v[WARPS][2 * GROUPS];
         #pragma unroll
@@ -332,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
                     if (t == 0 && 16 * m + 8 * h + g < rows) send(to + (16 * m + 8 * h) * 8, barrier, peak[m][h], whole[m][h]);
         }
     }
-    // A block that merges ends after all have sent to it, so while one sends, these are there.
+    // A block that merges waits here for the parts of all blocks, so it does not exit while another still writes to its shared memory.
     if (used == 0 || !merges) return;
     barrier_wait_first(shared_address(&sent));
     merge(pass, sinks, peaks, parts, b, head, first_row, rows, columns, rank * columns, used);

@@ -1,4 +1,4 @@
-// What the kernel of attention in clusters is made of besides `primitives.cu`: its argument, copies of keys and values, and places of rows.
+// Parts of the cluster attention kernel besides `primitives.cu`: its argument, copies of keys and values, and the positions of rows.
 //
 // Constants from the host: D (64 or 128), ROW_TILES (1 or 2: 16 rows each, queries times heads of a group, that a cluster computes), WARPS (4 or
 // 8), STAGES (steps of which keys are copied ahead, at least 2), MOST_BLOCKS (of a cluster), EARLY (whether the kernel starts before the previous
@@ -34,9 +34,9 @@ enum Part { ALL, STORED, FRESH };  // which keys of a tile are copied: those of 
 
 __device__ __forceinline__ void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" :: "l"(line)); }
 
-// The columns of odd keys have their halves of 128 bytes swapped: a quarter warp, four chunks of two keys, reads all banks.
+// Swizzle of keys: odd keys have the halves of each 128 bytes swapped. A quarter warp reads four chunks of two keys without bank conflicts.
 __device__ __forceinline__ int key_chunk(int key, int chunk) { return chunk ^ (key & 1) << 2; }
-// Eight values that ldmatrix reads together have the same columns in different banks.
+// Swizzle of values: the same columns of eight values, which ldmatrix reads together, are in different banks.
 __device__ __forceinline__ int value_chunk(int key, int chunk) { return chunk ^ (key & 7); }
 
 // Copies the keys, or the values, of one tile, by the 32 lanes of a warp; zeros from key `stop` on. `row` of lanes 0 to 15: the key's row in

@@ -40,7 +40,7 @@ struct Pass {
     int heads, width, row_blocks, page_shift, pages_stride;  // row_blocks: clusters of a request
 };
 
-// The largest of a warp: as integers, numbers below zero are in reverse order.
+// The maximum over a warp, by an integer reduction: the bits of negative floats are flipped, because as integers they are in reverse order.
 __device__ __forceinline__ float max_of_warp(float x) {
     int bits = __float_as_int(x), most;
     bits ^= bits >> 31 & 0x7FFFFFFF;
@@ -102,7 +102,7 @@ extern "C" __global__ void __maxnreg__(MOST_REGISTERS) latent_attention(const Pa
         publish_barriers();
     }
     __syncwarp();
-    cluster_arrive();  // that this block has started; all wait for it before one sends
+    cluster_arrive();  // this block has started; every block waits for all of them before it writes to their shared memory
     const int size = cluster_size(), rank = cluster_rank(), tile_shift = VALUE_SHIFT - __ffs(size);  // of the number of tiles that a block merges
     const int item = cluster_id(), b = item / pass.row_blocks, first_row = (item - b * pass.row_blocks) * ROWS;
     const int all_rows = pass.width * pass.heads, rows = min(all_rows - first_row, ROWS);
@@ -130,7 +130,7 @@ extern "C" __global__ void __maxnreg__(MOST_REGISTERS) latent_attention(const Pa
         if (row != NO_ROW && first + lane < limit)
             copy_bulk(shared_address(keys) + slot * TILE_BYTES + (warp * COPIED + lane) * PITCH, address_of(row), ROW_BYTES, barrier);
     };
-    // Weights of keys that are not there are zero, but what lies in their place may be no number.
+    // Zero the places of keys past `stop`: their weights are zero, but stale shared memory may hold NaN, and 0 * NaN is NaN.
     const auto clear_rest = [&](int step) {
         u8* const to = keys + step % 2 * STEP_TILES * TILE_BYTES;
         const int first = stop - first_key - step * STEP_KEYS;
@@ -250,7 +250,7 @@ extern "C" __global__ void __maxnreg__(MOST_REGISTERS) latent_attention(const Pa
 
         if (step > 0 && step + 1 < steps) {
             start_copies(step + 1, next_row, stop);
-            next_row = row_in(step + 2);  // one step early: no copy waits for a page
+            next_row = row_in(step + 2);  // one step early, so that no copy waits for the page-table load
             if (step + 2 == steps) clear_rest(step + 1);
         }
         // Each warp weighs row `warp` of each eight, each lane two neighbouring keys.
@@ -297,7 +297,8 @@ extern "C" __global__ void __maxnreg__(MOST_REGISTERS) latent_attention(const Pa
         }
     }
 
-    // Block r merges tiles r << tile_shift and on of 16 columns. Where the last keys are in the place of parts, all blocks have read theirs first.
+    // Block r merges the tiles of 16 columns from r << tile_shift on. Parts overwrite the second half of the slots. If any block has used these
+    // slots, all blocks must finish reading their keys and values before one sends.
     if (each > STEP_TILES) {
         cluster_arrive();
         cluster_wait();
@@ -321,7 +322,7 @@ extern "C" __global__ void __maxnreg__(MOST_REGISTERS) latent_attention(const Pa
             if (lane < size) send(address_in(to, lane), address_in(shared_address(&sent), lane), top[n], sum);
         }
     }
-    // A block ends after all have sent to it, so while one sends, these are there.
+    // Each block waits here for the parts of all blocks, so none exits while another still writes to its shared memory.
     if (used == 0) return;
     barrier_wait_first(shared_address(&sent));
     merge(pass.out + (long)(b * all_rows + first_row) * RANK, peaks, (const float*)parts, rows, size, rank, used);

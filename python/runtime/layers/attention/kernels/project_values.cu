@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) project_values
     u8* const own = shared + warp * WARP_BYTES;
 
     if (EARLY) launch_next();
-    // A lane copies 16 bytes of every fourth row. Odd rows have their halves swapped, so that reads meet all banks.
+    // A lane copies 16 bytes of every fourth row. Odd rows have their halves swapped to avoid bank conflicts.
     const u32 to = shared_address(own) + lane / 8 * ROW_BYTES + (lane % 8 ^ (lane / 8 & 1) * 4) * 16;
     const u16* const from = value + (head * value_head + (part * ROWS + lane / 8) * RANK + warp * COLUMNS + lane % 8 * 8);
     #pragma unroll

@@ -11,7 +11,7 @@ constexpr int BATCH = 8;  // times 32 ids of a warp that are on their way at onc
 // align.py: the results.
 struct Sorted { int *pairs, *experts, *places, *used; };
 
-// What block `rank` of the cluster has at the same place of its shared memory.
+// Load the word at the same shared-memory address in block `rank` of the cluster.
 __device__ __forceinline__ int load_from(int rank, const int* here) {
     int value;
     asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address_in(shared_address(here), rank)) : "memory");
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) align_pairs(const int* ids
             before += b < block ? there : 0;
         }
     }
-    cluster_arrive<true>();  // the other blocks need not wait with their end for this one
+    cluster_arrive<true>();  // this block has read the others' counts: they may exit
 
     const int tiles = (all + rows - 1) / rows;
     int tiles_end = tiles;
@@ -111,5 +111,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) align_pairs(const int* ids
             *(int2*)(sorted.places + (tile + i) * 2) = make_int2(i, size - i * rows);
         }
     }
-    cluster_wait();  // until the other blocks have read this one's sums
+    cluster_wait();  // the block must not exit before the other blocks have read its counts
 }

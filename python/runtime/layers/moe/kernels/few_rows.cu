@@ -264,14 +264,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) experts_few_ro
         for (int stage = first; stage < stop; stage++) {
             wait_copies<DEPTH - 2>();
             __syncwarp();
-            copy_stage();  // over the previous stage, which all lanes have read
+            copy_stage();  // overwrites the previous stage; after __syncwarp all lanes have read it
             const u8* const columns = own_tokens + stage * (2 * STAGE_COLUMNS);
             if (TILES > 1 && here.tokens > 8) multiply_stage<TILES>(sums, of_unit, place, columns, stride);
             else multiply_stage<1>(sums, of_unit, place, columns, stride);
             place = place + STAGE_BYTES == DEPTH * STAGE_BYTES ? 0 : place + STAGE_BYTES;
         }
         unit += groups;
-        if (split > 1) {  // only the first warp of a group waits for slower ones; each warp waits until its own parts were read
+        if (split > 1) {  // the first warp of a group waits for the parts of the others, which wait until it has read their previous parts
             if (member != 0) {
                 if (round > 0) barrier_wait(taken_at(), (round - 1) & 1);
                 #pragma unroll

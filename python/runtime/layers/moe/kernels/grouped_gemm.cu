@@ -252,9 +252,9 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
     const int first = blockIdx.x / CLUSTER_M, step = gridDim.x / CLUSTER_M;
     if constexpr (EARLY) launch_next();
     if (threadIdx.x == 0) {
-        if (data % 1024 != 0) asm volatile("trap;");  // the swizzle counts from there
+        if (data % 1024 != 0) asm volatile("trap;");  // the 128-byte swizzle needs stages aligned to 1024 bytes
         for (int s = 0; s < STAGES; s++) {
-            // A thread expects the boxes, and all that gather arrive with their copies.
+            // Arrivals: one thread expects the bytes of the boxes; with GATED, all LOADERS threads also arrive when their copies are complete.
             barrier_init(ring.full + s * 8, GATED ? LOADERS + 1 : 1);
             barrier_init(ring.empty + s * 8, MULTIPLIERS / 32 * CLUSTER_M);
         }
@@ -262,7 +262,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
     }
     if constexpr (CLUSTER_M > 1) cluster_sync<false>();
     else __syncthreads();
-    wait_for_previous();  // for the table, on which the weights depend too
+    wait_for_previous();  // for the table of tiles, which also selects the weights
     const Work work(tiles, n_tiles);
 
     if (warp >= MULTIPLIERS / 32) {
@@ -309,7 +309,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
             }
         }
 #endif
-        // A block must not end before the other has released its stages.
+        // The block must not exit before the other block's warps have arrived at its `empty` barriers for the last time.
         if constexpr (CLUSTER_M > 1) {
             for (int s = 0; s < STAGES; s++, ring.next()) ring.wait_empty();
         }
@@ -377,7 +377,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
         load_factors();  // while the tensor cores multiply by the last columns
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         release(before);
-        __syncwarp();  // or the assembler gates sums before the release
+        __syncwarp();  // otherwise the assembler moves the activation of the sums before the release
 #pragma unroll
         for (int j = 0; j < TILE / 2; j++) asm volatile("" : "+f"(sums[j])::"memory");
 #else

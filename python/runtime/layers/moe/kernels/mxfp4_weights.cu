@@ -14,8 +14,8 @@ constexpr int SCALE_BYTES = SLOTS * SLOT_BYTES;
 
 struct Scales { const u8* at; };  // uint8 [experts, rows, SCALES]
 
-// cp.async.bulk: neighbouring bytes, a multiple of 16, which `barrier` counts.
-__device__ __forceinline__ u32 load_scales(u32 from) {  // of two groups
+// ld.shared.u16: the scales of two groups, one byte each.
+__device__ __forceinline__ u32 load_scales(u32 from) {
     u16 both;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(both) : "r"(from) : "memory");
     return both;
@@ -165,7 +165,7 @@ struct Widener {
                     for (int q = 0; q < 2; q++)
                         multiply(sums[q], pieces[q], constant | (u32)x + half * (HALF_BYTES / 16) + k * 2, s > 0 || half > 0 || k > 0);
                     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
-                    if (half == 0 && k == 0 && s > 0) release(ring.empty + before * 8, lane);  // nothing of the stage before is read any more
+                    if (half == 0 && k == 0 && s > 0) release(ring.empty + before * 8, lane);  // all wgmma of the previous stage have completed
                 }
             }
             before = stage;

@@ -1,4 +1,4 @@
-// out[token] (+)= the sum of its pairs, of those that this process computed. With DEFER also out * gain, and sums of squares of 16 columns.
+// out[token] (+)= the sum over the token's pairs that this process computed. With DEFER also out * gain, and the sum of squares of each 16 columns.
 //
 // Constants from the host besides those of `fragments.cu`: TOP_K, ADD, DEFER, FLOAT_OUT, THREADS.
 

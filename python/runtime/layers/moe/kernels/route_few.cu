@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) route_few(
                 mma(sums[o][(2 * c + 1) % CHAINS], f.low.z, f.high.z, f.low.w, f.high.w, token.z, token.w);
             }
             if (RING && SHARE > HELD) copy_chunk(first + c + HELD);  // over what this lane has just read
-            if (RING && SHARE == HELD) commit_copies();              // none, to count
+            if (RING && SHARE == HELD) commit_copies();              // an empty group, so that `wait_copies` counts as with copies
         }
         __syncwarp();
     }

@@ -200,16 +200,16 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + LOADERS, 1) widened_e
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if constexpr (EARLY) launch_next();
     if (threadIdx.x == 0) {
-        if (data % 1024 != 0) asm volatile("trap;");  // the swizzle counts from there
+        if (data % 1024 != 0) asm volatile("trap;");  // the 128-byte swizzle needs stages aligned to 1024 bytes
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(ring.full + s * 8, LOADERS + 1);  // with their copies, and the thread that expects the boxes
+            barrier_init(ring.full + s * 8, LOADERS + 1);  // all loading threads after their copies, and one that expects the bytes of the boxes
             barrier_init(ring.empty + s * 8, MULTIPLIERS / 32);
         }
         slots.init();
         publish_barriers();
     }
     __syncthreads();
-    wait_for_previous();  // for the table, on which the weights depend too
+    wait_for_previous();  // for the table of tiles, which also selects the weights
     const Work work(tiles, columns);
     if (warp >= MULTIPLIERS / 32) {
         leave_registers<LOAD_REGISTERS>();

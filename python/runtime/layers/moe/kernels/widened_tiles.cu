@@ -67,7 +67,7 @@ __device__ __forceinline__ int fragment_row(int lane, int high) { return lane / 
 __device__ __forceinline__ int matrix_row(int warp, int lane) { return 16 * warp + lane % 16; }
 
 __device__ __forceinline__ int stages_of(int width) { return (width + DEPTH - 1) / DEPTH; }
-// By a warp, which has read what `barrier` guards.
+// Called by a whole warp when it has read the stage or slot that the `empty` mbarrier guards; lane 0 arrives.
 __device__ __forceinline__ void release(u32 barrier, int lane) {
     if (lane == 0) barrier_arrive(barrier);
 }

@@ -47,7 +47,7 @@ IMPORTED_BY_TESTS = (
     "_hypothesis_pytestplugin", "gpu.attention_kinds", "hypothesis", "openai", "pytest", "scipy.stats", "transformers.modeling_utils",
     "xdist.remote",
 )  # fmt: skip
-"""What processes that run tests have beside `IMPORTED`."""
+"""Modules that processes that run tests import in addition to `IMPORTED`."""
 TEST = Path(__file__).resolve().parent
 OURS = ("runtime.", "benchmark.", "process.")
 TEST_RUNNER = "import sys;exec(eval(sys.stdin.readline()))"
@@ -258,17 +258,22 @@ def _take(fds: Mapping[int, int]) -> None:
 
 @dataclass(frozen=True)
 class WarmProcess:
-    """A process that has imported everything: the socket by which it is asked, at whose end it ends, and what waits for that."""
+    """A process that has imported everything.
+
+    Attributes:
+        socket: takes programs to start; the process exits when it is closed.
+        wait: waits for the exit.
+    """
 
     socket: socket.socket
     wait: Callable[[], object]
 
 
 class WarmStart:
-    """The use of a warm process, as long as it is open.
+    """Starts programs as forks of a warm process until it is closed.
 
     Attributes:
-        born_with: the one that this process was born with, until it is used.
+        born_with: the warm process that this process was given at its start; None once it is in use.
     """
 
     born_with: ClassVar[WarmProcess | None] = None
@@ -343,12 +348,12 @@ def keep_tokenizer() -> None:
     """
     from runtime.constrained import llguidance_backend
     from runtime.entrypoints.grammar_process import GrammarBackendConfig
+    from runtime.entrypoints.grammars import eos_ids_of
     from runtime.model_files.cache_folder import default_cache_dir
     from runtime.model_files.embedded import converted_folder
     from runtime.model_files.gguf_convert import is_converted
     from runtime.models.registry import load_hf_config
     from runtime.text.tokenizer import Tokenizer
-    from runtime.text.tokenizer_files import tokenizer_eos_ids
 
     folder = converted_folder(default_cache_dir())
     if not is_converted(folder):
@@ -369,15 +374,14 @@ def keep_tokenizer() -> None:
     Tokenizer.load = load_or_keep  # type: ignore[assignment, method-assign]
     llguidance_backend.LLTokenizer = make_once  # type: ignore[assignment, misc]
     model = load_hf_config(folder)
-    eos_ids = tuple(dict.fromkeys((*model.eos_ids, *tokenizer_eos_ids(folder))))
-    GrammarBackendConfig(name="llguidance", tokenizer_path=path, eos_ids=eos_ids, vocab_size=model.vocab_size).load()
+    GrammarBackendConfig(name="llguidance", tokenizer_path=path, eos_ids=eos_ids_of(path, model), vocab_size=model.vocab_size).load()
 
 
 def keep_weights() -> None:
-    """Keep the embedded model's weights as the default start stores them: to quantise them takes a server 1.3 s of a core.
+    """Keep the embedded model's weights in the form of the default start: quantising them takes a server 1.3 s of a core.
 
-    All forks share them. Ranks, drafts and other quantisations are loaded as usual; and all where torch has several threads, since those
-    of OpenMP do not survive a fork.
+    All forks share them. Ranks, drafts and other quantisations load their weights as usual. Nothing is kept if torch has several
+    threads, because OpenMP's threads do not survive a fork.
     """
     import torch
 
@@ -397,7 +401,7 @@ def keep_weights() -> None:
     load, kept = WeightTable.load, list[torch.Tensor]()
 
     class OfEmbedded(list[Any]):
-        """What `load` is given for the embedded model."""
+        """The weights of the embedded model, as `load` gets them."""
 
     def weights_of(context: WorkerContext, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str) -> NamedTensors:
         found = named(context, shapes, folder, load_format)
@@ -459,7 +463,7 @@ def main() -> None:
 
 
 def start_our_programs(asked: socket.socket) -> None:
-    """Keep what programs of ours would read or make each, once the first is asked for, and start them."""
+    """When the first program is asked for, prepare what each of them would read or compute, then start programs."""
     select.select([asked], [], [])
     keep_tokenizer()
     keep_weights()

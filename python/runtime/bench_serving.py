@@ -21,7 +21,7 @@ from runtime.bench import summary
 from runtime.bench.backends import BACKENDS, Backend, GenerationOptions, send
 from runtime.bench.chat_template import chat_template
 from runtime.bench.datasets import DatasetOptions, load
-from runtime.bench.http_stream import HttpClient, HttpFailure
+from runtime.bench.http_stream import HttpClient, HttpFailure, authority
 from runtime.bench.load import Load, run_load
 from runtime.bench.metrics import acceptance, count_chunks, parse_goodput, per_second, spread_itl, summarize
 from runtime.bench.options import parser
@@ -50,9 +50,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         BenchError: there is no server or no prompt, or the warm-up failed.
     """
     backend = BACKENDS[args.backend]
-    host = f"[{args.host}]" if ":" in args.host else args.host
     try:
-        client = HttpClient(args.base_url or f"http://{host}:{args.port or backend.port}", _headers(args.header))
+        client = HttpClient(args.base_url or f"http://{authority(args.host, args.port or backend.port)}", _headers(args.header))
         goodput = parse_goodput(args.goodput) if args.goodput else None
         await _wait_ready(client, args.ready_check_timeout_sec)
         model = args.served_model_name or args.model or await _served_model(client)

@@ -42,7 +42,9 @@ def test_a_scheduler_freezes_its_objects_before_it_is_ready(tmp_path: Path, monk
     monkeypatch.setattr(child, "make_compiler", lambda *_: None)
     config: Any = SimpleNamespace(
         folder=str(tmp_path),
-        config=SimpleNamespace(model=SimpleNamespace(model_path=""), device=SimpleNamespace(device="cpu"), scheduler=None, cache=None),
+        config=SimpleNamespace(
+            model=SimpleNamespace(model_path="", tokenizer_path=""), device=SimpleNamespace(device="cpu"), scheduler=None, cache=None
+        ),
     )
     status: Any = SimpleNamespace(send=lambda _: said.append(f"ready, {'frozen' if gc.get_freeze_count() else 'not frozen'}"))
     child.serve_scheduler(config, status, lambda *_: worker)  # type: ignore[arg-type, return-value]

@@ -62,7 +62,7 @@ from runtime.models.registry import build_model, load_hf_config, parse_hf_config
 from unit import toy_family
 from unit.latent import DEEPSEEK_EXPERTS, LATENT, YARN
 from unit.small_tokenizer import write_small_tokenizer
-from unit.tiny import tiny_model, tiny_runtime
+from unit.tiny import tiny_model
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH, MAX_LEN = 101, 40, 64
@@ -675,8 +675,8 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
 def test_end_tokens_that_the_model_cannot_write_are_left_out(tmp_path: Path) -> None:
     assert load_hf_config(write_config(tmp_path, eos_token_id=[-1, 7, VOCAB])).eos_ids == (7,)
     write_small_tokenizer(tmp_path)
-    assert eos_ids_of(tiny_runtime(tokenizer_path=str(tmp_path)), tiny_model(vocab_size=800, eos_ids=(7,))) == (7, 2)
-    assert eos_ids_of(tiny_runtime(tokenizer_path=str(tmp_path)), tiny_model(vocab_size=2, eos_ids=(1,))) == (1,)
+    assert eos_ids_of(str(tmp_path), tiny_model(vocab_size=800, eos_ids=(7,))) == (7, 2)
+    assert eos_ids_of(str(tmp_path), tiny_model(vocab_size=2, eos_ids=(1,))) == (1,)
 
 
 def test_a_file_that_names_no_end_tokens_changes_nothing(tmp_path: Path) -> None:

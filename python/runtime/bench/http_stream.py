@@ -28,6 +28,11 @@ class HttpFailure(Exception):
         self.status = status
 
 
+def authority(host: str, port: int) -> str:
+    """Host and port as URLs and `Host` headers have them: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """A parsed base URL."""
@@ -52,7 +57,7 @@ class Endpoint:
     @property
     def authority(self) -> str:
         """Host and port as the `Host` header has them: an IPv6 address in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return authority(self.host, self.port)
 
 
 class _Exchange(asyncio.Protocol):

@@ -142,7 +142,7 @@ def serve_scheduler(child: ChildConfig, status: StatusPipe, build: BuildWorker) 
     model_config = load_hf_config(child.config.model.model_path)
     worker = build(child.config, model_config)
     config = child.config
-    eos_ids, compiler = eos_ids_of(config, model_config), make_compiler(config, model_config)
+    eos_ids, compiler = eos_ids_of(config.model.tokenizer_path, model_config), make_compiler(config, model_config)
     scheduler = Scheduler(config.scheduler, config.cache, worker, eos_ids, inbox.receive, outbox.send, compiler=compiler)
     freeze_gc()
     status.send(ChildReady(worker.limits))

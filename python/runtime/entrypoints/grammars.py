@@ -12,9 +12,9 @@ from runtime.models.config import ModelConfig
 from runtime.text.tokenizer_files import tokenizer_eos_ids
 
 
-def eos_ids_of(config: RuntimeConfig, model_config: ModelConfig) -> tuple[int, ...]:
+def eos_ids_of(tokenizer_path: str, model_config: ModelConfig) -> tuple[int, ...]:
     """The tokens that end a text, from the model's and the tokenizer's files."""
-    named = [token for token in tokenizer_eos_ids(Path(config.model.tokenizer_path)) if token < model_config.vocab_size]
+    named = [token for token in tokenizer_eos_ids(Path(tokenizer_path)) if token < model_config.vocab_size]
     return tuple(dict.fromkeys((*model_config.eos_ids, *named)))
 
 
@@ -32,7 +32,7 @@ def make_compiler(config: RuntimeConfig, model_config: ModelConfig, tried: bool 
     backend = GrammarBackendConfig(
         name=name,
         tokenizer_path=config.model.tokenizer_path,
-        eos_ids=eos_ids_of(config, model_config),
+        eos_ids=eos_ids_of(config.model.tokenizer_path, model_config),
         vocab_size=model_config.vocab_size,
     )
     return GrammarCompiler(backend.load, None if tried else TrialProcess(backend.command))

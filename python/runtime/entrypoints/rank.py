@@ -111,7 +111,7 @@ def follow_rank_0(
     if compiler is not None:
         worker.parts.grammars.compile = lambda spec: compiler.compile(spec).future.result()
     beat = RankBeat(sockets.watch, place.rank, _end_process, alive)
-    group.gather(None)  # no rank expects heartbeats of another that is still at work on its start
+    group.gather(None)  # heartbeats are expected only once every rank has built its worker
     beat.start()
     ready()
     try:

@@ -382,7 +382,7 @@ class TokenizerManager:
             self._end(out.rid, finish)
 
     def _charge_rest(self, out: TextOut) -> None:
-        """Count what was generated for a released choice and not delivered, once the scheduler has told all of it."""
+        """Charge the client for tokens of a released choice that were not delivered, when its last reply arrives."""
         if out.finish is not None and (choice := self._released.pop(out.rid, None)) is not None:
             self.charge(choice.generation.client, out.progress.completion_tokens - choice.progress.completion_tokens)
 

@@ -10,7 +10,7 @@ from runtime.model_files.safetensors_header import Entry, read_header
 
 HEAD = "lm_head.weight"
 CHUNK_BYTES = 1 << 16
-"""Read at once: small enough for memory that Python reuses, and for the cache of a core."""
+"""Bytes that are read and compared at once; they fit the cache of a core."""
 
 
 def has_own_head(folder: Path, embedding: str) -> bool:

@@ -56,11 +56,11 @@ def object_schema(schema: Schema) -> Schema:
 
 
 def members(node: Schema, write: Callable[[str, object], Part]) -> list[Part]:
-    """What `write` makes of the name and the schema of each property of an object, optional unless it is required."""
+    """The properties of an object, each as `write` returns it for a name and a schema, optional unless it is required."""
     properties, required = node.get("properties"), node.get("required")
     found = properties.items() if isinstance(properties, Mapping) else ()
     names = required if isinstance(required, list) else []
-    return [part if name in names else optional(part) for name, part in ((name, write(name, node)) for name, node in found)]
+    return [write(name, part) if name in names else optional(write(name, part)) for name, part in found]
 
 
 def text_value(given: object, schema: ArgumentSchema) -> Part:

@@ -15,7 +15,7 @@ from runtime.managers.request_context import CURRENT_CLIENT, CURRENT_REQUEST, Cl
 
 HEADER = "X-Request-Id"
 ANTHROPIC_HEADER = "request-id"
-"""What Anthropic's clients read."""
+"""The header that Anthropic's clients read."""
 _ACCEPTED = re.compile(r"[!-~]{1,128}")
 """Longer names, and those with other characters, are replaced: they go into logs and headers."""
 

@@ -24,8 +24,8 @@ PUBLISHED = {1: 139.7, 32: 54.4}
 """tok/s per user by concurrency: SGLang, pull request 6606, TP 8, 3 draft steps."""
 ASSUMPTIONS = (
     "A layer's time is the difference of both runs divided by 4. Extrapolated to 61 layers at TP 8, on these assumptions: (1) what is "
-    "not all-reduce shrinks with the bytes that a rank reads, so kernels keep their share of the roof with a quarter of the work; "
-    f"(2) each layer has two all-reduces, measured here on 2 GPUs and {EXCHANGE_MICROS} us on 8; (3) routing is uniform, and the 53 "
+    "not all-reduce shrinks with the bytes that a rank reads, so kernels keep their share of the roof with less work; "
+    f"(2) each layer has two all-reduces, measured here on fewer GPUs and {EXCHANGE_MICROS} us on 8; (3) routing is uniform, and the 53 "
     "sparse layers that were not run take as long; (4) the accept length stays. Published: SGLang pull request 6606, TP 8, real weights."
 )
 

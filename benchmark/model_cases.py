@@ -92,7 +92,7 @@ CASES = {
     "qwen3-30b-a3b": Case("Qwen3-30B-A3B, bf16", "qwen3-30b-a3b", "qwen3-30b-a3b-eagle3", peers="250"),
     "qwen3-30b-a3b-fp8": Case("Qwen3-30B-A3B-FP8", "qwen3-30b-a3b-fp8", "qwen3-30b-a3b-eagle3", peers="275 to 300"),
     "qwen3-30b-a3b-fp8-groups": Case(
-        "Qwen3-30B-A3B-FP8, two attention groups on two GPUs", "qwen3-30b-a3b-fp8", "qwen3-30b-a3b-eagle3", tp_size=2, groups=2,
+        "Qwen3-30B-A3B-FP8, two attention groups", "qwen3-30b-a3b-fp8", "qwen3-30b-a3b-eagle3", tp_size=2, groups=2,
     ),
     "gpt-oss-20b": Case("gpt-oss-20b, MXFP4", "gpt-oss-20b", "gpt-oss-20b-eagle3", peers="345"),
     "gpt-oss-120b": Case("gpt-oss-120b, MXFP4", "gpt-oss-120b", "gpt-oss-20b-eagle3", in_file=False),
@@ -102,10 +102,11 @@ CASES = {
         "Gemma 4 31B, bf16, blocks of 16", "gemma-4-31b", "gemma-4-31b-dflash", "DFLASH",
         accept_lengths=("3", "5", "7"), steps=15, in_file=False, flags=BLOCKS,
     ),
-    "minimax-m2.5": Case("MiniMax-M2.5, FP8, TP 2", "minimax-m2.5", "minimax-m2.5-eagle3", tp_size=2, in_file=False),
+    "llama-3-70b": Case("Llama 3 70B, bf16", "llama-3-70b", "llama-3-70b-eagle3", tp_size=4, in_file=False),
+    "minimax-m2.5": Case("MiniMax-M2.5, FP8", "minimax-m2.5", "minimax-m2.5-eagle3", tp_size=2, in_file=False),
     **{
         f"deepseek-v3-{layers}-layers": Case(
-            f"DeepSeek-V3, FP8, its first {layers} layers, TP 2", "deepseek-v3", algorithm="MTP",
+            f"DeepSeek-V3, FP8, its first {layers} layers", "deepseek-v3", algorithm="MTP",
             changes={"num_hidden_layers": layers}, fixed=True, tp_size=2, in_file=False, flags=("--context-length", "4096"),
         )
         for layers in (8, 4)

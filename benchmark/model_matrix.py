@@ -46,7 +46,9 @@ def summary(result: Result) -> str:
         case = CASES.get(model)
         rows = [row for row in result["rows"] if row["model"] == model]
         peers = f" Peers at c=1, plain: {case.peers} tok/s." if case and case.peers and _beside_peers(result) else ""
-        parts += [f"**{case.title if case else model}**: output tok/s (share of the roof).{peers}", "", _table(rows), ""]
+        ranks = rows[0].get("tp_size", 1)
+        where = f", on {ranks} GPUs" if ranks > 1 else ""
+        parts += [f"**{case.title if case else model}{where}**: output tok/s (share of the roof).{peers}", "", _table(rows), ""]
     if extrapolated := layer_times.summary(result["rows"]):
         parts += [extrapolated]
     return "\n".join(parts).strip()

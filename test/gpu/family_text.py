@@ -1,0 +1,100 @@
+"""Greedy text of models of every family with random weights, compared between two ways to serve them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from gpu.family_shapes import VOCAB
+from gpu.one_request import DEVICE
+from runtime.entrypoints.engine import Engine
+from runtime.layers.torch_ops import TorchOps
+from runtime.model_executor.weight_loader import dummy_weights
+from runtime.model_files.synthetic_tokenizer import write_synthetic_tokenizer
+from runtime.models.mtp import MtpDraft
+from runtime.models.registry import build_model, load_hf_config
+
+LENGTHS = [17, 64, 130, 300, 5, 90, 33, 257, 128, 71]
+"""Of the prompts; so many requests that sparse models draft."""
+NEAR = 0.15
+"""Difference of two log-probabilities that rounding may turn around."""
+COMMON: dict[str, Any] = {
+    "random_seed": 1, "context_length": 1024, "max_total_tokens": 16384, "max_running_requests": 16, "cuda_graph_max_bs": 16,
+    "disable_radix_cache": True, "log_level": "info", "disable_fp8_activations": True,
+}  # fmt: skip
+"""Activations in 16 bits in all passes: experts in e4m3 would round those of windows of more than 64 tokens to e4m3, and those of a decode
+step not."""
+TAME = {
+    "q_norm": 0.15, r"\.experts\.\d+\.(down_proj|w2)": 0.05, "down_proj|w2": 0.2, "o_proj": 0.5, "post_feedforward_layernorm_2": 0.1,
+}  # fmt: skip
+"""Factors of weights by patterns of their names, the first that is found; the last is of the norm behind Gemma 4's experts. With weights of
+equal size, attention of heads with normed queries looks at one token, and a change of experts by rounding changes the whole answer: the
+definition in bfloat16 would be as far from the one in float32 as any mistake."""
+CLOSE = 0.04
+"""Most that the log-probabilities of nine in ten tokens may differ, while the texts are equal. A slot of KV that is off by one moves all of
+them; a change of experts by rounding moves few."""
+
+
+def prompts() -> list[list[int]]:
+    """Random tokens, the same in every process."""
+    g = torch.Generator().manual_seed(11)
+    return [torch.randint(3, VOCAB, (length,), generator=g).tolist() for length in LENGTHS]
+
+
+def assert_same_text(label: str, usual: list[Any], other: list[Any]) -> None:
+    """Texts may part at near-ties, and up to there log-probabilities are close."""
+    apart = torch.tensor([part for one, its in zip(usual, other, strict=True) for part in differences(one, its)])
+    print(f"{label}: log-probabilities differ by {[round(apart.quantile(q).item(), 4) for q in (0.5, 0.9, 0.99, 1.0)]}")
+    assert len(apart) > 2 * len(usual)
+    assert apart.quantile(0.9) < CLOSE
+    for one, its in zip(usual, other, strict=True):
+        differ = [i for i, (a, b) in enumerate(zip(one["output_ids"], its["output_ids"], strict=True)) if a != b]
+        if differ:  # the rounding of another number of rows may choose the other of two tokens that are about as likely
+            first, second = (entry[0] for entry in one["meta_info"]["output_top_logprobs"][differ[0]][:2])
+            assert first - second < NEAR, f"token {differ[0]}: {first} against {second}"
+
+
+def differences(one: Any, other: Any) -> list[float]:
+    """How far the log-probabilities of the same tokens are apart, up to where the texts differ."""
+    found, first, second = [], one["meta_info"]["output_top_logprobs"], other["meta_info"]["output_top_logprobs"]
+    for a, b, mine, theirs in zip(one["output_ids"], other["output_ids"], first, second, strict=True):
+        known = {entry[1]: entry[0] for entry in mine}
+        found += [abs(known[entry[1]] - entry[0]) for entry in theirs if entry[1] in known]
+        if a != b:
+            break
+    return found
+
+
+def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Weights in the forms of a checkpoint, the same for every dtype of the model."""
+    generator = torch.Generator(DEVICE).manual_seed(7)
+    weights = {}
+    for name, tensor in dummy_weights(shapes, torch.bfloat16, DEVICE, seed=3):
+        factor = next((factor for pattern, factor in TAME.items() if re.search(pattern, name)), 1.0)
+        if tensor.dtype is torch.uint8:  # exponents of 4-bit blocks
+            tensor = tensor - 3 if factor < 1 and name.endswith("_scales") else tensor
+        elif tensor.dtype is not torch.float8_e4m3fn:
+            if tensor.dim() == 1:  # norms are ones and biases zeros, which would hide a swapped one
+                tensor = tensor + torch.randn(tensor.shape, device=DEVICE, generator=generator).to(tensor.dtype) * 0.1
+            tensor = tensor * factor
+        weights[name] = tensor.contiguous()
+    return weights
+
+
+def save(folder: Path, with_mtp: bool) -> None:
+    """Write random weights and a tokenizer beside the config."""
+    write_synthetic_tokenizer(folder, VOCAB)
+    model = build_model(load_hf_config(str(folder)), TorchOps(), torch.bfloat16, torch.device("meta"))
+    shapes = model.expected_weights() | (MtpDraft(model).expected_weights() if with_mtp else {})
+    save_file({name: tensor.cpu() for name, tensor in random_weights(shapes).items()}, folder / "model.safetensors")
+
+
+def generate(folder: Path, **options: Any) -> list[Any]:
+    """24 greedy tokens after each of the prompts, all of them together, by a server of its own."""
+    sampling = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+    with Engine(model_path=str(folder), **COMMON, **options) as engine:
+        return engine.generate(input_ids=prompts(), sampling_params=sampling, return_logprob=True, top_logprobs_num=2)

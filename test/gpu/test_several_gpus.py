@@ -1,0 +1,134 @@
+"""Several GPUs: sharded models compute what one GPU does, with and without drafts, and the exchanges are right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu.family_shapes import FAMILIES
+from gpu.family_text import assert_same_text, generate, save
+from runtime import Engine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+PROMPTS = [[(31 * i + 7 * j + 3) % 3000 + 2 for j in range(4 + 5 * i)] for i in range(8)]
+SAMPLING: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True}
+SPREAD = 0.1
+"""Log-probabilities in bfloat16: those of one GPU differ by as much between batch sizes."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    config: dict[str, Any] = dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=4096, hidden_size=1024, intermediate_size=2816,
+        num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=128, rms_norm_eps=1e-5, rope_theta=10000.0,
+        max_position_embeddings=2048, eos_token_id=1, bos_token_id=0, tie_word_embeddings=False, torch_dtype="bfloat16", hidden_act="silu",
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    head = config | dict(architectures=["LlamaForCausalLMEagle"], num_hidden_layers=1)
+    (folder / "head").mkdir()
+    (folder / "head" / "config.json").write_text(json.dumps(head))
+    return folder
+
+
+def run(model: Path, tp_size: int, **more: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    options = dict(
+        model=str(model), load_format="dummy", device="cuda", random_seed=5, context_length=1024, max_total_tokens=16384,
+        cuda_graph_max_bs=8, tp_size=tp_size, disable_radix_cache=True, log_level="info", **more,
+    )  # fmt: skip
+    with Engine(**options) as engine:
+        outputs = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING, return_logprob=True)
+        return outputs, engine.get_server_info()["internal_states"][0]["worker"]
+
+
+def eagle(model: Path, **more: Any) -> dict[str, Any]:
+    return {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(model / "head"), **more}
+
+
+def assert_close(mine: list[dict[str, Any]], its: list[dict[str, Any]]) -> None:
+    """The log-probabilities agree up to the first token that differs, which is a tie."""
+    same = 0
+    for a, b in zip(mine, its, strict=True):
+        for left, right in zip(a["meta_info"]["output_token_logprobs"], b["meta_info"]["output_token_logprobs"], strict=True):
+            assert abs(left[0] - right[0]) < SPREAD
+            if left[1] != right[1]:
+                break
+            same += 1
+    assert same > 64
+
+
+def needs(gpus: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < gpus, reason=f"needs {gpus} GPUs")
+
+
+def drafting(model: Path, drafts: str) -> dict[str, Any]:
+    if drafts == "plain":
+        return {}
+    topk, tokens = (3, 6) if drafts == "tree" else (1, 4)
+    return eagle(model, speculative_num_steps=3, speculative_eagle_topk=topk, speculative_num_draft_tokens=tokens)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> Callable[[str], list[dict[str, Any]]]:
+    """The outputs of one GPU, by the kind of drafts."""
+    return cache(lambda drafts: run(model, 1, **drafting(model, drafts))[0])
+
+
+# Three ranks have 2, 1 and 1 of the KV heads, and 939, 939 and 938 of the inner columns.
+CASES = {2: ["plain", "chain", "chain by whole drafts", "tree", "sampled chain"], 3: ["chain"], 4: ["plain", "chain", "tree"]}
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "drafts"), [pytest.param(tp_size, drafts, marks=needs(tp_size)) for tp_size, kinds in CASES.items() for drafts in kinds]
+)
+def test_several_gpus_give_the_log_probabilities_of_one(
+    model: Path, alone: Callable[[str], list[dict[str, Any]]], drafts: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if drafts == "sampled chain":
+        monkeypatch.setitem(SAMPLING, "temperature", 0.01)
+        monkeypatch.setitem(SAMPLING, "seed", 3)
+    more = drafting(model, drafts)
+    if drafts != "plain":
+        more["speculative_draft_tp_size"] = 1 if drafts == "chain by whole drafts" else tp_size
+    together, worker = run(model, tp_size, **more)
+    assert_close(together, alone(drafts))
+    assert worker["token_checks"] > 0
+    assert worker["exchange_micros"], "our own exchanges work on this machine"
+    print(drafts, worker["exchange_micros"])
+
+
+@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=needs(4))])
+def test_graphs_of_several_gpus_compute_what_eager_passes_do(model: Path, tp_size: int) -> None:
+    run(model, tp_size, **eagle(model, speculative_check_parity=True, speculative_draft_tp_size=tp_size))
+
+
+SLICES: dict[str, Any] = {"tp_size": 4}
+WHOLE_EXPERTS = SLICES | {"ep_size": 4}
+GROUPS = WHOLE_EXPERTS | {"dp_size": 4, "enable_dp_attention": True}
+PAIRS = WHOLE_EXPERTS | {"dp_size": 2, "enable_dp_attention": True}
+"""Two attention groups of two ranks each."""
+
+
+@needs(4)
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("qwen3-moe", {"slices": SLICES, "whole experts": WHOLE_EXPERTS, "groups": GROUPS, "pairs": PAIRS}),
+        ("minimax-fp8", {"whole experts": WHOLE_EXPERTS, "groups": GROUPS}),
+        ("gpt-oss", {"slices": SLICES, "whole experts": WHOLE_EXPERTS}),
+        ("deepseek-fp8", {"slices": SLICES, "groups": GROUPS}),
+    ],
+)
+def test_sparse_models_on_four_gpus_write_the_text_of_one(name: str, layouts: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    folder, drafts = FAMILIES[name].write(tmp_path)
+    save(folder, FAMILIES[name].algorithm == "MTP")
+    alone = generate(folder, attention_backend="fa3")
+    for label, layout in layouts.items():
+        for kind, more in (("plain", {}), ("drafts", drafts)):
+            assert_same_text(f"{name}, {label}, {kind}", alone, generate(folder, attention_backend="fa3", **layout, **more))

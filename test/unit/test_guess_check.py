@@ -85,6 +85,15 @@ def test_synthetic_acceptance_holds_for_guesses(tmp_path: Path) -> None:
         assert [hits for _, hits in recorder.seen] == [[hit] * len(PROMPTS)]
 
 
+def test_guesses_do_not_lower_the_expected_acceptance_of_sampled_requests(tmp_path: Path) -> None:
+    worker, recorder = drafting(tmp_path)
+    before = recorder.info()
+    run_without_drafts(worker, FIRST + GUESS_EVERY * WIDTH, SamplingParams(temperature=0.8, max_new_tokens=1 << 20))
+    after = recorder.info()
+    assert len(recorder.seen) == 2
+    assert (after.sampled, after.greedy) == (before.sampled, before.greedy)
+
+
 @pytest.mark.parametrize("algorithm", ["STANDALONE", "DFLASH", "NGRAM"])
 def test_drafts_without_a_first_guess_are_compared_with_nothing(tmp_path: Path, algorithm: str) -> None:
     worker, recorder = drafting(tmp_path, algorithm)

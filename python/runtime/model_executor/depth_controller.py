@@ -331,12 +331,14 @@ class DepthController(DepthChooser):
             self._probes.refund((float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens))
 
     def observe_guesses(self, greedy: npt.NDArray[np.bool_], hits: npt.NDArray[np.bool_]) -> None:
-        """Learn from guesses that were compared with the tokens of an iteration at depth 0."""
-        self._windows += len(hits)
-        for kind, averages in self._averages.items():
-            own = hits[greedy == kind]
-            right = int(np.count_nonzero(own))
-            averages.add([0, len(own) - right, right], 1)
+        """Learn from the guesses for greedy requests that were compared with the tokens of an iteration at depth 0.
+
+        Sampled requests do not count: a draft is accepted with probability min(1, p / q), more often than it equals an independent draw.
+        """
+        own = hits[greedy]
+        right = int(np.count_nonzero(own))
+        self._windows += len(own)
+        self._averages[True].add([0, len(own) - right, right], 1)
 
     def observe_windows(self, windows: Windows) -> None:
         """Add the windows to the averages of their kind, shallow ones first."""

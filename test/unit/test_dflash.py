@@ -23,6 +23,7 @@ from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.context import BuildOptions
 from runtime.model_executor.draft_window import DraftWindow
+from runtime.model_executor.drift_alarm import Pairs
 from runtime.model_executor.weight_loader import dummy_weights
 from runtime.models.config import FullAttention, RopeScaling
 from runtime.models.decoder import DecoderModel
@@ -30,7 +31,7 @@ from runtime.models.dflash_config import read_block_size
 from runtime.models.draft_config import load_draft_config
 from runtime.models.registry import build_model
 from runtime.speculative.registry import make_drafter
-from unit.driver import Driver
+from unit.driver import Driver, EveryNth
 from unit.predicting import draft_folder, plain, speculating
 from unit.small_tokenizer import write_small_tokenizer
 from unit.test_eagle_worker import copy_of, watch_drafts
@@ -262,3 +263,19 @@ def test_a_fixed_depth_must_fit_into_the_block(tmp_path: Path) -> None:
 def test_more_drafts_than_a_block_has_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="this draft fills blocks of 16 tokens and drafts 15 of them"):
         speculating(tmp_path, "DFLASH", num_steps=16)
+
+
+def test_eager_blocks_are_not_compared_with_blocks_of_another_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masked tokens attend to each other, so the first draft of a shorter block is another one without any fault of a graph."""
+    worker = speculating(tmp_path, "DFLASH", "eager", [1, 2, 4], num_steps=7, depths=(7, 1, 0))
+    worker.parts.monitor.schedule = EveryNth(2, verify=False)
+    found = list[Pairs]()
+    monkeypatch.setattr(worker.parts.monitor.alarm, "add", found.append)
+    driver = Driver(worker)
+    driver.prefill(PROMPTS, room=200)
+    for depth in [7, 7, 1, 1, 7] * 8:
+        with worker.parts.depths.forced(depth):
+            driver.decode(list(PROMPTS))
+    assert worker.eager_drafts.samples > 8
+    assert {pairs.depth for pairs in found} == {7}
+    assert all((pairs.graph == pairs.eager).all() for pairs in found)

@@ -117,11 +117,11 @@ class EagerDrafts:
         """Compare the eager windows with the tokens that the iteration commits, int64 [size, D or more]. None without eager windows."""
         if not self._depth:
             return None
-        depth, compared = min(self._depth, iteration.depth), self._has_window[iteration.host_rows]
+        depth, compared = self._depth, self._has_window[iteration.host_rows]
         self._has_window[iteration.host_rows] = False
         if not self._has_window.any():
             self._depth = 0  # the following iterations have nothing to look for
-        if not depth or not compared.any():
+        if depth != iteration.depth or not compared.any():  # every draft of a DFlash block depends on the block's size
             return None
         rows = iteration.rows[: iteration.live]
         hits = self._hits(rows, committed[: iteration.live], depth)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from runtime.model_executor.drift_alarm import EAGER_GAIN, FORGET_PAIRS, GRAPH_G
 from runtime.model_executor.eager_drafts import first_of_equal
 from runtime.model_executor.mismatch_detector import MismatchDetector
 from runtime.model_executor.sample_schedule import DRAFTS, GROWTH, WHOLE, Kind, Samples, SampleSchedule
-from unit.driver import EveryNth
+from runtime.sampling_params import SamplingParams
+from unit.driver import Driver, EveryNth
+from unit.predicting import speculating
 
 RATES = (0.39, 0.45, 0.5)
 FAULTY = (0.04, 0.45, 0.5)
@@ -352,3 +355,19 @@ def test_a_sample_takes_what_all_times_that_it_disturbs_show(seconds: tuple[floa
             samples.observe(time, True, after)
         samples.observe(0.005, False, NO_SAMPLE)
     assert samples._drafts._extra == pytest.approx(0.3, rel=0.01)
+
+
+def test_a_short_eager_window_has_no_drafts_beyond_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = speculating(tmp_path, "EAGLE", "eager", [1, 2], depths=(3, 1, 0))
+    worker.parts.monitor.schedule = EveryNth(2, verify=False)
+    found = list[Pairs]()
+    monkeypatch.setattr(worker.parts.monitor.alarm, "add", found.append)
+    driver = Driver(worker)
+    only_zeros = SamplingParams(temperature=0.0, max_new_tokens=64, logit_bias={0: 1000.0})
+    driver.prefill({1: [5, 6, 7], 2: [8, 9]}, sampling=only_zeros)
+    with worker.parts.depths.forced(1):
+        for _ in range(8):
+            driver.decode([1, 2])
+    graph, eager = (np.concatenate([getattr(pairs, side) for pairs in found]).tolist() for side in ("graph", "eager"))
+    assert graph == eager
+    assert 0 in graph

@@ -88,7 +88,8 @@ class EagerDrafts:
         D = shape.num_draft_tokens
         self._reach = max(D, drafter.spec.catch_up) + shape.tokens_per_step  # positions that a sample writes
         # The eager windows by request row: tokens, their parents, and whether the first draft differs from that of the graphs.
-        self._tokens, self._parents = (torch.zeros((rows, D), dtype=torch.int64, device=target.device) for _ in range(2))
+        # Where a window has fewer than D tokens, the other parents are -1 or those of a longer chain, which no path reaches.
+        self._tokens, self._parents = (torch.full((rows, D), -1, dtype=torch.int64, device=target.device) for _ in range(2))
         self._mismatched = torch.zeros(rows, dtype=torch.int64, device=target.device)
         self._has_window = np.zeros(rows, dtype=np.bool_)
         self._depth, self._verified = 0, False  # of the sample that all eager windows belong to

@@ -11,13 +11,15 @@ from runtime.config.device import asked_dtype
 from runtime.config.model_facts import ModelFacts
 from runtime.config.quant_config import CPU_ONLY, Quantization, with_flag
 from runtime.config.refusals import check_ranges
-from runtime.config.runtime_config import DeviceKind, ServedModelConfig, part_of_flags
+from runtime.config.runtime_config import DeviceConfig, ServedModelConfig, part_of_flags
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError, InvalidField
 from runtime.sampling_params import SamplingDefaults
 
 log = logging.getLogger(__name__)
 
+FP8_CAPABILITY = (8, 9)
+"""Minimum compute capability for e4m3 weights with 16-bit activations: older GPUs do not have the dtype."""
 EMBEDDED_CPU_QUANTIZATION: Quantization = "int4"
 """Quantization of the embedded model on a CPU if neither --dtype nor --quantization is given: int4 keeps the numbers of its Q4_1 file."""
 
@@ -31,7 +33,7 @@ def check_model(args: ServerArgs) -> None:
     _preferred(args)
 
 
-def resolve_model(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> ServedModelConfig:
+def resolve_model(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> ServedModelConfig:
     """Combine the model's facts with the flags."""
     if args.trust_remote_code:  # command lines written for other servers have it
         log.warning("--trust-remote-code has no effect: code in model folders is never run")
@@ -78,13 +80,15 @@ def _preferred(args: ServerArgs) -> SamplingDefaults:
         raise ConfigError(f"{flag}: {error}") from None
 
 
-def _quantization(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Quantization | None:
-    if args.quantization in CPU_ONLY and device == "cuda":
+def _quantization(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> Quantization | None:
+    if args.quantization in CPU_ONLY and device.gpu is not None:
         raise ConfigError(f"--quantization {args.quantization} runs on CPUs only. Leave it out, or use --device cpu.")
     quant = with_flag(model.quant, args.quantization)
     if quant is not None:
+        if quant.method == "fp8":
+            _check_fp8(device)
         return quant.method
-    if args.quantization is not None or not model.embedded or device == "cuda":
+    if args.quantization is not None or not model.embedded or device.gpu is not None:
         return None if args.quantization == "none" else args.quantization
     default, dtype = EMBEDDED_CPU_QUANTIZATION, asked_dtype(args)
     if dtype is not None:
@@ -92,6 +96,16 @@ def _quantization(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Qu
         return None
     log.info("quantization %s: the embedded model's default on a CPU; --dtype float32 or --quantization none turns it off", default)
     return default
+
+
+def _check_fp8(device: DeviceConfig) -> None:
+    gpu = device.gpu
+    if gpu is not None and gpu.capability < FP8_CAPABILITY and device.dtype != "float32":
+        least, own = (".".join(map(str, capability)) for capability in (FP8_CAPABILITY, gpu.capability))
+        raise ConfigError(
+            f"fp8 weights need a GPU of compute capability {least} or newer; {gpu.name} has {own}. "
+            "Use weights in 16 bits, or --dtype float32."
+        )
 
 
 def _context_length(args: ServerArgs, model: ModelFacts) -> int:

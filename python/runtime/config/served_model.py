@@ -7,7 +7,7 @@ import logging
 import secrets
 from pathlib import Path
 
-from runtime.config.device import asked_dtype
+from runtime.config.device import asked_dtype, check_fp8
 from runtime.config.model_facts import ModelFacts
 from runtime.config.quant_config import CPU_ONLY, Quantization, with_flag
 from runtime.config.refusals import check_ranges
@@ -18,8 +18,6 @@ from runtime.sampling_params import SamplingDefaults
 
 log = logging.getLogger(__name__)
 
-FP8_CAPABILITY = (8, 9)
-"""Minimum compute capability for e4m3 weights with 16-bit activations: older GPUs do not have the dtype."""
 EMBEDDED_CPU_QUANTIZATION: Quantization = "int4"
 """Quantization of the embedded model on a CPU if neither --dtype nor --quantization is given: int4 keeps the numbers of its Q4_1 file."""
 
@@ -86,7 +84,7 @@ def _quantization(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> 
     quant = with_flag(model.quant, args.quantization)
     if quant is not None:
         if quant.method == "fp8":
-            _check_fp8(device)
+            check_fp8("weights", device.gpu, device.dtype)
         return quant.method
     if args.quantization is not None or not model.embedded or device.gpu is not None:
         return None if args.quantization == "none" else args.quantization
@@ -96,16 +94,6 @@ def _quantization(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> 
         return None
     log.info("quantization %s: the embedded model's default on a CPU; --dtype float32 or --quantization none turns it off", default)
     return default
-
-
-def _check_fp8(device: DeviceConfig) -> None:
-    gpu = device.gpu
-    if gpu is not None and gpu.capability < FP8_CAPABILITY and device.dtype != "float32":
-        least, own = (".".join(map(str, capability)) for capability in (FP8_CAPABILITY, gpu.capability))
-        raise ConfigError(
-            f"fp8 weights need a GPU of compute capability {least} or newer; {gpu.name} has {own}. "
-            "Use weights in 16 bits, or --dtype float32."
-        )
 
 
 def _context_length(args: ServerArgs, model: ModelFacts) -> int:

@@ -44,8 +44,8 @@ def dot_step(
         acc = tl.dot(low, tl.trans(x_low), acc)
         acc = tl.dot(high, tl.trans(x_high), acc)
         # The condition is always true, but makes this step wait for its dots: otherwise Triton would overlap the last one with the next
-        # step, which overwrites the registers from which it still reads `high`.
-        acc = tl.where(start < K, acc, 0.0)
+        # step, which overwrites the registers from which it still reads `high`. `start` may exceed K.
+        acc = tl.where(K > 0, acc, 0.0)
     else:
         k = start + tl.arange(0, BLOCK_K)[None, :]
         x = tl.load(x_rows + k, mask=x_in if EVEN_K else x_in & (k < K), other=0.0)

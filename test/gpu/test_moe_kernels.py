@@ -239,7 +239,8 @@ def test_shapes_that_no_tile_divides(name: str) -> None:
     for rows in (3, 20):
         routing, x = routed(rows, 6, 2), layer.x(rows)
         want = layer.want(x, routing)
-        assert relative(layer.few(x, routing, (FEW_CONFIG, FEW_CONFIG)), want) < ROUNDING
+        for triton in (False, True):
+            assert relative(layer.few(x, routing, (FEW_CONFIG, FEW_CONFIG), triton), want) < ROUNDING, triton
         assert relative(layer.many(x, routing, MANY_CONFIG), want) < ROUNDING
 
 

@@ -103,6 +103,13 @@ def test_several_gpus_give_the_log_probabilities_of_one(
     print(drafts, worker["exchange_micros"])
 
 
+def test_fp8_shards_that_cut_blocks_give_the_log_probabilities_of_one(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"intermediate_size": 2880}  # of which a rank has 11 blocks and a quarter
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    alone, together = (run(tmp_path, tp_size, quantization="fp8")[0] for tp_size in (1, 2))
+    assert_close(together, alone)
+
+
 @pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=needs(4))])
 def test_graphs_of_several_gpus_compute_what_eager_passes_do(model: Path, tp_size: int) -> None:
     run(model, tp_size, **eagle(model, speculative_check_parity=True, speculative_draft_tp_size=tp_size))

@@ -351,11 +351,25 @@ def test_a_chain_that_starts_early_waits_for_what_is_left_ahead(rows: int) -> No
         assert all(torch.equal(chain(pdl=True), want) for _ in range(10)), config
 
 
-def test_autotune_keeps_a_choice_for_every_gemm_that_then_computes_it() -> None:
+def layer(out: int, width: int) -> Linear:
+    return Linear.dense((torch.randn((out, width), device="cuda") * width**-0.5).to(BF16))
+
+
+def test_gemms_that_only_cublas_supports_are_not_autotuned() -> None:
     from runtime.layers.cuda_ops import CudaOps
 
-    def layer(out: int, width: int) -> Linear:
-        return Linear.dense((torch.randn((out, width), device="cuda") * width**-0.5).to(BF16))
+    norm, down = RMSNorm(torch.ones(512, device="cuda", dtype=BF16), 1e-5), layer(512, 264)
+    ops = CudaOps(GemmTimings(H200))
+    report = ops.autotune([Gemm("gate_up", layer(528, 512), norm), Gemm("linear_add", down, norm)], rows=(1, 5))
+    assert len(report) == len(ops.choices) == 2
+    h, x = torch.randn((5, 512), device="cuda"), torch.randn((5, 264), device="cuda").to(BF16)
+    want = h.double() + x.double() @ down.weight.double().T
+    got = ops.linear_add(x, down, Stream(h.clone())).h
+    assert ((got.double() - want).norm() / want.norm()) < 1e-2
+
+
+def test_autotune_keeps_a_choice_for_every_gemm_that_then_computes_it() -> None:
+    from runtime.layers.cuda_ops import CudaOps
 
     norm = RMSNorm(torch.ones(512, device="cuda", dtype=BF16), 1e-5)
     gemms = []

@@ -46,7 +46,16 @@ def test_experts_of_an_h100_are_widened_for_fewer_tokens() -> None:
     for kind in ("dense", "fp8"):
         assert experts.few[kind] == H200.experts.few[kind]
         assert experts.widened.get(kind) == H200.experts.widened.get(kind)
-    assert tuning_of(A100_GPU).experts is H200.experts, "WGMMA needs Hopper"
+
+
+@pytest.mark.parametrize(("capability", "tiles"), [((8, 0), False), ((8, 9), False), ((12, 0), False), ((9, 0), True), ((10, 0), True)])
+def test_kernels_fit_the_shared_memory_of_other_gpus(capability: tuple[int, int], tiles: bool) -> None:
+    """Tiles of 64 rows with deep pipelines, and of 128 x 256, need up to 217 KiB."""
+    tuning = tuning_of(Gpu("a GPU", capability, 48 << 30, 128, 1_000_000_000_000))
+    experts = tuning.experts
+    assert (tuning.latent_config(64).block_m == 64) is (capability == (9, 0))
+    assert [experts.few_rows("dense", count) is not None for count in (1, 16, 17, 64)] == [True, True, tiles, tiles]
+    assert (experts.many_rows("dense", 4096).block_n == 256) is tiles
 
 
 def test_a_gpu_of_unknown_size_takes_the_reference() -> None:

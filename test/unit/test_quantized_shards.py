@@ -53,6 +53,25 @@ def test_slices_quantized_on_load_are_slices_of_the_quantized_whole(partition: P
     assert torch.equal(torch.cat(parts, dim=0 if partition is Partition.COLUMN else 1), held(0, 1))
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("partition", "shape"), [(Partition.COLUMN, (1152, 320)), (Partition.ROW, (320, 1152))], ids=["rows", "columns"])
+def test_equal_shards_in_fp8_have_equal_blocks(partition: Partition, shape: tuple[int, int], ranks: int) -> None:
+    """All ranks use the kernels that rank 0 chooses."""
+
+    def blocks(rank: int) -> torch.Size:
+        layer = WeightTable(torch.float32, CPU, FP8, Rank(rank, ranks)).linear({"a": shape[0]}, shape[1], partition=partition)
+        assert layer.storage.scale is not None
+        return layer.storage.scale.shape
+
+    assert len({blocks(rank) for rank in range(ranks)}) == 1
+
+
+def test_fp8_experts_are_cut_at_blocks_that_tensor_cores_take() -> None:
+    inner = 704
+    tensors = {"e.gate_up_proj": random(EXPERTS, 2 * inner, HIDDEN), "e.down_proj": random(EXPERTS, HIDDEN, inner, seed=1)}
+    assert assert_parts_of_one_rank(FP8, tensors, inner, 8, False) == [96] * 6 + [64] * 2
+
+
 def experts_of(scheme: QuantScheme, tensors: Mapping[str, torch.Tensor], inner: int, rank: int, ranks: int, bias: bool) -> StackedWeights:
     names = ExpertNames("e.", interleaved=bias)  # those of gpt-oss, which have biases, alternate gate and up rows
     table = WeightTable(torch.float32, CPU, scheme, Rank(rank, ranks))

@@ -380,6 +380,8 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"device": "cuda"}, TURING, ["--device cuda", "7.5", "8.0", "--device cpu"]),
         ({"dtype": "float16"}, CPU, ["float16", "bfloat16"]),
         ({"disable_fp8_activations": True}, CPU, ["--disable-fp8-activations", "CPU"]),
+        ({"quantization": "fp8"}, AMPERE, ["fp8 weights", "8.9", "A100", "8.0", "--dtype float32"]),
+        ({"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch_native"}, AMPERE, ["fp8 keys and values", "8.9", "A100"]),
         ({"cuda_graph_bs": (1, 2)}, CPU, ["--cuda-graph-bs"]),
         ({"cuda_graph_max_bs": 8}, CPU, ["--cuda-graph-max-bs has no effect"]),
         ({"disable_cuda_graph": True, "cuda_graph_bs": (1,)}, HOPPER, ["--disable-cuda-graph"]),

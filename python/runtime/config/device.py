@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
 """Minimum compute capability: older GPUs have no bfloat16, and neither FA3 nor FlashInfer supports them."""
+FP8_CAPABILITY = (8, 9)
+"""Minimum compute capability for e4m3 in kernels for 16-bit activations: older GPUs do not have the dtype."""
 MAX_THREADS = 1024
 _SPELLINGS: dict[str, DType] = {"float": "float32", "half": "float16"}
 
@@ -42,6 +44,9 @@ def resolve_device(args: ServerArgs, machine: MachineFacts, model: ModelFacts) -
     if kv_dtype != "auto" and not ATTENTION_CAPS[attention].scaled_kv:
         able = " or ".join(name for name, caps in ATTENTION_CAPS.items() if caps.scaled_kv)
         raise ConfigError(f"--kv-cache-dtype {kv_dtype} is not possible with {attention} attention. Use --attention-backend {able}.")
+    gpu = machine.gpus[0] if device == "cuda" else None
+    if kv_dtype != "auto":
+        check_fp8("keys and values", gpu, dtype)
     if args.disable_fp8_activations and device == "cpu":
         raise ConfigError("--disable-fp8-activations has no effect: a CPU never rounds activations to 8 bits. Leave it out.")
     return DeviceConfig(
@@ -51,9 +56,18 @@ def resolve_device(args: ServerArgs, machine: MachineFacts, model: ModelFacts) -
         kv_cache_dtype=kv_dtype,
         sampling_backend=cast(SamplingName, sampling),
         cpu_threads=args.cpu_threads or _default_threads(args, machine),
-        gpu=machine.gpus[0] if device == "cuda" else None,
+        gpu=gpu,
         fp8_activations=not args.disable_fp8_activations,
     )
+
+
+def check_fp8(what: str, gpu: Gpu | None, dtype: DType) -> None:
+    """Raise `ConfigError` if kernels of this GPU cannot read `what` in fp8."""
+    if gpu is not None and gpu.capability < FP8_CAPABILITY and dtype != "float32":
+        least, own = (".".join(map(str, capability)) for capability in (FP8_CAPABILITY, gpu.capability))
+        raise ConfigError(
+            f"fp8 {what} need a GPU of compute capability {least} or newer; {gpu.name} has {own}. Use 16 bits, or --dtype float32."
+        )
 
 
 def _default_threads(args: ServerArgs, machine: MachineFacts) -> int:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.config.expert_tuning import H100_EXPERTS, H200_EXPERTS, ExpertTuning
+from runtime.config.expert_tuning import H100_EXPERTS, H200_EXPERTS, LITTLE_SHARED_EXPERTS, ExpertTuning
 from runtime.config.kernel_configs import ClusterConfig, FragmentConfig, LatentConfig, SplitConfig, TritonConfig
 from runtime.config.machine import Gpu
 
@@ -258,6 +258,8 @@ H200 = DeviceTuning(
 _LISTED = {"H200": H200}
 _FLOPS_PER_SM = {(8, 0): 0.5, (9, 0): 1.0, (10, 0): 2.0, (10, 3): 2.0}
 """Tensor-core FLOP per clock and SM in 16 bits, relative to Hopper; 0.25 for other capabilities (consumer GPUs)."""
+_LARGE_SHARED = {(9, 0), (10, 0), (10, 3)}
+"""Compute capabilities with 227 KiB of shared memory per block; others have 99 to 163 KiB."""
 _H100_BANDWIDTH = 4e12
 """Bytes per second below which a Hopper GPU's memory is that of an H100, not of an H200."""
 
@@ -290,7 +292,11 @@ def _estimate(gpu: Gpu) -> DeviceTuning:
     if not gpu.num_sms or not gpu.bandwidth:
         return H200
     flops = H200.gemm_flops * gpu.num_sms / H200.num_sms * _FLOPS_PER_SM.get(gpu.capability, 0.25)
-    experts = H100_EXPERTS if gpu.capability == (9, 0) and gpu.bandwidth < _H100_BANDWIDTH else H200_EXPERTS
+    experts = H200_EXPERTS if gpu.capability in _LARGE_SHARED else LITTLE_SHARED_EXPERTS
+    if gpu.capability == (9, 0) and gpu.bandwidth < _H100_BANDWIDTH:
+        experts = H100_EXPERTS
+    # The tiles for more rows need 152 KiB of shared memory before Hopper, and 345 KiB after it.
+    latent = H200.latent if gpu.capability == (9, 0) else H200.latent[:1]
     # 2 FLOP per parameter and token, 2 bytes per parameter.
     read_tokens = max(16, round(flops / gpu.bandwidth / 16) * 16)
-    return dataclasses.replace(H200, gemm_flops=flops, weight_read_tokens=read_tokens, experts=experts)
+    return dataclasses.replace(H200, gemm_flops=flops, weight_read_tokens=read_tokens, latent=latent, experts=experts)

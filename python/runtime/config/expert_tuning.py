@@ -120,3 +120,10 @@ H100_EXPERTS = dataclasses.replace(
     few={**H200_EXPERTS.few, "mxfp4": tuple((min(largest, 32), configs) for largest, configs in H200_EXPERTS.few["mxfp4"])},
     widened={**H200_EXPERTS.widened, "mxfp4": ((32, 0), (192, 32), (384, 48), (1 << 30, 128))},
 )
+
+LITTLE_SHARED_EXPERTS = dataclasses.replace(
+    H200_EXPERTS,
+    few={kind: tuple((min(largest, 16), configs) for largest, configs in table) for kind, table in H200_EXPERTS.few.items()},
+    many={**H200_EXPERTS.many, "dense": H200_EXPERTS.many["dense"][:-1]},
+)
+"""Tilings that need at most 99 KiB of shared memory per block, as the compiler reports; not measured."""

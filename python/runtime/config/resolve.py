@@ -35,7 +35,7 @@ def resolve(
     check(args)
     check_draft(args)
     device = resolve_device(args, machine, model)
-    served = resolve_model(args, device.device, model)
+    served = resolve_model(args, device, model)
     graphs = resolve_graphs(args, device)
     captures = bool(graphs.cuda_graph_bs)
     speculative = resolve_speculative(args, device, served.quantization, captures, machine, model, draft, tuning)

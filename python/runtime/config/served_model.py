@@ -7,11 +7,11 @@ import logging
 import secrets
 from pathlib import Path
 
-from runtime.config.device import asked_dtype
+from runtime.config.device import asked_dtype, check_fp8
 from runtime.config.model_facts import ModelFacts
 from runtime.config.quant_config import CPU_ONLY, Quantization, with_flag
 from runtime.config.refusals import check_ranges
-from runtime.config.runtime_config import DeviceKind, ServedModelConfig, part_of_flags
+from runtime.config.runtime_config import DeviceConfig, ServedModelConfig, part_of_flags
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError, InvalidField
 from runtime.sampling_params import SamplingDefaults
@@ -31,7 +31,7 @@ def check_model(args: ServerArgs) -> None:
     _preferred(args)
 
 
-def resolve_model(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> ServedModelConfig:
+def resolve_model(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> ServedModelConfig:
     """Combine the model's facts with the flags."""
     if args.trust_remote_code:  # command lines written for other servers have it
         log.warning("--trust-remote-code has no effect: code in model folders is never run")
@@ -78,13 +78,15 @@ def _preferred(args: ServerArgs) -> SamplingDefaults:
         raise ConfigError(f"{flag}: {error}") from None
 
 
-def _quantization(args: ServerArgs, device: DeviceKind, model: ModelFacts) -> Quantization | None:
-    if args.quantization in CPU_ONLY and device == "cuda":
+def _quantization(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> Quantization | None:
+    if args.quantization in CPU_ONLY and device.gpu is not None:
         raise ConfigError(f"--quantization {args.quantization} runs on CPUs only. Leave it out, or use --device cpu.")
     quant = with_flag(model.quant, args.quantization)
     if quant is not None:
+        if quant.method == "fp8":
+            check_fp8("weights", device.gpu, device.dtype)
         return quant.method
-    if args.quantization is not None or not model.embedded or device == "cuda":
+    if args.quantization is not None or not model.embedded or device.gpu is not None:
         return None if args.quantization == "none" else args.quantization
     default, dtype = EMBEDDED_CPU_QUANTIZATION, asked_dtype(args)
     if dtype is not None:

@@ -21,7 +21,7 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm, RowScale
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.float32_gemms import has_float32_gemms
 from runtime.layers.gemm.fused_gemm import fused_gemm
-from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, input_dtype
+from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, input_dtype, takes_kernels
 from runtime.layers.gemm.quantized_rows import quantized_gemm
 from runtime.layers.gemm.quantized_trial import WeightKind, choose_quantized, kind_of
 from runtime.layers.gemm.tilings import default_choice, m_bucket
@@ -244,7 +244,7 @@ class CudaOps:
 
     def choice(self, op: GemmOp, linear: Linear, rows: int, in_prompt: bool = False) -> GemmChoice:
         """The kernel for a GEMM of `rows` rows."""
-        if linear.in_features % 16 or not (linear.is_dense or linear.is_scaled) or (in_prompt and self._quantizes(linear, rows)):
+        if not takes_kernels(linear) or (in_prompt and self._quantizes(linear, rows)):
             return None
         key = (op, linear.scheme.name, linear.out_features, linear.in_features, m_bucket(rows))
         if key in self.choices:

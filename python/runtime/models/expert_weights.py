@@ -187,6 +187,8 @@ def stacked_weights(
 def _cut(shard: Shard, inner: int, scheme: QuantScheme) -> slice:
     """The part of the intermediate size that a rank holds."""
     unit = math.gcd(inner, scheme.shard_unit)
+    if inner // unit < shard.count and not scheme.unit_required:
+        unit = 1
     if inner // unit < shard.count:
         raise ConfigError(
             f"{shard.count} ranks cannot share an expert of intermediate size {inner}: the {scheme.name} weights are cut at multiples "

@@ -23,7 +23,7 @@ from runtime.config.kernel_configs import ResidentConfig
 from runtime.layers.activation import Activation
 from runtime.layers.gemm.few_rows_output import MAX_ROWS as FEW_ROWS
 from runtime.layers.gemm.fragment_gemm import supports as fragments_support
-from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp
+from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, takes_kernels
 from runtime.layers.gemm.many_rows import GemmSize, many_rows_config, split_config
 from runtime.layers.gemm.resident_gemm import resident_config
 from runtime.layers.gemm.resident_gemm import supports as can_be_resident
@@ -94,7 +94,7 @@ def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int], prompts: Collecti
         prompts: the `buckets` that only prompt passes have, in which few rows have logits.
     """
     kinds: dict[tuple[object, ...], list[Gemm]] = {}
-    for gemm in gemms:
+    for gemm in filter(lambda gemm: takes_kernels(gemm.linear), gemms):
         kinds.setdefault(gemm.key(0), []).append(gemm)
     return [
         GemmGroup(kind[0].op, [gemm.linear for gemm in kind], kind[0].norm, rows, kind[0].activation, kind[0].after_attention)

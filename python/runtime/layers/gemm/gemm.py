@@ -17,6 +17,10 @@ GemmKey = tuple[GemmOp, str, int, int, int]
 """Operation, scheme, rows and columns of the weight, m bucket."""
 
 
+COLUMN_MULTIPLE = 16
+"""The columns of a weight must be a multiple, or only cuBLAS multiplies by it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gemm:
     """One GEMM of a model.
@@ -47,3 +51,8 @@ def input_dtype(linear: Linear, norm: RMSNorm | None = None) -> torch.dtype:
     if linear.is_dense:
         return linear.weight.dtype
     return torch.bfloat16 if norm is None else norm.weight.dtype
+
+
+def takes_kernels(linear: Linear) -> bool:
+    """Whether kernels other than cuBLAS can multiply by a layer's weight."""
+    return linear.in_features % COLUMN_MULTIPLE == 0 and (linear.is_dense or linear.is_scaled)

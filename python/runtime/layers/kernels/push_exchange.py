@@ -63,7 +63,7 @@ class PushExchange:
     """`FusedExchange` of the GPUs of one host. Owner of the memory into which the ranks write.
 
     Attributes:
-        limit: maximum bytes of an array that `fits`; set once, after timing.
+        limit: maximum bytes of an array that `fits`; set once, after timing; 0 if NCCL is faster for all sizes.
     """
 
     def __init__(self, group: ParallelGroup, device: torch.device, pdl: bool) -> None:
@@ -129,7 +129,7 @@ class PushExchange:
         count = len(ids)
         if tokens is None:
             tokens = torch.empty(count, dtype=torch.int64, device=ids.device)
-        assert tokens.is_contiguous() and logits.stride(1) == 1 and (count + 1) * PACKET <= 2 * self.limit  # noqa: PT018
+        assert tokens.is_contiguous() and logits.stride(1) == 1 and (count + 1) * PACKET <= 2 * MOST_BYTES  # noqa: PT018
         numbers = map(cuda_driver.int32, (count, logits.stride(0), first))
         pointers = map(cuda_driver.pointer, (self._state, logits, ids, tokens, *(hashed or (None, None))))
         self._kernel("largest")(-(-(count + 1) // THREADS), (self._ranks, *pointers, *numbers), self._pdl)

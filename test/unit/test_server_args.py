@@ -707,6 +707,32 @@ def test_a_gpu_without_kernel_packages_falls_back_to_torch(machine: MachineFacts
         resolve(args(attention_backend=asked), bare, LLAMA)
 
 
+def test_flashinfer_needs_a_compiler(caplog: pytest.LogCaptureFixture) -> None:
+    bare = replace(AMPERE, nvcc=False)
+    assert resolve(args(), bare, LLAMA).device.attention_backend == "torch_native"
+    assert "nvcc" in caplog.text
+    with pytest.raises(ConfigError, match="--attention-backend flashinfer is not possible: .*nvcc.*CUDA_HOME"):
+        resolve(args(attention_backend="flashinfer"), bare, LLAMA)
+    assert resolve(args(), replace(HOPPER, nvcc=False), LLAMA).device.attention_backend == "fa3"
+
+
+def test_nvcc_is_found_where_flashinfer_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    for program in ("toolkit/bin/nvcc", "bin/nvcc", "bin/c++"):
+        (tmp_path / program).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / program).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert probe().nvcc
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    assert probe().nvcc
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    assert not probe().nvcc
+    monkeypatch.delenv("CUDA_HOME")
+    (tmp_path / "bin/c++").unlink()
+    assert not probe().nvcc
+
+
 def test_a_model_with_sinks_gets_a_backend_that_has_them() -> None:
     sinks = replace(LLAMA, sinks=True)
     assert resolve(args(), HOPPER, sinks).device.attention_backend == "fa3"

@@ -711,7 +711,7 @@ def test_flashinfer_needs_a_compiler(caplog: pytest.LogCaptureFixture) -> None:
     bare = replace(AMPERE, nvcc=False)
     assert resolve(args(), bare, LLAMA).device.attention_backend == "torch_native"
     assert "nvcc" in caplog.text
-    with pytest.raises(ConfigError, match="--attention-backend flashinfer is not possible: .*nvcc.*CUDA_HOME"):
+    with pytest.raises(ConfigError, match=r"--attention-backend flashinfer is not possible: .*nvcc.*CUDA_HOME"):
         resolve(args(attention_backend="flashinfer"), bare, LLAMA)
     assert resolve(args(), replace(HOPPER, nvcc=False), LLAMA).device.attention_backend == "fa3"
 

@@ -399,6 +399,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"page_size": 2048}, HOPPER, ["--page-size", "1024"]),
         ({"attention_backend": "torch_native", "cuda_graph_max_bs": 8}, HOPPER, ["torch_native", "fa3"]),
         ({"page_size": 1024, "context_length": 512}, CPU, ["--page-size", "512"]),
+        ({"host": ""}, CPU, ["--host is empty"]),
         ({"port": 70000}, CPU, ["--port", "65535"]),
         ({"chunked_prefill_size": 1}, CPU, ["--chunked-prefill-size", "16"]),
         ({"shutdown_timeout": float("nan")}, CPU, ["--shutdown-timeout"]),

@@ -68,7 +68,7 @@ def resolve_server(args: ServerArgs, context_length: int) -> ServerConfig:
 
 
 def _check_address(args: ServerArgs) -> None:
-    """Raise `ConfigError` for a certificate without key or the reverse, missing files, a socket path that is too long, and an empty host."""
+    """Raise `ConfigError` for an empty host, a certificate without key or the reverse, missing files, and a long socket path."""
     if (args.ssl_keyfile is None) != (args.ssl_certfile is None):
         raise ConfigError("--ssl-keyfile and --ssl-certfile need each other. Give both, or neither.")
     if args.ssl_keyfile_password is not None and args.ssl_keyfile is None:

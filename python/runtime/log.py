@@ -7,6 +7,7 @@ import logging
 import sys
 from contextvars import ContextVar
 from datetime import datetime, timezone
+from logging.handlers import BufferingHandler
 from typing import Literal
 
 FORMAT = "%(asctime)s %(levelname).1s %(process_title)s %(message)s"
@@ -51,12 +52,12 @@ def writes_json() -> bool:
     return _json_handler() is not None
 
 
-def on_stdout(message: str, logger: str) -> str:
-    """A line for stdout: `message`, or where the log has JSON lines an object with the same fields as they have."""
+def line_of(message: str, logger: str, level: int = logging.INFO) -> str:
+    """A line to print: `message`, or where the log has JSON lines an object with the same fields as they have."""
     handler = _json_handler()
     if handler is None:
         return message
-    record = logging.LogRecord(logger, logging.INFO, "", 0, message, None, None)
+    record = logging.LogRecord(logger, level, "", 0, message, None, None)
     handler.filter(record)  # sets the title of the process
     return handler.format(record)
 
@@ -65,9 +66,19 @@ def _json_handler() -> logging.Handler | None:
     return next((handler for handler in logging.getLogger().handlers if isinstance(handler.formatter, JsonFormatter)), None)
 
 
+def hold() -> None:
+    """Keep warnings until `setup` knows their form."""
+    logging.getLogger().addHandler(BufferingHandler(capacity=1000))
+
+
 def setup(level: str, title: str, form: LogFormat = "text") -> None:
     """Send records of `level` and above to stderr, marked with the title of the process. Call it once per process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(FORMAT, datefmt="%H:%M:%S"))
     handler.addFilter(_Title(title))
+    root = logging.getLogger()
+    held = [record for early in root.handlers if isinstance(early, BufferingHandler) for record in early.buffer]
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for record in held:
+        if root.isEnabledFor(record.levelno):
+            handler.handle(record)

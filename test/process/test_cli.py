@@ -67,6 +67,13 @@ def test_an_address_of_another_machine_is_refused() -> None:
     assert_one_line(launch("--host", "no such host"), "no such host")
 
 
+@pytest.mark.parametrize("flag", ["--check", "--context-length=1"])
+def test_json_logs_have_no_other_lines(model: Path, flag: str) -> None:
+    made = launch("--log-format", "json", "--enable-cache-report", "--model", str(model), "--load-format", "dummy", "--port", "0", flag)
+    lines = [json.loads(line) for line in (made.stdout + made.stderr).splitlines()]
+    assert {"warning", "info" if flag == "--check" else "error"} == {line["level"] for line in lines}
+
+
 @COLD
 def test_check_resolves_all_options_without_loading(model: Path) -> None:
     made = launch("--check", "--model", str(model), "--load-format", "dummy", "--device", "cpu", "--log-level", "info")

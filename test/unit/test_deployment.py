@@ -17,6 +17,7 @@ from runtime.config.flag_parser import parse
 from runtime.entrypoints.http.auth import OPEN_PATHS
 
 ROOT = Path(__file__).resolve().parents[2]
+BOARD = json.loads((ROOT / "docker" / "grafana" / "dashboards" / "talon.json").read_text())
 MANIFESTS = [one for file in sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml")) for one in yaml.safe_load_all(file.read_text())]
 
 
@@ -90,8 +91,14 @@ def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
     run(analyze, "verify", str(unit))
 
 
+def test_the_board_takes_any_prometheus() -> None:
+    data_source, model = BOARD["templating"]["list"]
+    assert (data_source["name"], data_source["type"], data_source["query"]) == ("datasource", "datasource", "prometheus")
+    readers = [model, *BOARD["panels"], *(target for panel in BOARD["panels"] for target in panel["targets"])]
+    assert {reader["datasource"]["uid"] for reader in readers} == {"${datasource}"}
+
+
 def test_panels_of_the_board_do_not_overlap() -> None:
-    board = json.loads((ROOT / "docker" / "grafana" / "dashboards" / "talon.json").read_text())
-    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in BOARD["panels"]]
     assert len(places) == len(set(places)) == 12
-    assert all(panel["targets"] for panel in board["panels"])
+    assert all(panel["targets"] for panel in BOARD["panels"])

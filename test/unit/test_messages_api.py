@@ -293,6 +293,8 @@ WRONG = [
     ({"max_tokens": 5, "messages": HI, "tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
     ({"max_tokens": 5, "messages": HI, "tool_choice": {"type": "any"}}, "tool_choice requires tools"),
     ({"max_tokens": 5, "messages": HI, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice requires tools"),
+    ({"max_tokens": 5, "messages": HI, "output_format": {"type": "json_schema", "schema": {}}}, "send output_config.format"),
+    ({"max_tokens": 5, "messages": HI, "mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
 ]
 """Bodies, and words of each refusal."""
 

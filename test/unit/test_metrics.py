@@ -60,6 +60,12 @@ def test_every_name_that_dashboards_know_is_there() -> None:
     assert {f"sglang:{name}" for name in SGLANG} <= declared
 
 
+def test_only_counters_are_called_totals() -> None:
+    text = Metrics("m").render(STATS)[0].decode()
+    kinds = dict(line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE"))
+    assert {kind for name, kind in kinds.items() if name.endswith("_total")} == {"counter"}
+
+
 def test_scheduler_stats_are_read_at_every_scrape() -> None:
     stats = structs.replace(STATS)
     metrics = Metrics("m")

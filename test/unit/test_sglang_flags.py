@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import sys
@@ -111,3 +112,13 @@ def test_models_of_the_hub_go_to_the_download_folder(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)
     assert download("a/b", None, ["x"], "--model-path", "/models") == Path("/models/snapshot")
     assert asked["cache_dir"] == "/models"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("IO error:\nNo space left on device")])
+def test_a_full_disk_is_not_taken_for_a_missing_network(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ConfigError, match=r"cannot be downloaded \(.*No space left on device\).*--download-dir"):
+        download("a/b", None, ["x"], "--model-path")

@@ -32,7 +32,7 @@ def resolve_attention(
     if not _runs_on(asked, major):
         others = " or ".join(name for name in ATTENTION_CAPS if name != asked and _runs_on(name, major))
         raise ConfigError(f"{flag} {asked} needs a GPU of compute capability {caps.major}.x; this one is {major}.{minor}. Use {others}.")
-    if problem := _missing_package(asked, machine) or _missing_kernel(asked, dtype, model):
+    if problem := _missing_software(asked, machine) or _missing_kernel(asked, dtype, model):
         raise ConfigError(f"{flag} {asked} is not possible: {problem}. Use torch_native.")
     return asked
 
@@ -42,7 +42,7 @@ def _default(device: DeviceKind, dtype: DType, machine: MachineFacts, model: Mod
         return "torch_native"
     capability = machine.gpus[0].capability
     name: AttentionName = next(name for name, caps in ATTENTION_CAPS.items() if caps.package and _runs_on(name, capability[0]))
-    if missing := _missing_package(name, machine):
+    if missing := _missing_software(name, machine):
         log.warning("attention backend torch_native, which is much slower: %s", missing)
     elif problem := _missing_kernel(name, dtype, model):
         log.info("attention backend torch_native: with %s, %s", name, problem)
@@ -56,9 +56,13 @@ def _runs_on(name: AttentionName, major: int) -> bool:
     return ATTENTION_CAPS[name].major in (None, major)
 
 
-def _missing_package(name: AttentionName, machine: MachineFacts) -> str:
-    package = ATTENTION_CAPS[name].package
-    return "" if package in machine.packages else f"{name} needs the package {package}; install it by pip install -e '.[cuda]'"
+def _missing_software(name: AttentionName, machine: MachineFacts) -> str:
+    caps = ATTENTION_CAPS[name]
+    if caps.package not in machine.packages:
+        return f"{name} needs the package {caps.package}; install it by pip install -e '.[cuda]'"
+    if caps.needs_nvcc and not machine.nvcc:
+        return f"{name} needs nvcc and a C++ compiler; install both, and set CUDA_HOME to the folder of the CUDA toolkit"
+    return ""
 
 
 def _missing_kernel(name: AttentionName, dtype: DType, model: ModelFacts | None) -> str:

@@ -17,6 +17,7 @@ class AttentionCaps:
 
     Attributes:
         package: the package of its kernels, which run only on CUDA; None for a backend that needs neither.
+        needs_nvcc: whether the kernels are compiled by CUDA's own compiler at the first start.
         major: the only supported major compute capability; None for any.
         page_size: default slots of a KV page.
         block_keys: keys per block of the prompt kernel for heads of 128 columns, which is the page size for long contexts; None if that
@@ -39,6 +40,7 @@ class AttentionCaps:
     """
 
     package: str | None = None
+    needs_nvcc: bool = False
     major: int | None = None
     page_size: int = 16
     block_keys: int | None = None
@@ -88,6 +90,7 @@ ATTENTION_CAPS: dict[AttentionName, AttentionCaps] = {
     ),
     "flashinfer": AttentionCaps(
         package="flashinfer",
+        needs_nvcc=True,
         unmixable="flashinfer plans a prompt pass from exact lengths, which the host does not know for decoding requests",
         dtypes=_HALF,
         head_dims=frozenset({64, 128, 256}),

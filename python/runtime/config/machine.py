@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class MachineFacts:
         packages: the installed `KERNEL_PACKAGES`.
         cpu: the name of the CPU.
         threads: threads per operation by OMP_NUM_THREADS; None if it is not set.
+        nvcc: whether FlashInfer finds nvcc and a C++ compiler, or its kernels are installed.
     """
 
     cores: int
@@ -58,13 +60,14 @@ class MachineFacts:
     packages: frozenset[str]
     cpu: str = "CPU"
     threads: int | None = None
+    nvcc: bool = True
 
 
 def probe() -> MachineFacts:
     """Find the facts about this machine. Never fails: a fact that cannot be determined counts as absent."""
     packages = frozenset(name for name in KERNEL_PACKAGES if importlib.util.find_spec(name) is not None)
     memory = host_memory().total
-    return MachineFacts(cores=_cores(), memory=memory, gpus=_gpus(), packages=packages, cpu=_cpu(), threads=_threads())
+    return MachineFacts(cores=_cores(), memory=memory, gpus=_gpus(), packages=packages, cpu=_cpu(), threads=_threads(), nvcc=_nvcc())
 
 
 def _cores() -> int:
@@ -73,6 +76,15 @@ def _cores() -> int:
     if quota.isdigit() and period.isdigit() and int(period) > 0:
         allowed = min(allowed, -(-int(quota) // int(period)))
     return max(1, allowed)
+
+
+def _nvcc() -> bool:
+    """Source of the places: `get_cuda_path` of flashinfer/jit/cpp_ext.py."""
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+        return True
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = shutil.which(f"{home}/bin/nvcc") if home else shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    return found is not None and shutil.which(os.environ.get("CXX", "c++")) is not None
 
 
 def _threads() -> int | None:

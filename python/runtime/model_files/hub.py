@@ -40,12 +40,20 @@ def download(model_id: str, revision: str | None, patterns: list[str], flag: str
         ignored = ["*/*", "consolidated*"]
         return Path(snapshot_download(model_id, revision=revision, cache_dir=folder, allow_patterns=patterns, ignore_patterns=ignored))
     except GatedRepoError as error:
-        raise ConfigError(f"{model_id} is gated: accept its terms on the hub and log in with 'hf auth login'") from error
+        raise ConfigError(f"{model_id} is gated: accept its terms on the hub, and log in with 'hf auth login' or set HF_TOKEN") from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"{model_id} has no revision {revision!r}") from error
     except RepositoryNotFoundError as error:
-        raise ConfigError(f"{model_id!r} is not a local folder, and on the hub it is missing or private ('hf auth login')") from error
-    except (LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"{model_id!r} is not a local folder, and on the hub it is missing or private ('hf auth login' or HF_TOKEN)"
+        ) from error
+    except (LocalEntryNotFoundError, OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) or (isinstance(error, OSError) and error.errno):  # Xet's errors are RuntimeErrors
+            reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+            raise ConfigError(
+                f"{model_id} cannot be downloaded ({reason}); check the space and the permissions of the hub's cache, "
+                "or name another folder as --download-dir"
+            ) from error
         raise ConfigError(
             f"{model_id} is not in the local cache and the hub cannot be reached ({type(error).__name__}); "
             f"download it on a machine with a network and give the folder as {flag}"

@@ -36,7 +36,7 @@ GAUGES: tuple[Figure, ...] = (
     ("sglang:gen_throughput", "Tokens generated per second, over the last second.", lambda s: s.gen_throughput),
     ("sglang:num_used_tokens", "KV slots used by running requests.", lambda s: s.num_used_tokens),
     ("talon:spec_depth", "Draft depth of the latest step with decode rows.", lambda s: s.spec_depth),
-    ("talon:pages_total", "KV pages of the server.", lambda s: s.pages_total),
+    ("talon:pages", "KV pages of the server.", lambda s: s.pages_total),
     ("talon:pages_free", "KV pages that are free, or cached and not in use.", lambda s: s.pages_free),
 )
 COUNTERS: tuple[Figure, ...] = (

@@ -1,4 +1,4 @@
-"""A node other than 0: runs its ranks until node 0 ends. It serves no HTTP."""
+"""Runs the ranks of a node other than 0 until node 0 ends. Such a node serves no HTTP."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 async def run_node(config: RuntimeConfig, command: Sequence[str] | None = None) -> int:
-    """Start the ranks of this node and wait until they have finished, one has died or hangs, or a signal comes.
+    """Start the ranks of this node and wait until they have finished, one dies or hangs, or a signal arrives.
 
     Args:
-        command: what to run instead of this package's worker processes.
+        command: replaces the command of this package's worker processes.
 
     Returns:
-        The exit status: 0 after node 0 ended or a signal came, 1 after a failure.
+        The exit status: 0 after node 0 ended or a signal arrived, 1 after a failure.
 
     Raises:
         ConfigError: a rank cannot run with this configuration.
@@ -73,4 +73,4 @@ async def _watch(ranks: Sequence[ChildProcess], stop: asyncio.Event) -> int:
     finally:
         for task in (ready, stopped, *ends):
             task.cancel()
-        await asyncio.gather(ready, stopped, *ends, return_exceptions=True)  # asyncio logs what nothing awaits
+        await asyncio.gather(ready, stopped, *ends, return_exceptions=True)  # asyncio logs exceptions that are never retrieved

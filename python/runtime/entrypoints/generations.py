@@ -88,17 +88,17 @@ class Generations:
 
     async def updates(self) -> AsyncGenerator[tuple[int, TextOut], None]:
         """Yield the updates of all generations as they arrive, each with the index of its prompt; raise the first error."""
-        news: asyncio.Queue[tuple[int, TextOut] | Exception | None] = asyncio.Queue(MAX_UNREAD)
+        queue: asyncio.Queue[tuple[int, TextOut] | Exception | None] = asyncio.Queue(MAX_UNREAD)
         readers: list[asyncio.Task[None]] = []
         try:
             if len(self.each) == 1:
                 async for update in self.each[0]:
                     yield 0, update
                 return
-            readers += [asyncio.create_task(_read(prompt, each, news)) for prompt, each in enumerate(self.each)]
+            readers += [asyncio.create_task(_read(prompt, each, queue)) for prompt, each in enumerate(self.each)]
             open_readers = len(readers)
             while open_readers:
-                item = await news.get()
+                item = await queue.get()
                 if item is None:
                     open_readers -= 1
                 elif isinstance(item, Exception):
@@ -133,14 +133,14 @@ async def _price(manager: TokenizerManager, call: Call) -> tuple[CallCost, list[
     return cost, priced
 
 
-async def _read(prompt: int, generation: Generation, news: asyncio.Queue[tuple[int, TextOut] | Exception | None]) -> None:
+async def _read(prompt: int, generation: Generation, queue: asyncio.Queue[tuple[int, TextOut] | Exception | None]) -> None:
     try:
         async for update in generation:
-            await news.put((prompt, update))
+            await queue.put((prompt, update))
     except Exception as error:
-        await news.put(error)
+        await queue.put(error)
     else:
-        await news.put(None)
+        await queue.put(None)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig
 from runtime.entrypoints.child_process import COMMAND, ChildProcess, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
-from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TURNS, TURN_SECONDS, Watchdog
+from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TICKS, TICK_SECONDS, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ async def _watch(ranks: Sequence[ChildProcess], stop: asyncio.Event) -> int:
     stopped = asyncio.ensure_future(stop.wait())
     ready = asyncio.gather(*(rank.ready for rank in ranks))
     by_role = {rank.role: rank for rank in ranks}
-    watchdog = Watchdog(by_role, SHARDED_TURNS)
+    watchdog = Watchdog(by_role, SHARDED_TICKS)
     try:
         await asyncio.wait([ready, stopped, *ends], return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
@@ -63,9 +63,9 @@ async def _watch(ranks: Sequence[ChildProcess], stop: asyncio.Event) -> int:
             if dead:
                 return 1
             waiting = [end for end in ends if not end.done()]
-            done, _ = await asyncio.wait([stopped, *waiting], timeout=TURN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if not done and (hung := watchdog.turn({role: rank.beats for role, rank in by_role.items()}, writes_trace=False)):
-                log.error("the %s process hangs: no heartbeat for %g s; its stacks follow", hung, watchdog.patience * TURN_SECONDS)
+            done, _ = await asyncio.wait([stopped, *waiting], timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not done and (hung := watchdog.tick({role: rank.beats for role, rank in by_role.items()}, writes_trace=False)):
+                log.error("the %s process hangs: no heartbeat for %g s; its stacks follow", hung, watchdog.patience * TICK_SECONDS)
                 by_role[hung].dump_stacks()
                 await asyncio.sleep(DUMP_SECONDS)
                 return 1

@@ -13,7 +13,7 @@ from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig, Role
 from runtime.entrypoints.child_process import COMMAND, Child, ChildProcess, first_failure, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
-from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TURNS, SILENT_TURNS, TURN_SECONDS, Watchdog
+from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TICKS, SILENT_TICKS, TICK_SECONDS, Watchdog
 from runtime.errors import ServerDraining, ServingError
 from runtime.managers.ipc import AsyncInbox, Outbox
 from runtime.managers.messages import ToTokenizer
@@ -209,12 +209,12 @@ class Runtime:
         """Fail when a child is alive but sends no heartbeats."""
         # The detokenizer is checked first, because it forwards the scheduler's heartbeats. Rank 0 watches the other ranks.
         children: dict[Role, Child] = {child.role: child for child in reversed(self._children) if child.role in self.manager.beats}
-        watchdog = Watchdog(children, SHARDED_TURNS if self.config.parallel.tp_size > 1 else SILENT_TURNS)
+        watchdog = Watchdog(children, SHARDED_TICKS if self.config.parallel.tp_size > 1 else SILENT_TICKS)
         while True:
-            await asyncio.sleep(TURN_SECONDS)
-            hung = watchdog.turn(self.manager.beats, self.manager.writes_trace)
+            await asyncio.sleep(TICK_SECONDS)
+            hung = watchdog.tick(self.manager.beats, self.manager.writes_trace)
             if hung is not None:
-                log.error("the %s process hangs: no heartbeat for %g s; its stacks follow", hung, watchdog.patience * TURN_SECONDS)
+                log.error("the %s process hangs: no heartbeat for %g s; its stacks follow", hung, watchdog.patience * TICK_SECONDS)
                 self._fail(hung)
                 children[hung].dump_stacks()
                 await asyncio.sleep(DUMP_SECONDS)

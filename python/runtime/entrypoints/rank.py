@@ -50,7 +50,7 @@ class Sockets:
 
 
 @dataclass(slots=True)
-class Stuck:
+class StepTimeout:
     """Detects that rank 0 waits too long for a step. `waits` are its waits during a step, set once the followers exist."""
 
     waits: tuple[StepWait, ...] = ()
@@ -69,8 +69,8 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
     parallel, meeting = config.parallel, place.rendezvous
     group = join(config, place)
     check_same_model(group, model_config, parallel)
-    stuck = Stuck()
-    watch = RankWatch(meeting.bind.format(name="ranks"), range(1, parallel.tp_size), _end_process, stuck)
+    timeout = StepTimeout()
+    watch = RankWatch(meeting.bind.format(name="ranks"), range(1, parallel.tp_size), _end_process, timeout)
     by_ring = 0 if place.ring is None else len(place.ring.wake)
     by_socket = parallel.tp_size - 1 - by_ring
     publisher = StepPublisher(meeting.bind.format(name="steps")) if by_socket else None
@@ -91,7 +91,7 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
     followers = Followers(SenderList(*senders), watch.close, results, watch.pause, watch.end, begin)
     worker = build_worker(config, model_config, make_drafter, options, group, followers)
     # On a CPU an exchange has its own timeout, and steps may be slow.
-    stuck.waits = (followers.start, followers.wait) if config.device.device == "cuda" else (followers.start,)
+    timeout.waits = (followers.start, followers.wait) if config.device.device == "cuda" else (followers.start,)
     return worker
 
 

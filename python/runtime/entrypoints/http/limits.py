@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from runtime.entrypoints.http.body_price import BodyPrice
+from runtime.entrypoints.http.body_cost import BodyCost
 from runtime.entrypoints.http.connection import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
 from runtime.entrypoints.http.responses import error_response
 from runtime.errors import BodiesFull, BodyTooComplex, BodyTooLarge, ClientTooSlow, RequestError, ServingError
@@ -48,10 +48,10 @@ class BodyLimits:
 
     max_mib: int
     max_parse_ms: int
-    room: BodyRoom
+    memory: BodyMemory
 
 
-class BodyRoom:
+class BodyMemory:
     """Limits the memory of all bodies that are being read. The first `THREAD_BYTES` of each are free, so small bodies always fit."""
 
     def __init__(self, most: int) -> None:
@@ -59,7 +59,7 @@ class BodyRoom:
         self._most, self._used = most, 0
 
     @contextlib.contextmanager
-    def part(self) -> Iterator[Callable[[int], None]]:
+    def reserve(self) -> Iterator[Callable[[int], None]]:
         """Reserve memory for one body. Yields a function to call with its new size when it grows; it raises `BodiesFull`."""
         held = 0
 
@@ -135,7 +135,7 @@ async def read_json(request: Request, limits: BodyLimits) -> object:
         BodiesFull: too many large bodies are arriving.
     """
     try:
-        with limits.room.part() as grow:
+        with limits.memory.reserve() as grow:
             raw = await asyncio.wait_for(_read(request, limits, grow), BODY_SECONDS)
     except asyncio.TimeoutError:
         raise ClientTooSlow(f"The body did not end within {BODY_SECONDS:g} seconds.") from None
@@ -146,20 +146,20 @@ async def read_json(request: Request, limits: BodyLimits) -> object:
 
 async def _read(request: Request, limits: BodyLimits, grow: Callable[[int], None]) -> bytes:
     chunks: list[bytes] = []
-    price, ended = BodyPrice(), False
+    cost, ended = BodyCost(), False
     while not ended:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         chunk, ended = message.get("body", b""), not message.get("more_body", False)
         request.state.body_ended = ended  # after the end, `LingeringResponse` would wait for a disconnect
-        price.feed(chunk)
-        grow(price.bytes)
+        cost.feed(chunk)
+        grow(cost.bytes)
         chunks.append(chunk)
-        if price.bytes > limits.max_mib * MIB:
+        if cost.bytes > limits.max_mib * MIB:
             raise BodyTooLarge(limits.max_mib)
-        if price.milliseconds > limits.max_parse_ms:
-            raise BodyTooComplex(price.commas + price.containers, limits.max_parse_ms)
+        if cost.milliseconds > limits.max_parse_ms:
+            raise BodyTooComplex(cost.commas + cost.containers, limits.max_parse_ms)
     return b"".join(chunks)
 
 

@@ -27,7 +27,7 @@ from runtime.entrypoints.http.auth import KeyGate
 from runtime.entrypoints.http.body_route import IGNORED_HEADER
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
 from runtime.entrypoints.http.key_ring import key_ring
-from runtime.entrypoints.http.limits import MAX_LARGE_BODIES, MIB, BodyLimits, BodyRoom, HeaderLimit, LingeringResponse
+from runtime.entrypoints.http.limits import MAX_LARGE_BODIES, MIB, BodyLimits, BodyMemory, HeaderLimit, LingeringResponse
 from runtime.entrypoints.http.origin import OriginGate
 from runtime.entrypoints.http.request_names import HEADER, ClientName, RequestId
 from runtime.entrypoints.http.responses import error_body, error_object, error_response, internal_error, json_response, status_response
@@ -62,8 +62,8 @@ def create_app(manager: TokenizerManager, provider: TracerProvider | None = None
     metrics = Metrics(config.model.served_model_name)
     manager.observer = metrics
     app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    room = BodyRoom(MAX_LARGE_BODIES * config.server.max_body_mib * MIB)
-    app.state.body_limits = BodyLimits(config.server.max_body_mib, config.server.max_parse_ms, room)
+    memory = BodyMemory(MAX_LARGE_BODIES * config.server.max_body_mib * MIB)
+    app.state.body_limits = BodyLimits(config.server.max_body_mib, config.server.max_parse_ms, memory)
     app.state.strict_request_fields = config.server.strict_request_fields
     add_routes(app, manager, metrics)
     describe(app, manager)

@@ -13,7 +13,7 @@ CONTAINER_MS = 5e-3
 core of a cloud machine with the slowest bodies that the endpoints accept: escaped text, token ids, unknown fields, text parts."""
 
 
-class BodyPrice:
+class BodyCost:
     """Counts the bytes, commas, colons and containers of a body that arrives in chunks; characters inside strings count as bytes only."""
 
     def __init__(self) -> None:

@@ -165,7 +165,7 @@ class HarmonyParser:
     def _open(self, kind: Kind) -> None:
         self._header, self._kind, self._decoder = None, kind, self._new_decoder()
         if self._shown in self._seen and kind != "call":
-            self._deliver("\n")
+            self._emit("\n")
 
     def _close(self) -> None:
         self._show(self._decoder.finish())
@@ -181,9 +181,9 @@ class HarmonyParser:
 
     def _show_held(self, text: str) -> None:
         if text:
-            self._deliver(text)
+            self._emit(text)
 
-    def _deliver(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         self._seen.add(self._shown)
         if self._call is not None:
             self._reader.add(text)
@@ -209,7 +209,7 @@ def _read_call(reader: Reader, name: str) -> Steps[None]:
     try:
         yield from read_named_call(reader, name)
     except Malformed:
-        reader.give_back()
+        reader.emit_as_content()
     else:
         yield from reader.skip_all(WHITE)
         reader.accept()

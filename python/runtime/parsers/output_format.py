@@ -16,7 +16,7 @@ from runtime.errors import ConfigError
 from runtime.parsers import harmony
 from runtime.parsers.call_grammar import ANY_TEXT, Part, one_of, sequence, tag
 from runtime.parsers.harmony import HarmonyParser, HarmonyTokens
-from runtime.parsers.output_grammar import LINE_BREAKS, CallRule, answer_part, behind_thinking, with_part
+from runtime.parsers.output_grammar import LINE_BREAKS, CallRule, after_thinking, answer_part, with_part
 from runtime.parsers.output_parser import OutputParser, TextParser
 from runtime.parsers.registry import HARMONY, THINK_FORMATS, TOOL_FORMATS
 from runtime.parsers.thinking import Opening, ThinkFormat
@@ -102,9 +102,9 @@ class OutputFormat:
             return sampling
         calls = self._calls.grammar(request.tools) if self._calls is not None and request.tools else None
         part = answer_part(sampling.grammar, calls, request.rule, request.parallel, lambda text: text)
-        return self._behind_thinking(sampling, part, bool(calls), prompt_ids)
+        return self._after_thinking(sampling, part, bool(calls), prompt_ids)
 
-    def _behind_thinking(self, sampling: SamplingParams, part: Part | None, calls: bool, prompt_ids: Sequence[int]) -> SamplingParams:
+    def _after_thinking(self, sampling: SamplingParams, part: Part | None, calls: bool, prompt_ids: Sequence[int]) -> SamplingParams:
         """`sampling` with its grammar, or `part` instead, starting after the thinking."""
         thinking, opening = self._thinking, self.opening(prompt_ids)
         if part is None:
@@ -112,7 +112,7 @@ class OutputFormat:
         if thinking is None or opening == "closed":
             return with_part(sampling, part) if calls else sampling
         if opening != "open" and not thinking.forced:
-            return with_part(sampling, behind_thinking(part, thinking.begin, thinking.end))
+            return with_part(sampling, after_thinking(part, thinking.begin, thinking.end))
         end = self._tokenizer.token_id(thinking.end)
         if end is None:  # the end tag is not one token, so the model may split it differently than the tokenizer
             return with_part(sampling, sequence(tag("", ANY_TEXT, thinking.end), LINE_BREAKS, part))
@@ -128,7 +128,7 @@ class OutputFormat:
             part = one_of(harmony.text_part(ANY_TEXT), calls.calls(parallel=False))
         else:
             part = answer_part(spec, calls, rule, request.parallel, harmony.text_part)
-        return sampling if part is None else with_part(sampling, behind_thinking(part, *harmony.THINKING))
+        return sampling if part is None else with_part(sampling, after_thinking(part, *harmony.THINKING))
 
     def parser(self, request: OutputRequest, prompt_ids: Sequence[int]) -> OutputParser | None:
         """A parser for one answer to a prompt; None if the answer is plain text."""

@@ -60,7 +60,7 @@ def spec_part(spec: GrammarSpec) -> Part | None:
     return {"type": "triggered_tags", "triggers": given.get("triggers", []), "tags": tags}
 
 
-def behind_thinking(answer: Part, begin: str, end: str) -> Part:
+def after_thinking(answer: Part, begin: str, end: str) -> Part:
     """`answer`, optionally preceded by thinking."""
     return sequence(optional(sequence(tag(begin, ANY_TEXT, end), LINE_BREAKS)), answer)
 

@@ -112,7 +112,7 @@ class TextParser:
             yield from calls.read(reader)
         except Malformed:
             reader.pos = max(reader.pos, start - reader.base + 1)
-            reader.give_back()
+            reader.emit_as_content()
 
     def _content(self, text: str) -> None:
         if self._reader.ended and self._reader.calls and text.isspace():

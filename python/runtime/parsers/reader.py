@@ -64,17 +64,17 @@ class Reader:
         """Mark the text read so far as syntax, which is not emitted."""
         self.done = self.pos
 
-    def give_back(self) -> None:
+    def emit_as_content(self) -> None:
         """Emit the text between `done` and `pos` as content."""
         self.content(self.text[self.done : self.pos])
 
     def content(self, text: str) -> None:
         """Emit text of the answer."""
-        self._deliver(Content(text))
+        self._emit(Content(text))
 
     def reasoning(self, text: str) -> None:
         """Emit text of the thinking."""
-        self._deliver(Reasoning(text))
+        self._emit(Reasoning(text))
 
     def begin_thought(self) -> None:
         """Record that thinking begins at `done`."""
@@ -88,14 +88,14 @@ class Reader:
         """Emit the start of a call. Raises `Malformed` if there is no such function."""
         if name not in self.tools:
             raise Malformed
-        self._deliver(CallStart(self.calls, self._new_id(), name))
+        self._emit(CallStart(self.calls, self._new_id(), name))
         self.calls += 1
 
     def arguments(self, text: str) -> None:
         """Emit JSON text of the latest call's arguments."""
-        self._deliver(CallArguments(self.calls - 1, whole_characters(text)))
+        self._emit(CallArguments(self.calls - 1, whole_characters(text)))
 
-    def _deliver(self, delta: Delta) -> None:
+    def _emit(self, delta: Delta) -> None:
         self._deltas.append(delta)
         self.done = self.pos
 

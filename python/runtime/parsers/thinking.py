@@ -69,4 +69,4 @@ class ThinkFormat:
             yield from reader.skip_all("\n")
             reader.accept()
         else:
-            reader.give_back()
+            reader.emit_as_content()

@@ -79,7 +79,7 @@ def encode_text(hf: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -
     try:
         return hf.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     except (UnicodeEncodeError, TypeError) as error:
-        raise RequestError("The text holds half of a surrogate pair, which is not a character.") from error
+        raise RequestError("The text has a lone surrogate (half of a pair), which is not a valid character.") from error
 
 
 def _special_ids(hf: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:

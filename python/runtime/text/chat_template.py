@@ -94,7 +94,7 @@ class ChatTemplate:
         variables["tools"] = self._control.for_others(tools, mark) or None
         if not continue_final_message:
             return Rendered(self._run(chat, variables, add_generation_prompt), mark)
-        assert not add_generation_prompt, "a message that goes on has no generation prompt after it"
+        assert not add_generation_prompt, "continue_final_message excludes add_generation_prompt"
         return Rendered(self._run_unfinished(chat, variables, tag + " "), mark)
 
     def _guarded(self, message: Message, mark: str) -> dict[str, Any]:

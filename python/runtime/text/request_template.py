@@ -49,7 +49,7 @@ class Refusal(msgspec.Struct, frozen=True):
     param: str | None
 
 
-def render_apart(
+def render_isolated(
     source: str, named_tokens: Mapping[str, str], control: ControlTokens, messages: Sequence[Message], options: Mapping[str, Any]
 ) -> Rendered:
     """Compile `source` and render a conversation as `ChatTemplate` does. Blocks; call it from a thread.

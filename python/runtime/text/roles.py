@@ -10,7 +10,7 @@ from runtime.text.tool_prompt import Message, Render, TemplateTraits, called, re
 
 _FIRST, _TEXT = "probe_first", "probe_text"
 _USER, _ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
-_SILENT, _SILENT_USER = {"role": "assistant", "content": " "}, {"role": "user", "content": " "}
+_BLANK_ASSISTANT, _BLANK_USER = {"role": "assistant", "content": " "}, {"role": "user", "content": " "}
 """Blank messages; some templates reject empty ones."""
 
 
@@ -23,14 +23,14 @@ class RoleTraits:
         later_system: system messages at other positions too.
         assistant_first: a conversation that begins with an assistant message.
         successive: the roles, of user and assistant, that may have two messages in a row.
-        pause_after_tool: whether a user message after a tool result is rendered only with an assistant message between them.
+        blank_after_tool: whether a user message after a tool result is rendered only with an assistant message between them.
     """
 
     system: bool
     later_system: bool
     assistant_first: bool
     successive: frozenset[str]
-    pause_after_tool: bool
+    blank_after_tool: bool
 
     @classmethod
     def probe(cls, render: Render, traits: TemplateTraits) -> RoleTraits:
@@ -49,7 +49,7 @@ class RoleTraits:
             later_system=shows(_FIRST, *both) and shows(_TEXT, *both),
             assistant_first=shows(_TEXT, assistant, _USER),
             successive=frozenset(role for role, pair in pairs.items() if shows(_TEXT, *pair)),
-            pause_after_tool=not shows(_TEXT, *call, user) and shows(_TEXT, *call, _SILENT, user),
+            blank_after_tool=not shows(_TEXT, *call, user) and shows(_TEXT, *call, _BLANK_ASSISTANT, user),
         )
 
     @property
@@ -84,9 +84,9 @@ def fit_roles(messages: Sequence[Message], traits: RoleTraits) -> list[Message]:
             fitted[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
             continue
         if leading and message["role"] == "assistant" and not traits.assistant_first:
-            fitted.append(_SILENT_USER)
-        if last is not None and last["role"] == "tool" and message["role"] == "user" and traits.pause_after_tool:
-            fitted.append(_SILENT)
+            fitted.append(_BLANK_USER)
+        if last is not None and last["role"] == "tool" and message["role"] == "user" and traits.blank_after_tool:
+            fitted.append(_BLANK_ASSISTANT)
         fitted.append(message)
     return fitted
 

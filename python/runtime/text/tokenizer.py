@@ -19,7 +19,7 @@ from runtime.text.byte_alphabet import token_to_bytes
 from runtime.text.chat_template import ChatTemplate, Message, Rendered
 from runtime.text.control_tokens import ControlTokens
 from runtime.text.decode_stream import ByteStream, StreamDecoder, WindowStream
-from runtime.text.request_template import render_apart
+from runtime.text.request_template import render_isolated
 from runtime.text.tokenizer_files import Components, TokenizerFiles, flatten_component, without_tokens
 
 _BRACKETED = re.compile(r"[<\[{].*[>\]}]", re.DOTALL)
@@ -215,7 +215,7 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Message], chat_template: str | None, options: dict[str, Any]) -> Rendered:
         if chat_template is not None:
-            return render_apart(chat_template, self._files.named_tokens, self._control_tokens, messages, options)
+            return render_isolated(chat_template, self._files.named_tokens, self._control_tokens, messages, options)
         if self._template is None:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.", "messages"

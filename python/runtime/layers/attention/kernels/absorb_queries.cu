@@ -20,9 +20,9 @@ constexpr int TOGETHER = THREADS / KEY_PIECES;                 // keys that the 
 constexpr int CHUNKS = NOPE / 32, PIECES = NOPE / 8;           // per token
 constexpr int TOKEN_BYTES = 64 * (CHUNKS | 1);                 // adjacent tokens are in different banks
 constexpr int COPIES = (TOKENS * PIECES + THREADS - 1) / THREADS;
-constexpr int TURNS = ROPE / 8;                                // pieces of four pairs to rotate, per token
+constexpr int ROTATED_PIECES = ROPE / 8;                       // pieces of four pairs to rotate, per token
 static_assert(NOPE % 32 == 0 && RANK % COLUMNS == 0 && ROPE % 8 == 0 && KEY_PIECES == 8 && TOGETHER == 16);
-static_assert((TURNS + PARTS - 1) / PARTS * TOKENS <= THREADS, "a thread rotates one piece");
+static_assert((ROTATED_PIECES + PARTS - 1) / PARTS * TOKENS <= THREADS, "a thread rotates one piece");
 
 // The swizzled position of a piece in its key: the eight keys that ldmatrix reads together, in pairs eight apart, have the same columns in
 // different banks.
@@ -39,19 +39,19 @@ __device__ __forceinline__ float low_of(u32 both) { return __uint_as_float(both 
 __device__ __forceinline__ float high_of(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
 
 // Rotates a pair of columns.
-__device__ __forceinline__ float2 turn(float low, float high, float cos, float sin) {
+__device__ __forceinline__ float2 rotate(float low, float high, float cos, float sin) {
     return make_float2(low * cos - high * sin, high * cos + low * sin);
 }
 // Rotates two pairs: (a, a) and (b, b) if INTERLEAVED; otherwise `a` has the first columns of both pairs and `b` the second ones.
-__device__ __forceinline__ void turn_two(u32& a, u32& b, float2 cos, float2 sin) {
-    const float2 first = turn(low_of(a), INTERLEAVED ? high_of(a) : low_of(b), cos.x, sin.x);
-    const float2 second = turn(INTERLEAVED ? low_of(b) : high_of(a), high_of(b), cos.y, sin.y);
+__device__ __forceinline__ void rotate_two(u32& a, u32& b, float2 cos, float2 sin) {
+    const float2 first = rotate(low_of(a), INTERLEAVED ? high_of(a) : low_of(b), cos.x, sin.x);
+    const float2 second = rotate(INTERLEAVED ? low_of(b) : high_of(a), high_of(b), cos.y, sin.y);
     a = INTERLEAVED ? to_bf16x2(first.x, first.y) : to_bf16x2(first.x, second.x);
     b = INTERLEAVED ? to_bf16x2(second.x, second.y) : to_bf16x2(first.y, second.y);
 }
 
 // Forces the compiler to compute an offset here, before the wait, and not where it is used.
-__device__ __forceinline__ void computed(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void compute_now(int& x) { asm volatile("" : "+r"(x)); }
 
 // Computes out [M, heads, RANK + ROPE] from q [M, heads, NOPE + ROPE] and key [heads, NOPE, RANK]. `q_token`, `q_head` and `key_head` are strides.
 // A row of cos_sin has the cosines of ROPE / 2 angles, then their sines. Blocks: heads * PARTS. Offsets must fit into 32 bits.
@@ -70,25 +70,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) absorb_queries(
     for (int first = 0; first < NOPE; first += TOGETHER)
         copy16<128>(shared_address(shared) + (first + copied) * KEY_BYTES + place_of(first + copied, piece) * 16, from + first * RANK);
     commit_copies();
-    const int turned = threadIdx.x % TOKENS, four = part + threadIdx.x / TOKENS * PARTS;  // the token, and the four pairs, that this thread rotates
-    const bool turns = turned < M && four < TURNS;
+    const int rotated = threadIdx.x % TOKENS, four = part + threadIdx.x / TOKENS * PARTS;  // the token and the four pairs that this thread rotates
+    const bool rotates = rotated < M && four < ROTATED_PIECES;
     float4 cos = {}, sin = {};
-    if (turns) {
-        const float* const angles = cos_sin + positions[turned] * ROPE + 4 * four;
+    if (rotates) {
+        const float* const angles = cos_sin + positions[rotated] * ROPE + 4 * four;
         cos = *(const float4*)angles, sin = *(const float4*)(angles + ROPE / 2);
     }
     constexpr int NEXT = INTERLEAVED ? 4 : ROPE / 2;  // distance from the first four columns to the other four
     const int pairs = (INTERLEAVED ? 8 : 4) * four;
-    int turned_from = turned * q_token + head * q_head + NOPE + pairs, turned_to = turned * out_token + head * (RANK + ROPE) + RANK + pairs;
+    int rotated_from = rotated * q_token + head * q_head + NOPE + pairs;
+    int rotated_to = rotated * out_token + head * (RANK + ROPE) + RANK + pairs;
     int to = g * out_token + head * (RANK + ROPE) + part * COLUMNS + 16 * warp + 2 * t;
-    computed(turned_from), computed(turned_to), computed(to);
+    compute_now(rotated_from), compute_now(rotated_to), compute_now(to);
     int token_from[COPIES], token_to[COPIES];
     #pragma unroll
     for (int k = 0; k < COPIES; k++) {
         const int i = k * THREADS + threadIdx.x, token = i / PIECES, at = i % PIECES;
         token_from[k] = token * q_token + head * q_head + at * 8;
         token_to[k] = token < M ? token * TOKEN_BYTES + at * 16 : -1;
-        computed(token_from[k]), computed(token_to[k]);
+        compute_now(token_from[k]), compute_now(token_to[k]);
     }
     if (EARLY) wait_for_previous();
 
@@ -96,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) absorb_queries(
     for (int k = 0; k < COPIES; k++)
         if (token_to[k] >= 0) copy16<128>(shared_address(tokens) + token_to[k], q + token_from[k]);
     uint2 low = {}, high = {};
-    if (turns) low = *(const uint2*)(q + turned_from), high = *(const uint2*)(q + turned_from + NEXT);
+    if (rotates) low = *(const uint2*)(q + rotated_from), high = *(const uint2*)(q + rotated_from + NEXT);
     wait_copies();
     __syncthreads();
 
@@ -129,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) absorb_queries(
         u32* const at = (u32*)(out + (to + 8 * n * out_token));
         if (8 * n + g < M) at[0] = left, at[4] = right;
     }
-    if (!turns) return;
-    turn_two(low.x, INTERLEAVED ? low.y : high.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
-    turn_two(INTERLEAVED ? high.x : low.y, high.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
-    *(uint2*)(out + turned_to) = low, *(uint2*)(out + turned_to + NEXT) = high;
+    if (!rotates) return;
+    rotate_two(low.x, INTERLEAVED ? low.y : high.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
+    rotate_two(INTERLEAVED ? high.x : low.y, high.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
+    *(uint2*)(out + rotated_to) = low, *(uint2*)(out + rotated_to + NEXT) = high;
 }

@@ -35,12 +35,12 @@ struct NewHead {
 __device__ __forceinline__ NewHead new_head(const Pass& pass, int b, int kv_head, int first_row, int rows, int round) {
     const int lane = threadIdx.x % 32, first = (round * WARPS + threadIdx.x / 32) * HEADS, own = lane % HEAD_LANES;
     const int q_heads = pass.kv_heads * pass.group;
-    const bool turns = own < pass.turning;
+    const bool rotates = own < pass.rotated_pairs;
     NewHead h;
     h.kind = first < ROWS ? QUERY : first < ROWS + MOST_NEW ? KEY : VALUE;
     h.index = first + lane / HEAD_LANES - (h.kind == QUERY ? 0 : h.kind == KEY ? ROWS : ROWS + MOST_NEW);
-    h.low = turns ? own : own + pass.turning;
-    h.high = h.low + (turns ? pass.turning : CHUNKS / 2 - pass.turning);
+    h.low = rotates ? own : own + pass.rotated_pairs;
+    h.high = h.low + (rotates ? pass.rotated_pairs : CHUNKS / 2 - pass.rotated_pairs);
     h.from = nullptr;
     h.slot = 0;
     h.gains[0] = h.gains[1] = make_uint4(0, 0, 0, 0);
@@ -55,11 +55,11 @@ __device__ __forceinline__ NewHead new_head(const Pass& pass, int b, int kv_head
     const long long position = pass.positions[token];
     const u16* const gain = h.kind == QUERY ? pass.q_gain : pass.k_gain;
     if (gain != nullptr) h.gains[0] = *(const uint4*)(gain + 8 * h.low), h.gains[1] = *(const uint4*)(gain + 8 * h.high);
-    if (turns) {
-        const float* const angles = pass.cos_sin + position * (16 * pass.turning) + 8 * own;  // cosines, then as many sines
+    if (rotates) {
+        const float* const angles = pass.cos_sin + position * (16 * pass.rotated_pairs) + 8 * own;  // cosines, then as many sines
         #pragma unroll
         for (int i = 0; i < 8; i += 4) {
-            const float4 cos = *(const float4*)(angles + i), sin = *(const float4*)(angles + 8 * pass.turning + i);
+            const float4 cos = *(const float4*)(angles + i), sin = *(const float4*)(angles + 8 * pass.rotated_pairs + i);
             h.cos[i] = cos.x, h.cos[i + 1] = cos.y, h.cos[i + 2] = cos.z, h.cos[i + 3] = cos.w;
             h.sin[i] = sin.x, h.sin[i + 1] = sin.y, h.sin[i + 2] = sin.z, h.sin[i + 3] = sin.w;
         }
@@ -144,7 +144,7 @@ __device__ __forceinline__ void rotate(const Pass& pass, const NewHead& h, uint4
 }
 
 // Processes a head, whose chunks `low` and `high` the lane has loaded, and stores it where `place_head` determined.
-__device__ __forceinline__ void leave(const Pass& pass, const NewHead& h, uint4 low, uint4 high) {
+__device__ __forceinline__ void store_head(const Pass& pass, const NewHead& h, uint4 low, uint4 high) {
     if (h.kind != VALUE) rotate(pass, h, low, high);
     if (h.kind != QUERY) low = finite8(low), high = finite8(high);
     if (h.kept[0] != 0) {

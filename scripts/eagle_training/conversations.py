@@ -62,7 +62,7 @@ def cut_loop(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 class ShardFolder:
-    """Conversations in numbered files of a folder and its subfolders, written atomically, and notes about how they were made."""
+    """Conversations in numbered files in a folder and its subfolders, written atomically, and notes about their origin."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

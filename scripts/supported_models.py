@@ -111,9 +111,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def architectures() -> list[tuple[str, str, str]]:
-    """Every class of the registry, with the first sentence of its family's module."""
+    """Every class of the registry, with the first paragraph of its family's module."""
     return [
-        (f"`{name}`", first_sentence(family), "yes" if name in MTP_FAMILIES else "")
+        (f"`{name}`", first_paragraph(family), "yes" if name in MTP_FAMILIES else "")
         for name, family in FAMILIES.items()
     ]  # fmt: skip
 
@@ -123,7 +123,7 @@ def schemes() -> list[tuple[str, str, str]]:
     kinds = [
         kind for _, kind in inspect.getmembers(quantization, inspect.isclass) if hasattr(kind, "gemm_caps") and kind is not QuantScheme
     ]
-    return [(f"`{kind.name}`", one_line(kind), " or ".join(choices(kind.name))) for kind in kinds]
+    return [(f"`{kind.name}`", first_paragraph(kind), " or ".join(choices(kind.name))) for kind in kinds]
 
 
 def choices(scheme: str) -> Iterator[str]:
@@ -181,14 +181,9 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def first_sentence(family: object) -> str:
-    """The first paragraph of a module's docstring."""
-    return " ".join((inspect.getdoc(family) or "").split("\n\n")[0].split())
-
-
-def one_line(kind: type) -> str:
-    """The first paragraph of a class's docstring."""
-    return " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+def first_paragraph(documented: object) -> str:
+    """The first paragraph of the docstring of a module or class."""
+    return " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Analysis of decode iterations in a torch-profiler trace (Chrome's format)."""
+"""Analyses decode iterations in a torch-profiler trace (Chrome's format)."""
 
 from __future__ import annotations
 
@@ -71,8 +71,7 @@ def load(file: Path) -> list[Event]:
 def analyse(events: Sequence[Event]) -> Profile:
     """Analyse the iterations of a trace.
 
-    The window reaches from the start of the first to the start of the last iteration, so that it holds whole iterations
-    only.
+    The window is from the start of the first to the start of the last iteration, so that it has only whole iterations.
 
     Raises:
         ValueError: the trace has fewer than two iterations.

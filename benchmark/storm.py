@@ -116,7 +116,7 @@ def clients(server: Server, rng: random.Random) -> Clients:
     return Clients(Served(server.port, info["max_context_len"], info["vocab_size"]), random.Random(rng.random()))
 
 
-async def weather(
+async def run_phase(
     server: Server, record: Record, phase: str, count: int, hostile: int, until: float, rng: random.Random, think: float
 ) -> None:
     """Run one phase without kills; `hostile` of the `count` clients are hostile, the others good. The row is written every minute."""
@@ -182,8 +182,8 @@ async def storm(record: Record, flags: Sequence[str], minutes: float, count: int
     rng, tiny = random.Random(seed), tiny_model().target_flags
     with Server(flags) as server:
         ends = [time.monotonic() + share * minutes * 60 for share in itertools.accumulate(SHARES.values())]
-        await weather(server, record, "calm", count, 0, ends[0], rng, think)
-        await weather(server, record, "storm", count, count // 2, ends[1], rng, think)
+        await run_phase(server, record, "calm", count, 0, ends[0], rng, think)
+        await run_phase(server, record, "storm", count, count // 2, ends[1], rng, think)
     for phase, more, until in (("kills, one rank", (), ends[2]), ("kills, two ranks", ("--tp-size", "2"), ends[3])):
         record.add(await kills(phase, [*tiny, *more], min(count, 16), until, rng, think))
 

@@ -104,7 +104,8 @@ class _Client:
         transport = httpx.AsyncHTTPTransport(local_address=address, verify=False)
         self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=PATIENCE, transport=transport)
         self._hostile: tuple[Callable[[], Awaitable[str]], ...] = (
-            self._vanish, self._vanish_early, self._read_slowly, self._ask_badly, self._ask_much, self._throw_bomb, self._say_half,
+            self._disconnect, self._disconnect_early, self._read_slowly, self._send_wrong_body, self._send_long_prompt,
+            self._send_hostile_grammar, self._send_part,
         )  # fmt: skip
 
     async def run(self, good: bool, ramp: float, think: float) -> None:
@@ -112,11 +113,11 @@ class _Client:
         await asyncio.sleep(self._rng.uniform(0.0, ramp))
         async with self._http:
             while not self._ending.is_set():
-                await (self._be_good(think) if good else self._be_hostile())
+                await (self._run_good(think) if good else self._run_hostile())
 
     # ---- good clients
 
-    async def _be_good(self, think: float) -> None:
+    async def _run_good(self, think: float) -> None:
         body = {
             "prompt": self._prompt(8, 96),
             "max_tokens": 16,
@@ -161,7 +162,7 @@ class _Client:
 
     # ---- hostile clients
 
-    async def _be_hostile(self) -> None:
+    async def _run_hostile(self) -> None:
         act = self._rng.choice(self._hostile)
         self._tally.done[act.__name__.strip("_")] += 1
         try:
@@ -175,7 +176,7 @@ class _Client:
         if wrong:
             self._tally.wrong.append(f"{act.__name__.strip('_')}: {wrong}")
 
-    async def _vanish(self) -> str:
+    async def _disconnect(self) -> str:
         """Disconnect from a stream after a few tokens."""
         body = {"prompt": self._prompt(4, 200), "max_tokens": 400, "ignore_eos": True, "stream": True, "n": self._rng.choice([1, 1, 3])}
         left = self._rng.randint(1, 12)
@@ -186,7 +187,7 @@ class _Client:
                     break
         return ""
 
-    async def _vanish_early(self) -> str:
+    async def _disconnect_early(self) -> str:
         """Disconnect before the answer begins."""
         body = {"prompt": self._prompt(4, 400), "max_tokens": 300, "ignore_eos": True}
         with suppress(asyncio.TimeoutError):
@@ -212,13 +213,13 @@ class _Client:
             writer.close()
         return ""
 
-    async def _ask_badly(self) -> str:
+    async def _send_wrong_body(self) -> str:
         """Send a body that must be refused."""
         body = self._rng.choice(BAD)
         answer = await self._http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         return "" if 400 <= answer.status_code < 500 or answer.status_code == 503 else f"{body[:60]!r} got {answer.status_code}"
 
-    async def _ask_much(self) -> str:
+    async def _send_long_prompt(self) -> str:
         """Send a prompt of about the context length, or longer."""
         longest = self._served.longest
         length = self._rng.choices([longest // 8, longest - 8, longest + 1, 3 * longest], [12, 1, 4, 3])[0]
@@ -227,12 +228,12 @@ class _Client:
         )
         return "" if answer.status_code in (200, 400, 413, 429, 503) else f"{length} tokens got {answer.status_code}: {answer.text[:200]}"
 
-    async def _throw_bomb(self) -> str:
+    async def _send_hostile_grammar(self) -> str:
         """Send a grammar that is expensive or matches nothing."""
         answer = await self._http.post("/v1/completions", json={"prompt": self._prompt(4, 20), "max_tokens": 8, **self._rng.choice(BOMBS)})
         return "" if answer.status_code in (200, 400, 413, 429, 503) else f"{answer.status_code}: {answer.text[:200]}"
 
-    async def _say_half(self) -> str:
+    async def _send_part(self) -> str:
         """Send part of a request, wait, and disconnect."""
         _, writer = await asyncio.open_connection("127.0.0.1", self._served.port, local_addr=(self._address, 0))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"[: self._rng.randint(1, 70)])

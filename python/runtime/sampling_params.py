@@ -52,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     At most one of `json_schema` (the schema as JSON text), `regex`, `ebnf` and `structural_tag` (JSON text) is given: the
     output then follows that grammar. With `grammar_after` the output is free until these tokens appear in it one after
-    the other, and the grammar starts behind them.
+    the other, and the grammar starts after them.
 
     Of each draft window at most `speculative_num_steps` drafts are accepted; 0 decodes without drafts.
     """

@@ -1,4 +1,4 @@
-"""Compiles grammars beside the scheduler's loop: in a thread, with a cache, after a trial in another process."""
+"""Compiles grammars outside the scheduler's loop: in a thread, with a cache, after a trial in another process."""
 
 from __future__ import annotations
 

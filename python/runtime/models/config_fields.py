@@ -41,11 +41,11 @@ class ConfigFields:
         return self._raw.get(name) is not None
 
     def named(self, *names: str) -> str:
-        """The name that the file uses of several for one field; the last where it uses none."""
+        """Of several names of one field, the one that the file uses; the last one if it uses none."""
         return next((name for name in names if self.given(name)), names[-1])
 
     def _nullable(self, name: str) -> Any:
-        """The value, whose null stands for itself; that of `defaults` where it is absent."""
+        """The value, which may be null; that of `defaults` if it is absent."""
         return self._raw[name] if name in self._raw else self._defaults.get(name)
 
     def error(self, text: str) -> ConfigError:
@@ -122,13 +122,13 @@ class ConfigFields:
         return ConfigFields({**self._raw, **{n: v for n, v in values.items() if not self.given(n)}}, self.where, self._defaults)
 
     def within(self, name: str) -> ConfigFields:
-        """These fields, and those of an object in the file that are not null or absent beside it."""
+        """The fields of an object in the file, overridden by the non-null fields outside it."""
         inner = self.mapping(name)._raw
         outer = {key: value for key, value in self._raw.items() if value is not None}
         return ConfigFields({**inner, **outer}, self.where, self._defaults)
 
     def under(self, name: str) -> ConfigFields:
-        """These fields, with those of an object in the file over them."""
+        """These fields, overridden by those of an object in the file."""
         return ConfigFields({**self._raw, **self.mapping(name)._raw}, self.where)
 
     def ids(self, name: str) -> list[int]:

@@ -163,7 +163,7 @@ class ChatBody(OpenAIBody):
 
     @property
     def top(self) -> int:
-        """How many likely tokens to report beside each chosen one; -1 for no log-probabilities."""
+        """How many of the most likely tokens to report at each position; -1 for no log-probabilities."""
         return self.top_logprobs or 0 if self.logprobs else -1
 
 
@@ -207,7 +207,7 @@ class CompletionBody(OpenAIBody):
 
     @property
     def top(self) -> int:
-        """How many likely tokens to report beside each chosen one; -1 for no log-probabilities."""
+        """How many of the most likely tokens to report at each position; -1 for no log-probabilities."""
         return -1 if self.logprobs is None else self.logprobs
 
 

@@ -163,6 +163,6 @@ def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, resp
 
 
 def _errors(*statuses: int, form: type[BaseModel] = ErrorBody) -> Responses:
-    """The answers of an endpoint besides 200. `describe` adds their forms to the schema; FastAPI would build a validator per model."""
+    """The answers of an endpoint other than 200. `describe` adds their forms to the schema; FastAPI would build a validator per model."""
     content = {"application/json": {"schema": {"$ref": SCHEMAS.format(model=form.__name__)}}}
     return {status: {"content": content, "description": ERRORS[status]} for status in sorted((*OF_ALL, *statuses))}

@@ -243,7 +243,7 @@ class Session:
     in_turn: bool = False
 
     def run(self) -> Outcome:
-        """Acceptance, and the texts of all prompts. Raises `ServingError` where a request fails.
+        """Acceptance, and the texts of all prompts. Raises `ServingError` if a request fails.
 
         If drafting is disabled above some batch size, the first prompts run in batches small enough to draft, and the last
         ones together. If there are too few prompts for both, some run in both; their texts are concatenated.

@@ -115,7 +115,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request that leaves a field out is sampled with. None: the default of `SamplingParams`."""
+    """The values of fields that are absent from a request; None for the default of `SamplingParams`."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None

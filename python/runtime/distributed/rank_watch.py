@@ -65,7 +65,7 @@ class RankWatch:
 
     @property
     def address(self) -> str:
-        """Where it listens, the port included."""
+        """The address where it listens, including the port."""
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def start(self) -> None:
@@ -156,7 +156,7 @@ class RankBeat:
         self._thread.start()
 
     def close(self, failure: str = "") -> None:
-        """End; a `failure` is told to rank 0."""
+        """Stop, and report a `failure` to rank 0."""
         self._failure = failure
         self._done.set()
         if self._thread.ident is not None:

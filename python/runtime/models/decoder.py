@@ -60,7 +60,7 @@ class DecoderModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations; the residual stream is float32."""
+        """The dtype of weights and activations; the residual stream is float32."""
         return self.context.dtype
 
     @property

@@ -54,11 +54,6 @@ class Profile:
     copies: float
     top_kernels: list[tuple[str, float]] = field(default_factory=list)
 
-    @property
-    def gpu_idle(self) -> float:
-        """The share of the period in which the GPU is idle."""
-        return 1.0 - self.gpu_busy_us / self.period_us
-
 
 def load(file: Path) -> list[Event]:
     """The complete events of a trace, gzipped or not."""

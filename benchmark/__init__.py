@@ -1,5 +1,4 @@
-"""The scripts behind the figures of the documentation; run them as `python -m benchmark.NAME` from the project's root.
+"""The scripts that measure the documentation's results; run them as `python -m benchmark.NAME` from the project's root.
 
-`report.SCRIPTS` lists the scripts that make a table; they run anywhere with `--quick`. `tuning` holds tools that tune
-kernels.
+`report.SCRIPTS` lists the scripts that produce a table; with `--quick` they run on any machine. `tuning` has tools for tuning kernels.
 """

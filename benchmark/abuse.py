@@ -1,5 +1,5 @@
-"""A good client and four others: how long `/health` and the good client's first token take if the others are well-behaved, and if
-they send the worst requests that the server allows.
+"""Measures `/health` and the first token of a good client beside four other clients, which are either well-behaved or send the most
+expensive requests that the server allows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ KEYS = ("neighbours",)
 EMBEDDED = ("--device", "cpu", "--random-seed", "1")
 NEIGHBOURS = 4
 PATIENCE = 5.0
-"""Seconds after which a neighbour leaves a request and sends the next."""
+"""Seconds after which another client abandons a request and sends the next."""
 HEALTH_MS, TTFT_RATIO = 50.0, 2.0
-"""Bounds of the 99th percentiles: of `/health`, and of the first token against that beside well-behaved neighbours."""
+"""Bounds of the 99th percentiles: of `/health`, and of the first token relative to that beside well-behaved clients."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 Request = tuple[str, bytes]
 
@@ -50,7 +50,7 @@ def well_behaved(context: int, vocabulary: int, rng: random.Random) -> Iterator[
 
 
 def worst(context: int, vocabulary: int, rng: random.Random) -> dict[str, Request]:
-    """The requests just within each limit that cost the server most."""
+    """The most expensive requests just within each limit, by name."""
     long = [rng.randrange(2, vocabulary) for _ in range(context - 16)]
     few = {"ignore_eos": True, "max_tokens": 8}
     prompts = min(256, (500_000 if vocabulary > 1000 else 50_000) // len(long))
@@ -91,7 +91,7 @@ def _tool(index: int) -> dict[str, Any]:
 
 
 def post(port: int, address: str, what: Request, seconds: float, first_only: bool = False) -> tuple[int, float]:
-    """Status and seconds until the end of the answer, or until its first event; status 0 after `seconds`."""
+    """Status, and seconds until the end of the answer or, with `first_only`, its first event. The status is 0 after `seconds`."""
     began = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds, source_address=(address, 0))
     try:
@@ -109,7 +109,7 @@ def post(port: int, address: str, what: Request, seconds: float, first_only: boo
 
 
 def neighbours(port: int, kinds: Sequence[str] | None, facts: tuple[int, int], out: Connection) -> None:
-    """Run all neighbours, each from an address of its own, until told to stop; then send how often each request got which status."""
+    """Run all other clients, each from its own address, until told to stop. Then send the count of statuses by request."""
     counts: Counter[str] = Counter()
     ending = threading.Event()
 
@@ -124,7 +124,7 @@ def neighbours(port: int, kinds: Sequence[str] | None, facts: tuple[int, int], o
             kind, one = next(requests)
             status, _ = post(port, f"127.0.0.{2 + index}", one, 60.0 if kinds is None else PATIENCE)
             counts[f"{kind}: {status or 'left'}"] += 1
-            ending.wait(0.5 if status >= 400 else 0.0)  # refusals alone are no load
+            ending.wait(0.5 if status >= 400 else 0.0)  # do not flood the server with requests that it refuses
 
     threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(NEIGHBOURS)]
     for thread in threads:
@@ -137,7 +137,7 @@ def neighbours(port: int, kinds: Sequence[str] | None, facts: tuple[int, int], o
 
 
 def repeat(seconds: float, pause: float, act: Callable[[], float]) -> list[float]:
-    """What `act` returns, again and again, in milliseconds."""
+    """Call `act` repeatedly for `seconds`; return its results in milliseconds."""
     done, until = [], time.monotonic() + seconds
     while time.monotonic() < until:
         done.append(act() * 1000)
@@ -146,7 +146,7 @@ def repeat(seconds: float, pause: float, act: Callable[[], float]) -> list[float
 
 
 def measure(server: Server, label: str, kinds: Sequence[str] | None, seconds: float) -> dict[str, Any]:
-    """One row: a good client and `/health` beside the neighbours."""
+    """Measure one row: a good client and `/health` beside the other clients."""
     info = server.get("/get_model_info")
     facts, rng, failed = (info["max_context_len"], info["vocab_size"]), random.Random(9), Counter[int]()
     context = get_context("spawn")
@@ -190,13 +190,13 @@ def measure(server: Server, label: str, kinds: Sequence[str] | None, seconds: fl
 
 
 def ratio(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
-    """The 99th percentile of the first token against that beside well-behaved neighbours."""
+    """The 99th percentile of the first token relative to that beside well-behaved clients."""
     base = pick(rows, neighbours="well-behaved")
     return row["ttft_p99_ms"] / base["ttft_p99_ms"] if base else None
 
 
 def render(result: Result) -> str:
-    """One row per kind of neighbours."""
+    """One row per kind of other clients."""
     return f"{summary(result)}\n\n{provenance(result)}"
 
 
@@ -220,7 +220,7 @@ def summary(result: Result) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """First token and health by neighbours."""
+    """First token and health by kind of other clients."""
     groups = {row["neighbours"]: {"first token p99": row["ttft_p99_ms"], "/health p99": row["health_p99_ms"]} for row in result["rows"]}
     picture.draw(result, file, "A good client beside four neighbours", [plots.bars(groups, "", "milliseconds")])
 

@@ -38,10 +38,9 @@ def greedy_answers(server: Server, count: int, max_tokens: int) -> list[Answer]:
 
 
 def compare(server: Server, answers: list[Answer]) -> Agreement:
-    """Compare the greedy choice of `server` at every position of the given answers, each time after the text of the
-    given answer.
+    """Compare the greedy choice of `server` at every position of the given answers, always given the answer's own preceding tokens.
 
-    A different token thus counts once; in a free run all tokens after it would differ too.
+    So a different token counts once; in free generation all later tokens would differ too.
     """
     tokens = same = whole = 0
     for answer in answers:

@@ -22,7 +22,7 @@ KEYS = ("mode", "backend")
 
 
 def measure(record: Record, labels: dict[str, Any], flags: list[str]) -> None:
-    """Start one server twice and record the figures of the second start."""
+    """Start one server twice, and record the measurements of the second start and the ready time of the first."""
     with tempfile.TemporaryDirectory() as kernels:
         variables = {"TRITON_CACHE_DIR": kernels}
         with Server(flags, variables=variables) as server:
@@ -83,7 +83,7 @@ def _reported(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _phases(row: dict[str, Any]) -> dict[str, float]:
-    """The phases that the server reports and the rest: processes, imports, sockets."""
+    """The phases that the server reports, and the remaining time: processes, imports, sockets."""
     known = _reported(row)
     return known | {"processes, imports": max(row["ready_seconds"] - sum(known.values()), 0.0)}
 

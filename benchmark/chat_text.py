@@ -1,4 +1,4 @@
-"""Real text as a load: the shipped chat prompts, each sent equally often, answered until the model ends."""
+"""A load of real text: the shipped chat prompts, each sent equally often, answered until the model ends the text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _A_KIND = 10
 
 
 def chat_text(concurrency: int, requests: int, output_len: int, prompts: int = PROMPTS, *more: str) -> Burst:
-    """A closed loop over the first `prompts` chat prompts with the model's chat template, in rounds, of at least
-    `requests` requests.
+    """A closed loop of at least `requests` requests: the first `prompts` chat prompts with the model's chat template, in whole rounds.
 
     Prompts repeat, so the server's prefix cache should be off.
     """

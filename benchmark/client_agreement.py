@@ -1,17 +1,14 @@
-"""`bench_serving` against SGLang's own client on the same servers, and against itself: differences of the medians of
-the runs.
+"""`bench_serving` compared with SGLang's own client on the same servers, and with itself: differences of the medians of the runs.
 
-Both clients get the same prompts, arrivals and flags, and they take turns. The servers have steps of known length, so
-that only the client differs. Both clients start the clock before they connect, and a seed gives both the same arrivals.
-Requests to the mock overlap. Requests
-to Talon do not: a first token that meets another request waits for the step in flight, which varies from run to run
-with either client.
+Both clients get the same prompts, arrivals and flags, and they alternate. The servers have steps of known length, so that only the client
+differs. Both clients start the clock before they connect, and a seed gives both the same arrivals. Requests to the mock overlap. Requests
+to Talon do not: if a first token overlaps with another request, it waits for the step in flight, which varies from run to run with either
+client.
 
-The remaining differences: SGLang's client takes longer to send a request, which shows in the TTFT of the fast mock,
-whose first token takes 20 ms; a median gap of 5 ms is not stable for either client. `bench_serving` counts a token when
-it arrives, even if its text is held back (half a character, a special token); these servers send whole words, so this
-does not occur here. In an open loop SGLang's client also waits for the gap after the last arrival, which does not
-matter with many requests.
+The remaining differences: SGLang's client takes longer to send a request, which shows in the TTFT of the fast mock, whose first token takes
+20 ms; a median gap of 5 ms is not stable for either client. `bench_serving` counts a token when it arrives, even if its text is held back
+(an incomplete character, a special token); these servers send whole words, so this does not occur here. In an open loop SGLang's client
+also waits for the gap after the last arrival, which does not matter with many requests.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ Figures = dict[str, Any]
 
 
 class ClientFailed(Exception):
-    """A client did not run or a request failed; the message holds the end of its output."""
+    """A client did not run or a request failed; the message has the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +143,8 @@ def sglang_client(folder: Path, python: str) -> Client:
 def compare(ours: Client, theirs: Client | None, flags: Sequence[str], requests: int, rounds: int) -> Figures:
     """Run our client, theirs, and ours again, `rounds` times.
 
-    Each round starts with a different one, so that a machine that slows down affects all alike. Returns the figures of
-    all runs and the differences of the medians in per cent.
+    Each round starts with a different one, so that a drift of the machine affects all equally. Returns the measurements of all runs and
+    the differences of the medians in per cent.
     """
     clients = [("ours", ours), ("again", ours), *([("theirs", theirs)] if theirs else [])]
     runs: dict[str, list[Figures]] = {name: [] for name, _ in clients}
@@ -166,13 +163,13 @@ def compare(ours: Client, theirs: Client | None, flags: Sequence[str], requests:
 
 
 def median(values: Sequence[float | None]) -> float | None:
-    """The median; None if a run has no such figure."""
+    """The median; None if a run has no value."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if len(known) == len(values) else None
 
 
 def differences(ours: Figures, other: Figures) -> dict[str, float | None]:
-    """By figure, the change from theirs to ours in per cent."""
+    """By metric, the change from `other` to `ours` in per cent."""
     return {name: (ours[name] / other[name] - 1) * 100 if ours[name] and other[name] else None for name in FIGURES}
 
 
@@ -185,8 +182,8 @@ def shared_prompts() -> str:
 def write_words(folder: Path) -> None:
     """Write a tokenizer in which every id is a word.
 
-    If the text of a token is held back (half a character), `bench_serving` counts it when the token arrives, SGLang's
-    client when its text arrives.
+    If the text of a token is held back (an incomplete character), `bench_serving` counts it when the token arrives, SGLang's client when
+    its text arrives.
     """
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(_WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -212,10 +209,9 @@ def mock(name: str, quick: bool) -> Iterator[Target]:
 
 @contextmanager
 def timed(quick: bool) -> Iterator[Target]:
-    """Talon's processes around the worker of the tests, whose steps take a known time.
+    """Talon's processes with the worker of the tests, whose steps take a known time.
 
-    With this seed requests do not overlap: the first token of an overlapping request waits for the step in flight,
-    which is random.
+    With this seed requests do not overlap: the first token of an overlapping request waits a random time for the step in flight.
     """
     with tempfile.TemporaryDirectory() as folder:
         config = json.loads((write_tiny(Path(folder))[0] / "config.json").read_text(encoding="utf-8"))
@@ -228,7 +224,7 @@ def timed(quick: bool) -> Iterator[Target]:
 
 @contextmanager
 def model(quick: bool) -> Iterator[Target]:
-    """The embedded model on one thread, which leaves a core for the client; a tiny model for a quick run."""
+    """The embedded model on one thread, to leave a core for the client; a tiny model for a quick run."""
     with Server(tiny_model().target_flags if quick else ("--device", "cpu", "--cpu-threads", "1")) as server:
         name = "tiny model" if quick else "embedded model, its own draft"
         yield _served(name, server, loads(4, 8, 2, 8.0) if quick else loads(10, 32, 2, 0.6))
@@ -240,7 +236,7 @@ def _served(name: str, server: Server, load: tuple[Load, ...]) -> Target:
 
 
 def start(name: str, quick: bool) -> AbstractContextManager[Target]:
-    """The server of this name, one of SERVERS."""
+    """Start the server with this name, one of SERVERS."""
     if name in MOCKS:
         return mock(name, quick)
     return {"timed": timed, "model": model}[name](quick)
@@ -262,7 +258,7 @@ def measure(record: Record, target: Target, backends: Sequence[str], clients: tu
 
 
 def render(result: Result) -> str:
-    """Differences in per cent by figure: against SGLang's client if it ran, and against itself."""
+    """Differences in per cent by metric: from SGLang's client if it ran, and from itself."""
     parts = []
     if compared := [row for row in result["rows"] if row["client"]]:
         clients = ", ".join(dict.fromkeys(row["client"] for row in compared))

@@ -1,7 +1,7 @@
-"""This checkout against an older one on the same machine: throughput by concurrency, start-up time and graph memory.
+"""This checkout compared with an older one on the same machine: throughput by concurrency, start-up time and graph memory.
 
-Servers of both checkouts run in turn (old, new, new, old), so that a slow drift of the machine cancels out. The client
-is that of this checkout. `--old` is the `python` folder of the older checkout.
+Servers of both checkouts run alternately (old, new, new, old), so that a slow drift of the machine cancels out. The client is always that
+of this checkout. `--old` is the `python` folder of the older checkout.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def measure(setup: Setup, python: Path | None, concurrencies: list[int], lens: t
 
 
 def mean(runs: list[dict[str, Any]], concurrency: str, figure: str) -> float:
-    """The mean of one figure over runs of the same checkout."""
+    """The mean of one metric over runs of the same checkout."""
     return sum(run["runs"][concurrency][figure] for run in runs) / len(runs)
 
 
 def ratio(old: list[dict[str, Any]], new: list[dict[str, Any]], concurrency: str) -> str | None:
-    """Throughput of the new checkout over the old one's; None where the row has no load."""
+    """Throughput of the new checkout relative to the old one's; None if the row has no load."""
     if concurrency not in old[0]["runs"]:
         return None
     return f"{mean(new, concurrency, 'output_throughput') / mean(old, concurrency, 'output_throughput'):.3f}x"

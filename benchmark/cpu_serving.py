@@ -27,7 +27,7 @@ QUANTIZED = ("int8", "int4")
 
 
 def server_rows(server: Server, quantization: str, tokens: int) -> list[dict[str, Any]]:
-    """Decode rates of Talon as its HTTP client sees them, without prompt time."""
+    """Decode rates of Talon as seen by its HTTP client, without prompt time."""
     rows = []
     for batch in BATCHES:
         figures = bench(server, random_ids(batch, 32, tokens, batch).flags)
@@ -63,7 +63,7 @@ def render(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Rates, ratios, and how many of the greedy tokens and whole answers of quantised weights equal those of float32."""
+    """Rates, ratios, and the share of greedy tokens and whole answers of quantised weights that equal those of float32."""
     rows = result["rows"]
     base = pick(rows, system="transformers", batch=1)
     lines: list[list[Any]] = []

@@ -1,8 +1,8 @@
-"""Throughput with and without speculation by concurrency, and the concurrency at which drafts stop paying off.
+"""Throughput with and without speculation by concurrency, and the concurrency from which drafts make it slower.
 
-Synthetic accept lengths run on random tokens. The real accept length comes from `--model` and its trained `--head`.
-They answer the shipped chat prompts greedily until the model ends, so that the texts are the same with and without
-drafts. Every prompt is sent equally often at every concurrency.
+Synthetic accept lengths are measured on random tokens. The real accept length is that of `--model` with its trained `--head`, which answer
+the shipped chat prompts greedily until the model ends the text, so that texts are the same with and without drafts. Every prompt is sent
+equally often at every concurrency.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ KEYS = ("model", "speculation", "text", "concurrency")
 STEPS = 3
 OFF, REAL = "off", "real"
 A_SLOT = 4
-"""Minimum number of real prompts per concurrent request: answers differ in length, and the last ones run alone."""
+"""Minimum number of real prompts per concurrent request. With fewer, the end of the run, with only a few answers, would weigh more."""
 
 
 def setups(served: Model, accept_lengths: list[str], backend: str | None) -> list[Setup]:
-    """Speculation off, then on at each accept length; with `real` the weights decide."""
+    """Speculation off, then on at each accept length; `real` means real acceptance."""
     common = (*served.target_flags, "--disable-radix-cache", *(("--attention-backend", backend) if backend else ()))
     found = [Setup({"model": served.name, "speculation": OFF, "steps": 0}, common)]
     for length in accept_lengths:
@@ -115,7 +115,7 @@ def _title(speculation: str, text: str) -> str:
 
 
 def _where(points: list[tuple[int, float]]) -> str:
-    """Where the ratio falls below 1, or a sentence if it does not."""
+    """The concurrency at which the ratio falls below 1, or a text if it does not cross 1."""
     if not points:
         return "-"
     crossed = crossing(points)
@@ -132,7 +132,7 @@ def measured(rows: list[dict[str, Any]], speculation: str, text: str) -> float |
 
 
 def same_texts(rows: list[dict[str, Any]]) -> str | None:
-    """Whether answers to real text are equally long with and without drafts; greedy texts differ by rounding only."""
+    """A sentence on whether answers to real text are equally long with and without drafts; greedy texts differ only by rounding."""
     pairs = []
     for on in rows:
         off = pick(rows, speculation=OFF, text=REAL, concurrency=on["concurrency"])
@@ -184,7 +184,7 @@ def main() -> None:
     args = parse()
     record = Record(NAME, KEYS, args.out, args.quick)
     served = served_model(args)
-    if args.quick:  # a head with random weights: its real acceptance is close to 0
+    if args.quick:  # the head has random weights, so its real acceptance is close to 0
         found, random, real = setups(served, [REAL, "2.5"], None), [random_text(c, 16, 8) for c in (1, 2)], [real_text(2, 4, 4)]
     else:
         found = setups(served, args.accept_lengths, args.backend)

@@ -1,8 +1,8 @@
 """Throughput by concurrency without drafts, at fixed depths, and at the depth that the controller chooses.
 
-One server drafts, another does not. Acceptance is synthetic and set while the server runs; K is the fixed depth or auto. In
-rows with an arrow, acceptance changes after each third of a burst's tokens, and fixed depths do not run. Fixed depths run at one
-acceptance; for others, unless measured, an `estimate` assumes the same time for prompts and for each iteration.
+One server drafts, another does not. Acceptance is synthetic and set while the server runs; K is the fixed depth or auto. In rows with an
+arrow, acceptance changes after each third of a burst's tokens, and fixed depths are not measured. Fixed depths are measured at one
+acceptance; for others, an `estimate` assumes the same time for prompts and for each iteration.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ KEYS = ("model", "speculation", "acceptance", "concurrency", "output_len")
 OFF, AUTO, ARROW = "off", "auto", " → "
 CHANGING = ARROW.join(("3.5", "1.2", "3.5"))
 LEAST_PROMPTS = 16
-"""Prompts of the smallest bursts: with fewer, chance in accepting drafts would change throughput by several per cent."""
+"""Prompts of the smallest bursts. With fewer, random acceptance would change throughput by several per cent."""
 POLL = 0.05
-"""Seconds between two looks at the tokens written so far."""
+"""Seconds between two polls of the number of generated tokens."""
 
 
 def drafting(served: Model) -> tuple[str, ...]:
-    """Flags of the server that drafts: any depth."""
+    """Flags of the server that drafts, at any depth."""
     flags = served.eagle_flags("2.5")
     shape = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
     return tuple(flag for before, flag in zip(("", *flags), flags, strict=False) if not {before, flag} & set(shape))
@@ -45,7 +45,7 @@ def set_state(server: Server, **state: Any) -> None:
 
 
 def measure(server: Server, record: Record, labels: Row, burst: Burst) -> None:
-    """One burst; the row also has what the controller goes by."""
+    """Measure one burst; the row also has the controller's estimates."""
     before = counters(server)
     acceptance = labels["acceptance"] or ""
     with ThreadPoolExecutor(1) as pool:
@@ -72,7 +72,7 @@ def counters(server: Server) -> dict[str, Any]:
 
 
 def belief(server: Server, concurrency: int) -> dict[str, Any] | None:
-    """What the controller goes by: milliseconds of an iteration of about `concurrency` requests by depth, and acceptance."""
+    """The controller's estimates: milliseconds of an iteration of about `concurrency` requests by depth, and acceptance."""
     depth = counters(server)["worker"]["depth"]
     if depth is None:
         return None
@@ -81,9 +81,9 @@ def belief(server: Server, concurrency: int) -> dict[str, Any] | None:
 
 
 def run(record: Record, served: Model, args: argparse.Namespace) -> None:
-    """All points: without drafts first."""
+    """Measure all points, without drafts first."""
     common = (*served.target_flags, "--disable-radix-cache")
-    # The largest first: after a change of acceptance the controller adapts within its first iterations.
+    # The largest concurrency first: after a change of acceptance the controller adapts within its first iterations.
     loads = sorted(args.concurrency, reverse=True)
     least = 4 if args.quick else LEAST_PROMPTS
     bursts = [random_ids(c, args.input_len, args.output_len, max(2 * c, least)) for c in loads]
@@ -113,16 +113,16 @@ def points(args: argparse.Namespace, bursts: Sequence[Burst], changing: Sequence
 
 
 def expected(depth: int, length: str) -> float:
-    """Tokens that a window of `depth` drafts commits where the mean accept length at the usual depth is `length`."""
+    """Tokens that a window of `depth` drafts commits if the mean accept length at the usual depth is `length`."""
     (rate,) = synthetic_acceptance(length, 1, DEFAULT_STEPS)
     return sum(rate**i for i in range(depth + 1))
 
 
 def estimate(row: Row, length: str) -> float:
-    """Output tokens per second of a fixed depth at another acceptance: iterations take the same time and commit more or fewer tokens.
+    """Output tokens per second of a fixed depth at another acceptance. Iterations take the same time and commit more or fewer tokens.
 
-    A depth with graphs of few sizes runs less deep where more requests decode together, so that the steps count at the depth they had.
-    Prompts take the same time at any acceptance: as many as run together, until the last of the first ones has its first token.
+    A depth that has graphs for few sizes only runs at a lower depth if more requests decode together, so steps count at their actual depth.
+    Prompts take the same time at any acceptance: the time until the last request of the first batch has its first token.
     """
     steps = {int(depth): count for depth, count in row["steps_by_depth"].items() if count}
     before, after = (sum(count * expected(depth, at) for depth, count in steps.items()) for at in (row["acceptance"], length))
@@ -131,7 +131,7 @@ def estimate(row: Row, length: str) -> float:
 
 
 def curves(rows: Sequence[Row], length: str) -> dict[str, list[tuple[int, float]]]:
-    """Output tokens per second by concurrency, of each series, at one acceptance."""
+    """Output tokens per second by concurrency for each series, at one acceptance."""
     found: dict[str, dict[int, float]] = {}
     wanted = {row["output_len"] for row in rows if row["acceptance"] == length}
     for row in rows:
@@ -147,7 +147,7 @@ def curves(rows: Sequence[Row], length: str) -> dict[str, list[tuple[int, float]
 
 
 def render(result: Result) -> str:
-    """What the controller's choice gives, as a share of no drafts and of the best fixed depth."""
+    """Throughput with the controller's choice, relative to no drafts and to the best fixed depth."""
     rows = result["rows"]
     columns = sorted({row["concurrency"] for row in rows})
     lines: list[list[Any]] = []

@@ -1,15 +1,12 @@
 """The same server with the draft-extend graph off and on, by concurrency, attention backend and overlap.
 
-With --in-process the scheduler and the worker run in one process, without HTTP and text. One worker alternates between
-off and on within seconds, so that only the graph differs. The number after ± is the standard error of a change over the
-rounds. Three columns are timed in
-iterations without prompts: the iteration on the GPU's clock, draft-extend on the GPU from the end of verification on,
-and its host time.
+With --in-process the scheduler and the worker run in one process, without HTTP and text. One worker alternates between off and on within
+seconds, so that only the graph differs. The number after ± is the standard error of a change over the rounds. Three columns are timed in
+iterations without prompts: the iteration on the GPU's clock, draft-extend on the GPU from the end of verification on, and its host time.
 
-First tokens do not run in this graph. With overlap they still arrive earlier where the host is the bottleneck, because
-a prompt waits for the step in flight. Runs of 1000 tokens have few first tokens, and one stall of the machine weighs a
-lot (+42.1 % ± 32.9 is one round of two). The answers of 128 tokens show TTFT better, because there are many more of
-them.
+First tokens do not run in this graph. With overlap they still arrive earlier if the host is the bottleneck, because a prompt waits for the
+step in flight. Runs of 1000 tokens have few first tokens, so one stall of the machine has a large effect (+42.1 % ± 32.9 is one round of
+two). The answers of 128 tokens show TTFT better, because there are many more of them.
 
 Longer contexts make verification longer: without overlap, answers of 1000 tokens gain less at 32 requests than answers
 of 128.
@@ -58,7 +55,7 @@ HIDDEN = 0.05
 LEAST_TOKENS = 2048
 """Minimum number of tokens in one run in process, up to eight answers per client."""
 REPEATED = ("mean_ttft_ms", "mean_tpot_ms")
-"""Columns of which the result file holds every round, for the standard error."""
+"""Columns whose value of every round is in the result file, for the standard error."""
 
 
 def setups(served: Model, backends: list[str], overlaps: list[str]) -> list[Setup]:
@@ -77,7 +74,7 @@ def setups(served: Model, backends: list[str], overlaps: list[str]) -> list[Setu
 
 
 def turns(rounds: int) -> list[str]:
-    """Off, on, on, off, and so on, so that a drift of the machine affects both alike."""
+    """Off, on, on, off, and so on, so that a drift of the machine affects both equally."""
     return [graph for number in range(rounds) for graph in (("off", "on") if number % 2 == 0 else ("on", "off"))]
 
 

@@ -1,15 +1,15 @@
-"""How early the drift alarm reports graphs that lose acceptance, how rarely it is wrong, and what its samples cost.
+"""How early the drift alarm reports graphs that lose acceptance, its false alarms, and the cost of its samples.
 
-The embedded model drafts every window twice on a CPU, through recorded passes and eagerly, once without a fault and once with each:
-the next drafts start from the slot after the last accepted one, or draft-extend reads features with noise, so that acceptance falls by
-about five points. Which drafts of both were accepted is recorded request by request. The simulation runs B requests at a time; each
-repeats a recorded one. In all of it harmless differences of rounding spoil a share of the windows of either side. "Hard text" is drawn:
-slots off by one where acceptance of the first draft is 0.39. The live rows are the embedded model itself with the first fault and as many
-concurrent requests as they say.
+The embedded model drafts every window twice on a CPU, through recorded passes and eagerly: without a fault, and with each of two faults.
+With the first, the next drafts start from the slot after the last accepted one. With the second, draft-extend reads features with noise, so
+that acceptance falls by about five points. For each request, the accepted drafts of both sides are recorded. The simulation runs B requests
+at a time, each of which repeats a recorded one. In all simulations harmless rounding differences change a share of the windows of either
+side. The windows of "hard text" are random: slots off by one, with acceptance of the first draft at 0.39. The live rows are the embedded
+model itself with the first fault and the stated number of concurrent requests.
 
-Sound graphs are simulated with near-ties at which the first drafts of both sides differ, in 0 to 100 % of the windows, for 1 to 256
-requests; either they are right as often on both sides, or acceptance is forced as in benchmarks, and eager drafts never are. The cost of a
-sample is counted in replays of an iteration; what it is on a GPU is not measured here, so there are three assumptions.
+Correct graphs are simulated with near-ties at which the first drafts of both sides differ, in 0 to 100 % of the windows, for 1 to 256
+requests. Either both sides are right equally often, or acceptance is forced as in benchmarks and eager drafts are never accepted. The cost
+of a sample is counted in replays of an iteration. It is not measured on a GPU here, so there are three assumptions.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ NAME = "drift_alarm"
 KEYS = ("kind", "fault", "requests", "draft")
 NONE, OFF_BY_ONE, HARD, NOISE = "none", "slots off by one", "slots off by one, hard text", "5 points"
 MOST = {OFF_BY_ONE: 4_000, HARD: 4_000, NOISE: 20_000}
-"""Faults, and the longest simulation of each."""
+"""Iterations of the longest simulation, by fault."""
 SOME_NEAR_TIES = 0.2
 LIVE = {1: 256, 16: 48}
-"""Tokens of each answer of the live runs, by requests."""
+"""Tokens of each answer of the live runs, by number of requests."""
 NOISE_SCALE = 0.02
-"""Standard deviation of the noise in features, in standard deviations of these: acceptance of the embedded model falls by five points."""
+"""Standard deviation of the noise, relative to that of the features. Acceptance of the embedded model falls by five points."""
 Fault = Callable[[dict[str, torch.Tensor]], None]
 """Changes the inputs of draft-extend through graphs."""
 
@@ -89,14 +89,14 @@ def session(prompts: int, new_tokens: int) -> Session:
 
 
 class EveryIteration:
-    """A schedule of samples that drafts every window twice."""
+    """A sample schedule that drafts every window twice."""
 
     def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
-        """As `Samples.next`."""
+        """See `Samples.next`."""
         return EagerSample(taken=possible)
 
     def observe(self, seconds: float | None, disturbed: bool, after: EagerSample) -> None:
-        """As `Samples.observe`; times change nothing."""
+        """See `Samples.observe`; times are ignored."""
 
 
 def off_by_one(inputs: dict[str, torch.Tensor]) -> None:
@@ -118,7 +118,7 @@ def noise() -> Fault:
 
 @contextmanager
 def faulty(run: Session, fault: Fault | None) -> Iterator[AcceptanceMonitor]:
-    """Within, replays of draft-extend have a fault, and the monitor samples although the session checks graphs itself."""
+    """Inside the `with` block, replays of draft-extend have a fault, and the monitor takes samples although the session checks graphs."""
     worker = run.worker
     (extend,) = [runner for runner in worker.runners if runner.spec.name == "draft extend"]
     replay, monitor = extend.run, worker.parts.monitor
@@ -138,12 +138,12 @@ def faulty(run: Session, fault: Fault | None) -> Iterator[AcceptanceMonitor]:
 
 @dataclass(frozen=True, slots=True)
 class Recorded(Compared):
-    """Adds the pairs of each request to its text, a list of [graph, eager, mismatched]."""
+    """Also appends the pairs of each request to its list of [graph, eager, mismatched]."""
 
     texts: Sequence[list[list[int]]] = ()
 
     def pairs(self, accept_lens: npt.NDArray[np.integer], wanted: npt.NDArray[np.bool_]) -> Pairs:
-        """As those of all requests."""
+        """See `Compared.pairs`."""
         found = Compared.pairs(self, accept_lens, np.ones_like(wanted))
         texts = [text for text, compared in zip(self.texts, self.rows, strict=True) if compared]
         for text, *pair in zip(texts, found.graph.tolist(), found.eager.tolist(), found.mismatched.tolist(), strict=True):
@@ -152,7 +152,7 @@ class Recorded(Compared):
 
 
 def record_pairs(run: Session, fault: Fault | None) -> Lens:
-    """Accepted drafts of each request over time, of one run of all prompts."""
+    """Run all prompts once, and return the accepted drafts of each request over time."""
     texts, rows = list[list[list[int]]](), dict[int, list[list[int]]]()
     drafter, drafts = run.worker.parts.drafter, run.worker.eager_drafts
     admitted, compared = drafter.admit, drafts.compare
@@ -177,7 +177,7 @@ def record_pairs(run: Session, fault: Fault | None) -> Lens:
 
 
 def live(run: Session, requests: int, new_tokens: int) -> dict[str, Any]:
-    """Run some prompts again with the wrong slot in replays of draft-extend; iterations until the alarm."""
+    """Run some prompts with the wrong slot in replays of draft-extend, and count iterations until the alarm."""
     found: dict[str, Any] = {"kind": "live", "fault": OFF_BY_ONE, "requests": requests, "draft": None, "alarm": None}
     seen, part = 0, replace(run, prompts=run.prompts[:requests], max_new_tokens=new_tokens)
     with faulty(part, off_by_one) as monitor:
@@ -196,7 +196,7 @@ def live(run: Session, requests: int, new_tokens: int) -> dict[str, Any]:
 
 
 def simulations(lens: Mapping[str, Lens], quick: bool, iterations: int) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Functions that make the rows; `iterations` of the runs without a fault."""
+    """Functions that compute the rows. `iterations` is the length of the runs without a fault."""
     runs, start_runs, iterations = (2, 1, 500) if quick else (100, 24, iterations)
     for fault, most in MOST.items():
         texts, usual = (lens[fault], lens[NONE]) if fault in lens else (hard_text(), None)
@@ -212,7 +212,7 @@ def simulations(lens: Mapping[str, Lens], quick: bool, iterations: int) -> Itera
 
 
 def fault_row(fault: str, texts: Lens, usual: Lens | None, batch: int, runs: int, most: int, cost: Cost) -> dict[str, Any]:
-    """Detection of a fault; `usual`: the record without it, or None where `texts` say both."""
+    """Detection of a fault. `usual` is the record without the fault, or None if `texts` has both."""
     accepted = np.concatenate(texts)[:, :2] > 0
     eager = accepted[:, 1] if usual is None else np.concatenate(usual)[:, 0] > 0
     rates = [float(eager.mean()), float(accepted[:, 0].mean())]
@@ -220,14 +220,14 @@ def fault_row(fault: str, texts: Lens, usual: Lens | None, batch: int, runs: int
 
 
 def quiet_row(texts: Lens, share: float | None, batch: int, iterations: int) -> dict[str, Any]:
-    """A long run without a fault, over recorded texts or with a share of near-ties."""
+    """A long run without a fault, on recorded texts or with a share of near-ties."""
     source = replayed(texts) if share is None else near_ties(share, forced=False)
     name = f"{SPOILT:.0%} of the windows spoilt" if share is None else f"near-ties in {share:.0%}"
     return false_alarms(source, batch, iterations, COSTS[0]) | {"fault": name}
 
 
 def start_row(forced: bool, runs: int, cost: Cost, quick: bool) -> dict[str, Any]:
-    """The cost of samples where a server begins."""
+    """The cost of samples after the start of a server."""
     requests = REQUESTS[:1] if quick else REQUESTS
     return start_cost(forced, runs, cost, NEAR_TIES, requests) | {"fault": "forced" if forced else "real"}
 
@@ -275,7 +275,7 @@ def _replays(cost: float) -> str:
 
 
 def _start(row: Mapping[str, Any]) -> list[str]:
-    """The mean over all near-ties and batch sizes, and the mean and the 90th percentile at those that cost most, by iterations."""
+    """The mean over all near-tie shares and batch sizes, and mean and 90th percentile at the most expensive ones, by iterations."""
     figures = [row[str(count)] for count in EARLY]
     return [text for one in figures for text in (f"{one['usual']:.1f}", f"{one['mean']:.1f} (90 %: {one['p90']:.1f})")]
 
@@ -290,7 +290,7 @@ def plot(result: Result, file: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Record, simulate, sabotage, print."""
+    """Record, simulate, run with the fault, and print."""
     parser = arguments(__doc__)
     parser.add_argument("--iterations", type=int, default=2_000_000, help="of each run without a fault")
     args = parser.parse_args(argv)
@@ -303,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         record.add(live(run, requests, new_tokens if args.quick else longest))
     run.worker.close()
     rows = list(simulations(lens, args.quick, args.iterations))
-    if args.quick:  # a process of a pool imports torch first, which takes longer than these rows
+    if args.quick:  # starting a process of a pool, which imports torch, takes longer than these rows
         for row in rows:
             record.add(row())
     else:

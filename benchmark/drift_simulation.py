@@ -1,4 +1,4 @@
-"""Simulates the drift alarm: its samples of recorded or drawn windows, their cost, and the iterations until it reports."""
+"""Simulates the drift alarm on recorded or random windows: its samples, their cost, and the iterations until the alarm."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from runtime.model_executor.sample_schedule import Samples
 
 STEPS = 3
 SPOILT = 0.01
-"""Share of windows of either side that a harmless difference spoils. Bit for bit equal passes have none."""
+"""Share of windows of either side that a harmless difference changes. Bitwise equal passes have none."""
 HARD_TEXT, FAULTY = (0.39, 0.45, 0.45), (0.04, 0.45, 0.45)
-"""Acceptance by position of text that is hard to draft, eagerly and through graphs with slots off by one."""
+"""Acceptance by position for text that is hard to draft: eager, and through graphs with slots off by one."""
 HARD_WINDOWS = 20_000
 NEAR_TIES = (0.0, 0.02, 0.1, 0.4, 1.0)
-"""Shares of windows that begin with different drafts at near-ties."""
+"""Shares of windows whose first drafts differ because of near-ties."""
 REQUESTS = (1, 4, 16, 64, 256)
 EARLY = (500, 2_000)
-"""Iterations after the start of a server."""
+"""Numbers of iterations after the start of a server."""
 
 Lens = list[np.ndarray]
-"""For each request int64 [n, 3]: accepted drafts of its windows, through graphs and eagerly, and whether the first drafts mismatch."""
+"""For each request int64 [n, 3], one row per window: accepted drafts through graphs, accepted eager drafts, whether the first differ."""
 Windows = Callable[[int], np.ndarray]
-"""The windows of all requests after so many more iterations, int64 [batch, 3], as in `Lens`."""
+"""Advances by a number of iterations and returns the windows of all requests, int64 [batch, 3], as in `Lens`."""
 Source = Callable[[int, np.random.Generator], Windows]
-"""The windows of so many requests."""
+"""Creates the windows of a number of requests."""
 
 
 class Cost(NamedTuple):
-    """By how many replays samples make an iteration longer: of the draft, and of verification besides."""
+    """How much longer, in replays, an iteration is with a sample of the draft, and additionally with one of verification."""
 
     draft: float
     verify: float
@@ -43,13 +43,13 @@ COSTS = (Cost(0.15, 5.0), Cost(0.3, 8.0), Cost(0.6, 16.0))
 
 
 def replayed(record: Lens) -> Source:
-    """Each request repeats one of the record from its begin to its end, then another."""
+    """Each request repeats a recorded one to its end, then another."""
     windows, lens = np.concatenate(record), np.array([len(text) for text in record])
     starts = lens.cumsum() - lens
 
     def begin(batch: int, rng: np.random.Generator) -> Windows:
         texts = rng.integers(0, len(lens), batch)
-        at = rng.integers(0, lens[texts])  # each begins anywhere in its text
+        at = rng.integers(0, lens[texts])  # each starts at a random position
 
         def after(iterations: int) -> np.ndarray:
             nonlocal at
@@ -72,17 +72,17 @@ def _spoilt(found: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def hard_text() -> Lens:
-    """A record of windows that are drawn: both sides by themselves, so that graphs are right where eager drafts are wrong too."""
+    """A record of random windows. Both sides are independent, so graphs may be right where eager drafts are wrong."""
     rng = np.random.default_rng(0)
     rates = np.array([FAULTY, HARD_TEXT])
     graph, eager = ((rng.random((HARD_WINDOWS, STEPS)) < own).cumprod(axis=1).sum(axis=1) for own in rates)
-    both = np.minimum(graph, eager)  # beyond the first draft that only one side has right nothing is known
+    both = np.minimum(graph, eager)  # after the first draft that only one side has right, drafts are not compared
     return [np.stack([np.minimum(graph, both + 1), np.minimum(eager, both + 1), rng.random(HARD_WINDOWS) < 0.9], axis=1)]
 
 
 def near_ties(share: float, forced: bool) -> Source:
-    """Sound graphs: `share` of the windows begin with different drafts, which are as often right on either side; or acceptance is forced,
-    so that those of graphs alone ever are. The others are alike.
+    """Correct graphs. In `share` of the windows the first drafts differ, and either side is right equally often or, if acceptance is
+    `forced`, only graphs are ever right. The other windows are equal on both sides.
     """
 
     def begin(batch: int, rng: np.random.Generator) -> Windows:
@@ -102,17 +102,17 @@ class Simulation:
 
     Attributes:
         sampled: number of samples.
-        spent: at each sample, its iteration and the replays that all took so far.
+        spent: for each sample, its iteration and the cost of all samples so far, in replays.
     """
 
     def __init__(self, source: Source, batch: int, seed: int, cost: Cost) -> None:
         self._windows, self._cost = source(batch, np.random.default_rng(seed)), cost
         self._alarm, self._schedule = DriftAlarm(STEPS), Samples()
-        self._schedule.observe(1.0, False, NO_SAMPLE)  # all without a sample take as long
+        self._schedule.observe(1.0, False, NO_SAMPLE)  # all iterations without a sample take equally long
         self.sampled, self.spent = 0, [(0, 0.0)]
 
     def run(self, iterations: int) -> int | None:
-        """The iterations until the alarm, or None."""
+        """Run until the alarm and return the number of iterations; None if there is no alarm."""
         last = 0
         for i in range(1, iterations + 1):
             self._alarm.count_iteration()
@@ -131,12 +131,12 @@ class Simulation:
         return None
 
     def spent_by(self, iteration: int) -> float:
-        """Replays that samples took until an iteration."""
+        """The cost of samples up to an iteration, in replays."""
         return max(spent for at, spent in self.spent if at <= iteration)
 
 
 def detection(source: Source, batch: int, runs: int, most: int, cost: Cost) -> dict[str, Any]:
-    """Iterations until the alarm over several runs; none counts as `most`."""
+    """Iterations until the alarm over several runs; a run without an alarm counts as `most`."""
     found = [Simulation(source, batch, seed, cost).run(most) for seed in range(runs)]
     times = np.array([most if one is None else one for one in found])
     return {
@@ -146,7 +146,7 @@ def detection(source: Source, batch: int, runs: int, most: int, cost: Cost) -> d
 
 
 def false_alarms(source: Source, batch: int, iterations: int, cost: Cost) -> dict[str, Any]:
-    """Alarms over a long run without a fault; the test starts anew after each."""
+    """Number of alarms in a long run without a fault; the test restarts after each."""
     alarms, left, sampled, spent, seed = 0, iterations, 0, 0.0, 0
     while left > 0:
         simulation = Simulation(source, batch, seed, cost)
@@ -158,7 +158,7 @@ def false_alarms(source: Source, batch: int, iterations: int, cost: Cost) -> dic
 
 
 def start_cost(forced: bool, runs: int, cost: Cost, shares: Sequence[float], requests: Sequence[int]) -> dict[str, Any]:
-    """Replays that samples take of a server that was just started and is sound: at the batch size and near-ties where they take most."""
+    """The cost of samples, in replays, of a correct server after its start, at the batch size and near-tie share where it is highest."""
     found = list[dict[str, Any]]()
     for batch in requests:
         for share in shares:

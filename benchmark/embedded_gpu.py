@@ -25,7 +25,7 @@ PROMPT_LEN = 32
 
 
 def server_row(flags: Sequence[str], backend: str, tokens: int) -> tuple[Row, str]:
-    """The decode rate that one HTTP client sees, without prompt time, and the folder of the weights."""
+    """The decode rate seen by one HTTP client, without prompt time, and the folder of the weights."""
     with Server([*flags, "--attention-backend", backend]) as server:
         figures = bench(server, random_ids(1, PROMPT_LEN, tokens, 4).flags)
         folder = server.get("/get_model_info")["model_path"]
@@ -57,7 +57,7 @@ def render(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Rates, and each as a multiple of the best of `transformers`."""
+    """Rates, and their ratios to the best rate of `transformers`."""
     base = best(result["rows"], "transformers")
     lines = [
         [row["system"], row["dtype"], row["tokens_per_second"], row["tokens_per_second"] / base if base else None, row.get("mean_ttft_ms")]

@@ -1,8 +1,6 @@
-"""The embedded model with and without its own draft head on real text: tokens per second by batch size, and the
-crossover.
+"""The embedded model with and without its own draft head on real text: tokens per second by batch size, and the crossover.
 
-All servers of one run are up at the same time and take turns, so that a change of the machine's speed affects all of
-them.
+All servers of one run are up at the same time and alternate, so that a change of the machine's speed affects all of them equally.
 """
 
 from __future__ import annotations
@@ -94,14 +92,14 @@ def speculation(shape: str, head: str = str(EMBEDDED_DRAFT)) -> dict[str, Any]:
 
 
 def chat_prompts(engine: Engine, text: str = CHAT) -> list[list[int]]:
-    """The hand-made chat prompts or the everyday ones as token ids, each a user turn; everyday kinds take turns."""
+    """The hand-made or the everyday chat prompts as token ids, each a user turn; everyday prompts are interleaved by kind."""
     tokenizer = Tokenizer.load(engine.config.model.tokenizer_path)
     lines = embedded_prompts() if text == CHAT else everyday_prompts()
     return [tokenizer.encode_chat([{"role": "user", "content": line["prompt"]}]) for line in lines]
 
 
 def everyday_prompts() -> list[dict[str, Any]]:
-    """The everyday prompts, the first of each kind, then the second, and so on."""
+    """The everyday prompts, interleaved by kind."""
     lines = [json.loads(line) for line in (ASSETS / "everyday_prompts.jsonl").read_text(encoding="utf-8").splitlines()]
     seen: Counter[str] = Counter()
     ranks = []
@@ -114,7 +112,7 @@ def everyday_prompts() -> list[dict[str, Any]]:
 def measure(
     engines: Mapping[str, Engine], batches: Sequence[int], prompts: int, new_tokens: int, bursts: int = 1, text: str = CHAT
 ) -> dict[tuple[str, int], Tally]:
-    """All servers answer the same prompts greedily, `batch` at a time, taking turns burst by burst."""
+    """All servers answer the same prompts greedily, `batch` at a time, alternating after each burst."""
     asked = chat_prompts(next(iter(engines.values())), text)
     sampling = {"temperature": 0.0, "max_new_tokens": new_tokens}
     tallies = {(shape, batch): Tally() for batch in batches for shape in engines}

@@ -83,7 +83,7 @@ class EngineLoop:
         self.tokens = 0
 
     def start(self, requests: int, prompt_len: int, room: int, sampling: SamplingParams = GREEDY) -> None:
-        """Admit `requests` and run until each has a few tokens; they end after `room` tokens."""
+        """Admit `requests` and run until each has a few tokens; they may generate `room` tokens."""
         for i in range(requests):
             self._ask(i, prompt_len, room, sampling)
         while min(times.tokens for times in self._times.values()) < 8:

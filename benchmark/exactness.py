@@ -1,8 +1,8 @@
-"""The price of exactness in bfloat16 on a GPU: passes with kernels chosen by size, and with the same kernels for all sizes.
+"""The cost of exactness in bfloat16 on a GPU: passes with kernels chosen by size, and with the same kernels for all sizes.
 
-Passes of up to 64 rows run in graphs: with the default choices, with one tiling per GEMM, and also with the keys of each
-request in one part (no split-KV). The table also counts the tokens whose logits differ in any bit from those of 64 requests
-decoded token by token. The second table compares greedy answers of the embedded model with and without drafts.
+Passes of up to 64 rows run in graphs: with the default choices, with one tiling per GEMM, and additionally with the keys of each request
+in one part (no split-KV). The table also counts the tokens whose logits differ in any bit from those of 64 requests decoded token by
+token. The second table compares greedy answers of the embedded model with and without drafts.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ KEYS = ("model", "setting", "requests", "width", "context")
 DEFAULT, ONE_TILING, ONE_PART = SETTINGS = ("default", "one tiling per GEMM", "and one part of keys")
 WINDOW, MOST = 4, 64
 PASSES = ((1, 1), (4, 1), (16, 1), (64, 1), (1, WINDOW), (4, WINDOW), (16, WINDOW))
-"""Requests, and tokens of each: decode passes, then windows of three drafts."""
+"""(requests, tokens of each): decode passes, then windows of three drafts."""
 ROWS = (1, 4, 16, 64)
-"""Rows of these passes, each an m bucket."""
+"""Numbers of rows of these passes; each is an m bucket."""
 DRAFTS, TOGETHER = "3/1/4", (1, 16)
 ON_GPU = {"device": "cuda", "dtype": "bfloat16", "context_length": 1024, "max_running_requests": max(TOGETHER)}
 ANY = 1 << 16
 WHOLE = SplitConfig(64, num_warps=4, stages=4, programs_per_sm=1, max_partial_rows=1)
-"""Split-KV attention whose program takes all keys of a request, whatever the batch and the width."""
+"""Split-KV attention in which one program computes all keys of a request, for any batch and width."""
 Choice = TypeVar("Choice", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes of one model and one cut of attention over random keys and values.
+    """Passes of one model with one attention configuration, over random keys and values.
 
     Attributes:
-        tokens: int64 [requests, WINDOW], what follows `context` tokens of each request.
-        kernels: a line for each GEMM and m bucket.
+        tokens: int64 [requests, WINDOW], the tokens after the `context` tokens of each request.
+        kernels: one line for each GEMM and m bucket.
     """
 
     runner: ModelRunner
@@ -91,7 +91,7 @@ class Passes:
         return cls(runner, table, torch.randint(model.config.vocab_size, (MOST, WINDOW), device=device), context, kernels)
 
     def plan(self, requests: int, width: int, first: int = 0) -> ForwardBatch:
-        """The pass over `width` tokens of each request, from token `first` on."""
+        """Plan the pass over `width` tokens of each request, from token `first` on."""
         batch = decode_batch(requests, width, self.context + first + width, self.tokens.device)
         batch.input_ids.copy_(self.tokens[:requests, first : first + width].flatten())
         batch.out_cache_loc.copy_(self.table.slots(batch.req_pool_indices.repeat_interleave(width), batch.positions))
@@ -141,9 +141,9 @@ def _eager_times(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 def searched_tuning(tuning: DeviceTuning) -> DeviceTuning:
-    """Every tiling as a candidate for any number of rows, if it sums a row alike for all of them.
+    """Make every tiling a candidate for any number of rows, if it computes a row in the same order for all of them.
 
-    Without `swap`, rows are the left operand, and 64 of them may take another tensor-core instruction than 16.
+    Without `swap`, rows are the left operand, and 64 rows may use another tensor-core instruction than 16.
     """
     tilings = {
         op: ((ANY, tuple(dict.fromkeys(tiling for _, listed in table for tiling in listed if tiling.swap))),)
@@ -153,18 +153,18 @@ def searched_tuning(tuning: DeviceTuning) -> DeviceTuning:
 
 
 def whole_tuning(tuning: DeviceTuning) -> DeviceTuning:
-    """Split-KV attention for every batch, with one part for the keys of each request."""
+    """Use split-KV attention for every batch, with all keys of a request in one part."""
     return replace(tuning, split_kv_batches=((1, ANY),), split_kv=((ANY, WHOLE),))
 
 
 def best_for_all(times: Sequence[Mapping[Choice, float]]) -> Choice:
-    """Of the choices timed everywhere, but cuBLAS (None), the one with the smallest mean of its time over the fastest one's."""
+    """Of the choices timed at all sizes, except cuBLAS (None), the one with the smallest mean ratio to the fastest choice of each size."""
     common = [choice for choice in times[0] if choice is not None and all(choice in one for one in times)]
     return min(common, key=lambda choice: sum(one[choice] / min(one.values()) for one in times))
 
 
 def one_tiling(gemms: Sequence[Gemm], searched: GemmTimings, tuning: DeviceTuning) -> GemmTimings:
-    """Timings that hold one choice for all of `ROWS`; none where torch has no kernels to choose from."""
+    """Timings with only one choice for all of `ROWS`; empty if torch has no kernels to choose from."""
     found = GemmTimings(tuning)
     for gemm in {gemm.key(0): gemm for gemm in gemms}.values():
         dtype = gemm.linear.weight.dtype
@@ -176,7 +176,7 @@ def one_tiling(gemms: Sequence[Gemm], searched: GemmTimings, tuning: DeviceTunin
 
 
 def measure(flags: Sequence[str], contexts: Sequence[int], replays: int) -> Iterator[Row]:
-    """The passes with each of `SETTINGS`, behind each number of tokens. Run it under `torch.inference_mode()`."""
+    """Measure the passes with each of `SETTINGS` after each context. Call it under `torch.inference_mode()`."""
     config, model_config = prepare(parse([*flags]).args)
     tuning = config.device.tuning
 
@@ -208,7 +208,7 @@ def load(config: RuntimeConfig, model_config: ModelConfig, timings: GemmTimings)
 
 
 def answer_rows(common: Mapping[str, Any], prompts: int, new_tokens: int, together: Sequence[int] = TOGETHER) -> Iterator[Row]:
-    """Answers with drafts against plain ones with as many requests together, and plain ones against those to single requests."""
+    """Compare answers with drafts to plain ones at the same batch size, and plain ones to those of single requests."""
     found = {}
     for shape in (OFF, DRAFTS):
         with Engine(**common, **speculation(shape)) as engine:

@@ -1,4 +1,4 @@
-"""Random sparse layers of public models, to time their kernels on: several of each, so that no weight stays in L2."""
+"""Sparse layers of public models with random weights, for timing kernels: several of each, so that no weight stays in L2."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
 
 BF16 = torch.bfloat16
 ENOUGH_BYTES = 3 << 30
-"""Weights of the layers that a timing goes through, many times the size of L2."""
+"""Bytes of weights that one timing reads, many times the size of L2."""
 REPLAYS = 5
 FEW_CALLS, MANY_CALLS = 16, 4
-"""Calls in one graph, up to and above 256 tokens."""
+"""Calls in one graph, for at most 256 tokens and for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ SHAPES = (
 
 
 class ExpertLayers:
-    """Layers of one shape with random weights and random routers, and their timing. Owner of the weights."""
+    """Layers of one shape with random weights and routers. Owns the weights."""
 
     def __init__(self, shape: ExpertShape) -> None:
         from runtime.layers.moe.kernels.gate import CLAMPED_SWIGLU, SILU, GatedAct
@@ -104,12 +104,12 @@ class ExpertLayers:
         return route(x, self.routers[call % len(self.routers)], self._tickets, pdl=pdl)
 
     def distinct(self, routings: Sequence[Routing]) -> float:
-        """Experts hit, on average."""
+        """Mean number of distinct experts."""
         return statistics.mean(len(routing.ids.unique()) for routing in routings)
 
 
 def microseconds(call: Callable[[int], object], calls: int) -> float:
-    """Median time of a call in a captured graph of them; the argument counts calls."""
+    """Median time of a call in a captured graph of `calls` calls; `call` gets the number of the call."""
     from runtime.layers.kernels.graph_timer import replay_times
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""How fast the server detects faults and recovers from them; each time has an upper bound."""
+"""How fast the server detects and handles faults; each time has an upper bound."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Stream:
 
     @property
     def _came_whole(self) -> bool:
-        """Whether it ended well, however few pieces it has: the server joins what it could not send in time."""
+        """Whether it ended successfully in one piece: the server joins pieces that it could not send in time."""
         return self.ended > 0 and len(self.times) == 1 and not self.failed
 
     def _read(self) -> None:
@@ -76,12 +76,12 @@ class Stream:
 
 
 def longest(server: Server) -> int:
-    """A token count that lasts until the stream is closed."""
+    """A token count large enough that the stream runs until it is closed."""
     return server.get("/v1/models")["data"][0]["max_model_len"] - 64
 
 
 def wait_for(true: Callable[[], bool], seconds: float = 60.0, pause: float = 0.002) -> float:
-    """Seconds until `true()`."""
+    """Wait until `true()` and return the seconds. Raises `TimeoutError`."""
     started = time.perf_counter()
     while not true():
         if time.perf_counter() - started > seconds:
@@ -145,7 +145,7 @@ def queue_full(server: Server) -> dict[str, Any]:
         median, answer = ask_ms(server.port, "/v1/completions", 10, body)
         stream.leave()
         waiting.leave()
-        if answer in (429, 503):  # else a fast model has emptied the queue meanwhile
+        if answer in (429, 503):  # otherwise a fast model has emptied the queue meanwhile
             times.append(median)
             code = answer
         if len(times) == 5:
@@ -170,7 +170,7 @@ class _Waiting:
 
 
 def idle_crowd(server: Server, count: int) -> dict[str, Any]:
-    """The gap between tokens of one stream, alone and next to `count` idle connections."""
+    """The gap between tokens of one stream, alone and with `count` idle connections."""
     alone = statistics.median(Stream(server.port, 128).join().gaps_ms)
     crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(count)]
     beside = statistics.median(Stream(server.port, 128).join().gaps_ms)

@@ -22,18 +22,18 @@ PENALISED = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, repetition_pena
 
 
 class FirstStep:
-    """A schedule of eager samples whose only one follows the first iteration."""
+    """A sample schedule that takes one eager sample, after the first iteration."""
 
     def __init__(self) -> None:
         self._iterations = 0
 
     def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
-        """As `Samples.next`."""
+        """See `Samples.next`."""
         self._iterations += 1
         return EagerSample(possible and self._iterations == 1, verify=True)
 
     def observe(self, seconds: float | None, disturbed: bool, after: EagerSample) -> None:
-        """As `Samples.observe`; times change nothing."""
+        """See `Samples.observe`; times are ignored."""
 
 
 class FullWorker:
@@ -50,7 +50,7 @@ class FullWorker:
         self.sampled = False
 
     def row(self, steps: int, penalised: int) -> dict[str, Any]:
-        """Fill the pool, run, and return the figures of a result row."""
+        """Fill the pool, run, and return the values of a result row."""
         on_gpu = torch.cuda.is_available()
         before = torch.cuda.memory_allocated() if on_gpu else 0
         if on_gpu:
@@ -72,7 +72,7 @@ class FullWorker:
                 "requests": len(self.rows), "tokens_each": int(self.kv[1:].min()), "plan_mib": plan}  # fmt: skip
 
     def prompts(self) -> None:
-        """The largest prompt steps: as many rows as possible, the first with all remaining tokens."""
+        """Run the largest prompt steps: as many rows as possible, the first with all remaining tokens."""
         waiting = self.rows.tolist()
         while waiting:
             rows = waiting[: max(self.limits.max_extend_tokens // 2, 1)]
@@ -86,8 +86,8 @@ class FullWorker:
             self._extend(rows, lens)
 
     def lengthen(self, steps: int) -> None:
-        """Make all rows as long as pages and context allow with `steps` decode steps to come; the content of KV does
-        not matter.
+        """Set all rows to the greatest length that pages and context allow before `steps` more decode steps. The content of KV does not
+        matter.
         """
         limits = self.limits
         room = min(self.pages * limits.page_size, limits.max_context_len) - (steps + 2) * limits.tokens_per_step
@@ -95,7 +95,7 @@ class FullWorker:
         self.worker.parts.target.rows.kv_lens[1:] = torch.from_numpy(self.kv[1:]).to(self.worker.parts.target.device)
 
     def decode(self, new_rows: list[RowInit]) -> None:
-        """One step of all rows, with all log-probabilities if they are sampled."""
+        """Run one step of all rows, with all log-probabilities if they are sampled."""
         k = MAX_TOP_LOGPROBS if new_rows or self.sampled else -1
         batch = ScheduleBatch(
             step=self._tick(), rows=self.rows, len_bounds=self.kv[self.rows],

@@ -1,9 +1,9 @@
 """Structured output: the cost of masks, throughput and acceptance of the embedded model with and without a schema, and hostile grammars.
 
-Masks are timed as the worker computes them for one request and step: with a window of three drafts after the last committed
-token, and without drafts. Each figure is the best CPU time of five runs; the 99th percentile is of the first run. The same server answers
-the same prompts alternately with and without a schema, with the same number of tokens. Each hostile grammar is sent twice while another
-client streams: first it is compiled, then it is remembered. The last table shows `talon::grammars` after its first grammar.
+Masks are timed as the worker computes them for one request and step: with a window of three drafts after the last committed token, and
+without drafts. Each value is the best CPU time of five runs; the 99th percentile is of the first run. One server answers the same prompts
+alternately with and without a schema, with the same number of tokens. Each hostile grammar is sent twice while another client streams: the
+first time it is compiled, the second time the result is cached. The last table shows `talon::grammars` after its first grammar.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ RECORDS: dict[str, Any] = {
     },
     "minItems": 50,
 }
-"""Records as programs ask for; no answer comes to their end."""
+"""Record schemas as in typical programs; answers reach their token limit before the end of a record."""
 STRING: dict[str, Any] = {
     "type": "object",
     "properties": {"answer": {"type": "string"}},
@@ -86,7 +86,7 @@ CONSTRAINTS: dict[str, dict[str, str]] = {
 
 
 def large_vocabulary(files: TokenizerFiles, size: int) -> Tokenizer:
-    """The tokenizer of `files` with more tokens, as many as larger models have: words of two others, as pre-tokenizers leave them whole."""
+    """The tokenizer of `files` with `size` tokens, as many as larger models have. The new tokens are words made of two other tokens."""
     definition = json.loads(files.definition)
     vocab, merges = definition["model"]["vocab"], definition["model"]["merges"]
     space = "\u0120"  # how byte-level BPE writes a space
@@ -102,7 +102,7 @@ def large_vocabulary(files: TokenizerFiles, size: int) -> Tokenizer:
 
 
 def time_window(constraint: Constraint, path: tuple[int, ...], words: int) -> list[float]:
-    """CPU seconds that the masks of a chain take, the first and the best time. The constraint stays where it is."""
+    """CPU seconds of the masks of a chain, the first and the best time. The constraint's state does not change."""
     times = []
     for _ in range(REPEATS):
         at, rows = constraint.fork(), np.empty((len(path) + 1, words), dtype=np.int32)
@@ -115,7 +115,7 @@ def time_window(constraint: Constraint, path: tuple[int, ...], words: int) -> li
 
 
 def draft(constraint: Constraint, words: int, eos: frozenset[int], rng: np.random.Generator) -> tuple[int, ...]:
-    """As many allowed tokens in a row as a window has drafts, or fewer where the text ends."""
+    """A sequence of allowed tokens with the length of a window's drafts; shorter if the text ends."""
     fork, path, row = constraint.fork(), (), np.empty(words, dtype=np.int32)
     while len(path) < WINDOW - 1:
         fork.fill(row)
@@ -128,7 +128,7 @@ def draft(constraint: Constraint, words: int, eos: frozenset[int], rng: np.rando
 
 
 def mask_times(tokenizer: Tokenizer, backend: str, size: int, steps: int) -> dict[str, float]:
-    """Microseconds that the masks of a step take, on random walks through the grammars."""
+    """Microseconds of the masks of a step, on random walks through the grammars."""
     eos, words = frozenset(tokenizer.eos_ids), mask_words(size)
     compiler = make_backend(
         backend, Vocabulary(tokenizer.definition, size, tokenizer.eos_ids, tokenizer.special_tokens, tokenizer.token_bytes)
@@ -152,7 +152,7 @@ def mask_times(tokenizer: Tokenizer, backend: str, size: int, steps: int) -> dic
 
 
 def measure_masks(record: Record, tokenizer_folder: Path, backends: list[str], large: int, steps: int) -> None:
-    """Rows of mask times at the embedded model's vocabulary and at a large one."""
+    """Record mask times for the embedded model's vocabulary and for a large one."""
     files = TokenizerFiles.read(tokenizer_folder)
     for tokenizer in (Tokenizer(files), large_vocabulary(files, large)):
         for backend in backends:
@@ -161,7 +161,7 @@ def measure_masks(record: Record, tokenizer_folder: Path, backends: list[str], l
 
 
 def measure_serving(record: Record, shape: str, batches: list[int], new_tokens: int, bursts: int, threads: int | None) -> None:
-    """Rows of one server that answers with and without the schema in turns."""
+    """Record the throughput of one server that answers alternately with and without the schema."""
     options: dict[str, Any] = {"device": "cpu", "context_length": CONTEXT, "max_running_requests": max(batches), "cpu_threads": threads}
     free = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
     kinds = {"free": free, "schema": {**free, "json_schema": json.dumps(RECORDS)}}
@@ -184,7 +184,7 @@ def measure_serving(record: Record, shape: str, batches: list[int], new_tokens: 
 
 
 def measure_acceptance(record: Record, shape: str, batch: int, new_tokens: int, bursts: int, threads: int | None) -> None:
-    """Rows of accept lengths of one server that answers the same prompts under each grammar."""
+    """Record accept lengths of one server that answers the same prompts with each grammar."""
     options: dict[str, Any] = {"device": "cpu", "context_length": CONTEXT, "max_running_requests": batch, "cpu_threads": threads}
     with Engine(**options, **speculation(shape)) as engine:
         asked = chat_prompts(engine)
@@ -204,7 +204,7 @@ def render(result: Result) -> str:
 
 
 def masks_table(result: Result) -> str:
-    """Mask times by backend and vocabulary; empty where none were measured."""
+    """Mask times by backend and vocabulary; empty if not measured."""
     lines = [
         [f"{row['backend']}, {row['vocabulary']:,} tokens", *(row[name] for name in ("plain_us", "window_us", "p99_us"))]
         for row in result["rows"]
@@ -216,7 +216,7 @@ def masks_table(result: Result) -> str:
 
 
 def acceptance_table(result: Result) -> str:
-    """Accept lengths by grammar; empty where none were measured."""
+    """Accept lengths by grammar; empty if not measured."""
     rows = [row for row in result["rows"] if row["what"] == "acceptance"]
     header = ["grammar", "steps/topk/draft tokens, batch", "tokens", "accept length"]
     lines = [[row["grammar"], f"{row['speculation']}, {row['batch']}", row["tokens"], row["accept_length"]] for row in rows]
@@ -224,7 +224,7 @@ def acceptance_table(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Throughput and accept length with a schema against those without."""
+    """Throughput and accept length with and without a schema."""
     lines = []
     for row in result["rows"]:
         if row["what"] != "schema":
@@ -240,7 +240,7 @@ def summary(result: Result) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Tokens per second with and without the schema, and accept lengths by grammar; what was measured of them."""
+    """Tokens per second with and without the schema, and accept lengths by grammar, if measured."""
     groups: dict[str, dict[str, float | None]] = {}
     for row in result["rows"]:
         if row["what"] in ("free", "schema"):

@@ -1,9 +1,9 @@
 """CPU time of each process of the server for one request in one step, without a device.
 
-The scheduler plans and submits steps to a worker that answers immediately, and encodes the replies. The detokenizer
-reads such replies. The HTTP process writes chunks of streaming chats to sockets that another process reads; `http behind`
-is the same when the replies of four steps have arrived before it writes. The figure is the 10th percentile of the thread's
-CPU time over many steps, so other load on the machine matters little. With `--base`, another checkout alternates with this one.
+The scheduler plans steps, submits them to a worker that answers immediately, and encodes the replies. The detokenizer processes such
+replies. The HTTP process writes chunks of streaming chats to sockets that another process reads; `http behind` is the same if the replies
+of four steps have arrived before it writes. The value is the 10th percentile of the thread's CPU time over many steps, so other load on the
+machine has little effect. With `--base`, another checkout alternates with this one.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ while streams:
             selector.unregister(key.fileobj)
             streams -= 1
 """
-"""Reads streams to their end."""
+"""The program that reads streams to their end."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class NullWorker:
 
 
 class EncodingLoop(EngineLoop):
-    """The loop of the scheduler process: messages are encoded, and nothing else is done with them once it is `measured`."""
+    """The loop of the scheduler process. Messages are encoded and, while it is `measured`, discarded."""
 
     measured = False
 
@@ -149,7 +149,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def scheduler(requests: int, drafts: int, steps: int) -> dict[str, Any]:
-    """The scheduler's step as a whole, then again by part."""
+    """Time the scheduler's whole step, then its parts."""
     config, _ = configuration()
     scheduling = msgspec.structs.replace(config.scheduler, chunked_prefill_size=8192)
     loop = EncodingLoop(msgspec.structs.replace(config, scheduler=scheduling), NullWorker(drafts), overlap=True)
@@ -179,7 +179,7 @@ def _progress(drafts: int) -> Progress:
 
 
 def detokenizer(requests: int, drafts: int, steps: int) -> dict[str, Any]:
-    """Decode the scheduler's message, handle it, encode the result."""
+    """Time the detokenizer: decode the scheduler's message, handle it, encode the result."""
     tokenizer, rng = Tokenizer.load(configuration()[0].model.tokenizer_path), np.random.default_rng(0)
 
     def send(message: ToTokenizer) -> None:
@@ -199,7 +199,7 @@ def detokenizer(requests: int, drafts: int, steps: int) -> dict[str, Any]:
 
 
 def http(requests: int, drafts: int, steps: int, unread: int = 1) -> dict[str, Any]:
-    """The news of `unread` steps for each of so many streams, from the detokenizer's messages to the sockets."""
+    """Time the HTTP process for the updates of `unread` steps of each stream, from the detokenizer's messages to the sockets."""
     return {"us": uvloop.run(_http(requests, drafts, steps, unread))}
 
 
@@ -231,7 +231,7 @@ async def _http(requests: int, drafts: int, steps: int, unread: int) -> float:
         began = time.thread_time()
         for _ in range(1 if finish is not None else unread):
             manager.handle(decoder.decode(frame))
-        for _ in range(6):  # turns of the event loop until all is written
+        for _ in range(6):  # iterations of the event loop until everything is written
             await asyncio.sleep(0)
         times.append(time.thread_time() - began)
         await asyncio.sleep(0.02)
@@ -251,11 +251,11 @@ PROCESSES = {
     "http": (http, 60),
     "http behind": (partial(http, unread=4), 60),
 }
-"""What measures each process, and in how many steps."""
+"""By process: the function that measures it, and the number of steps."""
 
 
 def measured(checkout: Path, process: str, requests: int, drafts: int, quick: bool) -> dict[str, Any]:
-    """The figures of one process of a checkout, from a process of its own."""
+    """Measure one process of a checkout in a separate process."""
     env = {**os.environ, "PYTHONPATH": f"{checkout / 'python'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     only = ["--only", process, str(requests), str(drafts)]
     command = [sys.executable, "-m", f"benchmark.{NAME}", *only, *(["--quick"] if quick else [])]
@@ -268,7 +268,7 @@ def render(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Microseconds for each request and step, by requests; a base checkout before the arrow."""
+    """Microseconds per request and step, by number of requests; the value before an arrow is the base checkout's."""
     rows = result["rows"]
     lines, sizes = [], sorted({row["requests"] for row in rows})
     for process, drafts in dict.fromkeys((row["process"], row["drafts"]) for row in rows):

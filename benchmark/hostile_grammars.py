@@ -1,7 +1,7 @@
-"""Hostile grammars: how long a server takes to refuse each, and what a stream beside it notices.
+"""Hostile grammars: how long a server takes to refuse each, and the effect on a concurrent stream.
 
-Each grammar is sent twice while another client streams: it is tried first, and remembered then. A pause is the longest time
-between two events of the stream, from the request on. The CPU time is that of the trial.
+Each grammar is sent twice while another client streams: the first time it is tried, the second time the result is cached. A pause is the
+longest time between two events of the stream after the request. The CPU time is that of the trial.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "EBNF without an end": {"ebnf": 'root ::= "a" root'},
     "EBNF of 3,000 rules": {"ebnf": "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 3000} | "y"' for i in range(3000))},
 }
-"""Fields of requests; each is a 400."""
+"""Request fields by name; each is refused with 400."""
 PATH = "/v1/completions"
 CALM_SECONDS = 2.0
 
 
 class Stream:
-    """A client that streams until it is closed, and notes when each event comes."""
+    """A client that streams until it is closed, and records when each event arrives."""
 
     def __init__(self, port: int) -> None:
         self.times: list[float] = []
@@ -48,14 +48,14 @@ class Stream:
         self._thread.start()
 
     def pauses(self, since: float) -> list[float]:
-        """Seconds between the events after the time `since`, one before it included."""
+        """Seconds between events after the time `since`, including the last event before it."""
         times = self.times[:]
         after = next((i for i, at in enumerate(times) if at > since), len(times))
         times = times[max(0, after - 1) :]
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     def close(self) -> None:
-        """Leave."""
+        """End the stream."""
         self._closed.set()
         self._thread.join()
 
@@ -88,7 +88,7 @@ def ask(port: int, fields: dict[str, Any]) -> tuple[int, float]:
 
 
 def trials_of(server: Server) -> psutil.Process:
-    """The process that tries grammars."""
+    """The process that runs grammar trials."""
     children = psutil.Process(server.pid).children(recursive=True)
     return next(process for process in children if "talon::grammars" in " ".join(process.cmdline()))
 
@@ -100,9 +100,9 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def measure_hostile(record: Record, flags: list[str]) -> None:
-    """One row per grammar, and one of the calm stream."""
+    """Record one row per grammar, and one of the stream without grammars."""
     with Server(flags) as server:
-        ask(server.port, {"regex": "ab"})  # the process that tries grammars has started
+        ask(server.port, {"regex": "ab"})  # starts the process that runs grammar trials
         trials, stream = trials_of(server), Stream(server.port)
         try:
             while len(stream.times) < 8:
@@ -131,7 +131,7 @@ def measure_hostile(record: Record, flags: list[str]) -> None:
 
 
 def hostile_table(result: Result) -> str:
-    """One row per grammar; empty where none was measured."""
+    """One row per grammar; empty if not measured."""
     rows = [row for row in result["rows"] if row["what"] == "hostile"]
     names = ("grammar", "status", "cpu_ms", "answer_ms", "again_ms", "pause_ms")
     header = ["grammar", "status", "CPU time, ms", "answered after ms", "the second time", "longest pause of a stream, ms"]
@@ -139,7 +139,7 @@ def hostile_table(result: Result) -> str:
 
 
 def measure_process(record: Record, flags: list[str]) -> None:
-    """The process that tries grammars after the first grammar: its vocabulary, resident memory and CPU time so far."""
+    """Record the process that runs grammar trials after its first grammar: vocabulary, resident memory and CPU time so far."""
     with Server(flags) as server:
         ask(server.port, {"regex": "ab"})
         trials, vocabulary = trials_of(server), server.get("/get_model_info")["vocab_size"]
@@ -148,7 +148,7 @@ def measure_process(record: Record, flags: list[str]) -> None:
 
 
 def process_table(result: Result) -> str:
-    """One row; empty where it was not measured."""
+    """One row; empty if not measured."""
     rows = [row for row in result["rows"] if row["what"] == "process"]
     header = ["`talon::grammars` at its first grammar", "resident MiB", "CPU time so far, s"]
     return table(header, [[f"{row['vocabulary']:,} tokens", row["memory_mib"], row["cpu_s"]] for row in rows]) if rows else ""

@@ -1,9 +1,9 @@
-"""Latent attention per layer: microseconds in graphs of several layers, split-KV attention at several cuts and in clusters next to FA3.
+"""Latent attention per layer: microseconds in graphs of several layers, for split-KV attention, the cluster kernel and FA3.
 
     PYTHONPATH=python:. python -m benchmark.latent_attention [--quick] [--no-fa3] [--output FILE]
 
-Keys are 512 + 64 columns in bfloat16. Each layer has its own keys, so that L2 holds them only where a model's would be held.
-The result is one JSON object: a row for each number of heads, requests, queries and keys, with a time for each kernel.
+Keys have 512 + 64 columns in bfloat16. Each layer has its own keys, so that they are in L2 only if they would be in a real model. The
+result is one JSON object: a row for each number of heads, requests, queries and keys, with a time for each kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADS, BATCHES, WIDTHS, LENGTHS = (16, 20, 64, 128), (1, 4, 8, 16, 32, 64), (1, 
 QUICK = (20,), (1, 8), (1, 4), (1024,)
 LAYERS, REPLAYS, PAGE_SIZE = 8, 5, 64
 MOST_ROWS = 1 << 21
-"""Keys of all requests together; larger combinations are left out."""
+"""Most keys of all requests together; larger combinations are skipped."""
 RANK, ROPE = 512, 64
 CUTS = {
     "16x32 4 warps": LatentConfig(16, 32, 4, 3),
@@ -34,7 +34,7 @@ CUTS = {
     "64x64 8 warps": LatentConfig(64, 64, 8, 2),
     "32x32 8 warps 2/SM": LatentConfig(32, 32, 8, 2, 2),
 }
-"""Keys of a tile x rows of a program."""
+"""Split configurations by name: keys of a tile x rows of a program."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -95,7 +95,7 @@ def measure(heads: int, batch: int, width: int, length: int, with_fa3: bool, byt
 
 
 def _micros(run: Callable[[int], object]) -> float | None:
-    """Of one layer, in a graph of all of them; None for a cut that does not fit the GPU."""
+    """Microseconds of one layer, in a graph of all layers; None for a configuration that does not fit the GPU."""
     from triton.runtime.errors import OutOfResources
 
     from runtime.layers.kernels.graph_timer import replay_times

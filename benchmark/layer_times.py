@@ -1,4 +1,4 @@
-"""Times of one sparse layer of DeepSeek-V3, from runs with 8 and with 4 layers, and what they say about all 61 at TP 8."""
+"""Times of one sparse layer of DeepSeek-V3, from runs with 8 and with 4 layers, and an extrapolation to all 61 layers at TP 8."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNTS = {MORE: 8, FEWER: 4}
 LAYERS, DENSE, RANKS = 61, 3, 8
 HIDDEN = 7168
 EXCHANGE_MICROS = 3.6
-"""One all-reduce of a decode step over 8 GPUs of an NVLink host, published for SGLang 0.5.14."""
+"""Microseconds of one all-reduce of a decode step over 8 GPUs of an NVLink host, published for SGLang 0.5.14."""
 PUBLISHED = {1: 139.7, 32: 54.4}
 """tok/s per user by concurrency: SGLang, pull request 6606, TP 8, 3 draft steps."""
 ASSUMPTIONS = (
@@ -34,20 +34,20 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of an iteration: its milliseconds at the measured ranks, how many all-reduces are in it, its bytes by ranks."""
+    """A part of an iteration: its milliseconds at the measured number of ranks, its number of all-reduces, its bytes by number of ranks."""
 
     ms: float
     exchanges: int
     bytes: dict[int, float]
 
     def on(self, ranks: int, measured: int, exchange_ms: float, exchange_ms_there: float) -> float:
-        """Its milliseconds on `ranks` GPUs, from those on `measured`."""
+        """Its milliseconds on `ranks` GPUs, extrapolated from those on `measured` GPUs."""
         share = (self.bytes[ranks] / ranks) / (self.bytes[measured] / measured)
         return max(self.ms - self.exchanges * exchange_ms, 0.0) * share + self.exchanges * exchange_ms_there
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The table; empty where the runs are missing."""
+    """The table; empty if the runs are missing."""
     by = {(row["model"], row["mode"], row["concurrency"]): row for row in rows}
     pairs = [(row, by.get((FEWER, *key[1:]))) for key, row in by.items() if key[0] == MORE]
     found = [(more, fewer) for more, fewer in pairs if fewer is not None and more.get("iteration_ms") and fewer.get("iteration_ms")]
@@ -83,7 +83,7 @@ def _line(more: Row, fewer: Row, roofs: dict[str, ModelRoof]) -> list[str | None
 
 
 def _exchange_ms(row: Row, size: int) -> float:
-    """Milliseconds of an all-reduce of `size` bytes, the faster of those measured at start-up; 0 where none was."""
+    """Milliseconds of an all-reduce of `size` bytes, the fastest measured at start-up; 0 if none was measured."""
     micros = {int(key): min(float(part) for part in value.split(" / ")) for key, value in (row.get("exchange_micros") or {}).items()}
     if not micros:
         return 0.0

@@ -31,7 +31,7 @@ def answers(shape: str, common: Mapping[str, Any], prompts: int, new_tokens: int
 
 
 def compare(plain: Sequence[Mapping[str, Any]], drafted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of a row: which answers differ, and from which token on."""
+    """The values of a row: which answers differ, and from which token on."""
     differences = []
     for number, (one, other) in enumerate(zip(plain, drafted, strict=True)):
         a, b = one["output_ids"], other["output_ids"]
@@ -50,7 +50,7 @@ def compare(plain: Sequence[Mapping[str, Any]], drafted: Sequence[Mapping[str, A
 
 
 def shape_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per shape: answers with drafts against plain answers, in float32."""
+    """One row per shape: answers with drafts compared with plain answers, in float32."""
     common = options("cpu", args.threads)
     plain = answers(OFF, common, args.prompts, args.new_tokens)
     for shape in args.shapes:
@@ -58,7 +58,7 @@ def shape_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def default_start_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per server and batch size: answers of the default start against plain answers to single requests."""
+    """One row per server and batch size: answers of the default start compared with plain answers to single requests."""
     threads = {} if args.threads is None else {"cpu_threads": args.threads}
     alone: list[Mapping[str, Any]] = []
     for name, drafts in (("plain", {"speculative_algorithm": "none"}), ("drafts", {})):

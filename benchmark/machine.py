@@ -1,4 +1,4 @@
-"""The origin of a figure: hardware, versions, commit, command."""
+"""The origin of a measurement: hardware, versions, commit, command."""
 
 from __future__ import annotations
 
@@ -41,10 +41,7 @@ def slug(machine: Machine) -> str:
 
 
 def commit() -> str:
-    """The commit:
-
-    TALON_COMMIT, for files without history, else that of the checkout, with `-dirty` if tracked files differ.
-    """
+    """The commit: TALON_COMMIT if set (for files without history), else that of the checkout, with `-dirty` if tracked files differ."""
     if named := os.environ.get("TALON_COMMIT"):
         return named
     found = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD").strip()
@@ -64,8 +61,7 @@ def command() -> str:
 def portable(words: str) -> str:
     """A command or flags without the paths of this machine.
 
-    `--out` is removed, paths in the checkout become relative to its root, and other absolute paths keep their last
-    part.
+    `--out` is removed, paths in the checkout become relative to its root, and other absolute paths keep only their last part.
     """
     kept = re.sub(r"(^|\s)--out[ =]\S+", "", words)
     return re.sub(r"(?<![^\s=,])/[^\s,]+", lambda path: _portable_path(Path(path[0])), kept)

@@ -8,7 +8,7 @@ from typing import Any
 Result = dict[str, Any]
 
 _LABELS = {"tune_products": "autotune", "autotune_gemms": "autotune", "products": "GEMMs"}
-"""What tables call recorded keys, where that differs from the key."""
+"""Labels of recorded keys that differ from the key."""
 
 
 def label(key: str) -> str:
@@ -24,7 +24,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def cell(value: Any) -> str:
-    """A value with three or four significant digits; a dash for None."""
+    """A number with three or four significant digits; a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -1,7 +1,7 @@
-"""Planned and used memory of workers that are filled to the last page.
+"""Planned and used memory of workers with a full KV pool.
 
-Each case is a process. Its worker runs the largest prompt step. Then it decodes the largest batch with the KV pool full
-to the last page: first greedy, then with every filter, penalties and 20 log-probabilities for all requests.
+Each case is a process. Its worker runs the largest prompt step. Then it decodes the largest batch with a full KV pool: first greedy, then
+with every filter, penalties and 20 log-probabilities for all requests.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ CASES = (
 
 
 def flags(case: Case, served: Model, folder: Path) -> list[str]:
-    """The server's flags of a case; `folder` holds files that the case needs."""
+    """The server's flags of a case; `folder` is for files that the case needs."""
     target = [*served.target_flags]
     if case.long_context:
         config = json.loads((TARGET / "config.json").read_text(encoding="utf-8")) | {"max_position_embeddings": LONG_CONTEXT}
@@ -90,7 +90,7 @@ def fill(flags: Sequence[str]) -> Row:
 
 
 def faults(row: Row) -> list[str]:
-    """What is wrong with a row; empty if the case fits."""
+    """The faults of a row; empty if the case fits."""
     if "error" in row:
         return [row["error"]]
     found = []

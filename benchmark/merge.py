@@ -2,7 +2,7 @@
 
     python -m benchmark.merge INTO FROM...
 
-Rows keep their commit and command. Of rows with equal keys the newest wins. INTO may be new.
+Rows keep their commit and command. Of rows with equal keys the newest is kept. INTO may be new.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmark.record import put, write
 from benchmark.report import SCRIPTS
 
 SHARED = ("device", "cores", "python")
-"""Facts that all rows of a file must share, besides package versions."""
+"""Facts that all rows of a file must share, in addition to package versions."""
 
 
 class MergeError(Exception):

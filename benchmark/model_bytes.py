@@ -1,4 +1,4 @@
-"""The bytes of a shape, counted from the tensors that its checkpoint holds: any family, weight format and draft."""
+"""The bytes that a model reads, computed from the tensors of its checkpoint, for any family, weight format and draft."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from runtime.models.mtp import MtpDraft
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 UNREAD = (EMBEDDING, HEAD, "d2t", "t2d")
-"""Endings of tensors that a pass does not read as a whole; the head is counted by itself."""
+"""Name endings of tensors that a pass does not read completely; the head is counted separately."""
 WHOLE = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight", "gate.weight", "router.weight", "eh_proj.weight")
-"""Endings of large tensors that every rank holds whole."""
+"""Name endings of large tensors that are not sharded."""
 ONCE = ("fc.weight",)
-"""Endings of tensors of an EAGLE-3 head that the first of an iteration's draft passes alone reads."""
+"""Name endings of EAGLE-3 tensors that only the first draft pass of an iteration reads."""
 
 
 def roof_of(folder: Path, algorithm: str | None, draft: Path | None = None, hot_tokens: int | None = None) -> ModelRoof:
-    """The limit of the target in `folder`, with the draft in `draft`, or with the layer in the target's own checkpoint.
+    """The roof of the target in `folder`, with the draft in `draft` or with the MTP layer in the target's checkpoint.
 
     Args:
-        algorithm: of `--speculative-algorithm`; None for no drafts.
-        hot_tokens: rows of the head that an MTP layer reads; None for all.
+        algorithm: the value of `--speculative-algorithm`; None for no drafts.
+        hot_tokens: number of LM head rows that an MTP layer reads; None for all.
     """
     target = target_of(folder)
     own = _step_bytes(target.expected_weights(), target.config, target.attention_specs, target.config.vocab_size)
@@ -60,9 +60,9 @@ def _draft_of(
 def _step_bytes(
     tensors: Mapping[str, tuple[int, ...]], config: ModelConfig, specs: Iterable[AttentionSpec], vocab: int, once: tuple[str, ...] = ()
 ) -> StepBytes:
-    """What a pass reads of a model with these tensors, whose head scores `vocab` tokens."""
+    """The bytes that a pass of a model with these tensors reads, if its head scores `vocab` tokens."""
     sizes = {name: size for name, size in stored_bytes(tensors).items() if not name.endswith(UNREAD)}
-    # The key and value halves of absorbed attention are multiplied in 16 bits, however they are stored.
+    # Absorbed attention reads the key and value halves in 16 bits, whatever their stored format.
     sizes |= {name: math.prod(tensors[name]) * 2 for name in sizes if name.endswith("kv_b_proj.weight")}
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     first = sum(size for name, size in sizes.items() if once and name.endswith(once))

@@ -1,4 +1,4 @@
-"""The models of the matrix: their shapes, how they draft, and the same in tiny for smoke runs on a CPU."""
+"""The models of the matrix: their shapes and drafts, and tiny versions for smoke runs on a CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY: dict[str, Any] = {
     **{"qk_rope_head_dim": 8, "v_head_dim": 16, "num_global_key_value_heads": 1, "global_head_dim": 32},
     **{"draft_vocab_size": 256, "target_hidden_size": 64, "eos_token_id": 1},
 }
-"""Sizes of a tiny model, where its config.json has the field."""
+"""Sizes of a tiny model, for fields that its config.json has."""
 TINY_FLAGS = (
     "--device",
     "cpu",
@@ -46,18 +46,18 @@ class Case:
 
     Attributes:
         title: its name in the tables.
-        shape, draft: folders of `benchmark/configs`; without a draft, MTP runs a layer of the target's own checkpoint.
-        peers: tok/s of one request of a peer, the sum of its published kernel times; None where they are not published.
-        changes: fields of the target's config.json with other values.
+        shape, draft: folders in `benchmark/configs`; without a draft, MTP uses a layer of the target's checkpoint.
+        peers: tok/s of one request with a peer, from the sum of its published kernel times; None if not published.
+        changes: config.json fields of the target with other values.
         hot_tokens: size of the MTP layer's token map; None for all tokens.
-        accept_lengths: those that are forced.
-        steps: drafts of an iteration that the roof is for.
-        fixed: servers draft as many, not at their default depth, so that iterations of two servers can be compared.
-        tp_size: GPUs that share it.
-        groups: attention groups of these GPUs. Several have no roof in the tables: each reads weights of its own.
-        in_file: whether it is loaded from a checkpoint file. The weights of others are made on the device: the disk is too small for
-            them, or it is a dense model, whose time does not depend on them.
-        flags: more flags of every server.
+        accept_lengths: the synthetic accept lengths.
+        steps: draft depth that the roof is computed for.
+        fixed: servers use the depth `steps`, not their default, so that iterations of two servers can be compared.
+        tp_size: number of GPUs that share the model.
+        groups: number of attention groups of these GPUs. With several, tables have no roof, because each group reads its own weights.
+        in_file: whether it is loaded from a checkpoint file. Other weights are created on the device, because the disk is too small, or
+            because the model is dense and its time does not depend on them.
+        flags: further flags of every server.
     """
 
     title: str
@@ -78,7 +78,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A case in a folder: the flags of its server, those of its drafts, and its limit, if known."""
+    """A case whose files are in a folder: the flags of its server, those of its drafts, and its roof, if known."""
 
     folder: Path
     target_flags: tuple[str, ...]
@@ -87,7 +87,7 @@ class Served:
 
 
 BLOCKS = ("--max-running-requests", "16", "--cuda-graph-max-bs", "16", "--context-length", "4096")
-"""The logits of a block of 16 tokens take 16 MiB a request."""
+"""Limits for blocks: the logits of a block of 16 tokens take 16 MiB per request."""
 CASES = {
     "qwen3-30b-a3b": Case("Qwen3-30B-A3B, bf16", "qwen3-30b-a3b", "qwen3-30b-a3b-eagle3", peers="250"),
     "qwen3-30b-a3b-fp8": Case("Qwen3-30B-A3B-FP8", "qwen3-30b-a3b-fp8", "qwen3-30b-a3b-eagle3", peers="275 to 300"),
@@ -115,7 +115,7 @@ CASES = {
 
 
 def prepare(case: Case, folder: Path) -> Served:
-    """Write the case's config.json, and its checkpoint where it is loaded from a file."""
+    """Write the case's config.json, and its checkpoint if it is loaded from a file."""
     target = folder / f"{case.shape}-{case.changes['num_hidden_layers']}" if case.changes else folder / case.shape
     if not case.in_file:
         random_checkpoint.write_config(CONFIGS / case.shape, target, case.changes)

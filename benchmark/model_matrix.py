@@ -1,7 +1,7 @@
-"""Throughput of sparse, quantised and latent models with random weights, with and without drafts, against their roofs.
+"""Throughput of sparse, quantised and latent-attention models with random weights, with and without drafts, relative to their roofs.
 
-A roof assumes that tokens choose experts independently. Tokens of a window choose similar experts and hit fewer of them, so the
-share with drafts can exceed 100 %.
+A roof assumes that tokens are routed independently. Tokens of a window choose similar experts, so fewer distinct ones are read and the
+share of the roof can exceed 100 % with drafts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def render(result: Result) -> str:
 
 
 def _beside_peers(result: Result) -> bool:
-    """Whether the rows were measured on the kind of machine of the peers' figures."""
+    """Whether the rows were measured on the same kind of machine as the peers'."""
     return slug(result["machine"]) == PEERS_DEVICE
 
 
@@ -92,7 +92,7 @@ def _ratio(row: dict[str, Any] | None, plain: dict[str, Any] | None) -> str | No
 
 
 def _experts(row: dict[str, Any] | None) -> str | None:
-    """The mean over layers, and those of the layers with the fewest and the most."""
+    """The mean over layers, and the values of the layers with the fewest and the most."""
     if row is None or row.get("distinct_experts") is None:
         return None
     layers = row.get("distinct_experts_by_layer")
@@ -113,7 +113,7 @@ def plot(result: Result, file: Path) -> None:
 
 
 def setups(model: str, case: Case, served: Served, modes: list[str]) -> list[Setup]:
-    """One server per mode, and with drafts per accept length, without prefix cache."""
+    """One server per mode and, with drafts, per accept length, without prefix cache."""
     labels = {"model": model, "tp_size": case.tp_size}
     found = [Setup(labels | {"mode": "plain", "steps": 0}, served.target_flags)] if "plain" in modes else []
     for length in case.accept_lengths if "drafts" in modes else ():

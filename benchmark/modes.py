@@ -1,8 +1,7 @@
-"""One steady decode step: graphs against eager, overlap on against off, FA3 against FlashInfer, and the GPU's idle
-time.
+"""One steady decode step: graphs and eager, overlap on and off, FA3 and FlashInfer, and the GPU's idle time.
 
-The scheduler and the worker run in one process. Steps are timed without a profiler. A trace of a few more steps gives
-the time in which the GPU is busy; the rest of a step is idle time. The profiler makes gaps longer, but not kernels.
+The scheduler and the worker run in one process. Steps are timed without a profiler. A trace of a few more steps gives the time in which the
+GPU is busy; the rest of a step is idle time. The profiler makes gaps longer, but not kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NAME = "modes"
 KEYS = ("model", "mode", "backend", "graphs", "overlap", "batch")
 STEPS = 3
 VARIANTS = (("on", "on"), ("one by one", "on"), ("on", "off"), ("off", "on"))
-"""(graphs, overlap) of each way to run; "one by one": without iteration graphs. The first two are traced."""
+"""(graphs, overlap) of each variant; "one by one" means without iteration graphs. The first two are traced."""
 TRACED_STEPS = 12
 TOP = 16
 IDLE = "GPU idle"
@@ -44,7 +43,7 @@ def server_flags(served: Model, mode: str, backend: str, most: int) -> list[str]
 
 
 def measure(flags: Sequence[str], batches: Sequence[int], context: int, steps: int) -> list[Row]:
-    """Measure in this process; one row per variant and batch size. Without eager samples, which take as long as five replays."""
+    """Measure in this process; one row per variant and batch size. Eager samples are off, because one takes as long as five replays."""
     from benchmark.engine_loop import build
 
     config, worker = build(flags)
@@ -105,7 +104,7 @@ def traced(loop: Any, worker: Any, step_seconds: float) -> Row:
 
 
 def roof(served: Model, mode: str, row: Row, bytes_per_second: float | None) -> dict[str, float | None]:
-    """The time to read weights, keys and values in this step (`roof_ms`), and weights alone (`weights_ms`)."""
+    """The time to read weights, keys and values in this step (`roof_ms`), and only weights (`weights_ms`)."""
     if served.shape is None or bytes_per_second is None:
         return {"roof_ms": None, "weights_ms": None}
     steps = STEPS if mode == "eagle" else 0
@@ -147,7 +146,7 @@ def render(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Step times: one row per model, mode and backend, one column per batch size and way to run."""
+    """Step times: one row per model, mode and backend, one column per batch size and variant."""
     rows = result["rows"]
     names = dict(zip(VARIANTS, ("as served", "without iteration graphs", "without overlap", "without graphs"), strict=True))
     measured = {(row["batch"], row["graphs"], row["overlap"]) for row in rows}
@@ -165,7 +164,7 @@ def summary(result: Result) -> str:
 
 
 def _steps(rows: Sequence[Row]) -> str:
-    """Step times: one row per way to run, one column per batch size."""
+    """Step times: one row per variant, one column per batch size."""
     lines, batches = [], sorted({row["batch"] for row in rows})
     for key in dict.fromkeys(tuple(row[name] for name in KEYS[:-1]) for row in rows):
         same = dict(zip(KEYS[:-1], key, strict=True))
@@ -187,7 +186,7 @@ def _steady(row: Row) -> str:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Step time by way to run, one panel per model and mode."""
+    """Step time by variant, one panel per model and mode."""
     rows = result["rows"]
 
     def panel(model: str, mode: str) -> plots.Panel:

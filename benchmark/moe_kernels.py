@@ -27,11 +27,11 @@ NAME = "moe_kernels"
 KEYS = ("shape", "rows")
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192]
 PROMPT_ROWS = 1024
-"""From this many tokens on, arithmetic bounds the time."""
+"""From this number of tokens on, the time is bound by arithmetic."""
 
 
 def measure(shape: ExpertShape, counts: Sequence[int], bytes_per_second: float | None) -> list[Row]:
-    """One row for each number of tokens. `bytes_per_second`: what the machine reads at most; None leaves the roof out."""
+    """One row for each number of tokens. `bytes_per_second` is the memory bandwidth; None omits the roof."""
     layers, tuning = ExpertLayers(shape), tuning_of(probe().gpus[0]).experts
     return [
         {"shape": shape.name, "format": shape.format, "rows": rows, **_measure(layers, tuning, rows, bytes_per_second)} for rows in counts
@@ -73,12 +73,12 @@ def _measure(layers: ExpertLayers, tuning: ExpertTuning, rows: int, bytes_per_se
 
 
 def _cublas_us(shape: ExpertShape, rows: int) -> float:
-    """Dense GEMMs in bfloat16 with the FLOP of a layer."""
+    """Microseconds of dense bfloat16 GEMMs with the FLOPs of a layer."""
     pairs = rows * shape.top_k
     x, h = (torch.randn((pairs, columns), device="cuda").to(BF16) for columns in (shape.hidden, shape.inner))
     gate_up = torch.randn((2 * shape.inner, shape.hidden), device="cuda").to(BF16)
     down = torch.randn((shape.hidden, shape.inner), device="cuda").to(BF16)
-    torch.mm(x[:16], gate_up.t())  # makes cuBLAS' handle, which a capture cannot
+    torch.mm(x[:16], gate_up.t())  # creates cuBLAS's handle, which is not possible during capture
     return microseconds(lambda _: (torch.mm(x, gate_up.t()), torch.mm(h, down.t())), 2)
 
 

@@ -15,7 +15,7 @@ METHODS = {"draft_decode": "propose", "draft_extend": "follow"}
 
 
 class Phases:
-    """A context in which every iteration of a worker without prompts is timed; `figures` gives the times.
+    """A context in which a worker's iterations without prompts are timed; `figures` returns the times.
 
     An event costs the host a few microseconds, so precise comparisons are measured outside this context.
     """

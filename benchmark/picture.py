@@ -1,4 +1,4 @@
-"""The plot of a result file: a PNG with a title that names the machine, and a digest of its rows in the header."""
+"""The plot of a result file: a PNG whose title names the machine and whose header has a digest of the rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 10.0
-"""Width of every figure in inches, so that pages scale all of them alike."""
+"""Width of every figure in inches; equal widths are scaled equally on a page."""
 DPI = 100
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5f3f99", "#a6761d", "#8c8c8c", "#222222")
 _TITLE = 0.6
@@ -44,16 +44,16 @@ def digest(result: Result) -> str:
 
 
 def fault(result: Result, file: Path) -> str | None:
-    """What is wrong with the plot of a result; None if it exists and shows these rows."""
+    """The fault of a result's plot; None if it exists and shows these rows."""
     if not file.is_file():
         return "is missing"
     return None if digest(result).encode() in file.read_bytes() else "shows other rows than its result file"
 
 
 def _figure(title: str, panels: Sequence[Panel], columns: int) -> Figure:
-    """Panels row by row.
+    """A figure with the panels row by row.
 
-    A name has the same colour in all panels. Legends are next to a single column or below several.
+    A name has the same colour in all panels. Legends are next to a single column or below several columns.
     """
     from matplotlib.figure import Figure
 
@@ -82,7 +82,7 @@ def _paint(figure: Figure, panels: Sequence[Panel], columns: int, heights: Seque
 
 
 def _save(figure: Figure, file: Path, rows: str) -> None:
-    """Save with a palette, which makes the file four times smaller; an octree keeps the colours of small areas."""
+    """Save with a palette, which makes the file four times smaller; octree quantisation preserves the colours of small areas."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo

@@ -22,9 +22,7 @@ _FRAME = 0.9
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: the names in its legend, its height in inches, and a function that paints it with a colour per
-    name.
-    """
+    """One pair of axes: the names in its legend, its height in inches, and a function that paints it, given a colour per name."""
 
     names: Sequence[str]
     height: float
@@ -113,7 +111,7 @@ def bars(
 
 
 def stacks(groups: Groups, title: str, unit: str, *, kind: str = "") -> Panel:
-    """One stacked bar per group with the sum at its end; `groups` holds lengths by group and part."""
+    """One stacked bar per group with the sum at its end; `groups` has lengths by group and part."""
     names = _names(groups)
     sums = [sum(length or 0.0 for length in parts.values()) for parts in groups.values()]
 

@@ -1,4 +1,4 @@
-"""Ports for servers that open them some time after they were chosen."""
+"""Chooses ports for servers that open them later."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import random
 import socket
 
 LOWEST, HIGHEST = 15000, 29999
-"""Below the ports that systems give to outgoing connections (from 32768 on Linux), one of which could take a free one meanwhile."""
+"""Below the ephemeral ports (from 32768 on Linux): an outgoing connection could take one of those before the server opens it."""
 TRIES = 1000
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of `host` on which nothing listens, drawn at random so that programs side by side hardly choose the same one."""
+    """A free port of `host`, chosen at random so that concurrent programs rarely choose the same one."""
     draw = random.SystemRandom()
     for _ in range(TRIES):
         port = draw.randint(LOWEST, HIGHEST)

@@ -28,17 +28,17 @@ from runtime.models.registry import build_model, load_hf_config
 
 SHARD_BYTES = 2 << 30
 POOL_BYTES = 16 << 20
-"""Random numbers of each kind; a tensor is a piece of them from a random start, repeated where it is longer."""
+"""Bytes of random numbers of each kind. A tensor is a piece of them from a random start, repeated if the tensor is longer."""
 FP8_SPREAD = 64.0
-"""Standard deviation of the stored e4m3 numbers, whose largest is 448."""
+"""Standard deviation of the stored e4m3 numbers; the largest e4m3 number is 448."""
 MXFP4_SCALE = 120
-"""Exponent of the 4-bit blocks, whose 4-bit numbers have a root mean square of about 3: 3 * 2 ** (120 - 127) = 0.023."""
+"""Exponent of the MXFP4 blocks. Their 4-bit numbers have a root mean square of about 3, which gives 3 * 2 ** (120 - 127) = 0.023."""
 WRITERS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How one tensor lies in the file: safetensors' name of its dtype, bytes per number, and which random numbers fill it."""
+    """The stored form of a tensor: safetensors' name of its dtype, bytes per number, and the kind of random numbers."""
 
     dtype: str
     width: int
@@ -55,7 +55,7 @@ CODE_SCALE = Stored("U8", 1, "code_scale")
 
 
 def stored_as(name: str, shape: tuple[int, ...], names: Iterable[str]) -> Stored:
-    """The form of tensor `name` among all `names` of the checkpoint."""
+    """The stored form of tensor `name`; `names` are all tensors of the checkpoint."""
     if name.endswith("_blocks"):
         return CODES
     if name.endswith("_scales"):
@@ -87,13 +87,13 @@ def pools() -> dict[str, memoryview]:
 
 
 def target_of(folder: Path) -> DecoderModel:
-    """The model of `folder`/config.json, without weights. Its context is short, because its table of rotations is filled all the same."""
+    """The model of `folder`/config.json, without weights. Its context is short, because the rotary table is computed nevertheless."""
     config = replace(load_hf_config(folder), max_context_len=1)
     return build_model(config, TorchOps(), torch.bfloat16, torch.device("meta"))
 
 
 def expected(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the checkpoint: those of the model, and of the layer for multi-token prediction if it has one."""
+    """Name and shape of every tensor of the checkpoint: those of the model, and of its MTP layer if it has one."""
     model = target_of(folder)
     return model.expected_weights() | ({} if model.config.mtp is None else MtpDraft(model).expected_weights())
 
@@ -153,7 +153,7 @@ def _bytes(shape: tuple[int, ...], form: Stored) -> int:
 
 
 def _shards(wanted: Mapping[str, tuple[int, ...]], forms: Mapping[str, Stored]) -> list[list[str]]:
-    """The names by file, in order, each file of about `SHARD_BYTES`."""
+    """The names by file, in order; each file has about `SHARD_BYTES`."""
     shards, size = [list[str]()], 0
     for name, shape in wanted.items():
         if size > SHARD_BYTES:
@@ -172,7 +172,7 @@ def _write_shard(
         out.write(file_start((name, forms[name].dtype, shape, forms[name].width) for name, shape in tensors.items()))
         for name, shape in tensors.items():
             pool, left = random_bytes[forms[name].kind], _bytes(shape, forms[name])
-            start = random.Random(name).randrange(len(pool) // 8) * 4  # a whole number of every width
+            start = random.Random(name).randrange(len(pool) // 8) * 4  # aligned to every number width
             while left:
                 piece = pool[start : start + min(left, len(pool) - start)]
                 out.write(piece)
@@ -181,7 +181,7 @@ def _write_shard(
 
 
 def main() -> None:
-    """Write the checkpoint that the command line names."""
+    """Write the checkpoint selected on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape", choices=sorted(path.parent.name for path in CONFIGS.glob("*/config.json")))
     parser.add_argument("folder", type=Path)

@@ -1,4 +1,4 @@
-"""A result file: rows of figures, each with its commit and command."""
+"""A result file: rows of measurements, each with its commit and command."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ class Record:
 
 
 def put(rows: list[Row], row: Row, keys: Sequence[str]) -> None:
-    """Add a row or replace the one with the same values under `keys`; paths of this machine are removed from its
-    commands.
-    """
+    """Add a row or replace the one with the same values under `keys`; paths of this machine are removed from its commands."""
     commands = {name: machine.portable(row[name]) for name in ("command", "server_flags") if name in row}
     same = [i for i, old in enumerate(rows) if all(old.get(key) == row.get(key) for key in keys)]
     if same:

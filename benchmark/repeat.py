@@ -1,7 +1,7 @@
-"""The repeatability of `bench_serving`: the same burst several times in a row on one server with real model compute.
+"""The repeatability of `bench_serving`: the same burst several times on one server with real model compute.
 
-All requests use the same seed. Synthetic acceptance then depends on the token's position only, and all runs take the
-same steps. Without a seed each run would accept differently.
+All requests use the same seed. Synthetic acceptance then depends only on the token's position, and all runs take the same steps. Without a
+seed each run would accept differently.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ KEYS = ("mode", "backend", "concurrency", "input_len", "output_len")
 SEED = {"seed": 1}
 BOUND = 3.0
 LEAST = 8
-"""Minimum number of requests per burst; the mean TTFT of fewer is noise."""
+"""Minimum number of requests per burst; with fewer, the mean TTFT is noise."""
 
 Run = dict[str, Any]
 
 
 def burst(server: Server, concurrency: int, lens: tuple[int, int], requests: int) -> Run:
-    """One run with its own warm-up: the compared figures and the accept length, which must be equal in all runs."""
+    """One run with its own warm-up: the compared metrics and the accept length, which must be equal in all runs."""
     warm = ("--warmup-requests", str(concurrency), "--extra-request-body", json.dumps(SEED))
     flags = random_ids(concurrency, *lens, requests, *warm).flags
     figures = bench(server, flags)
@@ -38,7 +38,7 @@ def burst(server: Server, concurrency: int, lens: tuple[int, int], requests: int
 
 
 def spread(runs: Sequence[Run]) -> dict[str, float | None]:
-    """By figure, the largest deviation of a run from the median of the runs, in per cent with its sign."""
+    """By metric, the largest signed deviation of a run from the median of the runs, in per cent."""
     found: dict[str, float | None] = {}
     for name in FIGURES:
         values = [run[name] for run in runs]
@@ -53,7 +53,7 @@ def render(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """One row per server and concurrency: per cent by figure, and the accept length of each run."""
+    """One row per server and concurrency: per cent by metric, and the accept length of each run."""
     lines = []
     for row in result["rows"]:
         title = f"{row['mode']}, {row['backend']}, {row['concurrency']} at a time"
@@ -70,7 +70,7 @@ def _accepted(runs: Sequence[Run]) -> str | None:
 
 
 def plot(result: Result, file: Path) -> None:
-    """The largest deviation of each figure, with its bound."""
+    """The largest deviation of each metric, with its bound."""
     groups: dict[str, dict[str, float | None]] = {}
     for row in result["rows"]:
         bar = f"{row['mode']}, {row['concurrency']} at a time"

@@ -1,8 +1,8 @@
-"""Writes the benchmark tables and plots of the documentation from the result files: no figure is typed by hand.
+"""Generates the benchmark tables and plots of the documentation from the result files.
 
-`docs/benchmarks/NAME.md` is generated as a whole, one page per script. In README.md and docs/*.md the text between the
-markers `<!-- begin:NAME -->` and `<!-- end:NAME -->` is generated. NAME is a script; `NAME@MACHINE` shows one machine
-only, `NAME:summary` shows a short table and a plot that links to the page, and `NAME:plot` shows that plot alone.
+`docs/benchmarks/NAME.md`, one page per script, is generated completely. In README.md and docs/*.md the text between the markers
+`<!-- begin:NAME -->` and `<!-- end:NAME -->` is generated. NAME is a script; `NAME@MACHINE` shows only one machine, `NAME:summary` shows a
+short table and a plot that links to the page, and `NAME:plot` shows only that plot.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def result_files(name: str, results: Path) -> list[Path]:
 
 
 def _files(results: Path, script: str, machine: str = "*") -> list[Path]:
-    """The result files of a script; those of several ranks have a file of their own, SCRIPT_tpN.json."""
+    """The result files of a script; results of several ranks have a separate file, SCRIPT_tpN.json."""
     return sorted([*results.glob(f"{machine}/{script}.json"), *results.glob(f"{machine}/{script}_tp*.json")])
 
 
@@ -109,7 +109,7 @@ def _summary(module: ModuleType, file: Path, folder: Path) -> str:
 
 
 def _noted(tables: str, file: Path, plot: str) -> str:
-    """The tables, what must be known of their rows, and the plot."""
+    """The tables, a note on their rows if there is one, and the plot."""
     return "\n\n".join(filter(None, [tables, draft_head.note(_read(file)["rows"]), plot]))
 
 
@@ -157,7 +157,7 @@ def _script_page(script: str, results: Path, folder: Path) -> str:
 
 
 def redraw(results: Path) -> None:
-    """Draw the plot of every result file beside it."""
+    """Draw the plot of every result file next to it."""
     for file in _plotted(results):
         _module(_RANKS.sub("", file.stem)).plot(_read(file), _picture(file))
 

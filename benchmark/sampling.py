@@ -1,7 +1,7 @@
 """One steady decode step by sampling parameters, with the sampling kernels and with their torch reference.
 
-The scheduler and the worker run in one process, with graphs and overlap. Acceptance is not synthetic, because synthetic
-acceptance does not read the drafts' probabilities.
+The scheduler and the worker run in one process, with graphs and overlap. Acceptance is real, because synthetic acceptance does not read the
+drafts' probabilities.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ CHOICES: dict[str, dict[str, float]] = {
     "temperature 0.8, top_p 0.9, top_k 50": {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
     "temperature 0.8, top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
 }
-"""Sampling parameters by their name in the rows.
-
-Greedy steps do not sample; they are timed once, with the first sampler.
-"""
+"""Sampling parameters by their name in the rows. Greedy steps do not sample; they are timed once, with the first sampler."""
 
 
 def server_flags(served: Model, mode: str, sampler: str, batches: Sequence[int], on_cpu: bool) -> list[str]:

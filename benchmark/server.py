@@ -25,23 +25,23 @@ _LOG_TAIL = 3000
 
 
 class ServerFailed(Exception):
-    """The server ended or was not ready in time; the message holds the end of its log."""
+    """The server ended or was not ready in time; the message has the end of its log."""
 
 
 def end_as_on_interrupt() -> None:
-    """Make SIGTERM unwind this process like Ctrl-C; otherwise the server, which has its own session, would survive."""
+    """Make SIGTERM raise like Ctrl-C, so that this process stops the server, which is in its own session."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def environment() -> dict[str, str]:
-    """The environment of child processes, in which this checkout's package and tests come first."""
+    """The environment of child processes, with this checkout's package and tests first on PYTHONPATH."""
     paths = [str(ROOT / "python"), str(ROOT), str(ROOT / "test"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 class Server:
-    """`python -m runtime.launch_server FLAGS`, or another `program`, on a free port, for the length of a `with` block.
+    """`python -m runtime.launch_server FLAGS`, or another `program`, on a free port, during a `with` block.
 
     Attributes:
         port: its TCP port.
@@ -76,7 +76,7 @@ class Server:
         try:
             self._wait_ready(started)
         except BaseException as error:
-            if not isinstance(error, ServerFailed):  # an interrupted wait says what the server was doing
+            if not isinstance(error, ServerFailed):  # after an interrupt, show what the server was doing
                 print(self.log_tail(), file=sys.stderr)
             self._end()
             raise
@@ -108,7 +108,7 @@ class Server:
         return self._process.wait(timeout=60)
 
     def facts(self) -> dict[str, Any]:
-        """The worker's facts: memory, graphs, start-up seconds by phase."""
+        """Facts about the worker: memory, graphs, start-up seconds by phase."""
         state = self.get("/get_server_info")["internal_states"][0]
         return state.get("worker") or state
 
@@ -172,7 +172,7 @@ def apart(script: str, order: dict[str, Any]) -> Any:
     The child reads its command line with `parse_or_answer`.
 
     Raises:
-        ServerFailed: the child failed; the message holds the end of its output.
+        ServerFailed: the child failed; the message has the end of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "answer.json"
@@ -187,8 +187,7 @@ def apart(script: str, order: dict[str, Any]) -> Any:
 def parse_or_answer(parser: argparse.ArgumentParser, measure: Callable[..., Any]) -> argparse.Namespace:
     """Parse the command line of a script that runs parts of itself with `apart`.
 
-    A child calls `measure` with the entries of its order, writes the result as JSON to the file named in the order, and
-    exits.
+    A child calls `measure` with the entries of its order, writes the result as JSON to the file named in the order, and exits.
     """
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,6 +1,4 @@
-"""Throughput and latency of the 8B shape with and without EAGLE by concurrency, next to SGLang and vLLM on the same
-kind of machine.
-"""
+"""Throughput and latency of the 8B shape with and without EAGLE by concurrency, and of SGLang and vLLM on the same kind of machine."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ TITLES = {"plain": "Plain decoding", "eagle": EAGLE, "eagle_whole": f"{EAGLE}, e
 
 
 def peers(result: Result) -> dict[str, Any]:
-    """The peers' figures and their source; no rows if Talon ran on another kind of machine."""
+    """The peers' results and their source; no rows if Talon ran on another kind of machine."""
     data = json.loads((Path(__file__).parent / "peers.json").read_text(encoding="utf-8"))
     sizes = {row.get("tp_size", 1) for row in result["rows"]}
     same = slug(result["machine"]) == data["device"]
@@ -52,7 +50,7 @@ def best_peer(rivals: list[dict[str, Any]], mode: str, concurrency: int) -> dict
 
 
 def render(result: Result) -> str:
-    """One table per mode: Talon's rows, the peers' rows, and Talon's best against the best peer."""
+    """One table per mode: Talon's rows, the peers' rows, and Talon's best relative to the best peer."""
     source = peers(result)
     peers_source = f" Peers: {source['source']}." if source["rows"] else ""
     return f"{summary(result)}\n\nTalon: {provenance(result)}{peers_source}"
@@ -90,7 +88,7 @@ def _mode_table(rows: list[dict[str, Any]], rivals: list[dict[str, Any]], mode: 
 def _cell(row: dict[str, Any] | None) -> str | None:
     if row is None:
         return None
-    if row["mean_tpot_ms"] is None:  # a peer's throughput alone, or answers that came in one piece
+    if row["mean_tpot_ms"] is None:  # only a peer's throughput is known, or answers arrived in one piece
         return f"{row['output_throughput']:.0f}"
     share = f" ({percent(row['roof_share'])})" if row.get("roof_share") else ""
     return f"{row['output_throughput']:.0f} / {row['mean_ttft_ms']:.1f} / {row['mean_tpot_ms']:.2f}{share}"

@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def roof(self) -> ModelRoof:
-        """The limit with an EAGLE head of one layer, which has an `fc` and reads the LM head in each pass."""
+        """The roof with an EAGLE head of one layer, which has an `fc` and reads the LM head in each pass."""
         fc = _BYTES * 2 * self.hidden * self.hidden
         target = StepBytes(self.layers * self.layer_bytes + self.head_bytes, None, self.kv_bytes_per_token)
         draft = StepBytes(self.layer_bytes + fc + self.head_bytes, None, self.kv_bytes_per_token / self.layers)
@@ -92,7 +92,7 @@ def write_tiny(folder: Path) -> tuple[Path, Path]:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A served model: its name in the rows, the target's flags, the head's folder, the shape if its roof is known."""
+    """A served model: its name in the rows, the target's flags, the head's folder, and the shape if its roof is known."""
 
     name: str
     target_flags: tuple[str, ...]
@@ -100,9 +100,7 @@ class Model:
     shape: Shape | None
 
     def eagle_flags(self, accept_length: str | None, steps: int = 3, topk: int = 1, draft_tokens: int | None = None) -> tuple[str, ...]:
-        """Flags for a chain of `steps` drafts or a tree with `topk` and `draft_tokens`; `accept_length` None means real
-        acceptance.
-        """
+        """Flags for a chain of `steps` drafts or a tree with `topk` and `draft_tokens`; `accept_length` None means real acceptance."""
         architecture = json.loads((Path(self.head) / "config.json").read_text(encoding="utf-8"))["architectures"][0]
         flags = ("--speculative-algorithm", "EAGLE3" if "Eagle3" in architecture else "EAGLE", "--speculative-draft-model-path", self.head)
         flags += ("--speculative-num-steps", str(steps), "--speculative-eagle-topk", str(topk))
@@ -132,8 +130,8 @@ def big_model() -> Model:
 def named_model(path: str, head: str | None) -> Model:
     """The embedded model (`embedded`) or the model of a folder.
 
-    A head without weights gets random ones; acceptance must then be synthetic. The embedded model's own head is off
-    unless later flags turn it on.
+    A head without weights gets random ones; acceptance must then be synthetic. The embedded model's own head is off unless later flags
+    turn it on.
     """
     flags = ("--speculative-algorithm", "none") if path == "embedded" else ("--model-path", path)
     return Model(Path(path).stem, (*flags, *_SEED), head or str(CONFIGS / "smollm2-eagle"), None)

@@ -1,4 +1,4 @@
-"""The bytes that the steps of a served shape must read, and the time that this takes at the least."""
+"""The bytes that the steps of a served shape must read, and the lower bound of the time that this takes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Experts:
     """The sparse layers of a model.
 
     Attributes:
-        count, top_k: experts of a layer, and those that a token chooses.
-        bytes: of one expert.
-        layers: how many layers are sparse.
+        count, top_k: experts per layer, and experts per token.
+        bytes: bytes of one expert.
+        layers: number of sparse layers.
     """
 
     count: int
@@ -21,21 +21,21 @@ class Experts:
     layers: int
 
     def distinct(self, tokens: float) -> float:
-        """Experts of a layer that `tokens` choose together, expected for uniform and independent routing."""
+        """Expected number of distinct experts per layer for `tokens`, with uniform and independent routing."""
         return self.count * (1 - (1 - self.top_k / self.count) ** tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """What one pass reads.
+    """The bytes that one pass reads.
 
     Attributes:
         fixed: bytes of the weights that every pass reads: attention, dense MLPs, shared experts, routers, LM head.
-        experts: the sparse layers, None in a dense model.
-        full_kv, window_kv: bytes of KV per token in the layers with full attention, and in those with a window.
-        window: tokens that a layer with a window keeps.
-        first: bytes that the first of an iteration's draft passes reads beside them.
-        whole: bytes of `fixed` that each of several ranks reads whole.
+        experts: the sparse layers; None for a dense model.
+        full_kv, window_kv: bytes of KV per token in the layers with full attention, and in those with a sliding window.
+        window: size of the sliding window in tokens.
+        first: additional bytes of the first draft pass of an iteration.
+        whole: the part of `fixed` that is not sharded over ranks.
         shared_kv: whether each rank reads all KV, as with latent attention.
     """
 
@@ -50,7 +50,7 @@ class StepBytes:
     shared_kv: bool = False
 
     def of_ranks(self, size: int) -> StepBytes:
-        """What `size` ranks read together that share the model."""
+        """The bytes that `size` ranks read in total."""
         kv = self.full_kv * (size if self.shared_kv else 1)
         return replace(self, fixed=self.fixed + (size - 1) * self.whole, full_kv=kv)
 
@@ -63,19 +63,19 @@ class StepBytes:
 
 @dataclass(frozen=True, slots=True)
 class ModelRoof:
-    """The limit of a target with a draft. `one_pass`: one pass of the draft proposes a whole block."""
+    """The roof of a target with a draft. `one_pass`: one pass of the draft proposes a whole block."""
 
     target: StepBytes
     draft: StepBytes
     one_pass: bool = False
 
     def of_ranks(self, size: int) -> ModelRoof:
-        """What `size` ranks read together."""
+        """The roof of `size` ranks in total."""
         return replace(self, target=self.target.of_ranks(size), draft=self.draft.of_ranks(size))
 
     def bytes(self, steps: int, batch: float, context: float) -> float:
-        """Bytes of one iteration: a verify pass over `steps` + 1 tokens of each request, and `steps` passes of the draft,
-        the first of which runs over the tokens that were verified.
+        """Bytes of one iteration: a verify pass over `steps` + 1 tokens of each request, and `steps` draft passes, of which the first runs
+        over the verified tokens.
         """
         window = batch * (steps + 1)
         total = self.target.read(batch, window, context)

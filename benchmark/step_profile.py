@@ -1,8 +1,8 @@
 """One EAGLE iteration by phase, without iteration graphs: eager, with the draft-decode graph only, and with both draft graphs.
 
-Host time is the time that the host spends in a phase. GPU time is the sum of the kernels launched in the phase. A kernel
-launched early waits for the preceding one, and the wait counts, so GPU phases add up to more than the iteration. The
-GPU's idle share counts every moment once.
+Host time is the time that the host spends in a phase. GPU time is the sum of the kernels launched in the phase. A kernel that is launched
+early waits for the preceding one, and this wait is included, so GPU phases add up to more than the iteration. The GPU's idle share counts
+every moment once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PHASES = ("draft_decode", "verify", "accept", "draft_extend", "plan", "sample")
 def flags(served: Model, backend: str, concurrency: int) -> list[str]:
     """The flags of one process."""
     found = [*served.target_flags, *served.eagle_flags("2.5", STEPS), "--attention-backend", backend, "--disable-radix-cache"]
-    found.append("--disable-iteration-graph")  # its phases are not apart
+    found.append("--disable-iteration-graph")  # its phases cannot be told apart
     graphs = ("--cuda-graph-max-bs", str(max(concurrency, 8)))
     return found if backend == "torch_native" else [*found, *graphs]
 

@@ -1,7 +1,7 @@
-"""A storm of good and hostile clients: requests lost, pages leaked, growth of every process, latency of the good clients.
+"""A storm of good and hostile clients: lost requests, leaked pages, memory growth of every process, latency of the good clients.
 
-Four phases: calm (good clients only), storm (half of the clients hostile, on the same server with a tiny KV cache), kills on one rank,
-and kills on two. A killed server must exit with a failure in time, leave no process or file, and answer or cut every request.
+Four phases: calm (good clients only), storm (half of the clients are hostile, on the same server with a tiny KV cache), kills with one
+rank, and kills with two ranks. A killed server must exit with a failure in time, leave no process or file, and answer or end every request.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from benchmark.sweep import arguments
 NAME = "storm"
 KEYS = ("phase",)
 SHARES = {"calm": 0.2, "storm": 0.6, "kills, one rank": 0.1, "kills, two ranks": 0.1}
-"""What part of --minutes each phase gets."""
+"""The share of --minutes that each phase gets."""
 EMBEDDED = ("--device", "cpu", "--max-total-tokens", "12288", "--random-seed", "1", "--queue-timeout", "300")
 ALL_KILLS = 15.0
 SAMPLE_SECONDS, RECORD_SECONDS = 2.0, 60.0
 SERIES_POINTS = 60
-"""Sizes over time that a row keeps of each process, at the most."""
+"""Most points of each process's memory size over time that a row has."""
 RAMP = 0.05
-"""Part of a phase in which its clients come, one after the other: no server meets all of them in one moment."""
+"""The share of a phase during which its clients start one after the other."""
 MIB = 1 << 20
 LONG_MINUTES, MOST_SLOPE, MOST_RATIO = 30.0, 10.0, 3.0
-"""Bounds of runs as long as that: growth of a process in MiB an hour, and the 99th percentile of good clients against that in calm."""
+"""For runs of at least this many minutes: bounds of a process's growth in MiB per hour, and of good clients' 99th percentile relative to
+that in the calm phase."""
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Memory:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def figures(self) -> dict[str, Any]:
-        """First and last size, slope of the second half in MiB an hour, sizes over time, by role; none before there are four samples."""
+        """By role: first and last size, slope of the second half in MiB per hour, sizes over time. Empty with fewer than four samples."""
         shown: dict[str, Any] = {}
         for role, samples in self.samples.items():
             if len(samples) >= 4:
@@ -80,7 +81,7 @@ def _role(process: psutil.Process) -> str:
 
 
 def row(phase: str, tally: Tally, began: float) -> dict[str, Any]:
-    """The figures that all phases have."""
+    """The values that all phases have."""
     cuts = statistics.quantiles(tally.seconds, n=100) if len(tally.seconds) > 1 else [0.0] * 99
     return {
         "phase": phase,
@@ -96,7 +97,7 @@ def row(phase: str, tally: Tally, began: float) -> dict[str, Any]:
 
 
 async def leaks(server: Server) -> dict[str, int]:
-    """Requests and pages that are still held once nothing runs, after the prefix cache was flushed."""
+    """Requests and pages that are still held when nothing runs and the prefix cache was flushed."""
     for _ in range(300):
         state = server.get("/get_server_info")["internal_states"][0]
         if not (state["num_running_reqs"] or state["num_queue_reqs"] or state["num_used_tokens"]):
@@ -110,15 +111,15 @@ async def leaks(server: Server) -> dict[str, int]:
 
 
 def clients(server: Server, rng: random.Random) -> Clients:
-    """Clients that know the model's context length and vocabulary."""
+    """Clients of a server, with the model's context length and vocabulary size."""
     info = server.get("/get_model_info")
     return Clients(Served(server.port, info["max_context_len"], info["vocab_size"]), random.Random(rng.random()))
 
 
-async def weather(
+async def run_phase(
     server: Server, record: Record, phase: str, count: int, hostile: int, until: float, rng: random.Random, think: float
 ) -> None:
-    """One phase without kills; as many clients are hostile as asked, the others good. The row is written once a minute."""
+    """Run one phase without kills; `hostile` of the `count` clients are hostile, the others good. The row is written every minute."""
     began, memory, crowd = time.monotonic(), Memory(), clients(server, rng)
     watch = asyncio.create_task(memory.watch(server.pid))
     crowd.start(count - hostile, hostile, RAMP * (until - began), think)
@@ -140,7 +141,7 @@ async def weather(
 
 
 async def kills(phase: str, flags: Sequence[str], count: int, until: float, rng: random.Random, think: float) -> dict[str, Any]:
-    """Start servers and kill a process of each, until the time is over; in `ALL_KILLS` seconds every victim comes at least once."""
+    """Start servers and kill a process of each, until the time is over; within `ALL_KILLS` seconds every victim is killed at least once."""
     began, total, killed = time.monotonic(), Tally(), Counter[str]()
     victims = [*(["worker-1"] if "--tp-size" in flags else []), "scheduler", "detokenizer", "http"]
     least = len(victims) if until - began >= ALL_KILLS else 1
@@ -163,7 +164,7 @@ async def kills(phase: str, flags: Sequence[str], count: int, until: float, rng:
 
 
 def kill(server: Server, victim: str, folder: Path) -> list[str]:
-    """Kill one process with SIGKILL; say what was left behind."""
+    """Kill one process with SIGKILL, and return the faults: what was left behind."""
     parent = psutil.Process(server.pid)
     processes = [parent, *parent.children(recursive=True)]
     next(process for process in processes if _role(process) == victim).send_signal(signal.SIGKILL)
@@ -177,18 +178,18 @@ def kill(server: Server, victim: str, folder: Path) -> list[str]:
 
 
 async def storm(record: Record, flags: Sequence[str], minutes: float, count: int, seed: int, think: float) -> None:
-    """Run the four phases and record a row each. A phase ends at its share of the whole time, however long the one before took."""
+    """Run the four phases and record a row for each. A phase ends at its share of the total time, even if the previous one took longer."""
     rng, tiny = random.Random(seed), tiny_model().target_flags
     with Server(flags) as server:
         ends = [time.monotonic() + share * minutes * 60 for share in itertools.accumulate(SHARES.values())]
-        await weather(server, record, "calm", count, 0, ends[0], rng, think)
-        await weather(server, record, "storm", count, count // 2, ends[1], rng, think)
+        await run_phase(server, record, "calm", count, 0, ends[0], rng, think)
+        await run_phase(server, record, "storm", count, count // 2, ends[1], rng, think)
     for phase, more, until in (("kills, one rank", (), ends[2]), ("kills, two ranks", ("--tp-size", "2"), ends[3])):
         record.add(await kills(phase, [*tiny, *more], min(count, 16), until, rng, think))
 
 
 def failures(rows: Sequence[Mapping[str, Any]], minutes: float) -> list[str]:
-    """What went wrong, in words: lost requests, leaks, and in a long run growth of a process or late answers."""
+    """The failures as sentences: lost requests, leaks and, in a long run, growth of a process or late answers."""
     found = [text for one in rows for text in one["wrong"]]
     found += [f"{one['phase']}: {one[kind]} {kind}" for one in rows for kind in ("leaked_requests", "leaked_pages") if one[kind]]
     if minutes < LONG_MINUTES:

@@ -1,4 +1,4 @@
-"""The clients of a storm: good ones, whose answers and times are recorded, and those that do what no client should."""
+"""The clients of a storm: good ones, whose answers and times are recorded, and hostile ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 
 PATIENCE = 600.0
-"""Seconds within which every request must have an answer; one that says that the queue is full, or was too slow, is one too."""
+"""Seconds within which every request must have an answer; an error about a full or slow queue counts as one."""
 PAUSE = 4.0
-"""Hostile clients wait up to so many seconds between their acts; most of these are over sooner than an answer."""
+"""Most seconds that hostile clients wait between actions, most of which take less time than an answer."""
 BOMBS: tuple[dict[str, Any], ...] = (
     {"regex": "((a{1,900}){1,900}){1,900}"},
     {"regex": "(a|aa|aaa|b*)*" * 2000},
@@ -42,18 +42,18 @@ BAD: tuple[bytes, ...] = (
     json.dumps({"prompt": list(range(2, 100)) * 5000}).encode(),
     b'{"prompt": "' + b"x" * (9 << 20) + b'"}',
 )
-"""Bodies that must get a 4xx."""
+"""Bodies that must be answered with a 4xx status."""
 
 
 @dataclass
 class Tally:
-    """What became of the requests.
+    """The outcome of the requests.
 
     Attributes:
-        seconds: duration of each complete answer of a good client.
-        ends: how the requests of good clients ended: `answered`, `refused` (429 or 503), or `cut` (an error, or the connection closed).
-        done: what the other clients did, by kind.
-        wrong: requests without an answer, or with a wrong one, in words.
+        seconds: duration of each complete answer to a good client.
+        ends: number of good clients' requests by end: `answered`, `refused` (429 or 503), or `cut` (an error, or a closed connection).
+        done: number of hostile actions by kind.
+        wrong: descriptions of requests without an answer or with a wrong one.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Served:
-    """The server as its clients know it: port, context length, and the number of token ids."""
+    """The server's port, context length, and number of token ids."""
 
     port: int
     longest: int
@@ -72,7 +72,7 @@ class Served:
 
 
 class Clients:
-    """Clients of one server until `stop`, each from an address of its own, so that the server can tell them apart."""
+    """Clients of one server until `stop`, each with its own address, so that the server can distinguish them."""
 
     def __init__(self, served: Served, rng: random.Random) -> None:
         self.tally = Tally()
@@ -81,16 +81,16 @@ class Clients:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, good: int, hostile: int, ramp: float = 0.0, think: float = 0.0) -> None:
-        """Let `good` and `hostile` clients run; each begins at a random time within `ramp` seconds.
+        """Start `good` and `hostile` clients, each at a random time within `ramp` seconds.
 
-        `think`: good clients wait up to so many seconds after each answer.
+        Good clients wait up to `think` seconds after each answer.
         """
         for index in range(good + hostile):
             client = _Client(self._served, f"127.0.1.{index + 1}", self.tally, self._ending, random.Random(self._rng.random()))
             self._tasks.append(asyncio.create_task(client.run(index < good, ramp, think)))
 
     async def stop(self) -> Tally:
-        """Let every client finish what it began."""
+        """Let every client finish its current request, and return the outcome."""
         self._ending.set()
         await asyncio.gather(*self._tasks)
         return self.tally
@@ -104,19 +104,20 @@ class _Client:
         transport = httpx.AsyncHTTPTransport(local_address=address, verify=False)
         self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=PATIENCE, transport=transport)
         self._hostile: tuple[Callable[[], Awaitable[str]], ...] = (
-            self._vanish, self._vanish_early, self._read_slowly, self._ask_badly, self._ask_much, self._throw_bomb, self._say_half,
+            self._disconnect, self._disconnect_early, self._read_slowly, self._send_wrong_body, self._send_long_prompt,
+            self._send_hostile_grammar, self._send_part,
         )  # fmt: skip
 
     async def run(self, good: bool, ramp: float, think: float) -> None:
-        """One request after the other until the end."""
+        """Send one request after the other until stopped."""
         await asyncio.sleep(self._rng.uniform(0.0, ramp))
         async with self._http:
             while not self._ending.is_set():
-                await (self._be_good(think) if good else self._be_hostile())
+                await (self._run_good(think) if good else self._run_hostile())
 
     # ---- good clients
 
-    async def _be_good(self, think: float) -> None:
+    async def _run_good(self, think: float) -> None:
         body = {
             "prompt": self._prompt(8, 96),
             "max_tokens": 16,
@@ -159,9 +160,9 @@ class _Client:
     def _prompt(self, least: int, most: int) -> list[int]:
         return [self._rng.randrange(2, self._served.vocabulary) for _ in range(self._rng.randint(least, most))]
 
-    # ---- the others
+    # ---- hostile clients
 
-    async def _be_hostile(self) -> None:
+    async def _run_hostile(self) -> None:
         act = self._rng.choice(self._hostile)
         self._tally.done[act.__name__.strip("_")] += 1
         try:
@@ -175,8 +176,8 @@ class _Client:
         if wrong:
             self._tally.wrong.append(f"{act.__name__.strip('_')}: {wrong}")
 
-    async def _vanish(self) -> str:
-        """Leave a stream after a few tokens."""
+    async def _disconnect(self) -> str:
+        """Disconnect from a stream after a few tokens."""
         body = {"prompt": self._prompt(4, 200), "max_tokens": 400, "ignore_eos": True, "stream": True, "n": self._rng.choice([1, 1, 3])}
         left = self._rng.randint(1, 12)
         async with self._http.stream("POST", "/v1/completions", json=body) as answer:
@@ -186,15 +187,15 @@ class _Client:
                     break
         return ""
 
-    async def _vanish_early(self) -> str:
-        """Leave before the answer begins."""
+    async def _disconnect_early(self) -> str:
+        """Disconnect before the answer begins."""
         body = {"prompt": self._prompt(4, 400), "max_tokens": 300, "ignore_eos": True}
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._http.post("/generate", json=_native(body)), self._rng.uniform(0.01, 0.5))
         return ""
 
     async def _read_slowly(self) -> str:
-        """Ask for a long stream and hardly read it."""
+        """Request a long stream and read it very slowly."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._served.port, limit=1 << 12, local_addr=(self._address, 0))
         try:
             body = json.dumps(
@@ -212,14 +213,14 @@ class _Client:
             writer.close()
         return ""
 
-    async def _ask_badly(self) -> str:
+    async def _send_wrong_body(self) -> str:
         """Send a body that must be refused."""
         body = self._rng.choice(BAD)
         answer = await self._http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
         return "" if 400 <= answer.status_code < 500 or answer.status_code == 503 else f"{body[:60]!r} got {answer.status_code}"
 
-    async def _ask_much(self) -> str:
-        """A prompt of about the context length, or above it."""
+    async def _send_long_prompt(self) -> str:
+        """Send a prompt of about the context length, or longer."""
         longest = self._served.longest
         length = self._rng.choices([longest // 8, longest - 8, longest + 1, 3 * longest], [12, 1, 4, 3])[0]
         answer = await self._http.post(
@@ -227,13 +228,13 @@ class _Client:
         )
         return "" if answer.status_code in (200, 400, 413, 429, 503) else f"{length} tokens got {answer.status_code}: {answer.text[:200]}"
 
-    async def _throw_bomb(self) -> str:
-        """A grammar that is expensive or matches nothing."""
+    async def _send_hostile_grammar(self) -> str:
+        """Send a grammar that is expensive or matches nothing."""
         answer = await self._http.post("/v1/completions", json={"prompt": self._prompt(4, 20), "max_tokens": 8, **self._rng.choice(BOMBS)})
         return "" if answer.status_code in (200, 400, 413, 429, 503) else f"{answer.status_code}: {answer.text[:200]}"
 
-    async def _say_half(self) -> str:
-        """Send a part of a request, wait, and leave."""
+    async def _send_part(self) -> str:
+        """Send part of a request, wait, and disconnect."""
         _, writer = await asyncio.open_connection("127.0.0.1", self._served.port, local_addr=(self._address, 0))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"[: self._rng.randint(1, 70)])
         await asyncio.sleep(self._rng.uniform(0.1, 5.0))

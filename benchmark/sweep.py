@@ -1,4 +1,4 @@
-"""Servers times loads: start each server once, run each load on it, record one row each."""
+"""Starts each server once, runs each load on it, and records one row for each pair."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ KEPT = (
     *("mean_e2e_latency_ms", "accept_length", "per_position_acceptance", "steps_by_depth", "graph_hit_rate", "padding_waste"),
 )
 FACTS = ("exchange_micros", "distinct_experts", "distinct_experts_by_layer")
-"""Facts of the worker that a row holds, where it has them."""
+"""Facts about the worker that are added to a row if it has them."""
 
 
 class Roof(Protocol):
-    """The physical limit of a served model."""
+    """The lower bound of a served model's step time."""
 
     def roof_ms(self, steps: int, batch: int, context: float, bytes_per_second: float) -> float:
         """Milliseconds of an iteration of `steps` drafts, or of a plain step, by its bytes alone."""
@@ -59,10 +59,10 @@ def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof
     """Measure every burst on every setup.
 
     Args:
-        record: receives the rows: the labels of both, the figures of `KEPT`, and the share of the roof.
+        record: gets the rows: the labels of both, the metrics in `KEPT`, and the share of the roof.
         setups: the servers, started one after the other.
         bursts: the loads.
-        roof: the limit of the served model, for the share of the roof; the label `steps` of a setup is its draft depth (0: plain).
+        roof: the roof of the served model; the label `steps` of a setup is its draft depth (0 for plain decoding).
     """
     for setup in setups:
         with Server([*setup.flags]) as server:
@@ -81,14 +81,14 @@ def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof
 def roof_share(row: Row, roof: Roof, bytes_per_second: float | None) -> Row:
     """`iteration_ms`, `roof_ms` and `roof_share` (roof / measured) of a decode step at the mean context of the run.
 
-    With drafts, both times are means over the depths at which the steps ran (`steps_by_depth`), or those of the label `steps` where the
-    server did not count them. The accept length is that of steps with drafts.
+    With drafts, both times are means over the depths at which the steps ran (`steps_by_depth`), or those of the label `steps` if the server
+    did not count them. The accept length is that of steps with drafts.
     """
     if bytes_per_second is None or not row["mean_tpot_ms"]:
         return {}
     context = row["input_len"] + row["output_len"] / 2
     accepted = row["accept_length"] or 1.0 if row.get("steps", 0) else 1.0
-    steps = row.get("steps", 0) if accepted > 1 else 0  # the depth table may choose not to draft
+    steps = row.get("steps", 0) if accepted > 1 else 0  # the depth table may select depth 0
     counts = {int(depth): count for depth, count in (row.get("steps_by_depth") or {steps: 1}).items()}
     total = sum(counts.values())
     least = sum(count * roof.roof_ms(depth, row["concurrency"], context, bytes_per_second) for depth, count in counts.items()) / total

@@ -1,4 +1,4 @@
-"""Analysis of decode iterations in a torch-profiler trace (Chrome's format)."""
+"""Analyses decode iterations in a torch-profiler trace (Chrome's format)."""
 
 from __future__ import annotations
 
@@ -54,11 +54,6 @@ class Profile:
     copies: float
     top_kernels: list[tuple[str, float]] = field(default_factory=list)
 
-    @property
-    def gpu_idle(self) -> float:
-        """The share of the period in which the GPU is idle."""
-        return 1.0 - self.gpu_busy_us / self.period_us
-
 
 def load(file: Path) -> list[Event]:
     """The complete events of a trace, gzipped or not."""
@@ -71,8 +66,7 @@ def load(file: Path) -> list[Event]:
 def analyse(events: Sequence[Event]) -> Profile:
     """Analyse the iterations of a trace.
 
-    The window reaches from the start of the first to the start of the last iteration, so that it holds whole iterations
-    only.
+    The window is from the start of the first to the start of the last iteration, so that it has only whole iterations.
 
     Raises:
         ValueError: the trace has fewer than two iterations.

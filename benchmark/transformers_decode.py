@@ -13,7 +13,7 @@ PROMPT_LEN = 32
 
 
 def tokens_per_second(model: torch.nn.Module, batch: int, tokens: int) -> float:
-    """The decode rate of greedy `generate` for a batch; the time of a run with one token is subtracted as prefill."""
+    """The decode rate of greedy `generate` for a batch. The time of a run with one token is subtracted, because it is mostly prefill."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(100, 40000, (batch, PROMPT_LEN), generator=generator).to(next(model.parameters()).device)
     mask = torch.ones_like(ids)

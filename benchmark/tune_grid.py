@@ -1,6 +1,6 @@
-"""The choice of `runtime.tune` compared with every cell of a grid of steps, branches and draft tokens, as servers on the same text.
+"""The choice of `runtime.tune` compared with every point of a grid of steps, topk and draft tokens, as servers on the same text.
 
-All servers run at the same time and take turns; a figure is the median of the bursts. `tuned` starts with the tuning file.
+All servers run at the same time and alternate; a value is the median of the bursts. `tuned` starts with the tuning file.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def tune(options: Mapping[str, Any], seconds: float, batches: list[int], file: P
 
 
 def share(rows: list[Row], batch: int) -> float | None:
-    """Tokens per second of the tuned server over those of the best cell."""
+    """Tokens per second of the tuned server relative to those of the best point."""
     rates = {row["shape"]: row["tokens_per_second"] for row in rows if row["batch"] == batch}
     tuned, cells = rates.pop(TUNED, None), rates.values()
     return tuned / max(cells) if tuned is not None and cells else None
 
 
 def render(result: Result) -> str:
-    """The table, what was chosen, and where the figures come from."""
+    """The table, the choice, and the origin of the measurements."""
     chosen = "\n".join(dict.fromkeys(row["chosen"] for row in result["rows"] if "chosen" in row))
     return f"{summary(result)}\n\n`{chosen}`\n\n{provenance(result)}"
 
 
 def summary(result: Result) -> str:
-    """Tokens per second by shape and batch, and the tuned server's share of the best cell."""
+    """Tokens per second by shape and batch, and the tuned server's share of the best point."""
     lines, batches = [], sorted({row["batch"] for row in result["rows"]})
     for model, device in dict.fromkeys((row["model"], row["device"]) for row in result["rows"]):
         rows = [row for row in result["rows"] if (row["model"], row["device"]) == (model, device)]

@@ -1,10 +1,8 @@
-"""Acceptance at temperature 1: the strict rule, the probabilistic rule run eagerly, and the probabilistic rule in
-graphs.
+"""Acceptance at temperature 1: the strict rule, the probabilistic rule run eagerly, and the probabilistic rule in graphs.
 
-The strict rule accepts a draft if it equals the target's own draw; its drafts are the most likely tokens. The
-probabilistic rule draws the drafts from q and accepts each with probability min(1, p / q). In graphs, q is an output of
-captured passes. If it were stale, acceptance would fall while the output stayed correct, so the last two columns must
-agree.
+The strict rule accepts a draft if it equals the target's own sample; its drafts are the most likely tokens. The probabilistic rule samples
+the drafts from q and accepts each with probability min(1, p / q). In graphs, q is an output of captured passes. If it were stale,
+acceptance would fall while the output stayed correct, so the last two columns must agree.
 """
 
 from __future__ import annotations
@@ -73,9 +71,7 @@ def render(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Per model: acceptance rate with its standard error, accept length, throughput and acceptance by position, one
-    column per rule.
-    """
+    """Per model: acceptance rate with its standard error, accept length, throughput and acceptance by position, one column per rule."""
     parts = []
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
         rows = {rule: pick(result["rows"], model=name, rule=rule) for rule in RULES}

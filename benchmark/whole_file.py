@@ -1,4 +1,4 @@
-"""Writing files that other processes read meanwhile."""
+"""Writes files atomically."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file, and its folder, at once: readers see the whole old or the whole new text."""
+    """Write a file atomically, and create its folder: readers see either the old or the new text."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Throughput of the 8B shape on different workloads, without drafts and at the depth that the controller chooses, next to SGLang.
+"""Throughput of the 8B shape on different workloads, without drafts and at the depth that the controller chooses, compared with SGLang.
 
-Short and long prompts, small and large batches, a shared prompt, and sampling; also with keys and values in 8 bits. Only the shared
-prompt is found in the prefix cache. The configured context length of target and draft head is 32,768 tokens, for the longest prompts.
+Short and long prompts, small and large batches, a shared prompt, and sampling; also with 8-bit keys and values. Only the shared prompt hits
+the prefix cache. The context length of target and draft head is set to 32,768 tokens, for the longest prompts.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ KEYS = ("model", "mode", "workload")
 PLAIN, NARROW_KV = "plain", "auto-e4m3-kv"
 LOADS = ((1000, 1000, 1), (1000, 1000, 4), (1000, 1000, 16), (1000, 1000, 32), (1000, 1000, 64), (128, 128, 64), (128, 128, 128),
          (1000, 250, 128), (1000, 250, 256), (16000, 256, 1), (16000, 256, 8))  # fmt: skip
-"""Tokens of a prompt, tokens of an answer, and concurrency, of random prompts decoded greedily."""
+"""(tokens of a prompt, tokens of an answer, concurrency), for random prompts decoded greedily."""
 SAMPLED = (500, 500, 16)
 CONTEXT = 32768
 SHARED = (2000, 200, 200, 32)
-"""Tokens that all prompts share, tokens of their own, tokens of an answer, and concurrency."""
+"""(shared tokens of all prompts, further tokens of each prompt, tokens of an answer, concurrency)."""
 
 
 def title(prompt: object, output: int, concurrency: int, more: str = "") -> str:
@@ -61,7 +61,7 @@ def _shared(shared: int, own: int, output: int, concurrency: int) -> Burst:
 
 
 def with_long_context(served: Model, folder: Path) -> Model:
-    """The same shapes in `folder`, for a context of `CONTEXT` tokens."""
+    """The same shapes with a context of `CONTEXT` tokens, written to `folder`."""
     flags = list(served.target_flags)
     at = flags.index("--model-path") + 1
     copies = [folder / "target" / Path(flags[at]).name, folder / "head"]
@@ -81,13 +81,13 @@ def setups(served: Model, modes: list[str], quick: bool) -> list[Setup]:
 
 
 def peers(result: Result) -> dict[str, Any]:
-    """The peer's figures and their source; none if Talon ran on another kind of machine."""
+    """The peer's results and their source; none if Talon ran on another kind of machine."""
     data = json.loads((Path(__file__).parent / "peers_workloads.json").read_text(encoding="utf-8"))
     return data if slug(result["machine"]) == data["device"] else data | {PLAIN: {}, AUTO: {}}
 
 
 def render(result: Result) -> str:
-    """A line per workload: throughput in both modes, and the ratios."""
+    """One line per workload: throughput in both modes, and the ratios."""
     known = peers(result)
     source = f" Peer: {known['source']}." if known[PLAIN] else ""
     return f"{summary(result)}\n\nTalon: {provenance(result)}{source}"
@@ -111,7 +111,7 @@ def _ratio(value: float | None, other: float | None) -> str | None:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Both modes beside the peer, as shares of the peer's throughput without drafts where it is known, else of ours."""
+    """Both modes and the peer, relative to the peer's throughput without drafts if it is known, else to ours."""
     known = peers(result)
     base = {row["workload"]: row["output_throughput"] for row in result["rows"] if row["mode"] == PLAIN} | known[PLAIN]
     groups: dict[str, dict[str, float | None]] = {}

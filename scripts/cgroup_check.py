@@ -1,4 +1,4 @@
-"""The embedded model in control groups of little memory: it serves 100 requests or refuses to start, and is never killed."""
+"""Check that the embedded model in a small control group serves 100 requests or refuses to start, and is never killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PORT = 31099
 
 
 def make_group(limit_mib: int) -> Path:
-    """A control group of version 1 or 2 with this limit; needs root."""
+    """Create a control group, version 1 or 2, with this limit. Needs root."""
     root = next(root for root in ROOTS if root.is_dir())
     group = root / f"talon-test-{os.getpid()}-{limit_mib}"
     group.mkdir()
@@ -40,7 +40,7 @@ def kills(group: Path) -> int:
 
 
 def peak_mib(group: Path) -> int:
-    """Most memory that the group used, the page cache included."""
+    """The group's peak memory, including the page cache; -1 if unknown."""
     for name in ("memory.max_usage_in_bytes", "memory.peak"):
         if (group / name).exists():
             return int((group / name).read_text()) >> 20
@@ -48,14 +48,14 @@ def peak_mib(group: Path) -> int:
 
 
 def start(group: Path, flags: Sequence[str]) -> subprocess.Popen[str]:
-    """A server whose processes are all in the group."""
+    """Start a server with all its processes in the group."""
     join = f'echo $$ > {group}/cgroup.procs; exec "$@"'
     command = ["bash", "-c", join, "bash", sys.executable, "-m", "runtime.launch_server", "--port", str(PORT), *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def ready(server: subprocess.Popen[str]) -> str:
-    """Its output up to the ready line, or to its end."""
+    """The server's output up to the ready line, or to its end."""
     assert server.stdout is not None
     lines = []
     for line in server.stdout:
@@ -79,7 +79,7 @@ def ask(number: int) -> bool:
 
 
 def measure(limit_mib: int, flags: Sequence[str]) -> dict[str, Any]:
-    """What became of a server under one limit."""
+    """Run a server under one limit and return the outcome."""
     group = make_group(limit_mib)
     server = start(group, flags)
     try:

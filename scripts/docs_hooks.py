@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the reference is made from the code, and benchmark results and the pages of all benchmarks belong to the site."""
+"""mkdocs hooks that add the generated reference, the benchmark results and the pages of all benchmarks to the site."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the reference, and the plots and figures that pages link to."""
+    """Add the reference, and the plots and data files that pages link to."""
     sys.path.insert(0, str(ROOT / "scripts"))
     import reference
 
@@ -35,5 +35,5 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """In the repository the results lie beside docs/, in the site below it."""
+    """Adapt links to results: in the repository they are next to docs/, in the site below it."""
     return re.sub(rf"\((?:\.\./)((?:\.\./)*{RESULTS})", r"(\1", markdown)

@@ -1,4 +1,4 @@
-"""The texts of configuration errors, read from the source that raises them."""
+"""Extracts the texts of configuration errors from the source code."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ROOT = Path(runtime.__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class ErrorTexts:
-    """What a module refuses.
+    """The error messages of a module.
 
     Attributes:
-        about: the first sentence of the module.
-        texts: its messages. Braces hold what a message fills in; constants are filled in here.
+        about: the first sentence of the module's docstring.
+        texts: its messages. Values are in braces by name; constants are inserted.
     """
 
     about: str
@@ -29,7 +29,7 @@ class ErrorTexts:
 
 
 def error_texts(folder: str, mentioning: Sequence[str] = ("",)) -> list[ErrorTexts]:
-    """The errors of the modules in `folder` of the package whose source holds one of the words `mentioning`."""
+    """The errors of the modules in `folder` of the package whose source contains one of the words `mentioning`."""
     found = []
     for path in sorted((ROOT / folder).glob("*.py")):
         source = path.read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def _texts(path: Path, tree: ast.Module) -> list[str]:
 
 
 def _loops(tree: ast.Module, constants: Mapping[str, Any]) -> dict[int, list[dict[str, str]]]:
-    """For every call within a loop over constants, by its id: the texts of the loop's variables in each iteration."""
+    """For every call inside a loop over constants, by the call's id: the texts of the loop's variables in each iteration."""
     found = dict[int, list[dict[str, str]]]()
     for loop in (node for node in ast.walk(tree) if isinstance(node, ast.For) and _is_constant(node.iter)):
         names = [name.id for name in ast.walk(loop.target) if isinstance(name, ast.Name)]
@@ -68,7 +68,7 @@ def _loops(tree: ast.Module, constants: Mapping[str, Any]) -> dict[int, list[dic
 
 
 def _makes_error(call: ast.Call) -> bool:
-    """Whether the call is that of `ConfigError` or of the `error` of the fields of a file."""
+    """Whether the call creates an error: it calls `ConfigError`, or `error` of the fields of a file."""
     match call.func:
         case ast.Name(id="ConfigError") | ast.Attribute(attr="error"):
             return True
@@ -76,20 +76,20 @@ def _makes_error(call: ast.Call) -> bool:
 
 
 def _is_helper(function: ast.FunctionDef) -> bool:
-    """Whether the function is nothing but an error of its parameters."""
+    """Whether the function only returns an error made from its parameters."""
     last = function.body[-1]
     return len(function.body) == 1 and isinstance(last, ast.Return) and isinstance(last.value, ast.Call) and _makes_error(last.value)
 
 
 def _of_helper(helper: ast.FunctionDef, call: ast.Call, constants: Mapping[str, Any]) -> str:
-    """The text of a call of a helper."""
+    """The message of a call to a helper."""
     own = {name.arg: _text(value, constants, {}) for name, value in zip(helper.args.args, call.args, strict=True)}
     (returned,) = (node for node in ast.walk(helper) if isinstance(node, ast.Call) and _makes_error(node))
     return _text(returned.args[0], constants, own)
 
 
 def _text(node: ast.expr, constants: Mapping[str, Any], own: Mapping[str, str]) -> str:
-    """What an expression adds to a message; `own` holds the texts of parameters."""
+    """The text of an expression in a message; `own` has the texts of parameters."""
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(part, constants, own) for part in node.values)
     if isinstance(node, ast.Constant):
@@ -104,7 +104,7 @@ def _text(node: ast.expr, constants: Mapping[str, Any], own: Mapping[str, str]) 
 
 
 def _is_constant(node: ast.expr) -> bool:
-    """Whether an expression holds nothing but literals and constants of the module."""
+    """Whether an expression consists only of literals and constants of the module."""
     return all(each.id.strip("_").isupper() for each in ast.walk(node) if isinstance(each, ast.Name))
 
 
@@ -113,7 +113,7 @@ def _evaluated(node: ast.expr, constants: Mapping[str, Any]) -> Any:
 
 
 def _name(node: ast.expr) -> str:
-    """What to call a value: the field that is read, or the first name of the expression."""
+    """The placeholder of a value: the field that is read, or the first name in the expression."""
     match node:
         case ast.BinOp():
             return "number"

@@ -1,4 +1,4 @@
-"""Check a GPU machine without network: versions, test/gpu, and chosen benchmarks. Results and logs go to a folder.
+"""Check a GPU machine without a network: package versions, test/gpu, and selected benchmarks. Results and logs go to a folder.
 
 bash scripts/gpu_check.sh FOLDER [--no-tests] ["BENCHMARK ARGUMENTS" ...]
 bash scripts/gpu_check.sh /tmp/out "modes --batch-sizes 1,4,16,32" "tuning.gemms --rows 1,4"
@@ -29,9 +29,9 @@ from benchmark.server import environment  # noqa: E402
 TAIL = 25
 """Number of lines shown from each log."""
 MOST_WORKERS = 10
-"""Processes that run test/gpu side by side: most tests wait for compilers. Tests that share a slow fixture are a group of one process."""
+"""Most processes that run test/gpu in parallel, since most tests wait for compilers. Tests that share a slow fixture run in one process."""
 WORKER_BYTES = 12 << 30
-"""Memory of the GPU for each of these processes."""
+"""GPU memory for each of these processes."""
 
 
 def main(argv: list[str]) -> int:
@@ -82,7 +82,7 @@ def workers() -> str:
 
 
 def run_tests(folder: Path) -> dict[str, Any]:
-    """Run test/gpu; the numbers of passed, failed and skipped tests."""
+    """Run test/gpu, and return the numbers of passed, failed and skipped tests."""
     report = folder / "pytest.xml"
     options = ["-q", "-n", workers(), "--dist", "loadgroup", "--maxfail=20", "--durations=30", "-p", "no:cacheprovider"]
     code, seconds = _run(["-m", "pytest", "test/gpu", *options, f"--junitxml={report}"], folder / "pytest.log")

@@ -1,7 +1,7 @@
-"""Make a trained head the embedded model's own, and write its acceptance by kind of prompt into docs/train.md.
+"""Install a trained head as the embedded model's draft head, and write its acceptance by kind of prompt into docs/train.md.
 
 python scripts/install_head.py RESULTS   # a folder that train_eagle.py wrote
-python scripts/install_head.py           # only the table, from the head that is there
+python scripts/install_head.py           # only the table, from the installed head
 python scripts/install_head.py --check   # fail if the table is out of date
 """
 
@@ -28,7 +28,7 @@ MOST_BYTES = 24_000_000
 
 
 def acceptance(rows: list[dict[str, Any]], run: dict[str, Any]) -> str:
-    """The accept lengths of one device by kind, as Markdown; a GPU's where it was measured."""
+    """Accept lengths by kind as Markdown, of a GPU if one was measured, else of the CPU."""
     device = "cuda" if any(row["device"] == "cuda" for row in rows) else "cpu"
     rows = [row for row in rows if row["device"] == device]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
@@ -50,7 +50,7 @@ def acceptance(rows: list[dict[str, Any]], run: dict[str, Any]) -> str:
 
 
 def page() -> str:
-    """docs/train.md with the table of the head that is there."""
+    """docs/train.md with the table of the installed head."""
     before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
     rows, run = (json.loads((EMBEDDED_DRAFT / name).read_text(encoding="utf-8")) for name in ("evaluation.json", "run.json"))
     return before + BEGIN + acceptance(rows, run) + END + rest.partition(END)[2]

@@ -1,4 +1,4 @@
-"""The reference pages of the documentation, made from the code when the site is built: flags, endpoints and metrics."""
+"""Generates the reference pages of the documentation from the code: flags, endpoints and metrics."""
 
 from __future__ import annotations
 

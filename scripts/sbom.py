@@ -1,4 +1,4 @@
-"""Prints a software bill of materials in CycloneDX's JSON form, of what serve.sh installs on a CPU.
+"""Prints a software bill of materials, in CycloneDX's JSON form, of the packages that serve.sh installs on a CPU.
 
 python scripts/sbom.py > sbom.json
 """

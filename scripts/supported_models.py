@@ -1,4 +1,4 @@
-"""Writes docs/models.md: what loads and what is refused, from the registries and from the source of the errors.
+"""Writes docs/models.md, the supported models and the refusals, from the registries and the source code.
 
 Usage: python scripts/supported_models.py [--check]
 """
@@ -54,7 +54,7 @@ REFUSALS = (
     ("Files", "model_files", ("",)),
     ("Options that depend on the model", "config", ("ModelFacts", "QuantConfig", "AlgorithmCaps")),
 )
-"""Title, folder of the package, and words of which a module must hold one."""
+"""Title, folder of the package, and words of which a module must contain at least one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,23 +112,23 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def architectures() -> list[tuple[str, str, str]]:
-    """Every class of the registry, with the first sentence of its family's module."""
+    """Every class of the registry, with the first paragraph of its family's module."""
     return [
-        (f"`{name}`", first_sentence(family), "yes" if name in MTP_FAMILIES else "")
+        (f"`{name}`", first_paragraph(family), "yes" if name in MTP_FAMILIES else "")
         for name, family in FAMILIES.items()
     ]  # fmt: skip
 
 
 def schemes() -> list[tuple[str, str, str]]:
-    """The schemes of the quantisation package that store other numbers than 16-bit ones."""
+    """The quantisation schemes, except that of unquantised weights."""
     kinds = [
         kind for _, kind in inspect.getmembers(quantization, inspect.isclass) if hasattr(kind, "gemm_caps") and kind is not QuantScheme
     ]
-    return [(f"`{kind.name}`", one_line(kind), " or ".join(choices(kind.name))) for kind in kinds]
+    return [(f"`{kind.name}`", first_paragraph(kind), " or ".join(choices(kind.name))) for kind in kinds]
 
 
 def choices(scheme: str) -> Iterator[str]:
-    """What chooses a scheme."""
+    """The options that select a scheme."""
     if scheme not in CPU_ONLY:
         yield "the checkpoint"
     if scheme in get_args(Quantization) and scheme not in STORED_ONLY:
@@ -148,7 +148,7 @@ def attributes(kind: type) -> list[tuple[str, str]]:
 
 
 def backends() -> list[tuple[str, ...]]:
-    """What each attention backend can do."""
+    """The capabilities of each attention backend."""
 
     def row(name: str, caps: AttentionCaps) -> tuple[str, ...]:
         dims = "any" if caps.head_dims is None else ", ".join(map(str, sorted(caps.head_dims)))
@@ -160,7 +160,7 @@ def backends() -> list[tuple[str, ...]]:
 
 
 def drafts() -> list[tuple[str, ...]]:
-    """What each drafting algorithm drafts with."""
+    """The draft models of each algorithm."""
     rows = []
     for name, caps in ALGORITHM_CAPS.items():
         classes = DRAFT_CLASSES[name]
@@ -170,7 +170,7 @@ def drafts() -> list[tuple[str, ...]]:
 
 
 def refusals() -> Iterator[str]:
-    """The messages of what cannot be served, as the code says them, by the part that refuses it."""
+    """The error messages for models that cannot be served, by the module that raises them."""
     for title, folder, words in REFUSALS:
         yield f"### {title}\n"
         for errors in error_texts(folder, words):
@@ -182,14 +182,9 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def first_sentence(family: object) -> str:
-    """Of a module's docstring."""
-    return " ".join((inspect.getdoc(family) or "").split("\n\n")[0].split())
-
-
-def one_line(kind: type) -> str:
-    """The first paragraph of a class' docstring."""
-    return " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+def first_paragraph(documented: object) -> str:
+    """The first paragraph of the docstring of a module or class."""
+    return " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
 
 
 if __name__ == "__main__":

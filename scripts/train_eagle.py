@@ -1,11 +1,10 @@
-"""Train an EAGLE-3 draft head for a model, on text that the model writes itself.
+"""Train an EAGLE-3 draft head for a model on text that the model generates.
 
     python scripts/train_eagle.py --model-path MODEL --output HEAD_FOLDER
 
-The script writes conversations with `runtime.Engine` (--generate-minutes), trains (--train-minutes) and measures
-acceptance with the server. It writes config.json, model.safetensors, README.md, evaluation.json, training.json and
-curves.png to HEAD_FOLDER. After an interruption, the same command continues. --quick runs all phases in minutes and
-makes a poor head.
+The script generates conversations with `runtime.Engine` (--generate-minutes), trains (--train-minutes) and measures acceptance. It writes
+config.json, model.safetensors, README.md, evaluation.json, training.json and curves.png to HEAD_FOLDER. After an interruption, the same
+command continues. --quick runs all phases in minutes; its head is poor.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# The package, the benchmark package and the parts of this script; child processes of the engine inherit the path.
+# The package, the benchmark package and the modules of this script; child processes of the engine inherit the path.
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "python"), str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 PHASES = ("generate", "train", "evaluate")
 COMPARE = "compare"
-"""A separate phase, which needs the figures of two runs."""
+"""A separate phase, which needs the measurements of two runs."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,7 +80,7 @@ LIMITS: tuple[tuple[Sequence[str], str, Callable[[float], bool]], ...] = (
     (("kinds_share", "hard_share", "joined_share"), "between 0 and 1", lambda value: 0 <= value <= 1),
     (("generate_minutes", "train_minutes", "learning_rate", "pass_decay"), "a positive number", lambda value: 0 < value < math.inf),
 )
-"""Options, what their values must be, and whether one is."""
+"""By option: the requirement in words, and its check."""
 QUICK = {
     "generate_minutes": 2.0, "generate_tokens": 6000, "answer_tokens": 64, "held_out": 8, "draft_vocab_size": 4096, "train_minutes": 1.0,
     "prompts": 8, "measured_tokens": 48,
@@ -118,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
 
         return compare(args.output, args.other_seed)
 
-    # Light until here: --help needs no torch.
+    # torch is imported late so that --help is fast.
     import torch
     from eagle_training.evaluation import Shape
     from eagle_training.pipeline import DTYPES, Plan, run

@@ -1,5 +1,4 @@
-"""One decode pass of each attention backend by page size: microseconds per layer, in graphs of 16 layers over the keys
-of 4.
+"""One decode pass of each attention backend by page size: microseconds per layer, in graphs of 16 layers that share the keys of 4.
 
 PYTHONPATH=python python -m benchmark.tuning.attention_backends --backends fa3,flashinfer --pages 1,16
 """

@@ -9,7 +9,7 @@ from runtime.layers.kernels.graph_timer import replay_times
 
 
 def median_us(run: Callable[[], object]) -> float:
-    """The median of nine replays, for figures."""
+    """The median of nine replays, for results."""
     return statistics.median(_times(run, 9))
 
 

@@ -1,9 +1,9 @@
-"""A decode step of Llama-3-8B with all kernels, then without attention, rotary and head in turn, with and without PDL.
+"""A decode step of Llama-3-8B with all kernels, then without attention, without rotary and without the head, with and without PDL.
 
     PYTHONPATH=python python -m benchmark.tuning.decode_step --batch-sizes 1,4,16,32 --widths 1,4
 
-The step runs without scheduler and host. A kernel that is faster alone may be slower in the step. Weights are random
-and GEMMs are autotuned.
+The step runs without scheduler and host. A kernel that is faster alone may be slower in the step. Weights are random and GEMMs are
+autotuned.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Layer:
     down: Linear
 
     def gemms(self) -> list[Gemm]:
-        """In order."""
+        """The GEMMs in execution order."""
         return [
             Gemm("linear", self.qkv, self.norm),
             Gemm("linear_add", self.o, self.norm),
@@ -103,7 +103,7 @@ def choices(ops: CudaOps, rows: int) -> dict[str, str]:
 
 
 def times(ops: CudaOps, layers: list[Layer], head: Linear, case: Case) -> dict[str, float]:
-    """Microseconds of a step with all its kernels, then without attention, rotary and head in turn."""
+    """Microseconds of a step with all its kernels, then without attention, without rotary and without the head."""
     size, width, length, tokens = case.batch, case.width, case.length, case.rows
     shape, pool, table = attention_world(size, width, length, 1, len(layers))
     attention = build_backend(case.backend, shape, pool, table)

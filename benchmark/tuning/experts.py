@@ -2,8 +2,8 @@
 
     PYTHONPATH=python python -m benchmark.tuning.experts --rows 1,4,16,64,128,256,1024,8192
 
-Up to 64 tokens the kernels for few tokens are timed, the tilings of one kernel after those of the other, and from 32 tokens
-on the grouped GEMM. The fastest belong into config/expert_tuning.py.
+Up to 64 tokens the kernels for few tokens are timed: first the tilings of one kernel, then those of the other. From 32 tokens on the
+grouped GEMM is timed. The fastest belong in config/expert_tuning.py.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:  # requires Triton, which is installed with a GPU only
 NAME = "tuning/experts"
 KEYS = ("shape", "rows", "kernel")
 TOLERANCE = 0.06
-"""Maximum relative error against the first tiling: e4m3 activations differ by more than rounding."""
+"""Maximum relative error compared with the first tiling; it is large because e4m3 activations differ by more than rounding."""
 FEW_ROWS, MANY_ROWS = 64, 32
-"""Kernels for few tokens are timed up to the first, the grouped GEMM from the second."""
+"""Kernels for few tokens are timed up to the first number of tokens, the grouped GEMM from the second one on."""
 STEPS: dict[WeightFormat, tuple[StepConfig, ...]] = {
     "dense": tuple(
         StepConfig(*config)
@@ -135,7 +135,7 @@ def _name(config: Config) -> str:
 
 
 def compile_runs(runs: Iterable[Callable[[], object]]) -> None:
-    """Compile what the runs need, side by side; those that fail are reported when they are timed."""
+    """Compile the kernels of the runs in parallel; failures are reported when the runs are timed."""
     from triton.errors import TritonError
 
     from runtime.layers.gemm.autotune import compile_all
@@ -162,7 +162,7 @@ def fastest(bench: Bench, kernel: str, configs: Sequence[Config], record: Record
 
 
 def copy_rate() -> float:
-    """TB/s of a large copy, read and written: far below 4.2, other work shares the GPU and no timing counts."""
+    """TB/s of a large copy, read and written. Far below 4.2, other work shares the GPU and timings are invalid."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / microseconds(lambda _: target.copy_(source), 4) / 1e6

@@ -1,11 +1,9 @@
-"""All promising configurations of the Triton GEMM for each GEMM of Llama-3-8B, timed in graphs behind the kernels they
-follow.
+"""All promising configurations of the Triton GEMM for each GEMM of Llama-3-8B, timed in graphs after the kernels that precede them.
 
     PYTHONPATH=python python -m benchmark.tuning.gemms --rows 1,4,16,32
 
-The tool compiles in many processes into Triton's cache. Then it times tile sizes, then prefetch distance and launch
-time of the best ones, then whole layers with the winners. Winners belong into the table of
-config/device_tuning.py.
+The tool compiles in many processes into Triton's cache. Then it times tile sizes, then prefetch distance and launch time of the best ones,
+then whole layers with the fastest. The fastest belong in the table of config/device_tuning.py.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ TILES = (
 
 @dataclass(frozen=True)
 class Gemm:
-    """One GEMM of a layer with a weight of `WEIGHTS`: its operation, and the tile heights that give enough programs."""
+    """One GEMM of a layer with a weight in `WEIGHTS`: its operation, and the tile heights that give enough programs."""
 
     name: str
     op: GemmOp
@@ -232,9 +230,7 @@ def sweep_one(bench: Bench, rows: int) -> dict[GemmChoice, float]:
 
 
 def chain(benches: Mapping[str, Bench], rows: int, winners: Mapping[str, TritonConfig]) -> dict[str, float]:
-    """Microseconds of a layer without attention and rotary: with the winners, and with one prefetch variant for all
-    GEMMs.
-    """
+    """Microseconds of a layer without attention and rotary: with the fastest configurations, and with one prefetch variant for all."""
     ops, norm = benches["qkv"].ops, benches["qkv"].norm
     h = torch.randn((rows, SHAPE.hidden), device="cuda")
     attended = torch.randn((rows, SHAPE.hidden), device="cuda").to(BF16)

@@ -1,9 +1,9 @@
-"""GEMMs by FP8 weights next to bfloat16: the tilings for few rows, and what torch offers for prompts.
+"""GEMMs with FP8 weights and with bfloat16: the tilings for few rows, and torch's GEMMs for prompts.
 
     PYTHONPATH=python python -m benchmark.tuning.scaled_gemms --rows 1,4,16,32,64,128,8192
 
-Weights are those of the attention of Qwen3-30B-A3B and of an 8B model's MLP. Up to 512 rows kernels with activations in bfloat16 are
-timed, above 128 rows GEMMs of e4m3 by e4m3.
+Weights are those of the attention of Qwen3-30B-A3B and of an 8B model's MLP. Up to 512 rows, kernels with bfloat16 activations are timed;
+above 128 rows, GEMMs with e4m3 activations.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def few_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tens
 
 
 def many_rows(x: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tensor) -> dict[str, Call]:
-    """GEMMs of e4m3 rows by e4m3 weights, which include the quantisation of the rows, and widened weights."""
+    """GEMMs with e4m3 activations, including their quantisation, and GEMMs with weights converted to bfloat16."""
     from runtime.layers.gemm.quantized_rows import quantize_rows, quantized_gemm
     from runtime.layers.gemm.widen import widen
 
@@ -80,7 +80,7 @@ def timed(calls: Mapping[str, Call], count: int) -> dict[str, float | str]:
         try:
             call(0)
             found[name] = round(microseconds(call, count), 1)
-        except Exception as error:  # what a library refuses is a result
+        except Exception as error:  # a refusal by a library is a result
             found[name] = f"{type(error).__name__}: {str(error)[:120]}"
     return found
 

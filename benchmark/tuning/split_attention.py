@@ -1,10 +1,9 @@
-"""Configurations of split-KV attention next to FA3: microseconds per layer in graphs of 32 layers, each over its own
-keys.
+"""Configurations of split-KV attention compared with FA3: microseconds per layer in graphs of 32 layers, each with its own keys.
 
     PYTHONPATH=python python -m benchmark.tuning.split_attention
 
-The heads are those of Llama-3-8B. Each result is compared with FA3's before it is timed. The last table shows where
-split attention should replace FA3, and the best configurations should be the defaults.
+The heads are those of Llama-3-8B. Each result is compared with FA3's before it is timed. The last table shows where split attention should
+replace FA3; the best configurations should be the defaults.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "64x3 3/SM dealt": {"tile": 64, "num_warps": 4, "stages": 3, "programs_per_sm": 3, "scheduled": True},
     "128x3 1/SM dealt": {"tile": 128, "num_warps": 4, "stages": 3, "programs_per_sm": 1, "scheduled": True},
 }
-"""Fields of `SplitConfig` by name: keys per tile x stages, programs per multiprocessor if not 2, and `dealt` if
-scheduled.
-"""
+"""Fields of `SplitConfig` by name: keys per tile x stages, programs per multiprocessor if not 2, and `dealt` if scheduled."""
 TOLERANCE = 2e-2
 """Maximum relative error per query and head in bfloat16."""
 POOL_PAGE = 64
@@ -190,7 +187,7 @@ def compare(name: str, case: Case, got: Sequence[torch.Tensor], want: Sequence[t
 
 
 def row(case: Case, times: dict[str, float], rate: float | None) -> Row:
-    """A result row of a case, from the microseconds per layer of FA3 and of each configuration."""
+    """A result row of a case. `times`: microseconds per layer of FA3 and of each configuration."""
     roof = attention_roof_us(case.batch, case.length, rate)
     split = {name: round(spent, 1) for name, spent in times.items() if name != "FA3"}
     found: Row = {**case._asdict(), **({} if roof is None else {"roof us": round(roof, 1)})}
@@ -207,7 +204,7 @@ def line(row: Row) -> str:
 
 
 def choice(rows: Sequence[Row], config: str) -> list[str]:
-    """FA3's time / that of one configuration, by width and batch: minimum and mean over the lengths."""
+    """FA3's time divided by that of one configuration, by width and batch: minimum and mean over the lengths."""
     ratios: dict[tuple[int, int], list[float]] = {}
     for row in rows:
         ratios.setdefault((row["width"], row["batch"]), []).append(row["FA3 us"] / row["split us"][config])

@@ -1,8 +1,8 @@
-"""Each kernel that autotuning timed for a GEMM, alone and within a decode pass whose other GEMMs keep their kernels.
+"""Times each kernel that autotuning considered for a GEMM, alone and within a decode pass whose other GEMMs keep their kernels.
 
     PYTHONPATH=python python -m benchmark.tuning.step_choices --rows 1,4,16
 
-A kernel that is faster alone may leave less of a multiprocessor to the one that follows it. Weights are random.
+A kernel that is faster alone may leave fewer resources of a multiprocessor for the next kernel. Weights are random.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The data that kernels are timed on: random weights, KV and batches with the sizes of Llama-3-8B, and the roof of its
-attention.
-"""
+"""The data that kernels are timed on: random weights, KV and batches with the sizes of Llama-3-8B, and the roof of its attention."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def attention_roof_us(batch: int, length: float, rate: float | None) -> float | 
 
 
 def linear(name: str, device: torch.device = CUDA) -> Linear:
-    """A random weight of `WEIGHTS`, scaled so that the outputs of its GEMM have the size of the inputs."""
+    """A random weight of `WEIGHTS`, scaled so that the outputs of its GEMM have the magnitude of the inputs."""
     size = WEIGHTS[name]
     return Linear.dense(torch.empty(size, dtype=BF16, device=device).normal_(std=size[1] ** -0.5))
 
@@ -93,7 +91,7 @@ def attention_shape(layers: int, size: int, width: int, context: int) -> Attenti
 def attention_world(
     size: int, width: int, length: int, page_size: int, layers: int, device: torch.device = CUDA
 ) -> tuple[AttentionShape, KVPool, PageTable]:
-    """Shape, pool and page table for a backend, with room for a few tokens more than `length`."""
+    """Shape, pool and page table for a backend, with capacity for a few tokens more than `length`."""
     table = page_table(size, length + 64, page_size, device)
     shape = attention_shape(layers, size, width, table.max_pages * page_size)
     return shape, kv_pool(layers, size * table.max_pages, page_size, device), table

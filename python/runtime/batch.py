@@ -64,7 +64,7 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What the device side can hold; admission follows from it.
+    """The capacity of the device side, on which admission is based.
 
     Attributes:
         max_total_tokens: KV slots that requests may use, a multiple of `page_size`; pages are numbered
@@ -337,10 +337,10 @@ class BatchResult:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationChange:
-    """What an operator sets while the server runs. None leaves a value as it is.
+    """Settings that an operator changes while the server runs. None leaves a value unchanged.
 
     Attributes:
-        depth: K of the following steps, less where the batch or its requests allow less; -1: as configured.
+        depth: K of the following steps, or less if the batch or its requests allow only less; -1 for the configured depth.
         acceptance: synthetic acceptance by draft position, all depths.
     """
 
@@ -364,7 +364,7 @@ class Worker(Protocol):
 
     @property
     def limits(self) -> WorkerLimits:
-        """What the device side can hold."""
+        """The capacity of the device side."""
         ...
 
     def submit(self, batch: ScheduleBatch) -> Pending:
@@ -372,11 +372,11 @@ class Worker(Protocol):
         ...
 
     def info(self) -> WorkerInfo:
-        """What was chosen and measured at start-up, and counters since."""
+        """Choices and measurements of the start-up, and counters since."""
         ...
 
     def change_speculation(self, change: SpeculationChange) -> None:
-        """Apply `change` after all steps that were submitted. Raises `RequestError` where this worker cannot."""
+        """Apply `change` after all steps that were submitted. Raises `RequestError` if this worker cannot."""
         ...
 
     def start_profile(self, folder: str) -> None:

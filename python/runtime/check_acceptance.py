@@ -184,7 +184,7 @@ def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list
 def open_worker(
     config: RuntimeConfig, model_config: ModelConfig, replay: ReplayKind | None = None, sizes: list[int] | None = None
 ) -> Iterator[Worker]:
-    """A worker in this process, with plain decoding beside drafts; rank 0 of several with --tp-size."""
+    """A worker in this process that can run plain decoding as well as drafts; rank 0 of several with --tp-size."""
     from runtime.model_executor.build import build_worker
     from runtime.model_executor.context import BuildOptions
 
@@ -243,7 +243,7 @@ class Session:
     in_turn: bool = False
 
     def run(self) -> Outcome:
-        """Acceptance, and the texts of all prompts. Raises `ServingError` where a request fails.
+        """Acceptance, and the texts of all prompts. Raises `ServingError` if a request fails.
 
         If drafting is disabled above some batch size, the first prompts run in batches small enough to draft, and the last
         ones together. If there are too few prompts for both, some run in both; their texts are concatenated.

@@ -137,7 +137,7 @@ def covered(answers: Iterable[Sequence[int]], hot: Iterable[int]) -> float:
 
 
 def save(hot: Sequence[int], path: Path) -> None:
-    """Write the map. Raises `ConfigError` where the file cannot be written."""
+    """Write the map. Raises `ConfigError` if the file cannot be written."""
     import torch
 
     try:

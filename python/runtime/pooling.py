@@ -1,4 +1,4 @@
-"""What a prompt is reduced to, for requests that want numbers instead of text."""
+"""How a prompt is pooled, for requests that return numbers instead of text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PoolingName = Literal["mean", "last"]
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for numbers: no text is generated.
+    """Options of a request that returns numbers and generates no text.
 
     Attributes:
         kind: `mean` and `last` give hidden states after the final norm, float32 [hidden]; `labels` gives
             log-probabilities of the next token, one per label.
-        label_ids: the tokens that `labels` asks for.
+        label_ids: the tokens whose log-probabilities `labels` returns.
     """
 
     kind: PoolingName | Literal["labels"]

@@ -52,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     At most one of `json_schema` (the schema as JSON text), `regex`, `ebnf` and `structural_tag` (JSON text) is given: the
     output then follows that grammar. With `grammar_after` the output is free until these tokens appear in it one after
-    the other, and the grammar starts behind them.
+    the other, and the grammar starts after them.
 
     Of each draft window at most `speculative_num_steps` drafts are accepted; 0 decodes without drafts.
     """
@@ -115,7 +115,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request that leaves a field out is sampled with. None: the default of `SamplingParams`."""
+    """The values of fields that are absent from a request; None for the default of `SamplingParams`."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None

@@ -126,7 +126,7 @@ def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def tune(options: Options, args: ServerArgs) -> SpeculativeTuning:
-    """Measure chains, then trees, print both, and choose. Raises `ConfigError` where there is nothing to choose."""
+    """Measure chains, then trees, print both, and choose. Raises `ConfigError` if there is nothing to choose."""
     config, model_config = chain_config(args)
     sizes = batch_sizes(config, options)
     opening = time.perf_counter()

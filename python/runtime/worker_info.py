@@ -82,7 +82,7 @@ class DepthClass(msgspec.Struct, frozen=True):
 
 
 class DepthInfo(msgspec.Struct, frozen=True):
-    """What the depth controller chose and what it goes by.
+    """The depth controller's choices and estimates.
 
     Attributes:
         chosen: iterations by depth.
@@ -119,7 +119,7 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 class WorkerInfo(msgspec.Struct):
-    """What a worker chose and measured at start-up, and its counters since.
+    """A worker's choices and measurements of the start-up, and its counters since.
 
     Attributes:
         startup_seconds: by phase.

@@ -1,1 +1,1 @@
-"""Training of EAGLE-3 draft heads: the parts of `scripts/train_eagle.py`."""
+"""The modules of `scripts/train_eagle.py`, which trains EAGLE-3 draft heads."""

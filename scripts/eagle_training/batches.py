@@ -21,12 +21,12 @@ class Batch:
     """Rows of text.
 
     Attributes:
-        ids: int64 [B, L], zero behind the end of a row.
-        depth: int32 [B, L]. At a position that sees `n + 1` tokens of an answer, including its own, and predicts the
-            next: `n`; elsewhere -1. Pass `i` of a chain trains there if `n >= i`: its base is then the token before the
-            answer or a later one, as in serving. It stays on the CPU.
+        ids: int64 [B, L], zero after the end of a row.
+        depth: int32 [B, L], on the CPU. `n` at a position that sees `n + 1` tokens of an answer, including its own, and predicts the next
+            one; -1 elsewhere. Pass `i` of a chain trains there if `n >= i`: its base is then the token before the answer or a later one,
+            as in serving.
         tokens: number of tokens without padding.
-        numbers: int64 [B], the rows' places in the list of all rows; empty if there is none.
+        numbers: int64 [B], the rows' indices in the list of all rows; empty if there is no such list.
     """
 
     ids: torch.Tensor
@@ -72,7 +72,7 @@ def row_lengths(rows: Sequence[Sequence[Conversation]], max_length: int) -> npt.
 
 
 def epoch_batches(lengths: npt.NDArray[np.int64], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """The batches of one epoch as row numbers, of rows of similar length; a padded batch has at most `batch_tokens` tokens."""
+    """The batches of one epoch, as row numbers. Rows of a batch have similar lengths; a padded batch has at most `batch_tokens` tokens."""
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(lengths))
     padded = -(-lengths // ROUND_TO) * ROUND_TO

@@ -1,8 +1,7 @@
 """Attention of a later draft pass: causal over pass 0, and over the later passes of the query's own base.
 
-The first part is a flash-attention kernel. Its result is merged with the second by their log-sum-exp, and its backward
-kernel takes the merged output and log-sum-exp, as ring attention does (Liu et al. 2023, arXiv:2310.01889), so that no
-L x L matrix is stored.
+A flash-attention kernel computes the first part. Its result is merged with the second part by their log-sum-exp, and its backward kernel
+gets the merged output and log-sum-exp, as in ring attention (Liu et al. 2023, arXiv:2310.01889). So no L x L matrix is stored.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 TOLERANCE = 0.03
-"""Largest difference of kernel and definition in `kernel_agrees`, relative to the largest value."""
+"""Largest difference between kernel and definition that `kernel_agrees` accepts, relative to the largest value."""
 
 
 def definition(q: torch.Tensor, first: Pair, own: Sequence[Pair]) -> torch.Tensor:
@@ -42,14 +41,14 @@ def definition(q: torch.Tensor, first: Pair, own: Sequence[Pair]) -> torch.Tenso
 
 
 def chain_attention(q: torch.Tensor, first: Pair, own: Sequence[Pair]) -> torch.Tensor:
-    """The same as `definition`, by the flash-attention kernel."""
+    """The same as `definition`, with the flash-attention kernel."""
     groups = q.shape[1] // first[0].shape[1]
     wide = [tensor.repeat_interleave(groups, 1) for pair in (first, *own) for tensor in pair]
     return _ChainAttention.apply(q.contiguous(), *wide)  # type: ignore[return-value]
 
 
 def kernel_agrees(q_heads: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `chain_attention` gives what `definition` gives here, forward and backward, on random values."""
+    """Whether `chain_attention` agrees with `definition` on this device, forward and backward, on random values."""
     g = torch.Generator().manual_seed(0)
 
     def random(heads: int) -> torch.Tensor:
@@ -105,7 +104,7 @@ class _ChainAttention(torch.autograd.Function):
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
-    """Causal attention: the output, its log-sum-exp float32 [B, H, L], and what the backward kernel needs besides."""
+    """Causal attention: the output, its log-sum-exp float32 [B, H, L], and the further inputs of the backward kernel."""
     aten = torch.ops.aten
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)

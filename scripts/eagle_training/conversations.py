@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 LONGEST_PERIOD = 64
 SHORTEST_LOOP = 48
-"""An ending is a loop if at least this many tokens repeat, at least `LEAST_TURNS` times."""
-LEAST_TURNS = 3
-KEPT_TURNS = 2
+"""An ending is a loop if at least this many tokens repeat, at least `MIN_REPEATS` times."""
+MIN_REPEATS = 3
+KEPT_REPEATS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +46,23 @@ class Conversation:
 def loop_period(ids: Sequence[int] | npt.NDArray[np.int32]) -> tuple[int, int]:
     """(period, repeated tokens) of the loop at the end of `ids`; (0, 0) if there is none."""
     row = np.asarray(ids)
-    for period in range(1, min(LONGEST_PERIOD, len(row) // LEAST_TURNS) + 1):
+    for period in range(1, min(LONGEST_PERIOD, len(row) // MIN_REPEATS) + 1):
         same = row[period:] == row[:-period]
         run = len(same) if same.all() else int(np.argmin(same[::-1]))
         repeated = run + period if run else 0
-        if repeated >= max(SHORTEST_LOOP, LEAST_TURNS * period):
+        if repeated >= max(SHORTEST_LOOP, MIN_REPEATS * period):
             return period, repeated
     return 0, 0
 
 
 def cut_loop(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """`ids` with at most `KEPT_TURNS` turns of the loop at its end."""
+    """`ids` with at most `KEPT_REPEATS` repetitions of the loop at its end."""
     period, repeated = loop_period(ids)
-    return ids if period == 0 else ids[: len(ids) - repeated + KEPT_TURNS * period]
+    return ids if period == 0 else ids[: len(ids) - repeated + KEPT_REPEATS * period]
 
 
 class ShardFolder:
-    """Conversations in numbered files of a folder and its subfolders, written atomically, and notes about how they were made."""
+    """Conversations in numbered files in a folder and its subfolders, written atomically, and notes about their origin."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -16,7 +16,7 @@ from runtime.model_executor.acceptance import AcceptanceCounters
 
 
 def walk(hits: npt.NDArray[np.bool_], first_base: int, length: int) -> list[int]:
-    """Accept lengths of one answer, the bonus token included.
+    """Accept lengths of one answer, including the bonus token.
 
     Args:
         hits: [K, L]. Whether pass `i` at base `b` predicts the token at `b + i + 2`.
@@ -59,7 +59,7 @@ def _hits(head: EagleHead, target: FrozenTarget, some: Sequence[Conversation], p
     with torch.autocast(target.device.type, amp, enabled=amp != torch.float32):
         for i, h in enumerate(head.unroll(batch.ids, features, passes)):
             guesses = torch.stack([vocabulary[head.logits(row).argmax(-1)] for row in h])
-            # Behind the end of a row there are zeros, which `walk` never reads.
+            # After the end of a row there are zeros, which `walk` never reads.
             wanted = torch.nn.functional.pad(batch.ids[:, i + 2 :], (0, min(i + 2, batch.ids.shape[1])))
             found.append(guesses == wanted)
     return torch.stack(found, dim=1).cpu().numpy()

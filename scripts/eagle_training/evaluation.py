@@ -1,4 +1,4 @@
-"""Acceptance measured by the server: `runtime.Engine` answers prompts greedily with the head."""
+"""Measures acceptance with `runtime.Engine`, which answers prompts greedily with the head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runtime.text.tokenizer import Tokenizer
 ASSETS = Path(runtime.__file__).parent / "assets"
 CHAT_PROMPTS, EVERYDAY = ASSETS / "chat_prompts.jsonl", ASSETS / "everyday_prompts.jsonl"
 NO_TEMPLATES, TEMPLATES = "everyday, kinds without templates", "everyday, kinds with templates"
-"""The two sets of `EVERYDAY`: kinds of prompts that `prompts.yaml` and so the training text lack, and those that it has."""
+"""The two sets of `EVERYDAY`: kinds of prompts that are not in `prompts.yaml`, and so not in the training text, and kinds that are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,16 @@ class PromptSet:
     kinds: Sequence[str]
 
     def first(self, count: int) -> PromptSet:
-        """At most `count` of them."""
+        """The first prompts, at most `count`."""
         return PromptSet(self.name, self.prompts[:count], self.kinds[:count])
 
     def every(self, step: int) -> PromptSet:
-        """Every `step`-th prompt, from all kinds."""
+        """Every `step`-th prompt."""
         return PromptSet(self.name, self.prompts[::step], self.kinds[::step])
 
 
 def read_prompts(name: str, path: Path, held_out: bool | None = None) -> PromptSet:
-    """Read a file of {"kind", "prompt"} lines; with `held_out` those whose field of this name has the value."""
+    """Read a file of {"kind", "prompt"} lines. With `held_out`, only lines whose field `held_out` has this value."""
     if not path.is_file():
         raise SystemExit(f"{path} is missing; run the generate phase first")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -78,7 +78,7 @@ def read_prompts(name: str, path: Path, held_out: bool | None = None) -> PromptS
 
 
 def measure(model: Mapping[str, Any], head: Path, shape: Shape, sets: Sequence[PromptSet], new_tokens: int) -> list[dict[str, Any]]:
-    """Start a server with the head and answer all sets.
+    """Start an engine with the head and answer all sets.
 
     Args:
         model: options of `Engine` for the target and the device.

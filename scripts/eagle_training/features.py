@@ -1,4 +1,4 @@
-"""What the frozen target says about each row of text, computed once and kept on the device for all epochs."""
+"""The frozen target's states and predictions for each row of text, computed once and kept on the device for all epochs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ CPU_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The target over a batch.
+    """The target's outputs for a batch.
 
     Attributes:
-        features: [B, L, 3 * H]. `hidden`: [B, L, H], after the final norm.
-        best: int32 [B, L], the most likely next token of positions in answers; elsewhere any value.
+        features: [B, L, 3 * H].
+        hidden: [B, L, H], after the final norm.
+        best: int32 [B, L], the most likely next token at positions in answers; undefined elsewhere.
     """
 
     features: torch.Tensor
@@ -33,7 +34,7 @@ class Seen:
 
 
 def see(target: FrozenTarget, batch: Batch) -> Seen:
-    """Run the target over a batch."""
+    """Run the target on a batch."""
     features, hidden = target.run(batch.ids)
     best = torch.zeros(batch.ids.numel(), dtype=torch.int32, device=target.device)
     places = torch.nonzero(batch.depth.flatten() >= 0).flatten().to(target.device)
@@ -44,7 +45,7 @@ def see(target: FrozenTarget, batch: Batch) -> Seen:
 
 
 class FeatureCache:
-    """Keeps the target's states of rows, without padding; if they do not fit into memory, it keeps nothing."""
+    """Caches the target's outputs by row, without padding; caches nothing if they do not fit into memory."""
 
     def __init__(self, target: FrozenTarget, lengths: npt.NDArray[np.int64]) -> None:
         self._target, self._lengths = target, lengths
@@ -61,7 +62,7 @@ class FeatureCache:
         self._kept = Seen(*(torch.empty(size, dtype=dtype, device=target.device) for size, dtype in sizes))
 
     def get(self, batch: Batch) -> Seen:
-        """The target over a batch of numbered rows, from memory if all of them are known."""
+        """The target's outputs for a batch of numbered rows, from the cache if it has all of them."""
         kept = self._kept
         if kept is None or len(batch.numbers) == 0:
             return see(self._target, batch)

@@ -1,13 +1,11 @@
-"""The trainable EAGLE-3 head: a plain form of `runtime.models.eagle3.LlamaForCausalLMEagle3`, unrolled over its own
-states.
+"""The trainable EAGLE-3 head: a plain form of `runtime.models.eagle3.LlamaForCausalLMEagle3`, unrolled over its own states.
 
 Source: EAGLE-3, Li et al. 2025, arXiv:2503.01840 (training-time test). Tensor names follow the published checkpoints.
 
-Position `b` of pass 0 reads the token at `b + 1` and the target's states at `b`, and predicts the token at `b + 2`.
-Pass `i` continues from
-each base `b` independently: at position `b + i` it reads the token at `b + i + 1` and the head's state of pass `i - 1`
-at base `b`, predicts the token at `b + i + 2`, and attends to pass 0 up to `b` and to the later passes of its own base.
-The server's draft-extend and draft-decode passes compute the same if all drafts so far are correct.
+Position `b` of pass 0 reads the token at `b + 1` and the target's states at `b`, and predicts the token at `b + 2`. Pass `i` continues
+from each base `b` independently: at position `b + i` it reads the token at `b + i + 1` and the head's state of pass `i - 1` at base `b`,
+predicts the token at `b + i + 2`, and attends to pass 0 up to `b` and to the later passes of its own base. The server's draft-extend and
+draft-decode passes compute the same if all drafts so far are correct.
 """
 
 from __future__ import annotations
@@ -45,12 +43,12 @@ SCALING_FIELDS = {
         "magnitude": "attention_factor",
     },
 }
-"""The fields of a rotary scaling, besides kind and factor, and their names in config.json."""
+"""The fields of a rotary scaling, other than kind and factor, and their names in config.json."""
 
 
 def head_config(target: ModelConfig, intermediate_size: int, draft_vocab_size: int) -> ModelConfig:
-    """Sizes of a head with the width, the attention heads and the rotary embedding of its target; the embedding is unscaled
-    where heads are not published with the target's scaling.
+    """The configuration of a head with the width, the attention heads and the rotary embedding of its target. The rotary embedding is
+    unscaled if published heads do not have the target's kind of scaling.
     """
     scaling = target.rope_scaling
     return ModelConfig(
@@ -90,7 +88,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of the chain of passes; `later` is `chain_attention.definition` or its fast form."""
+    """Attention of the chain of passes; `later` is `chain_attention.definition` or `chain_attention.chain_attention`."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -133,7 +131,7 @@ class Mlp(nn.Module):
 
 
 class MidLayer(nn.Module):
-    """The only block; it reads the token's embedding and the state."""
+    """The head's only block; it reads the token's embedding and the state."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -151,10 +149,10 @@ class MidLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The head with the frozen tensors that it reads.
+    """The head and the frozen tensors that it reads.
 
-    The channels of the features differ in size by orders of magnitude, so `fc` learns on features divided by
-    `feature_size`; `export` folds the division into its weight.
+    The channels of the features differ in magnitude by orders, so `fc` is trained on features divided by `feature_size`; `export` folds
+    the division into its weight.
 
     Attributes:
         config: the result of `head_config`.
@@ -194,13 +192,13 @@ class EagleHead(nn.Module):
             self.norm.weight.copy_(final_norm)
 
     def continue_from(self, folder: Path, target_head: torch.Tensor) -> None:
-        """Take the weights of a trained head of the same target; what it lacks starts without effect.
+        """Load the weights of a trained head of the same target. Weights that it lacks are initialised so that they have no effect.
 
-        A wider MLP keeps its new inputs and gets zeros as new outputs. A row of the LM head for a token that the trained
-        head does not draft is the target's, scaled to the trained rows.
+        A wider MLP keeps its new input weights and gets zeros as new output weights. The LM head's row for a token that the trained head
+        does not draft is the target's, scaled to the trained rows.
 
         Raises:
-            SystemExit: its tensors do not fit into this head.
+            SystemExit: the trained head's tensors do not fit into this head.
         """
         old = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
         for name, parameter in self.named_parameters():
@@ -265,14 +263,14 @@ class EagleHead(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE to [B, heads, L, head_dim] with rows [L, head_dim] of the table; float32."""
+    """Apply RoPE to x [B, heads, L, head_dim] with the rows [L, head_dim] of the table; returns float32."""
     cos, sin = cos_sin.chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def aux_json(aux_layers: tuple[int, ...]) -> dict[str, object]:
-    """The fields of config.json that name the layers whose outputs are the features: one below those whose inputs they are."""
+    """The config.json fields for the auxiliary layers. They name layers by output, so each number is one less than in `aux_layers`."""
     return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux_layers], "use_aux_hidden_state": True}}
 
 

@@ -15,10 +15,10 @@ import yaml
 FILE = Path(__file__).with_name("prompts.yaml")
 SLOT = re.compile(r"\{(\w+)\}|\{(\d+)-(\d+)\}")
 OWN = "own"
-"""The slot of a text that the model wrote itself."""
+"""The slot for a text that the model wrote itself."""
 SYSTEM_SHARE, FOLLOW_UP_SHARE = 0.25, 0.3
 CASUAL_SHARE, PLEASE_SHARE = 0.12, 0.06
-"""Shares of turns in lower case without a full stop, and with a word of politeness."""
+"""Shares of turns in lower case without a full stop, and with "please" or "thanks"."""
 HELD_OUT_KINDS = re.compile(
     r"\b(recipe|cook|cooking|bak(e|ed|ing)|boil|dish|dishes|dinner|breakfast|lunch|ingredient|meal|food|pasta|pizza|soup|salad|sauce|"
     r"travel|trip|itinerary|vacation|holiday|tourist|sightseeing|flight|hiking|skiing|hotel|weekend in|places to see|"
@@ -29,12 +29,12 @@ HELD_OUT_KINDS = re.compile(
     r"pros and cons",
     re.IGNORECASE,
 )
-"""Words of the kinds that no head is trained on (`everyday_prompts.jsonl`), so that they measure unseen kinds."""
+"""Words of the kinds that are excluded from training (`everyday_prompts.jsonl`), so that these kinds measure unseen prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A user's first turn, with what stands before it and comes after it.
+    """A user's first turn, with the system prompt before it and the follow-up after it.
 
     Attributes:
         system: the system prompt, or None for the template's own.
@@ -46,7 +46,7 @@ class Turn:
     follow_up: str | None = None
 
     def messages(self, answer: str | None = None) -> list[dict[str, Any]]:
-        """The chat up to the first answer, or up to the second one after the text of the first."""
+        """The chat before the first answer, or, given the text of the first, before the second answer."""
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         chat = [*before, {"role": "user", "content": self.prompt}]
         if answer is None:
@@ -62,14 +62,14 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PromptKinds:
-    """Templates of user turns by kind, and the lists that fill them."""
+    """Templates of user turns by kind, and the word lists that fill their slots."""
 
     def __init__(self, path: Path = FILE) -> None:
         self._file = msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), _File)
         self.names = tuple(self._file.kinds)
 
     def draw(self, rng: np.random.Generator, own_texts: Sequence[str] = ()) -> Turn:
-        """A turn of a random kind.
+        """Draw a turn of a random kind.
 
         Args:
             own_texts: texts of the model, for templates that ask about a text.
@@ -85,7 +85,7 @@ class PromptKinds:
         return Turn(prompt, system, follow_up)
 
     def fill(self, template: str, rng: np.random.Generator, own_texts: Sequence[str] = ()) -> str:
-        """`template` with all slots filled; what is not the name of a list stays as it is."""
+        """Fill all slots of `template`; a slot that is not the name of a list stays unchanged."""
 
         def value(match: re.Match[str]) -> str:
             name, low, high = match.groups()

@@ -13,12 +13,12 @@ CHUNK = 8192
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """The target at N positions; its distribution over the draft's vocabulary is computed where it is needed.
+    """The target at N positions. Its distribution over the draft's vocabulary is computed on demand.
 
     Attributes:
         hidden: [N, H], the target's states after its final norm.
         weight: [Vd, H], the rows of the target's LM head for the draft's vocabulary.
-        best: int64 [N], the draft id of the target's most likely token, -1 if the draft has none.
+        best: int64 [N], the draft id of the target's most likely token; -1 if it is not in the draft's vocabulary.
         cap: the target's limit on its logits; 0 for none.
     """
 
@@ -38,7 +38,7 @@ class Teacher:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` in float32, summed and kept so on CUDA."""
+    """`x @ weight.T` as float32; on CUDA the result of the GEMM is not rounded first."""
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
     return (x @ weight.T).float()
@@ -47,11 +47,11 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def compare(
     scores: torch.Tensor, taught: torch.Tensor, best: torch.Tensor, hard_share: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of each row of logits, the most likely ids, and the loss's gradient by `scores`.
+    """The loss of each row of logits, the most likely ids, and the gradient of the loss with respect to `scores`.
 
     Args:
         scores: [n, Vd], the draft's logits.
-        taught: float32 [n, Vd], the target's.
+        taught: float32 [n, Vd], the target's logits.
         best, hard_share: see `cross_entropy`.
 
     Returns:
@@ -108,8 +108,8 @@ def cross_entropy(
     Args:
         x: float32 [N, H], after the head's norm.
         weight: float32 [Vd, H].
-        hard_share: weight of the target's most likely token; the rest is its distribution. Greedy acceptance needs the
-            first, sampled acceptance the second.
+        hard_share: weight of the one-hot target at the most likely token; the rest is the weight of the target's distribution. Greedy
+            acceptance needs the former, sampled acceptance the latter.
         dtype: dtype of the GEMMs.
 
     Returns:

@@ -14,7 +14,7 @@ WARPS = 8
 
 @triton.jit
 def _compare(scores, taught, best, losses, guesses, hard_share, width: tl.constexpr, block: tl.constexpr):
-    """One program: one row."""
+    """Process one row of logits per program."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, block)
     inside = cols < width

@@ -13,14 +13,15 @@ KEPT_OUT = (
     "The kinds without templates were kept out of training: prompts of the model with a keyword of these kinds were dropped; "
     "a few without a keyword may remain."
 )
-"""How `kinds.is_held_out_kind` keeps the kinds apart that measure a head."""
+"""How `kinds.is_held_out_kind` excludes the kinds that are used for evaluation."""
 
 
 def model_card(run: Mapping[str, Any], evaluation: Sequence[Mapping[str, Any]]) -> str:
     """The card as Markdown.
 
-    Args: run: the notes of `pipeline`: `model`, `head`, `data`, `training`, each with command, commit and machine, and
-            `other_seeds` if heads with other seeds were compared.
+    Args:
+        run: the notes of `pipeline`: `model`, `head`, `data`, `training`, each with command, commit and machine, and `other_seeds` if
+            heads with other seeds were compared.
         evaluation: rows of `evaluation.measure`, with the commit and machine that `pipeline` adds.
     """
     measured = [_acceptance(run, evaluation), _repeat(evaluation)]
@@ -81,7 +82,7 @@ def _acceptance(run: Mapping[str, Any], evaluation: Sequence[Mapping[str, Any]])
 
 
 def _repeat(evaluation: Sequence[Mapping[str, Any]]) -> str:
-    """How to repeat the measurement: one command per device, and where it was measured."""
+    """How to repeat the measurement: one command per device, and the machines."""
     runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in evaluation:
         runs.setdefault((row["device"], row["dtype"]), []).append(row)

@@ -1,4 +1,4 @@
-"""Openers of user turns: most turns start freely, some with one of these, so that topics and kinds of request vary."""
+"""Openers of user turns. Many turns start without one, the others with one of these, so that topics and kinds of request vary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three phases of making a head: generate data, train, evaluate. Each can be interrupted and resumed."""
+"""The three phases of training a head: generate data, train, evaluate. Each can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from runtime.text.tokenizer import Tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHOWN_SIZES = (4096, 6144, 8192, 10240, 12288, 16384)
 CONTEXT = 2048
-"""Context length of the engines: longer than any conversation here, with little KV."""
+"""Context length of the engines: longer than any conversation here, and small enough for a small KV cache."""
 KV_TOKENS = 768
 """Tokens of KV per running request, on CUDA."""
 MEASURED_TOGETHER = 256
@@ -57,14 +57,15 @@ class Plan:
 
     Attributes:
         source: the target.
-        output: folder of the head. `work`: folder of data and checkpoints; evaluation does not need it.
+        output: folder of the head.
+        work: folder of data and checkpoints; evaluation does not need it.
         device, dtype: device of target and training, and the dtype of GEMMs.
-        quantization: quantisation of the engine that writes the data (CPU).
+        quantization: quantisation of the engine that generates the data (CPU).
         aux_layers: None for the default layers.
         shapes: the measured shapes.
         prompts: maximum number of held-out prompts.
         measured_tokens: maximum length of measured answers.
-        engines: number of engines that write text side by side.
+        engines: number of engines that generate text in parallel.
         initial_head: folder of a head to continue from, or None.
     """
 
@@ -89,9 +90,7 @@ class Plan:
     initial_head: Path | None
 
     def engine_options(self, sizes: Sequence[int], most: int) -> dict[str, Any]:
-        """Options of an `Engine` for the target with at most `most` running requests; `sizes` are captured batch sizes,
-        on CUDA.
-        """
+        """Options of an `Engine` for the target with at most `most` running requests; on CUDA, `sizes` are the captured batch sizes."""
         most = min(self.batch_limit, most)
         options: dict[str, Any] = {
             "model_path": self.source.weights_folder,
@@ -115,7 +114,7 @@ class Notes:
     """Notes of the phases for the model card, in `run.json` next to the head."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `ConfigError` for a folder that cannot be made."""
+        """Raises `ConfigError` if the folder cannot be created."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -130,7 +129,7 @@ class Notes:
 
 
 def run(plan: Plan, phases: Sequence[str]) -> None:
-    """Run `phases` of generate, train, evaluate, in this order. Raises `ConfigError` where no server could run the head."""
+    """Run those of generate, train and evaluate that are in `phases`, in this order. Raises `ConfigError` if no server can run the head."""
     check_head(plan)
     notes = Notes(plan.output)
     notes.put("model", plan.source.served_name)
@@ -155,7 +154,7 @@ def check_head(plan: Plan) -> None:
 
 
 def generate(plan: Plan, notes: Notes) -> None:
-    """Write conversations until there are enough, and the held-out prompts next to the head."""
+    """Generate conversations until there are enough, and write the held-out prompts next to the head."""
     if plan.engines == 1:
         write_part(plan, 0)
     else:
@@ -189,7 +188,7 @@ def data_folder(plan: Plan) -> Path:
 
 
 def write_part(plan: Plan, part: int) -> None:
-    """Write one engine's part of the text; the first part has the held-out prompts."""
+    """Generate one engine's part of the text; the first part has the held-out prompts."""
     amount = dataclasses.replace(
         plan.amount, part=part, tokens=plan.amount.tokens // plan.engines, held_out=0 if part else plan.amount.held_out
     )
@@ -202,7 +201,7 @@ def write_part(plan: Plan, part: int) -> None:
 
 
 def load_data(plan: Plan) -> list[Conversation]:
-    """All conversations, without those for training whose prompt is held out."""
+    """All conversations, except training conversations whose prompt is held out."""
     conversations = ShardFolder(data_folder(plan)).load()
     held_out = {key_of(c.prompt) for c in conversations if c.held_out}
     return [c for c in conversations if c.held_out or key_of(c.prompt) not in held_out]
@@ -267,7 +266,7 @@ def load_target(plan: Plan) -> FrozenTarget:
 def choose_vocabulary(
     plan: Plan, notes: Notes, target: FrozenTarget, train_set: Sequence[Conversation], held_out: Sequence[Conversation]
 ) -> np.ndarray:
-    """The draft's vocabulary; prints the coverage of other sizes."""
+    """Choose the draft's vocabulary, and print the coverage of other sizes."""
     c = target.config
     counts, unseen = answer_counts(train_set, c.vocab_size), answer_counts(held_out, c.vocab_size)
     for size in (size for size in SHOWN_SIZES if size < c.vocab_size):
@@ -314,7 +313,7 @@ def head_facts(head: EagleHead, aux_layers: tuple[int, ...], weights: Path) -> d
 
 def evaluate(plan: Plan, notes: Notes) -> None:
     """Measure acceptance with the server; rows of other devices in evaluation.json are kept."""
-    every = max(1, -(-HAND_MADE // plan.prompts))  # a quick run uses fewer
+    every = max(1, -(-HAND_MADE // plan.prompts))  # a quick run uses fewer prompts
     hand_made = read_prompts("hand-made", CHAT_PROMPTS).every(every)
     unseen, trained = (
         read_prompts(name, EVERYDAY, held_out).every(max(1, -(-count // plan.prompts)))
@@ -339,7 +338,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def compare(output: Path, other: Path) -> None:
-    """Add the acceptance of a head trained with another seed to the card of the one in `output`.
+    """Add the acceptance of a head trained with another seed to the card of the head in `output`.
 
     Raises:
         SystemExit: one of them has not been trained and measured, or both have the same seed.

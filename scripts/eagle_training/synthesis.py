@@ -1,4 +1,4 @@
-"""Training text: user turns of many kinds and such as the model writes itself, and the model's answers to them."""
+"""Generates training text: user turns from templates or from the model itself, and the model's answers to them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ USER_TEMPERATURES = (0.7, 0.85, 1.0)
 ANSWER_TEMPERATURES = (0.2, 0.4, 0.7, 1.0)
 ANSWER_LIMITS, LIMIT_SHARES = (64, 128, 256, 512), (0.05, 0.15, 0.3, 0.5)
 LONGEST_FIRST = 256
-"""First answers of at most this many tokens get a follow-up."""
+"""Only first answers of at most this many tokens get a follow-up."""
 OWN_TEXTS, SHORTEST_OWN_TEXT, LONGEST_OWN_TEXT = 2048, 200, 600
-"""How many answers are kept as texts to ask about, and their lengths in characters."""
+"""How many answers are kept as texts that prompts can ask about, and their lengths in characters."""
 TOP_P = 0.95
 SENTINEL = "@@the user's turn@@"
 SHORTEST_PROMPT, SHORTEST_ANSWER = 8, 6
@@ -41,16 +41,16 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """How much text to write.
+    """How much text to generate, and of which kinds.
 
     Attributes:
         seed: seed of all random choices.
-        seconds: time after which no round starts; running rounds finish.
+        seconds: no round starts after this time; running rounds finish.
         tokens: number of training answer tokens after which to stop.
         held_out: number of self-written prompts for evaluation.
         greedy_share: share of greedy answers; the others are sampled at temperatures from 0.2 to 1.
-        kinds_share: share of user turns of `prompts.yaml`; the model writes the others itself.
-        part: number of this engine, where several write at the same time.
+        kinds_share: share of user turns from `prompts.yaml`; the model writes the others itself.
+        part: number of this engine, if several generate text in parallel.
         round_size: user turns per round.
         workers: concurrent rounds, so that the last requests of a round do not leave the device idle.
     """
@@ -70,7 +70,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One answer to write: to a turn, or to its follow-up after the text `answer`; `limit` is its largest length."""
+    """One answer to generate: to a turn or, given the first answer as `answer`, to its follow-up. `limit` is its maximum length."""
 
     turn: Turn
     held_out: bool
@@ -94,7 +94,7 @@ def key_of(prompt: str) -> str:
 
 
 class Synthesizer:
-    """Makes conversations in rounds; rounds may run in several threads."""
+    """Generates conversations in rounds; rounds may run in several threads."""
 
     def __init__(self, engine: Generator, tokenizer: Tokenizer, amount: Amount, known: Sequence[Conversation] = ()) -> None:
         self._engine, self._tokenizer, self._amount = engine, tokenizer, amount
@@ -106,7 +106,7 @@ class Synthesizer:
         self._lock = threading.Lock()
 
     def round(self, number: int) -> list[Conversation]:
-        """New user turns, their answers, and the answers to follow-ups."""
+        """Generate user turns, their answers, and the answers to follow-ups."""
         rng = np.random.default_rng([self._amount.seed, self._amount.part, number])
         with self._lock:
             texts = list(self._texts)
@@ -159,7 +159,7 @@ class Synthesizer:
         return "train"
 
     def _answer(self, jobs: Sequence[Job], rng: np.random.Generator) -> list[tuple[Conversation, str]]:
-        """The conversation of each job, and the text of its answer; the loop of an answer for training is cut."""
+        """The conversation of each job, and the text of its answer. Loops are cut in answers for training."""
         prompts = [self._tokenizer.encode_chat(job.turn.messages(job.answer)) for job in jobs]
         sampling = [{"temperature": job.temperature, "max_new_tokens": job.limit, "seed": int(rng.integers(1 << 62))} for job in jobs]
         outputs = self._engine.generate(input_ids=prompts, sampling_params=sampling) if jobs else []
@@ -178,7 +178,7 @@ class Synthesizer:
 
 
 def own_text(text: str) -> str:
-    """The whole sentences at the beginning of an answer, as a text to ask about."""
+    """The complete sentences at the start of an answer, as a text that prompts can ask about."""
     start = text.strip()[:LONGEST_OWN_TEXT]
     whole, stop, _ = start.rpartition(". ")
     return whole + stop.strip() if stop else start

@@ -1,4 +1,4 @@
-"""The frozen target that a head learns from: its hidden states and logits over whole batches of text."""
+"""The frozen target that a head is trained on: hidden states and logits for whole batches of text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from runtime.models.registry import build_model
 
 
 class SharedLayerPool(KVPool):
-    """Keys and values of one layer of each kind, overwritten by each layer of that kind; nothing is kept between passes."""
+    """A KV pool with the keys and values of one layer per kind. Each layer overwrites those of the previous layer of its kind."""
 
     def __init__(self, layers: Sequence[KVSpec], num_slots: int, device: torch.device) -> None:
         kinds = list(dict.fromkeys(layers))
@@ -37,7 +37,7 @@ class SharedLayerPool(KVPool):
 
 
 class WholeRows(AttentionBackend):
-    """Causal attention of B rows of one length, whose keys stand in slots 0..T-1 of the pool. An `AttentionBackend`."""
+    """Causal attention of B rows of equal length, whose keys are in slots 0..T-1 of the pool."""
 
     caps = AttentionCaps(tree_mask=False, cuda_graph=False)
 
@@ -51,7 +51,7 @@ class WholeRows(AttentionBackend):
         """Do nothing."""
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """An empty list: nothing is compiled."""
+        """Return an empty list: nothing is compiled."""
         return []
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
@@ -64,26 +64,26 @@ class WholeRows(AttentionBackend):
         query = q.unflatten(0, (B, -1)).transpose(1, 2)
         length = query.shape[2]
         mask = _visible(length, layer.window, q.device) if layer.sinks is not None or 0 <= layer.window < length - 1 else None
-        if mask is not None and layer.sinks is not None:  # one more key and value, of zeros, whose score is the sink
+        if mask is not None and layer.sinks is not None:  # adds a key and a value of zeros; its score is the sink
             k, v, mask = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), _with_sinks(mask, layer.sinks)
         out = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, is_causal=mask is None, scale=layer.scale)
         return out.transpose(1, 2).reshape(q.shape[0], -1)
 
 
 def _visible(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Which keys each query sees, bool [L, L]."""
+    """Which keys each query attends to, bool [L, L]."""
     ones = torch.ones((length, length), dtype=torch.bool, device=device)
     return ones.tril() if window < 0 else ones.tril() & ones.triu(-window)
 
 
 def _with_sinks(visible: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """What is added to the scores of L keys and of the sink behind them: [H, L, L + 1] in the dtype of `sinks` [H]."""
+    """The additive mask for L keys followed by the sink: [H, L, L + 1] in the dtype of `sinks` [H]."""
     scores = torch.zeros(visible.shape, dtype=sinks.dtype, device=sinks.device).masked_fill_(~visible, float("-inf"))
     return torch.cat((scores.expand(len(sinks), -1, -1), sinks.view(-1, 1, 1).expand(-1, len(visible), 1)), dim=2)
 
 
 class FrozenTarget:
-    """The server's model and operations, run over padded rows. Padding is at the end, where no token attends to it.
+    """The server's model and operations, run on padded rows. Padding is at the end, where no token attends to it.
 
     Attributes:
         config, device, dtype: those of the model.

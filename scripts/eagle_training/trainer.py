@@ -1,6 +1,4 @@
-"""The training run: batches through the frozen target and the unrolled head, with a schedule by steps or time;
-resumable.
-"""
+"""A resumable training run of the unrolled head against the frozen target, scheduled by steps or by time."""
 
 from __future__ import annotations
 
@@ -74,10 +72,12 @@ class Course:
 class Progress:
     """The state of the run.
 
-    Attributes: step: finished optimiser steps. `tokens`: their tokens of text. `seconds`: training time without checks
-        and checkpoints.
+    Attributes:
+        step: finished optimiser steps.
+        tokens: tokens of text in these steps.
+        seconds: training time without checks and checkpoints.
         epoch, index: the next batch.
-        history: one row of figures per `log_steps`.
+        history: one row of metrics per `log_steps`.
         checks: held-out estimates.
     """
 
@@ -97,7 +97,7 @@ class Trainer:
         self, head: EagleHead, target: FrozenTarget, train: Sequence[Conversation], held_out: Sequence[Conversation], course: Course,
         folder: Path,
     ) -> None:  # fmt: skip
-        """Raises `SystemExit` where no batch would have an answer to learn from."""
+        """Raises `SystemExit` if no batch has an answer to learn from."""
         if not any(c.answer_start < min(len(c.ids), course.max_length) - 1 for c in train):
             raise SystemExit(f"--max-length {course.max_length} cuts off all answers of the training text; raise it")
         self.head, self.target, self.course, self.folder = head, target, course, folder
@@ -145,7 +145,7 @@ class Trainer:
         amp = torch.autocast(device.type, c.amp, enabled=c.amp != torch.float32)
         with amp:
             for i, h in enumerate(head.unroll(batch.ids, seen.features, c.passes)):
-                # Positions whose next token is trained; found on the CPU, where nothing waits for the device.
+                # Positions whose next token is trained on; found on the CPU, so that nothing waits for the device.
                 places = torch.nonzero(depth >= i).flatten().to(device, non_blocking=True)
                 rows = h.flatten(0, 1)[places - i - 1]
                 lesson = Teacher(hidden[places].to(c.amp), self._target_rows, best[places], self.target.config.final_softcap)
@@ -158,10 +158,9 @@ class Trainer:
 
     @torch.no_grad()
     def calibrate(self) -> None:
-        """Scale the new head's last norm so that its first distributions have a suitable temperature.
+        """Scale the new head's last norm so that its initial distributions have a suitable temperature.
 
-        A norm that is too large costs hundreds of steps, because the loss starts far above that of a uniform
-        distribution.
+        If the norm is too large, the loss starts far above that of a uniform distribution, which costs hundreds of steps.
         """
         batch = next(self._batches())
         few = Batch(batch.ids[:CALIBRATION_ROWS], batch.depth[:CALIBRATION_ROWS], 0, batch.numbers[:CALIBRATION_ROWS])
@@ -178,7 +177,7 @@ class Trainer:
     # ---- the run
 
     def run(self, saved_too: Callable[[], object] = lambda: None) -> None:
-        """Train from the current state to the end; `saved_too` runs with each checkpoint."""
+        """Train from the current state to the end; `saved_too` is called with each checkpoint."""
         p, c = self.progress, self.course
         total = c.steps or max(int(c.seconds), 1)
         losses: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -241,7 +240,7 @@ class Trainer:
         return p.step / c.steps if c.steps else p.seconds / max(c.seconds, 1e-9)
 
     def _check_is_due(self) -> bool:
-        """Whether the next of `checks` equal parts is done; the last check runs at the end."""
+        """Whether the next of `checks` equal parts of the training is done; the last check runs at the end."""
         checks = self.course.checks
         return len(self.progress.checks) + 1 < checks and self._done() * checks >= len(self.progress.checks) + 1
 
@@ -265,7 +264,7 @@ class Trainer:
         return self.folder / "training.pt"
 
     def save(self) -> None:
-        """Write the state, replacing the previous one, and the figures as JSON."""
+        """Write the state, replacing the previous one, and the metrics as JSON."""
         p = self.progress
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict(),
@@ -293,9 +292,7 @@ class Trainer:
 
 
 def rate_at(done: float, warmup: float) -> float:
-    """The share of the peak learning rate after a share `done` (0..1) of the training: a linear rise, then half a
-    cosine.
-    """
+    """The learning rate, as a share of its peak, after a share `done` (0..1) of the training: a linear rise, then half a cosine."""
     if done < warmup:
         return max(done, 1e-3) / warmup if warmup else 1.0
     turn = min((done - warmup) / max(1.0 - warmup, 1e-9), 1.0)

@@ -19,8 +19,8 @@ def answer_counts(conversations: Iterable[Conversation], vocab_size: int) -> npt
 def pick_vocabulary(counts: npt.NDArray[np.int64], size: int, always: Iterable[int] = ()) -> npt.NDArray[np.int64]:
     """The `size` most frequent ids in ascending order, int64 [size].
 
-    It contains the ids of `always`. Ties and unused places go to the lowest ids, because byte-pair vocabularies start
-    with the most common pieces.
+    It contains the ids of `always`. Ties and unused places go to the lowest ids, because byte-pair vocabularies start with the most common
+    pieces.
     """
     rank = counts.astype(np.int64).copy()
     rank[list(always)] = np.iinfo(np.int64).max

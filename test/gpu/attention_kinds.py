@@ -1,4 +1,4 @@
-"""Models and passes for the attention tests, drawn by a seed: a few of them cover all values and most pairs of values."""
+"""Random models and passes for the attention tests, chosen so that a few of them cover all values and most pairs of values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ WIDTHS = (1, 2, 5, 8, 16)
 BATCHES = (1, 4, 7, 13, 26)
 STEPS = (1, 3)
 MASKED = ("full", "mixed", "window")
-"""Which of two layers have a window: none, the second, both."""
+"""Which of the two layers have a sliding window: none, the second, both."""
 KERNELS = ((BF16, 64, "full"), (FP16, 64, "window"), (BF16, 128, "mixed"), (FP16, 128, "full"), (BF16, 256, "full"), (FP16, 256, "window"))
-"""Type, head dimension and windows together, since FlashInfer compiles a module for each: all pairs with the fewest modules."""
+"""Dtype, head dimension and windows. FlashInfer compiles a module for each, so these cover all pairs with the fewest modules."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Kind:
 
     Attributes:
         kernel: one of `KERNELS`.
-        window: keys before itself that a query sees where there is a window.
-        group: query heads of a KV head.
-        kv_heads, page_size: of the pool.
-        width: queries of a request.
-        batch: requests, padding included.
-        steps: passes of one plan.
-        tail: tree tail of the first pass; 0 when causal.
+        window: number of keys before itself that a query sees in layers with a window.
+        group: query heads per KV head.
+        kv_heads, page_size: sizes of the pool.
+        width: queries per request.
+        batch: requests, including padding.
+        steps: passes per plan.
+        tail: tree tail of the first pass; 0 for causal attention.
         sinks: whether the layers have attention sinks.
     """
 
@@ -77,12 +77,12 @@ class Kind:
 
     @property
     def longest(self) -> int:
-        """The longest request of the first pass, so that the last pass and bounds above the truth stay within `MAX_LEN`."""
+        """The longest request of the first pass. The last pass, and length bounds above the real lengths, stay within `MAX_LEN`."""
         return MAX_LEN - 8 - (self.steps - 1) * self.width
 
 
 def draw(rng: random.Random, trees: bool) -> Kind:
-    """Any kind. Trees have no window, and a tail that holds the queries of all passes and at most 64 keys."""
+    """A random kind. Trees have no window, and their tail has the queries of all passes and at most 64 keys."""
     kernel = rng.choice([k for k in KERNELS if not trees or k[2] == "full"])
     width, steps = rng.choice(WIDTHS), rng.choice(STEPS)
     return Kind(
@@ -99,12 +99,12 @@ def draw(rng: random.Random, trees: bool) -> Kind:
 
 
 def pairs(kind: Kind) -> set[tuple[object, ...]]:
-    """All pairs of values that a kind has, with the names of both by position."""
+    """All pairs of (position, value) of a kind's fields."""
     return set(itertools.combinations(enumerate(list(vars(kind).values())[:8]), 2))
 
 
 def choose(count: int, seed: int, trees: bool = False) -> list[Kind]:
-    """Kinds, each of which shows the most pairs of values not shown before of a thousand that are drawn."""
+    """Choose kinds greedily: each is, of a thousand random ones, the one with the most pairs of values that were not covered before."""
     rng, shown, chosen = random.Random(seed), set[tuple[object, ...]](), list[Kind]()
     for _ in range(count):
         chosen.append(max((draw(rng, trees) for _ in range(1000)), key=lambda kind: len(pairs(kind) - shown)))
@@ -120,4 +120,4 @@ SINK_KINDS = [
     Kind((FP16, 64, "window"), 127, 8, 2, 16, 8, 13, 1, 0, sinks=True),
     Kind((BF16, 64, "full"), -1, 8, 2, 16, 4, 4, 1, 12, sinks=True),
 ]
-"""Layers with sinks, in the shape of gpt-oss. FlashInfer has none."""
+"""Layers with sinks, in the shape of gpt-oss. FlashInfer does not support sinks."""

@@ -1,4 +1,4 @@
-"""What the GPU tests share: FlashInfer's modules, compiled side by side while tests that need none of them run, and the GPU's memory."""
+"""Fixtures of the GPU tests: compile FlashInfer's modules in parallel while other tests run, and release unused GPU memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ MODULES = {(dtype, head_dim, w) for dtype, head_dim, masked in KERNELS for w in 
     (BF16, 64, True),
     (FP16, 64, False),
 }
-"""Type, head dimension and whether there is a window, of every module of per-head attention that a test plans with."""
+"""(dtype, head dimension, whether there is a window) of every module of per-head attention that a test uses."""
 LATENT_DIMS = (512, 64)
 """Widths of a latent row and of its rotated part."""
 SIDE_BY_SIDE = 6
-"""Modules that compile at once; each runs several compilers, which take one to two GiB."""
+"""Modules that compile at the same time; each runs several compilers, which take one to two GiB."""
 MOST_KEPT = 2 << 30
 """Bytes that a process may keep between tests."""
 
 
 @pytest.fixture(autouse=True)
 def unused_memory_is_returned() -> Iterator[None]:
-    """Processes that run tests side by side share the GPU, but torch keeps what a test has freed for the same process."""
+    """Release cached GPU memory: processes that run tests in parallel share the GPU, but torch keeps freed memory for its own process."""
     yield
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > MOST_KEPT:
         gc.collect()
@@ -39,9 +39,9 @@ def unused_memory_is_returned() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def flashinfer_modules(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile the modules of the selected tests in the background; a test that needs one waits for it by FlashInfer's file lock.
+    """Compile the modules of the selected tests in the background; a test that needs one waits on FlashInfer's file lock.
 
-    Processes that run tests side by side wait for each other by the same locks, so that each module compiles once.
+    Processes that run tests in parallel wait on the same locks, so that each module compiles once.
     """
     wanted = torch.cuda.is_available() and any("flashinfer" in item.nodeid for item in request.session.items)
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
@@ -51,7 +51,7 @@ def flashinfer_modules(request: pytest.FixtureRequest, tmp_path_factory: pytest.
 
 
 def _modules(folder: Path) -> list[Any]:
-    """The slowest first. A lock in `folder`: each process writes the modules' sources, unless it finds them written."""
+    """The modules, slowest first. A lock in `folder` ensures that only one process writes the modules' sources."""
     from filelock import FileLock
     from flashinfer.jit.attention import gen_batch_mla_module, gen_batch_prefill_module
     from flashinfer.utils import determine_mla_backend

@@ -1,4 +1,4 @@
-"""Greedy text of models of every family with random weights, compared between two ways to serve them."""
+"""Compares greedy text of two servers of a model, for models of every family with random weights."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from runtime.models.mtp import MtpDraft
 from runtime.models.registry import build_model, load_hf_config
 
 LENGTHS = [17, 64, 130, 300, 5, 90, 33, 257, 128, 71]
-"""Of the prompts; so many requests that sparse models draft."""
+"""Lengths of the prompts. There are enough requests that sparse models draft."""
 NEAR = 0.15
-"""Difference of two log-probabilities that rounding may turn around."""
+"""Difference of two log-probabilities that rounding may reverse."""
 COMMON: dict[str, Any] = {
     "random_seed": 1, "context_length": 1024, "max_total_tokens": 16384, "max_running_requests": 16, "cuda_graph_max_bs": 16,
     "disable_radix_cache": True, "log_level": "info", "disable_fp8_activations": True,
 }  # fmt: skip
-"""Activations in 16 bits in all passes: experts in e4m3 would round those of windows of more than 64 tokens to e4m3, and those of a decode
-step not."""
+"""Use 16-bit activations in all passes: with e4m3 experts, activations of windows of more than 64 tokens would be rounded to e4m3, but not
+those of a decode step."""
 TAME = {
     "q_norm": 0.15, r"\.experts\.\d+\.(down_proj|w2)": 0.05, "down_proj|w2": 0.2, "o_proj": 0.5, "post_feedforward_layernorm_2": 0.1,
 }  # fmt: skip
-"""Factors of weights by patterns of their names, the first that is found; the last is of the norm behind Gemma 4's experts. With weights of
-equal size, attention of heads with normed queries looks at one token, and a change of experts by rounding changes the whole answer: the
-definition in bfloat16 would be as far from the one in float32 as any mistake."""
+"""Factors of weights by name pattern; the first match counts. The last one is for the norm after Gemma 4's experts. With weights of equal
+magnitude, heads with normed queries would attend to one token only, and a change of experts by rounding would change the whole answer: the
+definition in bfloat16 would differ from the one in float32 as much as with a real error."""
 CLOSE = 0.04
-"""Most that the log-probabilities of nine in ten tokens may differ, while the texts are equal. A slot of KV that is off by one moves all of
-them; a change of experts by rounding moves few."""
+"""Largest difference allowed for the log-probabilities of 90 % of the tokens, as long as the texts are equal. A KV slot that is off by one
+changes all of them; a change of experts by rounding changes few."""
 
 
 def prompts() -> list[list[int]]:
@@ -46,20 +46,20 @@ def prompts() -> list[list[int]]:
 
 
 def assert_same_text(label: str, usual: list[Any], other: list[Any]) -> None:
-    """Texts may part at near-ties, and up to there log-probabilities are close."""
+    """Check that texts differ only from a near-tie on, and that log-probabilities before it are close."""
     apart = torch.tensor([part for one, its in zip(usual, other, strict=True) for part in differences(one, its)])
     print(f"{label}: log-probabilities differ by {[round(apart.quantile(q).item(), 4) for q in (0.5, 0.9, 0.99, 1.0)]}")
     assert len(apart) > 2 * len(usual)
     assert apart.quantile(0.9) < CLOSE
     for one, its in zip(usual, other, strict=True):
         differ = [i for i, (a, b) in enumerate(zip(one["output_ids"], its["output_ids"], strict=True)) if a != b]
-        if differ:  # the rounding of another number of rows may choose the other of two tokens that are about as likely
+        if differ:  # with another number of rows, rounding may select the other token of a near-tie
             first, second = (entry[0] for entry in one["meta_info"]["output_top_logprobs"][differ[0]][:2])
             assert first - second < NEAR, f"token {differ[0]}: {first} against {second}"
 
 
 def differences(one: Any, other: Any) -> list[float]:
-    """How far the log-probabilities of the same tokens are apart, up to where the texts differ."""
+    """Differences of the log-probabilities of the same tokens, up to the position where the texts differ."""
     found, first, second = [], one["meta_info"]["output_top_logprobs"], other["meta_info"]["output_top_logprobs"]
     for a, b, mine, theirs in zip(one["output_ids"], other["output_ids"], first, second, strict=True):
         known = {entry[1]: entry[0] for entry in mine}
@@ -70,7 +70,7 @@ def differences(one: Any, other: Any) -> list[float]:
 
 
 def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Weights in the forms of a checkpoint, the same for every dtype of the model."""
+    """Weights in the formats of a checkpoint, the same for every dtype of the model."""
     generator = torch.Generator(DEVICE).manual_seed(7)
     weights = {}
     for name, tensor in dummy_weights(shapes, torch.bfloat16, DEVICE, seed=3):
@@ -78,7 +78,7 @@ def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor
         if tensor.dtype is torch.uint8:  # exponents of 4-bit blocks
             tensor = tensor - 3 if factor < 1 and name.endswith("_scales") else tensor
         elif tensor.dtype is not torch.float8_e4m3fn:
-            if tensor.dim() == 1:  # norms are ones and biases zeros, which would hide a swapped one
+            if tensor.dim() == 1:  # norms of ones and biases of zeros would hide a swapped one
                 tensor = tensor + torch.randn(tensor.shape, device=DEVICE, generator=generator).to(tensor.dtype) * 0.1
             tensor = tensor * factor
         weights[name] = tensor.contiguous()
@@ -94,7 +94,7 @@ def save(folder: Path, with_mtp: bool) -> None:
 
 
 def generate(folder: Path, **options: Any) -> list[Any]:
-    """24 greedy tokens after each of the prompts, all of them together, by a server of its own."""
+    """Start an engine and generate 24 greedy tokens for all prompts in one call."""
     sampling = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
     with Engine(model_path=str(folder), **COMMON, **options) as engine:
         return engine.generate(input_ids=prompts(), sampling_params=sampling, return_logprob=True, top_logprobs_num=2)

@@ -1,4 +1,4 @@
-"""Random sparse layers in each format, and what their kernels must compute."""
+"""Random sparse layers in each format, and their definition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from runtime.config.expert_tuning import WeightFormat
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Kernels run under Triton's interpreter, on the CPU; its matrix products take float16, not bfloat16."""
+"""Kernels run under Triton's interpreter, on the CPU. Its matrix multiplication supports float16, not bfloat16."""
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -37,7 +37,7 @@ KINDS = {
 
 
 def weights(kind: Kind, experts: int, rows: int, columns: int):
-    """Random `ExpertWeights`, and the float32 weights [E, N, K] that they stand for."""
+    """Random `ExpertWeights`, and the float32 weights [E, N, K] that they represent."""
     from runtime.layers.moe.kernels.expert_weights import ExpertWeights
 
     bias = torch.randn((experts, rows), device=DEVICE).to(DTYPE) if kind.bias else None
@@ -69,7 +69,7 @@ def _mxfp4(experts: int, rows: int, columns: int, bias: torch.Tensor | None):
 
 
 def routed(tokens: int, experts: int, top_k: int, hot: int | None = None, shared: int = 0):
-    """Random routing, to the first `hot` experts alone where it is given; with `shared` 1 the last one is the shared expert."""
+    """Random routing, only to the first `hot` experts if it is given. With `shared` 1 the last expert is the shared one."""
     from runtime.layers.moe.router import Routing
 
     ids = torch.rand((tokens, experts - shared if hot is None else hot), device=DEVICE).argsort(dim=1)[:, :top_k].to(torch.int32)

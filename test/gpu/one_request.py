@@ -1,4 +1,4 @@
-"""One request in row 2 of a model on the GPU, over scattered pages: its logits pass by pass."""
+"""Computes the logits of one request on the GPU pass by pass, in row 2, over scattered pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTS = (slice(0, 157), slice(157, 165), slice(165, LENGTH))
 
 
 class OneRequest:
-    """A model with KV pages and an attention backend of its own."""
+    """A model with its own KV pages and attention backend."""
 
     def __init__(self, model: DecoderModel, backend: str, dtype: torch.dtype) -> None:
         self.table = PageTable(3, 256, PAGE, DEVICE)

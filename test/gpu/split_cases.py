@@ -1,4 +1,4 @@
-"""What the tests of split attention share: requests over a paged cache, their definition, and a config for each kernel."""
+"""Shared by the tests of split attention: requests over a paged cache, their definition, and a config for each kernel."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 MARKS = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")]
 DTYPE = torch.float16
-"""What both the interpreter and a GPU multiply."""
+"""A dtype that both the interpreter and a GPU support."""
 BF16 = torch.bfloat16
-"""What the kernel in clusters multiplies."""
+"""The dtype of the cluster kernel."""
 SMALL = SplitConfig(tile=16, num_warps=4, stages=2, programs_per_sm=1, max_partial_rows=256, alone=2)
 SCHEDULED = replace(SMALL, scheduled=True)
 CLUSTER = replace(SMALL, cluster=ClusterConfig(warps=8, stages=2, largest=8))
@@ -45,7 +45,7 @@ class Case:
     def run(
         self, causal: bool = True, window: int = -1, lse: torch.Tensor | None = None, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """In bfloat16 with a cut for clusters, Triton's workspace is filled with NaN and stays so."""
+        """Run the kernel. With a cluster config, also check that Triton's workspace is not written."""
         in_cluster = self.q.dtype is BF16 and self.shape.config.cluster is not None and lse is None
         if in_cluster:
             assert cluster_decode.supports(self.shape, self.keys.page_size, self.q, self.k, sinks)
@@ -62,7 +62,7 @@ class Case:
         sinks: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
-        """The bare call."""
+        """Call the kernel."""
         return split_attention(
             self.q, self.k, self.v, self.keys, self.shape, self.workspace, self.shape.head_dim**-0.5, causal=causal, window=window,
             sinks=sinks, lse=lse, kv_scales=self.kv_scales, pdl=pdl,
@@ -83,9 +83,9 @@ def make_case(
     sms: int = 40,
     config: SplitConfig = SMALL,
 ) -> Case:
-    """Requests of these lengths over a shuffled page table; slots past a request's end hold NaN, so that reading them shows.
+    """Requests of these lengths over a shuffled page table. Slots after a request's end are NaN, so that reading them is detected.
 
-    In bfloat16 if the config is for clusters, otherwise in float16.
+    The dtype is bfloat16 if the config is for clusters, otherwise float16.
     """
     torch.manual_seed(sum(lens) + width)
     (H, G, D), B, dtype = heads, len(lens), DTYPE if config.cluster is None else BF16
@@ -131,13 +131,13 @@ def definition(case: Case, causal: bool, window: int, sinks: torch.Tensor | None
 
 
 def stored(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Keys or values of these slots, in float64; torch indexes no 8-bit floats."""
+    """Keys or values of these slots, in float64; torch cannot index 8-bit floats."""
     flat = cache.flatten(0, 1)
     return flat.view(torch.uint8)[slots].view(flat.dtype).double() if flat.itemsize == 1 else flat[slots].double()
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Within 4e-3 in float16; results of bfloat16 are rounded by up to a 512th, and so are the weights that they are made of."""
+    """The tolerance is 4e-3 in float16. In bfloat16, results and softmax weights are each rounded by up to 1/512."""
     error = (got.cpu().double() - want).abs()
     if got.dtype is BF16:
         error /= 2 + 2 * want.abs()

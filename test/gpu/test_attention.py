@@ -26,7 +26,7 @@ from unit.test_server_args import HOPPER, LLAMA, args
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 B = 7
 TOLERANCE = {BF16: 1e-2, FP16: 2e-3}
-"""Relative error of operands of 16 bits."""
+"""Relative error allowed for 16-bit operands."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class World:
 
 @pytest.fixture(autouse=True)
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """With "fa3 split", split-KV attention runs every fixed-width pass it supports, with "fa3" none. Lists those it ran."""
+    """With "fa3 split", split-KV attention runs every fixed-width pass that it supports; with "fa3", none. Returns the passes it ran."""
     name, ran = request.node.callspec.params["name"], list[object]()
     if name.startswith("fa3"):
         from runtime.layers.attention import fa3 as flash_attention
@@ -97,12 +97,12 @@ def make_world(name: str, kind: Kind, seed: int = 0) -> World:
 
 
 def sinks(kind: Kind) -> torch.Tensor | None:
-    """Scores as large as the largest of the keys, so that leaving one out shows; numbers of bfloat16, the type that FA3 takes."""
+    """Sinks as large as the largest scores, so that omitting one is detected; rounded to bfloat16, the dtype that FA3 accepts."""
     return (3 + torch.randn(kind.num_q_heads, device="cuda")).to(BF16) if kind.sinks else None
 
 
 def shuffle(world: World) -> None:
-    """Give all pages away anew, in place."""
+    """Reassign all pages at random, in place."""
     pages = world.pages.pages[1:]
     pages.copy_((torch.randperm(pages.numel(), device=pages.device) + 1).view(pages.shape))
 
@@ -112,7 +112,7 @@ def queries(kind: Kind, tokens: int) -> torch.Tensor:
 
 
 def fixed_batch(kind: Kind) -> ForwardBatch:
-    """Persistent buffers of passes of one size, all padding."""
+    """Persistent buffers for passes of one size; initially all rows are padding."""
     ints, size, width = {"dtype": torch.int64, "device": "cuda"}, kind.batch, kind.width
     least = max(width, kind.tail)
     return ForwardBatch(
@@ -132,9 +132,9 @@ def fixed_batch(kind: Kind) -> ForwardBatch:
 
 
 def load(world: World, batch: ForwardBatch, lens: list[int]) -> None:
-    """Put requests of these lengths into the batch in place; the rest is padding. Bounds are up to 8 above the truth.
+    """Put requests of these lengths into the batch in place; the rest is padding. Length bounds are up to 8 above the lengths.
 
-    Each has at least the keys of its own queries and of its tree tail.
+    Each request has at least the keys of its own queries and of its tree tail.
     """
     size, width, count = batch.batch_size, batch.tokens_per_req, len(lens)
     least = max(width, batch.tree_tail)
@@ -153,14 +153,14 @@ def load(world: World, batch: ForwardBatch, lens: list[int]) -> None:
 
 
 def random_mask(batch: ForwardBatch) -> torch.Tensor:
-    """Any bits, and each query's own."""
+    """Random tree masks in which each query sees itself."""
     width = batch.tokens_per_req
     own = torch.arange(batch.tree_tail - width, batch.tree_tail, device="cuda").repeat(batch.batch_size)
     return torch.randint(0, 2**62, (batch.batch_size * width,), device="cuda") | (torch.ones_like(own) << own)
 
 
 def at_step(batch: ForwardBatch, step: int, masks: list[torch.Tensor]) -> ForwardBatch:
-    """A later pass of the same plan; of a tree with its own one of `masks`."""
+    """A later pass of the same plan; a tree has its own mask in `masks`."""
     ahead = step * batch.tokens_per_req
     one = replace(batch, step=step, seq_lens=batch.seq_lens + ahead, positions=batch.positions + ahead)
     return one if batch.tree_mask is None else replace(one, tree_tail=batch.tree_tail + ahead, tree_mask=masks[step])
@@ -193,7 +193,7 @@ def captured(run: Callable[[], list[torch.Tensor]]) -> tuple[torch.cuda.CUDAGrap
 
 
 LENGTHS = ([1020, 129, 2040, 700, 5, 257], [2288, 2290, 2279, 2272, 2291, 2288, 2289], [9, 130, 64, 6, 128])
-"""Some bounds lie in the next chunk of FlashInfer's planner (a multiple of 128 keys), which must not matter."""
+"""Some length bounds are in the next chunk of FlashInfer's planner (a multiple of 128 keys), which must have no effect."""
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_captured_pass_follows_lengths_and_tables_that_change(name: str, head_
         q.normal_()
         load(world, batch, lens)
         plan_pass(world.fast, batch)
-        torch.cuda.synchronize()  # in a model other kernels lie between a plan and its first use, and early launches may count on it
+        torch.cuda.synchronize()  # in a model other kernels run between a plan and its first use, and early launches may rely on it
         eager = [layer.clone() for layer in run()]
         for layer in out:
             layer.fill_(float("nan"))
@@ -274,7 +274,7 @@ def test_a_ragged_extend_sees_its_prefix(name: str, page_size: int) -> None:
 
 
 def random_lengths(rng: np.random.Generator, low: int, high: int, count: int) -> list[int]:
-    """As many short ones as long ones: each doubling of the length beyond `low` is as likely."""
+    """Log-uniform lengths: each doubling of the length above `low` is equally likely."""
     return [low - 1 + math.floor((high - low + 1) ** u) for u in rng.random(count)]
 
 
@@ -307,7 +307,7 @@ def test_passes_of_every_kind_are_torchs_eager_and_captured(name: str, kind: Kin
         for step, mask in enumerate(masks[1:], 1):
             mask.copy_(random_mask(at_step(batch, step, masks)))
         plan_pass(world.fast, batch, kind.steps)
-        torch.cuda.synchronize()  # as in a model, where other kernels lie between a plan and its first use
+        torch.cuda.synchronize()  # as in a model, where other kernels run between a plan and its first use
         eager = run()
         for layer in out:
             layer.fill_(float("nan"))
@@ -379,7 +379,7 @@ def test_prompts_queued_behind_a_busy_device_keep_their_plans(name: str) -> None
     world = make_world(name, plain(128, 16, 1))
     batches = [prompts([3, 1], [0, 5], [700, 300]), prompts([7], [700], [17]), prompts([2, 5, 4], [0, 63, 1000], [64, 129, 900])]
     qs = [queries(world.kind, batch.num_tokens) for batch in batches]
-    torch.cuda._sleep(200_000_000)  # about a tenth of a second, in which the host plans all three
+    torch.cuda._sleep(200_000_000)  # about 0.1 s, in which the host plans all three
     outs = []
     for batch, q in zip(batches, qs, strict=True):
         plan_pass(world.fast, batch)
@@ -439,7 +439,7 @@ def test_a_plan_serves_until_a_length_leaves_its_block(name: str, width: int, wi
     one, made, lens = next(iter(plan.passes.values())), 0, [1000, 129, 700, 255, 30, 512, 5]
     for turn in range(32):
         before = one.planned
-        load(world, batch, lens)  # each turn in other rows, and with other bounds
+        load(world, batch, lens)  # each time in other rows and with other length bounds
         plan_pass(world.fast, batch)
         again = one.planned is not before
         assert again == (-(-batch.seq_len_bounds // 256) * 256 != before[0]).any()
@@ -452,7 +452,7 @@ def test_a_plan_serves_until_a_length_leaves_its_block(name: str, width: int, wi
 
 @pytest.mark.parametrize("name", ["fa3", "fa3 split", "flashinfer"])
 def test_a_wider_pass_allocates_no_workspace(name: str) -> None:
-    """Partial results of 128 requests of 8 queries take a third of a GiB, and graphs hold on to what they were captured with."""
+    """Partial results of 128 requests with 8 queries take a third of a GiB, and graphs keep the memory that they were captured with."""
     kind = replace(plain(128, 16, 8), group=4, kv_heads=8, batch=64)
     world = make_world(name, kind)
     plan_pass(world.fast, fixed_batch(replace(kind, width=4)))
@@ -466,7 +466,7 @@ def test_a_wider_pass_allocates_no_workspace(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fa3 split"])
 def test_a_short_prompt_may_be_wider_than_every_window(name: str) -> None:
-    """Graphs of short prompts are fixed-width passes of one request; workspaces have room for windows."""
+    """Graphs of short prompts are fixed-width passes of one request; workspaces are sized for windows."""
     kind = plain(128, 16, 16)
     world = make_world(name, replace(kind, width=1))
     one = replace(kind, batch=1)

@@ -22,7 +22,7 @@ from runtime.layers.rope import Rope, RotaryHeads
 pytestmark = [*MARKS, NEEDS_HOPPER]
 LENGTHS = (1, 2, 15, 16, 17, 63, 127, 128, 129, 255, 257, 511, 777, 1023, 1025, 1999, 2047, 2049, 3001, 3999, 4000)
 SIZES = (1, 2, 3, 4, 6, 7, 8, 13, 16)
-"""Most blocks of a cluster; the last is beyond what every device runs."""
+"""Most blocks of a cluster; not every device supports the last one."""
 
 
 def clusters(largest: int, warps: int = 8, stages: int = 2) -> ClusterConfig:
@@ -77,7 +77,7 @@ def test_requests_without_keys_are_not_written() -> None:
 
 @pytest.mark.parametrize("batch", [2, 4, 8])
 def test_a_request_has_the_same_bits_beside_any_others(batch: int) -> None:
-    """In the same place and in other places of a batch of one size; its cluster is the only one that reads it."""
+    """A request has the same bits at the same and at other positions of a batch of one size; only its own cluster reads it."""
     case = make_case([700 - 60 * b for b in range(batch)], 4, 16, (32, 8, 128), sms=132, config=CLUSTER)
     outs = case.run().view(batch, -1)
     for shift in range(1, batch):
@@ -90,12 +90,14 @@ def test_a_request_has_the_same_bits_beside_any_others(batch: int) -> None:
 
 
 def passes(case: Case, new: list[torch.Tensor], heads: RotaryHeads, apart: bool) -> list[torch.Tensor]:
-    """Pass after pass over longer requests: the rotary kernel stores the last keys, then attention reads all. `apart`: after its end."""
+    """Consecutive passes over growing requests: the rotary kernel stores the last keys, then attention reads all keys. With `apart`, each
+    kernel starts after the previous one has ended.
+    """
     B, W, page = case.shape.batch, case.shape.width, case.keys.page_size
     table, rows, start = case.keys.pages.long(), case.keys.rows.long(), case.keys.seq_lens.clone()
     caches, outs = (case.k.flatten(0, 1), case.v.flatten(0, 1)), list[torch.Tensor]()
     for step, qkv in enumerate(new):
-        lens = (start + step * W).int()  # these kernels start late: no pass begins before the one before it has ended
+        lens = (start + step * W).int()  # these kernels start late, so no pass begins before the previous one has ended
         positions = (lens[:, None] - W + torch.arange(W, device=DEVICE)).long()
         slots = table[rows[:, None], positions // page] * page + positions % page
         q = rope_and_cache(qkv, heads, positions.flatten(), slots.flatten(), caches, pdl=True)

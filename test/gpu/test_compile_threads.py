@@ -23,7 +23,7 @@ def _fill(out_ptr, first, second, KIND: tl.constexpr):
 
 
 def test_threads_launch_the_kernels_that_they_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Integers of 1 and pointers of other types change what a launcher gets, so that launchers differ too."""
+    """Integers equal to 1 and other pointer types change a launcher's arguments, so the launchers differ too."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     wanted = [(kind, first, dtype) for kind in range(KINDS) for first in (1, 3) for dtype in (torch.float32, torch.bfloat16)]
     outs = [(torch.zeros(16, dtype=dtype, device="cuda"), kind, first) for kind, first, dtype in wanted * CALLS]

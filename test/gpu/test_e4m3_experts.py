@@ -1,4 +1,4 @@
-"""Experts in e4m3 by WGMMA with weights that are widened in registers, against their definition."""
+"""e4m3 experts by WGMMA with weights converted in registers, compared with their definition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.layers.moe.router import Routing
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("e4m3_experts"), pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 EXPERTS, TOP_K, ROUNDING = 12, 4, 1e-2
 SIZES = [(512, 384), (2048, 192), (64, 2880), (448, 704)]
-"""Hidden and inner sizes: whole stages and tiles of weights; half a stage; fewer columns than a stage; parts of tiles and of blocks."""
+"""Hidden and inner sizes: whole stages and tiles of weights; half a stage; fewer columns than a stage; partial tiles and blocks."""
 PAIRS = list(TILES["fp8"])
 BLOCKS = Kind("fp8", (128, 128))
 
@@ -45,7 +45,7 @@ class Layer(AnyLayer):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_tile_matches_the_definition(size: tuple[int, int], rows: int) -> None:
     layer = Layer(*size)
-    for hot in (None, TOP_K, TOP_K + 1):  # all experts hit by some tokens, few of them by all or most
+    for hot in (None, TOP_K, TOP_K + 1):  # all experts have some tokens; few experts have all or most tokens
         routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
         want = layer.want(x, routing)
         for pairs in PAIRS:
@@ -127,7 +127,7 @@ def test_scales_and_rows_of_any_size_are_applied(pairs: int) -> None:
         wide *= factor.repeat_interleave(128, 1).repeat_interleave(128, 2)
         weights_.scale.mul_(factor)
     routing, x = routed(rows, EXPERTS, TOP_K), layer.x(rows)
-    x[::5] *= 1e4  # what is between the GEMMs is larger than float16 numbers
+    x[::5] *= 1e4  # values between the GEMMs exceed the range of float16
     x[1::5] *= 1e-6
     out, want = layer.run_widened(x, routing, pairs), layer.want(x, routing)
     assert out[::5].abs().max() > 1e5
@@ -146,7 +146,7 @@ def test_codes_of_every_size_are_exact() -> None:
         weights_.scale.copy_(scale)
         wide.copy_(weights_.weight.float() * 2.0**-10)
     routing, x = routed(rows, EXPERTS, TOP_K), layer.x(rows)
-    x[:, 1::2] = 0  # subnormal numbers alone, in the first GEMM
+    x[:, 1::2] = 0  # only subnormal numbers in the first GEMM
     for pairs in PAIRS:
         assert worst(layer.run_widened(x, routing, pairs), layer.want(x, routing)) < ROUNDING, pairs
 

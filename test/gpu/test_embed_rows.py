@@ -54,7 +54,7 @@ def test_stream_starts_with_the_bits_of_the_definition(hidden: int, scale: float
         assert torch.equal(h, want)
         assert normed is not None
         assert normed.dtype is dtype
-        step = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]  # the interpreter cuts numbers off
+        step = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]  # the interpreter truncates instead of rounding
         torch.testing.assert_close(normed.float(), rms_norm(want, norm), rtol=2 * step, atol=1e-6)
 
 
@@ -66,7 +66,7 @@ def test_stream_starts_without_a_norm_and_at_any_alignment() -> None:
 
 
 def test_rows_are_alike_in_any_batch() -> None:
-    """Its own bits: a row does not depend on the other rows."""
+    """A row has the same bits whatever the other rows are."""
     table, norm, ids = random(VOCAB, 2880, dtype=torch.float16), RMSNorm(random(2880, dtype=torch.float16, seed=1), 1e-6), tokens(7)
     _, together = embed_rows(ids, table, 1.0, norm, PDL)
     assert together is not None

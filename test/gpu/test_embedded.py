@@ -1,4 +1,4 @@
-"""The embedded model on the GPU says what it says on the CPU in float32, and the same with speculation as without, but for near-ties."""
+"""The embedded model on the GPU gives the same text as on the CPU in float32, with and without speculation, except at near-ties."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ pytestmark = [
 BACKENDS = ["fa3", "flashinfer"]
 PROMPTS, TOKENS = 24, 48
 NEAR_TIE = 0.25
-"""The two likeliest tokens are near a tie when their log-probabilities differ by less than this: twice the most at which bfloat16 in
-place of float32, or four rows in place of one, was seen to turn a choice."""
+"""The two most likely tokens are a near-tie if their log-probabilities differ by less: twice the largest difference at which bfloat16
+instead of float32, or four rows instead of one, was observed to change the choice."""
 CUDA = ["--max-running-requests", "32", "--max-total-tokens", "16384", "--cuda-graph-max-bs", "32", "--dtype", "bfloat16"]
 CPU = ["--device", "cpu", "--dtype", "float32", "--quantization", "none", "--max-running-requests", "32", "--max-total-tokens", "16384"]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Greedy tokens of each prompt, and how far the second choice was behind at each of them."""
+    """Greedy tokens of each prompt, and at each of them the log-probability margin over the second choice."""
 
     tokens: dict[int, list[int]]
     margins: dict[int, list[float]]
@@ -59,7 +59,7 @@ def answers(flags: list[str]) -> tuple[Answers, Tokenizer]:
             margins[r].extend(gaps[at : at + n].tolist())
             at += n
 
-    for row, prompt in zip(rows, ids, strict=True):  # one by one: how prompts are batched changes nothing that a user may rely on
+    for row, prompt in zip(rows, ids, strict=True):  # one by one: no guarantee depends on how prompts are batched
         note(driver.prefill({row: prompt}, room=TOKENS + 64, logprobs=2)[-1], [row])
     while live := [r for r in rows if len(driver.out[r]) < TOKENS]:
         note(driver.decode(live, logprobs=2), live)
@@ -75,7 +75,7 @@ def _until_end(tokens: list[int], eos_ids: tuple[int, ...]) -> list[int]:
 
 
 def compare(name: str, got: Answers, want: Answers, tokenizer: Tokenizer) -> None:
-    """Each answer is the wanted one up to the first token where the wanted one was near a tie; lists those."""
+    """Check that each answer equals the wanted one up to its first near-tie, and print the differences."""
     ties, wrong, same = [], [], 0
     for row, expected in want.tokens.items():
         found = got.tokens[row]
@@ -106,7 +106,7 @@ def plain(request: pytest.FixtureRequest) -> tuple[str, Answers, Tokenizer]:
 
 
 def shipped_head() -> str | None:
-    """The folder of the EAGLE-3 head that comes with the package, if one does."""
+    """The folder of the EAGLE-3 head that is shipped with the package, or None."""
     assets = Path(EMBEDDED_PROMPTS).parent
     heads = [file.parent for file in sorted(assets.glob("*/config.json")) if "Eagle3" in json.loads(file.read_text())["architectures"][0]]
     return str(heads[0]) if heads else None

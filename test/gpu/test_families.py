@@ -19,7 +19,7 @@ from runtime.models.registry import build_model, load_hf_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 WORSE = 1.5
-"""How much larger our median error may be than that of the torch operations in bfloat16."""
+"""Largest allowed ratio of our median error to that of the torch operations in bfloat16."""
 CASES = [(name, backend) for name, family in FAMILIES.items() for backend in family.backends]
 
 
@@ -41,7 +41,7 @@ def test_logits_of_prompts_windows_and_decode_steps_follow_the_definition(name: 
     ours = errors(OneRequest(random_model(folder, False, torch.bfloat16), backend, torch.bfloat16).all_logits(ids), exact)
     print(f"{name} {backend}: median error {ours.median():.2e}, torch {theirs.median():.2e}; mean {ours.mean():.1e}, {theirs.mean():.1e}")
     assert theirs.median() < 0.1, "the reference itself is off: the model is too wild for the comparison"
-    for part in PARTS:  # medians: where rounding changes an expert, the error is large in both
+    for part in PARTS:  # compares medians, because the error is large in both if rounding changes an expert
         assert ours[part].median() <= WORSE * theirs.median(), f"positions {part.start} to {part.stop}"
 
 

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def chunks_of(length: int, chunk: int, tile: int, window: int) -> int:
-    """How many chunks of keys attention counts for a request."""
+    """The number of key chunks of a request."""
     seen = max(length, 1) if window < 0 else min(max(length, 1), window + tile)
     return -(-seen // chunk)
 
@@ -32,7 +32,7 @@ def test_one_plan_is_trimmed_to_any_lengths(requests: int, width: int, chunk: in
     items = [
         (b, c) for b in range(requests) for _ in range(-(-width * 4 // tile)) for c in range(chunks_of(int(bounds[b]), chunk, tile, window))
     ]
-    count = len(items) + 200  # a graph's plan has room for more than there is
+    count = len(items) + 200  # a graph's plan has capacity for more items
     valid = torch.zeros(count, dtype=torch.uint8, device="cuda")
     valid[: len(items)] = 1
     padded = ints(items + [(0, 0)] * 200)

@@ -22,7 +22,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")]
 DTYPE = torch.float16
-"""What both the interpreter and a GPU compute."""
+"""A dtype that both the interpreter and a GPU support."""
 
 
 def random(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_normed_rows_are_added_and_the_stream_is_normed(hidden: int, following: 
 @pytest.mark.parametrize(("H", "G", "D"), [(8, 2, 64), (4, 1, 512), (0, 2, 128)])
 @pytest.mark.parametrize("shared", [True, False])
 def test_values_are_normed_and_may_be_the_keys(H: int, G: int, D: int, shared: bool) -> None:
-    """With no query heads keys and values alone are written."""
+    """Without query heads, only keys and values are written."""
     T, slots = 3, 7
     rope = Rope(torch.rand((32, D), device=DEVICE))
     q_norm, k_norm, v_norm = (
@@ -57,7 +57,7 @@ def test_values_are_normed_and_may_be_the_keys(H: int, G: int, D: int, shared: b
         RMSNorm(random(D + 2)[2:].contiguous(), 1e-6),
         RMSNorm(torch.ones_like(random(D)), 1e-6),
     )
-    if INTERPRETED:  # which knows no masks of a scalar, as the norms of q and k have
+    if INTERPRETED:  # it does not support scalar masks, which the norms of q and k have
         q_norm = k_norm = None
     heads = RotaryHeads(H, G, D, rope, q_norm, k_norm, v_norm, shared)
     rows = random(T, H + G if shared else H + 2 * G, D)

@@ -1,4 +1,4 @@
-"""Grammars on the GPU: drafts of every kind leave the text that the torch operations write eagerly, but for near-ties, and it is valid."""
+"""Grammars on the GPU: with every kind of draft, the text is valid and equals that of eager torch operations, except at near-ties."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unit.grammars import Served, serve, vocabulary
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 VOCAB, TOKENS = 1000, 100
 NEAR = 0.05
-"""Difference of two log-probabilities that rounding may turn around."""
+"""Difference of two log-probabilities that rounding may reverse."""
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["left", "right"]}, "ok": {"type": "boolean"}},
@@ -33,7 +33,7 @@ KINDS: list[tuple[str, str | None, int]] = [
     ("fa3", "STANDALONE", 1),
     ("fa3", "NGRAM", 1),
 ]
-"""Attention backend, algorithm and branches per node."""
+"""Attention backend, algorithm and topk."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def answers(worker: Any, compiler: GrammarCompiler) -> Served:
 
 
 def margins(served: Served, rid: str) -> list[float]:
-    """How far the second choice was behind at each token; infinite where there was none."""
+    """The log-probability margin over the second choice at each token; infinite if there was none."""
     tops = [top for out in served.outs if out.rid == rid and out.logprobs is not None for top in out.logprobs.top]
     return [top[0][1] - top[1][1] if len(top) > 1 else float("inf") for top in tops]
 

@@ -1,4 +1,4 @@
-"""The argmax in the epilogue of the head's GEMM against that of its logits; most tests run under Triton's interpreter too."""
+"""The argmax in the epilogue of the LM head's GEMM, compared with that of its logits; most tests also run under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DTYPE = torch.float16
-"""What both the interpreter and a GPU multiply."""
+"""A dtype that both the interpreter and a GPU support."""
 CUTS = [TritonConfig(n, 32, 4, 3, swap, tma, prefetch=0) for n, swap, tma in itertools.product((16, 64), (False, True), (False, True))]
 ROWS = (1, 3, 17, MAX_ROWS)
 K, V = 80, 200
@@ -123,7 +123,7 @@ def test_every_choice_of_the_head_gives_the_tokens_of_its_logits(rows: int, pdl:
     x = torch.randn((rows, width), device="cuda").bfloat16()
     for bias in (None, torch.randn(vocab, device="cuda").bfloat16()):
         head = Linear.dense(torch.randn((vocab, width), device="cuda").bfloat16(), bias)
-        head.weight[20000:] = head.weight[: vocab - 20000]  # ties between far tiles, but for the bias
+        head.weight[20000:] = head.weight[: vocab - 20000]  # ties between distant tiles, except for the bias
         for choice in (None, *H200.gemm_configs("logits", rows)):
             ops.choices[Gemm("logits", head, None).key(rows)] = choice
             logits = ops.logits(x, head)

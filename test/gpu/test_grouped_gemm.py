@@ -1,4 +1,4 @@
-"""The grouped GEMMs by WGMMA against the definition: every cut, any counts of pairs, each expert hit, missed or alone."""
+"""The grouped WGMMA GEMMs compared with the definition: every config, any counts of pairs, experts with all, some or no tokens."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ CUTS = (
 )
 FP8_CUTS = CUTS[:2]
 SIZES = ((512, 384), (1032, 200), (136, 72))
-"""Hidden and inner: of whole tiles; of no whole tile and no whole stage; less than a tile, and few stages."""
+"""Hidden and inner sizes: multiples of tiles; not multiples of tiles or stages; less than a tile, with few stages."""
 EXPERTS, TOP_K = 12, 4
 ROUNDING, FP8_ROUNDING = 1e-2, 7e-2
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """The kernels that most tests need, side by side."""
+    """Compile the kernels of most tests in parallel."""
     keys = []
     for config, fp8 in (*((config, False) for config in CUTS), *((config, True) for config in FP8_CUTS)):
         for gated, tile in ((True, config.gate_up_tile), (False, config.down_tile)):
@@ -54,7 +54,7 @@ def compiled() -> None:
 
 
 class Layer:
-    """A random sparse layer, and the float32 weights that it stands for."""
+    """A random sparse layer, and the float32 weights that it represents."""
 
     def __init__(self, name: str, hidden: int, inner: int, experts: int = EXPERTS, act: int = SILU.value) -> None:
         torch.manual_seed(hidden + inner)
@@ -63,7 +63,7 @@ class Layer:
         self.act, self.hidden = GatedAct(act), hidden
 
     def x(self, rows: int) -> torch.Tensor:
-        """Rows of a tensor in which the next ones are not numbers."""
+        """Rows of a tensor whose next rows are NaN."""
         around = torch.full((rows + 4, self.hidden), float("nan"), device="cuda", dtype=BF16)
         return around[:rows].copy_(torch.randn((rows, self.hidden), device="cuda"))
 
@@ -86,7 +86,7 @@ def worst(out: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def with_counts(counts: list[int], tokens: int) -> Routing:
-    """One expert for each token but those past the sum of `counts`, whose expert is on another rank."""
+    """Routing with one expert per token and `counts` tokens per expert; the experts of further tokens are on another rank."""
     ids = torch.full((tokens, 1), len(counts), dtype=torch.int32)
     ids[: sum(counts), 0] = torch.tensor([expert for expert, count in enumerate(counts) for _ in range(count)], dtype=torch.int32)
     ids = ids[torch.randperm(tokens)].cuda()
@@ -97,7 +97,7 @@ def with_counts(counts: list[int], tokens: int) -> Routing:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_cut_matches_the_definition(size: tuple[int, int], rows: int) -> None:
     layer = Layer("dense", *size)
-    for hot in (None, TOP_K, TOP_K + 1):  # all experts hit by some tokens, few of them by all or most
+    for hot in (None, TOP_K, TOP_K + 1):  # all experts have some tokens; few experts have all or most tokens
         routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
         want = layer.want(x, routing)
         for config in CUTS:

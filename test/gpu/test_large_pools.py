@@ -1,4 +1,4 @@
-"""KV pools of more than 2^31 values: kernels read and write behind them what they do in a small pool, bit for bit."""
+"""KV pools of more than 2^31 values: kernels read and write at their end the same bits as in a small pool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")]
 DTYPE = torch.float16
-"""What both the interpreter and a GPU multiply."""
+"""A dtype that both the interpreter and a GPU support."""
 PAGE, H, G, D = 16, 4, 2, 64
 INTS = {"dtype": torch.int32, "device": DEVICE}
 
@@ -39,7 +39,7 @@ def random(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
 
 
 def behind(small: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A pool whose last pages or slots are those of `small`, and the first of them, which has 2^31 values before it."""
+    """A pool whose last pages or slots are those of `small`, and the index of the first of them, after 2^31 values."""
     first = 2**31 // small[0].numel() + 1
     pool = torch.empty((first + len(small), *small.shape[1:]), dtype=small.dtype, device=DEVICE)
     pool[first:] = small
@@ -50,7 +50,7 @@ def behind(small: torch.Tensor) -> tuple[torch.Tensor, int]:
     "kernel", ["static", "scheduled", pytest.param("cluster", marks=pytest.mark.skipif(INTERPRETED, reason="CUDA C++"))]
 )
 def test_split_attention_reads_keys_behind_2_to_the_31_values(kernel: str) -> None:
-    """In clusters where the device has them; elsewhere that is Triton's kernel in bfloat16."""
+    """The cluster kernel if the device supports clusters; otherwise Triton's kernel in bfloat16."""
     config = SplitConfig(16, num_warps=4, stages=2, programs_per_sm=1, max_partial_rows=256, alone=2, scheduled=kernel == "scheduled")
     dtype = torch.bfloat16 if kernel == "cluster" else DTYPE
     config = replace(config, cluster=ClusterConfig(warps=8, stages=2, largest=8) if kernel == "cluster" else None)

@@ -1,4 +1,4 @@
-"""Latent attention against the definition: kernels anywhere under Triton's interpreter (TRITON_INTERPRET=1), backends on a GPU."""
+"""Latent attention compared with the definition: kernels also under Triton's interpreter (TRITON_INTERPRET=1), backends on a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")]
 on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 DTYPE = torch.float16
-"""What both the interpreter and a GPU multiply."""
+"""A dtype that both the interpreter and a GPU support."""
 RANK, ROPE = 512, 64
 TREE = (1, 3, 5, 11)
 """Rows of a tree mask of four nodes."""
@@ -42,7 +42,7 @@ TREE = (1, 3, 5, 11)
 def definition(
     q: torch.Tensor, cache: torch.Tensor, keys: PagedKeys, rank: int, scale: float, mask: torch.Tensor | None, tail: int
 ) -> torch.Tensor:
-    """One query and head after the other, in float32."""
+    """Attention for one query and head at a time, in float32."""
     rows, outs = cache.flatten(0, 1)[:, 0].float(), []
     width = len(q) // len(keys.rows)
     for i, query in enumerate(q.float()):
@@ -173,7 +173,7 @@ class Both:
 
 
 SIZES = ((1, 1), (1, 1000), (1, 32768), (3, 4096), (16, 2048), (64, 1024))
-"""Requests, and keys of the longest."""
+"""(requests, keys of the longest request)."""
 
 
 @on_a_gpu

@@ -1,4 +1,4 @@
-"""Attention over latent rows of 576 columns, by two kernels and by one in clusters: the definition, early start and exact repeats."""
+"""Attention over latent rows of 576 columns, by two kernels and by the cluster kernel: definition, early start, bitwise repeatability."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.gpu, NEEDS_HOPPER]
 SCALE = 0.07
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 1000, 1023, 1024, 1025, 1999, 2048, 2049, 4097, 5000)
 STEP = 64
-"""Keys that a block multiplies at once; it holds those of two steps."""
+"""Keys per step of a block; a block has the keys of two steps in memory."""
 MOST_ROWS = 320
-"""Queries times heads of all requests that every Hopper GPU runs in clusters."""
+"""Queries times heads of all requests that every Hopper GPU can run in clusters."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Case:
         return latent_cluster.supports(self.shape, self.keys.page_size, self.cache, pdl=False)
 
     def definition(self) -> torch.Tensor:
-        """In float32: [B * W, H, RANK]."""
+        """The definition in float32: [B * W, H, RANK]."""
         rows, outs, W, page = self.cache.flatten(0, 1)[:, 0], [], self.shape.width, self.keys.page_size
         for b, length in enumerate(self.keys.seq_lens.tolist()):
             at = torch.arange(length, device=self.q.device)
@@ -101,7 +101,7 @@ def test_many_heads_follow_the_definition(kernel: str, heads: int, width: int, b
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize(("heads", "width"), [(8, 1), (20, 1), (5, 8)])
 def test_all_lengths_by_every_cut(monkeypatch: pytest.MonkeyPatch, cut: ClusterCut, heads: int, width: int) -> None:
-    """Lengths around those at which a block gets one more tile, step or turn of its slots, with the pass's keys on both sides."""
+    """Lengths around those at which a block gets another tile, step or round of its slots, with the pass's keys on both sides."""
     assert make_case([100], 1, 20, 16).supported, "all kernels are loaded"
     monkeypatch.setattr(latent_cluster, "CUTS", (cut,))
     for steps in (1, 2, 3, 5):
@@ -134,11 +134,13 @@ def test_what_lies_beyond_a_request_has_no_effect() -> None:
 
 
 def passes(case: Case, new: list[torch.Tensor], heads: LatentHeads, apart: bool) -> list[torch.Tensor]:
-    """Pass after pass over longer requests: one kernel stores the last keys, then attention reads all. `apart`: after its end."""
+    """Consecutive passes over growing requests: one kernel stores the last keys, then attention reads all keys. With `apart`, each kernel
+    starts after the previous one has ended.
+    """
     B, W, H, page = case.shape.batch, case.shape.width, case.shape.num_heads, case.keys.page_size
     table, rows, start, outs = case.keys.pages.long(), case.keys.rows.long(), case.keys.seq_lens.clone(), list[torch.Tensor]()
     for step, qkv in enumerate(new):
-        lens = (start + step * W).int()  # these kernels start late: no pass begins before the one before it has ended
+        lens = (start + step * W).int()  # these kernels start late, so no pass begins before the previous one has ended
         positions = (lens[:, None] - W + torch.arange(W, device="cuda")).long()
         slots = table[rows[:, None], positions // page] * page + positions % page
         q, _ = write_latent(qkv, heads, positions.flatten(), slots.flatten(), case.cache.flatten(0, 1), pdl=True)
@@ -155,7 +157,7 @@ def test_early_start_changes_no_bit(batch: int, length: int, width: int) -> None
     case = make_case([length + 31 * b + count * width for b in range(batch)], width, heads, 16)
     case.keys.seq_lens.sub_(count * width)
     gain = torch.ones(RANK, device="cuda")
-    queries = RMSNorm(torch.ones(heads * row, device="cuda").to(BF16), 1e-6)  # their norm makes them rows of their own
+    queries = RMSNorm(torch.ones(heads * row, device="cuda").to(BF16), 1e-6)  # the norm writes the queries to a separate tensor
     latent = LatentHeads(heads, RANK, RANK, RMSNorm(gain.to(BF16), 1e-6), Rope(torch.rand((8192, ROPE), device="cuda"), True), queries)
     new = [torch.randn((batch * width, heads * row + row), device="cuda").to(BF16) for _ in range(count)]
     want = passes(case, new, latent, apart=True)

@@ -1,4 +1,4 @@
-"""Absorbed latent attention's two GEMMs per head in CUDA C++ against float64, alone and between the kernels around them."""
+"""The two GEMMs per head of absorbed latent attention in CUDA C++ compared with float64, alone and in a chain with adjacent kernels."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("latent_heads"), pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 BF16 = torch.bfloat16
 HALF_STEP = 2.0**-8
-"""Twice the largest relative error of a number rounded to bfloat16: sums in float32 may lie on the other side of a tie."""
+"""Twice the largest relative rounding error of bfloat16, because float32 sums may be on the other side of a tie."""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Columns of a head's unrotated query, of its value, of the latent, and of the rotated key."""
+    """Widths of a head's unrotated query, of its value, of the latent, and of the rotated key."""
 
     nope: int
     value: int
@@ -47,7 +47,7 @@ SMALL = (Widths(256, 32), Widths(64, 96, 256, 32), Widths(32, 64, 64, 8), Widths
 
 @dataclass(frozen=True)
 class Case:
-    """Queries in wider rows, and both halves of `kv_b_proj` as views of one weight, as the layer has them."""
+    """Queries that are views of wider rows, and both halves of `kv_b_proj` as views of one weight, as in the layer."""
 
     q: torch.Tensor
     heads: LatentHeads
@@ -154,7 +154,7 @@ def test_operations_take_any_number_of_tokens(tokens: int, dtype: torch.dtype) -
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers of projected queries, absorption, attention, values and output projection, each from the rows of the one before."""
+    """Layers of query projection, absorption, attention, values and output projection; each reads the rows of the previous one."""
 
     layers: list[Case]
     x: torch.Tensor

@@ -21,7 +21,7 @@ FITS = 2
 
 
 def fail_above(monkeypatch: pytest.MonkeyPatch, most: int, error: type[RuntimeError]) -> None:
-    """Captures of more than `most` requests raise when all of the pass is recorded, as an allocation in its midst would."""
+    """Make captures of more than `most` requests raise after the pass is recorded, as a failed allocation would."""
     capture = GraphPool.capture
 
     def starve(self: GraphPool, key: GraphKey, function: Callable[[], None]) -> Replay:

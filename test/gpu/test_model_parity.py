@@ -1,4 +1,4 @@
-"""Logits of tiny checkpoints on the GPU: as near to a float32 reference as `transformers` in bfloat16 is."""
+"""Logits of tiny checkpoints on the GPU are as close to a float32 reference as those of `transformers` in bfloat16."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ pytestmark = [
 ]
 BACKENDS = ["fa3", "flashinfer"]
 VOCAB = 1003
-"""No multiple of any tile."""
+"""Not a multiple of any tile."""
 WORSE = 1.5
-"""How much larger our mean error may be than that of `transformers`."""
+"""Largest allowed ratio of our mean error to that of `transformers`."""
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
     "initializer_range": 0.06,
@@ -43,7 +43,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-128": ("Qwen3", {"hidden_size": 320, "intermediate_size": 896, "head_dim": 128}),
     "gpt-oss": (
         "GptOss",
-        # Every expert runs, so that rounding changes none of the choices.
+        # Every token uses all experts, so that rounding cannot change the choice.
         {
             "hidden_size": 256,
             "intermediate_size": 256,
@@ -62,7 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Checkpoint:
-    """A random bfloat16 model in a folder, a text, and its logits by `transformers` in float32 and in bfloat16."""
+    """A random bfloat16 model in a folder, a text, and the text's logits from `transformers` in float32 and in bfloat16."""
 
     def __init__(self, name: str, folder: Path) -> None:
         import transformers
@@ -73,7 +73,7 @@ class Checkpoint:
         model = cls(getattr(transformers, f"{family}Config")(**{**COMMON, **sizes}))
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.dim() == 1:  # norms begin as ones, which would hide a swapped one
+                if parameter.dim() == 1:  # norms of ones would hide a swapped one
                     parameter.add_(torch.randn_like(parameter) * 0.2)
         model.to(torch.bfloat16).save_pretrained(folder)
         self.name, self.folder, self.ids = name, folder, torch.randint(0, VOCAB, (LENGTH,))

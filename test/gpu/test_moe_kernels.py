@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda
 HIDDEN, INNER, EXPERTS, TOP_K = (256, 128, 6, 2) if INTERPRETED else (512, 384, 40, 4)
 ROUNDING = 2e-3 if INTERPRETED else 1e-2
 FP8_ROUNDING = 0.2 if INTERPRETED else 7e-2
-"""Of activations in e4m3 before both GEMMs: 4 % and more. Triton's interpreter rounds e4m3 wrongly below powers of two."""
+"""Relative error of e4m3 activations before both GEMMs: at least 4 %. Triton's interpreter rounds e4m3 wrongly below powers of two."""
 ROWS = (1, 16) if INTERPRETED else (1, 2, 7, 16, 33, 64)
 MANY = (40,) if INTERPRETED else (1, 16, 100, 128, 512)
 FEW_CONFIG = StepConfig(32, 64, 2, 2, 3)
@@ -30,7 +30,7 @@ def acts() -> dict[str, Any]:
 
 
 class Layer:
-    """A random sparse layer, and the float32 weights that it stands for."""
+    """A random sparse layer, and the float32 weights that it represents."""
 
     def __init__(self, kind: Kind, act: str = "silu", hidden: int = HIDDEN, inner: int = INNER, experts: int = EXPERTS) -> None:
         torch.manual_seed(hidden + inner)
@@ -78,7 +78,7 @@ def few_configs(weights: WeightFormat, rows: int) -> list[tuple[StepConfig, Step
 @pytest.mark.parametrize("name", KINDS)
 def test_few_rows_match_the_definition(name: str, rows: int) -> None:
     layer = Layer(KINDS[name], act_of(KINDS[name]))
-    for hot in (None, TOP_K + 1):  # most experts missed, or few of them hit by all
+    for hot in (None, TOP_K + 1):  # most experts have no tokens, or few experts have all tokens
         routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
         want = layer.want(x, routing)
         for configs in few_configs(KINDS[name].format, rows):
@@ -119,7 +119,7 @@ SUM_SHAPES = {
     "fp8": ((2048, 768), (2880, 208), (528, 1536)),
     "mxfp4": ((2048, 768), (2880, 288), (96, 2880), (2880, 704), (2880, 320)),
 }
-"""Hidden and inner sizes: whole stages of columns, and rows that end within a stage; one tile to a block, and three to two blocks."""
+"""Hidden and inner sizes: whole stages of columns, and rows that end within a stage; one tile per block, and three tiles in two blocks."""
 
 
 @pytest.mark.skipif(INTERPRETED, reason="CUDA C++ needs a GPU")
@@ -216,7 +216,7 @@ def test_sums_are_added_to_the_stream_and_normed(hidden: int) -> None:
     routing = routed(rows, experts, top_k, None)
     y, addend = (torch.randn((count, hidden), device=DEVICE).to(DTYPE) for count in (rows * top_k, rows))
     h, norm = torch.randn((rows, hidden), device=DEVICE) * 3, RMSNorm((torch.rand(hidden, device=DEVICE) + 0.5).to(DTYPE), 1e-6)
-    for first, held in ((0, experts), (3, 4)):  # of ids 3 to 6 alone
+    for first, held in ((0, experts), (3, 4)):  # all experts, and only those with ids 3 to 6
         own = (routing.ids >= first) & (routing.ids < first + held)
         sums = (y.float().view(rows, top_k, hidden) * own[:, :, None]).sum(1)
         for added in (None, Added(), Added(addend), Added(None, norm), Added(addend, norm)):
@@ -320,7 +320,7 @@ def test_routing_matches_the_definition(name: str, rows: int) -> None:
     router = Router(weight, scoring, bias, correction)
     found = route(x, router, tickets)
     scores, choice, clear = _scores(x, weight, scoring, bias, correction)
-    # The choice is right up to rounding: nothing left out is clearly better than what was taken, best first.
+    # The choice is right up to rounding: no omitted expert is clearly better than a chosen one, and the best comes first.
     ids, weights = (tensor[:, : scoring.top_k] for tensor in (found.ids, found.weights))
     taken = choice.gather(1, ids.long())
     kth = choice.sort(dim=1, descending=True).values[:, : scoring.top_k]
@@ -364,7 +364,7 @@ def test_routing_applies_a_deferred_norm(rows: int, parts: int) -> None:
 
 
 def _scores(x, weight, scoring, bias, correction) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores, those that decide the choice, and the tokens of which rounding cannot decide which groups are kept."""
+    """Scores, the scores for the choice, and the tokens whose kept groups do not depend on rounding."""
     logits = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
     scores = {"softmax": lambda: logits.softmax(dim=1), "sigmoid": logits.sigmoid, "topk_softmax": lambda: logits}[scoring.scoring]()
     choice = scores if correction is None else scores + correction
@@ -390,7 +390,7 @@ def test_equal_logits_go_to_the_smaller_ids() -> None:
 @pytest.mark.parametrize("rows", [6, 70])
 @pytest.mark.parametrize("name", RULES)
 def test_tokens_without_finite_scores_have_different_experts(name: str, rows: int) -> None:
-    """The kernels of experts have room for one pair of a token and an expert."""
+    """The kernels of experts support each pair of a token and an expert only once."""
     from runtime.layers.moe import definition
     from runtime.layers.moe.kernels.route import new_tickets, route
     from runtime.layers.moe.router import Router, RoutingRule
@@ -442,7 +442,7 @@ def test_few_rows_take_tokens_of_any_magnitude(name: str, rows: int) -> None:
     good = [row for row in range(rows) if row != 4]
     errors = (out.double() - want).norm(dim=1) - ROUNDING * want.norm(dim=1)
     assert (errors[good] <= 1e-30).all(), errors
-    if act != "clamped":  # a clamp takes NaN for its limit
+    if act != "clamped":  # a clamp replaces NaN by its limit
         assert out[4].isnan().all()
 
 
@@ -511,7 +511,7 @@ def test_one_graph_serves_every_routing(name: str, rows: int, pdl: bool) -> None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         routing = step()
-    for spread in (0.0, 1.0, 1.0):  # all tokens alike, then all different
+    for spread in (0.0, 1.0, 1.0):  # all tokens equal, then all different
         x.copy_(layer.x(1) + spread * layer.x(rows))
         out.fill_(float("nan"))
         graph.replay()

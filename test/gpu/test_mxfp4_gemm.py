@@ -1,4 +1,4 @@
-"""Experts in MXFP4 by WGMMA with weights that are widened in registers, against their definition."""
+"""MXFP4 experts by WGMMA with weights converted in registers, compared with their definition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.layers.moe.router import Routing
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 EXPERTS, TOP_K, ROUNDING = 12, 4, 1e-2
 SIZES = [(512, 384), (2880, 192), (64, 2880), (448, 704), (2880, 1472)]
-"""Hidden and inner sizes: whole stages and tiles of weights; halves of stages; fewer columns than a stage; parts of tiles."""
+"""Hidden and inner sizes: whole stages and tiles of weights; half stages; fewer columns than a stage; partial tiles."""
 PAIRS = [32, 48, 128]
 
 
@@ -38,7 +38,7 @@ class Layer(AnyLayer):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_tile_matches_the_definition(size: tuple[int, int], rows: int) -> None:
     layer = Layer(*size)
-    for hot in (None, TOP_K, TOP_K + 1):  # all experts hit by some tokens, few of them by all or most
+    for hot in (None, TOP_K, TOP_K + 1):  # all experts have some tokens; few experts have all or most tokens
         routing, x = routed(rows, EXPERTS, TOP_K, hot), layer.x(rows)
         want = layer.want(x, routing)
         for pairs in PAIRS:

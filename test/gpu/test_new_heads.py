@@ -1,4 +1,4 @@
-"""Attention in clusters that norms, rotates and stores the heads of new tokens, against the rotary kernel and attention after it."""
+"""The cluster attention kernel that norms, rotates and stores new heads, compared with separate rotary and attention kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POSITIONS = 8192
 
 
 def rotary(heads: tuple[int, int, int], norms: bool = False, rotated: int | None = None) -> RotaryHeads:
-    """Heads H, G, D of which the first `rotated` entries rotate, by default all."""
+    """Heads H, G, D whose first `rotated` entries are rotated, by default all."""
     (H, G, D), R = heads, rotated or heads[2]
     angles = torch.arange(POSITIONS, device=DEVICE)[:, None] * 1e4 ** (-torch.arange(R // 2, device=DEVICE) / (R // 2))
     table = torch.cat([angles.cos(), angles.sin()], dim=1).float()
@@ -43,7 +43,7 @@ def rotary(heads: tuple[int, int, int], norms: bool = False, rotated: int | None
 
 @dataclass(frozen=True)
 class View:
-    """What queries see of the keys."""
+    """Which keys queries see."""
 
     causal: bool = True
     window: int = -1
@@ -55,7 +55,7 @@ ALL = View()
 
 @dataclass
 class Fresh:
-    """A case whose last `width` keys of each request are not stored yet: NaN is in their places."""
+    """A case in which the last `width` keys of each request are not stored yet; their slots are NaN."""
 
     case: Case
     qkv: torch.Tensor
@@ -73,19 +73,19 @@ class Fresh:
         return cls(case, qkv, NewTokens(heads, positions.flatten(), slots.flatten()))
 
     def apart(self, view: View = ALL) -> tuple[Case, torch.Tensor]:
-        """By two kernels: the case with their queries and caches, and their result."""
+        """Run two kernels; returns the case with their queries and caches, and the result."""
         k, v = self.case.k.clone(), self.case.v.clone()
         q = rope_and_cache(self.qkv, self.new.heads, self.new.positions, self.new.slots, (k.flatten(0, 1), v.flatten(0, 1)), pdl=False)
         case = replace(self.case, q=q, k=k, v=v)
         return case, case.run(causal=view.causal, window=view.window, sinks=view.sinks)
 
     def together(self, view: View = ALL) -> tuple[Case, torch.Tensor]:
-        """By one kernel."""
+        """Run one kernel; returns the case with its caches, and the result."""
         case = replace(self.case, k=self.case.k.clone(), v=self.case.v.clone())
         return case, self.attend(case, view)
 
     def attend(self, case: Case, view: View = ALL, pdl: bool = False) -> torch.Tensor:
-        """The bare call, over the keys and the caches of `case`."""
+        """Call the kernel with the keys and the caches of `case`."""
         assert takes_rows(self.new.heads, case.shape, case.keys.page_size, self.qkv, case.k, view.sinks)
         return cluster_attention(
             self.qkv, case.k, case.v, case.keys, case.shape, case.shape.head_dim**-0.5, causal=view.causal, window=view.window,
@@ -98,7 +98,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check(fresh: Fresh, view: View = ALL) -> None:
-    """Without norms the caches have the same bits; with norms a sum in another order may round a key to its neighbour."""
+    """Without norms the caches have the same bits. With norms, another summation order may round a key to the adjacent number."""
     (want_case, want), (got_case, got) = fresh.apart(view), fresh.together(view)
     assert same_bits(got_case.v, want_case.v)
     if fresh.new.heads.q_norm is None:
@@ -109,7 +109,7 @@ def check(fresh: Fresh, view: View = ALL) -> None:
 
 
 LENGTHS = (1, 2, 15, 16, 17, 18, 33, 129, 130, 131, 257, 260, 513, 514, 777, 1025, 1999, 2050, 3001)
-"""At ends of tiles and of the blocks' shares: of 130 keys, 8 blocks take two tiles each, and new tokens lie in two blocks."""
+"""Lengths at ends of tiles and of the blocks' shares. With 130 keys, 8 blocks have two tiles each, and new tokens are in two blocks."""
 
 
 @pytest.mark.parametrize("norms", [False, True])
@@ -177,12 +177,14 @@ def test_caches_hold_zeros_for_what_is_no_number(length: int) -> None:
 
 
 def passes(fresh: Fresh, streams: list[torch.Tensor], apart: bool) -> list[torch.Tensor]:
-    """Pass after pass over longer requests, in the caches of the case: a norm makes the rows, then they attend. `apart`: after its end."""
+    """Consecutive passes over growing requests, in the caches of the case: a norm writes the rows, then they attend. With `apart`, each
+    kernel starts after the previous one has ended.
+    """
     norm = RMSNorm(torch.ones(fresh.qkv.shape[1], dtype=BF16, device=DEVICE), 1e-6)
     case, outs = fresh.case, list[torch.Tensor]()
     table, width, page, start = case.keys.pages.long(), case.shape.width, case.keys.page_size, case.keys.seq_lens.clone()
     for step, stream in enumerate(streams):
-        lens = (start + step * width).int()  # these kernels start late: no pass begins before the one before it has ended
+        lens = (start + step * width).int()  # these kernels start late, so no pass begins before the previous one has ended
         positions = (lens[:, None] - width + torch.arange(width, device=DEVICE)).long()
         slots = table[case.keys.rows.long()[:, None], positions // page] * page + positions % page
         new = replace(fresh.new, positions=positions.flatten(), slots=slots.flatten())
@@ -283,7 +285,7 @@ def batch_of(table: PageTable, lens: list[int], width: int) -> ForwardBatch:
 
 @pytest.fixture
 def backend() -> Backends:
-    """Makes an FA3 backend over a pool of random keys for one layer."""
+    """Returns a function that creates an FA3 backend over a pool of random keys for one layer."""
     pytest.importorskip("sgl_kernel")
     from runtime.layers.attention.fa3 import FlashAttention
 
@@ -316,7 +318,7 @@ def test_backend_runs_few_requests_in_one_kernel(backend: Backends, width: int) 
 
 
 def test_backend_leaves_other_passes_alone(backend: Backends) -> None:
-    """Many requests, trees, and heads that the kernel does not know."""
+    """Many requests, trees, and heads that the kernel does not support."""
     heads = rotary((32, 8, 128))
     table, pool, layer, fast = backend(heads)
     before, few = pool.k[0].clone(), batch_of(table, [700, 130, 5], 4)

@@ -1,4 +1,4 @@
-"""The GPU's block operations against their definition in float64, and against themselves with other rows and launches."""
+"""The GPU's block operations compared with their definition in float64, and with themselves for other rows and launches."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_gemms_follow_the_definition(ops: BlockOps, rows: int) -> None:
-    for hidden, bias in ((1024, False), (576, True)):  # 576 columns are no multiple of any tile
+    for hidden, bias in ((1024, False), (576, True)):  # 576 columns are not a multiple of any tile
         torch.manual_seed(rows)
         h, x, norm = rand(rows, hidden, dtype=torch.float32, scale=50), rand(rows, 1536), gain(hidden)
         qkv, gate_up, down, head = layer(960, hidden, bias), layer(3072, hidden, bias), layer(hidden, 1536, bias), layer(4999, hidden)
@@ -81,7 +81,7 @@ def test_gemms_follow_the_definition(ops: BlockOps, rows: int) -> None:
         assert ops.logits(y, head, scores) is scores
         assert error(scores, matmul(y, head)) < 1e-4, "logits are rounded to 16 bits somewhere"
         assert torch.equal(ops.logits(y, head), scores)
-        # A stream of 2e4 steps by 128 in bfloat16: the update must be added in float32.
+        # At 2e4 the spacing of bfloat16 is 128, so the update must be added in float32.
         stream = h * 400
         before = stream.double()
         assert error(ops.linear_add(x, down, Stream(stream)).h.double() - before, matmul(x, down)) < TOLERANCE
@@ -126,7 +126,7 @@ def test_rotary_and_kv_write_touch_their_slots_only(
 
 @pytest.mark.parametrize("spec", [KVSpec("gqa", 2, 16, 16, BF16), KVSpec("mla", 1, 24, 16, BF16)], ids=["gqa", "mla"])
 def test_the_fronts_of_many_pages_are_copied_at_once(spec: KVSpec) -> None:
-    copies, size = 600, 128  # more slots than the second dimension of a grid holds
+    copies, size = 600, 128  # more slots than the second dimension of a grid allows
     pool = KVPool([spec] * 2, 2 * copies, size, torch.device("cuda"))
     for cache in (*pool.k, *pool.v):
         cache.copy_(rand(*cache.shape))

@@ -1,4 +1,4 @@
-"""The GEMM whose weights wait in shared memory, and its place among the choices of the autotuner."""
+"""The GEMM that prefetches its weights into shared memory, and when the autotuner times it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing of few tokens in CUDA C++ against float64: all shapes and scorings, and that rows do not depend on each other."""
+"""Routing of few tokens in CUDA C++ compared with float64, for all shapes and scorings; rows do not depend on each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_ID = 0x7FFFFFFF
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of routing with the tensors that belong to it."""
+    """A routing rule with its tensors."""
 
     scoring: Any
     renormalize: bool
@@ -62,7 +62,7 @@ GRID = list(dict.fromkeys(GRID + SHARED + [(128, 2048, name, norm) for name in R
 
 
 class Case:
-    """A random router, and what a token's routing must be."""
+    """A random router and the definition of its routing."""
 
     def __init__(self, experts: int, columns: int, name: str) -> None:
         torch.manual_seed(experts + columns)
@@ -78,7 +78,7 @@ class Case:
         return route(x, router, self.tickets, **options)
 
     def check(self, x: torch.Tensor, found: Routing) -> None:
-        """Compare with float64: ids where no two of the scores are as close as rounding, weights everywhere."""
+        """Compare with float64: ids if no two scores are equal up to rounding, weights always."""
         logits = x.double() @ self.weight.double().t()
         logits = logits if self.bias is None else logits + self.bias.double()
         scores = {"softmax": lambda: logits.softmax(1), "sigmoid": logits.sigmoid, "topk_softmax": lambda: logits}[self.rule.scoring]()
@@ -102,7 +102,7 @@ class Case:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """Most of the kernels that the tests need, side by side."""
+    """Compile most of the kernels that the tests need, in parallel."""
 
     def one(case: tuple[int, int, str, bool]) -> None:
         torch.cuda.synchronize()  # gives the thread torch's context
@@ -114,7 +114,7 @@ def compiled() -> None:
 
 
 def rows_of(rows: int, columns: int, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows before a deferred norm, and sums of squares that need not be theirs."""
+    """Rows before a deferred norm, and random sums of squares."""
     x = (torch.randn((rows, columns), device="cuda") * 3).to(BF16)
     return x, torch.rand((rows, parts), device="cuda") * (18 * columns / parts)
 
@@ -202,7 +202,7 @@ def test_scores_of_nan_count_as_least(name: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_a_chain_of_kernels_that_start_early_computes_the_same(rows: int) -> None:
-    """Each GEMM writes the rows and the squares that the router behind it must wait for."""
+    """Each GEMM writes the rows and the squares that the next router must wait for."""
     hidden, layers = 2048, 12
     case, config = Case(128, hidden, "softmax"), TritonConfig(16, 256, 2, 6, prefetch=512)
     gains = [(torch.rand(hidden, device="cuda") + 0.5).to(BF16) for _ in range(layers)]

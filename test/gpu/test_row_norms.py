@@ -1,4 +1,4 @@
-"""Norms of whole query and key rows by kernels, against their definition."""
+"""Kernels that norm whole query and key rows, compared with their definition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda
 
 
 class TwoRanks:
-    """Stands for a group in which another rank has the same squares."""
+    """A group in which another rank has the same squares."""
 
     size, rank = 2, 0
 

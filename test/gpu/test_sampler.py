@@ -1,4 +1,4 @@
-"""The sampling kernels against the torch twin, eager, captured and in whole steps; most run under Triton's interpreter too."""
+"""The sampling kernels compared with their torch reference: eager, captured, in whole steps; most also run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ FILTERS = [(TOP_K_ALL, 1.0, 0.0), (50, 0.9, 0.0), (TOP_K_ALL, 0.9, 0.0), (20, 1.
            (MOST_LIKELY.value, 0.95, 1.0)]  # fmt: skip
 """top_k, top_p, min_p."""
 BORDER = 1e-4
-"""Mass of the tokens about which rounding may decide otherwise, at most."""
+"""Largest probability mass of the tokens that rounding may keep or drop."""
 
 
 def distributions(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
-    """From almost flat, which no head holds, to almost one token."""
+    """Distributions from almost uniform to almost one token."""
     g = torch.Generator().manual_seed(seed)
     scales = torch.logspace(-1, 1, rows)[torch.randperm(rows, generator=g)] if rows > 1 else torch.tensor([2.0])
     return (torch.randn((rows, vocab), generator=g) * scales[:, None]).softmax(-1).to(DEVICE)
 
 
 def columns(filters: list[tuple[int, float, float]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tensors of some filters: columns of a wider one, as rows are read from the tables."""
+    """The tensors of some filters: columns of a wider tensor, as in the request tables."""
     top_k = torch.tensor([f[0] for f in filters], dtype=torch.int32, device=DEVICE)
     floats = torch.tensor([f[1:] for f in filters], dtype=torch.float32, device=DEVICE)
     return top_k, floats[:, 0], floats[:, 1]
 
 
 def check_filter(probs: torch.Tensor, filters: list[tuple[int, float, float]]) -> None:
-    """That the kernel leaves what the twin does, but for tokens at a border."""
+    """Check that the kernel keeps the same tokens as the reference, except tokens at a border."""
     expected = TWIN.filter(probs, *columns(filters))
     got = KERNELS.filter(probs.clone(), *columns(filters))
     off = (got - expected).abs().sum(-1)
@@ -63,7 +63,7 @@ def check_filter(probs: torch.Tensor, filters: list[tuple[int, float, float]]) -
 
 
 def chi_square_p(seen: np.ndarray, wanted: np.ndarray) -> float:
-    """How likely counts are that differ from what is wanted by as much as these."""
+    """The p-value of a chi-square test of the counts `seen`."""
     statistic, freedom = ((seen - wanted) ** 2 / wanted).sum(), len(seen) - 1
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()))
 
@@ -103,7 +103,7 @@ def test_of_ties_the_first_by_token_id_stay(vocab: int) -> None:
 
 
 def test_the_likely_tokens_may_all_stand_in_the_same_groups_of_columns() -> None:
-    """Groups are columns modulo 4096: here a handful of them hold more than there is room for."""
+    """Groups are columns modulo 4096. Here a few groups have more likely tokens than a group can keep."""
     vocab = 5 * 4096 if INTERPRETED else 128256
     logits = torch.full((3, vocab), -9.0)
     logits[:, torch.arange(vocab) % 4096 < 1000] = torch.randn((3, int((torch.arange(vocab) % 4096 < 1000).sum())))
@@ -192,7 +192,7 @@ def test_random_numbers_are_those_of_the_twin_bit_for_bit() -> None:
 
 
 def rows_of(ops: object, params: list[SamplingParams], vocab: int) -> tuple[RequestRows, torch.Tensor, object]:
-    """Rows 1..n with these parameters."""
+    """Request rows 1..n with these parameters."""
     rows = RequestRows(len(params) + 1, vocab, DEVICE, ops)  # type: ignore[arg-type]
     rows.admit([RowInit(i + 1, 4, p, 77 + i, no_ints()) for i, p in enumerate(params)])
     index = np.arange(1, len(params) + 1, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Several GPUs: sharded models compute what one GPU does, with and without drafts, and the exchanges are right."""
+"""Several GPUs: sharded models give the results of one GPU, with and without drafts, and the exchanges are correct."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 PROMPTS = [[(31 * i + 7 * j + 3) % 3000 + 2 for j in range(4 + 5 * i)] for i in range(8)]
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True}
 SPREAD = 0.1
-"""Log-probabilities in bfloat16: those of one GPU differ by as much between batch sizes."""
+"""Largest difference of log-probabilities in bfloat16; on one GPU they differ by as much between batch sizes."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def eagle(model: Path, **more: Any) -> dict[str, Any]:
 
 
 def assert_close(mine: list[dict[str, Any]], its: list[dict[str, Any]]) -> None:
-    """The log-probabilities agree up to the first token that differs, which is a tie."""
+    """Check that log-probabilities agree up to the first token that differs, which must be a near-tie."""
     same = 0
     for a, b in zip(mine, its, strict=True):
         for left, right in zip(a["meta_info"]["output_token_logprobs"], b["meta_info"]["output_token_logprobs"], strict=True):
@@ -76,11 +76,11 @@ def drafting(model: Path, drafts: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """The outputs of one GPU, by the kind of drafts."""
+    """The outputs of one GPU, by kind of drafts."""
     return cache(lambda drafts: run(model, 1, **drafting(model, drafts))[0])
 
 
-# Three ranks have 2, 1 and 1 of the KV heads, and 939, 939 and 938 of the inner columns.
+# With three ranks, the ranks have 2, 1 and 1 KV heads, and 939, 939 and 938 inner columns.
 CASES = {2: ["plain", "chain", "chain by whole drafts", "tree", "sampled chain"], 3: ["chain"], 4: ["plain", "chain", "tree"]}
 
 

@@ -1,4 +1,4 @@
-"""Split attention against the definition: on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1)."""
+"""Split attention compared with the definition, on a GPU or under Triton's interpreter (TRITON_INTERPRET=1)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_blocks_see_all_their_keys_and_a_window_before_them(page_size: int, widt
 
 
 def in_clusters(heads: tuple[int, int, int], width: int) -> bool:
-    """Whether the kernel in clusters takes such passes."""
+    """Whether the cluster kernel supports such passes."""
     H, G, D = heads
     return D in cluster_decode.HEAD_DIMS and width * H // G <= cluster_decode.MAX_ROWS
 
@@ -69,7 +69,7 @@ def test_groups_of_any_size_in_clusters(heads: tuple[int, int, int], width: int)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("batch", "window"), [(1, -1), (4, 0), (8, -1), (16, 130), (26, -1), (40, 90)])
 def test_every_default_cut_holds_at_its_widest(head_dim: int, batch: int, window: int) -> None:
-    """Most rows a program may have, so the most shared memory, at the last batch of each cut of Triton's kernels."""
+    """The most rows per program, and so the most shared memory, at the largest batch of each config of Triton's kernels."""
     lens = np.random.default_rng(batch * head_dim).integers(8, 400 if batch < 16 else 200, batch).tolist()
     case = make_case(lens, 8, 16, (8, 1, head_dim), sms=132, config=replace(H200.split_config(head_dim, batch), cluster=None))
     assert case.shape.rows == 64
@@ -125,7 +125,7 @@ def test_passes_that_share_a_workspace_never_see_each_other() -> None:
 @pytest.mark.parametrize("config", KERNELS)
 @pytest.mark.parametrize("sms", [1, 40], ids=["alone", "merged"])
 def test_a_prefix_pass_sees_all_keys_and_says_their_sum(sms: int, config: SplitConfig) -> None:
-    """Its log-sum-exp is Triton's under either config."""
+    """With either config, Triton's kernel computes the log-sum-exp."""
     case = make_case([5, 90, 1, 260], 4, 16, sms=sms, config=config)
     lse = torch.full(case.q.shape[:2], float("nan"), dtype=torch.float32, device=DEVICE)
     out, want = case.run(causal=False, lse=lse), definition(case, False, -1)
@@ -175,7 +175,7 @@ def test_a_schedule_has_every_share_once_and_balances_lengths(lens: list[int], s
 def test_scheduled_passes_follow_the_definition(lens: list[int], sms: int, width: int, window: int) -> None:
     case = make_case(lens, width, 16, sms=sms, config=SCHEDULED)
     want = definition(case, True, window)[0]
-    for _ in range(2):  # what one pass counts is gone before the next
+    for _ in range(2):  # the counters of one pass are reset before the next
         assert_close(case.run(window=window), want)
     assert case.keys.schedule is not None
     assert not case.keys.schedule.arrived.any()

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint reach the GPU through pinned buffers as `Tensor.to` brings them."""
+"""Parts of a checkpoint that reach the GPU through pinned buffers equal those copied by `Tensor.to`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
 
 
 def slot(values: torch.Tensor, index: tuple[slice, ...]) -> tuple[WeightSlot, torch.Tensor]:
-    """A place for a part, and the tensor behind it."""
+    """A slot for a part of a weight, and its tensor."""
     target = torch.zeros_like(values[index], device=DEVICE)
     return WeightSlot(tuple(values.shape), index, target.copy_), target
 
@@ -59,7 +59,7 @@ def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
 
 
 def test_a_buffer_is_filled_anew_only_after_the_device_has_read_it(tmp_path: Path) -> None:
-    """Copies and stores wait on the device behind slow ones, while the one thread could already read the next batch."""
+    """Copies and stores wait on the device for slow ones, while the only thread could already read the next batch."""
     dtypes = (E4M3, torch.uint8, torch.bfloat16)
     saved = {f"t{i}": numbers((1 + i % 3, 1 << 20), dtypes[i // 8 % 3], i) for i in range(64)}
     save_file(saved, tmp_path / "a.safetensors")
@@ -78,7 +78,7 @@ def test_a_buffer_is_filled_anew_only_after_the_device_has_read_it(tmp_path: Pat
 
 
 def test_cut_and_transposed_parts_arrive_whatever_their_place_in_the_file(tmp_path: Path) -> None:
-    """Starts in the file are odd, so that views of bfloat16 there are not aligned; one part exceeds the buffer and has gaps."""
+    """Offsets in the file are odd, so bfloat16 views there are not aligned. One part exceeds the buffer and is not contiguous."""
     whole = [numbers((70 + i, 130 + 2 * i), (torch.bfloat16, torch.float32, E4M3)[i % 3], i) for i in range(48)]
     whole.append(numbers((3 * STAGE_BYTES // 4096, 8192), torch.uint8, 1))
     data = b"".join(b"-" + values.contiguous().view(torch.uint8).numpy().tobytes() for values in whole)

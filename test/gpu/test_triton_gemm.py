@@ -1,4 +1,4 @@
-"""The Triton GEMM at every tiling that may be chosen, and the choice among them."""
+"""The Triton GEMM with every tiling that may be chosen, and the choice among them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tilings(rows: int) -> list[TritonConfig]:
 
 
 def few_tilings(rows: int) -> list[TritonConfig]:
-    """Those that may be chosen, and one of each odd kind."""
+    """The tilings that may be chosen, and one of each odd kind."""
     return [*chosen_tilings(rows), *{(c.swap, c.tma): c for c in odd_tilings()}.values()]
 
 
@@ -76,7 +76,7 @@ def test_every_tiling_computes_the_same_gemm(rows: int, pdl: bool) -> None:
 def test_every_tiling_prepares_the_deferred_norm_beside_the_same_sums(rows: int, N: int) -> None:
     from runtime.layers.gemm.triton_gemm import triton_gemm
 
-    K = 528  # no multiple of a tile; nor is the smaller N
+    K = 528  # not a multiple of a tile; nor is the smaller N
     x, weight, gain = (torch.randn(shape, device="cuda").to(BF16) for shape in ((rows, K), (N, K), (N,)))
     before = torch.randn((rows, N), device="cuda") * 30
     for config in few_tilings(rows):
@@ -132,7 +132,7 @@ def test_fragments_compute_the_same_gemm(block: tuple[int, int] | str, rows: int
     from runtime.config.kernel_configs import FragmentConfig
     from runtime.layers.gemm.fragment_gemm import fragment_gemm, supports
 
-    N, K = 1024, 2064  # the last columns are no whole load of a warp
+    N, K = 1024, 2064  # the last columns are less than one load of a warp
     x, weight = torch.randn((rows, K), device="cuda").to(BF16), (torch.randn((N, K), device="cuda") * 50).to(torch.float8_e4m3fn)
     wide = weight.double()
     if isinstance(block, str):
@@ -177,7 +177,7 @@ def test_fragments_take_rows_of_any_magnitude(rows: int) -> None:
     x, numbers = torch.randn((rows, K), device="cuda"), torch.randn((N, K), device="cuda") * 50
     for row, magnitude in enumerate((3e37, 3e4, 1e-30)):
         x[row] *= magnitude
-    x[1, 7], numbers[:, 7] = 3e8, 0  # beside much smaller entries, and alone without effect
+    x[1, 7], numbers[:, 7] = 3e8, 0  # much larger than the other entries, and multiplied by zero
     x[3], x[4, 9], x[5, 9], x[6, 70] = 0, torch.nan, torch.inf, -torch.inf
     numbers[:, [9, 70]] = 2
     x, weight = x.to(BF16), numbers.to(torch.float8_e4m3fn)
@@ -284,7 +284,7 @@ def test_every_tiling_and_epilogue_applies_a_deferred_norm(rows: int, count: int
     gain, bias = (torch.randn(n, device="cuda").to(BF16) for n in (K, N))
     weight = (torch.randn((N, K), device="cuda") * K**-0.5).to(BF16)
     x = (h * gain.float()).to(BF16)
-    squares = torch.full((rows + 1, count), float("inf"), device="cuda")  # what is past the rows is not read, or not used
+    squares = torch.full((rows + 1, count), float("inf"), device="cuda")  # values after the last row must have no effect
     squares[:rows] = h.square().reshape(rows, count, -1).sum(2)
     scale = RowScale(squares[:rows], eps)
     norms = (h.double().square().mean(1, keepdim=True) + eps).rsqrt()
@@ -389,7 +389,7 @@ def test_autotune_keeps_a_choice_for_every_gemm_that_then_computes_it() -> None:
     want = untouched.double() + (x := torch.randn((5, 1024), device="cuda").to(BF16)).double() @ down.weight.double().T
     got = ops.linear_add(x, down, Stream(untouched.clone())).h
     assert ((got.double() - want).norm() / want.norm()) < 1e-5
-    other = layer(320, 512)  # a draft's, which was not timed
+    other = layer(320, 512)  # the layer of a draft, which was not timed
     assert CudaOps(GemmTimings(H200)).choice("linear", other, 20) is not None
     assert ops.choice("linear", other, 5) is not None
     assert ops.choice("linear", other, 20) is None, "other numbers of rows wait for no compiler"

@@ -1,4 +1,4 @@
-"""The WGMMA GEMM at tilings of every kind: what it computes, and that it touches nothing else."""
+"""The WGMMA GEMM with tilings of every kind: its results, and that it writes nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """Most of the kernels that the tests need, side by side."""
+    """Compile most of the kernels that the tests need, in parallel."""
     keys = []
     for rows, config in itertools.product((64, 128), [*SUMS, *IN_PARTS]):
         for pdl in (False, True):
@@ -138,7 +138,7 @@ def test_a_deferred_norm_divides_rows_by_their_root_mean_square(rows: int, count
 @pytest.mark.parametrize("rows", ROWS)
 def test_the_argmax_of_each_row_is_that_of_the_stored_logits(rows: int) -> None:
     x, weight = matrices(rows)
-    weight[700] = weight[500]  # equal entries, in different tiles: the first wins
+    weight[700] = weight[500]  # equal logits in different tiles: the first one must win
     weight[500:].mul_(4)
     for config in WHOLE:
         logits = torch.full((rows + 1, N), float("nan"), device="cuda")
@@ -155,7 +155,7 @@ def test_the_argmax_orders_infinities_zeros_and_nan_as_torch_does() -> None:
     weight = torch.eye(64, device="cuda", dtype=BF16)
     special = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, -1.0]
     x = torch.full((len(special), 64), -2.0, device="cuda", dtype=BF16)
-    for row, value in enumerate(special):  # times the identity a row is itself where no other entry is infinite or NaN
+    for row, value in enumerate(special):  # times the identity, a row stays itself if no other entry is infinite or NaN
         x[row, 40] = value
     logits = torch.empty((len(special), 64), device="cuda")
     partial = tile_argmax(x, weight, WgmmaConfig(16), out=logits)

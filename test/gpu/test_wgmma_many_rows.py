@@ -1,4 +1,4 @@
-"""The WGMMA GEMM of more rows than a block computes: tiles side by side, in clusters that share loads, one after the other."""
+"""The WGMMA GEMM for more rows than a block computes: parallel tiles, clusters that share loads, and consecutive tiles."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("wgmma_gemm"), pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 ROWS = (129, 150, 192, 200, 256, 257, 300, 384, 500, 512, 1000, 2047, 2048)
 SIZES = ((1072, 2088), (6160, 328), (144, 72))
-"""(N, K): the first two are multiples of no tile and no box; the second has more tiles than the GPU blocks, the third fewer columns than
-stages."""
+"""(N, K). The first two are not multiples of any tile or box. The second has more tiles than the GPU has blocks, the third fewer columns
+than the stages hold."""
 WHOLE = [WgmmaConfig(128), *(WgmmaConfig(tile, cluster_m=blocks) for tile, blocks in ((256, 2), (224, 2), (240, 3), (96, 2), (64, 4)))]
 IN_PARTS = [WgmmaConfig(64, 2), WgmmaConfig(256, 4, 2), WgmmaConfig(128, 2, 2), WgmmaConfig(120, 3), WgmmaConfig(128, 4)]
 BF16 = torch.bfloat16
 SCALED_BY = (16, 6)
-"""Sums of squares per row: read by four, and one by one."""
+"""Numbers of sums of squares per row: one that is read in fours, and one that is read singly."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """The kernels that the tests need, side by side."""
+    """Compile the kernels that the tests need, in parallel."""
     keys = []
     for config in [*WHOLE, *IN_PARTS]:
         plain = _Variant(BLOCK_ROWS, "NARROW", BF16, True, True)
@@ -51,7 +51,7 @@ def compiled() -> None:
 
 
 class Case:
-    """Random x, weight and bias, and their GEMM in float64; behind `x` lie rows that are not numbers."""
+    """Random x, weight and bias, and their GEMM in float64. The rows after `x` in memory are NaN."""
 
     def __init__(self, rows: int, size: tuple[int, int]) -> None:
         (self.n, self.k), self.rows = size, rows
@@ -62,11 +62,11 @@ class Case:
         self.sums = self.x.double() @ self.weight.double().T
 
     def out(self, columns: int, dtype: torch.dtype = BF16, fill: float = float("nan")) -> torch.Tensor:
-        """One row more than there are, which the GEMM must leave alone."""
+        """An output with one additional row, which the GEMM must not write."""
         return torch.full((self.rows + 1, columns), fill, device="cuda", dtype=dtype)
 
     def run(self, out: torch.Tensor, config: WgmmaConfig, epilogue: Epilogue) -> torch.Tensor:
-        """All rows of `out` but the last, which is unchanged."""
+        """Run the GEMM, check that the last row of `out` is unchanged, and return the others."""
         before = out[self.rows].nan_to_num(7.0)
         wgmma_gemm(self.x, self.weight, out[: self.rows], config, epilogue, pdl=True)
         assert torch.equal(out[self.rows].nan_to_num(7.0), before), f"{config} writes past its rows"
@@ -134,7 +134,7 @@ def test_a_deferred_norm_divides_rows_by_their_root_mean_square(case: Case, coun
 
 
 def test_the_argmax_of_each_row_is_that_of_the_stored_logits(case: Case) -> None:
-    case.weight[case.n // 2] = case.weight[case.n // 3]  # equal entries: the first wins
+    case.weight[case.n // 2] = case.weight[case.n // 3]  # equal logits: the first one must win
     for config in WHOLE:
         shape = (2, case.rows, config.parts(case.n))
         stored, alone = (torch.full(shape, -7, dtype=torch.int32, device="cuda") for _ in range(2))

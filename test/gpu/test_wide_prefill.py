@@ -1,4 +1,4 @@
-"""Prompt attention of wide heads against the definition: on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1)."""
+"""Prompt attention of wide heads compared with the definition, on a GPU or under Triton's interpreter (TRITON_INTERPRET=1)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device")]
 DTYPE = torch.float16
-"""What both the interpreter and a GPU multiply."""
+"""A dtype that both the interpreter and a GPU support."""
 
 
 @pytest.mark.parametrize(("heads", "dim"), [((8, 1), 512), ((6, 2), 512), ((4, 4), 128)])
 @pytest.mark.parametrize(("page_size", "window"), [(1, -1), (16, 20), (64, -1), (64, 33)])
 def test_ragged_prompts_attend_as_by_definition(heads: tuple[int, int], dim: int, page_size: int, window: int) -> None:
-    """(cached, new) tokens of each request; slots past a request's end hold NaN, so that reading them shows."""
+    """Requests have (cached, new) tokens. Slots after a request's end are NaN, so that reading them is detected."""
     requests, (H, G) = [(0, 1), (0, 37), (70, 9), (33, 1), (5, 90)], heads
     torch.manual_seed(dim + page_size)
     lens, widths = [sum(request) for request in requests], [new for _, new in requests]

@@ -1,4 +1,4 @@
-"""Conversion of 8-bit keys to 16 bits against the definition: on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1)."""
+"""Conversion of 8-bit keys to 16 bits compared with the definition, on a GPU or under Triton's interpreter (TRITON_INTERPRET=1)."""
 
 from __future__ import annotations
 

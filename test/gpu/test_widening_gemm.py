@@ -1,4 +1,4 @@
-"""The GEMM that widens e4m3 weights on their way to the tensor cores: what it computes, and that it touches nothing else."""
+"""The GEMM that converts e4m3 weights on the way to the tensor cores: its results, and that it writes nothing else."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("widening_gemm"), pytest.
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ROWS = (1, 17, 32, 64, 100, 128, 256, 512)
 SHAPES = ((5120, 2048), (2048, 4096), (1008, 2064))
-"""Of weights; the last is no multiple of a tile or of a stage, nor is half of its rows."""
+"""Shapes of weights. The last one is not a multiple of a tile or stage, nor is half of its rows."""
 SPLITS = (1, 3, 8)
 EPS = 0.25
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """Most of the kernels that the tests need, side by side."""
+    """Compile most of the kernels that the tests need, in parallel."""
     keys = [
         (WideningConfig(split), variant)
         for split in SPLITS
@@ -65,7 +65,7 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def matrices(N: int, K: int, block: tuple[int, int] | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """e4m3 weights whose entries are of size K ** -0.5 when they are scaled, the scales, and the scaled weights in float64."""
+    """e4m3 weights, scales, and the scaled weights in float64, whose entries have magnitude K ** -0.5."""
     weight = (torch.randn((N, K), device="cuda") * 50).to(E4M3)
     if block is None:
         scale = (torch.rand(N, device="cuda") + 0.1) / 50 * K**-0.5
@@ -76,7 +76,7 @@ def matrices(N: int, K: int, block: tuple[int, int] | None) -> tuple[torch.Tenso
 
 
 def guarded(rows: int, columns: int, dtype: torch.dtype, value: float = float("nan")) -> torch.Tensor:
-    """One row more than the kernel may write."""
+    """An output with one additional row, which the kernel must not write."""
     return torch.full((rows + 1, columns), value, device="cuda", dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""Workers on the GPU: replay equals eager bit for bit, speculation is lossless, and a steady iteration never waits for the device."""
+"""Workers on the GPU: replay equals eager bitwise, speculation is lossless, and a steady iteration never waits for the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIMINGS = GemmTimings(H200)
 SHAPE = dict(hidden_size=256, intermediate_size=512, head_dim=64, vocab_size=1000)
 BACKENDS = ["fa3", "flashinfer"]
 MIXED = [("fa3", "flashinfer"), ("flashinfer", "fa3")]
-"""Target and draft attend by different backends, over one page table."""
+"""Target and draft use different attention backends over one page table."""
 CHAIN, TREE = ("EAGLE3", 1), ("EAGLE", 4)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, max_new_tokens=1 << 20)
 PROMPTS = {r: np.random.default_rng(r).integers(2, 1000, 5 + 7 * r).tolist() for r in (1, 2, 3, 5, 7)}
@@ -38,14 +38,14 @@ PROMPTS = {r: np.random.default_rng(r).integers(2, 1000, 5 + 7 * r).tolist() for
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is built as.
+    """The options of a worker.
 
     Attributes:
-        target, draft: their attention backends.
-        page: slots of a page.
-        dtype: of both models.
-        window: keys before itself that a query of the target sees, as a Mistral; -1 for all, as a Llama.
-        chunk: tokens of a prompt step; requests may be four times as long.
+        target, draft: the attention backends of target and draft.
+        page: slots per page.
+        dtype: the dtype of both models.
+        window: sliding window of the target, a Mistral; -1 for none, a Llama.
+        chunk: tokens per prompt step; requests may be four times as long.
     """
 
     target: str
@@ -60,7 +60,7 @@ class Setup:
 
 
 def build(setup: str | Setup, replay: Literal["cuda", "eager"], spec: SpeculativeConfig | None = None, whole: bool = False) -> Any:
-    """`setup`: a backend alone for target and draft; `whole`: with iteration graphs."""
+    """Build a worker. `setup` may be just the backend of target and draft; `whole` enables iteration graphs."""
     one = Setup(setup, setup) if isinstance(setup, str) else setup
     config = tiny_runtime(
         spec, device="cuda", dtype=one.dtype, attention_backend=one.target, sampling_backend="triton", page_size=one.page,
@@ -74,7 +74,7 @@ def build(setup: str | Setup, replay: Literal["cuda", "eager"], spec: Speculativ
 
     worker = build_worker(config, model, make_drafter, BuildOptions(replay, SIZES, timings=TIMINGS))
     if spec is not None:
-        worker.parts.monitor.schedule = EveryNth(512)  # too few iterations to have a sample
+        worker.parts.monitor.schedule = EveryNth(512)  # the tests run fewer iterations, so there are no samples
     return worker
 
 
@@ -99,7 +99,7 @@ def head(tmp_path: Path, algorithm: str) -> str:
 
 
 def speculation(tmp_path: Path, algorithm: str, backend: str, topk: int) -> SpeculativeConfig:
-    """`backend`: the draft's."""
+    """`backend` is the draft's attention backend."""
     D, folder = 4 if topk == 1 else 8, None if algorithm == "NGRAM" else head(tmp_path, algorithm)
     return tiny_speculative("", draft_model_path=folder, algorithm=algorithm, attention_backend=backend, topk=topk, num_draft_tokens=D)
 
@@ -159,7 +159,7 @@ def test_ragged_windows_through_graphs_equal_eager_ones(
         *((Setup(backend, backend, page), *drafts) for backend in BACKENDS for page in (1, 64) for drafts in (CHAIN, TREE)),
         *((Setup(*pair, page), *drafts) for pair in MIXED for page, drafts in ((64, CHAIN), (1, TREE))),
         (Setup("fa3", "fa3", dtype="float16"), *TREE),
-        # float16 with a window: of FlashInfer's modules one that the checks of attention have compiled already
+        # float16 with a window uses a FlashInfer module that the attention tests have already compiled
         (Setup("fa3", "fa3", dtype="float16", window=20), *CHAIN),
         (Setup("flashinfer", "fa3", dtype="float16", window=20), *CHAIN),
     ],
@@ -208,7 +208,7 @@ WARM = SamplingParams(temperature=1.0, max_new_tokens=1 << 20)
 def test_iteration_graphs_equal_graphs_one_by_one_bit_for_bit(
     tmp_path: Path, setup: Setup, algorithm: str | None, sampling: SamplingParams
 ) -> None:
-    """Padded batches, and with drafts also batches above a size at which drafting pauses."""
+    """Runs padded batches and, with drafts, also batches of a size at which drafting pauses."""
     spec = structs.replace(speculation(tmp_path, algorithm, setup.draft, 1), disable_by_batch_size=3) if algorithm else None
     runs: list[tuple[Any, ...]] = []
     for whole in (True, False):
@@ -235,7 +235,7 @@ def replays_of_prompts(worker: Any) -> int:
 
 
 def replays_in_chunks(backend: str, lens: Sequence[int], chunk: int, most: int) -> int:
-    """Replays of prompts that run side by side: with FA3 those of at most `most` tokens together share one."""
+    """Number of replays for prompts in one step; with FA3, prompts of at most `most` tokens in total share one."""
     count = 0
     for done in range(0, max(lens), chunk):
         parts = [min(chunk, length - done) for length in lens if length > done]
@@ -254,7 +254,7 @@ def test_short_prompts_through_graphs_equal_the_same_pass_run_eagerly(
         worker = build(backend, replay, speculation(tmp_path / replay, algorithm, backend, 1) if algorithm else None)
         driver = Driver(worker)
         replays = 0
-        for first in range(0, len(rows), together):  # in chunks behind each other, up to three requests in a batch
+        for first in range(0, len(rows), together):  # consecutive chunks with up to three requests per batch
             prompts = {row: PROMPTS[row] for row in rows[first : first + together]}
             driver.prefill(prompts, chunk=33)
             replays += replays_in_chunks(backend, [*map(len, prompts.values())], 33, Setup.chunk)
@@ -308,8 +308,8 @@ def test_a_perfect_draft_is_accepted_whole_under_graphs(tmp_path: Path, setup: S
     worker = build(setup, "cuda", speculation(tmp_path, "STANDALONE", setup.draft, 1))
     driver = Driver(worker)
     driver.generate(PROMPTS, 60)
-    # bfloat16 GEMMs of one and of four rows round differently, so a near-tie may cost a draft now and then. Two backends round every
-    # value differently: simulated on a CPU that leaves 3.76 to 3.8 of 4, and a draft that misses one key has 3.4.
+    # bfloat16 GEMMs with one and with four rows round differently, so a near-tie may occasionally reject a draft. Two backends round every
+    # value differently: in a simulation on a CPU, 3.76 to 3.8 of 4 tokens are accepted, and 3.4 if the draft misses one key.
     assert np.concatenate(driver.accepts).mean() > (3.8 if setup.target == setup.draft else 3.6)
     slots = np.concatenate([driver.slots(row, length) for row, length in driver.kv.items()])
     target, draft = worker.parts.target.runner.kv_pool, worker.parts.drafter.runner.kv_pool
@@ -328,9 +328,9 @@ def test_nothing_is_compiled_once_a_first_request_was_answered(
 
     for one in gc.get_objects():
         if isinstance(one, triton.runtime.JITFunction):
-            one.device_caches.clear()  # what tests before this one compiled, a server would have to
+            one.device_caches.clear()  # drop kernels that earlier tests compiled, because a server would have to compile them
     worker = build(backend, "cuda", speculation(tmp_path, algorithm, backend, topk) if algorithm else None, whole)
-    Driver(worker).generate({1: PROMPTS[1]}, 6)  # as the server does before it says that it is ready
+    Driver(worker).generate({1: PROMPTS[1]}, 6)  # as the server does before it is ready
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **said: compiled.append(said["repr"]))
     monkeypatch.setattr(cuda_driver, "compile_kernel", lambda *_, **__: pytest.fail("a CUDA kernel is compiled"))
@@ -358,7 +358,7 @@ def test_a_steady_iteration_never_waits_for_the_device(
     rows = np.array(list(PROMPTS), dtype=np.int32)
     bounds = np.array([driver.kv[r] for r in PROMPTS], dtype=np.int32)
     none = np.full(len(rows), -1, dtype=np.int32)
-    # NGRAM looks drafts up in the text on the host, so that its steps are submitted one by one, each after the one before it was read
+    # NGRAM looks up drafts in the text on the host, so each of its steps is submitted after the previous one was read
     ahead = range(2 if driver.limits.overlap else 1)
     batches = [ScheduleBatch(step=99 + i, rows=rows, len_bounds=bounds + 4 * i, top_logprobs=none) for i in ahead]
     torch.cuda.synchronize()

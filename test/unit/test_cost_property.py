@@ -12,7 +12,7 @@ import orjson
 import pytest
 from front import ScriptedScheduler, make_manager
 
-from runtime.entrypoints.http.body_price import BodyPrice
+from runtime.entrypoints.http.body_cost import BodyCost
 from runtime.entrypoints.server.server import create_app
 from runtime.managers.messages import GenerateReq
 from runtime.text import bounded_encoding
@@ -121,9 +121,9 @@ def test_no_call_costs_more_than_its_limits_before_it_is_admitted(monkeypatch: p
 
 
 def check_cost(case: int, path: str, raw: bytes, status: int, tokenised: list[int], scheduler: ScriptedScheduler) -> None:
-    where, price = (case, path, status), BodyPrice()
-    price.feed(raw)
-    if price.milliseconds > PARSE_MS or price.bytes > 1 << 20:
+    where, cost = (case, path, status), BodyCost()
+    cost.feed(raw)
+    if cost.milliseconds > PARSE_MS or cost.bytes > 1 << 20:
         assert status == 413, where
     if status == 413:
         assert not tokenised, where

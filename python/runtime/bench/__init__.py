@@ -1,3 +1,1 @@
-"""The load generator behind `python -m runtime.bench_serving`: it knows servers by HTTP alone and imports no engine
-code.
-"""
+"""The load generator of `python -m runtime.bench_serving`. It uses only HTTP and imports no engine code."""

@@ -1,4 +1,4 @@
-"""The three request dialects: `/generate`, completions and chat completions."""
+"""The three request formats: `/generate`, completions and chat completions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Backend:
 
     Attributes:
         port: default port of such a server.
-        running_usage: the server can count tokens in every chunk (`continuous_usage_stats`).
+        running_usage: the server can report token counts in every chunk (`continuous_usage_stats`).
     """
 
     name: str
@@ -106,7 +106,7 @@ def _generate_payload(request: BenchRequest, options: GenerationOptions) -> Json
 
 
 class Answer:
-    """One answer while it arrives: text, token counts and the time of each chunk with tokens."""
+    """Records one answer as it arrives: text, token counts, and the time of each chunk with tokens."""
 
     def __init__(self, backend: Backend, record: RequestRecord) -> None:
         self._read = {"generate": self._generate, "completions": self._openai, "chat": self._openai}[backend.dialect]
@@ -180,8 +180,8 @@ class Answer:
             message = choice.get("delta") or choice.get("message") or {}
             text = choice.get("text") or "".join(message.get(name) or "" for name in TEXTS)
             tokens = self._chunk_tokens(choice, usage)
-            # The server may hold text back (half a character, a possible stop string),
-            # so a completions chunk without text is a token unless it ends the answer.
+            # The server may hold text back (an incomplete character, a possible stop string), so a completions chunk without text is a
+            # token unless it ends the answer.
             silent_token = "text" in choice and choice.get("finish_reason") is None
             if tokens or (tokens is None and (text or silent_token)):
                 self._add(text, tokens, at)
@@ -197,7 +197,7 @@ class Answer:
     def _chunk_tokens(self, choice: Json, usage: Json) -> int | None:
         if (ids := choice.get("token_ids")) is not None:
             return len(ids)
-        # Usage on the last chunk alone does not say which chunk carried which token.
+        # Usage in the last chunk alone does not tell which chunk had how many tokens.
         running = all(chunk.tokens is not None for chunk in self._record.chunks[-1:])
         if running and "completion_tokens" in usage:
             return usage["completion_tokens"] - self._counted

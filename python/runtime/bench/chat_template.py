@@ -1,4 +1,4 @@
-"""A model's chat template, applied by the client for endpoints that take plain text."""
+"""Applies a model's chat template in the client, for endpoints that take plain text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.bench.vocabulary import LocalVocabulary, Vocabulary
 
 
 def chat_template(vocabulary: Vocabulary) -> Callable[[str], str]:
-    """A function that turns a user message into the model's chat prompt.
+    """Return a function that converts a user message to the model's chat prompt.
 
     Raises:
         ValueError: the tokenizer is not local or has no chat template.
@@ -26,7 +26,7 @@ def chat_template(vocabulary: Vocabulary) -> Callable[[str], str]:
 
     def apply(text: str) -> str:
         prompt = template.render(messages=[{"role": "user", "content": text}], add_generation_prompt=True, **tokens)
-        # The server adds the first token when it tokenises the prompt.
+        # The server adds the BOS token when it tokenises the prompt.
         return prompt.removeprefix(tokens["bos_token"]) if tokens["bos_token"] else prompt
 
     return apply

@@ -24,7 +24,7 @@ Template = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """Which prompts to make; the fields are the flags of the same names."""
+    """Which prompts to create; the fields are the flags of the same names."""
 
     name: str
     path: str = ""
@@ -45,12 +45,12 @@ class DatasetOptions:
 
 
 async def load(options: DatasetOptions, vocabulary: Vocabulary, template: Template | None = None) -> list[BenchRequest]:
-    """Make the requests of one run. The same options and seed give the same requests.
+    """Create the requests of one run. The same options and seed give the same requests.
 
     Args:
-        options: which prompts to make.
+        options: which prompts to create.
         vocabulary: encodes and decodes text.
-        template: turns a user message into a chat prompt; used for datasets of real text.
+        template: converts a user message to a chat prompt; used for datasets of real text.
 
     Raises:
         ValueError: a file is missing or has no usable prompt.
@@ -76,7 +76,7 @@ def embedded_prompts() -> list[dict[str, str]]:
 
 
 def _random_ids(options: DatasetOptions, vocabulary: Vocabulary) -> list[BenchRequest]:
-    """Runs of consecutive ids from a random start, sent as ids: their text would not encode to the same tokens."""
+    """Consecutive ids from a random start, sent as ids because their text would not encode to the same tokens."""
     rng = random.Random(options.seed)
     inputs = random_lens(options.random_input_len, options.random_range_ratio, options.num_prompts, rng)
     outputs = random_lens(options.random_output_len, options.random_range_ratio, options.num_prompts, rng)
@@ -134,7 +134,7 @@ async def fit_text(ids: list[int], vocabulary: Vocabulary) -> str:
 
 
 async def _shared_prefix(options: DatasetOptions, vocabulary: Vocabulary) -> list[BenchRequest]:
-    """Groups of prompts; the prompts of a group start with the same system prompt."""
+    """Groups of prompts that start with the same system prompt."""
     rng = random.Random(options.seed)
     requests = []
     for _ in range(options.gsp_num_groups):
@@ -189,7 +189,7 @@ def _with_suffix(prompt: str, suffix: str) -> str:
 
 
 def _embedded(options: DatasetOptions) -> list[Pair]:
-    """Prompts interleaved by kind, so that any number of them is a fair sample; independent of the seed."""
+    """Prompts interleaved by kind, so that any number of them is a balanced sample; independent of the seed."""
     by_kind: dict[str, list[str]] = {}
     for line in embedded_prompts():
         by_kind.setdefault(line["kind"], []).append(line["prompt"])

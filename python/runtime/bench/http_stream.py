@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client that timestamps every server-sent event when its bytes arrive.
 
-A general client spends more time per streamed token than the server under test. This one reads a socket, splits lines
-and calls back. Each request has its own connection, like the load of independent users.
+A general client spends more time per streamed token than the server under test. This one only reads a socket, splits lines and calls a
+callback. Each request has its own connection, like the requests of independent users.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_HEADER_BYTES = 65536
 
 
 class HttpFailure(Exception):
-    """The exchange broke off, or the server answered with an error status."""
+    """The exchange was interrupted, or the server answered with an error status."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class HttpFailure(Exception):
 
 
 def authority(host: str, port: int) -> str:
-    """Host and port as URLs and `Host` headers have them: an IPv6 address in brackets."""
+    """Host and port for URLs and `Host` headers, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -56,14 +56,14 @@ class Endpoint:
 
     @property
     def authority(self) -> str:
-        """Host and port as the `Host` header has them: an IPv6 address in brackets."""
+        """Host and port for the `Host` header, with an IPv6 address in brackets."""
         return authority(self.host, self.port)
 
 
 class _Exchange(asyncio.Protocol):
-    """One request and its answer. `done` holds (status, body) when the answer is complete.
+    """One request and its answer. `done` has the result (status, body) when the answer is complete.
 
-    With `on_event`, the events of a 200 answer go there as they arrive and `body` stays empty.
+    With `on_event`, it is called with the events of a 200 answer as they arrive, and `body` stays empty.
     """
 
     def __init__(self, request: bytes, on_event: OnEvent | None) -> None:
@@ -93,7 +93,7 @@ class _Exchange(asyncio.Protocol):
                 self._read_body(now)
         except HttpFailure as error:
             self._fail(error)
-        except Exception as error:  # otherwise the event loop drops it and the request hangs
+        except Exception as error:  # otherwise the event loop only logs the error, and the request hangs
             self._fail(HttpFailure(f"malformed answer: {type(error).__name__}: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -16,7 +16,7 @@ Send = Callable[[BenchRequest], Awaitable[RequestRecord]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests per second (inf: all at once) and the concurrency limit (None: no limit)."""
+    """Requests per second (inf sends all at once) and the concurrency limit (None for no limit)."""
 
     request_rate: float
     max_concurrency: int | None
@@ -26,8 +26,7 @@ class Load:
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
     """Arrival times in seconds after the start; the gaps are exponential with mean 1 / `rate`.
 
-    SGLang's client draws the same gaps from the same seed for a dataset of texts, so that a seed gives the same load in
-    both clients.
+    SGLang's client draws the same gaps from the same seed for a dataset of texts, so both clients send the same load.
     """
     if rate == float("inf"):
         return [0.0] * count
@@ -51,10 +50,10 @@ async def run_load(
         progress()
         return record
 
-    start = time.perf_counter()  # the event loop's clock may count whole milliseconds
+    start = time.perf_counter()  # the event loop's clock may have a resolution of milliseconds
     tasks: list[asyncio.Task[RequestRecord]] = []
     for request, at in zip(requests, arrivals(len(requests), load.request_rate, load.seed), strict=True):
-        # Relative to the start, not to the previous request, so that one late wake-up does not delay the rest.
+        # Wait relative to the start, not to the previous request, so that one late wake-up does not delay the rest.
         if (wait := start + at - time.perf_counter()) > 0:
             await asyncio.sleep(wait)
         tasks.append(asyncio.create_task(one(request)))

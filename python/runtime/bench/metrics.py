@@ -1,4 +1,4 @@
-"""The figures of a run, computed from its records with the definitions of SGLang's client."""
+"""Computes the metrics of a run from its records, with the definitions of SGLang's client."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Figures = dict[str, Any]
 
 
 def count_chunks(record: RequestRecord, count: Callable[[str], int] | None) -> None:
-    """Fill in the token count of each chunk if the server did not report them; the counts add up to `output_len`.
+    """Fill in the token count of each chunk if the server did not report them. The counts add up to `output_len`.
 
-    Each chunk gets one token. If there are more tokens than chunks (speculation sends several at once), the rest is
-    distributed by the length of each chunk's text: in tokens if `count` is given, else in characters.
+    Each chunk gets one token. If there are more tokens than chunks (speculation sends several at once), the rest is distributed in
+    proportion to the length of each chunk's text: in tokens if `count` is given, else in characters.
     """
     if all(chunk.tokens is not None for chunk in record.chunks):
         return
@@ -43,12 +43,12 @@ def spread_itl(record: RequestRecord) -> list[float]:
 
 
 def summarize(records: Sequence[RequestRecord], seconds: float, goodput: Mapping[str, float] | None = None) -> Figures:
-    """The figures of the JSON line that depend on the records only.
+    """The metrics of the JSON line that depend only on the records.
 
     Args:
         records: all records of the run, including failed ones, with `itl` filled in.
         seconds: length of the run.
-        goodput: limits in ms by `ttft`, `tpot`, `e2el`.
+        goodput: limits in ms, by `ttft`, `tpot` and `e2el`.
     """
     good = [record for record in records if record.success]
     inputs, outputs = (sum(getattr(record, name) for record in good) for name in ("prompt_len", "output_len"))
@@ -141,7 +141,7 @@ def per_second(good: Sequence[RequestRecord]) -> Timeline:
 
 
 def _token_times(record: RequestRecord) -> list[tuple[float, int]]:
-    """(time, tokens) of each chunk; the first chunk also gets the tokens that no chunk reports."""
+    """(time, tokens) of each chunk. The first chunk also gets the tokens that no chunk reports."""
     counts = [chunk.tokens or 1 for chunk in record.chunks]
     if counts:
         counts[0] = max(counts[0] + record.output_len - sum(counts), 0)
@@ -158,20 +158,20 @@ COUNTERS = {
     "rows": "live_rows_total",
     "padding": "padded_rows_total",
 }
-"""Names of the server's running totals; the difference of two readings belongs to the run."""
+"""The server's running totals; the run's value is the difference of two readings."""
 
 
 def acceptance(records: Sequence[RequestRecord], before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Figures:
-    """The figures of speculation and graphs during the run: from the answers if all report them, else from the server's
-    totals or means.
+    """The metrics of speculation and CUDA graphs during the run: from the answers if all report them, else from the server's totals or
+    means.
 
     Args:
         records: the records of the run.
         before, after: the server's information before and after the run; None if it has none.
 
     Returns:
-        accept_length, per_position_acceptance, graph_hit_rate, padding_waste, steps_by_depth, accept_length_by_context; None for an
-        unknown figure.
+        accept_length, per_position_acceptance, graph_hit_rate, padding_waste, steps_by_depth and accept_length_by_context; None if
+        unknown.
     """
     state = _state(after)
     figures: Figures = {
@@ -188,7 +188,7 @@ def acceptance(records: Sequence[RequestRecord], before: Mapping[str, Any] | Non
 
 
 def _state(info: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The server's information as one flat dictionary; SGLang keeps figures under `internal_states`."""
+    """The server's information as one flat dictionary; SGLang has its metrics under `internal_states`."""
     inner = ((info or {}).get("internal_states") or [{}])[0]
     return {**(info or {}), **{name: value for name, value in inner.items() if value is not None}}
 
@@ -209,7 +209,7 @@ def _from_totals(before: Mapping[str, Any], after: Mapping[str, Any]) -> Figures
 
 
 def _by_context(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float] | None:
-    """Accept lengths of the run by the beginning of each class of contexts that it had; None if the server reports none."""
+    """Accept length by context length class, keyed by the start of the class; None if the server reports none."""
     name = "spec_steps_and_accepted_by_context"
     if name not in after:
         return None
@@ -218,7 +218,7 @@ def _by_context(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 
 
 def _shares(accepted: Sequence[int] | None, drafted: Sequence[int] | None, steps: int | None) -> list[float | None] | None:
-    """Accepted of drafted by position, None where nothing was drafted; `steps` each if the server does not report what was drafted."""
+    """Accepted / drafted by position; None if nothing was drafted. `steps` replaces `drafted` if the server does not report it."""
     if not steps or not accepted:
         return None
     return [count / of if of else None for count, of in zip(accepted, drafted or [steps] * len(accepted), strict=True)]
@@ -241,10 +241,9 @@ def _from_answers(good: Sequence[RequestRecord]) -> Figures:
 
 
 def verified_tokens(output_len: int, verify_steps: int, accepted_by_position: Sequence[int]) -> int:
-    """Tokens of an answer that came from verify passes.
+    """Number of tokens of an answer that verify passes produced.
 
-    The first token comes from the prompt pass. Tokens of steps without drafts are excluded if the server reports what
-    was accepted.
+    The first token comes from the prompt pass. Tokens of steps without drafts are excluded if the server reports acceptance by position.
     """
     if not verify_steps:
         return 0
@@ -253,7 +252,7 @@ def verified_tokens(output_len: int, verify_steps: int, accepted_by_position: Se
 
 
 def _by_position(good: Sequence[RequestRecord], steps: int) -> list[float | None] | None:
-    """The share of verify passes as deep as each position in which the draft there was accepted."""
+    """For each draft position: of the verify passes that reached it, the fraction that accepted its draft."""
     width = min(len(record.accepted_by_position) for record in good)
     told = all(len(record.drafted_by_position) >= width for record in good)
     accepted = [sum(record.accepted_by_position[i] for record in good) for i in range(width)]

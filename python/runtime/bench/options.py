@@ -13,7 +13,7 @@ from runtime.bench.datasets import DATASETS
 
 
 def _number(kind: type[int] | type[float], name: str, valid: Callable[[float], bool]) -> Callable[[str], float]:
-    """A converter for argparse that accepts the numbers that are `valid`; `name` describes them."""
+    """An argparse converter that accepts numbers for which `valid` is true; `name` describes them in errors."""
 
     def convert(text: str) -> float:
         try:
@@ -52,7 +52,7 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser with all flags."""
+    """Create the parser with all flags."""
     flags = argparse.ArgumentParser(
         prog="python -m runtime.bench_serving", description="Measure a running server over HTTP: throughput, TTFT, TPOT, ITL, acceptance."
     )

@@ -1,4 +1,4 @@
-"""The request and the outcome of one measured request."""
+"""One measured request: what is sent and the outcome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BenchRequest:
 
 @dataclass(slots=True)
 class Chunk:
-    """One piece of a stream; `tokens` is None if the server did not report how many it carried."""
+    """One piece of a stream; `tokens` is None if the server did not report its number of tokens."""
 
     at: float
     text: str

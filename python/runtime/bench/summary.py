@@ -114,7 +114,7 @@ def plot(timeline: Timeline, file: Path) -> bool:
 
 
 def origin(server_info: Mapping[str, Any] | None) -> dict[str, str | None]:
-    """`commit` and `device` as the server reports them, else those of this checkout and this machine's GPU."""
+    """`commit` and `device` as reported by the server, else those of this checkout and this machine's GPU."""
     info = server_info or {}
     return {
         "commit": info.get("commit") or _first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"),

@@ -48,7 +48,7 @@ class LocalVocabulary:
 
 
 class ServerVocabulary:
-    """The server's `/tokenize` and `/detokenize`, for models without a local tokenizer."""
+    """Uses the server's `/tokenize` and `/detokenize`, for models without a local tokenizer."""
 
     def __init__(self, client: HttpClient, model: str, size: int) -> None:
         self._client = client
@@ -69,7 +69,7 @@ _NO_TOKENIZER = "there is no tokenizer; pass --tokenizer FOLDER or choose --data
 
 
 class UnknownVocabulary:
-    """Only the vocabulary size is known: enough for random ids, not for text."""
+    """Knows only the vocabulary size, which is enough for random ids but not for text."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -96,7 +96,7 @@ def tokenizer_file(name: str) -> Path | None:
 
 
 async def open_vocabulary(client: HttpClient, tokenizer: str | None, model: str, info: dict[str, Any]) -> Vocabulary:
-    """The first vocabulary found: `tokenizer`, the paths that the server reports, the server's endpoints, a size only.
+    """Open the first vocabulary available: `tokenizer`, the paths that the server reports, the server's endpoints, or just a size.
 
     Args:
         client: client of the server under test.

@@ -221,7 +221,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Every decision made before the first process starts. Fields have the names of their flags where there is one."""
+    """Every decision made before the first process starts. Fields have the names of their flags if there is one."""
 
     model: ServedModelConfig
     device: DeviceConfig

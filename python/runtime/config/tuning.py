@@ -133,7 +133,7 @@ def write_tuning(tuning: SpeculativeTuning, path: Path) -> None:
 
 
 def fitting(tuning: SpeculativeTuning, here: MadeFor) -> SpeculativeTuning:
-    """The part of the tuning that applies here: without times, after a warning, on another device or with other weights.
+    """The part of the tuning that applies to `here`: on another device or with other weights, it has no times, and a warning is logged.
 
     Raises:
         ConfigError: the tuning is for another model, draft or algorithm.

@@ -1,4 +1,4 @@
-"""Compiles grammars beside the scheduler's loop: in a thread, with a cache, after a trial in another process."""
+"""Compiles grammars outside the scheduler's loop: in a thread, with a cache, after a trial in another process."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> Compilation:
-        """Begin to compile `spec`, or find it compiled, refused or under way."""
+        """Start to compile `spec`, unless it is compiled, refused or being compiled."""
         until = self._clock() + MAX_WAIT
         with self._lock:
             entry = self._cache.get(spec)

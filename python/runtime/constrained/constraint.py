@@ -43,7 +43,7 @@ class Constraint:
     """What the next token of one request may be.
 
     Args:
-        matcher: where the text stands in its grammar.
+        matcher: the state of the text in its grammar.
         eos_ids: tokens that end the text.
         after: tokens whose appearance, one after the other, starts the grammar; the text before them is free.
 

@@ -38,7 +38,7 @@ def only_token(row: MaskRow) -> int | None:
 
 
 class Matcher(Protocol):
-    """Where one text stands in its grammar. End-of-text ids are never pushed."""
+    """The state of one text in its grammar. End-of-text ids are never pushed."""
 
     def push(self, token: int) -> bool:
         """Advance by one token. Return False, without a change of state, if the grammar does not allow it."""

@@ -26,7 +26,7 @@ BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "pro
 
 
 def load_json_schema(text: str) -> dict[str, Any] | bool:
-    """The schema. Raises `GrammarError` where `text` is no JSON schema, or where each value that satisfies it would be endless."""
+    """The schema. Raises `GrammarError` if `text` is no JSON schema, or where each value that satisfies it would be endless."""
     schema = load_json(KIND, text)
     if not isinstance(schema, dict | bool):
         raise GrammarError(KIND, "A schema is an object.")
@@ -71,7 +71,7 @@ def _without_notes_in(keyword: str, part: Any) -> Any:
 
 
 def load_json(kind: str, text: str) -> Any:
-    """The value of JSON text, nested at most `MAX_DEPTH` deep. Raises `GrammarError` where it is not JSON."""
+    """The value of JSON text, nested at most `MAX_DEPTH` deep. Raises `GrammarError` if it is not JSON."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -108,9 +108,9 @@ def _target(root: Any, reference: str) -> Any:
 
 
 class _Finite:
-    """Finds out whether a schema has a finite value: the least fixed point over its references.
+    """Determines whether a schema has a finite value: the least fixed point over its references.
 
-    It may say yes where the truth is no, but never the other way round.
+    The answer yes may be wrong; the answer no is always right.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:

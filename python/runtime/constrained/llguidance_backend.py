@@ -76,7 +76,7 @@ class LlguidanceGrammar:
 
 
 class LlguidanceMatcher:
-    """Where one text stands in its grammar; see `Matcher`.
+    """The state of one text in its grammar; see `Matcher`.
 
     Drafts are walked on a fork, not taken back: after `rollback` over a state whose mask was computed, llguidance 1.9.1
     computes other masks than before.

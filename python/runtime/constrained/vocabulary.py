@@ -1,4 +1,4 @@
-"""What a grammar backend must know of the tokenizer and the model."""
+"""The properties of the tokenizer and the model that grammar backends need."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a backend must know of the tokenizer and the model.
+    """The properties of the tokenizer and the model that a backend needs.
 
     Attributes:
         definition: the text of tokenizer.json.
         vocab_size: ids of the model, at least as many as the tokenizer has.
         eos_ids: tokens that end a text.
-        special: the spelling of each control token, and its id. Text never spells one.
+        special: the ids of control tokens by their text. Free text never contains a control token.
         token_bytes: the bytes of a token; empty for a control token or an unknown id.
     """
 

@@ -62,7 +62,7 @@ class WindowMasks:
         return token if forced is None else forced
 
     def _place(self, length: int) -> MaskRow:
-        """Memory for the row behind `length` drafts."""
+        """Memory for the mask row after `length` drafts."""
         if length < len(self._chain) and length not in self._lengths:
             self._lengths.add(length)
             return self._chain[length]

@@ -78,7 +78,7 @@ class XgrammarGrammar:
 
 
 class XgrammarMatcher:
-    """Where one text stands in its grammar; see `Matcher`."""
+    """The state of one text in its grammar; see `Matcher`."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, words: int) -> None:
         self._matcher, self._words = matcher, words

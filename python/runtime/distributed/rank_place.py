@@ -10,7 +10,7 @@ from runtime.distributed.ring import RingFds
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process must know to be one of the ranks.
+    """The information that a process needs to be one of the ranks.
 
     Attributes:
         ring: file descriptors of the ring that carries steps between ranks of rank 0's host; None if this rank does not
@@ -37,5 +37,5 @@ def places_on_node(config: ParallelConfig, folder: str) -> list[RankPlace]:
 
 
 def meeting_of(config: ParallelConfig, folder: str) -> Rendezvous:
-    """Where the ranks meet: in `folder`, a new one, or at the address of node 0. Raises `ConfigError` as above."""
+    """The rendezvous of the ranks: in `folder`, which is new, or at the address of node 0. Raises `ConfigError` if it cannot be reached."""
     return Rendezvous.in_folder(folder) if config.dist_init_addr is None else Rendezvous.at_address(config.dist_init_addr)

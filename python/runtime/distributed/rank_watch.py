@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 PERIOD = 0.5
 """Seconds between two heartbeats."""
-SILENT_TURNS = 10
+SILENT_PERIODS = 10
 """Periods of half a second without a heartbeat after which a rank counts as lost: 5 s. Counting periods instead of reading a clock
 tolerates a suspended machine."""
 
@@ -30,7 +30,7 @@ PAUSE = b"\0"
 """Rank 0's answer when it is about to stop sending heartbeats for a while."""
 PAUSE_PERIODS = 3
 """Periods until all other ranks have received `PAUSE`."""
-PAUSE_TURNS = 1200
+MAX_PAUSE_PERIODS = 1200
 """Periods for which rank 0 may then be silent: 10 min."""
 
 
@@ -65,7 +65,7 @@ class RankWatch:
 
     @property
     def address(self) -> str:
-        """Where it listens, the port included."""
+        """The address where it listens, including the port."""
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def start(self) -> None:
@@ -130,8 +130,8 @@ class RankWatch:
         return ""
 
     def _silent_rank(self) -> str:
-        silent = [rank for rank, turns in self._silent.items() if turns >= SILENT_TURNS]
-        return f"rank {silent[0]} hangs or is gone: no heartbeat for {SILENT_TURNS * PERIOD:g} s" if silent else ""
+        silent = [rank for rank, periods in self._silent.items() if periods >= SILENT_PERIODS]
+        return f"rank {silent[0]} hangs or is gone: no heartbeat for {SILENT_PERIODS * PERIOD:g} s" if silent else ""
 
 
 class RankBeat:
@@ -156,7 +156,7 @@ class RankBeat:
         self._thread.start()
 
     def close(self, failure: str = "") -> None:
-        """End; a `failure` is told to rank 0."""
+        """Stop, and report a `failure` to rank 0."""
         self._failure = failure
         self._done.set()
         if self._thread.ident is not None:
@@ -167,7 +167,7 @@ class RankBeat:
         self._context.term()
 
     def _run(self) -> None:
-        silent, patience = 0, SILENT_TURNS
+        silent, patience = 0, SILENT_PERIODS
         self._send()
         while not self._done.wait(PERIOD):
             self._send()
@@ -175,7 +175,7 @@ class RankBeat:
             silent = 0 if self._socket.poll(0) else silent + 1
             while self._socket.poll(0):
                 answer = self._socket.recv()
-                patience = PAUSE_TURNS if answer == PAUSE else SILENT_TURNS
+                patience = MAX_PAUSE_PERIODS if answer == PAUSE else SILENT_PERIODS
                 if answer not in (b"", PAUSE):
                     self._lost(f"rank 0 ends: {answer.decode()}")
                     return

@@ -36,12 +36,12 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
     @classmethod
     def in_folder(cls, folder: str) -> Rendezvous:
-        """For ranks of one host, in a folder that is new."""
+        """Create a rendezvous for ranks of one host, in a new folder."""
         return cls(f"{FILE}{Path(folder) / 'rendezvous'}", LOOPBACK, f"ipc://{folder}/{{name}}")
 
     @classmethod
     def at_address(cls, address: str) -> Rendezvous:
-        """For ranks of several hosts, at HOST:PORT of the first. Raises `ConfigError` if it cannot be reached."""
+        """Create a rendezvous for ranks of several hosts, at HOST:PORT of the first. Raises `ConfigError` if it cannot be reached."""
         node = NodeAddress.parse(address)
         try:
             target, own = _reach(node)

@@ -69,7 +69,7 @@ class TorchGroup:
         return total.to(x.dtype)
 
     def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
-        """[N, own] of every rank side by side."""
+        """Concatenate the [N, own] tensors of all ranks along the columns."""
         started = time.perf_counter()
         widths = [shard.stop - shard.start for shard in (Shard(rank, self.size).of(columns) for rank in range(self.size))]
         padded = F.pad(x, (0, widths[0] - x.shape[1])).contiguous()

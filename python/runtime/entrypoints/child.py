@@ -42,8 +42,12 @@ BuildWorker = Callable[[RuntimeConfig, ModelConfig], Worker]
 
 
 class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child reads from stdin, as JSON: the configuration, the folder of the sockets, the parent's pid, and its
-    place among the ranks where the model is sharded.
+    """What a child reads from stdin, as JSON.
+
+    Attributes:
+        folder: the folder of the server's sockets.
+        parent: the parent's pid.
+        place: the child's place among the ranks; None if the model is not sharded.
     """
 
     config: RuntimeConfig
@@ -53,14 +57,17 @@ class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildReady(msgspec.Struct, frozen=True, tag=True):
-    """The child serves. The scheduler reports its worker's limits."""
+    """The child is ready. The scheduler reports the limits of its worker."""
 
     limits: WorkerLimits | None = None
 
 
 class ChildFailed(msgspec.Struct, frozen=True, tag=True):
-    """The child cannot start. `is_config`: because of the configuration, not because of a fault. `at`: when it failed, in seconds of
-    the wall clock, which ranks on several hosts share.
+    """The child cannot start.
+
+    Attributes:
+        is_config: the cause is the configuration, not a fault.
+        at: when it failed, in seconds since the epoch, so that ranks on several hosts can be compared.
     """
 
     message: str
@@ -69,7 +76,7 @@ class ChildFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildFinished(msgspec.Struct, frozen=True, tag=True):
-    """The child was drained and ends. Without this message its end is a failure."""
+    """The child was drained and exits. An exit without this message is a failure."""
 
 
 class ChildAlive(msgspec.Struct, frozen=True, tag=True):
@@ -92,7 +99,11 @@ class StatusPipe:
 
 
 def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], None]) -> int:
-    """Run as child process `role`; returns the exit status."""
+    """Run child process `role` until `serve` returns.
+
+    Returns:
+        The exit status: 0, 1 after a fault, 2 for a wrong configuration.
+    """
     status = StatusPipe(status_fd)
     child = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildConfig)
     _die_with(child, role)
@@ -173,7 +184,7 @@ def serve_detokenizer(child: ChildConfig, status: StatusPipe) -> None:
 
 
 def serve_rank(child: ChildConfig, status: StatusPipe) -> None:
-    """Run what rank 0 sends until it sends no more. Loads torch."""
+    """Run the steps that rank 0 sends until it closes. Loads torch."""
     _create_cuda_context(child)
     from runtime.entrypoints.rank import follow_rank_0
     from runtime.models.registry import load_hf_config
@@ -183,13 +194,13 @@ def serve_rank(child: ChildConfig, status: StatusPipe) -> None:
         status.send(ChildReady())
 
     assert child.place is not None, "a rank needs a place"
-    # The parent on node 0 hears of this rank by rank 0.
+    # On node 0, rank 0 reports this rank to the parent.
     alive = partial(status.send, ChildAlive()) if child.config.parallel.node_rank else lambda: None
     follow_rank_0(child.config, load_hf_config(child.config.model.model_path), child.place, ready, alive)
 
 
 def build_worker(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace | None = None) -> Worker:
-    """The worker of this configuration, rank 0 of several where there is a `place`. Loads torch."""
+    """Build the worker of this configuration; with `place`, the worker of rank 0. Loads torch."""
     if place is not None:
         from runtime.entrypoints.rank import lead
 
@@ -204,9 +215,10 @@ def build_worker(config: RuntimeConfig, model_config: ModelConfig, place: RankPl
 
 
 def _die_with(child: ChildConfig, role: Role) -> None:
-    """End this process when its parent ends, however it ends. The detokenizer removes the sockets' folder then.
+    """Make the kernel end this process when its parent ends for any reason.
 
-    The scheduler is killed by the kernel, because it may be in a long call in which Python handles no signal.
+    The detokenizer gets SIGHUP and removes the folder of the sockets. The others get SIGKILL, because they may be in a long call during
+    which Python handles no signal.
     """
 
     def clean_up(*_: object) -> None:
@@ -216,7 +228,7 @@ def _die_with(child: ChildConfig, role: Role) -> None:
     signal.signal(signal.SIGHUP, clean_up)
     number = signal.SIGHUP if role == "detokenizer" else signal.SIGKILL
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != child.parent:  # it ended before the request took effect
+    if os.getppid() != child.parent:  # the parent ended before prctl took effect
         clean_up()
 
 

@@ -23,20 +23,20 @@ from runtime.entrypoints.child import ChildAlive, ChildConfig, ChildFailed, Chil
 from runtime.errors import ConfigError, ServingError
 
 COMMAND = (sys.executable, "-m", "runtime.entrypoints.child")
-"""Starts a child of this server."""
+"""The command that starts a child of this server; role and status descriptor follow."""
 REPORT_SECONDS = 3.0
-"""How long the reports of the other children are awaited after one has failed during its start. The cause may be reported last."""
+"""After one child has failed to start, how long to wait for reports of the others: the child that failed first may report last."""
 
 
 class Child(ABC):
-    """A process of the server as its parent sees it, whatever started it.
+    """A process of the server as its parent sees it, started as a subprocess or by Ray.
 
     Attributes:
-        ready: done when the child serves; holds the limits of the scheduler's worker, or the error of the start.
+        ready: done when the child is ready or has failed to start; holds the limits of the scheduler's worker, or the error.
         gone: set when the process has ended.
-        failed_at: when its start failed, in seconds of the wall clock; infinite while it has not.
-        finished: whether it has done all its work and ends by itself.
-        beats: `ChildAlive` so far.
+        failed_at: when its start failed, in seconds since the epoch; infinite if it has not failed.
+        finished: whether it was drained and exits by itself.
+        beats: number of `ChildAlive` messages so far.
     """
 
     def __init__(self, role: Role) -> None:
@@ -58,7 +58,7 @@ class Child(ABC):
         """End it now."""
 
     def _take_status(self, line: bytes) -> None:
-        """Note what it reports of itself: a `ChildStatus` in JSON."""
+        """Record a status report: a `ChildStatus` in JSON."""
         status = msgspec.json.decode(line, type=ChildStatus)
         if isinstance(status, ChildFailed):
             self._fail_start(ConfigError(status.message) if status.is_config else ServingError(status.message), status.at)
@@ -70,15 +70,15 @@ class Child(ABC):
             self.ready.set_result(status.limits)
 
     def _is_gone(self) -> None:
-        """Note that the process has ended."""
+        """Record that the process has ended."""
         self.gone.set()
         end = self.describe_end()
-        # A signal comes from outside: that another rank was lost cannot be its cause.
+        # A child that was killed by a signal is the first cause: the loss of another rank ends a child with an exit status.
         at = 0.0 if end.startswith("signal") else time.time()
         self._fail_start(ServingError(f"the {self.role} process died during its start ({end})"), at)
 
     def _fail_start(self, error: ServingError, at: float) -> None:
-        """End a start that is still awaited with an error."""
+        """Set the error of `ready` unless it is done."""
         if not self.ready.done():
             self.failed_at = at
             self.ready.set_exception(error)
@@ -94,7 +94,7 @@ class ChildProcess(Child):
         os.set_blocking(self._fd, False)
         ring = config.place.ring if config.place else None
         inherited = (theirs, *(ring.all if ring else ()))
-        # In a session of its own it does not get Ctrl-C from the terminal: the parent decides when it ends.
+        # In its own session the child gets no SIGINT from Ctrl-C in the terminal; the parent decides when it ends.
         self._process = subprocess.Popen(
             [*command, role, str(theirs)], stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True, env=_environment(config)
         )
@@ -146,7 +146,7 @@ class ChildProcess(Child):
 
 
 async def first_failure(children: Sequence[Child], found: ServingError) -> ServingError:
-    """The error of the child that failed first, where `found` was read first: a rank that loses another fails too."""
+    """The error of the child that failed first. `found` is the first error read, but a rank that loses another rank fails too."""
     if len(children) > 2:  # a scheduler and a detokenizer do not fail because of each other
         await asyncio.wait([child.ready for child in children], timeout=REPORT_SECONDS)
     first = min(children, key=lambda child: child.failed_at)
@@ -155,7 +155,7 @@ async def first_failure(children: Sequence[Child], found: ServingError) -> Servi
 
 
 def start_ranks(config: ChildConfig, command: Sequence[str]) -> list[ChildProcess]:
-    """Start the ranks of this node, each with its place. Raises `ConfigError` where node 0 cannot be reached."""
+    """Start the ranks of this node, each with its place. Raises `ConfigError` if node 0 cannot be reached."""
     places = places_on_node(config.config.parallel, config.folder)
     try:
         return [start_rank(config, command, place) for place in places]
@@ -170,7 +170,7 @@ def start_rank(config: ChildConfig, command: Sequence[str], place: RankPlace) ->
 
 
 def _environment(config: ChildConfig) -> dict[str, str]:
-    """This process's environment, in which a child finds this very package, installed or not, and a rank its own GPU first."""
+    """This process's environment, with this package on PYTHONPATH and the rank's own GPU first in CUDA_VISIBLE_DEVICES."""
     root = str(Path(__file__).parents[2])
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
     if config.place is not None and config.config.device.device == "cuda":

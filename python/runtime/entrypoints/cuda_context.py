@@ -7,10 +7,10 @@ import threading
 
 
 def create_early() -> threading.Thread:
-    """Create the primary context of this process's GPU on another thread; torch uses the same one later.
+    """Create the primary context of this process's GPU in a thread; torch uses the same context later.
 
-    Both take seconds, and the driver needs no Python meanwhile. A machine without the driver, or a failure, changes
-    nothing: torch reports it when it creates the context itself.
+    Imports and context creation take seconds each, and the driver does not hold the GIL, so they overlap. Errors are ignored here: torch
+    reports them when it creates the context itself.
     """
 
     def create() -> None:

@@ -23,11 +23,11 @@ from runtime.managers.messages import TextOut
 T = TypeVar("T")
 
 MAX_OPEN = 256
-"""Prompts of one call that run together, if their texts fit in the queue; the others wait here, not in the scheduler's queue."""
+"""Most prompts of one call that are submitted at the same time; the others wait here, not in the scheduler's queue."""
 
 
 class Engine:
-    """Generates text in this Python process, with the model in processes of its own.
+    """Generates text for this Python process; the model runs in child processes.
 
         with Engine(model_path="...") as engine:
             print(engine.generate("The capital of France is", {"temperature": 0})["text"])
@@ -85,19 +85,19 @@ class Engine:
         Args:
             prompt: a text or a list of texts.
             sampling_params: `sampling_params` of /generate as a mapping or a `SamplingParams`, for all prompts or one per prompt. With
-                `max_new_tokens` 0 only the prompt is read; `n` is the number of texts.
+                `max_new_tokens` 0 only the prompt is computed; `n` is the number of texts per prompt.
             input_ids: token ids, or a list of such lists, instead of `prompt`.
             return_logprob: put the log-probabilities of the output tokens into `meta_info`.
-            logprob_start_len: also those of the prompt, from this token on; -1 or None for none.
-            top_logprobs_num: how many likely tokens to report beside each of them.
+            logprob_start_len: also report those of the prompt, from this token on; -1 or None for none.
+            top_logprobs_num: how many of the most likely tokens to report at each position.
             stream: yield outputs as they grow; one prompt only.
-            rid: the name of the request, or one per prompt.
-            priority: higher runs first.
+            rid: the request id, or one per prompt.
+            priority: requests with a higher number run first.
             cache_salt: prompts share cached KV only within the same salt.
-            others: other fields of /generate; those that this server does not support are refused by name.
+            others: other fields of /generate; unsupported ones raise an error that names them.
 
         Returns:
-            An `Output`, or for several prompts or texts a list of them in order, or with `stream` an iterator of growing outputs.
+            An `Output`; for several prompts or texts, a list of them in order; with `stream`, an iterator of growing outputs.
 
         Raises:
             RequestError: a value is out of bounds, or an argument is not supported. ServingError: the server failed.
@@ -136,7 +136,7 @@ class Engine:
         return {"flushed_pages": self._wait(self._alive().manager.flush_cache())}
 
     def get_server_info(self) -> dict[str, object]:
-        """The main options and the scheduler's statistics."""
+        """Return the main options and the scheduler's statistics."""
         config = self.config
         return {
             "model_path": config.model.model_path,
@@ -197,7 +197,7 @@ class Engine:
         prompts = [asyncio.ensure_future(one(body)) for body in bodies]
         try:
             return [output for outputs in await asyncio.gather(*prompts) for output in outputs]
-        finally:  # one that failed ends the others
+        finally:  # if one prompt fails, cancel the others
             for prompt in prompts:
                 prompt.cancel()
             await asyncio.gather(*prompts, return_exceptions=True)
@@ -230,7 +230,7 @@ class Engine:
         return self._submit(work).result()
 
     def _close(self, group: Generations) -> None:
-        """Abort a generation without waiting: the garbage collector may close an iterator in the loop's own thread."""
+        """Abort a generation without waiting: the garbage collector may close an iterator in the thread of the event loop itself."""
         with self._gate:
             if not self._closed:
                 self._loop.call_soon_threadsafe(group.close)

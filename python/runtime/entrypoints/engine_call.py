@@ -1,4 +1,4 @@
-"""The arguments of one call of the offline engine, as one body of /generate per prompt."""
+"""Converts the arguments of one call of the offline engine into one body of /generate per prompt."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PromptBody(GenerateBody):
 
 
 def read_call(arguments: Mapping[str, Any]) -> tuple[list[PromptBody], bool]:
-    """One body per prompt, and whether the call is answered with a list.
+    """Return one body per prompt, and whether the result is a list.
 
     Raises:
         RequestError: an argument is out of bounds or does not exist.
@@ -77,7 +77,7 @@ def _prompt(name: str, given: object) -> object:
 
 
 def _sampling(given: object) -> object:
-    """`sampling_params` of one prompt as JSON has them: with arrays, and with strings as names."""
+    """`sampling_params` of one prompt as JSON values: tuples and sets become arrays, and the keys of logit_bias become strings."""
     if isinstance(given, SamplingParams):
         given = {name: value for name, value in msgspec.structs.asdict(given).items() if value not in (None, ())}
     if not isinstance(given, Mapping):
@@ -99,7 +99,7 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _check_names(complaint: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse names that no protocol knows; the body itself refuses what this server does not support."""
+    """Refuse unknown names; the body refuses known fields that this server does not support."""
     for name in given.keys() - set(known) - REFUSED.keys() - NO_EFFECT:
         if given[name] is not None:
             likely = get_close_matches(name, known, 1)

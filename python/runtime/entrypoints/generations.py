@@ -1,4 +1,4 @@
-"""The generations of one HTTP request: they start, are read and end together."""
+"""The generations of one HTTP request, which start and end together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingParams
 
 MAX_UNREAD = 256
-"""Updates kept between the generations of a request and its writer; beyond it the generations' own bound applies."""
+"""Capacity of the queue between the generations of a request and its writer; each generation also has a bound of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,12 @@ class Call:
     """One HTTP request for text.
 
     Attributes:
-        name: a name for `/abort_request` that all its generations share; empty for none.
+        name: a request id for `/abort_request` that all its generations share; empty for none.
         prompts: texts or token ids.
         sampling: one per prompt.
         rids: one per prompt.
-        options: of every prompt.
-        params: the protocol's names for what the manager calls "prompt", "input_ids" and "max_new_tokens", and for the grammar.
+        options: the same for every prompt.
+        params: the protocol's field names for the manager's "prompt", "input_ids" and "max_new_tokens", and for the grammar.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Call:
     params: Mapping[str, str]
 
     def name_field(self, error: RequestError) -> None:
-        """Name the field at fault as the protocol does."""
+        """Replace the manager's name of the field at fault by the protocol's."""
         error.param = self.params.get(error.param or "", error.param)
 
 
 class Generations:
-    """One generation per prompt. Leaving `async with` ends those that still run."""
+    """One generation per prompt. Leaving `async with` aborts those that still run."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -57,8 +57,8 @@ class Generations:
         """Start all generations of a call, or none.
 
         Raises:
-            RequestError: one of them is out of bounds, or the call costs too much.
-            QueueFull, QueuedTokensFull: there is no room for all of them.
+            RequestError: a prompt or parameter is out of bounds, or the call costs too much.
+            QueueFull, QueuedTokensFull: the queue cannot hold all of them.
         """
         group = cls(call)
         try:
@@ -82,23 +82,23 @@ class Generations:
         self.close()
 
     def close(self) -> None:
-        """End what still runs."""
+        """Abort the generations that still run."""
         for generation in self.each:
             generation.close()
 
     async def updates(self) -> AsyncGenerator[tuple[int, TextOut], None]:
-        """The updates of all generations as they come, each with the index of its prompt; the first error is raised."""
-        news: asyncio.Queue[tuple[int, TextOut] | Exception | None] = asyncio.Queue(MAX_UNREAD)
+        """Yield the updates of all generations as they arrive, each with the index of its prompt; raise the first error."""
+        queue: asyncio.Queue[tuple[int, TextOut] | Exception | None] = asyncio.Queue(MAX_UNREAD)
         readers: list[asyncio.Task[None]] = []
         try:
             if len(self.each) == 1:
                 async for update in self.each[0]:
                     yield 0, update
                 return
-            readers += [asyncio.create_task(_read(prompt, each, news)) for prompt, each in enumerate(self.each)]
+            readers += [asyncio.create_task(_read(prompt, each, queue)) for prompt, each in enumerate(self.each)]
             open_readers = len(readers)
             while open_readers:
-                item = await news.get()
+                item = await queue.get()
                 if item is None:
                     open_readers -= 1
                 elif isinstance(item, Exception):
@@ -113,7 +113,7 @@ class Generations:
                 reader.cancel()
 
     async def texts(self) -> list[list[Choice]]:
-        """All choices of every prompt, complete."""
+        """Return the complete choices of every prompt, once all have ended."""
         done = [[Choice() for _ in range(each.n)] for each in self.each]
         async with aclosing(self.updates()) as updates:
             async for prompt, update in updates:
@@ -122,30 +122,30 @@ class Generations:
 
 
 async def _price(manager: TokenizerManager, call: Call) -> tuple[CallCost, list[tuple[list[int], SamplingParams]]]:
-    """Tokenise all prompts and add up what the call costs, before any of it is sent."""
+    """Tokenise all prompts and add up the cost of the call, before anything is submitted."""
     cost = manager.new_cost()
     cost.check_samples(len(call.prompts), call.options.n)
     priced: list[tuple[list[int], SamplingParams]] = []
     for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
         priced.append(await manager.price(cost, prompt, sampling, call.options))
-        await asyncio.sleep(0)  # many prompts must not keep other requests waiting
+        await asyncio.sleep(0)  # let other requests run between many prompts
     manager.check_capacity(cost)
     return cost, priced
 
 
-async def _read(prompt: int, generation: Generation, news: asyncio.Queue[tuple[int, TextOut] | Exception | None]) -> None:
+async def _read(prompt: int, generation: Generation, queue: asyncio.Queue[tuple[int, TextOut] | Exception | None]) -> None:
     try:
         async for update in generation:
-            await news.put((prompt, update))
+            await queue.put((prompt, update))
     except Exception as error:
-        await news.put(error)
+        await queue.put(error)
     else:
-        await news.put(None)
+        await queue.put(None)
 
 
 @dataclass(slots=True)
 class Choice:
-    """One text so far, gathered from its updates."""
+    """One text so far, accumulated from its updates."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Choice:
         self.last = update
 
     def prompt_only(self) -> Choice:
-        """This choice without the one token that is generated where none is asked for: reading a prompt yields it."""
+        """This choice without its output, for `max_new_tokens` 0: computing a prompt always yields one token."""
         assert self.last is not None
         finish = self.last.finish
         if finish is not None and finish.reason != "abort":

@@ -1,4 +1,4 @@
-"""The main program of the process that tries grammars for its parent, a scheduler; it ends with its parent."""
+"""The main program of the process that runs grammar trials for its parent, a scheduler; it ends with its parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.text.tokenizer import Tokenizer
 
 
 class GrammarBackendConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A grammar backend and what its `Vocabulary` is made of; the argument of the process, in JSON."""
+    """A grammar backend and the inputs of its `Vocabulary`; passed to the process as a JSON argument."""
 
     name: str
     tokenizer_path: str
@@ -28,7 +28,7 @@ class GrammarBackendConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> list[str]:
-        """The command of the process."""
+        """The command that starts the process."""
         return [sys.executable, "-m", "runtime.entrypoints.grammar_process", msgspec.json.encode(self).decode()]
 
     def load(self) -> GrammarBackend:
@@ -38,7 +38,7 @@ class GrammarBackendConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def vocabulary_of(tokenizer: Tokenizer, eos_ids: tuple[int, ...], vocab_size: int) -> Vocabulary:
-    """What grammar backends must know of a tokenizer, for a model of `vocab_size` ids."""
+    """What grammar backends need from a tokenizer, for a model with `vocab_size` token ids."""
     return Vocabulary(tokenizer.definition, vocab_size, eos_ids, tokenizer.special_tokens, tokenizer.token_bytes)
 
 
@@ -50,7 +50,7 @@ def main(argument: str) -> None:
     try:
         backend = config.load()
     except ConfigError:
-        sys.exit(1)  # the parent loads the same files, and says what is wrong with them
+        sys.exit(1)  # the parent loads the same files and reports the error
     freeze_gc()
     give_back_memory()
     GrammarTrial(backend, config.vocab_size, config.eos_ids).serve(connection)

@@ -13,18 +13,18 @@ from runtime.text.tokenizer_files import tokenizer_eos_ids
 
 
 def eos_ids_of(tokenizer_path: str, model_config: ModelConfig) -> tuple[int, ...]:
-    """The tokens that end a text, from the model's and the tokenizer's files."""
+    """The ids of the tokens that end a text, from the model's and the tokenizer's files."""
     named = [token for token in tokenizer_eos_ids(Path(tokenizer_path)) if token < model_config.vocab_size]
     return tuple(dict.fromkeys((*model_config.eos_ids, *named)))
 
 
 def make_compiler(config: RuntimeConfig, model_config: ModelConfig, tried: bool = False) -> GrammarCompiler | None:
-    """The compiler that the configuration asks for, or None. Its tokenizer and library are loaded in a thread of it.
+    """The configured grammar compiler, or None. It loads its tokenizer and library in its own thread.
 
     Args:
         config: names the backend and the tokenizer.
-        model_config: of the model.
-        tried: whether another rank has tried the grammars that come, so that this one needs no process for that.
+        model_config: gives the end tokens and the vocabulary size.
+        tried: another rank has already run the trials of the grammars, so this compiler needs no trial process.
     """
     name = config.scheduler.grammar_backend
     if name == "none":

@@ -1,4 +1,4 @@
-"""Bounds what libraries keep: free memory in glibc's allocator, and oneDNN's compiled kernels; and what the garbage collector visits."""
+"""Bounds the memory that libraries retain, and the objects that the garbage collector visits."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from collections.abc import Callable
 
 MIB = 1 << 20
 ALLOCATOR = {"MALLOC_ARENA_MAX": (-8, 2), "MALLOC_MMAP_THRESHOLD_": (-3, 32 * MIB), "MALLOC_TRIM_THRESHOLD_": (-1, 64 * MIB)}
-"""glibc's variable of each limit, its number in malloc.h, and its value.
+"""By glibc's environment variable: the option's number in malloc.h, and its value.
 
-By default glibc has eight arenas per core, each with holes of its own. A lower threshold for mapped blocks would cost page faults
-in every step.
+By default glibc has eight arenas per core, each with its own fragmentation. A lower mmap threshold would cost page faults in every step.
 """
 PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
-"""oneDNN compiles GEMM kernels by number of rows, 0.2 MiB each, and keeps the latest 1024; so does torch, in a cache of its own.
+"""oneDNN compiles a GEMM kernel of 0.2 MiB per number of rows, and keeps the latest 1024; torch has another cache of as many.
 
 Recompiling one takes 0.6 ms.
 """
 TRIM_SECONDS = 10.0
-"""How often free memory goes back to the system, which takes some ms; steps of many sizes touch ever more of it."""
+"""How often free memory is returned to the system, which takes a few ms. Steps of different sizes keep touching new memory."""
 
 
 def bound_kept_memory() -> None:
-    """Set the limits that the environment does not set, and give free memory back from time to time.
+    """Set the limits that the environment does not set, and start returning free memory periodically.
 
-    Every step has shapes of its own, so without the limits the process would grow for hours. On another C library than glibc
-    only the limits of kernels take effect. Call it before torch is loaded and before other threads start.
+    Each step has different shapes, so without the limits the process would grow for hours. With a C library other than glibc only the
+    limits of kernels take effect. Call it before torch is loaded and before other threads start.
     """
     for variable, capacity in PRIMITIVES.items():
         os.environ.setdefault(variable, capacity)
@@ -44,7 +43,7 @@ def bound_kept_memory() -> None:
 
 
 def give_back_memory() -> None:
-    """Give free memory back to the system once; does nothing on another C library than glibc."""
+    """Return free memory to the system once; does nothing with a C library other than glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -60,7 +59,7 @@ def freeze_gc() -> None:
 
 
 def _trim_forever(trim: Callable[[int], int]) -> None:
-    """Call malloc_trim, which runs without the interpreter's lock."""
+    """Call malloc_trim periodically; it runs without the GIL."""
     pause = threading.Event()
     while not pause.wait(TRIM_SECONDS):
         trim(0)

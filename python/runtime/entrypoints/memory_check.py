@@ -1,4 +1,4 @@
-"""Refuses a start on a CPU whose memory cannot hold the server, before it is killed while it loads."""
+"""Refuses to start on a CPU with too little memory, instead of being killed while loading."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from runtime.models.config import ModelConfig
 log = logging.getLogger(__name__)
 
 PROCESSES = 448 * MIB
-"""The processes without weights and KV: HTTP 102 MiB, detokenizer 68, torch in the scheduler 270. Measured on x86-64."""
+"""Memory of the processes without weights and KV: HTTP 102 MiB, detokenizer 68, torch in the scheduler 270. Measured on x86-64."""
 SERVING = 128 * MIB
-"""What requests take while they run: bodies, answers, activations."""
+"""Memory of running requests: bodies, answers, activations."""
 LEAST_TOKENS = 1024
-"""KV tokens without which no server starts."""
+"""The smallest number of KV tokens with which a server starts."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _QUANTIZED_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 1.25}
 
 
 def check_memory(config: RuntimeConfig, model: ModelConfig, memory: HostMemory) -> None:
-    """Log which limit counts.
+    """Log the memory limit in force.
 
     Raises:
-        ConfigError: the server would not fit; the message names the memory that it needs.
+        ConfigError: the server does not fit; the message states how much memory it needs.
     """
     if config.device.device != "cpu":
         return
@@ -43,7 +43,7 @@ def check_memory(config: RuntimeConfig, model: ModelConfig, memory: HostMemory) 
 
 
 def needed_bytes(config: RuntimeConfig, model: ModelConfig) -> int:
-    """The least memory that the server's processes need together; the size of dummy weights is not counted."""
+    """The least memory that the server's processes need together; dummy weights are not counted."""
     size = _BYTES[config.device.dtype]
     kv_size = 1 if config.device.kv_cache_dtype == "fp8_e4m3" else size
     embedding = model.vocab_size * model.hidden_size

@@ -1,4 +1,4 @@
-"""A node other than 0: runs its ranks until node 0 ends. It serves no HTTP."""
+"""Runs the ranks of a node other than 0 until node 0 ends. Such a node serves no HTTP."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig
 from runtime.entrypoints.child_process import COMMAND, ChildProcess, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
-from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TURNS, TURN_SECONDS, Watchdog
+from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TICKS, TICK_SECONDS, Watchdog
 
 log = logging.getLogger(__name__)
 
 
 async def run_node(config: RuntimeConfig, command: Sequence[str] | None = None) -> int:
-    """Start the ranks of this node and wait until they have finished, one has died or hangs, or a signal comes.
+    """Start the ranks of this node and wait until they have finished, one dies or hangs, or a signal arrives.
 
     Args:
-        command: what to run instead of this package's worker processes.
+        command: replaces the command of this package's worker processes.
 
     Returns:
-        The exit status: 0 after node 0 ended or a signal came, 1 after a failure.
+        The exit status: 0 after node 0 ended or a signal arrived, 1 after a failure.
 
     Raises:
         ConfigError: a rank cannot run with this configuration.
@@ -50,7 +50,7 @@ async def _watch(ranks: Sequence[ChildProcess], stop: asyncio.Event) -> int:
     stopped = asyncio.ensure_future(stop.wait())
     ready = asyncio.gather(*(rank.ready for rank in ranks))
     by_role = {rank.role: rank for rank in ranks}
-    watchdog = Watchdog(by_role, SHARDED_TURNS)
+    watchdog = Watchdog(by_role, SHARDED_TICKS)
     try:
         await asyncio.wait([ready, stopped, *ends], return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
@@ -63,9 +63,9 @@ async def _watch(ranks: Sequence[ChildProcess], stop: asyncio.Event) -> int:
             if dead:
                 return 1
             waiting = [end for end in ends if not end.done()]
-            done, _ = await asyncio.wait([stopped, *waiting], timeout=TURN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if not done and (hung := watchdog.turn({role: rank.beats for role, rank in by_role.items()}, writes_trace=False)):
-                log.error("the %s process hangs: no heartbeat for %g s; its stacks follow", hung, watchdog.patience * TURN_SECONDS)
+            done, _ = await asyncio.wait([stopped, *waiting], timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not done and (hung := watchdog.tick({role: rank.beats for role, rank in by_role.items()}, writes_trace=False)):
+                log.error("the %s process hangs: no heartbeat for %g s; its stacks follow", hung, watchdog.patience * TICK_SECONDS)
                 by_role[hung].dump_stacks()
                 await asyncio.sleep(DUMP_SECONDS)
                 return 1
@@ -73,4 +73,4 @@ async def _watch(ranks: Sequence[ChildProcess], stop: asyncio.Event) -> int:
     finally:
         for task in (ready, stopped, *ends):
             task.cancel()
-        await asyncio.gather(ready, stopped, *ends, return_exceptions=True)  # asyncio logs what nothing awaits
+        await asyncio.gather(ready, stopped, *ends, return_exceptions=True)  # asyncio logs exceptions that are never retrieved

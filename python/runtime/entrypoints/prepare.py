@@ -1,4 +1,4 @@
-"""From flags to a resolved configuration, with the model's files in place."""
+"""Resolves flags into a configuration and finds the model's files."""
 
 from __future__ import annotations
 
@@ -72,7 +72,11 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
 
 
 def fitted(config: RuntimeConfig, machine: MachineFacts) -> RuntimeConfig:
-    """The configuration with the parts of its tuning that hold here. Raises `ConfigError` for that of another model or draft."""
+    """The configuration with those parts of its tuning that apply to this setup.
+
+    Raises:
+        ConfigError: the tuning was measured with another model or draft.
+    """
     speculative = config.speculative
     if speculative is None or speculative.tuning is None:
         return config
@@ -81,7 +85,7 @@ def fitted(config: RuntimeConfig, machine: MachineFacts) -> RuntimeConfig:
 
 
 def made_for(config: RuntimeConfig, machine: MachineFacts) -> MadeFor:
-    """What a tuning of this configuration is measured on."""
+    """The setup that a tuning of this configuration is measured with."""
     model, device, speculative = config.model, config.device, config.speculative
     assert speculative is not None
     draft = speculative.draft_model_path
@@ -98,18 +102,18 @@ def made_for(config: RuntimeConfig, machine: MachineFacts) -> MadeFor:
 
 
 def _sampling(args: ServerArgs, source: ModelSource) -> SamplingDefaults:
-    """What --sampling-defaults chooses."""
+    """The sampling defaults that --sampling-defaults selects."""
     if args.sampling_defaults == "openai":
         return NO_DEFAULTS
     return EMBEDDED_SAMPLING if source.is_embedded else recommended_sampling(source.weights_folder)
 
 
 def find_draft(args: ServerArgs, target_format: str) -> DraftFacts | None:
-    """The draft model; None without one."""
+    """The draft model; None if there is none."""
     path = args.speculative_draft_model_path
     if path is None:
         return None
-    # A dummy target has a dummy draft. The shape of a GGUF file is unknown until it is read.
+    # A dummy target has a dummy draft, except a GGUF file: its shape is unknown until it is read.
     is_dummy = target_format == "dummy" and not path.endswith(".gguf")
     load_format = args.speculative_draft_load_format or ("dummy" if is_dummy else "auto")
     folder, kind = resolve_weights(path, load_format=load_format, download_dir=args.download_dir, flags=DRAFT_FLAGS)

@@ -13,7 +13,7 @@ from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig, Role
 from runtime.entrypoints.child_process import COMMAND, Child, ChildProcess, first_failure, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
-from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TURNS, SILENT_TURNS, TURN_SECONDS, Watchdog
+from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TICKS, SILENT_TICKS, TICK_SECONDS, Watchdog
 from runtime.errors import ServerDraining, ServingError
 from runtime.managers.ipc import AsyncInbox, Outbox
 from runtime.managers.messages import ToTokenizer
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 EXIT_SECONDS = 3.0
-"""How long a child may take to exit when it is asked to."""
+"""How long a child may take to exit after it was asked to."""
 
 
 class Runtime:
@@ -39,11 +39,11 @@ class Runtime:
 
     Args:
         config, model_config: from `prepare`.
-        scheduler_command: what to run instead of this package's scheduler process and workers; it gets the role and a file
-            descriptor.
+        scheduler_command: replaces the command of this package's scheduler and worker processes; the role and a file descriptor are
+            appended.
 
     Attributes:
-        died: set when a process died or hangs; all open requests have failed by then.
+        died: set after a process has died or hung and all open requests have failed.
         stopping: set when HTTP must end.
     """
 
@@ -64,12 +64,12 @@ class Runtime:
 
     @property
     def manager(self) -> TokenizerManager:
-        """The manager; only after `start`."""
+        """The manager; available only after `start`."""
         assert self._manager is not None
         return self._manager
 
     async def start(self) -> None:
-        """Start all children and wait until they serve.
+        """Start all children and wait until they are ready.
 
         Raises:
             ConfigError: a child cannot run with this configuration.
@@ -96,7 +96,7 @@ class Runtime:
         self._tasks = [asyncio.create_task(self._perform(duty)) for duty in duties]
 
     async def warm_up(self) -> None:
-        """Generate a few tokens, so that the first request does not pay for lazy initialisation."""
+        """Generate a few tokens so that lazy initialisation does not delay the first request."""
         if not self.config.server.skip_server_warmup:
             tokens = min(4, self.config.model.context_length - 1)
             sampling, prompt = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True), list(range(tokens))
@@ -106,14 +106,14 @@ class Runtime:
         self.health.warm = True
 
     async def drain(self) -> None:
-        """Take no new requests; abort those still open after `shutdown_timeout` seconds."""
+        """Refuse new requests; abort those still open after `shutdown_timeout` seconds."""
         if not await self.manager.drain(self.config.server.shutdown_timeout):
             log.warning("aborting %d requests that are still open", self.manager.open_requests)
             self.manager.abort(all=True)
             await self.manager.drain(1.0)
 
     async def stop(self) -> None:
-        """End all processes and remove their files; open requests fail. May be called twice and after a failed start.
+        """End all processes and remove their files; open requests fail. May be called twice, and after a failed start.
 
         Sets `died` if a process dies before it has finished its work.
         """
@@ -151,7 +151,7 @@ class Runtime:
             self._folder = None
 
     async def _start_ranks(self, config: ChildConfig) -> list[Child]:
-        """The scheduler, and a worker for every other rank of the model."""
+        """Start the scheduler, and a worker for every other rank of the model."""
         if self.config.parallel.tp_size == 1:
             self._children.append(ChildProcess("scheduler", self._scheduler_command, config))
         elif self.config.parallel.executor == "ray":
@@ -164,7 +164,7 @@ class Runtime:
         return list(self._children)
 
     async def _while_all_live(self, start: asyncio.Future[T]) -> T:
-        """The result of `start`. Raises `ServingError` if a child dies before."""
+        """Await `start`. Raises `ServingError` if a child dies first."""
         ends = [asyncio.create_task(child.gone.wait()) for child in self._children]
         try:
             await asyncio.wait([start, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -177,7 +177,7 @@ class Runtime:
         finally:
             for task in (start, *ends):
                 task.cancel()
-            await asyncio.gather(start, *ends, return_exceptions=True)  # asyncio logs what nothing awaits
+            await asyncio.gather(start, *ends, return_exceptions=True)  # asyncio logs exceptions that are never retrieved
 
     async def _perform(self, duty: Coroutine[object, object, None]) -> None:
         """Run a background task; an unexpected error in it is logged and ends the server."""
@@ -206,16 +206,15 @@ class Runtime:
             self._fail(child.role)
 
     async def _watch(self) -> None:
-        """Fail when a child neither ends nor responds."""
-        # The detokenizer comes first: it forwards the scheduler's heartbeats.
-        # Rank 0 watches the other ranks.
+        """Fail when a child is alive but sends no heartbeats."""
+        # The detokenizer is checked first, because it forwards the scheduler's heartbeats. Rank 0 watches the other ranks.
         children: dict[Role, Child] = {child.role: child for child in reversed(self._children) if child.role in self.manager.beats}
-        watchdog = Watchdog(children, SHARDED_TURNS if self.config.parallel.tp_size > 1 else SILENT_TURNS)
+        watchdog = Watchdog(children, SHARDED_TICKS if self.config.parallel.tp_size > 1 else SILENT_TICKS)
         while True:
-            await asyncio.sleep(TURN_SECONDS)
-            hung = watchdog.turn(self.manager.beats, self.manager.writes_trace)
+            await asyncio.sleep(TICK_SECONDS)
+            hung = watchdog.tick(self.manager.beats, self.manager.writes_trace)
             if hung is not None:
-                log.error("the %s process hangs: no heartbeat for %g s; its stacks follow", hung, watchdog.patience * TURN_SECONDS)
+                log.error("the %s process hangs: no heartbeat for %g s; its stacks follow", hung, watchdog.patience * TICK_SECONDS)
                 self._fail(hung)
                 children[hung].dump_stacks()
                 await asyncio.sleep(DUMP_SECONDS)

@@ -31,13 +31,17 @@ from runtime.speculative.registry import make_drafter
 
 log = logging.getLogger(__name__)
 STEP_SECONDS = 7.0
-"""Seconds that a step on GPUs, or its start on any device, may take; the largest prompt chunk of a 70B model takes about one second."""
+"""Most seconds that a step on GPUs, or its start on any device, may take. The largest prompt chunk of a 70B model takes about 1 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """Where rank 0 listens: for heartbeats, for readers of steps on other hosts, and for results of other attention groups; ""
-    where there are none.
+    """Addresses where rank 0 listens; "" for a socket that is not needed.
+
+    Attributes:
+        watch: for heartbeats.
+        steps: for readers of steps on other hosts.
+        results: for results of other attention groups.
     """
 
     watch: str
@@ -46,27 +50,27 @@ class Sockets:
 
 
 @dataclass(slots=True)
-class Stuck:
-    """Detects that rank 0 waits too long for a step. `waits`: its waits during a step, set once there are followers."""
+class StepTimeout:
+    """Detects that rank 0 waits too long for a step. `waits` are its waits during a step, set once the followers exist."""
 
     waits: tuple[StepWait, ...] = ()
 
     def __call__(self) -> str:
-        """A sentence, or ""."""
+        """Return a sentence about the wait that takes too long, or ""."""
         return next(filter(None, (wait.longer_than(STEP_SECONDS) for wait in self.waits)), "")
 
 
 def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, options: BuildOptions = AS_CONFIGURED) -> Worker:
-    """Rank 0's worker, which sends every step to the other ranks. A rank that is lost ends this process.
+    """Build rank 0's worker, which sends every step to the other ranks. The loss of a rank ends this process.
 
     Raises:
-        ConfigError: the model, the drafter or the memory does not allow it.
+        ConfigError: the model or the drafter does not support this configuration, or memory is too small.
     """
     parallel, meeting = config.parallel, place.rendezvous
     group = join(config, place)
     check_same_model(group, model_config, parallel)
-    stuck = Stuck()
-    watch = RankWatch(meeting.bind.format(name="ranks"), range(1, parallel.tp_size), _end_process, stuck)
+    timeout = StepTimeout()
+    watch = RankWatch(meeting.bind.format(name="ranks"), range(1, parallel.tp_size), _end_process, timeout)
     by_ring = 0 if place.ring is None else len(place.ring.wake)
     by_socket = parallel.tp_size - 1 - by_ring
     publisher = StepPublisher(meeting.bind.format(name="steps")) if by_socket else None
@@ -86,16 +90,18 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
 
     followers = Followers(SenderList(*senders), watch.close, results, watch.pause, watch.end, begin)
     worker = build_worker(config, model_config, make_drafter, options, group, followers)
-    # On a CPU an exchange gives up by itself, and steps may be slow.
-    stuck.waits = (followers.start, followers.wait) if config.device.device == "cuda" else (followers.start,)
+    # On a CPU an exchange has its own timeout, and steps may be slow.
+    timeout.waits = (followers.start, followers.wait) if config.device.device == "cuda" else (followers.start,)
     return worker
 
 
 def follow_rank_0(
     config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, ready: Callable[[], None], alive: Callable[[], None]
 ) -> None:
-    """Build the worker of another rank, call `ready`, and run what rank 0 sends until it sends no more. `alive` is called from then on,
-    every half second.
+    """Build the worker of another rank, call `ready`, and run the steps that rank 0 sends until it closes.
+
+    Args:
+        alive: called every half second once the worker is built.
 
     Raises:
         ConfigError: as for `lead`.
@@ -126,7 +132,7 @@ def follow_rank_0(
 
 
 def join(config: RuntimeConfig, place: RankPlace) -> ParallelGroup:
-    """Meet the other ranks."""
+    """Connect to the other ranks."""
     parallel = config.parallel
     group = TorchGroup.join(place.rendezvous, place.rank, parallel.tp_size, parallel.dist_timeout)
     if config.device.device == "cpu":
@@ -139,7 +145,7 @@ def join(config: RuntimeConfig, place: RankPlace) -> ParallelGroup:
 
 
 def check_same_model(group: ParallelGroup, own: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise `ConfigError` on every rank if one has read another config.json. All ranks call it together."""
+    """Raise `ConfigError` on every rank if their config.json files differ. All ranks must call it."""
     found = group.gather(own)
     for rank, other in enumerate(found):
         if other != found[0]:
@@ -150,7 +156,7 @@ def check_same_model(group: ParallelGroup, own: ModelConfig, parallel: ParallelC
 
 
 def with_own_files(leader: RuntimeConfig, own: RuntimeConfig) -> RuntimeConfig:
-    """Rank 0's configuration with the files of this node: what was drawn or decided on node 0 holds everywhere."""
+    """Rank 0's configuration with the file paths of this node: seeds and choices made on node 0 apply to all nodes."""
     model = structs.replace(leader.model, model_path=own.model.model_path, tokenizer_path=own.model.tokenizer_path)
     speculative, files = leader.speculative, own.speculative
     if speculative is not None and files is not None:
@@ -160,7 +166,7 @@ def with_own_files(leader: RuntimeConfig, own: RuntimeConfig) -> RuntimeConfig:
 
 
 def _end_process(why: str) -> None:
-    """End this process at once: its main thread may wait for a rank that is gone."""
+    """End this process at once, because its main thread may be waiting for the lost rank."""
     log.error("%s; this process exits", why)
     sys.stderr.flush()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The other ranks of a model whose rank 0 is this very process, for checks without a server."""
+"""Runs the other ranks of a model whose rank 0 is this process, for checks without a server."""
 
 from __future__ import annotations
 

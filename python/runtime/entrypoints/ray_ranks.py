@@ -28,7 +28,7 @@ from runtime.errors import ConfigError
 
 
 class RankHost:
-    """The actor: starts the process of a rank, which ends with it, and hands on what the process reports."""
+    """The actor. It starts the process of a rank, which ends with the actor, and passes on its status reports."""
 
     def gpus(self) -> str:
         """The GPUs that Ray gave this actor, as CUDA_VISIBLE_DEVICES."""
@@ -48,7 +48,7 @@ class RankHost:
             stdin.write(msgspec.json.encode(child))
 
     def next_status(self) -> bytes:
-        """Wait for the next line of its status pipe; empty when it has ended."""
+        """Wait for the next line of the process's status pipe; empty once the process has ended."""
         return self._lines.readline()
 
     def exit_status(self) -> int:
@@ -66,7 +66,7 @@ class RayRank(Child):
         self._reader: asyncio.Task[None] | None = None
 
     async def start(self, command: Sequence[str], config: ChildConfig, environment: dict[str, str]) -> None:
-        """Start the process of the rank, and read what it reports from then on."""
+        """Start the process of the rank, and begin to read its status reports."""
         await self._host.start.remote(list(command), self.role, msgspec.json.encode(config), environment)
         self._reader = asyncio.create_task(self._read())
 
@@ -75,7 +75,7 @@ class RayRank(Child):
         return self._end
 
     def dump_stacks(self) -> None:
-        """Ray's logs have them."""
+        """Do nothing; Ray's logs have the stacks."""
 
     def kill(self) -> None:
         """End the actor and with it the process."""
@@ -89,13 +89,13 @@ class RayRank(Child):
                 self._take_status(line)
             self._end = f"exit status {await self._host.exit_status.remote()}"
         except RayError:
-            pass  # the actor died, and the process with it
+            pass  # the actor and its process died
         finally:
             self._is_gone()
 
 
 class RayRanks:
-    """All ranks of a model in placement groups, one per node, each packed onto its node; the first on this one.
+    """All ranks of a model, in one placement group per node; the first group is on this node.
 
     Attributes:
         ranks: rank 0, which is the scheduler, and the workers.
@@ -110,7 +110,7 @@ class RayRanks:
         """Reserve the nodes and start the ranks. Uses the cluster of RAY_ADDRESS, or a local one.
 
         Raises:
-            ConfigError: Ray has no room for the ranks within --dist-timeout.
+            ConfigError: Ray could not reserve resources for the ranks within --dist-timeout.
         """
         parallel, gpu = config.config.parallel, config.config.device.device == "cuda"
         self._joined = await asyncio.to_thread(_connect)
@@ -132,13 +132,13 @@ class RayRanks:
         return self.ranks
 
     def release(self) -> None:
-        """Give the placement groups back, after the ranks were killed, and leave a cluster that `start` joined."""
+        """Remove the placement groups after the ranks were killed, and disconnect from Ray if `start` connected."""
         for group in self._groups:
             remove_placement_group(group)
         self._groups = []
         if self._joined:
             self._joined = False
-            ray.shutdown()  # at the exit of Python, Ray would leave agents of a local cluster running for a minute
+            ray.shutdown()  # otherwise agents of a local cluster would run for another minute after Python exits
 
     def _host(self, parallel: ParallelConfig, rank: int, gpu: bool) -> Any:
         node, bundle = divmod(rank, parallel.ranks_per_node)
@@ -147,7 +147,7 @@ class RayRanks:
 
 
 def _connect() -> bool:
-    """Join a cluster, or start a local one; False in one already. Not on the main thread, where Ray would take over SIGTERM."""
+    """Join a cluster or start a local one; False if already connected. Call it off the main thread, where Ray would replace SIGTERM."""
     if ray.is_initialized():
         return False
     ray.init(include_dashboard=False, logging_level=logging.WARNING, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
@@ -155,7 +155,7 @@ def _connect() -> bool:
 
 
 def _restore_sigterm() -> None:
-    """Take the handler of SIGTERM back from Ray, whose own aborts the process after 3 s, while requests may still be open."""
+    """Install Python's SIGTERM handler again: Ray's aborts the process after 3 s, while requests may still be open."""
     if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
         signal.signal(signal.SIGTERM, handler)
         signal.siginterrupt(signal.SIGTERM, False)
@@ -164,11 +164,11 @@ def _restore_sigterm() -> None:
 def _reserve(parallel: ParallelConfig, node: int, gpu: bool) -> PlacementGroup:
     bundles: list[dict[str, float]] = [{"CPU": 1.0, **({"GPU": 1.0} if gpu else {})} for _ in range(parallel.ranks_per_node)]
     if node == 0:
-        bundles[0][f"node:{ray.util.get_node_ip_address()}"] = 0.001  # the scheduler talks to this process through files
+        bundles[0][f"node:{ray.util.get_node_ip_address()}"] = 0.001  # on this node: scheduler and this process share socket files
     return placement_group(bundles, strategy="STRICT_PACK")
 
 
 def _environment(parallel: ParallelConfig, rank: int, given: Sequence[str]) -> dict[str, str]:
-    """The GPUs of all ranks of this rank's node, its own first, so that ranks can write into each other's memory."""
+    """CUDA_VISIBLE_DEVICES with the GPUs of all ranks of this node, the rank's own first, so that ranks can access each other's memory."""
     first = rank // parallel.ranks_per_node * parallel.ranks_per_node
     return {"CUDA_VISIBLE_DEVICES": parallel.visible_devices(rank, ",".join(given[first : first + parallel.ranks_per_node]))}

@@ -14,13 +14,13 @@ import psutil
 
 _PREFIX = "talon-"
 _MAX_BASE_BYTES = 60
-"""A longer path leaves no room for a socket's address."""
+"""With a longer path the address of a socket could exceed its limit."""
 
 
 def make_socket_folder() -> str:
     """Make a folder that only this user can enter, and remove the folders of servers that were killed.
 
-    It lies in $XDG_RUNTIME_DIR if that is private to this user, else in the temporary folder.
+    It is made in $XDG_RUNTIME_DIR if that is private to this user, else in the temporary folder.
     """
     base = _base()
     for left in Path(base).glob(f"{_PREFIX}*-*"):
@@ -34,8 +34,8 @@ def make_socket_folder() -> str:
 
 
 def _remove_unlocked(folder: Path) -> None:
-    """Remove a folder unless its server lives: in another container that shares the temporary folder its pid is unknown here."""
-    with contextlib.suppress(OSError):  # another server removes it now, or lives in it
+    """Remove a folder whose lock is free. A pid would not do: the server may run in another container that shares the temporary folder."""
+    with contextlib.suppress(OSError):  # another server is removing it, or its own server still runs
         handle = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,7 +56,7 @@ def _fits(folder: str) -> bool:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Whether `path` is a folder of this user, which no other user can enter. A link is not a folder."""
+    """Whether `path` is a folder that belongs to this user and that no other user can enter. A symbolic link is not a folder."""
     with contextlib.suppress(OSError):
         found = path.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077

@@ -6,37 +6,38 @@ from collections.abc import Iterable, Mapping
 
 from runtime.entrypoints.child import Role
 
-TURN_SECONDS = 0.5
+TICK_SECONDS = 0.5
+"""Seconds between two calls of `Watchdog.tick`."""
 DUMP_SECONDS = 1.0
 """How long a hung child may take to print its stacks."""
-SILENT_TURNS = 16
-"""Turns without a heartbeat after which a child counts as hung: 8 s."""
-SHARDED_TURNS = 12
-"""The same where several ranks share the model: 6 s. Ranks of other nodes notice each other after 5 s, and end."""
-TRACE_TURNS = 1200
-"""Turns for which the scheduler may be silent while it writes a trace, through which torch holds the GIL: 10 min."""
+SILENT_TICKS = 16
+"""Ticks without a heartbeat after which a child counts as hung: 8 s."""
+SHARDED_TICKS = 12
+"""The same if several ranks share the model: 6 s. Ranks on different nodes detect each other's loss after 5 s, and exit."""
+TRACE_TICKS = 1200
+"""Ticks for which the scheduler may be silent while it writes a trace, during which torch holds the GIL: 10 min."""
 
 
 class Watchdog:
-    """Counts the turns since each child's last heartbeat.
+    """Counts the ticks since each child's last heartbeat.
 
-    It counts turns and reads no clock, so that a machine that was suspended lost no heartbeat.
+    It counts ticks instead of reading a clock, so that a suspended machine causes no false alarm.
 
     Attributes:
-        patience: turns without a heartbeat after which a child counts as hung.
+        patience: ticks without a heartbeat after which a child counts as hung.
     """
 
-    def __init__(self, roles: Iterable[Role], patience: int = SILENT_TURNS) -> None:
+    def __init__(self, roles: Iterable[Role], patience: int = SILENT_TICKS) -> None:
         self.patience = patience
         self._silent = dict.fromkeys(roles, 0)
         self._heard = dict.fromkeys(self._silent, -1)
         self._traced = 0
 
-    def turn(self, beats: Mapping[str, int], writes_trace: bool) -> Role | None:
-        """Count one turn.
+    def tick(self, beats: Mapping[str, int], writes_trace: bool) -> Role | None:
+        """Count one tick.
 
         Args:
-            beats: how many heartbeats of each child have come so far.
+            beats: heartbeats received so far, by child.
             writes_trace: whether the scheduler is writing a trace.
 
         Returns:
@@ -45,7 +46,7 @@ class Watchdog:
         self._traced = self._traced + 1 if writes_trace else 0
         hung: list[Role] = []
         for role in self._silent:
-            excused = role == "scheduler" and 0 < self._traced <= TRACE_TURNS
+            excused = role == "scheduler" and 0 < self._traced <= TRACE_TICKS
             self._silent[role] = self._silent[role] + 1 if beats[role] == self._heard[role] and not excused else 0
             self._heard[role] = beats[role]
             if self._silent[role] >= self.patience:

@@ -41,7 +41,7 @@ class Node:
 class Children:
     """The edges below a node, by the bytes of their first page's key; the keys are also kept sorted.
 
-    The key with the longest common prefix with given bytes is a neighbour of these bytes in this order.
+    The key with the longest common prefix with given bytes is adjacent to these bytes in this order.
     """
 
     __slots__ = ("_keys", "_nodes")

@@ -24,7 +24,7 @@ DTYPES = {
     **{"I8": torch.int8, "U8": torch.uint8},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
 }
-"""By safetensors' names."""
+"""torch dtypes by safetensors' names."""
 
 
 def safetensors_weights(folder: str | Path, progress: bool = True) -> Iterator[tuple[str, FileTensor | UnreadableTensor]]:

@@ -1,1 +1,1 @@
-"""Model files on disk: fetching, reading and converting them, without torch."""
+"""Fetches, reads and converts model files, without torch."""

@@ -1,4 +1,4 @@
-"""The cache: folders that are built once, by one process at a time, and are either complete or absent."""
+"""A cache of folders that are built once, by one process at a time, and are either complete or absent."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def default_cache_dir() -> Path:
 def build_once(cache_dir: Path, name: str, build: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> Path:
     """Return the folder `name` of the cache; build it if it is missing or incomplete.
 
-    If two processes ask at once, one builds and the other waits. `build` fills a private folder on the same file
-    system, which is flushed to disk and then renamed. A crash therefore leaves either no folder or the complete one.
+    If two processes call this at once, one builds and the other waits. `build` fills a private folder on the same file system, which is
+    flushed to disk and then renamed, so a crash leaves either no folder or the complete one.
 
     Args:
         cache_dir: created if missing.
-        name: of the folder, without separators.
-        build: fills the empty folder that it gets.
+        name: name of the folder, without separators.
+        build: fills the empty folder that is passed to it.
         is_whole: a cheap check whether an existing folder is complete.
 
     Raises:
@@ -69,7 +69,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(cache_dir: Path, name: str) -> None:
-    """Delete the folders of interrupted builds. Call it under the lock: then no other process builds `name`."""
+    """Delete the folders of interrupted builds. The caller must hold the lock, so that no other process is building `name`."""
     for stale in cache_dir.glob(f".{name}.*.part"):
         shutil.rmtree(stale, ignore_errors=True)
 

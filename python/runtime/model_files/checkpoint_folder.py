@@ -1,4 +1,4 @@
-"""The files of a Hugging Face style checkpoint folder, and checks of them before they are loaded."""
+"""Finds and checks the files of a Hugging Face style checkpoint folder before they are loaded."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from runtime.model_files.safetensors_header import is_whole_safetensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-"""The file of a checkpoint that is not sharded."""
+"""The weights file of a checkpoint that is not sharded."""
 
 
 class SourceFlags(NamedTuple):
-    """The flags that name a model, for errors about it."""
+    """The names of the flags that select a model, for errors about it."""
 
     path: str = "--model-path"
     load_format: str = "--load-format"
@@ -37,7 +37,7 @@ def check_shards(folder: Path, flags: SourceFlags) -> None:
     """Refuse a folder whose weights are missing, incomplete, or in a format that can run code.
 
     Raises:
-        ConfigError: what is wrong, and what to do.
+        ConfigError: states what is wrong and what to do.
     """
     for file in safetensors_files(folder, flags):
         if not is_whole_safetensors(file):
@@ -45,8 +45,10 @@ def check_shards(folder: Path, flags: SourceFlags) -> None:
 
 
 def safetensors_files(folder: Path, flags: SourceFlags = TARGET_FLAGS) -> list[Path]:
-    """The files of a checkpoint: as in transformers `model.safetensors` alone, beside which may be adapters, copies in another
-    layout and an index of earlier shards; or else those that its index names, or every safetensors file if there is no index.
+    """The weights files of a checkpoint, chosen as in transformers.
+
+    `model.safetensors` alone if it exists: other files may be adapters, copies in another layout, or earlier shards. Otherwise the files in
+    the index, or all safetensors files if there is no index.
 
     Raises:
         ConfigError: there are none, or one is missing.
@@ -67,7 +69,7 @@ def _indexed_names(index: Path) -> list[str]:
     shards = read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ConfigError(f"{index} is not an index of safetensors files; download it again")
-    # An index is data from elsewhere: it may name files of its own folder only.
+    # The index is untrusted: it may name only files in its own folder.
     outside = [name for name in shards.values() if not isinstance(name, str) or Path(name).name != name]
     if outside:
         raise ConfigError(f"{index} names a file outside its folder: {outside[0]!r}")

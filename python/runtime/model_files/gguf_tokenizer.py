@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, as Hugging Face's tokenizer.json with its configuration."""
+"""Converts the tokenizer in a GGUF file to Hugging Face's tokenizer files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# The expressions that split text into words before merging, each from the tokenizer.json of the model named.
+# Regular expressions that split text into words before merging, from the tokenizer.json of the named models.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"\p{N}{1,3}" + _REST
@@ -54,7 +54,7 @@ SUPPORTED_PRE = sorted({*_BY_PATTERN, *_DIGITS_APART, *_PLAIN})
 def write_tokenizer(file: GGUFFile, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-    Only warn if the kind of tokenizer is not supported: the model can still be served with another (--tokenizer-path).
+    Only warns if the kind of tokenizer is not supported, because the model can still be served with --tokenizer-path.
     """
     try:
         tokenizer = build_tokenizer(file)
@@ -123,9 +123,9 @@ def _split_merge(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(file: GGUFFile) -> Tokenizer:
-    """Rebuild SentencePiece's BPE: the higher a piece's score, the earlier the merge that makes it.
+    """Rebuild SentencePiece's BPE: merges are ordered by the score of the piece that they produce, highest first.
 
-    Merging yields pieces of text only: control tokens in the text stay plain text.
+    Merges produce only normal pieces, so control tokens written in a text stay plain text.
     """
     tokens, types = _tokens(file), _types(file)
     scores = file.get("tokenizer.ggml.scores", list)
@@ -161,7 +161,7 @@ def _add_control_tokens(tokenizer: Tokenizer, file: GGUFFile) -> None:
 
 
 def _add_bos(tokenizer: Tokenizer, file: GGUFFile) -> None:
-    """Begin texts with the BOS token if the file says so; by default, as in llama.cpp, for SentencePiece, Llama 3 and tekken."""
+    """Add the BOS token to texts if the file requests it. The default, as in llama.cpp, is yes for SentencePiece, Llama 3 and tekken."""
     pre = file.get("tokenizer.ggml.pre", str, "")
     default = file.get("tokenizer.ggml.model", str, "") == "llama" or pre in _WHOLE_WORDS_FIRST
     if not file.get("tokenizer.ggml.add_bos_token", bool, default) or not file.has("tokenizer.ggml.bos_token_id"):

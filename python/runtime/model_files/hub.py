@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub."""
+"""Downloads models from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def is_model_id(name: str) -> bool:
 
 
 def download(model_id: str, revision: str | None, patterns: list[str], flag: str, folder: str | None = None) -> Path:
-    """Fetch files of a model, or find them in the hub's own cache.
+    """Download files of a model, or find them in the hub's own cache.
 
     Args:
         model_id: "owner/name".
         revision: branch, tag or commit.
-        patterns: which files; name none that can hold code.
-        flag: the flag that names the model, for errors.
-        folder: where to download to; the hub's own cache if None.
+        patterns: glob patterns of the files; none may match files that can contain code.
+        flag: the flag that selects the model, for errors.
+        folder: the download folder; the hub's own cache if None.
 
     Raises:
-        ConfigError: the files cannot be fetched; says what to do.
+        ConfigError: the files cannot be downloaded; the message says what to do.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError

@@ -1,4 +1,4 @@
-"""The source of a model: the embedded one, a folder, the Hugging Face hub, a GGUF file, or a configuration alone."""
+"""Resolves the source of a model: the embedded model, a folder, the Hugging Face hub, a GGUF file, or just a config.json."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     """A model on this machine, ready to load.
 
     Attributes:
-        weights_folder: Hugging Face style: config.json, and safetensors unless `kind` is dummy.
-        kind: whether the weights are read, or random.
-        tokenizer_folder: holds tokenizer.json.
-        served_name: the name for clients, unless --served-model-name gives another.
+        weights_folder: a Hugging Face style folder with config.json, and with safetensors unless `kind` is dummy.
+        kind: "safetensors", or "dummy" for random weights.
+        tokenizer_folder: a folder with tokenizer.json.
+        served_name: the name for clients, unless --served-model-name sets another.
         is_embedded: whether this is the default model.
     """
 
@@ -58,7 +58,7 @@ def resolve_model(
     cache_dir: Path | None = None,
     progress: bool = True,
 ) -> ModelSource:
-    """Bring a model onto this machine.
+    """Find a model on this machine, or download and convert it.
 
     Args:
         model_path: a folder, a hub id `owner/name`, a `.gguf` file; None for the embedded model.
@@ -70,7 +70,7 @@ def resolve_model(
         progress: show progress bars.
 
     Raises:
-        ConfigError: the model is not available in this form; one line that says what to do.
+        ConfigError: the model is not available in this form; the message says what to do.
     """
     cache_dir = cache_dir or default_cache_dir()
     if model_path is None:
@@ -97,9 +97,9 @@ def resolve_weights(
     progress: bool = True,
     flags: SourceFlags = TARGET_FLAGS,
 ) -> tuple[str, WeightsKind]:
-    """Bring only weights and configuration, as for draft models.
+    """Find or download only weights and configuration, for draft models.
 
-    Arguments and errors are those of `resolve_model`; errors name `flags`.
+    Arguments and errors are those of `resolve_model`; the messages name `flags`.
 
     Returns:
         A Hugging Face style folder, and the kind of its weights.
@@ -185,7 +185,7 @@ def _given_tokenizer(tokenizer_path: str, revision: str | None, download_dir: st
 
 def _synthetic(weights: Path, cache_dir: Path) -> Path:
     config = check_config(weights)
-    text = config.get("text_config")  # of a model that also sees or hears
+    text = config.get("text_config")  # in multimodal models
     vocab_size = (text if isinstance(text, dict) else config).get("vocab_size")
     if not isinstance(vocab_size, int) or not 0 < vocab_size <= 1 << 22:
         raise ConfigError(f"{weights / 'config.json'} has no usable vocab_size")

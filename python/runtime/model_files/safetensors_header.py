@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what it holds, and where."""
+"""Reads the header of a safetensors file."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the format's library."""
+"""The limit of the safetensors library."""
 
 
 class Entry(NamedTuple):
-    """A tensor: the format's name of its dtype, its shape, and its bytes of the file."""
+    """A tensor: its name, the format's name of its dtype, its shape, and its byte range in the file."""
 
     name: str
     dtype: str
@@ -21,10 +21,10 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> list[Entry]:
-    """The tensors of a file in the order of their bytes, which follow each other up to its end.
+    """The tensors of a file, ordered by offset. Their byte ranges are contiguous up to the end of the file.
 
     Raises:
-        ValueError: the file is no safetensors file, or has another length than its header states.
+        ValueError: the file is not a safetensors file, or its length is not what its header states.
         OSError: it cannot be read.
 
     Source: the safetensors format: u64 header size, JSON header, data; offsets count from the end of the header.

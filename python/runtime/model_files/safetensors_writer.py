@@ -1,4 +1,4 @@
-"""Writing of a safetensors file tensor by tensor, so that memory holds one tensor at a time."""
+"""Writes a safetensors file tensor by tensor, so that only one tensor is in memory at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: Dty
 
 
 def file_start(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> bytes:
-    """What precedes the data of a file: of each tensor its name, the format's name of its dtype, its shape, and bytes per number."""
+    """The header of a file with these tensors: (name, the format's name of the dtype, shape, bytes per number)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, dtype, shape, width in tensors:

@@ -1,4 +1,4 @@
-"""A tokenizer for random weights: each id is a text of its own, and encodes back to the same id."""
+"""A tokenizer for random weights. Each id has a distinct text, which encodes back to the same id."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 def write_synthetic_tokenizer(folder: Path, vocab_size: int) -> None:
     """Write a tokenizer of `vocab_size` ids: 256 bytes, then one word of letters for each further id.
 
-    A text of such words, each after a space, has one token per word.
+    A text of such words, each preceded by a space, has one token per word.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"Ġ{_letters(i)}" for i in range(max(0, vocab_size - len(alphabet)))]
     vocab = {token: i for i, token in enumerate([*alphabet, *words][:vocab_size])}
-    # Without merges, a word of the vocabulary is found as a whole and any other text becomes bytes.
+    # Without merges, a word in the vocabulary becomes one token, and any other text becomes bytes.
     tokenizer = Tokenizer(BPE(vocab, [], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds an LM head of its own although its config.json says that the embedding is the head."""
+"""Detects a checkpoint with its own LM head although config.json says that head and embedding are tied."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from runtime.model_files.safetensors_header import Entry, read_header
 
 HEAD = "lm_head.weight"
 CHUNK_BYTES = 1 << 16
-"""Bytes that are read and compared at once; they fit the cache of a core."""
+"""Bytes that are read and compared at a time; they fit into a core's cache."""
 
 
 def has_own_head(folder: Path, embedding: str) -> bool:
     """Whether tensor `lm_head.weight` of the checkpoint differs from tensor `embedding`.
 
-    Reads both if both are there. Weights that are absent or damaged count as tied; loading them reports it.
+    Reads both tensors if both exist. Missing or damaged weights count as tied; the error is reported when they are loaded.
     """
     try:
         places = {entry.name: (file, entry) for file in safetensors_files(folder) for entry in read_header(file)}
@@ -26,7 +26,7 @@ def has_own_head(folder: Path, embedding: str) -> bool:
 
 
 def _same(first: tuple[Path, Entry], second: tuple[Path, Entry]) -> bool:
-    """Whether two tensors have one dtype and shape and the same bytes."""
+    """Whether two tensors have the same dtype, shape and bytes."""
     (path, one), (other_path, other) = first, second
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False

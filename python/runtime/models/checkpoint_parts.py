@@ -41,7 +41,7 @@ class Part:
 
     @property
     def rules(self) -> tuple[str, bool, int]:
-        """What its values are checked for."""
+        """The checks of its values: dtype, whether they must be finite, and the largest allowed value or -1."""
         return str(self.values.dtype), self.slot.finite, -1 if self.slot.largest is None else self.slot.largest
 
 

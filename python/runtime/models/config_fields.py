@@ -18,7 +18,7 @@ class ConfigFields:
     """The fields of one config.json. Every reader raises `ConfigError` that names the file and the field.
 
     Args:
-        defaults: the values of fields that the file leaves out.
+        defaults: the values of fields that are absent from the file.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str, defaults: Mapping[str, object] | None = None) -> None:
@@ -27,25 +27,25 @@ class ConfigFields:
         self.where = where
 
     def with_defaults(self, defaults: Mapping[str, object]) -> ConfigFields:
-        """These fields, with values for those that the file leaves out."""
+        """These fields, with default values for those that are absent from the file."""
         return ConfigFields(self._raw, self.where, defaults)
 
     def get(self, name: str, default: object) -> Any:
-        """The value; where it is absent or null, that of `defaults`, or else `default`."""
+        """The value; if it is absent or null, that of `defaults`, or else `default`."""
         value = self._raw.get(name)
         value = self._defaults.get(name) if value is None else value
         return default if value is None else value
 
     def given(self, name: str) -> bool:
-        """Whether the file has the field, and not as null."""
+        """Whether the file has the field with a value other than null."""
         return self._raw.get(name) is not None
 
     def named(self, *names: str) -> str:
-        """The name that the file uses of several for one field; the last where it uses none."""
+        """Of several names of one field, the one that the file uses; the last one if it uses none."""
         return next((name for name in names if self.given(name)), names[-1])
 
     def _nullable(self, name: str) -> Any:
-        """The value, whose null stands for itself; that of `defaults` where it is absent."""
+        """The value, which may be null; that of `defaults` if it is absent."""
         return self._raw[name] if name in self._raw else self._defaults.get(name)
 
     def error(self, text: str) -> ConfigError:
@@ -53,7 +53,7 @@ class ConfigFields:
         return ConfigError(f"{self.where}: {text}")
 
     def flag(self, name: str) -> bool:
-        """A boolean; false where it is absent from the file and from `defaults`."""
+        """A boolean; false if it is absent from the file and from `defaults`."""
         return self._boolean(name, self.get(name, False))
 
     def nullable_flag(self, name: str) -> bool:
@@ -99,7 +99,7 @@ class ConfigFields:
         return self._number(name, self.get(name, default))
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of positive numbers; empty where absent."""
+        """A list of positive numbers; empty if absent."""
         values = self.get(name, [])
         if not isinstance(values, list):
             raise self.error(f"{name} is {values!r}; it must be a list of positive numbers")
@@ -111,7 +111,7 @@ class ConfigFields:
         return float(value)
 
     def mapping(self, name: str) -> ConfigFields:
-        """The fields of an object in the file; none where it is absent."""
+        """The fields of an object in the file; none if it is absent."""
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise self.error(f"{name} is {value!r}; it must be an object")
@@ -122,13 +122,13 @@ class ConfigFields:
         return ConfigFields({**self._raw, **{n: v for n, v in values.items() if not self.given(n)}}, self.where, self._defaults)
 
     def within(self, name: str) -> ConfigFields:
-        """These fields, and those of an object in the file that are not null or absent beside it."""
+        """The fields of an object in the file, overridden by the non-null fields outside it."""
         inner = self.mapping(name)._raw
         outer = {key: value for key, value in self._raw.items() if value is not None}
         return ConfigFields({**inner, **outer}, self.where, self._defaults)
 
     def under(self, name: str) -> ConfigFields:
-        """These fields, with those of an object in the file over them."""
+        """These fields, overridden by those of an object in the file."""
         return ConfigFields({**self._raw, **self.mapping(name)._raw}, self.where)
 
     def ids(self, name: str) -> list[int]:
@@ -147,7 +147,7 @@ class ConfigFields:
         return names[0]
 
     def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
-        """The dtype that the weights were saved in; float32 where none is named."""
+        """The dtype that the weights were saved in; float32 if none is named."""
         name = str(self.get("dtype", self.get("torch_dtype", "float32"))).removeprefix("torch.")
         if name not in ("float32", "bfloat16", "float16"):
             raise self.error(f"dtype is {name!r}; it must be float32, bfloat16 or float16")

@@ -60,7 +60,7 @@ class DecoderModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations; the residual stream is float32."""
+        """The dtype of weights and activations; the residual stream is float32."""
         return self.context.dtype
 
     @property
@@ -74,8 +74,8 @@ class DecoderModel:
         return self._parts.sparse_mlps
 
     def warmup_runs(self, rows: Iterable[int]) -> list[Callable[[], object]]:
-        """Calls that compile the remaining kernels, beside GEMMs and backend: of one attention layer and one sparse MLP, as all are
-        alike.
+        """Calls that compile the kernels other than GEMMs and the backend's: of one attention layer and one sparse MLP, because all layers
+        use the same kernels.
         """
         attention = self.layers[0].attention.warmup_runs()
         return attention + [run for mlp in self.sparse_mlps[:1] for run in mlp.warmup_runs(self.final_norm, rows)]

@@ -34,8 +34,8 @@ class BlockDraft:
 
 
 def read_block_size(folder: str | Path) -> int:
-    """Tokens of a block of the draft in `folder`. Raises `ConfigError` where the file is not that of a DFlash draft, or its blocks have no
-    room for a draft.
+    """Number of tokens per block of the draft in `folder`. Raises `ConfigError` if the file is not that of a DFlash draft, or if a block is
+    too small for a draft.
     """
     fields = ConfigFields(read_hf_config(folder), str(folder))
     size = _own_fields(fields).positive("block_size", BLOCK_SIZE)

@@ -79,7 +79,7 @@ def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: Mode
 
 
 def _parse_head(name: str, fields: ConfigFields, algorithm: SpecAlgorithm) -> ModelConfig:
-    """The decoder of a head. Raises `ConfigError` where its class is not supported."""
+    """The decoder of a head. Raises `ConfigError` if its class is not supported."""
     if name not in DRAFT_FAMILIES:
         raise fields.error(f"an {algorithm} head of class {name} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
     model = parse_family(DRAFT_FAMILIES[name], fields)

@@ -149,7 +149,7 @@ class DraftHead:
         return PassContext(batch, *self._bound)
 
     def own_head(self, own: torch.Tensor | None) -> Linear:
-        """A checkpoint's own LM head, or the target's where there is none or they are equal."""
+        """A checkpoint's own LM head, or the target's if there is none or they are equal."""
         shared = self._target.lm_head
         if own is None:
             return shared

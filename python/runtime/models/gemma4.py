@@ -112,7 +112,7 @@ def _full_attention(text: ConfigFields, model: ModelConfig) -> FullAttention:
 
 
 def _layer_config(text: ConfigFields, model: ModelConfig) -> ConfigFields:
-    """What `per_layer_config` gives every global layer. Raises `ConfigError` where it gives anything else."""
+    """What `per_layer_config` gives every global layer. Raises `ConfigError` if it gives anything else."""
     layers = text.get("per_layer_config", {})
     if layers == {}:  # all layers have the same heads
         return ConfigFields({}, text.where)

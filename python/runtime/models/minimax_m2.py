@@ -30,7 +30,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     if (rotated := fields.optional_positive("rotary_dim")) is not None:
         fields = fields.filled(partial_rotary_factor=rotated / fields.positive("head_dim"))
     config = decoder_config(fields, moe=moe, partial_rotary=True, qk_row_norm=True)
-    # Checkpoints may hold layers for multi-token prediction behind the others.
+    # Checkpoints may have layers for multi-token prediction after the others.
     held = range(config.num_layers, config.num_layers + fields.count("num_mtp_modules", 0))
     return replace(config, unused_weights=tuple(f"model.layers.{layer}." for layer in held))
 

@@ -130,7 +130,7 @@ def parse_family(family: Family, fields: ConfigFields) -> ModelConfig:
 
 
 def family_of(architecture: str, where: str) -> Family:
-    """The family of an architecture. Raises `ConfigError` where it is not supported."""
+    """The family of an architecture. Raises `ConfigError` if it is not supported."""
     if architecture not in FAMILIES:
         raise ConfigError(f"{where}: architecture {architecture} is not supported; supported are {', '.join(FAMILIES)}")
     return FAMILIES[architecture]

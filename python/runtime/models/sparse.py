@@ -31,7 +31,7 @@ class SparseNames:
         router: the router's linear layer, without `.weight`.
         correction_bias: the correction bias of a sigmoid router.
         shared: prefix of the shared expert's `gate_proj`, `up_proj` and `down_proj`.
-        shared_gate: the layer whose sigmoid scales the shared expert, without `.weight`; None where there is none.
+        shared_gate: the layer whose sigmoid scales the shared expert, without `.weight`; None if there is none.
     """
 
     experts: ExpertNames

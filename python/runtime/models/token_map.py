@@ -24,7 +24,7 @@ class HotTokens:
     """
 
     def __init__(self, token_map: torch.Tensor | None, vocab_size: int, device: torch.device) -> None:
-        """Raises `ConfigError` where the map does not fit the vocabulary."""
+        """Raises `ConfigError` if the map does not fit the vocabulary."""
         self.to_target = None if token_map is None else token_map.to(device)
         self.to_draft = None if self.to_target is None else invert(self.to_target, vocab_size, "--speculative-token-map")
         self.size = vocab_size if self.to_target is None else len(self.to_target)
@@ -35,7 +35,7 @@ class HotTokens:
 
 
 def invert(to_target: torch.Tensor, vocab_size: int, name: str) -> torch.Tensor:
-    """The `to_draft`, int64 [vocab_size], of a `to_target`, int64 [Vd]: -1 where there is no draft id. Call it at load time only.
+    """Invert `to_target`, int64 [Vd]: returns `to_draft`, int64 [vocab_size], -1 for ids without a draft id. Call it only at load time.
 
     Raises:
         ConfigError: an id is outside the vocabulary or occurs twice; the message calls the map `name`.

@@ -1,1 +1,1 @@
-"""The model's output as typed deltas: content, reasoning and tool calls."""
+"""Parsers that turn the model's output into typed deltas: content, reasoning and tool calls."""

@@ -1,4 +1,4 @@
-"""The JSON schema of a function's arguments, as far as formats need it to read and to write them."""
+"""The JSON schema of a function's arguments: the parts of it that tool formats need."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from runtime.errors import RequestError
 Schema = Mapping[str, Any]
 
 ANY = frozenset[str]()
-"""The types of a parameter that the schema does not describe."""
+"""The types of a parameter without a type in the schema."""
 TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
 MAX_READ = 50_000
-"""Parts of schemas that may be read to make the grammar of one request; references can make a small schema large."""
+"""Most parts of schemas that are read for the grammar of one request. References can make a small schema expand to a large one."""
 _MAX_CHAIN, _MAX_UNIONS = 16, 128
-"""References followed one after the other, and unions read for one type."""
+"""Most references followed in a row, and most unions read to find one type."""
 _PART_CHARS = 10
 
 
@@ -29,7 +29,7 @@ class ReadLimit:
         self._left = left
 
     def spend(self, count: int = 1) -> None:
-        """Count parts. Raises `RequestError` if there were too many."""
+        """Count parts. Raises `RequestError` beyond the limit."""
         self._left -= count
         if self._left < 0:
             advice = "Simplify them, or use tool_choice auto and no strict tool."
@@ -40,7 +40,7 @@ class ArgumentSchema:
     """The schema of one function.
 
     Args:
-        root: the whole schema; `given` below stands for a part of it.
+        root: the whole schema. The methods' argument `given` is a part of it.
         limit: shared by the functions of a request; None for no limit.
     """
 
@@ -56,19 +56,19 @@ class ArgumentSchema:
 
     @cached_property
     def whole(self) -> Schema:
-        """The schema of the arguments as an object, references followed."""
+        """The schema of the arguments object, with references followed."""
         return self.resolved(self._root)
 
     def parameter_types(self, name: str) -> frozenset[str]:
-        """The JSON types that a parameter may have; `ANY` if the schema does not say."""
+        """The JSON types that a parameter may have; `ANY` if the schema names none."""
         properties = self.whole.get("properties")
         return self.types(properties.get(name)) if isinstance(properties, Mapping) else ANY
 
     def types(self, given: object, seen: set[int] | None = None) -> frozenset[str]:
-        """The JSON types that a part allows; `ANY` if it does not say.
+        """The JSON types that a part allows; `ANY` if it names none.
 
         Args:
-            seen: identities of the unions read so far, which are not read again: they may refer to each other in many ways.
+            seen: identities of the unions read so far. They are not read again, because unions may refer to each other.
         """
         node = self.resolved(given)
         kinds = node.get("type")
@@ -85,7 +85,7 @@ class ArgumentSchema:
         return ANY
 
     def alternatives(self, given: object) -> list[Schema]:
-        """The schemas of which a value satisfies one: the branches of the unions of a part, references followed."""
+        """The branches of a part that is a union, with references followed; the part itself if it is none."""
         found, unions, rest = list[Schema](), set[int](), deque([given])
         while rest:
             node = self.resolved(rest.popleft())
@@ -98,7 +98,7 @@ class ArgumentSchema:
         return found
 
     def resolved(self, given: object) -> Schema:
-        """A part, its references followed; empty if it is no object."""
+        """A part with its references followed; empty if it is not an object."""
         self._count()
         for _ in range(_MAX_CHAIN):
             if not isinstance(given, Mapping):
@@ -111,7 +111,7 @@ class ArgumentSchema:
         return {}
 
     def standalone(self, given: object) -> Schema:
-        """A part, with the definitions that it may refer to."""
+        """A part together with the definitions that it may refer to."""
         self._count(self._shared_parts)
         return {**given, **self._shared} if isinstance(given, Mapping) else self._shared
 
@@ -129,6 +129,6 @@ class ArgumentSchema:
 
 
 def fixed_values(node: Schema) -> list[Any] | None:
-    """The values that a schema lists; None if it lists none."""
+    """The values of a schema's `enum` or `const`; None without one."""
     values = [node["const"]] if "const" in node else node.get("enum")
     return values if isinstance(values, list) and values else None

@@ -1,4 +1,4 @@
-"""Arguments that the model wrote as plain text, as JSON of the types that the function's schema allows."""
+"""Converts arguments that the model wrote as plain text to JSON of the types in the function's schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INTEGER = re.compile(r"[-+]?[0-9]+")
 
 
 def typed_json(text: str, types: frozenset[str]) -> str:
-    """`text` as JSON of one of `types`; as a string if it is none of them. Without types only arrays and objects are taken as JSON."""
+    """Convert `text` to JSON of one of `types`, or to a string if it matches none. Without types, only arrays and objects are parsed."""
     bare = text.strip()
     if "null" in types and bare.lower() in ("null", "none"):
         return "null"
@@ -34,7 +34,7 @@ def typed_json(text: str, types: frozenset[str]) -> str:
 
 
 def _parsed(text: str) -> object:
-    """`text` read as JSON, else as a Python literal, else as it is."""
+    """`text` parsed as JSON, else as a Python literal, else unchanged."""
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text)

@@ -1,4 +1,4 @@
-"""The calls of a format as parts of a structural tag, in xgrammar's form."""
+"""The grammar of tool calls, as parts of a structural tag in xgrammar's form."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from runtime.parsers.argument_schema import ArgumentSchema, Schema, fixed_values
 from runtime.text.tool_prompt import ARGUMENTS
 
 Part = dict[str, Any]
-"""One format of a structural tag."""
+"""One "format" node of a structural tag."""
 ANY_TEXT: Part = {"type": "any_text"}
 
 
 def const(text: str) -> Part:
-    """This text."""
+    """Exactly `text`."""
     return {"type": "const_string", "value": text}
 
 
@@ -26,12 +26,12 @@ def json_of(schema: Schema) -> Part:
 
 
 def regex(pattern: str) -> Part:
-    """Text that matches."""
+    """Text that matches a regular expression."""
     return {"type": "regex", "pattern": pattern}
 
 
 def tag(begin: str, content: Part, end: str) -> Part:
-    """Content between two texts."""
+    """`content` between two fixed texts."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
@@ -51,12 +51,12 @@ def optional(part: Part) -> Part:
 
 
 def object_schema(schema: Schema) -> Schema:
-    """The schema of a function's arguments, which are an object; a function without a schema has none."""
+    """The schema of a function's arguments object; a function without a schema has no arguments."""
     return {"type": "object", **schema} if schema else {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def members(node: Schema, write: Callable[[str, object], Part]) -> list[Part]:
-    """The properties of an object, each as `write` returns it for a name and a schema, optional unless it is required."""
+    """The properties of an object, each converted by `write` from its name and schema; those that are not required are optional parts."""
     properties, required = node.get("properties"), node.get("required")
     found = properties.items() if isinstance(properties, Mapping) else ()
     names = required if isinstance(required, list) else []
@@ -64,7 +64,7 @@ def members(node: Schema, write: Callable[[str, object], Part]) -> list[Part]:
 
 
 def text_value(given: object, schema: ArgumentSchema) -> Part:
-    """A value that is written as it is, without quotes around strings. `given`: its schema, a part of `schema`."""
+    """A value in plain text, without quotes around strings. `given` is its schema, a part of `schema`."""
     types = schema.types(given)
     if types and "string" not in types:
         return json_of(schema.standalone(given))
@@ -73,7 +73,7 @@ def text_value(given: object, schema: ArgumentSchema) -> Part:
 
 
 def _text_of(node: Schema, schema: ArgumentSchema) -> Part:
-    """A value of a schema that is no union."""
+    """A value of a schema without unions."""
     if (values := fixed_values(node)) is not None:
         return one_of(*(const(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for value in values))
     types = schema.types(node)
@@ -81,7 +81,7 @@ def _text_of(node: Schema, schema: ArgumentSchema) -> Part:
 
 
 def string_text(node: Schema) -> Part:
-    """The text of a string."""
+    """A string without quotes; it must match the schema's pattern if that is anchored."""
     pattern = node.get("pattern") if node.get("type") == "string" else None
     return regex(pattern) if isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$") else ANY_TEXT
 
@@ -107,9 +107,9 @@ class CallGrammar:
 
     Attributes:
         tags: one for each function.
-        trigger: what every first call begins with.
-        begin, separator, end: around and between calls.
-        single: whether an answer has one call at most.
+        trigger: the text that the first call begins with.
+        begin, separator, end: the texts before, between and after calls.
+        single: whether an answer has at most one call.
     """
 
     tags: Sequence[Part]
@@ -120,18 +120,18 @@ class CallGrammar:
     single: bool = False
 
     def example(self) -> str:
-        """One call, with placeholders for what the grammar leaves open."""
+        """One call, with placeholders for its variable parts."""
         return f"{self.begin}{_example(self.tags[0])}{self.end}"
 
     def calls(self, parallel: bool) -> Part:
-        """One call or, if `parallel`, several, and nothing else."""
+        """Exactly one call, or one or more if `parallel`, without other text."""
         first_only = self.single or not parallel
         tags = {"type": "tags_with_separator", "tags": list(self.tags), "separator": self.separator}
         calls = {**tags, "at_least_one": True, "stop_after_first": first_only}
         return sequence(const(self.begin), calls, const(self.end)) if self.begin else calls
 
     def text_with_calls(self, parallel: bool) -> Part:
-        """Any text, in which calls follow the grammar."""
+        """Any text; calls in it follow the grammar."""
         tags = (
             [tag(self.begin, CallGrammar(self.tags, "", separator=self.separator).calls(parallel), self.end)] if self.begin else self.tags
         )

@@ -1,4 +1,4 @@
-"""Tool calls in the output: the interface of a format, and the parts that formats share."""
+"""The interface of a tool-call format, and functions that formats share."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class ToolFormat(Protocol):
-    """How a family of models writes tool calls.
+    """The form in which a family of models writes tool calls.
 
     Attributes:
-        begins: tags that a call begins with.
-        tags: all tags that may be control tokens; their text must be shown to the parser.
+        begins: tags that a call may begin with.
+        tags: all tags that may be control tokens; the text given to the parser must include them.
     """
 
     @property
@@ -32,20 +32,20 @@ class ToolFormat(Protocol):
         ...
 
     def read(self, reader: Reader) -> Steps[None]:
-        """Read the calls that begin here, at one of `begins`. Raises `Malformed` where the text breaks the format."""
+        """Read the calls at the reader's position, which is at one of `begins`. Raises `Malformed` if the text violates the format."""
         ...
 
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
-        """How calls of these functions are written."""
+        """The grammar of calls of these functions."""
         ...
 
 
 def read_block(reader: Reader, end: str | None, call: Callable[[], Steps[bool]], separators: str = "") -> Steps[None]:
-    """Read calls up to the tag `end`. A missing end is forgiven after the first call.
+    """Read calls up to the tag `end`, which may be missing after the first call.
 
     Args:
-        call: reads one call; False if none stands here, and then it has read nothing.
-        separators: letters that may stand between calls.
+        call: reads one call; returns False and reads nothing if there is none.
+        separators: characters that may separate calls.
     """
     count = 0
     while True:
@@ -58,8 +58,8 @@ def read_block(reader: Reader, end: str | None, call: Callable[[], Steps[bool]],
         if not count:
             raise Malformed
         rest = reader.text[reader.done :]
-        if not ended and not (reader.ended and end is not None and end.startswith(rest.strip())):  # unless the output ended inside the end
-            reader.pos = reader.done  # what stands behind the last call is no part of it
+        if not ended and not (reader.ended and end is not None and end.startswith(rest.strip())):  # unless the output stopped within `end`
+            reader.pos = reader.done  # text after the last call is not part of it
         elif not ended:
             reader.pos = len(reader.text)
         return reader.accept()
@@ -69,12 +69,12 @@ def read_json_call(reader: Reader, end: str | None = None) -> Steps[bool]:
     """Read `{"name": ..., "arguments": {...}}`, with its keys in any order.
 
     Args:
-        end: the tag behind the object; it also ends an object whose last brace is missing.
+        end: the tag after the object; it also ends an object without its closing brace.
     """
     if not (yield from reader.skip("{")):
         return False
     name: str | None = None
-    given: str | None = None  # arguments in front of the name
+    given: str | None = None  # arguments that precede the name
     begun = False
     while True:
         key = yield from take_string(reader)
@@ -100,7 +100,7 @@ def read_json_call(reader: Reader, end: str | None = None) -> Steps[bool]:
 
 
 def _read_json_arguments(reader: Reader, name: str | None) -> Steps[str | None]:
-    """Begin the call and deliver its arguments; without a name, or if they are no object as such, return them instead."""
+    """Start the call and emit its arguments. If there is no name yet, or the arguments are not a plain object, return them instead."""
     yield from reader.skip_all(WHITE)
     letter = yield from reader.peek()
     if letter == "{" and name is not None:
@@ -127,7 +127,7 @@ def _is_object(text: str) -> bool:
 
 
 def read_named_call(reader: Reader, name: str) -> Steps[None]:
-    """Read the arguments of a call whose name was read: one JSON object."""
+    """Read the arguments of a call whose name is known: one JSON object."""
     yield from reader.skip_all(WHITE)
     if (yield from reader.peek()) != "{":
         raise Malformed
@@ -136,7 +136,7 @@ def read_named_call(reader: Reader, name: str) -> Steps[None]:
 
 
 class ArgumentWriter:
-    """Writes the arguments of a call that has begun as a JSON object, member by member."""
+    """Writes the arguments of a started call as a JSON object, member by member."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -148,11 +148,11 @@ class ArgumentWriter:
         self._count += 1
 
     def value(self, text: str) -> None:
-        """Write JSON text of the member's value."""
+        """Write the member's value, which is JSON text."""
         self._reader.arguments(text)
 
     def string(self, read: Callable[[Out], Steps[str | None]]) -> Steps[None]:
-        """Write a string whose text `read` passes on; raises `Malformed` if the output ends in it."""
+        """Write a string from the text that `read` passes on. Raises `Malformed` if the output ends within it."""
         self._reader.arguments('"')
         if (yield from read(lambda text: self._reader.arguments(escaped(text)))) is None:
             raise Malformed

@@ -1,4 +1,4 @@
-"""The pieces that the output of a chat consists of."""
+"""The typed deltas of a chat's output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins; `call` counts the calls of one answer from 0."""
+    """The start of a tool call; `call` is its index in the answer, from 0."""
 
     call: int
     id: str
@@ -32,7 +32,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More JSON text of the arguments of a call that has begun."""
+    """More JSON text of a started call's arguments."""
 
     call: int
     text: str
@@ -42,7 +42,7 @@ Delta = Content | Reasoning | CallStart | CallArguments
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same deltas with neighbours of one kind as one, and without empty ones."""
+    """Merge adjacent deltas of the same kind, and drop empty ones."""
     whole: list[Delta] = []
     for _, group in groupby(deltas, key=_kind):
         first, *rest = group
@@ -54,5 +54,5 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 def _kind(delta: Delta) -> tuple[type[Delta], int]:
-    """Equal for deltas that continue each other."""
+    """A key that is equal for deltas that can be merged."""
     return type(delta), delta.call if isinstance(delta, (CallStart, CallArguments)) else -1

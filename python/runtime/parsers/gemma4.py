@@ -57,7 +57,7 @@ class Gemma4:
 
 
 def _read_value(reader: Reader, depth: int) -> Steps[None]:
-    """Deliver one value as JSON."""
+    """Emit one value as JSON."""
     if depth > MAX_DEPTH:
         raise Malformed
     yield from reader.skip_all(WHITE)
@@ -111,7 +111,7 @@ def _read_text(reader: Reader) -> Steps[None]:
 
 
 class _GrammarWriter:
-    """Writes values as Gemma does by the schema of a function; what is nested too deeply is left out."""
+    """Builds the grammar of Gemma's values from a function's schema; values that are nested too deeply are omitted."""
 
     def __init__(self, schema: ArgumentSchema) -> None:
         self._schema = schema
@@ -128,7 +128,7 @@ class _GrammarWriter:
         return one_of(*(parts or [tag(QUOTE, ANY_TEXT, QUOTE)]))
 
     def _parts(self, node: Schema, depth: int) -> list[Part]:
-        """A value of a schema that is no union, by its type."""
+        """The parts for a value of a schema without unions, one per type."""
         self._count += 1
         values = fixed_values(node)
         if values is not None and not any(isinstance(value, dict | list) for value in values):

@@ -1,4 +1,4 @@
-"""The harmony format of gpt-oss, read from token ids: messages with a channel, and calls as messages to a function."""
+"""The harmony format of gpt-oss, parsed from token ids. Messages have a channel; a call is a message to a function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.text.decode_stream import StreamDecoder
 from runtime.text.stop_finder import StopFinder
 
 MAX_HEADER = 64
-"""Tokens of a header; what is longer is no header."""
+"""Most tokens of a header; a longer sequence is not a header."""
 ROLE = "assistant"
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"to=functions\.([^\s<]+)")
@@ -54,18 +54,18 @@ class HarmonyTokens:
 
 
 THINKING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
-"""What stands around the thinking of an answer."""
+"""The texts before and after the thinking of an answer."""
 
 
 def call_grammar(tools: Mapping[str, Schema]) -> CallGrammar:
-    """How calls are written. A call ends the answer."""
+    """The grammar of calls. A call ends the answer."""
     begin = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
     tags = [tag(begin.format(name), json_of(object_schema(schema)), "") for name, schema in tools.items()]
     return CallGrammar(tags, "<|channel|>commentary to=functions.", single=True)
 
 
 def text_part(part: Part) -> Part:
-    """Text in the channel for users."""
+    """Text in the user's channel, `final`."""
     return tag("<|channel|>final<|message|>", part, "")
 
 
@@ -74,12 +74,12 @@ class HarmonyParser:
 
     Args:
         tokens: the control tokens.
-        decoder: makes the decoder of one message.
-        tools: the parameters' JSON schema of each function.
-        prompt_ids: its last message is the one that the output continues.
-        new_id: makes the id of a call.
-        stops: strings that end the answer; no part of one is delivered.
-        separate: whether thinking is delivered as such; otherwise it stays in the content.
+        decoder: creates the decoder of one message.
+        tools: the JSON schema of each function's parameters.
+        prompt_ids: the prompt; the output continues its last message.
+        new_id: creates the id of a call.
+        stops: strings that end the answer; no part of one is emitted.
+        separate: whether thinking is emitted as reasoning; otherwise it stays in the content.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class HarmonyParser:
         self._tokens, self._spelled = tokens, tokens.spelled
         self._new_decoder, self._stops, self._separate = decoder, StopFinder(stops), separate
         self._reader = Reader(tools, new_id)
-        self._header: list[int] | None = []  # None inside of a message
+        self._header: list[int] | None = []  # None inside a message
         self._kind: Kind = "content"
         self._decoder = decoder()
         self._call: Steps[None] | None = None
         self._counted = 0
-        self._seen: set[Kind] = set()  # what was delivered, so that the next message of its kind begins a line
+        self._seen: set[Kind] = set()  # kinds that were emitted; the next message of such a kind starts on a new line
         last = max((place for place, token in enumerate(prompt_ids) if token == tokens.start), default=len(prompt_ids) - 1)
         self.feed("", prompt_ids[last + 1 :])
         self._counted, self._seen = 0, set()
@@ -156,7 +156,7 @@ class HarmonyParser:
             self._open("reasoning" if channel is not None and channel[1] == "analysis" else "content")
             return
         self._open("call")
-        # A malformed call comes back with its header.
+        # If the call is malformed, its header is emitted with it.
         self._reader.add(f"{header.removeprefix(ROLE)}{self._spelled[self._tokens.message]}")
         self._reader.pos = len(self._reader.text)
         self._call = _read_call(self._reader, function[1] if function is not None else "")
@@ -165,7 +165,7 @@ class HarmonyParser:
     def _open(self, kind: Kind) -> None:
         self._header, self._kind, self._decoder = None, kind, self._new_decoder()
         if self._shown in self._seen and kind != "call":
-            self._deliver("\n")
+            self._emit("\n")
 
     def _close(self) -> None:
         self._show(self._decoder.finish())
@@ -181,9 +181,9 @@ class HarmonyParser:
 
     def _show_held(self, text: str) -> None:
         if text:
-            self._deliver(text)
+            self._emit(text)
 
-    def _deliver(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         self._seen.add(self._shown)
         if self._call is not None:
             self._reader.add(text)
@@ -195,21 +195,21 @@ class HarmonyParser:
 
     @property
     def _shown(self) -> Kind:
-        """What the message is delivered as."""
+        """The kind of delta that the message is emitted as."""
         return "content" if self._kind == "reasoning" and not self._separate else self._kind
 
     def _plain(self, ids: Sequence[int]) -> str:
-        """The text of a header, its control tokens spelled."""
+        """The text of a header, including its control tokens."""
         decoder = self._new_decoder()
         return "".join(self._spelled.get(token) or decoder.step((token,)) for token in ids)
 
 
 def _read_call(reader: Reader, name: str) -> Steps[None]:
-    """Read the message of a call; what is no JSON object comes back as content."""
+    """Read the message of a call; if it is not a JSON object, emit it as content."""
     try:
         yield from read_named_call(reader, name)
     except Malformed:
-        reader.give_back()
+        reader.emit_as_content()
     else:
         yield from reader.skip_all(WHITE)
         reader.accept()

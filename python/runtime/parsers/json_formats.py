@@ -79,7 +79,7 @@ class Mistral:
 class DeepSeek:
     """Calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`.
 
-    V3 and R1 write the type, the name and the arguments in a fenced block; V3.1 the name and the arguments alone.
+    V3 and R1 write the type, the name, and the arguments in a fenced block; V3.1 writes only the name and the arguments.
     """
 
     fenced: bool
@@ -121,5 +121,5 @@ class DeepSeek:
 
 
 def _objects(tools: Mapping[str, Schema], begin: str, key: str, end: str) -> list[Part]:
-    """Calls as objects with a name and arguments."""
+    """The tags of calls that are objects with a name and arguments."""
     return [tag(f'{begin}{{"name": "{name}", "{key}": ', json_of(object_schema(schema)), f"}}{end}") for name, schema in tools.items()]

@@ -1,4 +1,4 @@
-"""JSON in the model's output: passed on as it arrives, as long as it is valid."""
+"""Reads JSON in the model's output and passes it on as it arrives, as long as it is valid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HIGH, _LOW = re.compile(r"\\u[dD][89abAB].."), re.compile(r"\\u[dD][c-fC-F]..")
 
 
 def read_value(reader: Reader, out: Out, depth: int = 0) -> Steps[None]:
-    """Pass one JSON value to `out`. Raises `Malformed` where it stops being JSON."""
+    """Pass one JSON value to `out`. Raises `Malformed` at the first character that is not valid JSON."""
     yield from _read_space(reader, out)
     letter = yield from reader.peek()
     if letter == '"':
@@ -40,7 +40,7 @@ def read_object(reader: Reader, out: Out) -> Steps[None]:
 
 
 def read_string(reader: Reader, out: Out) -> Steps[None]:
-    """Pass one JSON string to `out`; line breaks and tabs that should be escaped are escaped."""
+    """Pass one JSON string to `out`; unescaped line breaks and tabs are escaped."""
     _take(reader, out, 1)
     while letter := (yield from reader.peek()):
         if plain := _PLAIN.match(reader.text, reader.pos):
@@ -56,7 +56,7 @@ def read_string(reader: Reader, out: Out) -> Steps[None]:
 
 
 def take_string(reader: Reader) -> Steps[str]:
-    """The text of one JSON string. Raises `Malformed` for anything else."""
+    """Read one JSON string and return its text. Raises `Malformed` for anything else."""
     yield from reader.skip_all(WHITE)
     if (yield from reader.peek()) != '"':
         raise Malformed
@@ -66,12 +66,12 @@ def take_string(reader: Reader) -> Steps[str]:
 
 
 def escaped(text: str) -> str:
-    """`text` as it stands inside a JSON string."""
+    """`text` escaped for a JSON string, without quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _read_container(reader: Reader, out: Out, depth: int) -> Steps[None]:
-    """An object or an array, whose first letter stands here."""
+    """Read an object or an array; the reader is at its opening bracket."""
     if depth == MAX_DEPTH:
         raise Malformed
     close = "}" if reader.text[reader.pos] == "{" else "]"
@@ -104,7 +104,7 @@ def _read_key(reader: Reader, out: Out) -> Steps[None]:
 
 
 def _read_escape(reader: Reader, out: Out) -> Steps[None]:
-    """An escape, whose backslash stands here; it is passed on as a whole. Half of a surrogate pair is passed on as U+FFFD."""
+    """Read an escape sequence and pass it on as a whole; the reader is at its backslash. A lone surrogate becomes U+FFFD."""
     escape = yield from _take_escape(reader)
     while _HIGH.fullmatch(escape) and (yield from reader.at("\\u")):
         second = yield from _take_escape(reader)

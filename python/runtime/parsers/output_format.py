@@ -1,4 +1,4 @@
-"""How the served model writes thinking and calls."""
+"""The form in which the served model writes thinking and tool calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.errors import ConfigError
 from runtime.parsers import harmony
 from runtime.parsers.call_grammar import ANY_TEXT, Part, one_of, sequence, tag
 from runtime.parsers.harmony import HarmonyParser, HarmonyTokens
-from runtime.parsers.output_grammar import LINE_BREAKS, CallRule, answer_part, behind_thinking, with_part
+from runtime.parsers.output_grammar import LINE_BREAKS, CallRule, after_thinking, answer_part, with_part
 from runtime.parsers.output_parser import OutputParser, TextParser
 from runtime.parsers.registry import HARMONY, THINK_FORMATS, TOOL_FORMATS
 from runtime.parsers.thinking import Opening, ThinkFormat
@@ -25,22 +25,22 @@ from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_prompt import FUNCTION, HERMES_FORM
 
 MAX_PROMPT_END = 4096
-"""Tokens at the end of a prompt that are searched for the beginning of a thought."""
+"""Number of tokens at the end of a prompt that are searched for an open thinking tag."""
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of the parameters of each function."""
+"""The JSON schema of each function's parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputRequest:
-    """What the parser of one request must know.
+    """The options of a request that its parser needs.
 
     Attributes:
         tools: the functions that may be called.
         stops: strings that end the answer.
-        separate: whether thinking is delivered as such; otherwise it stays in the content.
-        rule: what a grammar enforces of the calls.
-        parallel: whether there may be several calls.
+        separate: whether thinking is emitted as reasoning; otherwise it stays in the content.
+        rule: how strictly the grammar constrains calls.
+        parallel: whether the answer may have several calls.
     """
 
     tools: Schemas
@@ -51,12 +51,12 @@ class OutputRequest:
 
 
 class OutputFormat:
-    """Makes the parsers of answers.
+    """Creates the parsers of answers.
 
     Args:
-        tokenizer: the model's.
-        tool_format: a name of the registry.
-        think_format: a name of the registry, or None for a model that does not think.
+        tokenizer: the model's tokenizer.
+        tool_format: a name in the registry.
+        think_format: a name in the registry, or None for a model that does not think.
 
     Raises:
         ConfigError: the vocabulary lacks the format's control tokens.
@@ -69,19 +69,19 @@ class OutputFormat:
             raise ConfigError(f"The {HARMONY} parsers need the control tokens of gpt-oss, which this model's tokenizer lacks.")
         self._calls = TOOL_FORMATS.get(tool_format)
         self._thinking = THINK_FORMATS.get(think_format or "")
-        self._short_ids = tool_format == "mistral"  # its templates take no other ids
+        self._short_ids = tool_format == "mistral"  # its templates accept no other ids
         self.thinks = think_format is not None
 
     @cached_property
     def call_form(self) -> str:
-        """How a call is written, for models whose chat template does not describe tools."""
+        """An example of a call, for models whose chat template does not describe tools."""
         if self._calls is None:
             return HERMES_FORM
         parameter = {"properties": {"<parameter-name>": {"type": "string"}}, "required": ["<parameter-name>"]}
         return self._calls.grammar({FUNCTION: parameter}).example()
 
     def shown_ids(self, request: OutputRequest) -> tuple[int, ...]:
-        """The control tokens that the parser must see in the text."""
+        """The ids of control tokens that the parser needs in the text."""
         if self._harmony is not None:
             return ()
         tags = [*(self._thinking.tags if self._thinking else ()), *(self._calls.tags if self._calls and request.tools else ())]
@@ -89,7 +89,7 @@ class OutputFormat:
         return tuple(dict.fromkeys(token for token in ids if token in self._tokenizer.special_ids))
 
     def adapt(self, sampling: SamplingParams, request: OutputRequest, prompt_ids: Sequence[int]) -> SamplingParams:
-        """`sampling` with what the parser needs, and with the grammar that thinking and calls ask for.
+        """`sampling` with the options that the parser needs, and with a grammar that allows for thinking and calls.
 
         Raises:
             GrammarError: the grammar of the request cannot be combined with its tools.
@@ -102,19 +102,19 @@ class OutputFormat:
             return sampling
         calls = self._calls.grammar(request.tools) if self._calls is not None and request.tools else None
         part = answer_part(sampling.grammar, calls, request.rule, request.parallel, lambda text: text)
-        return self._behind_thinking(sampling, part, bool(calls), prompt_ids)
+        return self._after_thinking(sampling, part, bool(calls), prompt_ids)
 
-    def _behind_thinking(self, sampling: SamplingParams, part: Part | None, calls: bool, prompt_ids: Sequence[int]) -> SamplingParams:
-        """`sampling` whose grammar, or `part` instead of it, begins after the thinking."""
+    def _after_thinking(self, sampling: SamplingParams, part: Part | None, calls: bool, prompt_ids: Sequence[int]) -> SamplingParams:
+        """`sampling` with its grammar, or `part` instead, starting after the thinking."""
         thinking, opening = self._thinking, self.opening(prompt_ids)
         if part is None:
             return sampling
         if thinking is None or opening == "closed":
             return with_part(sampling, part) if calls else sampling
         if opening != "open" and not thinking.forced:
-            return with_part(sampling, behind_thinking(part, thinking.begin, thinking.end))
+            return with_part(sampling, after_thinking(part, thinking.begin, thinking.end))
         end = self._tokenizer.token_id(thinking.end)
-        if end is None:  # the model may write the tag in other tokens than the tokenizer
+        if end is None:  # the end tag is not one token, so the model may split it differently than the tokenizer
             return with_part(sampling, sequence(tag("", ANY_TEXT, thinking.end), LINE_BREAKS, part))
         return with_part(sampling, sequence(LINE_BREAKS, part), (end,))
 
@@ -128,7 +128,7 @@ class OutputFormat:
             part = one_of(harmony.text_part(ANY_TEXT), calls.calls(parallel=False))
         else:
             part = answer_part(spec, calls, rule, request.parallel, harmony.text_part)
-        return sampling if part is None else with_part(sampling, behind_thinking(part, *harmony.THINKING))
+        return sampling if part is None else with_part(sampling, after_thinking(part, *harmony.THINKING))
 
     def parser(self, request: OutputRequest, prompt_ids: Sequence[int]) -> OutputParser | None:
         """A parser for one answer to a prompt; None if the answer is plain text."""
@@ -147,7 +147,7 @@ class OutputFormat:
         return TextParser(thinking, calls, request.tools, self.opening(prompt_ids), self._new_id, token_bytes)
 
     def opening(self, prompt_ids: Sequence[int]) -> Opening:
-        """What the prompt says about thinking: the text behind its last control token that is no tag of thinking."""
+        """Whether the prompt ends inside thinking, from the text after its last control token that is not a thinking tag."""
         if self._thinking is None:
             return "closed"
         end: list[int] = []

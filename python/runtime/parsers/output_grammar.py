@@ -1,4 +1,4 @@
-"""The grammar of an output: what a request asks for, behind the thinking and with the calls of the model's format."""
+"""The grammar of an output: optional thinking, then the request's grammar or tool calls in the model's format."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, json_of, o
 from runtime.sampling_params import GrammarSpec, SamplingParams
 
 CallRule = Literal["free", "strict", "required"]
-"""free: calls follow no grammar; strict: a call that begins follows the schema of its function; required: the answer is calls."""
+"""free: calls are not constrained; strict: calls follow the schema of their function; required: the answer consists of such calls."""
 LINE_BREAKS = regex(r"\n{0,2}")
-"""What models write between thinking and the answer."""
+"""The line breaks that models write between thinking and the answer."""
 
 
 def answer_part(
     spec: GrammarSpec | None, calls: CallGrammar | None, rule: CallRule, parallel: bool, as_text: Callable[[Part], Part]
 ) -> Part | None:
-    """The grammar of an answer without its thinking; None if it has none.
+    """The grammar of an answer without its thinking; None if the answer is not constrained.
 
     Args:
-        spec: the grammar that the request gives for text.
-        calls: how calls are written; None if there are no tools.
-        as_text: how a part stands in the answer as text.
+        spec: the request's grammar for text, or None.
+        calls: the grammar of calls; None if there are no tools.
+        as_text: wraps a part in the form that the format requires for text.
 
     Raises:
         GrammarError: the grammar cannot be combined with the calls.
@@ -44,7 +44,7 @@ def answer_part(
 
 
 def spec_part(spec: GrammarSpec) -> Part | None:
-    """A grammar as a part of a structural tag; None for text that is none, which the compiler refuses."""
+    """Convert a grammar to a part of a structural tag; None if it is invalid, which the compiler then reports."""
     if spec.kind == "regex":
         return regex(spec.text)
     if spec.kind == "ebnf":
@@ -60,19 +60,19 @@ def spec_part(spec: GrammarSpec) -> Part | None:
     return {"type": "triggered_tags", "triggers": given.get("triggers", []), "tags": tags}
 
 
-def behind_thinking(answer: Part, begin: str, end: str) -> Part:
-    """An answer that thinking may stand in front of."""
+def after_thinking(answer: Part, begin: str, end: str) -> Part:
+    """`answer`, optionally preceded by thinking."""
     return sequence(optional(sequence(tag(begin, ANY_TEXT, end), LINE_BREAKS)), answer)
 
 
 def with_part(sampling: SamplingParams, part: Part, after: tuple[int, ...] = ()) -> SamplingParams:
-    """`sampling` with this grammar instead of its own."""
+    """`sampling` with `part` instead of its own grammar. It starts after the tokens `after`, if there are any."""
     text = json.dumps({"type": "structural_tag", "format": part}, ensure_ascii=False)
     return structs.replace(sampling, json_schema=None, regex=None, ebnf=None, structural_tag=text, grammar_after=after)
 
 
 def _json(text: str) -> Any:
-    """The value of JSON text; None if it is none."""
+    """The value of JSON text; None if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The output of one answer, token by token in and typed deltas out."""
+"""Parses the output of one answer into typed deltas."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from runtime.parsers.thinking import Opening, ThinkFormat
 
 
 class OutputParser(Protocol):
-    """Reads one answer. What it makes of an output does not depend on the pieces that the output comes in.
+    """Reads one answer. The result does not depend on how the output is split into pieces.
 
     Attributes:
-        reasoning_tokens: how many tokens were thinking, its tags included.
+        reasoning_tokens: number of thinking tokens, including tags.
     """
 
     @property
@@ -29,7 +29,7 @@ class OutputParser(Protocol):
         ...
 
     def finish(self) -> list[Delta]:
-        """The output has ended: return what was held back."""
+        """End the output and return the deltas that were held back."""
         ...
 
 
@@ -37,12 +37,12 @@ class TextParser:
     """Reads thinking and tool calls in text.
 
     Args:
-        thinking: how the model thinks, or None.
-        calls: how it calls tools, or None if there are none.
-        tools: the parameters' JSON schema of each function.
-        opening: what the prompt says about thinking.
-        new_id: makes the id of a call.
-        token_bytes: length of a token in the text.
+        thinking: the model's thinking format, or None.
+        calls: the model's tool format, or None if there are no tools.
+        tools: the JSON schema of each function's parameters.
+        opening: whether the prompt ends inside thinking.
+        new_id: creates the id of a call.
+        token_bytes: the length of a token in the text, in bytes.
     """
 
     def __init__(
@@ -105,23 +105,23 @@ class TextParser:
                 yield from self._read_calls(calls)
 
     def _read_calls(self, calls: ToolFormat) -> Steps[None]:
-        """Read calls, or deliver as content what only looks like calls."""
+        """Read calls, or emit text that only looks like a call as content."""
         reader = self._reader
         start = reader.base + reader.pos
         try:
             yield from calls.read(reader)
         except Malformed:
             reader.pos = max(reader.pos, start - reader.base + 1)
-            reader.give_back()
+            reader.emit_as_content()
 
     def _content(self, text: str) -> None:
         if self._reader.ended and self._reader.calls and text.isspace():
-            self._reader.accept()  # the line break behind the last call
+            self._reader.accept()  # the line break after the last call
         else:
             self._reader.content(text)
 
     def _count(self, thoughts: Sequence[tuple[int, int | None]]) -> int:
-        """How many tokens begin inside of `thoughts`."""
+        """Number of tokens that begin inside `thoughts`."""
         text = "".join(self._text)
         places = [(len(text[:begin].encode()), len(text[:end].encode())) for begin, end in thoughts]
         starts = accumulate((self._token_bytes(token) for token in self._ids), initial=0)

@@ -1,4 +1,4 @@
-"""Calls written in Python: `[f(a=1, b="x"), g()]`."""
+"""Calls in Python syntax: `[f(a=1, b="x"), g()]`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLOSING = {")": "(", "]": "[", "}": "{"}
 
 @dataclass(frozen=True)
 class Pythonic:
-    """A list of calls with keyword arguments, which are literals."""
+    """A list of calls whose arguments are keyword arguments with literal values."""
 
     begins: tuple[str, ...] = ("[",)
     tags: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ def _read_call(reader: Reader) -> Steps[bool]:
 
 
 def _take_literal(reader: Reader) -> Steps[str]:
-    """The literal up to the comma or the parenthesis behind it, as JSON."""
+    """Read a literal up to the comma or parenthesis after it, and return it as JSON."""
     taken, open_brackets, quote = "", "", ""
     while letter := (yield from reader.peek()):
         if quote:
@@ -86,7 +86,7 @@ def _take_literal(reader: Reader) -> Steps[str]:
 
 
 def _as_json(literal: str) -> str:
-    """A Python literal, or JSON, as JSON."""
+    """Convert a Python literal, or JSON, to JSON."""
     for read in (ast.literal_eval, json.loads):
         try:
             return json.dumps(read(literal.strip()), ensure_ascii=False, allow_nan=False)
@@ -96,6 +96,6 @@ def _as_json(literal: str) -> str:
 
 
 def _arguments(schema: ArgumentSchema) -> Part:
-    """Keyword arguments in the order of the schema, each with a comma behind it; their values are JSON."""
+    """Keyword arguments in the order of the schema, each followed by a comma; their values are JSON."""
     parts = members(schema.whole, lambda name, node: sequence(const(f"{name}="), json_of(schema.standalone(node)), const(", ")))
     return sequence(*(parts or [const("")]))

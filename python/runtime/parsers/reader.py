@@ -1,4 +1,4 @@
-"""The model's output as it arrives, and the deltas read from it."""
+"""A buffer of the model's output, and the deltas that are read from it."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from runtime.text.stop_finder import overlap
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""A reading that yields whenever it needs more text; `yield from` gives its result."""
+"""A generator that yields whenever it needs more text; `yield from` returns its result."""
 Out = Callable[[str], None]
 
 WHITE = " \t\r\n"
 MAX_NAME = 256
-"""Characters of a function's or a parameter's name."""
+"""Most characters of a function's or a parameter's name."""
 
 
 class Malformed(Exception):
-    """The text is not what its format promises; it comes back as content."""
+    """The text violates its format; it is emitted as content."""
 
 
 class Reader:
-    """A buffer with a position, read by generators that do not notice where the pieces of the text end.
+    """A buffer with a position. Generators read from it, independent of how the text is split into pieces.
 
-    `done` <= `pos` are places in `text`. What is before `done` was delivered, or was the syntax of something delivered.
+    `done` <= `pos` are offsets in `text`. Text before `done` was emitted, or was the syntax of something emitted.
 
     Args:
-        tools: the parameters' JSON schema of each function that may be called.
-        new_id: makes the id of a call.
+        tools: the JSON schema of the parameters of each function that may be called.
+        new_id: creates the id of a call.
 
     Attributes:
-        ended: whether no more text will come.
-        calls: calls that have begun.
-        base: characters of the output before `text`.
-        thoughts: where thinking begins and ends in the output, its tags included; the last end may be None.
+        ended: whether no more text will arrive.
+        calls: number of started calls.
+        base: number of output characters before `text`.
+        thoughts: start and end offsets of thinking in the output, including its tags; the last end may be None.
     """
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str]) -> None:
@@ -49,53 +49,53 @@ class Reader:
         self._deltas: list[Delta] = []
 
     def add(self, text: str) -> None:
-        """Append text, and forget what was delivered."""
+        """Append text, and drop the text before `done`."""
         self.text, self.base = self.text[self.done :] + text, self.base + self.done
         self.pos, self.done = self.pos - self.done, 0
 
     def take_deltas(self) -> list[Delta]:
-        """The deltas since the last call, neighbours of one kind joined."""
+        """Return the deltas since the last call of this method; adjacent deltas of one kind are merged."""
         deltas, self._deltas = self._deltas, []
         return joined(deltas)
 
-    # ---- delivery
+    # ---- output
 
     def accept(self) -> None:
-        """What was read so far needs no delivery: it was syntax."""
+        """Mark the text read so far as syntax, which is not emitted."""
         self.done = self.pos
 
-    def give_back(self) -> None:
-        """Deliver what was read since the last delivery as content."""
+    def emit_as_content(self) -> None:
+        """Emit the text between `done` and `pos` as content."""
         self.content(self.text[self.done : self.pos])
 
     def content(self, text: str) -> None:
-        """Deliver text of the answer."""
-        self._deliver(Content(text))
+        """Emit text of the answer."""
+        self._emit(Content(text))
 
     def reasoning(self, text: str) -> None:
-        """Deliver text of the thinking."""
-        self._deliver(Reasoning(text))
+        """Emit text of the thinking."""
+        self._emit(Reasoning(text))
 
     def begin_thought(self) -> None:
-        """Thinking begins with what was read since the last delivery."""
+        """Record that thinking begins at `done`."""
         self.thoughts.append((self.base + self.done, None))
 
     def end_thought(self) -> None:
-        """Thinking ends here."""
+        """Record that thinking ends at `pos`."""
         self.thoughts[-1] = (self.thoughts[-1][0], self.base + self.pos)
 
     def start_call(self, name: str) -> None:
-        """Begin a call. Raises `Malformed` if there is no such function."""
+        """Emit the start of a call. Raises `Malformed` if there is no such function."""
         if name not in self.tools:
             raise Malformed
-        self._deliver(CallStart(self.calls, self._new_id(), name))
+        self._emit(CallStart(self.calls, self._new_id(), name))
         self.calls += 1
 
     def arguments(self, text: str) -> None:
-        """Deliver JSON text of the arguments of the latest call."""
-        self._deliver(CallArguments(self.calls - 1, whole_characters(text)))
+        """Emit JSON text of the latest call's arguments."""
+        self._emit(CallArguments(self.calls - 1, whole_characters(text)))
 
-    def _deliver(self, delta: Delta) -> None:
+    def _emit(self, delta: Delta) -> None:
         self._deltas.append(delta)
         self.done = self.pos
 
@@ -110,7 +110,7 @@ class Reader:
         return self.text[self.pos]
 
     def at(self, *tags: str) -> Steps[str | None]:
-        """The tag that stands here, or None; reads nothing. No tag may be the beginning of another."""
+        """The tag at the position, or None; reads nothing. No tag may be a prefix of another."""
         while True:
             for tag in tags:
                 if self.text.startswith(tag, self.pos):
@@ -121,7 +121,7 @@ class Reader:
             yield
 
     def skip(self, *tags: str) -> Steps[str | None]:
-        """Read the tag that stands here, if there is one, and return it."""
+        """Read the tag at the position, if there is one, and return it."""
         tag = yield from self.at(*tags)
         self.pos += len(tag or "")
         return tag
@@ -135,7 +135,7 @@ class Reader:
         return tag
 
     def skip_all(self, letters: Collection[str]) -> Steps[str]:
-        """Read as many of `letters` as stand here."""
+        """Read all consecutive characters that are in `letters`, and return them."""
         found = ""
         while (letter := (yield from self.peek())) and letter in letters:
             found += letter
@@ -143,9 +143,9 @@ class Reader:
         return found
 
     def read_until(self, tags: Sequence[str], out: Out, trim: str = "") -> Steps[str | None]:
-        """Pass text to `out` up to the first of `tags`, and stand there; returns the tag, or None at the end of the text.
+        """Pass text to `out` up to the first of `tags`, without reading the tag; returns the tag, or None at the end of the text.
 
-        Letters of `trim` in front of a tag are read and not passed on.
+        Characters of `trim` directly before a tag are read but not passed on.
         """
         while True:
             place, tag = self._first(tags)
@@ -162,7 +162,7 @@ class Reader:
             yield
 
     def take_until(self, *tags: str, limit: int = MAX_NAME) -> Steps[str]:
-        """Read text up to one of `tags`, and stand there. Raises `Malformed` at the end of the text or past `limit`."""
+        """Read and return text up to one of `tags`. Raises `Malformed` at the end of the text or beyond `limit` characters."""
         taken, left = list[str](), limit
 
         def keep(text: str) -> None:
@@ -177,12 +177,12 @@ class Reader:
         return "".join(taken)
 
     def _first(self, tags: Sequence[str]) -> tuple[int, str]:
-        """The first tag ahead and its place; the end of the buffer and "" without one."""
+        """Offset and text of the first tag from the position on; the end of the buffer and "" if there is none."""
         found = [(place, tag) for tag in tags if (place := self.text.find(tag, self.pos)) >= 0]
         return min(found, default=(len(self.text), ""))
 
     def _held(self, tags: Sequence[str]) -> int:
-        """Letters at the end of the buffer that may begin a tag."""
+        """Number of characters at the end of the buffer that may begin a tag."""
         longest = max(map(len, tags), default=0)
         ending = self.text[max(self.pos, len(self.text) - longest) :]
         return max((overlap(ending, tag) for tag in tags), default=0)

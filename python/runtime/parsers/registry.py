@@ -1,4 +1,4 @@
-"""The formats by name, and which of them fits a model."""
+"""The formats by name, and the choice of a model's formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.parsers.tagged_formats import GLM47, MIMO, MINIMAX_M2, QWEN3_CODER
 from runtime.parsers.thinking import ThinkFormat
 
 HARMONY = "gpt-oss"
-"""The one format that is read from token ids; it covers thinking and calls alike."""
+"""The only format that is parsed from token ids; it covers both thinking and calls."""
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": Hermes(),
@@ -28,7 +28,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "gemma4": Gemma4(),
     "pythonic": Pythonic(),
 }
-"""The tool formats that are read from text."""
+"""The tool formats that are parsed from text."""
 
 THINK_FORMATS: Mapping[str, ThinkFormat] = {
     "deepseek-r1": ThinkFormat(forced=True),
@@ -38,7 +38,7 @@ THINK_FORMATS: Mapping[str, ThinkFormat] = {
     "minimax": ThinkFormat(forced=True, ended_by=("<minimax:tool_call>",)),
     "gemma4": ThinkFormat(begin="<|channel>thought\n", end="<channel|>", anywhere=True, ended_by=("<|tool_call>",)),
 }
-"""The formats of thinking that are read from text."""
+"""The thinking formats that are parsed from text."""
 
 _TOOL_MARKS = (
     (HARMONY, ("<|channel|>", "<|message|>")),
@@ -52,7 +52,7 @@ _TOOL_MARKS = (
     ("hermes", ("<tool_call>",)),
     ("llama3", ('"parameters":',)),
 )
-"""What the chat template of each format contains; the first match counts."""
+"""A text that the chat templates of each format contain; the first match counts."""
 _TOOLS_BY_ARCHITECTURE = {
     "GptOss": HARMONY, "MiniMaxM2": "minimax-m2", "Glm4Moe": "glm47", "Gemma4": "gemma4", "MiMoV2": "mimo", "Llama4": "pythonic",
 }  # fmt: skip
@@ -60,13 +60,13 @@ _THINKING_BY_ARCHITECTURE = {"GptOss": HARMONY, "MiniMaxM2": "minimax", "Glm4": 
 
 
 def pick_tool_format(asked: str, architecture: str, template: str, described: bool) -> str:
-    """The name of the tool format: the one asked for, or for "auto" the one of the model.
+    """The name of the tool format: `asked`, or the model's format for "auto".
 
     Args:
         asked: a name or "auto".
-        architecture: of config.json.
-        template: the model's chat template; "" without one.
-        described: whether the template describes tools. If it does not, a model that nothing is known of gets Hermes' form.
+        architecture: the architecture in config.json.
+        template: the model's chat template; "" if there is none.
+        described: whether the template describes tools. If not, an unknown model gets Hermes' format.
     """
     if asked != "auto":
         return asked
@@ -77,14 +77,14 @@ def pick_tool_format(asked: str, architecture: str, template: str, described: bo
 
 
 def pick_think_format(asked: str, architecture: str, template: str, short_chat: str) -> str | None:
-    """The name of the format of thinking, or None. For "auto" it is that of the model, if its chat template knows thinking.
+    """The name of the thinking format, or None. For "auto", the model's format if its chat template supports thinking.
 
     Args:
         asked: a name, "auto" or "none".
-        architecture: of config.json.
-        template: the model's chat template; "" without one.
-        short_chat: a conversation rendered with it. If it ends with a tag of thinking, prompts say whether the model thinks;
-            a DeepSeek model whose prompts do not is R1.
+        architecture: the architecture in config.json.
+        template: the model's chat template; "" if there is none.
+        short_chat: a conversation rendered with it. If it ends with a thinking tag, the prompt determines whether the model thinks. A
+            DeepSeek model without such a tag is R1.
     """
     if asked != "auto":
         return None if asked == "none" else asked

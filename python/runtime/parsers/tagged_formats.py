@@ -13,7 +13,7 @@ from runtime.parsers.calls import ArgumentWriter, read_block
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
 
 MAX_VALUE = 1 << 24
-"""Characters of a value that is not a string; it is held back until it is complete."""
+"""Most characters of a value that is not a string; such a value is held back until it is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +21,13 @@ class Tagged:
     """`BEGIN FUNCTION name NAME_END (KEY key KEY_END value VALUE_END)* FUNCTION_END END`, with white space between the tags.
 
     Attributes:
-        begin, end: around the calls; `function` alone may begin one too if it is not empty.
-        function, function_end: around one call; both may be empty.
-        name_ends: tags behind the name; only the first of them is read with it.
-        value_begin: the tag in front of a value, if it is not the end of the key.
-        line_breaks: whether a value stands on lines of its own.
-        shared: whether `begin` and `end` are around all calls, not around each.
-        escapes: whether values hold character references such as `&amp;`.
+        begin, end: tags around the calls; a call may also begin with `function` if that is not empty.
+        function, function_end: tags around one call; both may be empty.
+        name_ends: tags that may follow the name; only the first of them is consumed with it.
+        value_begin: the tag before a value, if `key_end` does not serve as one.
+        line_breaks: whether a value has its own lines.
+        shared: whether `begin` and `end` enclose all calls together, not each call.
+        escapes: whether values contain character references such as `&amp;`.
     """
 
     begin: str

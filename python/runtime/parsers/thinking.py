@@ -1,4 +1,4 @@
-"""Thinking in the output: where it begins and ends, by family of models."""
+"""The tags around thinking in the output, by model family."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from runtime.parsers.reader import WHITE, Reader, Steps
 
 Opening = Literal["open", "closed", "unknown"]
-"""What the prompt says: the output begins inside of thinking, outside, or it says nothing."""
+"""Whether the output begins inside thinking, outside thinking, or the prompt does not determine it."""
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class ThinkFormat:
 
     Attributes:
         begin, end: the tags.
-        forced: whether the output begins inside of thinking if the prompt says nothing.
+        forced: whether the output begins inside thinking if the prompt does not determine it.
         anywhere: whether thinking may begin in the middle of the answer.
-        ended_by: tags of tool calls that end thinking too.
-        separate: whether thinking is delivered as such; otherwise it stays in the content, with its tags.
+        ended_by: tags of tool calls that also end thinking.
+        separate: whether thinking is emitted as reasoning; otherwise it stays in the content, with its tags.
     """
 
     begin: str = "<think>"
@@ -36,12 +36,12 @@ class ThinkFormat:
         return (self.begin[: self.begin.index(">") + 1], self.end)
 
     def opening(self, prompt_end: str) -> Opening:
-        """What the end of the prompt says about the output."""
+        """Determine from the end of the prompt where the output begins."""
         begun, ended = prompt_end.rfind(self.begin.strip()), prompt_end.rfind(self.end)
         return "unknown" if begun < 0 and ended < 0 else "open" if begun > ended else "closed"
 
     def read_first(self, reader: Reader, opening: Opening) -> Steps[None]:
-        """Read the thinking that the output begins with, if it does."""
+        """Read the thinking at the beginning of the output, if there is any."""
         if opening == "closed":
             return
         start = reader.pos
@@ -53,7 +53,7 @@ class ThinkFormat:
             yield from self.read(reader)
 
     def read(self, reader: Reader) -> Steps[None]:
-        """Read thinking whose opening tag was read. Line breaks at its edges and in front of the answer belong to the tags."""
+        """Read thinking whose opening tag was read. Line breaks at its edges and before the answer are not emitted."""
         reader.begin_thought()
         yield from self._read_edge(reader)
         out, trim = (reader.reasoning, "\n") if self.separate else (reader.content, "")
@@ -69,4 +69,4 @@ class ThinkFormat:
             yield from reader.skip_all("\n")
             reader.accept()
         else:
-            reader.give_back()
+            reader.emit_as_content()

@@ -1,1 +1,1 @@
-"""Tokens and text: tokenizer and chat templates."""
+"""The tokenizer and chat templates."""

@@ -15,11 +15,11 @@ _BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 
 
 class BoundedEncoding:
-    """Encodes the texts of one prompt one after the other, up to a number of tokens.
+    """Encodes the texts of one prompt in order, up to a number of tokens.
 
     Args:
-        limit: the most tokens; None for any number.
-        refuse: creates the error for a prompt of at least this many tokens.
+        limit: the maximum number of tokens; None for no limit.
+        refuse: creates the error for a prompt of at least the given number of tokens.
     """
 
     def __init__(self, limit: int | None = None, refuse: Callable[[int], RequestError] | None = None) -> None:
@@ -31,10 +31,10 @@ class BoundedEncoding:
         """Token ids of `text`.
 
         Args:
-            splits_words: whether no token crosses the border between two words; then the ids of slices are those of the text.
+            splits_words: whether no token spans two words. Only then are the ids of slices equal to those of the whole text.
 
         Raises:
-            RequestError: the prompt has too many tokens, or `text` holds half of a surrogate pair.
+            RequestError: the prompt has too many tokens, or `text` has a lone surrogate.
         """
         if len(text) <= SLICE_CHARS:
             return self._add(encode_text(hf, text, add_special_tokens))
@@ -54,7 +54,7 @@ class BoundedEncoding:
         return ids
 
     def _check_estimate(self, hf: tokenizers.Tokenizer, text: str) -> None:
-        """Refuse a text that no cut divides, if its parts have too many tokens; each cut adds at most two."""
+        """Refuse a text that cannot be sliced, if arbitrary pieces of it have too many tokens. A cut adds at most two tokens."""
         count = self._count
         for start in range(0, len(text), SLICE_CHARS) if len(text) > 2 * SLICE_CHARS else ():
             count += max(0, len(encode_text(hf, text[start : start + SLICE_CHARS], add_special_tokens=False)) - 2)
@@ -66,7 +66,7 @@ class BoundedEncoding:
 
 
 def slices(text: str) -> Iterator[str]:
-    """Cut `text` before spaces between two words, into pieces of `SLICE_CHARS` characters or a little more."""
+    """Cut `text` at spaces between two words, into pieces of at least `SLICE_CHARS` characters."""
     start = 0
     while (cut := _BETWEEN_WORDS.search(text, start + SLICE_CHARS)) is not None:
         yield text[start : cut.start()]
@@ -75,15 +75,15 @@ def slices(text: str) -> Iterator[str]:
 
 
 def encode_text(hf: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of `text`; raises `RequestError` for half of a surrogate pair."""
+    """Token ids of `text`. Raises `RequestError` if it has a lone surrogate."""
     try:
         return hf.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     except (UnicodeEncodeError, TypeError) as error:
-        raise RequestError("The text holds half of a surrogate pair, which is not a character.") from error
+        raise RequestError("The text has a lone surrogate (half of a pair), which is not a valid character.") from error
 
 
 def _special_ids(hf: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer puts before and after a text."""
+    """The ids that the tokenizer adds before and after a text."""
     inside, whole = encode_text(hf, "a", False), encode_text(hf, "a", True)
     start = next(i for i in range(len(whole)) if whole[i : i + len(inside)] == inside)
     return whole[:start], whole[start + len(inside) :]

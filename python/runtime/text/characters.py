@@ -1,4 +1,4 @@
-"""Characters of texts that come from JSON, whose escapes may spell half of a surrogate pair."""
+"""Lone surrogates in texts that come from JSON escapes."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ REPLACEMENT = "\ufffd"
 
 
 def whole_characters(text: str) -> str:
-    """`text` with U+FFFD in place of each half of a surrogate pair, which is no character and has no UTF-8."""
+    """`text` with U+FFFD instead of each lone surrogate, which cannot be encoded in UTF-8."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,4 +1,4 @@
-"""A chat template: messages in, and out the text that the model reads."""
+"""A chat template, which renders messages to the text that the model reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text of a chat. Remove `mark` from it, and do not join the text around it to a control token."""
+    """The text of a chat. `mark` must be removed from it, and no control token may be matched across a mark."""
 
     text: str
     mark: str
@@ -44,8 +44,8 @@ class ChatTemplate:
 
     Args:
         source: Jinja text.
-        named_tokens: `bos_token`, `eos_token` and so on, as templates use them.
-        control: tokens that only the template may make.
+        named_tokens: the variables `bos_token`, `eos_token` and so on.
+        control: tokens that only the template may produce.
 
     Raises:
         ConfigError: the template has a syntax error.
@@ -69,16 +69,16 @@ class ChatTemplate:
         """Render a conversation.
 
         Args:
-            messages: each with a `role` and usually a `content`, of JSON values only. With tools, contents are texts, and
-                calls have JSON text as `arguments`.
+            messages: JSON objects with a `role` and usually a `content`. With tools, contents are texts, and calls have JSON text as
+                `arguments`.
             tools: descriptions of functions in OpenAI's form.
-            call_form: how the model is told to write a call if the template does not describe tools.
+            call_form: the form of a call that the model is told to use if the template does not describe tools.
             add_generation_prompt: end with the header of the assistant's next message.
             continue_final_message: end inside the last message instead.
-            template_kwargs: further variables: plain JSON values under names that are not reserved.
+            template_kwargs: further variables: plain JSON values with names that are not reserved.
 
         Raises:
-            RequestError: the template rejects the messages, or rendering exceeds its bounds.
+            RequestError: the template rejects the messages, or rendering exceeds its limits.
         """
         kwargs = template_kwargs or {}
         _check_kwargs(kwargs)
@@ -94,7 +94,7 @@ class ChatTemplate:
         variables["tools"] = self._control.for_others(tools, mark) or None
         if not continue_final_message:
             return Rendered(self._run(chat, variables, add_generation_prompt), mark)
-        assert not add_generation_prompt, "a message that goes on has no generation prompt after it"
+        assert not add_generation_prompt, "continue_final_message excludes add_generation_prompt"
         return Rendered(self._run_unfinished(chat, variables, tag + " "), mark)
 
     def _guarded(self, message: Message, mark: str) -> dict[str, Any]:
@@ -109,11 +109,11 @@ class ChatTemplate:
 
     @cached_property
     def _roles(self) -> RoleTraits:
-        """Which messages the template takes."""
+        """Which orders of messages the template accepts."""
         return RoleTraits.probe(self._run_plain, self.traits)
 
     def _run_plain(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
-        """Render messages as they are."""
+        """Render messages without guards or role changes."""
         return self._run(messages, {**self._named_tokens, "tools": tools or None}, True)
 
     def _run(self, chat: Sequence[Message], variables: Mapping[str, object], add_generation_prompt: bool) -> str:
@@ -122,10 +122,10 @@ class ChatTemplate:
         return render_bounded(self._template, {**variables, **given}, input_chars=chars)
 
     def _run_unfinished(self, chat: list[dict[str, Any]], variables: Mapping[str, object], tag: str) -> str:
-        """Render a chat up to the end of its last message, where `tag` is put to find it again.
+        """Render a chat up to the end of its last message. `tag` is appended to that message to find its end in the output.
 
-        A template that changes thoughts may remove the tag with them, or end a thought that the message leaves open.
-        Then the last message follows the generation prompt as it is, as if the model had just written it.
+        A template that edits thinking may remove the tag, or close thinking that the message leaves open. Then the last message is
+        appended to the generation prompt unchanged, as if the model had just written it.
         """
         *earlier, last = chat
         text = _final_text(last)
@@ -135,7 +135,7 @@ class ChatTemplate:
         if end < 0 or (changed and earlier):
             header = self._run(earlier, variables, add_generation_prompt=True) if earlier else ""
             return _without_repeated_start(header, text) + text
-        # A template that strips white space removed the space of the tag, and would have removed that of the message.
+        # If the template strips white space, it removed the space after the tag, and would have stripped the message too.
         return rendered[:end] if rendered.startswith(tag, end) else rendered[:end].rstrip()
 
 
@@ -162,7 +162,7 @@ def _check_kwargs(kwargs: Mapping[str, object]) -> None:
 
 
 def count_chars(value: object) -> int:
-    """Characters of all texts in a JSON value; other values count 8."""
+    """Total number of characters of all strings in a JSON value; other values count as 8."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -196,7 +196,7 @@ def _with_suffix(message: Mapping[str, Any], suffix: str) -> dict[str, Any]:
 
 
 def _without_repeated_start(header: str, text: str) -> str:
-    """Cut a tag such as `<think>` off the generation prompt if the message begins with the same tag."""
+    """Remove a tag such as `<think>` from the end of the generation prompt if the message begins with the same tag."""
     opening = _OPENING.match(text)
     if opening and header.rstrip().endswith(opening[1]):
         return header.rstrip().removesuffix(opening[1])

@@ -1,4 +1,4 @@
-"""Control tokens that users spell in their messages, and how to keep them text."""
+"""Keeps control tokens that users write in their messages from becoming tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any
 
 from runtime.errors import RequestError
 
-# Unicode assigns no character to these, so one that a request does not use can mark places in its text.
+# Unicode assigns no characters to these code points, so one that a request does not use can mark positions in its text.
 _NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 
 
 @dataclass(frozen=True)
 class ControlTokens:
-    """The spellings that user text must not turn into tokens.
+    """The texts that must not become tokens if a user writes them.
 
     Attributes:
-        special: tokens that are never text.
-        soft: added tokens such as `</think>`. They may appear in earlier messages of the assistant, and templates
-            search for them there.
+        special: tokens that never occur as text.
+        soft: added tokens such as `</think>`. They may occur in earlier assistant messages, where templates search for them.
     """
 
     special: frozenset[str] = frozenset()
@@ -30,7 +29,7 @@ class ControlTokens:
 
     @cached_property
     def for_assistant(self) -> TextGuard:
-        """The guard for messages of the assistant."""
+        """The guard for assistant messages."""
         return TextGuard(self.special)
 
     @cached_property
@@ -40,7 +39,7 @@ class ControlTokens:
 
 
 class TextGuard:
-    """Puts a mark inside every spelling of a control token, and where the edge of a text could complete one."""
+    """Inserts a mark into every control token in a text, and wherever adjacent text could complete one."""
 
     def __init__(self, spellings: Collection[str]) -> None:
         spellings = [s for s in spellings if len(s) > 1]  # a single character has no inside
@@ -52,7 +51,7 @@ class TextGuard:
         self._longest = max(map(len, spellings), default=0)
 
     def __call__(self, value: object, mark: str) -> Any:
-        """Return a JSON value with `mark` in all of its texts that need one."""
+        """Return a JSON value with `mark` inserted into its strings where needed."""
         if isinstance(value, str):
             return self._mark_text(value, mark)
         if isinstance(value, Mapping):
@@ -67,9 +66,9 @@ class TextGuard:
         return self._inside.sub(rf"\1{mark}", self._mark_edges(text, mark))
 
     def _mark_edges(self, text: str, mark: str) -> str:
-        """Mark an end or a beginning that neighbouring text could complete to a control token.
+        """Mark the start or end of a text that adjacent text could complete to a control token.
 
-        The mark is one character away from the edge, so that a template that strips white space finds the same edge.
+        The mark is not the outermost character, so that a template that strips white space works as without it.
         """
         body = text.strip()
         if not body:
@@ -87,7 +86,7 @@ def unused_noncharacters(messages: object, template_kwargs: object) -> tuple[str
     """Return two noncharacters that do not occur in a request.
 
     Raises:
-        RequestError: the request is no plain JSON, or it uses all noncharacters.
+        RequestError: the request is not plain JSON, or it uses all noncharacters.
     """
     try:
         used = set(json.dumps([messages, template_kwargs], ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""Decoding of one text whose tokens arrive one by one."""
+"""Incremental decoding of a text whose tokens arrive one by one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Protocol
 import tokenizers
 
 PROMPT_TAIL = 8
-"""Tokens at the end of a prompt that give the first output token its context: as many as one character may have."""
+"""Number of prompt tokens that give the first output token its context: as many as one character may have."""
 _MAX_HELD_TOKENS = 8
-"""No character has more tokens. A longer run of bytes is invalid and is shown as such."""
+"""The most tokens of one character. A longer sequence of bytes is invalid and is decoded as such."""
 
 
 class StreamDecoder(Protocol):
-    """Turns the token ids of one text into text as they arrive. Not thread-safe."""
+    """Decodes the token ids of one text as they arrive. Not thread-safe."""
 
     def step(self, token_ids: Sequence[int]) -> str:
-        """Return the text that `token_ids` complete; "" while a character is incomplete."""
+        """Return the text completed by `token_ids`; "" while a character is incomplete."""
         ...
 
     def finish(self) -> str:
@@ -27,7 +27,7 @@ class StreamDecoder(Protocol):
 
 
 class ByteStream:
-    """Decoder for byte-level vocabularies: tokens are bytes, and UTF-8 tells where characters end."""
+    """Decoder for byte-level vocabularies: tokens are bytes, and UTF-8 determines where characters end."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], skip: frozenset[int]) -> None:
         self._token_bytes, self._skip = token_bytes, skip
@@ -44,9 +44,9 @@ class ByteStream:
 
 
 class WindowStream:
-    """Decoder for any vocabulary: decodes the last tokens alone and together with the new ones; the difference is new.
+    """Decoder for any vocabulary: decodes the last tokens with and without the new ones; the difference is the new text.
 
-    The earlier tokens give the new ones their context, for example whether a leading space counts.
+    The earlier tokens are the context of the new ones; for example, they determine whether a leading space is kept.
     """
 
     def __init__(self, hf: tokenizers.Tokenizer, token_bytes: Callable[[int], bytes], skip: frozenset[int]) -> None:
@@ -69,14 +69,14 @@ class WindowStream:
         after = self._hf.decode(self._context + self._held, skip_special_tokens=False)
         incomplete = after.endswith("\ufffd") and len(self._held) < _MAX_HELD_TOKENS and not self._ends_as_written()
         if incomplete or len(after) <= len(before):
-            if len(self._held) >= _MAX_HELD_TOKENS:  # no text comes of them, such as of ids that the tokenizer lacks
+            if len(self._held) >= _MAX_HELD_TOKENS:  # these tokens have no text, such as ids that the tokenizer lacks
                 self._held = []
             return ""
         self._context, self._held = self._held, []
         return after[len(before) :]
 
     def _ends_as_written(self) -> bool:
-        """Whether the model itself wrote U+FFFD at the end."""
+        """Whether the U+FFFD at the end is what the model wrote."""
         return b"".join(map(self._token_bytes, self._held)).endswith("\ufffd".encode())
 
     def finish(self) -> str:

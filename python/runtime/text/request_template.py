@@ -1,4 +1,4 @@
-"""Renders a chat template that came with a request: in a process of its own, which may use little memory and time."""
+"""Renders a chat template from a request in a separate process with limits on memory and time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMMAND = (sys.executable, "-m", "runtime.text.request_template")
 
 
 class TemplateJob(msgspec.Struct, frozen=True):
-    """What the process reads: the arguments of `ChatTemplate` and of its `render`."""
+    """The input of the process: the arguments of `ChatTemplate` and of its `render`."""
 
     source: str
     named_tokens: dict[str, str]
@@ -43,22 +43,22 @@ class TemplateJob(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """What the process writes in place of a text: the error of the request."""
+    """The output of the process instead of a text: the error of the request."""
 
     message: str
     param: str | None
 
 
-def render_apart(
+def render_isolated(
     source: str, named_tokens: Mapping[str, str], control: ControlTokens, messages: Sequence[Message], options: Mapping[str, Any]
 ) -> Rendered:
     """Compile `source` and render a conversation as `ChatTemplate` does. Blocks; call it from a thread.
 
     Raises:
-        RequestError: the template fails, or needs more memory or time than it may use.
+        RequestError: the template fails, or exceeds the limits of memory or time.
     """
     job = TemplateJob(source, dict(named_tokens), control.special, control.soft, list(messages), dict(options))
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # and none of this process's secrets
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # nothing else, because variables may hold secrets
     seconds = MAX_SECONDS + 3.0
     try:
         done = subprocess.run(
@@ -75,7 +75,7 @@ def render_apart(
 
 
 def main() -> None:
-    """Read a job from stdin, write its text and mark to stdout; running out of memory or time is a non-zero exit status."""
+    """Read a job from stdin, and write its text and mark to stdout. Exceeding a limit ends with a non-zero exit status."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MIB << 20, MAX_MIB << 20))
     seconds = int(MAX_SECONDS) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))

@@ -1,4 +1,4 @@
-"""Roles of messages: fitted to what a chat template takes."""
+"""Adapts the roles of messages to what a chat template accepts."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from runtime.text.tool_prompt import Message, Render, TemplateTraits, called, re
 
 _FIRST, _TEXT = "probe_first", "probe_text"
 _USER, _ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
-_SILENT, _SILENT_USER = {"role": "assistant", "content": " "}, {"role": "user", "content": " "}
-"""Messages that say nothing; some templates reject empty ones."""
+_BLANK_ASSISTANT, _BLANK_USER = {"role": "assistant", "content": " "}, {"role": "user", "content": " "}
+"""Blank messages; some templates reject empty ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleTraits:
-    """Which messages a chat template takes, in which order.
+    """Which orders of messages a chat template renders.
 
     Attributes:
-        system: whether it renders a system message that is the first message.
-        later_system: whether it renders one that is not the first too.
-        assistant_first: whether it renders a conversation that begins with a message of the assistant.
-        successive: those of user and assistant of which it renders two messages one after the other.
-        pause_after_tool: whether it renders a message of the user after the result of a tool only if one of the assistant is between
-            them.
+        system: a system message at the start.
+        later_system: system messages at other positions too.
+        assistant_first: a conversation that begins with an assistant message.
+        successive: the roles, of user and assistant, that may have two messages in a row.
+        blank_after_tool: whether a user message after a tool result is rendered only with an assistant message between them.
     """
 
     system: bool
     later_system: bool
     assistant_first: bool
     successive: frozenset[str]
-    pause_after_tool: bool
+    blank_after_tool: bool
 
     @classmethod
     def probe(cls, render: Render, traits: TemplateTraits) -> RoleTraits:
-        """Find out by rendering short conversations. `traits`: what the template does with tools."""
+        """Determine the traits by rendering short conversations. `traits` says how the template handles tools."""
 
         def shows(text: str, *messages: Message) -> bool:
             return text in rendered(render, messages)
@@ -50,18 +49,18 @@ class RoleTraits:
             later_system=shows(_FIRST, *both) and shows(_TEXT, *both),
             assistant_first=shows(_TEXT, assistant, _USER),
             successive=frozenset(role for role, pair in pairs.items() if shows(_TEXT, *pair)),
-            pause_after_tool=not shows(_TEXT, *call, user) and shows(_TEXT, *call, _SILENT, user),
+            blank_after_tool=not shows(_TEXT, *call, user) and shows(_TEXT, *call, _BLANK_ASSISTANT, user),
         )
 
     @property
     def joined(self) -> frozenset[str]:
-        """Roles of which messages that follow each other become one."""
+        """Roles whose consecutive messages are merged."""
         return (frozenset(("user", "assistant")) - self.successive) | (frozenset() if self.later_system else {"system"})
 
 
 def has_unusual_order(messages: Sequence[Message]) -> bool:
-    """Whether some template may reject or drop messages: of the system, two of one role, a first one of the assistant, or one of the user
-    after the result of a tool.
+    """Whether some template may reject or drop messages: there is a system message, two messages of one role in a row, an assistant
+    message at the start, or a user message after a tool result.
     """
     roles = [message["role"] for message in messages]
     neighbours = any(before == after != "tool" or (before, after) == ("tool", "user") for before, after in pairwise(roles))
@@ -69,11 +68,11 @@ def has_unusual_order(messages: Sequence[Message]) -> bool:
 
 
 def fit_roles(messages: Sequence[Message], traits: RoleTraits) -> list[Message]:
-    """The messages as a template with these traits takes them.
+    """Adapt messages to a template with these traits.
 
-    Where it takes a system message only as the first, those at the start become one, and later ones become messages of the user; where
-    it takes none, all do. Where it takes no two messages of the user or the assistant in a row, they become one. Where it lacks a message
-    before one of the assistant, or after the result of a tool, a blank one is put there.
+    If it accepts system messages only at the start, those at the start are merged, and later ones become user messages. If it accepts
+    none, all become user messages. If it rejects two user or assistant messages in a row, they are merged. If it requires a message
+    before an assistant message or after a tool result, a blank one is inserted.
     """
     fitted: list[Message] = []
     for message in messages:
@@ -85,9 +84,9 @@ def fit_roles(messages: Sequence[Message], traits: RoleTraits) -> list[Message]:
             fitted[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
             continue
         if leading and message["role"] == "assistant" and not traits.assistant_first:
-            fitted.append(_SILENT_USER)
-        if last is not None and last["role"] == "tool" and message["role"] == "user" and traits.pause_after_tool:
-            fitted.append(_SILENT)
+            fitted.append(_BLANK_USER)
+        if last is not None and last["role"] == "tool" and message["role"] == "user" and traits.blank_after_tool:
+            fitted.append(_BLANK_ASSISTANT)
         fitted.append(message)
     return fitted
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StopFinder:
-    """Passes text on up to the first stop string, and holds back what may become one."""
+    """Passes text on up to the first stop string, and holds back text that may be the start of one."""
 
     stops: tuple[str, ...]
     held: str = ""
     matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Add text; returns what may be shown now. A match sets `matched` and cuts the text there."""
+        """Add text and return the text that can be shown now. A match sets `matched` and cuts the text before it."""
         if not self.stops:
             return text
         text = self.held + text
         hits = [(at + len(stop), -len(stop), stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if hits:  # the stop string that is complete first, as if letters came one by one; among those the longest
+        if hits:  # the stop string that ends first, as if characters arrived one by one; of several, the longest
             end, _, self.matched = min(hits)
             self.held = ""
             return text[: end - len(self.matched)]
@@ -28,7 +28,7 @@ class StopFinder:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Release the text that was held back; the text has ended without a stop string."""
+        """Return the text that was held back, because the text ended without a stop string."""
         held, self.held = self.held, ""
         return held
 

@@ -18,11 +18,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from runtime.errors import ConfigError, RequestError
 
 MAX_SECONDS = 5.0
-"""Time that one rendering may take."""
+"""Time limit of one rendering."""
 MAX_GROWTH = 16
-"""Output characters per character of the messages ..."""
 EXTRA_CHARS = 1 << 20
-"""... and this many more."""
+"""The output may have `MAX_GROWTH` characters per character of the messages, and `EXTRA_CHARS` more."""
 
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("render_deadline")
 
@@ -44,11 +43,11 @@ def render_bounded(template: jinja2.Template, variables: Mapping[str, object], i
 
     Args:
         template: from `compile_template`.
-        variables: what it may use.
-        input_chars: length of the messages, which bounds the length of the result.
+        variables: the variables of the template.
+        input_chars: number of characters of the messages, which limits the length of the result.
 
     Raises:
-        RequestError: the template fails, or exceeds its bounds.
+        RequestError: the template fails, or exceeds its limits.
     """
     token = _deadline.set(time.monotonic() + MAX_SECONDS)
     try:
@@ -86,7 +85,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also checks the time in every round of a loop and bounds repetition."""
+    """Jinja's sandbox, which also checks the time in every loop iteration and limits powers and repetition."""
 
     intercepted_binops = frozenset({"*", "**"})
     check_time = staticmethod(_check_time)
@@ -112,7 +111,7 @@ def _repeated_size(left: Any, right: Any) -> int:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` ... `{% endgeneration %}`, which marks assistant text for training: renders what is inside."""
+    """Renders the body of `{% generation %}` ... `{% endgeneration %}`, which marks assistant text for training."""
 
     tags = {"generation"}  # noqa: RUF012  # the base class declares a mutable set
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the tokenizer of a model folder."""
+"""The tokenizer of a model folder."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from runtime.text.byte_alphabet import token_to_bytes
 from runtime.text.chat_template import ChatTemplate, Message, Rendered
 from runtime.text.control_tokens import ControlTokens
 from runtime.text.decode_stream import ByteStream, StreamDecoder, WindowStream
-from runtime.text.request_template import render_apart
+from runtime.text.request_template import render_isolated
 from runtime.text.tokenizer_files import Components, TokenizerFiles, flatten_component, without_tokens
 
 _BRACKETED = re.compile(r"[<\[{].*[>\]}]", re.DOTALL)
 _WHITE = re.compile(r"\s*")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 MIN_LONGEST_TOKEN = 64
-"""Some tokenizers drop characters or put many into one unknown token, so their longest token alone is no bound."""
+"""Some tokenizers drop characters, or combine many into one unknown token, so the length of their longest token is not a bound."""
 
 
 class Tokenizer:
@@ -35,8 +35,8 @@ class Tokenizer:
     Attributes:
         eos_ids: the ids that end a text, from the tokenizer's and the model's configuration.
         bos_id: the id that begins a text, or None.
-        special_ids: control tokens, which are left out of visible text.
-        control_ids: these and tags such as `</think>`, which only templates and the model can make.
+        special_ids: control tokens, which are omitted from visible text.
+        control_ids: `special_ids` and tags such as `</think>`, which only templates and the model can produce.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
@@ -44,7 +44,7 @@ class Tokenizer:
         self._hf.no_truncation()
         self._hf.no_padding()
         self._files = files
-        self._bytes: dict[int, bytes] = {}  # of the tokens that were decoded, by id
+        self._bytes: dict[int, bytes] = {}  # bytes of decoded tokens, by id
         added = self._hf.get_added_tokens_decoder()
         special = {i: token for i, token in added.items() if token.special}
         soft = {i: token for i, token in added.items() if not token.special and _BRACKETED.fullmatch(token.content)}
@@ -84,7 +84,7 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """The highest known id + 1; a model may have more (padded) rows. Copies the vocabulary once, which takes 35 ms for 49k tokens."""
+        """The highest id + 1; the model may have more, padded, ids. Copies the vocabulary once, which takes 35 ms for 49k tokens."""
         return max(self._hf.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
@@ -94,13 +94,13 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """The spelling of each control token that is left out of visible text, and its id."""
+        """The ids of `special_ids` by their text."""
         return {self._control[token].content: token for token in self.special_ids}
 
     # ---- text to ids
 
     def encode(self, text: str, add_special_tokens: bool = True, bound: BoundedEncoding | None = None) -> list[int]:
-        """Tokenise a raw prompt; control tokens spelled in it become control tokens.
+        """Tokenise a raw prompt; control tokens written in it become control tokens.
 
         Args:
             text: any text.
@@ -108,12 +108,12 @@ class Tokenizer:
             bound: refuses a prompt of too many tokens.
 
         Raises:
-            RequestError: `text` holds half of a surrogate pair, or is too long for `bound`.
+            RequestError: `text` has a lone surrogate, or is too long for `bound`.
         """
         return (bound or BoundedEncoding()).encode(self._hf, text, add_special_tokens, self._splits_words)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Tokenise text in which nothing becomes a control token, whatever it spells."""
+        """Tokenise text without producing control tokens, even if they are written in it."""
         return self._plain_ids(self._plain, text, BoundedEncoding())
 
     def _plain_ids(self, plain: tokenizers.Tokenizer, text: str, bound: BoundedEncoding) -> list[int]:
@@ -126,12 +126,12 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """A lower bound of a prompt's tokens is its characters divided by this. At least `MIN_LONGEST_TOKEN`."""
+        """Most characters per token, and at least `MIN_LONGEST_TOKEN`: it gives a lower bound of a prompt's number of tokens."""
         return max(MIN_LONGEST_TOKEN, *map(len, self._hf.get_vocab(with_added_tokens=True)))
 
     @cached_property
     def _splits_words(self) -> bool:
-        """Whether no token crosses the border between two words of letters."""
+        """Whether no token spans two words of letters."""
         parts = flatten_component(self._components.pre_tokenizer)
         by_regex = any(part["type"] == "Split" or (part["type"] == "ByteLevel" and part.get("use_regex", True)) for part in parts)
         plain_normalizer = all(part["type"] == "NFC" for part in flatten_component(self._components.normalizer))
@@ -154,7 +154,7 @@ class Tokenizer:
 
     @cached_property
     def _plain_inside(self) -> tokenizers.Tokenizer:
-        """`_plain` for text that does not begin the prompt: some tokenizers put a space before the first word only."""
+        """`_plain` for text inside a prompt: some tokenizers add a space before the first word only."""
         steps = copy.deepcopy(self._components.pre_tokenizer)
         changed = [part for part in flatten_component(steps) if part.get("prepend_scheme") == "first"]
         for part in changed:
@@ -172,7 +172,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja text of the chat template, if there is one."""
+        """The Jinja text of the chat template, or None."""
         return self._files.chat_template
 
     @property
@@ -196,10 +196,10 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Message], *, chat_template: str | None = None, bound: BoundedEncoding | None = None, **options: Any
     ) -> list[int]:
-        """Tokenise a conversation; only the template can make control tokens, never the text of a message.
+        """Tokenise a conversation. Only the template can produce control tokens, never the text of a message.
 
         Args:
-            messages: each with a `role` and usually a `content`, of JSON values only.
+            messages: JSON objects with a `role` and usually a `content`.
             chat_template: Jinja text instead of the model's own template.
             bound: refuses a prompt of too many tokens.
             options: the other arguments of `ChatTemplate.render`.
@@ -215,7 +215,7 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Message], chat_template: str | None, options: dict[str, Any]) -> Rendered:
         if chat_template is not None:
-            return render_apart(chat_template, self._files.named_tokens, self._control_tokens, messages, options)
+            return render_isolated(chat_template, self._files.named_tokens, self._control_tokens, messages, options)
         if self._template is None:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.", "messages"
@@ -237,7 +237,7 @@ class Tokenizer:
         return ids
 
     def _split_at_control_tokens(self, text: str) -> list[str | int]:
-        """Cut `text` into texts and the ids of control tokens. Tokens that absorb the white space around them do so."""
+        """Split `text` into plain texts and ids of control tokens. Some control tokens absorb the white space around them."""
         pieces: list[str | int] = []
         start = 0
         for match in self._control_spellings.finditer(text):
@@ -258,15 +258,15 @@ class Tokenizer:
     # ---- ids to text
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of a whole sequence; invalid UTF-8 shows as U+FFFD, unknown ids as nothing."""
+        """Return the text of a whole sequence. Invalid UTF-8 becomes U+FFFD; unknown ids have no text."""
         return self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token that is spelled `text`, or None."""
+        """Return the id of the token with this text, or None."""
         return self._hf.token_to_id(text)
 
     def token_text(self, token_id: int) -> str:
-        """Return one token as text, for log-probabilities; half a character shows as U+FFFD."""
+        """Return the text of one token, for log-probabilities. An incomplete character becomes U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -288,13 +288,13 @@ class Tokenizer:
         """Return a decoder for one text that arrives token by token; each token costs O(1).
 
         Args:
-            skip_special_tokens: leave control tokens out.
-            prompt_tail: the last tokens of the text that this one continues; they are not shown again.
-            shown: control tokens that are not left out.
+            skip_special_tokens: omit control tokens.
+            prompt_tail: the last tokens of the prompt; they are context and are not returned.
+            shown: control tokens that are kept nevertheless.
         """
         skip = self.special_ids.difference(shown) if skip_special_tokens else frozenset[int]()
         decoder = ByteStream(self.token_bytes, skip) if self._is_byte_level else WindowStream(self._hf, self.token_bytes, skip)
-        # A tail that begins inside of a character would make a run of bytes invalid, with those of the output behind it.
+        # Drop the rest of a character at the start of the tail: it would make the following bytes invalid too.
         decoder.step(list(dropwhile(lambda token: b"\x80" <= self.token_bytes(token)[:1] < b"\xc0", prompt_tail)))
         return decoder
 

@@ -15,16 +15,16 @@ from runtime.json_file import read_object
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _FILE_AS_IT_IS = ("mistral", "mixtral", "ministral")
-"""Model types for which transformers takes tokenizer.json as it is, whatever class it is told."""
+"""Model types for which transformers uses tokenizer.json unchanged, whatever `tokenizer_class` is."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What the files of a folder say.
+    """The contents of a folder's tokenizer files.
 
     Attributes:
-        definition: the JSON text of tokenizer.json, adapted as transformers does.
-        named_tokens: `bos_token`, `eos_token` and so on, as templates use them.
+        definition: the JSON text of tokenizer.json, changed as transformers changes it.
+        named_tokens: the texts of `bos_token`, `eos_token` and so on, for templates.
         eos_ids: the ids that end a text according to the model's configuration.
         chat_template: Jinja text, or None.
     """
@@ -58,7 +58,7 @@ class _Unknown(msgspec.Struct):
 
 
 class Components(msgspec.Struct):
-    """What a tokenizer.json says of its steps; its vocabulary, which may have megabytes, is skipped."""
+    """The processing steps in a tokenizer.json. The vocabulary, which may have megabytes, is skipped."""
 
     normalizer: Any = None
     pre_tokenizer: Any = None
@@ -67,7 +67,7 @@ class Components(msgspec.Struct):
 
 
 def without_tokens(definition: str, dropped: Container[int], **changes: Any) -> str:
-    """A tokenizer.json without truncation, padding and the added tokens of the ids `dropped`, with `changes` of its members."""
+    """A tokenizer.json without truncation, padding and the added tokens with ids in `dropped`; `changes` replaces further members."""
     members: dict[str, Any] = msgspec.json.decode(definition, type=dict[str, msgspec.Raw])
     added = msgspec.json.decode(members.get("added_tokens", b"[]"))
     members |= {"added_tokens": [token for token in added if token["id"] not in dropped], "truncation": None, "padding": None}
@@ -84,7 +84,7 @@ class _AddedTokens(msgspec.Struct):
 
 
 def tokenizer_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Return the id of the end-of-text token that the tokenizer's own files name, if they do. Reads only what it needs.
+    """Return the id of the `eos_token` of the tokenizer's own files, if there is one. Reads only what is needed.
 
     Raises:
         ConfigError: a file is missing or malformed.
@@ -103,13 +103,13 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _is_rebuilt_llama(folder: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether transformers builds this tokenizer from its class, and takes only the vocabulary from tokenizer.json."""
+    """Whether transformers builds this tokenizer from its class, and reads only the vocabulary from tokenizer.json."""
     is_llama = str(settings.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer"
     return is_llama and not str(_read_json(folder / "config.json").get("model_type")).startswith(_FILE_AS_IT_IS)
 
 
 def _rebuild_llama(path: Path, text: str, settings: Mapping[str, Any]) -> str:
-    """Put the spaces of a Llama-2 tokenizer where `legacy` and `add_prefix_space` say.
+    """Add the spaces of a Llama 2 tokenizer as `legacy` and `add_prefix_space` define.
 
     Source: `LlamaTokenizer` of transformers 5.
     """
@@ -132,7 +132,7 @@ def _rebuild_llama(path: Path, text: str, settings: Mapping[str, Any]) -> str:
 
 
 def flatten_component(component: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the members of a component of tokenizer.json that is a sequence, or the one component."""
+    """Return the members of a component of tokenizer.json, recursively if it is a sequence; else the component itself."""
     if component is None:
         return []
     for key in ("pretokenizers", "decoders", "normalizers"):

@@ -1,4 +1,4 @@
-"""Tools in conversations: fitted to what a chat template understands."""
+"""Adapts tools in conversations to what a chat template supports."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ INSTRUCTIONS = """You may call functions to help with the user's request. These 
 
 To call a function, answer with its name and its arguments in this form, once for each call:
 {form}"""
-"""What the model is told about tools if its chat template does not describe them."""
+"""The instructions to the model if its chat template does not describe tools."""
 FUNCTION, ARGUMENTS = "<function-name>", "<arguments-as-json-object>"
 HERMES_FORM = f'<tool_call>\n{{"name": "{FUNCTION}", "arguments": {ARGUMENTS}}}\n</tool_call>'
-"""How calls are written if nothing else is known; many models are trained with this form."""
+"""The default form of calls; many models are trained with it."""
 
 _NAME, _KEY, _VALUE, _TEXT = "probe_function", "probe_key", "probe_value", "probe_text"
 _SHORT_ID, _LONG_ID = "probe0000", "call_0123456789abcdef01234567"
@@ -40,14 +40,14 @@ _TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a chat template does with tools.
+    """How a chat template handles tools.
 
     Attributes:
         describes_tools: whether it renders descriptions of tools.
         renders_calls: whether it renders calls and their results.
-        argument_objects: whether it takes the arguments of calls as objects; otherwise as JSON text.
-        takes_system: whether it takes a system message.
-        short_ids: whether it takes only ids of calls that are nine letters and digits, as Mistral's templates do.
+        argument_objects: whether it expects the arguments of calls as objects; otherwise as JSON text.
+        takes_system: whether it accepts a system message.
+        short_ids: whether it accepts only call ids of nine letters and digits, as Mistral's templates do.
     """
 
     describes_tools: bool
@@ -58,7 +58,7 @@ class TemplateTraits:
 
     @classmethod
     def probe(cls, render: Render) -> TemplateTraits:
-        """Find out by rendering short conversations."""
+        """Determine the traits by rendering short conversations."""
         arguments: object = {_KEY: _VALUE}
         given = rendered(render, called(arguments))
         objects = _VALUE in given and f"'{_KEY}'" not in given
@@ -74,7 +74,7 @@ class TemplateTraits:
 
 
 def called(arguments: object, text: str = _TEXT, name: str = _SHORT_ID) -> list[Message]:
-    """A conversation with a call of these arguments and of the id `name`, and `text` as its result."""
+    """A conversation with a call that has these arguments and the id `name`, and `text` as its result."""
     call = {"id": name, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     result = {"role": "tool", "tool_call_id": name, "name": _NAME, "content": text}
     return [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
@@ -94,12 +94,12 @@ def uses_tools(messages: Sequence[Message], tools: Sequence[Message]) -> bool:
 
 
 def fit_tools(messages: Sequence[Message], tools: Sequence[Message], traits: TemplateTraits, form: str) -> list[Message]:
-    """The messages as a template with these traits understands them.
+    """Adapt messages to a template with these traits.
 
     Args:
         messages: calls have JSON text as `arguments`; contents are texts.
         tools: descriptions in OpenAI's form.
-        form: how a call is written, with `FUNCTION` and `ARGUMENTS` in their places.
+        form: the form of a call, with `FUNCTION` and `ARGUMENTS` as placeholders.
     """
     if not traits.renders_calls:
         fitted = _as_text(messages, form)
@@ -111,7 +111,7 @@ def fit_tools(messages: Sequence[Message], tools: Sequence[Message], traits: Tem
 
 
 def _with_objects(message: Message) -> Message:
-    """A message whose calls have objects as arguments; text that is no object stays."""
+    """A message whose calls have objects as arguments; text that is not a JSON object stays."""
     calls = [
         {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
         for call in message.get("tool_calls") or ()
@@ -120,7 +120,7 @@ def _with_objects(message: Message) -> Message:
 
 
 def _with_short_ids(message: Message) -> Message:
-    """A message whose ids of calls are nine letters and digits. A conversation that began with another model may have others."""
+    """A message whose call ids are nine letters and digits. A conversation that began with another model may have other ids."""
     calls = [{**call, "id": _short_id(call["id"])} for call in message.get("tool_calls") or ()]
     named = {"tool_call_id": _short_id(message["tool_call_id"])} if message.get("tool_call_id") else {}
     return {**message, **named, "tool_calls": calls} if calls else {**message, **named}
@@ -140,7 +140,7 @@ def _object(text: str) -> object:
 
 
 def _as_text(messages: Sequence[Message], form: str) -> list[Message]:
-    """Calls and results as text."""
+    """Messages with calls and results written as text."""
     plain: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls") or ()
@@ -162,7 +162,7 @@ def _call_text(function: Mapping[str, Any], form: str) -> str:
 
 
 def _instructed(messages: list[Message], tools: Sequence[Message], form: str, takes_system: bool) -> list[Message]:
-    """Put the instructions behind the system message, or in front of the first message of a template without one."""
+    """Add the instructions after the system message, or before the first message if the template accepts no system message."""
     text = INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools), form=form)
     first = messages[0]
     if first["role"] == "system":

@@ -1,4 +1,4 @@
-"""From a request to /v1/messages to a chat body: blocks become messages, calls and their results."""
+"""Converts a request to /v1/messages into a chat body: blocks become messages, calls and their results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CHAT_NAMES = {
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CLIENT_LINE = "x-anthropic-billing-header:"
 EFFORTS = {"xhigh": "high", "max": "high"}
-"""Efforts above the highest one that chat templates know."""
+"""Effort levels that chat templates do not know, and the level that replaces them."""
 
 
 def prompt_fields(body: CountBody) -> Json:
-    """The fields of a chat body that make its prompt. A last message of the assistant is continued."""
+    """The chat body fields that determine the prompt. If the last message is the assistant's, the answer continues it."""
     last = body.messages[-1]
     effort, form = body.output_config.effort, body.output_config.format
     thinks = body.thinking is not None and body.thinking.type != "disabled"
@@ -63,7 +63,7 @@ def messages(body: CountBody) -> list[Json]:
 
 
 def _system(system: str | list[TextBlock]) -> str:
-    """The system prompt without the line in which Claude Code counts its use: it differs by conversation, so no prefix would be cached."""
+    """The system prompt without Claude Code's usage line, which differs by conversation and would prevent prefix cache hits."""
     return text_of(system if isinstance(system, str) else [block for block in system if not block.text.startswith(CLIENT_LINE)])
 
 
@@ -74,7 +74,7 @@ def _turn(turn: Turn) -> list[Json]:
 
 
 def _user(turn: Turn) -> list[Json]:
-    """Results of tools are messages of their own; the text after them is the user's."""
+    """Each tool result becomes its own message; the text becomes a user message after them."""
     if isinstance(turn.content, str):
         return [{"role": "user", "content": turn.content}]
     results = [_result(block) for block in turn.content if block.type == "tool_result"]

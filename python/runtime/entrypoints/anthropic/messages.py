@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: a conversion of chats."""
+"""POST /v1/messages and /v1/messages/count_tokens, converted to and from chats."""
 
 from __future__ import annotations
 

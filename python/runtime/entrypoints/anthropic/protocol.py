@@ -21,7 +21,7 @@ from runtime.sampling_params import MAX_STOPS, MAX_TOKENS, NewTokens, TopK, TopP
 
 
 class ResultBlock(Body):
-    """A part of the result of a tool: text, or a reference to a tool that was found. The model is told of what it cannot read."""
+    """A part of a tool result: text, or a reference to a tool that was found. Other parts are replaced by a note to the model."""
 
     OTHER_TYPES = TEXT_PARTS_ONLY
 
@@ -36,7 +36,7 @@ class ResultBlock(Body):
 
     @property
     def shown(self) -> str:
-        """What the model reads."""
+        """The text that the model reads."""
         match self.type:
             case "text":
                 return self.text
@@ -47,7 +47,7 @@ class ResultBlock(Body):
 
 
 class Block(Body):
-    """A part of a message: text, thinking, a tool's use or its result."""
+    """A part of a message: text, thinking, a tool call or its result."""
 
     OTHER_TYPES = TEXT_PARTS_ONLY
 
@@ -150,14 +150,14 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
-    """JSON of a schema instead of free text."""
+    """Constrains the answer to JSON that satisfies a schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[JsonSchema, Field(alias="schema")]
 
 
 class OutputConfig(Body):
-    """How the answer is made: its form, and the effort of thinking."""
+    """The format of the answer and the reasoning effort."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -203,7 +203,7 @@ class ContentBlock(Shown):
 
 
 class MessageUsage(Shown):
-    """Token counts; cached tokens of the prompt are not among `input_tokens`."""
+    """Token counts. `input_tokens` excludes cached prompt tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int

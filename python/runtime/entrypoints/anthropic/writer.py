@@ -1,4 +1,4 @@
-"""The answer of one message: chat updates become blocks, and the events that tell of them."""
+"""Converts chat updates into the blocks and events of one message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 class MessageWriter:
-    """Owner of one message while it grows. Each method returns the events of what it did."""
+    """Builds one message. Each method returns the events that describe its changes."""
 
     def __init__(self, message_id: str, model: str, prompt_tokens: int) -> None:
         self.message: Json = {
@@ -47,7 +47,7 @@ class MessageWriter:
         return [event for delta in update.deltas for event in self._add(delta)]
 
     def end(self, counts: TokenCounts) -> list[Json]:
-        """Close the answer."""
+        """Complete the message."""
         events, finish = self._close(), self._finish
         stop: Json = {"stop_reason": None, "stop_sequence": None}
         if finish is not None:
@@ -76,7 +76,7 @@ class MessageWriter:
                 return [self._delta({"type": "input_json_delta", "partial_json": text})]
 
     def _grow(self, kind: str, text: str) -> list[Json]:
-        """Add text to the open block of a kind, or to a new one."""
+        """Add text to the open block if it is of this kind, else to a new block."""
         events: list[Json] = []
         if self._open is None or self._open["type"] != kind:
             signature = {"signature": ""} if kind == "thinking" else {}
@@ -105,9 +105,9 @@ class MessageWriter:
 
 
 def _parsed(arguments: str) -> Any:
-    """The arguments of a call, as JSON that is passed on as it is: its numbers may be longer than the encoder takes.
+    """The arguments of a call as unparsed JSON, because their numbers may exceed what the encoder supports.
 
-    Those of a call that was cut off count as empty.
+    Truncated arguments count as empty.
     """
     try:
         return orjson.Fragment(arguments) if isinstance(json.loads(arguments), dict) else {}

@@ -1,1 +1,1 @@
-"""What the APIs share: connections, limits, keys, request bodies, answers and streams."""
+"""HTTP parts that all APIs share: connections, limits, keys, request bodies, answers and streams."""

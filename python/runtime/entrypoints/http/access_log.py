@@ -13,7 +13,7 @@ from runtime.managers.request_context import CURRENT_CLIENT
 log = logging.getLogger(__name__)
 
 NO_ANSWER = 499
-"""nginx's status for a client that left before the answer began."""
+"""nginx's status for a client that disconnected before the answer began."""
 
 
 class AccessLog:

@@ -2,8 +2,8 @@
 
 A request sends its key as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
-With a key set, all paths except `OPEN_PATHS` and `PROBE_PATHS` need it; --protect-metrics closes the latter. `/` is the chat page,
-a static file in which the user types the key.
+If a key is set, all paths except `OPEN_PATHS` and `PROBE_PATHS` need it; with --protect-metrics, `PROBE_PATHS` need it too. `/` is the
+chat page, a static file in which the user enters the key.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/set_internal_state"
 
 
 class KeyGate:
-    """ASGI middleware that answers 401 without the right key and 429 beyond its limits, and names the client by its key.
+    """ASGI middleware that answers 401 without a valid key and 429 beyond the key's limits, and names the client by its key.
 
-    An admin key opens all paths. Another key opens all paths, except `ADMIN_PATHS` if there is an admin key. Without keys all paths
-    are open; with nothing but admin keys, only `ADMIN_PATHS` need one.
+    An admin key opens all paths. Any other key opens all paths, except `ADMIN_PATHS` if there is an admin key. Without keys all paths
+    are open. With admin keys only, just `ADMIN_PATHS` need one.
     """
 
     def __init__(self, app: ASGIApp, ring: KeyRing, protect_metrics: bool) -> None:

@@ -40,12 +40,12 @@ MAX_PROMPTS = 256
 
 
 def items(low: int, high: int | None = None) -> Any:
-    """Bounds of an array. Validation stops at its first wrong item, so that a large wrong body costs little."""
+    """Bounds of an array's length. Validation stops at the first wrong item, so that a large wrong body costs little."""
     return Field(min_length=low, max_length=high, fail_fast=True)
 
 
 def entries(count: int) -> BeforeValidator:
-    """Refuse an object of more than `count` entries before looking at any of them."""
+    """Refuse an object of more than `count` entries before validating any of them."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
@@ -76,7 +76,7 @@ def unsupported_type(kind: str, why: str) -> PydanticCustomError:
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Let every field that is not required be null in the JSON schema of a body, and add the rules between fields."""
+    """In the JSON schema of a body, allow null for every optional field, and add the rules between fields."""
     for name in schema.get("properties", {}).keys() - set(schema.get("required", ())):
         node = schema["properties"][name]
         if "anyOf" in node:
@@ -89,12 +89,12 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
 
 
 class Body(BaseModel):
-    """A JSON object. null counts as left out; unknown fields are ignored; types are never converted.
+    """A JSON object. A null field counts as absent, unknown fields are ignored, and types are never converted.
 
-    `RULES` are rules between the fields of a class for its JSON schema; its validators enforce them. A generator of test data multiplies
-    their alternatives out, so a body with many fields states only some of its rules.
+    `RULES` are the rules between fields that the JSON schema states; validators enforce them. Test data generators multiply out their
+    alternatives, so a body with many fields states only some of its rules.
 
-    `OTHER_TYPES`: what to do about values of the field `type` that are not listed; "" refuses them as any other wrong value.
+    `OTHER_TYPES` tells the client what to send instead of a value of `type` that is not listed; with "", such a value gets the usual error.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, json_schema_extra=_describe)
@@ -105,7 +105,7 @@ class Body(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Note which refused fields this body lacks, and its types."""
+        """Compute which refused fields this body does not declare, and the values of its field `type`."""
         cls._refused_here = frozenset(REFUSED.keys() - cls.model_fields.keys())
         cls._types = get_args(cls.model_fields["type"].annotation) if cls.OTHER_TYPES else ()
 
@@ -148,7 +148,7 @@ def schema_text(schema: str | dict[str, Any]) -> str:
 
 
 class Constraint(NamedTuple):
-    """A grammar of a request: the field that gives it, and its kind and text as `SamplingParams` hold them."""
+    """A grammar of a request: the field that contains it, and its kind and text as in `SamplingParams`."""
 
     field: str
     kind: str
@@ -158,7 +158,7 @@ class Constraint(NamedTuple):
 class SamplingFields(Body):
     """The sampling fields that all generating endpoints share, with the bounds of `SamplingParams`.
 
-    What is null or left out takes the server's defaults, which `/get_model_info` shows.
+    A field that is null or absent takes the server's default, which `/get_model_info` shows.
     """
 
     RULES = (at_most_one(*map(has, GRAMMAR_KINDS)),)
@@ -183,16 +183,16 @@ class SamplingFields(Body):
     top_p: TopP | None = None
 
     def constraints(self) -> list[Constraint]:
-        """The grammars that the fields give."""
+        """The grammars in the fields."""
         given = [(kind, getattr(self, kind)) for kind in GRAMMAR_KINDS]
         return [Constraint(kind, kind, schema_text(value)) for kind, value in given if value is not None]
 
     def grammar_names(self) -> dict[str, str]:
-        """For `Call.params`: whatever kind its grammar has, it is the fault of the field that gives it."""
+        """For `Call.params`: the field to name in an error about the grammar, by grammar kind."""
         return {kind: each.field for each in self.constraints() for kind in GRAMMAR_KINDS}
 
     def sampling(self, max_new_tokens: int, min_new_tokens: int, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
-        """The parameters as the engine takes them; `defaults` hold for the fields that the request leaves out."""
+        """The engine's parameters; `defaults` apply to fields that are absent from the request."""
         given: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields if name not in GRAMMAR_KINDS}
         fields = {**defaults.given(), **{name: value for name, value in given.items() if value is not None}}
         fields["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()} or None

@@ -1,4 +1,4 @@
-"""A FastAPI route whose JSON body is read within the server's limits and refused in plain sentences."""
+"""A FastAPI route that reads its JSON body within the server's limits and words validation errors as sentences."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ MAX_HEADER_CHARS = 1024
 MAX_NAMED = 32
 MAX_NAME_CHARS = 64
 MAX_EXACT = 2**53
-"""Floats below it are exact integers."""
+"""Below it, a float with an integer value is exact."""
 MAX_LOGGED = 256
-"""How many names of unknown fields are logged; each is logged once."""
+"""Most names of unknown fields that are logged; each is logged once."""
 
 
 class BodyRoute(APIRoute):
-    """A route with one parameter `body`, a pydantic model. FastAPI validates it.
+    """A route with one parameter `body`, a pydantic model that FastAPI validates.
 
-    A header of the answer names unknown fields; with --strict-request-fields they are refused.
+    The answer lists unknown fields in a header; with --strict-request-fields they are refused.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -63,7 +63,7 @@ class BodyRoute(APIRoute):
 
 
 class _ParsedRequest(Request):
-    """A request whose body is parsed; FastAPI takes it for JSON whatever its Content-Type says."""
+    """A request whose body is already parsed; FastAPI treats it as JSON whatever its Content-Type says."""
 
     def __init__(self, request: Request, value: object) -> None:
         headers = [(name, text) for name, text in request.scope["headers"] if name != b"content-type"]
@@ -71,18 +71,18 @@ class _ParsedRequest(Request):
         self._value = value
 
     async def body(self) -> bytes:
-        """Not empty, so that FastAPI asks for the JSON value."""
+        """Return a non-empty body, so that FastAPI calls `json`."""
         return b"parsed"
 
     async def json(self) -> Any:
-        """The value."""
+        """Return the parsed value."""
         return self._value
 
 
 def whole_numbers(value: Any) -> Any:
-    """A JSON value with `3.0` as 3: they are the same number in JSON, and JSON schemas take both for an integer.
+    """A JSON value with floats such as 3.0 replaced by 3: JSON and JSON schemas do not distinguish them.
 
-    Larger numbers stay: the parser has rounded them.
+    Floats from `MAX_EXACT` on stay, because the parser may have rounded them.
     """
     if isinstance(value, dict):
         return {name: whole_numbers(inner) for name, inner in value.items()}
@@ -92,7 +92,7 @@ def whole_numbers(value: Any) -> Any:
 
 
 def _unknown(schema: BodySchema, value: object) -> list[str]:
-    """Names of unknown fields, fit for a header."""
+    """Names of unknown fields, percent-encoded for a header."""
     names: dict[str, None] = {}
     for name in schema.unknown(value):
         names[quote(name[:MAX_NAME_CHARS]) or '""'] = None

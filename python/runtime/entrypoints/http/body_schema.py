@@ -1,4 +1,4 @@
-"""The JSON schema of a request body: refusals are worded from it, and unknown fields are those that it lacks."""
+"""The JSON schema of a request body, from which error messages are made and unknown fields are found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 class BodySchema:
-    """What one request body may hold. A `description` completes the sentence "FIELD must be ..."."""
+    """The JSON schema of one request body. A `description` completes the sentence "FIELD must be ..."."""
 
     def __init__(self, model: type[BaseModel]) -> None:
         self._root: Json = {**_json_schema(model), "description": ""}
@@ -26,7 +26,7 @@ class BodySchema:
         self._known_forms: dict[int, list[Json]] = {}
 
     def refusal(self, errors: Sequence[Any]) -> RequestError:
-        """The error for the client, from pydantic's errors without the leading "body" in each `loc`."""
+        """The error for the client, made from pydantic's errors; their `loc` comes without the leading "body"."""
         error = max(errors, key=_progress)
         node, path, param, at = self._root, "", "", ""
         for part in error["loc"]:
@@ -49,14 +49,14 @@ class BodySchema:
             return MissingField(f"{path}.{error['ctx']['field']}", f"{path}.{error['ctx']['field']}")
         forms, value = self._forms(node), error["input"]
         if isinstance(value, float) and abs(value) >= 2**64 and value.is_integer() and any(form.get("type") == "integer" for form in forms):
-            value = int(value)  # the parser makes a float of it
+            value = int(value)  # the parser returns large integers as floats
         limit = node.get("description") or " or ".join(dict.fromkeys(map(_limit, forms)))
         refusal = InvalidField(path, value, limit, at=at and path + at)
         refusal.param = param
         return refusal
 
     def unknown(self, value: object, node: Json | None = None, path: str = "") -> Iterator[str]:
-        """Names of fields that the accepted body `value` has and the schema lacks, without the indices of arrays."""
+        """Yield the names of fields of the valid body `value` that are not in the schema, without array indices."""
         node = self._root if node is None else node
         if isinstance(value, dict) and self._has_fields(node):
             for name, inner in value.items():
@@ -73,12 +73,12 @@ class BodySchema:
         return any("properties" in form for form in self._forms(node))
 
     def _plain(self, node: Json) -> Json:
-        """A node without null among its alternatives; the alternative itself if one is left."""
+        """A node without the alternative null; if one alternative remains, that alternative."""
         left = [one for one in node.get("anyOf", ()) if one.get("type") != "null"]
         return left[0] if len(left) == 1 else node
 
     def _forms(self, node: Json) -> list[Json]:
-        """The alternatives of a node, null left out. Kept by node: a body may have thousands of values of one node."""
+        """The alternatives of a node except null. Cached by node, because a body may have thousands of values of one node."""
         found = self._known_forms.get(id(node))
         if found is None:
             found = self._known_forms[id(node)] = self._find_forms(node)
@@ -101,9 +101,9 @@ class BodySchema:
 
 
 def _progress(error: Any) -> tuple[list[float], int]:
-    """How far validation came before an error: of the branches of a union, the one that read most is meant.
+    """How far validation came before an error. In a union, the branch that came furthest is the one that the client meant.
 
-    An array that is too long was not read at all; it is meant where no other branch read an item.
+    An array that is too long was not read at all; it ranks below any branch that read an item, and above the others.
     """
     read: list[float] = [part for part in error["loc"] if isinstance(part, int)]
     return [*read, 0.5] if error["type"] == "too_long" else read, len(error["loc"])
@@ -111,12 +111,12 @@ def _progress(error: Any) -> tuple[list[float], int]:
 
 @functools.cache
 def _json_schema(model: type[BaseModel]) -> Json:
-    """The schema of a model, made once: several parts of a server read the same bodies, and it takes up to 60 ms."""
+    """The schema of a model, cached: it takes up to 60 ms, and several endpoints share bodies."""
     return model.model_json_schema()
 
 
 def _limit(form: Json) -> str:
-    """What a value of one form must be."""
+    """What a value must be to match one form, to complete the sentence "FIELD must be ..."."""
     match form.get("type"):
         case "boolean":
             return "true or false"

@@ -1,7 +1,7 @@
 """HTTP/1.1 connections with time limits for headers and for slow readers.
 
-`BoundedConnection` uses attributes of uvicorn's protocol that are not public: `conn`, `cycle`, `flow` and `connections`. pyproject.toml
-names the versions that it was tested with, and `check_version` asserts them.
+`BoundedConnection` uses private attributes of uvicorn's protocol: `conn`, `cycle`, `flow` and `connections`. pyproject.toml pins the tested
+versions, and `check_version` asserts them.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from runtime.entrypoints.http.responses import error_form
 from runtime.errors import ConfigError
 
 UVICORN = ((0, 34), (0, 54))
-"""The first and the last version that was tested."""
+"""The first and the last tested version."""
 HEADER_SECONDS = 10.0
-"""From the connection, or from the end of the last answer, to the end of the next headers."""
+"""Time limit from the start of the connection, or from the end of the last answer, to the end of the next headers."""
 WRITE_SECONDS = 30.0
 READ_BYTES = 16 * 1024
-"""A client with a full buffer must read this much in each `WRITE_SECONDS`."""
+"""While its buffer is full, a client must read this much in each `WRITE_SECONDS`."""
 PIPELINED_BYTES = 64 * 1024
-"""How much of the next request is read while one is answered; reading on is how the end of a connection is noticed."""
+"""How much of the next request is read while one is answered. Reading must continue to detect that the client disconnects."""
 RESERVED_FILES = 64
-"""Files kept for the server itself, at most a quarter of all; when no more are left, new connections replace idle ones."""
+"""File descriptors reserved for the server itself, at most a quarter of all. If no others are left, new connections replace idle ones."""
 LINGER_SECONDS = 1.0
-"""How long data from a refused client is read and dropped."""
+"""How long data from a refused client is read and discarded."""
 MAX_HEADER_BYTES = 32 * 1024
 """Request line and headers together."""
 HEADERS_TOO_LARGE = f"The headers are larger than {MAX_HEADER_BYTES} bytes."
 
 
 def check_version() -> None:
-    """Raises `ConfigError` where this file was not tested with the installed uvicorn."""
+    """Raise `ConfigError` if this file was not tested with the installed uvicorn."""
     major, minor = map(int, uvicorn.__version__.split(".")[:2])
     if not UVICORN[0] <= (major, minor) <= UVICORN[1]:
         wanted = f"uvicorn>=0.{UVICORN[0][1]},<0.{UVICORN[1][1] + 1}"
@@ -61,7 +61,7 @@ class BoundedConnection(H11Protocol):
         self.app = partial(_answer, self, self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the header timer. If connections take all files, the one that has been idle for longest makes room."""
+        """Start the header timer. If connections use all file descriptors, close one connection."""
         super().connection_made(transport)
         sock: socket.socket | None = transport.get_extra_info("socket")
         self.opened = self.loop.time()
@@ -71,7 +71,7 @@ class BoundedConnection(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Process data; the header timer runs while the headers of a request are incomplete."""
+        """Process data. The header timer runs while the headers of a request are incomplete."""
         if self._refused:
             return
         super().data_received(data)
@@ -79,7 +79,7 @@ class BoundedConnection(H11Protocol):
         self._watch()
 
     def _read_on(self) -> None:
-        """Keep reading while a request is answered, though the next one has begun: uvicorn would not see the client leave."""
+        """Keep reading while a request is answered, even if the next one has begun; otherwise uvicorn would not notice a disconnect."""
         if self.conn.their_state is h11.DONE and self.flow.read_paused and len(self.conn.trailing_data[0]) < PIPELINED_BYTES:
             self.flow.resume_reading()
 
@@ -121,7 +121,7 @@ class BoundedConnection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer data that is not an HTTP request; headers over the limit get 431."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # what it still sends is dropped
+            self.cycle.disconnected = True  # discards what the answer in progress still sends
             self.cycle.message_event.set()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
@@ -141,7 +141,7 @@ class BoundedConnection(H11Protocol):
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     async def write_chunk(self, data: bytes) -> None:
-        """Send a piece of a chunked answer, as `RequestResponseCycle.send` does. h11 keeps no state for it."""
+        """Send one chunk of an answer, as `RequestResponseCycle.send` does. h11 keeps no state for chunks."""
         cycle = self.cycle
         if self.flow.write_paused and not cycle.disconnected:
             await self.flow.drain()
@@ -151,7 +151,7 @@ class BoundedConnection(H11Protocol):
     # ---- slow readers
 
     def pause_writing(self) -> None:
-        """64 KiB or more are unread."""
+        """Start the stall timer: 64 KiB or more are unread."""
         super().pause_writing()
         if self._stalled is None:
             self._expect_reading()
@@ -160,7 +160,7 @@ class BoundedConnection(H11Protocol):
         self._stalled = self.loop.call_later(WRITE_SECONDS, self._cut_if_stalled, self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
+        """Stop the stall timer: the client has caught up."""
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
@@ -171,11 +171,11 @@ class BoundedConnection(H11Protocol):
         if self.transport.get_write_buffer_size() <= before - READ_BYTES:
             self._expect_reading()
         else:
-            self.transport.abort()  # close() would wait until the client has read the buffer
+            self.transport.abort()  # close() would wait for the client to read the buffer
 
 
 async def _answer(connection: BoundedConnection, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Run `app` for one request. The pieces of an event stream go past h11, which takes most of the time of a piece."""
+    """Run `app` for one request. Chunks of an event stream bypass h11, which would take most of their time."""
     streams = False
 
     async def send_message(message: Message) -> None:
@@ -191,14 +191,14 @@ async def _answer(connection: BoundedConnection, app: ASGIApp, scope: Scope, rec
 
 
 def file_limit() -> int:
-    """Files that this process may open."""
+    """The number of files that this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _send_at_once(transport: asyncio.Transport) -> None:
-    """Turn Nagle's algorithm off; asyncio does so only for sockets that were made with an explicit protocol number.
+    """Turn Nagle's algorithm off; asyncio does so only for sockets that were created with an explicit protocol number.
 
-    With Nagle's algorithm a token waits up to 40 ms until the client acknowledges the previous one.
+    With it, a token waits up to 40 ms for the client to acknowledge the previous one.
     """
     sock: socket.socket | None = transport.get_extra_info("socket")
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):

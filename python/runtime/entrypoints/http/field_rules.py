@@ -1,4 +1,4 @@
-"""Rules between the fields of a body, in JSON Schema. A field that is null counts as left out."""
+"""Rules between the fields of a body, in JSON Schema. A null field counts as absent."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ ITEMS: Json = {"type": "array", "minItems": 1}
 
 
 def has(*names: str, **fields: Json) -> Json:
-    """All of `names` are given, and all of `fields` are there and satisfy their schema."""
+    """All of `names` are present, and all of `fields` are present and satisfy their schema."""
     wanted = {**dict.fromkeys(names, GIVEN), **fields}
     return {"required": list(wanted), "properties": wanted}
 
 
 def lacks(*names: str, **fields: Json) -> Json:
-    """None of `names` is given, and each of `fields` is left out or satisfies its schema."""
+    """None of `names` is present, and each of `fields` is absent or satisfies its schema."""
     return {"properties": {**dict.fromkeys(names, NULL), **fields}}
 
 
 def unless(field: str, *values: str) -> Json:
-    """`field` is left out or has none of these values."""
+    """`field` is absent or has none of these values."""
     return lacks(**{field: {"not": {"enum": list(values)}}})
 
 
@@ -35,7 +35,7 @@ def any_of(*rules: Json) -> Json:
 
 
 def one_of(*rules: Json) -> Json:
-    """One of the rules holds, and no other."""
+    """Exactly one of the rules holds."""
     return {"oneOf": list(rules)}
 
 

@@ -1,4 +1,4 @@
-"""The API keys of the server, and what each of them may still use in this minute."""
+"""The API keys of the server and their rate limits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MINUTE = 60.0
 
 
 class Bucket:
-    """A rate per minute: a full minute's worth may be used at once, and it refills evenly.
+    """A token bucket that holds one minute's worth and refills evenly.
 
     Args:
         per_minute: the rate; None for no limit.
-        now: returns seconds.
+        now: a clock in seconds.
     """
 
     def __init__(self, per_minute: int | None, now: Callable[[], float]) -> None:
@@ -34,12 +34,12 @@ class Bucket:
         self._at = now()
 
     def take(self, amount: float) -> None:
-        """Use some; it may be more than is left, which later users wait for."""
+        """Take `amount`. It may exceed what is left; later callers then wait longer."""
         self._refill()
         self._left -= amount
 
     def wait(self, amount: float) -> float:
-        """Seconds until `amount` is there; 0 if it is."""
+        """Seconds until `amount` is available; 0 if it is now."""
         self._refill()
         return 0.0 if self._rate is None else max(0.0, (amount - self._left) * MINUTE / self._rate)
 
@@ -51,7 +51,7 @@ class Bucket:
 
 
 class KeyUse:
-    """One key and its use."""
+    """One key, its open requests and its rate limits."""
 
     def __init__(self, key: ApiKey, now: Callable[[], float] = time.monotonic) -> None:
         self.key = key
@@ -62,11 +62,11 @@ class KeyUse:
 
     @property
     def client(self) -> str:
-        """What the fair queue calls its user."""
+        """The client's name in the fair queue."""
         return f"key {self.key.name}"
 
     def begin(self) -> None:
-        """Count a request. Raises `KeyLimitReached` if the key has no room for it now."""
+        """Count a request. Raises `KeyLimitReached` if it exceeds a limit of the key."""
         key = self.key
         if key.concurrent_requests is not None and self._open >= key.concurrent_requests:
             raise KeyLimitReached(key.name, f"{key.concurrent_requests} concurrent requests", 1)
@@ -80,7 +80,7 @@ class KeyUse:
         self._open += 1
 
     def end(self) -> None:
-        """The request is answered."""
+        """Count the end of a request."""
         self._open -= 1
 
     def spend(self, tokens: int) -> None:
@@ -89,10 +89,10 @@ class KeyUse:
 
 
 class KeyRing:
-    """All keys: those of --api-key and --admin-api-key, and those of the file.
+    """All API keys.
 
     Args:
-        fixed: keys from flags.
+        fixed: the keys of --api-key and --admin-api-key.
         file: the file of --api-key-file.
     """
 
@@ -105,28 +105,28 @@ class KeyRing:
 
     @property
     def has_admin(self) -> bool:
-        """Whether administration needs an admin key."""
+        """Whether there is an admin key, which administration then needs."""
         return any(use.key.admin for use in self._uses)
 
     @property
     def guards_api(self) -> bool:
-        """Whether requests need a key. With --admin-api-key alone only administration does; a key file always guards the API."""
+        """Whether the API needs a key: not with --admin-api-key alone, always with a key file."""
         return self._file is not None or any(not use.key.admin for use in self._uses)
 
     def find(self, given: str) -> KeyUse | None:
-        """The key of this text. All keys are compared, so that the time does not depend on which key is close."""
+        """The key with this text, or None. All keys are compared, so that timing does not reveal which one matches."""
         digest = digest_of(given)
         fits = [use for use in self._uses if hmac.compare_digest(digest, use.digest)]
         return fits[0] if fits else None
 
     def spend(self, client: str, tokens: int) -> None:
-        """Count tokens of the client of a key."""
+        """Count tokens of a client, if it has a key."""
         for use in self._uses:
             if use.client == client:
                 use.spend(tokens)
 
     def reload(self) -> None:
-        """Read the file again. An unchanged key keeps its use; if the file is wrong, all keys stay as they were."""
+        """Read the file again. Unchanged keys keep their counts; if the file is invalid, all keys stay as they were."""
         if self._file is None:
             return
         try:
@@ -140,7 +140,7 @@ class KeyRing:
 
 
 def key_ring(server: ServerConfig) -> KeyRing:
-    """The keys that the configuration names. Raises `ConfigError` for a wrong file."""
+    """The keys of the configuration. Raises `ConfigError` if the file is invalid."""
     fixed = [
         ApiKey(name=name, key=key, admin=admin)
         for name, key, admin in (("api-key", server.api_key, False), ("admin-api-key", server.admin_api_key, True))
@@ -157,5 +157,5 @@ def _keys(file: Path) -> tuple[ApiKey, ...]:
 
 
 def digest_of(key: str) -> bytes:
-    """What is compared in place of a key."""
+    """The digest that is compared instead of a key."""
     return hashlib.sha256(key.encode()).digest()

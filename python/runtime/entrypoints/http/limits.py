@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from runtime.entrypoints.http.body_price import BodyPrice
+from runtime.entrypoints.http.body_cost import BodyCost
 from runtime.entrypoints.http.connection import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
 from runtime.entrypoints.http.responses import error_response
 from runtime.errors import BodiesFull, BodyTooComplex, BodyTooLarge, ClientTooSlow, RequestError, ServingError
@@ -20,18 +20,18 @@ from runtime.errors import BodiesFull, BodyTooComplex, BodyTooLarge, ClientTooSl
 MIB = 1 << 20
 MAX_DEPTH = 64
 BODY_SECONDS = 120.0
-"""From the end of the headers to the end of the body."""
+"""Time limit from the end of the headers to the end of the body."""
 LINGER_SECONDS = 10.0
 LINGER_BYTES = 256 * MIB
-"""How much of a refused body is read and dropped, because a client that is still sending does not read the answer."""
+"""How much of a refused body is read and discarded, because a client that is still sending does not read the answer."""
 THREAD_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread."""
 MAX_LARGE_BODIES = 32
-"""As many bodies of the largest size may arrive at the same time."""
+"""How many bodies of the largest size may arrive at the same time."""
 
 
 class BadBody(RequestError):
-    """The body is not JSON, or is nested too deeply, or is compressed."""
+    """The body is not JSON, is nested too deeply, or is compressed."""
 
 
 class HeadersTooLarge(ServingError):
@@ -44,23 +44,23 @@ class HeadersTooLarge(ServingError):
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """How large a body may be, how many milliseconds its values may take to check, and the room that all of them share."""
+    """The largest body, the most milliseconds that its validation may take, and the memory that all bodies share."""
 
     max_mib: int
     max_parse_ms: int
-    room: BodyRoom
+    memory: BodyMemory
 
 
-class BodyRoom:
-    """Owner of the memory of bodies that are being read, beyond the first `THREAD_BYTES` of each: small ones always fit."""
+class BodyMemory:
+    """Limits the memory of all bodies that are being read. The first `THREAD_BYTES` of each are free, so small bodies always fit."""
 
     def __init__(self, most: int) -> None:
-        """`most`: bytes."""
+        """`most`: the limit in bytes."""
         self._most, self._used = most, 0
 
     @contextlib.contextmanager
-    def part(self) -> Iterator[Callable[[int], None]]:
-        """The part of one body, as a function that is told its size whenever it grew, and raises `BodiesFull`."""
+    def reserve(self) -> Iterator[Callable[[int], None]]:
+        """Reserve memory for one body. Yields a function to call with its new size when it grows; it raises `BodiesFull`."""
         held = 0
 
         def grow(size: int) -> None:
@@ -77,9 +77,9 @@ class BodyRoom:
 
 
 class HeaderLimit:
-    """ASGI middleware that refuses large headers, and bodies with two lengths.
+    """ASGI middleware that refuses large headers, and requests with both Content-Length and Transfer-Encoding.
 
-    The parser bounds only headers that arrive in several reads.
+    The parser limits only headers that arrive in several reads.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -91,7 +91,7 @@ class HeaderLimit:
             await error_response(HeadersTooLarge(HEADERS_TOO_LARGE), scope["path"])(scope, receive, send)
             return
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
-            # A proxy may see another end of the body than this server, and pass a hidden request on (RFC 9112, 6.1).
+            # A proxy may disagree with this server about where the body ends, and pass on a hidden request (RFC 9112, 6.1).
             answer = error_response(BadBody("Content-Length and Transfer-Encoding exclude each other."), scope["path"])
             answer.headers["Connection"] = "close"
             await answer(scope, receive, send)
@@ -105,7 +105,7 @@ def _head_bytes(scope: Scope) -> int:
 
 
 class LingeringResponse(Response):
-    """Reads and drops the rest of the body before it ends: a client that is still sending does not read the answer."""
+    """An answer that reads and discards the rest of the body, because a client that is still sending does not read the answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
@@ -131,11 +131,11 @@ async def read_json(request: Request, limits: BodyLimits) -> object:
 
     Raises:
         BadBody: the body is compressed, is not JSON in UTF-8, or is nested more than `MAX_DEPTH` levels deep.
-        BodyTooLarge, BodyTooComplex, ClientTooSlow: it is too large, would take too long to check, or did not arrive in time.
-        BodiesFull: too many large ones are arriving.
+        BodyTooLarge, BodyTooComplex, ClientTooSlow: it is too large, would take too long to validate, or did not arrive in time.
+        BodiesFull: too many large bodies are arriving.
     """
     try:
-        with limits.room.part() as grow:
+        with limits.memory.reserve() as grow:
             raw = await asyncio.wait_for(_read(request, limits, grow), BODY_SECONDS)
     except asyncio.TimeoutError:
         raise ClientTooSlow(f"The body did not end within {BODY_SECONDS:g} seconds.") from None
@@ -146,20 +146,20 @@ async def read_json(request: Request, limits: BodyLimits) -> object:
 
 async def _read(request: Request, limits: BodyLimits, grow: Callable[[int], None]) -> bytes:
     chunks: list[bytes] = []
-    price, ended = BodyPrice(), False
+    cost, ended = BodyCost(), False
     while not ended:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         chunk, ended = message.get("body", b""), not message.get("more_body", False)
-        request.state.body_ended = ended  # behind the end, `LingeringResponse` would wait for the client to go
-        price.feed(chunk)
-        grow(price.bytes)
+        request.state.body_ended = ended  # after the end, `LingeringResponse` would wait for a disconnect
+        cost.feed(chunk)
+        grow(cost.bytes)
         chunks.append(chunk)
-        if price.bytes > limits.max_mib * MIB:
+        if cost.bytes > limits.max_mib * MIB:
             raise BodyTooLarge(limits.max_mib)
-        if price.milliseconds > limits.max_parse_ms:
-            raise BodyTooComplex(price.commas + price.containers, limits.max_parse_ms)
+        if cost.milliseconds > limits.max_parse_ms:
+            raise BodyTooComplex(cost.commas + cost.containers, limits.max_parse_ms)
     return b"".join(chunks)
 
 
@@ -171,7 +171,7 @@ def parse_json(raw: bytes) -> object:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise BadBody(f"The body is not valid JSON: {error}." if _is_utf8(raw) else "The body is not UTF-8.") from None
-    # A body with few brackets cannot be deep, so only the others are walked.
+    # A body with few brackets cannot be deeply nested, so only the others are walked.
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and deeper_than(value, MAX_DEPTH):
         raise BadBody(f"The body is nested more than {MAX_DEPTH} levels deep.")
     return value

@@ -1,7 +1,7 @@
-"""Refuses requests that a web page of another site made a browser send.
+"""Refuses requests that a web page of another site makes a browser send.
 
-Such a page reaches a server on the user's machine in two ways: by a form or script that sends a request blindly, and by DNS
-rebinding, where the page's own name resolves to the server's address, so that the browser lets the page read the answers.
+Such a page can reach a server on the user's machine in two ways: a form or script sends a request without seeing the answer, or, by DNS
+rebinding, the page's own name resolves to the server's address, and the browser lets the page read the answers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from runtime.entrypoints.http.responses import error_response
 from runtime.errors import ServingError, shown
 
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".test", ".home.arpa")
-"""Names below these are not in the public DNS, so no web page can have them."""
+"""Names with these suffixes are not in the public DNS, so no web page can have them."""
 JSON_TYPES = ("", "application/json", "application/x-www-form-urlencoded")
-"""Content types of a JSON body; the last is what curl sends unasked, and a browser sends it with an Origin."""
+"""Content types accepted for a JSON body. The last is curl's default; a browser that sends it also sends an Origin."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::[0-9]*)?")
 
 
@@ -45,8 +45,8 @@ class OriginGate:
     """ASGI middleware that checks Host, Origin and Content-Type.
 
     Args:
-        hosts: names by which clients reach the server, besides addresses and names that are not public; None: any name.
-        origins: origins whose pages may use the API; "*" stands for all.
+        hosts: public names by which clients reach the server; addresses and private names are always allowed. None allows any name.
+        origins: origins whose pages may use the API; "*" allows all.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str] | None, origins: Sequence[str]) -> None:
@@ -83,12 +83,12 @@ class OriginGate:
         return name in self._hosts or "." not in name or name.endswith(PRIVATE_SUFFIXES) or _is_address(name)
 
     def _allows(self, origin: str, host: str) -> bool:
-        """Whether pages of `origin` may write: it is allowed, or the server's own."""
+        """Whether pages of `origin` may send requests: it is in the list, or it is the server's own."""
         return origin in self._origins or urlsplit(origin).netloc.lower() == host.lower() != ""
 
 
 def _host_name(host: str) -> str:
-    """The name in a Host header, without the port; a malformed header is no name that a server can have."""
+    """The name in a Host header, without the port; for a malformed header, a name that no server can have."""
     found = _HOST.fullmatch(host.lower())
     return found[1].strip("[]").rstrip(".") if found else "invalid.example"
 

@@ -1,4 +1,4 @@
-"""Request fields of other servers: those that this server refuses, and those that change nothing here."""
+"""Request fields of other servers that this server refuses, or accepts without effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class _Tables(msgspec.Struct, frozen=True):
-    """`refused.json`: refused fields by reason, pairs of harmless values and their fields, and fields without effect."""
+    """`refused.json`: refused fields by reason, pairs of (harmless values, their fields), and fields without effect."""
 
     refused: dict[str, list[str]]
     harmless: list[tuple[list[Any], list[str]]]
@@ -19,11 +19,11 @@ class _Tables(msgspec.Struct, frozen=True):
 _TABLES = msgspec.json.decode(Path(__file__).with_suffix(".json").read_bytes(), type=_Tables)
 
 REFUSED = {name: why for why, names in _TABLES.refused.items() for name in names}
-"""Why each field is refused, at every level of a body; a body that declares such a field accepts it."""
+"""Why each field is refused, at every level of a body. A body that declares such a field accepts it."""
 HARMLESS = {name: values for values, names in _TABLES.harmless for name in names}
-"""Values of refused fields that change nothing; they are accepted. So is null."""
+"""Values of refused fields that are accepted because they have no effect. Null is always accepted."""
 NO_EFFECT = _TABLES.no_effect
-"""Fields that cannot change an answer of this server, at every level of a body: they say how to read images, route, trace or report."""
+"""Fields that cannot change an answer of this server, at every level of a body: options for images, routing, tracing or reporting."""
 
 
 def changes_nothing(name: str, value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Who asks: the name of each HTTP request, and its client, for the fair queue."""
+"""The id of each HTTP request, and the name of its client for the fair queue."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ HEADER = "X-Request-Id"
 ANTHROPIC_HEADER = "request-id"
 """The header that Anthropic's clients read."""
 _ACCEPTED = re.compile(r"[!-~]{1,128}")
-"""Longer names, and those with other characters, are replaced: they go into logs and headers."""
+"""Other ids are replaced, because ids appear in logs and headers."""
 
 
 class RequestId:
-    """ASGI middleware that gives every answer and its log lines a name: the client's `X-Request-Id`, or a new one."""
+    """ASGI middleware that gives every answer and its log lines a request id: the client's `X-Request-Id`, or a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on and name its answer."""
+        """Pass the request on and add the id to its answer."""
         given = Headers(scope=scope).get(HEADER, "")
         name = given if _ACCEPTED.fullmatch(given) else new_request_id()
         REQUEST_ID.set(name)
@@ -45,7 +45,7 @@ class RequestId:
 
 
 def new_request_id() -> str:
-    """A name in OpenAI's form."""
+    """A new request id in OpenAI's form."""
     return f"req_{uuid.uuid4().hex}"
 
 
@@ -62,9 +62,9 @@ class ClientName:
 
 
 def address_name(address: str) -> str:
-    """The client of an address: an IPv6 client has all addresses of a /64 network.
+    """The client name for an address. All addresses of an IPv6 /64 network are one client.
 
-    A socket for both versions shows IPv4 addresses as `::ffff:192.0.2.1`.
+    A dual-stack socket shows IPv4 addresses as `::ffff:192.0.2.1`.
     """
     try:
         parsed = ipaddress.ip_address(address)

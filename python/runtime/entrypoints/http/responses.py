@@ -1,4 +1,4 @@
-"""JSON answers, and errors in OpenAI's form, or on Anthropic's paths in Anthropic's."""
+"""JSON answers, and errors in OpenAI's form or, on Anthropic's paths, in Anthropic's form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from runtime.errors import ContextTooLong, ServingError
 
 ANTHROPIC_PATH = "/v1/messages"
-"""Paths that begin with it have errors in Anthropic's form."""
+"""Paths with this prefix answer errors in Anthropic's form."""
 INTERNAL = "The server failed to answer this request; see its log."
 KINDS_BY_STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -20,7 +20,7 @@ ANTHROPIC_KINDS |= {413: "request_too_large", 429: "rate_limit_error", 503: "ove
 
 
 class ErrorDetail(BaseModel):
-    """One error. `param` names the request field at fault, `code` the error; `status` repeats the HTTP status for streams."""
+    """One error. `param` names the request field at fault; `code` identifies the error; `status` repeats the HTTP status for streams."""
 
     message: str
     type: str
@@ -60,12 +60,12 @@ def error_object(error: ServingError) -> dict[str, Any]:
 
 
 def internal_error() -> dict[str, Any]:
-    """The `ErrorBody` of a fault in the server, which only its log describes."""
+    """The `ErrorBody` of a fault in the server. Only the log has details."""
     return error_form(INTERNAL, "server_error", 500, code="internal_error")
 
 
 def anthropic_error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    """An `AnthropicError`. Agents shorten their conversation when they read that the prompt is too long."""
+    """An `AnthropicError`. Agents recognise the words "prompt is too long" and shorten the conversation."""
     kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if code == ContextTooLong.code:
         message = f"Prompt is too long. {message}"
@@ -73,7 +73,7 @@ def anthropic_error(status: int, message: str, code: str | None = None) -> dict[
 
 
 def error_body(form: dict[str, Any], path: str) -> dict[str, Any]:
-    """An `ErrorBody` in the form that belongs to a path."""
+    """Convert an `ErrorBody` to the error form of `path`."""
     detail = form["error"]
     return anthropic_error(detail["status"], detail["message"], detail["code"]) if path.startswith(ANTHROPIC_PATH) else form
 
@@ -87,11 +87,11 @@ def error_response(error: ServingError, path: str) -> Response:
 
 
 def status_response(status: int, message: str, headers: dict[str, str] | None = None, path: str = "") -> Response:
-    """The answer to a request that no endpoint takes."""
+    """The answer to a request that no endpoint handles."""
     kind = KINDS_BY_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return json_response(error_body(error_form(message, kind, status), path), status, headers)
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Any JSON value."""
+    """An answer with a JSON value as its body."""
     return Response(orjson.dumps(value), status, headers, "application/json")

@@ -1,4 +1,4 @@
-"""Server-sent events, and work that is cancelled when its client leaves."""
+"""Server-sent events, and work that is cancelled when its client disconnects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.errors import ServingError
 log = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 15.0
-"""Silence after which a comment is sent, so that proxies keep the connection open."""
+"""Send a comment after this long without an event, so that proxies keep the connection open."""
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 
@@ -37,11 +37,11 @@ def named_events(values: Iterable[dict[str, Any]]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come; an error becomes the last event.
+    """Sends events as they are produced; an error becomes the last event.
 
     Args:
         events: encoded events.
-        close: ends the work that produces the events; always called.
+        close: stops the work that produces the events; always called.
     """
 
     media_type = "text/event-stream"
@@ -55,14 +55,14 @@ class EventStream(Response):
         self.latest = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the events end or the client leaves, then call `close`."""
+        """Send until the events end or the client disconnects, then call `close`."""
         tasks: list[asyncio.Task[None]] = []
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             tasks = [asyncio.create_task(work) for work in (self._write(send), gone(receive), self._keep_alive(send))]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # An event generator that has not started would not run its own cleanup.
+            # An async generator that has not started does not run its own cleanup.
             self.close()
             await _end(tasks)
             await self.events.aclose()
@@ -91,10 +91,10 @@ class EventStream(Response):
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it when the client leaves.
+    """Await `work`; cancel it if the client disconnects.
 
     Raises:
-        ClientDisconnect: the client left.
+        ClientDisconnect: the client disconnected.
     """
     task, left = asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))
     try:
@@ -107,7 +107,7 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gone(receive: Receive) -> None:
-    """Return when the client has left."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -27,7 +27,7 @@ PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def otlp_provider(endpoint: str, service: str) -> TracerProvider:
-    """A provider that sends spans to a collector, in batches, from a thread of its own."""
+    """A provider that sends spans to a collector in batches, from its own thread."""
     resource = Resource.create({"service.version": __version__, "talon.model": service})
     if str(resource.attributes["service.name"]).startswith("unknown_service"):  # the environment names none
         resource = resource.merge(Resource({"service.name": "talon"}))
@@ -46,7 +46,7 @@ class PhaseSpan:
 
 
 def phase_spans(end: RequestEnd) -> Iterator[PhaseSpan]:
-    """The phases of one choice one after the other; tokenising only with the first choice, detokenising at its end."""
+    """Yield the phases of one choice in order. Only the first choice has tokenising; detokenising comes last."""
     context = end.generation.context
     if end.index == 0 and context is not None and context.tokenized:
         yield PhaseSpan("tokenize", *context.tokenized.pop(0))
@@ -59,13 +59,13 @@ def phase_spans(end: RequestEnd) -> Iterator[PhaseSpan]:
 
 
 class PhaseTracer:
-    """Makes the spans of a choice that ended, below that of its HTTP request."""
+    """Creates the spans of a finished choice, as children of its HTTP request's span."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("talon", __version__)
 
     def __call__(self, end: RequestEnd) -> None:
-        """Make them."""
+        """Create the spans."""
         context = end.generation.context
         if context is None or context.span is None:
             return
@@ -85,7 +85,7 @@ class PhaseTracer:
 
 
 class Tracing:
-    """ASGI middleware: a span per request, below the caller's; the answer's `traceparent` names it."""
+    """ASGI middleware that creates a span per request, a child of the caller's; the answer's `traceparent` identifies it."""
 
     def __init__(self, app: ASGIApp, provider: TracerProvider, model: str) -> None:
         self.app = app

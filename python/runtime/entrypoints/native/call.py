@@ -1,4 +1,4 @@
-"""From a body of /generate to the generations that it asks for."""
+"""Converts a body of /generate into a `Call`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.sampling_params import SamplingDefaults, SamplingParams
 
 
 def native_call(body: GenerateBody, defaults: SamplingDefaults) -> Call:
-    """The call that answers `body`; `defaults` hold for the sampling fields that it leaves out."""
+    """The call for `body`; `defaults` apply to sampling fields that are absent."""
     prompts, asked = body.prompts, body.logprobs
     return Call(
         name=body.rid if isinstance(body.rid, str) else "",
@@ -33,7 +33,7 @@ def native_call(body: GenerateBody, defaults: SamplingDefaults) -> Call:
 
 
 def _rids(given: str | list[str] | None, count: int) -> list[str]:
-    """One name per prompt."""
+    """One request id per prompt."""
     if isinstance(given, list):
         return given
     if given is None:

@@ -30,7 +30,7 @@ class GenerateApi:
         self._model = model
 
     async def generate(self, request: Request, body: GenerateBody) -> Response:
-        """Generate: one object, an array for several prompts or n > 1, or a stream of outputs so far."""
+        """Generate. Answers with an object, with an array for several prompts or n > 1, or with a stream of outputs so far."""
         self._model.check(body.model)
         began = time.monotonic()
         group = await until_gone(
@@ -48,7 +48,7 @@ class GenerateApi:
 
 
 async def _events(outputs: Outputs) -> AsyncGenerator[bytes, None]:
-    """Every event holds a whole text so far, as SGLang's do."""
+    """Yield events, each with the whole text so far, as SGLang does."""
     group, single, n = outputs.group, outputs.body.single, outputs.body.n
     so_far = [[Choice() for _ in range(each.n)] for each in group.each]
     async with group:

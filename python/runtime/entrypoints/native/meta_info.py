@@ -1,4 +1,4 @@
-"""`meta_info` of one output, the same from /generate and from the offline engine, under SGLang's names."""
+"""`meta_info` of one output of /generate or of the offline engine, with SGLang's names."""
 
 from __future__ import annotations
 

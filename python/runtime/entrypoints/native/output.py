@@ -24,7 +24,7 @@ class Output(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The outputs of one call; `began` is when it came, in seconds of `time.monotonic`."""
+    """The outputs of one call, which arrived at `began` (`time.monotonic`)."""
 
     tokenizer: Tokenizer
     body: GenerateBody
@@ -32,7 +32,7 @@ class Outputs:
     began: float
 
     def of(self, prompt: int, choice: Choice) -> Output:
-        """A text so far of a prompt."""
+        """The output of one text of a prompt so far."""
         generation, asked = self.group.each[prompt], self.body.logprobs[prompt]
         choice = choice.prompt_only() if self.body.samplings[prompt].only_prompt else choice
         assert choice.last is not None
@@ -51,7 +51,7 @@ class Outputs:
         return {"text": choice.text, "output_ids": list(choice.token_ids), "meta_info": meta}
 
     def cells(self, prompt: int, choice: Choice) -> int:
-        """How many values `of` shows."""
+        """How many token ids and log-probabilities `of` returns."""
         tokens = len(choice.token_ids) + len(self.group.each[prompt].prompt_ids) * (choice.prompt_logprobs is not None)
         return tokens * (2 + self.body.logprobs[prompt].top)
 

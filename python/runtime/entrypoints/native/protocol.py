@@ -46,11 +46,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AskedLogprobs:
-    """The log-probabilities that one prompt asks for.
+    """The log-probabilities requested for one prompt.
 
     Attributes:
-        top: how many likely tokens to report beside each chosen one; -1 for no log-probabilities.
-        start: the first prompt token whose log-probability is wanted; -1 for none.
+        top: how many of the most likely tokens to report at each position; -1 for no log-probabilities.
+        start: the first prompt token whose log-probability is reported; -1 for none.
     """
 
     top: int
@@ -75,13 +75,13 @@ class NativeSampling(SamplingFields):
         return self
 
     def params(self, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
-        """The parameters as the engine takes them; `sampling_seed` overrides `seed`."""
+        """The engine's parameters; `sampling_seed` overrides `seed`."""
         sampling = self.sampling(max(self.max_new_tokens, 1), self.min_new_tokens, defaults)
         return sampling if self.sampling_seed is None else msgspec.structs.replace(sampling, seed=self.sampling_seed)
 
     @property
     def only_prompt(self) -> bool:
-        """Whether the prompt is read, and nothing is generated."""
+        """Whether the prompt is computed and nothing is generated."""
         return self.max_new_tokens == 0
 
 
@@ -135,12 +135,12 @@ class GenerateBody(Body):
 
     @property
     def one_prompt(self) -> bool:
-        """Whether the prompt came alone, not in an array of prompts."""
+        """Whether the body has one prompt, not an array of prompts."""
         return isinstance(self.text, str) or (self.input_ids is not None and isinstance(self.input_ids[0], int))
 
     @property
     def single(self) -> bool:
-        """Whether the answer is one object, not an array."""
+        """Whether the answer is an object, not an array."""
         return self.one_prompt and self.n == 1
 
     @property
@@ -165,7 +165,7 @@ class GenerateBody(Body):
 
 
 class TokenizeBody(Body):
-    """A body of /tokenize: a text, several, or a conversation."""
+    """A body of /tokenize: a text, an array of texts, or a conversation."""
 
     RULES = (one_of(has("prompt"), has("messages")), {"not": has(continue_final_message=TRUE, add_generation_prompt=TRUE)})
 
@@ -182,7 +182,7 @@ class TokenizeBody(Body):
     tools: Tools = Field(default_factory=list)
 
     def chat(self, messages: list[Message]) -> ChatBody:
-        """The chat whose prompt is asked for."""
+        """The chat body whose prompt is tokenised."""
         names = ("add_generation_prompt", "chat_template_kwargs", "continue_final_message", "reasoning_effort", "tool_choice", "tools")
         return ChatBody(messages=messages, **{name: getattr(self, name) for name in names})
 
@@ -219,7 +219,7 @@ class AbortBody(Body):
 
 
 class InternalState(Body):
-    """What `StateBody` may set. Fields are named like the flags."""
+    """The settings that `StateBody` may change. Fields are named like the flags."""
 
     speculative_num_steps: Annotated[int, Field(ge=0, le=MAX_DRAFT_STEPS)] | Literal["auto"] | None = None
     speculative_synthetic_accept_length: (
@@ -234,7 +234,7 @@ class StateBody(Body):
 
 
 class ProfileBody(Body):
-    """A body of /start_profile and /stop_profile. What SGLang's clients send does not change what is traced."""
+    """A body of /start_profile and /stop_profile. The fields that SGLang's clients send have no effect."""
 
     activities: Unused = None
     merge_profiles: Unused = None
@@ -255,7 +255,7 @@ class StopReason(BaseModel):
 
 
 class LengthReason(BaseModel):
-    """The output reached its longest length."""
+    """The output reached its maximum length."""
 
     type: Literal["length"]
     length: int
@@ -299,7 +299,7 @@ class MetaInfo(BaseModel):
 
 
 class Generated(BaseModel):
-    """One output of /generate. In a stream of several, `index` tells them apart."""
+    """One output of /generate. In a stream of several outputs, `index` distinguishes them."""
 
     text: str
     output_ids: list[int]
@@ -308,7 +308,7 @@ class Generated(BaseModel):
 
 
 class Tokenized(BaseModel):
-    """The answer of /tokenize: arrays for several prompts. `token_strs` comes with `return_token_strs`."""
+    """The answer of /tokenize; arrays for several prompts. `token_strs` is present if `return_token_strs` is true."""
 
     tokens: list[int] | list[list[int]]
     count: int | list[int]
@@ -317,7 +317,7 @@ class Tokenized(BaseModel):
 
 
 class Detokenized(BaseModel):
-    """The answer of /detokenize: an array for several lists. `prompt` repeats `text` under vLLM's name."""
+    """The answer of /detokenize; an array for several lists. `prompt` repeats `text` under vLLM's name."""
 
     text: str | list[str]
     prompt: str | list[str]
@@ -344,7 +344,7 @@ class Done(BaseModel):
 
 
 class Flushed(Done):
-    """The prefix cache is empty; `flushed_pages` were in it."""
+    """The prefix cache was emptied; it had `flushed_pages` pages."""
 
     flushed_pages: int
 
@@ -362,7 +362,7 @@ class ProfileWritten(Done):
 
 
 class Status(BaseModel):
-    """The server is well."""
+    """The server is healthy."""
 
     status: Literal["ok"]
 

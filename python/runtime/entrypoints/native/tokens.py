@@ -25,7 +25,7 @@ class TokenApi:
         self._chats = chats
 
     async def tokenize(self, body: TokenizeBody) -> Response:
-        """Token ids of a text, of several, or of a conversation."""
+        """Token ids of a text, of several texts, or of a conversation."""
         if body.messages is not None:
             tokens: Any = await self._chats.prompt_ids(body.chat(body.messages), any_length=True)
         elif isinstance(body.prompt, str):
@@ -40,7 +40,7 @@ class TokenApi:
         )
 
     async def _ids_of(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of several texts, which have one limit together."""
+        """Token ids of several texts; the limit applies to their sum."""
         done: list[list[int]] = []
         for text in texts:
             done.append(await self._manager.encoder.encode(text, add_special_tokens, any_length=True))
@@ -63,10 +63,10 @@ class TokenApi:
         return json_response({"text": text, "prompt": text})
 
     async def info(self) -> Response:
-        """The tokenizer's named tokens and chat template, for evaluation tools that tokenise through the server."""
+        """The tokenizer's special tokens and chat template, for evaluation tools that tokenise through the server."""
         tokenizer = self._tokenizer
         named = {name: tokenizer.named_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        size = await asyncio.to_thread(lambda: tokenizer.vocab_size)  # the first time it copies the vocabulary
+        size = await asyncio.to_thread(lambda: tokenizer.vocab_size)  # the first access copies the vocabulary
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_ids": tokenizer.eos_ids, "vocab_size": size}
         lengths = {"model_max_length": self._manager.max_context_len}
         return json_response({**named, **ids, **lengths, "chat_template": tokenizer.chat_template})

@@ -1,4 +1,4 @@
-"""One answer of a conversation: the engine's updates in, typed updates out."""
+"""Converts the engine's updates of one answer into chat updates."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class AnswerReader:
 
     Args:
         parser: reads the output; None for plain text.
-        parallel: whether to deliver more than one call.
-        stream_reasoning: whether to deliver thinking as it comes, not as a whole.
+        parallel: whether to return more than one call.
+        stream_reasoning: whether to return thinking as it is generated, not in one piece.
     """
 
     def __init__(self, parser: OutputParser | None, parallel: bool = True, stream_reasoning: bool = True) -> None:
@@ -25,11 +25,11 @@ class AnswerReader:
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many tokens were thinking so far."""
+        """Number of thinking tokens so far."""
         return 0 if self._parser is None else self._parser.reasoning_tokens
 
     def read(self, update: TextOut) -> ChatUpdate:
-        """The next update."""
+        """Convert the next update."""
         finish = update.finish and ChatFinish(update.finish.reason, update.finish.matched)
         if self._parser is None:
             deltas: list[Delta] = [Content(update.text)] if update.text else []

@@ -80,12 +80,12 @@ class ChatApi:
         yield chunks.end()
 
     def _chunks(self, body: ChatBody, update: ChatUpdate) -> list[Json]:
-        """The chunks of an update: one per delta. The first has its tokens, the last its finish reason."""
+        """The chunks of an update: one per delta. The first has the tokens, the last the finish reason."""
         older = bool(body.functions)
         deltas = [_older_delta(delta) if older else _delta(delta) for delta in update.deltas]
         calls = bool(update.deltas) and isinstance(update.deltas[-1], (CallStart, CallArguments))
         if update.finish is not None and (not deltas or calls):
-            deltas.append({})  # OpenAI ends tool calls with a chunk of its own
+            deltas.append({})  # OpenAI ends tool calls with a separate chunk
         if not deltas and update.token_ids and (body.return_token_ids or body.logprobs):
             deltas.append({})
         shown: list[Json] = [{"index": update.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
@@ -104,10 +104,10 @@ def _reason(finish: ChatFinish, older: bool) -> str:
 
 
 def _message(answer: ChatAnswer, older: bool) -> Json:
-    """The message of an answer; reasoning and calls are present if the model produced any.
+    """The message of an answer, with reasoning and calls if the model produced any.
 
     Args:
-        older: whether the request spelled `tools` as `functions`.
+        older: whether the request has `functions`, the older spelling of `tools`.
     """
     message: Json = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.reasoning:
@@ -137,6 +137,6 @@ def _delta(delta: Delta) -> Json:
 
 
 def _older_delta(delta: Delta) -> Json:
-    """A delta for a request that spelled `tools` as `functions`; it has one call at most."""
+    """A delta for a request with `functions`, the older spelling of `tools`; the answer has at most one call."""
     shown = _delta(delta)
     return {"function_call": shown["tool_calls"][0]["function"]} if "tool_calls" in shown else shown

@@ -1,4 +1,4 @@
-"""Chats of other protocols: made from their bodies and written in their form; errors name the fields that the client knows."""
+"""Runs requests of other protocols as chats, writes answers in their form, and names their fields in errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Events = list[dict[str, Any]]
 
 
 class AnswerWriter(Protocol):
-    """Writes an answer in the form of a protocol. Each method returns the events of what it did."""
+    """Writes an answer in the form of a protocol. Each method returns the events that describe its changes."""
 
     def start(self) -> Events:
         """The first events."""
@@ -34,7 +34,7 @@ class AnswerWriter(Protocol):
         ...
 
     def end(self, counts: TokenCounts) -> Events:
-        """Close the answer."""
+        """Complete the answer."""
         ...
 
     def fail(self, error: ServingError) -> Events:
@@ -43,10 +43,10 @@ class AnswerWriter(Protocol):
 
 
 class ChatConversion:
-    """Makes chat bodies, and has answers written.
+    """Creates chat bodies and passes answers to a writer.
 
     Args:
-        names: fields of a chat body under the names that the other protocol has for them; a field comes before the one it is in.
+        names: the other protocol's field name by chat body field; nested fields come before the field that contains them.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -54,7 +54,7 @@ class ChatConversion:
         self._schema = BodySchema(ChatBody)
 
     def body(self, fields: Mapping[str, Any]) -> ChatBody:
-        """The chat body with these fields; those that are None are left out."""
+        """The chat body with these fields; None counts as absent."""
         with self.naming():
             try:
                 return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
@@ -74,14 +74,14 @@ class ChatConversion:
             raise
 
     async def collect(self, chat: Chat, writer: AnswerWriter) -> None:
-        """Run to the end."""
+        """Run the chat to its end."""
         with self.naming():
             async for update in chat.updates():
                 writer.update(update)
         writer.end(chat.counts())
 
     async def events(self, chat: Chat, writer: AnswerWriter, ended: Callable[[], None] = lambda: None) -> AsyncGenerator[bytes, None]:
-        """The stream of an answer; `ended` is called before the last events."""
+        """Yield the events of an answer; `ended` is called before the last ones."""
         try:
             async with chat:
                 yield named_events(writer.start())

@@ -1,4 +1,4 @@
-"""The answer to a conversation, free of any protocol: its updates, and what they add up to."""
+"""The updates of an answer, independent of the protocol, and the complete answer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class ChatUpdate(msgspec.Struct, frozen=True):
 
     Attributes:
         index: the answer, 0..n - 1.
-        deltas: its new pieces in order, maybe none.
+        deltas: its new deltas in order; may be empty.
         token_ids: new tokens, including a stop token that ended the answer.
-        logprobs: of `token_ids`, if requested.
-        finish: why the answer ended; exactly one update of each answer has it.
+        logprobs: those of `token_ids`, if requested.
+        finish: why the answer ended; set in exactly one update of each answer.
     """
 
     index: int
@@ -42,7 +42,7 @@ class ChatUpdate(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class ToolCall:
-    """One complete tool call; `arguments` is JSON text as the model wrote it."""
+    """One complete tool call; `arguments` is the JSON text that the model wrote."""
 
     id: str
     name: str
@@ -51,7 +51,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One answer so far, gathered from its updates."""
+    """One answer so far, accumulated from its updates."""
 
     content: str = ""
     reasoning: str = ""

@@ -1,4 +1,4 @@
-"""Conversations: rendered, started, and read as typed updates. Every chat protocol is a conversion of these."""
+"""Renders conversations, starts them, and reads their answers as typed updates. All chat protocols use it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 
 class Chat:
-    """The answers to one conversation under way. Leaving `async with` ends what still runs.
+    """The running answers to one conversation. Leaving `async with` aborts those that still run.
 
     Attributes:
-        name: its name for `/abort_request`.
-        prompt_ids: the rendered conversation.
+        name: the request id for `/abort_request`.
+        prompt_ids: the token ids of the rendered conversation.
     """
 
     def __init__(self, name: str, group: Generations, readers: list[AnswerReader], *, thinks: bool) -> None:
@@ -48,23 +48,23 @@ class Chat:
         self.close()
 
     def close(self) -> None:
-        """End what still runs."""
+        """Abort the answers that still run."""
         self._group.close()
 
     def counts(self) -> TokenCounts:
-        """The tokens so far."""
+        """The token counts so far."""
         counts = self._counter.counts()
         return replace(counts, reasoning_tokens=sum(each.reasoning_tokens for each in self._readers)) if self._thinks else counts
 
     async def updates(self) -> AsyncGenerator[ChatUpdate, None]:
-        """The updates of all answers as they come; the first error is raised."""
+        """Yield the updates of all answers as they arrive; raise the first error."""
         async with aclosing(self._group.updates()) as updates:
             async for prompt, update in updates:
                 self._counter.add(prompt, update)
                 yield self._readers[update.index].read(update)
 
     async def answers(self) -> list[ChatAnswer]:
-        """All answers, complete."""
+        """Return the complete answers, once all have ended."""
         done = [ChatAnswer() for _ in self._readers]
         async with aclosing(self.updates()) as updates:
             async for update in updates:
@@ -76,7 +76,7 @@ class Chats:
     """Starts conversations.
 
     Raises:
-        ConfigError: the parsers of the configuration do not fit the model.
+        ConfigError: the configured parsers do not match the model.
     """
 
     def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer) -> None:
@@ -88,7 +88,8 @@ class Chats:
         """Render a conversation and start its answers.
 
         Raises:
-            RequestError, QueueFull: it cannot start.
+            RequestError: a field is out of bounds, or the conversation is too long.
+            QueueFull, QueuedTokensFull: the queue cannot hold its answers.
         """
         name = f"chatcmpl-{uuid.uuid4().hex}"
         tools = body.tool_request()
@@ -124,7 +125,7 @@ class Chats:
         return Chat(name, group, readers, thinks=self._format.thinks)
 
     async def prompt_ids(self, body: ChatBody, *, any_length: bool = False) -> list[int]:
-        """Token ids of the conversation, and of the beginning of an answer; with `any_length` they need not fit in the context."""
+        """Token ids of the conversation and of the start of an answer. With `any_length` they may exceed the context."""
         if body.chat_template is not None and not self._manager.config.server.trust_request_chat_template:
             raise FieldNeedsFlag("chat_template", "--trust-request-chat-template")
         return await self._manager.encoder.encode_chat(
@@ -140,7 +141,7 @@ class Chats:
 
 
 def output_format(manager: TokenizerManager, tokenizer: Tokenizer) -> OutputFormat:
-    """The format that the configuration asks for, or the model's own."""
+    """The configured output format, or the model's own."""
     config, architecture, template = manager.config.model, manager.model_config.architecture, tokenizer.chat_template or ""
     tools = pick_tool_format(config.tool_call_parser, architecture, template, tokenizer.describes_tools)
     thinking = pick_think_format(config.reasoning_parser, architecture, template, tokenizer.short_chat)

@@ -11,7 +11,7 @@ from runtime.entrypoints.openai.usage import TokenCounts
 
 
 class Chunks:
-    """Encodes chunks that share a head, with usage where the client asked for it."""
+    """Encodes chunks with the same first fields, and with usage if the client requested it."""
 
     def __init__(self, head: dict[str, Any], body: OpenAIBody, counts: Callable[[], TokenCounts]) -> None:
         self._head = head
@@ -20,7 +20,7 @@ class Chunks:
         self._counts = counts
 
     def choice(self, shown: dict[str, Any], **more: object) -> bytes:
-        """The news of one choice."""
+        """The chunk of one update of a choice."""
         chunk = {**self._head, "choices": [shown], **more}
         if self._options.include_usage and self._options.continuous_usage_stats:
             counts = self._counts()
@@ -30,7 +30,7 @@ class Chunks:
         return event(chunk)
 
     def end(self) -> bytes:
-        """The last chunks, with the details and the usage that were asked for, and the end mark."""
+        """The last chunks, with the requested details and usage, and the end mark."""
         counts = self._counts()
         extension = counts.extension(self._body)
         last = event({**self._head, "choices": [], **extension}) if extension else b""

@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 
 class _Piece(NamedTuple):
-    """A stretch of text with its tokens and their log-probabilities."""
+    """A piece of text with its tokens and their log-probabilities."""
 
     text: str
     ids: Sequence[int]
@@ -102,7 +102,7 @@ class CompletionApi:
     def _delta(
         self, body: CompletionBody, generation: Generation, prompt: int, update: TextOut, logprobs: dict[int, CompletionLogprobs]
     ) -> Json | None:
-        """The chunk of an update; None if it shows nothing. `logprobs` holds the text offset of each choice."""
+        """The chunk of an update; None if it would be empty. `logprobs` has the state of each choice's text offsets."""
         index = prompt * body.n + update.index
         first = index not in logprobs
         if first:
@@ -120,7 +120,7 @@ class CompletionApi:
         output = self._tokenizer.stream(body.skip_special_tokens, ids[-PROMPT_TAIL:])
         if not body.echo:
             return CompletionLogprobs(self._tokenizer, body.top, output)
-        # The begin token that the tokenizer puts before a text is not part of the text.
+        # The BOS token that the tokenizer adds is not part of the text.
         begins = isinstance(given, str) and ids[0] == self._tokenizer.bos_id and not given.startswith(self._tokenizer.token_text(ids[0]))
         decoder = self._tokenizer.stream(skip_special_tokens=False)
         echoed = EchoedPrompt(len(self._prompt_text(given, ids)), decoder, len(ids), int(begins))
@@ -130,7 +130,7 @@ class CompletionApi:
         return given if isinstance(given, str) else self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _visible(self, body: CompletionBody, prompt: int, generation: Generation, update: TextOut, piece: _Piece, *, first: bool) -> _Piece:
-        """`piece` as the client sees it: without the output if `only_echo`, and after the prompt if it is echoed."""
+        """`piece` as the client sees it: without the output if `only_echo`, and with the echoed prompt before it."""
         piece = _NOTHING if body.only_echo else piece
         if not (body.echo and first):
             return piece
@@ -165,7 +165,7 @@ def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
 def _shown(
     body: CompletionBody, index: int, piece: _Piece, logprobs: CompletionLogprobs, update: TextOut, prompt_ids: list[int] | None
 ) -> Json:
-    """One choice, or the news of one."""
+    """One choice, or an update of one."""
     lists = logprobs.take(piece.ids, piece.chosen, piece.top) if body.top >= 0 else None
     finish = update.finish and ("length" if body.only_echo and update.finish.reason != "abort" else update.finish.reason)
     shown: Json = {"index": index, "text": piece.text, "logprobs": lists, "finish_reason": finish}

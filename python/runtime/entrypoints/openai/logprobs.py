@@ -10,18 +10,18 @@ from runtime.text.decode_stream import StreamDecoder
 from runtime.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 Top = Sequence[tuple[int, float]]
 
 
 def finite(value: float) -> float:
-    """`value`, or `LOWEST` for anything below it."""
+    """`value`, but at least `LOWEST`."""
     return max(value, LOWEST)
 
 
 def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top], k: int) -> dict[str, Any]:
-    """The `logprobs` of a chat choice: one entry per token, with the `k` most likely tokens in its place."""
+    """The `logprobs` of a chat choice: one entry per token, with the `k` most likely tokens at its position."""
 
     def entry(token: int, logprob: float | None) -> dict[str, object]:
         shown = LOWEST if logprob is None else finite(logprob)
@@ -36,13 +36,13 @@ def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], chosen: Sequence[flo
 
 @dataclass(slots=True)
 class EchoedPrompt:
-    """A prompt whose text stands before that of the output.
+    """A prompt whose text precedes that of the output.
 
     Attributes:
-        length: of its text, in characters.
-        decoder: decodes its tokens; it leaves none out, as the text does.
+        length: the length of its text, in characters.
+        decoder: decodes all its tokens, including special tokens.
         left: how many of its tokens have no offset yet.
-        hidden: how many of these, from the first on, have no place in the text.
+        hidden: how many of these, at the start, do not occur in the text.
     """
 
     length: int
@@ -52,13 +52,13 @@ class EchoedPrompt:
 
 
 class CompletionLogprobs:
-    """The `logprobs` of a completion choice: parallel lists. A stream keeps one of these for its text offsets.
+    """The `logprobs` of a completion choice: parallel lists. A stream keeps one object per choice, for the text offsets.
 
     Args:
-        tokenizer: what shows single tokens.
+        tokenizer: gives the text of single tokens.
         k: how many of the most likely tokens to list.
-        decoder: decodes the output as the text shows it, so that offsets are places in it.
-        prompt: None where it is not echoed.
+        decoder: decodes the output in the same way as its text, so that offsets match.
+        prompt: the echoed prompt, or None.
     """
 
     def __init__(self, tokenizer: Tokenizer, k: int, decoder: StreamDecoder, prompt: EchoedPrompt | None = None) -> None:

@@ -14,13 +14,13 @@ from runtime.entrypoints.openai.tools import CalledFunction, CalledTool, CalledT
 MAX_MESSAGES = 4096
 TEXT_PARTS_ONLY = "this server reads text parts only and opens no URL"
 LEFT_OUT = "[The {} was left out: this model reads text only.]"
-"""What the model reads in place of a part of a tool's result."""
+"""The text that the model reads instead of an unsupported part of a tool result."""
 
 
 class TextPart(Body):
     """A part of a message. Only text is supported.
 
-    OpenAI's agents SDK for Node puts the other fields of an assistant's message into its parts too.
+    OpenAI's agents SDK for Node repeats the other fields of an assistant message in its parts.
     """
 
     OTHER_TYPES = TEXT_PARTS_ONLY
@@ -37,8 +37,8 @@ class TextPart(Body):
 class Message(Body):
     """One message of a conversation; text parts are joined by newlines.
 
-    A message of the assistant may hold calls and the thinking before it; `function_call` and the role `function` are
-    older spellings of `tool_calls` and `tool`, and `reasoning` is another of `reasoning_content`.
+    An assistant message may contain calls, and the thinking before it. `function_call` and the role `function` are older spellings of
+    `tool_calls` and `tool`; `reasoning` is another spelling of `reasoning_content`.
     """
 
     RULES = (
@@ -63,13 +63,13 @@ class Message(Body):
         calls = self.tool_calls or self.function_call is not None
         if calls and self.role != "assistant":
             raise unsupported("tool_calls", "only the assistant calls tools")
-        if self.content in (None, []) and not (calls or self.thought):  # clients send an empty array beside calls
+        if self.content in (None, []) and not (calls or self.thought):  # clients send an empty array together with calls
             raise PydanticCustomError("required", "required", {"field": "content"})
         return self
 
     @property
     def thought(self) -> str:
-        """The thinking of an assistant's message."""
+        """The thinking of an assistant message."""
         parts = self.content if isinstance(self.content, list) else ()
         return self.reasoning_content or self.reasoning or next((part.reasoning_content for part in parts if part.reasoning_content), "")
 
@@ -80,7 +80,7 @@ class Message(Body):
         return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
 
     def rendered(self) -> dict[str, Any]:
-        """The message as chat templates know it; `developer` is the newer name of `system`."""
+        """The message in the form that chat templates expect; `developer` is the newer name of `system`."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message: dict[str, Any] = {"role": role, "content": self.text}
         if self.name is not None:
@@ -95,7 +95,7 @@ class Message(Body):
 
 
 def rendered_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates know them; the results of calls name their function."""
+    """Messages in the form that chat templates expect; results of calls get the name of their function."""
     names: dict[str, str] = {}
     shown = [message.rendered() for message in messages]
     for message in shown:

@@ -44,7 +44,7 @@ Prompt = Annotated[
 
 
 class StreamOptions(Body):
-    """What a stream reports besides its text."""
+    """What a stream reports in addition to its text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -87,7 +87,7 @@ class OpenAIBody(ConstrainedFields):
 
     @property
     def wants_running_counts(self) -> bool:
-        """Whether chunks before the last show acceptance."""
+        """Whether chunks before the last one report acceptance."""
         return self.return_spec_tokens_details and self.stream_options.continuous_usage_stats
 
     def _check_min_tokens(self, limit_name: str, limit: int) -> None:
@@ -140,7 +140,7 @@ class ChatBody(OpenAIBody):
         return ToolRequest.of(self.functions, choice, False, "function_call")
 
     def template_kwargs(self) -> dict[str, bool | int | float | str]:
-        """The variables for the chat template; `reasoning_effort` is one, and says whether the model thinks at all."""
+        """The variables for the chat template, including `reasoning_effort`, which also determines whether the model thinks."""
         effort = self.reasoning_effort
         if effort is None:
             return self.chat_template_kwargs
@@ -153,17 +153,17 @@ class ChatBody(OpenAIBody):
 
     @property
     def limit(self) -> int:
-        """The most output tokens asked for; `MAX_TOKENS` if none was given."""
+        """The requested limit of output tokens; `MAX_TOKENS` if there is none."""
         return self.max_completion_tokens or self.max_tokens or MAX_TOKENS
 
     @property
     def fill_context(self) -> bool:
-        """Whether the output may fill the context, because no limit was given."""
+        """Whether the output may fill the context, because there is no limit."""
         return self.max_completion_tokens is None and self.max_tokens is None
 
     @property
     def top(self) -> int:
-        """How many likely tokens to report beside each chosen one; -1 for no log-probabilities."""
+        """How many of the most likely tokens to report at each position; -1 for no log-probabilities."""
         return self.top_logprobs or 0 if self.logprobs else -1
 
 
@@ -207,7 +207,7 @@ class CompletionBody(OpenAIBody):
 
     @property
     def top(self) -> int:
-        """How many likely tokens to report beside each chosen one; -1 for no log-probabilities."""
+        """How many of the most likely tokens to report at each position; -1 for no log-probabilities."""
         return -1 if self.logprobs is None else self.logprobs
 
 
@@ -228,7 +228,7 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The models that this server serves: one."""
+    """The models that this server serves: exactly one."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -241,7 +241,7 @@ class CachedTokens(BaseModel):
 
 
 class CompletionTokens(BaseModel):
-    """How many generated tokens were thinking."""
+    """Number of generated thinking tokens."""
 
     reasoning_tokens: int
 
@@ -261,7 +261,7 @@ class SpeculativeUsage(BaseModel):
 
 
 class Usage(BaseModel):
-    """Token counts of a call: details of the completion from models that think, `speculative` with `return_spec_tokens_details`."""
+    """Token counts of a call. Completion details exist for thinking models, `speculative` with `return_spec_tokens_details`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -281,7 +281,7 @@ class CachedTokensDetails(BaseModel):
 class SpecTokensDetails(BaseModel):
     """Acceptance of one choice's drafts. Made from `SpecStats`.
 
-    `spec_num_draft_positions` adds up the depths of all verify steps. The histogram counts verify steps by the drafts that they accepted.
+    `spec_num_draft_positions` is the sum of the depths of all verify steps. The histogram counts verify steps by accepted drafts.
     """
 
     model_config = ConfigDict(from_attributes=True)
@@ -297,7 +297,7 @@ class SpecTokensDetails(BaseModel):
 
 
 class SglExt(BaseModel):
-    """SGLang's extension: details that `return_cached_tokens_details` and `return_spec_tokens_details` ask for."""
+    """SGLang's extension: the details requested by `return_cached_tokens_details` and `return_spec_tokens_details`."""
 
     cached_tokens_details: CachedTokensDetails | None = None
     spec_tokens_details: SpecTokensDetails | list[SpecTokensDetails] | None = None
@@ -312,7 +312,7 @@ class TokenLogprob(BaseModel):
 
 
 class ChosenLogprob(TokenLogprob):
-    """A chosen token and the likeliest ones in its place."""
+    """A chosen token and the most likely tokens at its position."""
 
     top_logprobs: list[TokenLogprob]
 
@@ -325,7 +325,7 @@ class ChatLogprobs(BaseModel):
 
 
 class AnswerFunction(BaseModel):
-    """A called function; `arguments` is JSON text as the model wrote it."""
+    """A called function; `arguments` is the JSON text that the model wrote."""
 
     name: str
     arguments: str

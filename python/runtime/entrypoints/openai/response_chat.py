@@ -1,4 +1,4 @@
-"""From a request to /v1/responses to a chat body: items become messages, flat tools become nested ones."""
+"""Converts a request to /v1/responses into a chat body: items become messages, and tool definitions are nested."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def chat_fields(body: ResponseBody, conversation: Sequence[InputItem]) -> Json:
 
 
 def messages(conversation: Iterable[InputItem], instructions: str | None) -> list[Json]:
-    """The messages of a conversation. Reasoning and calls join the assistant's message that they belong to."""
+    """The messages of a conversation. Reasoning and calls are merged into the assistant message that they belong to."""
     done: list[Json] = [] if instructions is None else [{"role": "system", "content": instructions}]
     for item in conversation:
         if item.type == "function_call_output":
@@ -64,7 +64,7 @@ def messages(conversation: Iterable[InputItem], instructions: str | None) -> lis
 
 
 def _add_to_assistant(done: list[Json], item: InputItem) -> None:
-    """Add reasoning, text or a call to the assistant's last message, or to a new one where that would change their order."""
+    """Add reasoning, text or a call to the last assistant message, or to a new one if the order would change otherwise."""
     last = done[-1] if done and done[-1]["role"] == "assistant" else {}
     taken = {"reasoning": last.keys() - {"role"}, "message": {"content", "tool_calls"} & last.keys()}
     if not last or taken.get(item.type):
@@ -79,7 +79,7 @@ def _add_to_assistant(done: list[Json], item: InputItem) -> None:
 
 
 def without_oldest(conversation: Sequence[InputItem], count: int) -> list[InputItem]:
-    """The conversation without its `count` oldest items; system messages stay, and outputs of dropped calls go too."""
+    """The conversation without its `count` oldest items. System messages stay; outputs of dropped calls are dropped too."""
     kept: list[InputItem] = []
     for item in conversation:
         if count and item.role not in SYSTEM_ROLES:
@@ -94,7 +94,7 @@ def without_oldest(conversation: Sequence[InputItem], count: int) -> list[InputI
 
 
 def _choice(body: ResponseBody) -> str | Json | None:
-    """The choice among the tools."""
+    """The `tool_choice` of the chat body."""
     choice = body.tool_choice
     if not isinstance(choice, ChosenTool):
         return choice
@@ -108,12 +108,12 @@ def _reference(name: str | None) -> Json:
 
 
 def chat_name(namespace: str | None, name: str) -> str:
-    """The name under which the model knows a function."""
+    """The name of a function in the prompt."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def call_names(tools: Iterable[ResponseTool]) -> dict[str, Json]:
-    """Name and namespace of the functions in namespaces, by the name under which the model knows them."""
+    """Name and namespace of each function in a namespace, by its name in the prompt."""
     return {
         chat_name(tool.name, function.name): {"name": function.name, "namespace": tool.name} for tool in tools for function in tool.tools
     }

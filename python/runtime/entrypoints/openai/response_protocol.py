@@ -71,7 +71,7 @@ class Part(Body):
 
 
 class ResultPart(Body):
-    """A part of the output of a function. The model is told of images and files that it cannot read."""
+    """A part of the output of a function. Images and files are replaced by a note to the model."""
 
     OTHER_TYPES = TEXT_PARTS_ONLY
 
@@ -96,7 +96,7 @@ Parts = Annotated[list[Part], items(0, MAX_MESSAGES)]
 
 
 class InputItem(Body):
-    """One item of a conversation: a message, a function call, its output, the reasoning before it, or a reference to a stored item."""
+    """One item of a conversation: a message, a function call or its output, reasoning, or a reference to a stored item."""
 
     OTHER_TYPES = f"use one of {', '.join(map(shown, get_args(ItemType)))}"
     RULES = (
@@ -155,7 +155,7 @@ class FunctionTool(Body):
 
 
 class ResponseTool(FunctionTool):
-    """A function, a namespace of functions, or the web search that OpenAI runs: the model is not told of it, so it never searches."""
+    """A function, a namespace of functions, or OpenAI's web search, which is accepted but hidden from the model."""
 
     OTHER_TYPES = 'use "function" or "namespace"'
     RULES = (
@@ -199,7 +199,7 @@ class AllowedTool(Body):
 
 
 class TextFormat(Body):
-    """The form of the answer: free text, any JSON object, or JSON of a schema."""
+    """The format of the answer: free text, any JSON object, or JSON that satisfies a schema."""
 
     RULES = (any_of(unless("type", "json_schema"), has("schema")),)
 
@@ -211,14 +211,14 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """`text` of a request."""
+    """The field `text` of a request."""
 
     format: TextFormat = TextFormat()
     verbosity: Unused = None
 
 
 class ReasoningOptions(Body):
-    """`reasoning` of a request."""
+    """The field `reasoning` of a request."""
 
     effort: ReasoningEffort | None = None
     context: Unused = None
@@ -227,7 +227,7 @@ class ReasoningOptions(Body):
 
 
 class ResponseStreamOptions(Body):
-    """`stream_options` of a request; nothing is obfuscated here."""
+    """The field `stream_options` of a request; streams are never obfuscated."""
 
     include_obfuscation: Unused = None
 
@@ -280,7 +280,7 @@ class ResponseBody(SamplingFields):
 
     @property
     def logprobs(self) -> bool:
-        """Whether log-probabilities of the text were asked for."""
+        """Whether the request asks for log-probabilities of the text."""
         return LOGPROBS in self.include or self.top_logprobs is not None
 
 
@@ -288,7 +288,7 @@ class ResponseBody(SamplingFields):
 
 
 class Shown(BaseModel):
-    """Base of what this server answers with: fields that have a name here are checked, others are allowed."""
+    """Base of answers: declared fields are validated, other fields are allowed."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -310,7 +310,7 @@ class ResponseUsage(Shown):
 
 
 class ResponseObject(Shown):
-    """A response: what was asked, its status and its output."""
+    """A response: the fields of its request, its status and its output."""
 
     id: str
     object: Literal["response"]

@@ -15,13 +15,13 @@ from runtime.errors import RequestError, ServingError, shown
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20
 ITEM_BYTES = 1536
-"""Memory of an item besides its text: as an object of the conversation, and as JSON with an id."""
+"""Memory of an item in addition to its text: a conversation object, and JSON with an id."""
 
 Json = dict[str, Any]
 
 
 class ResponseNotFound(ServingError):
-    """No response of this name is stored."""
+    """No response with this id is stored."""
 
     status = 404
     kind = "not_found_error"
@@ -36,13 +36,13 @@ class ResponseNotFound(ServingError):
 
 
 class PreviousResponseNotFound(RequestError):
-    """The response that a request wants to continue is not stored."""
+    """The response that a request continues is not stored."""
 
     code = "previous_response_not_found"
 
 
 class ItemNotFound(RequestError):
-    """An item that a request refers to is not stored, or it refers to one twice."""
+    """A request refers to an item that is not stored, or to the same item twice."""
 
     def __init__(self, item_id: str, found: bool) -> None:
         why = "is referred to twice" if found else "is not among the items of stored responses; send the item itself"
@@ -54,10 +54,10 @@ class StoredResponse:
     """One response.
 
     Attributes:
-        response: as the client got it.
+        response: the response object as sent to the client.
         input: the items of its request, with ids.
         conversation: all items so far: those of earlier responses, the input and the output.
-        size: bytes of the conversation in memory, about.
+        size: approximate memory of the conversation, in bytes.
     """
 
     response: Json
@@ -67,18 +67,18 @@ class StoredResponse:
 
     @property
     def outputs(self) -> dict[str, InputItem]:
-        """The items of the output by their ids."""
+        """The output items by id."""
         made = {item["id"] for item in self.response["output"]}
         return {item.id: item for item in self.conversation if item.id is not None and item.id in made}
 
 
 def size_of(response: Json, given: Sequence[Json]) -> int:
-    """Bytes in memory, about, of a response and of the items of its request."""
+    """Approximate memory of a response and of the items of its request, in bytes."""
     return len(orjson.dumps([response, given])) + ITEM_BYTES * (len(given) + len(response["output"]))
 
 
 class ResponseStore:
-    """The latest responses, bounded in number and in bytes; the least recently used are dropped first."""
+    """An LRU store of responses, bounded in number and in bytes."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
@@ -105,9 +105,9 @@ class ResponseStore:
         return self._kept[response_id]
 
     def resolved(self, items: Iterable[InputItem]) -> list[InputItem]:
-        """The items, with the stored ones in place of references. Raises `ItemNotFound`.
+        """Replace references by the stored items. Raises `ItemNotFound`.
 
-        Each stored item is taken once at most, so that a small body cannot make a large prompt.
+        Each stored item may be used once, so that a small body cannot create a large prompt.
         """
         done: list[InputItem] = []
         taken = set[str]()
@@ -123,7 +123,7 @@ class ResponseStore:
         return done
 
     def remove(self, response_id: str) -> None:
-        """Forget a response. Raises `ResponseNotFound`."""
+        """Remove a response. Raises `ResponseNotFound`."""
         stored = self.get(response_id)
         self._bytes -= stored.size
         for name in stored.outputs:

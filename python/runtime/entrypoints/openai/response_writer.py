@@ -1,4 +1,4 @@
-"""The output of one response: chat updates become items, and the events that tell of them."""
+"""Converts chat updates into the items and events of one response."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PART = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class ResponseWriter:
-    """Owner of one response object while it grows. Each method returns the events of what it did.
+    """Builds one response object. Each method returns the events that describe its changes.
 
     Args:
         response: the response object without output.
-        logprobs: the log-probabilities of an update, in OpenAI's form; empty if none were asked for.
-        names: name and namespace of functions in namespaces, by the name under which the model calls them.
+        logprobs: returns the log-probabilities of an update in OpenAI's form; empty if not requested.
+        names: name and namespace of each function in a namespace, by its name in the prompt.
     """
 
     def __init__(self, response: Json, logprobs: Logprobs, names: Mapping[str, Json] = MappingProxyType({})) -> None:
@@ -49,16 +49,16 @@ class ResponseWriter:
         self._unshown += self._logprobs(update)
         events = [event for delta in update.deltas for event in self._add(delta)]
         if self._open is not None and self._open["type"] != "message":
-            self._unshown = []  # they belong to thinking or to a call
+            self._unshown = []  # they belong to thinking or a call
         return events
 
     def end(self, counts: TokenCounts) -> list[Json]:
-        """Close the output."""
+        """Complete the response."""
         reason = self._finish.reason if self._finish is not None else "abort"
         complete = reason in ("stop", "tool_calls")
-        opened = [] if self._output else self._need("message")  # an empty answer has a message too
+        opened = [] if self._output else self._need("message")  # an empty answer also has a message
         if self._open is not None and self._open["type"] == "message":
-            self._part("message")["logprobs"] += self._unshown  # of what ended the text
+            self._part("message")["logprobs"] += self._unshown  # those of the tokens that ended the text
         events = opened + self._close("completed" if complete else "incomplete")
         status = {"length": "incomplete", "abort": "cancelled"}.get(reason, "completed")
         self.response["status"], self.response["usage"] = status, usage(counts)
@@ -132,7 +132,7 @@ class ResponseWriter:
         return [*events, self._event("response.output_item.done", output_index=len(self._output) - 1, item=_copy(item))]
 
     def _part(self, kind: str) -> Json:
-        """The one part of the open item."""
+        """The only part of the open item."""
         assert self._current()["type"] == kind
         return self._current()["content"][0]
 
@@ -143,7 +143,7 @@ class ResponseWriter:
     # ---- events
 
     def _state(self, kind: str) -> Json:
-        """An event with the response as it is."""
+        """An event with the response so far."""
         return self._event(kind, response={**self.response, "output": [_copy(item) for item in self._output]})
 
     def _at(self, kind: str, **fields: Any) -> Json:
@@ -169,7 +169,7 @@ def usage(counts: TokenCounts) -> Json:
 
 
 def _copy(value: Any) -> Any:
-    """JSON that does not change when the original grows."""
+    """A deep copy of a JSON value."""
     if isinstance(value, dict):
         return {name: _copy(inner) for name, inner in value.items()}
     return [_copy(inner) for inner in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""/v1/responses: a conversion of chats, with a store for answers that are continued later."""
+"""/v1/responses, converted to and from chats, with a store so that later requests can continue an answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Streamed = Annotated[bool, Query(json_schema_extra={"enum": [False]})]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A response under way: its request, the items of its input, what it continues, its chat and its writer."""
+    """A running response: its request, its input items, the conversation it continues, its chat and its writer."""
 
     body: ResponseBody
     given: list[InputItem]
@@ -82,7 +82,7 @@ class ResponseApi:
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, response_id: str) -> Response:
-        """POST /v1/responses/{response_id}/cancel: end a response that is under way; one that was cancelled stays so."""
+        """POST /v1/responses/{response_id}/cancel: cancel a running response; cancelling it again is not an error."""
         run = self._running.get(response_id)
         if run is None:
             ended = self._store.get(response_id).response
@@ -148,7 +148,7 @@ class ResponseApi:
     async def _fits(self, chat_body: ChatBody) -> bool:
         try:
             return len(await self._chats.prompt_ids(chat_body)) < self._manager.max_context_len
-        except ContextTooLong:  # so long that it is not tokenised to the end
+        except ContextTooLong:  # tokenisation stopped early because it is too long
             return False
 
     def _head(self, body: ResponseBody, chat_body: ChatBody) -> Json:
@@ -196,7 +196,7 @@ class ResponseApi:
         self._running.pop(run.writer.response["id"], None)
 
     def _keep(self, run: _Run) -> None:
-        """Store a response that has ended, if the client wants that."""
+        """Store a finished response, if the request has `store`."""
         response = run.writer.response
         self._running.pop(response["id"], None)
         if not run.body.store:
@@ -213,7 +213,7 @@ def _shown_tool(tool: ResponseTool) -> Json:
 
 
 def _with_id(item: InputItem) -> Json:
-    """An input item as JSON, with a name."""
+    """An input item as JSON, with an id."""
     fields = item.model_dump(exclude_unset=True)
     if item.type == "message" and isinstance(item.content, str):
         kind = "output_text" if item.role == "assistant" else "input_text"

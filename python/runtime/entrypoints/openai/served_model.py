@@ -1,4 +1,4 @@
-"""The model that this server serves, in OpenAI's words."""
+"""The model that this server serves, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.managers.tokenizer_manager import TokenizerManager
 
 
 class ServedModel:
-    """Answers /v1/models and heads every completion.
+    """Answers /v1/models and gives the first fields of every answer.
 
     Attributes:
         name: the name of the model in the API.

@@ -1,4 +1,4 @@
-"""The request fields of OpenAI and vLLM that constrain the output, and the grammars they stand for."""
+"""The request fields of OpenAI and vLLM that constrain the output, and their conversion to grammars."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ChoiceTexts = Annotated[
 
 
 class NamedSchema(Body):
-    """A JSON schema as OpenAI names it. It is always enforced in full, with `strict` and without."""
+    """A named JSON schema in OpenAI's form. It is always enforced in full, whether `strict` is set or not."""
 
     name: Annotated[str, Len(1, 64)]
     schema_: Annotated[JsonSchema, Field(alias="schema")]
@@ -32,7 +32,7 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of the answer: free text, any JSON object, JSON that satisfies a schema, or a structural tag."""
+    """The format of the answer: free text, any JSON object, JSON that satisfies a schema, or a structural tag."""
 
     RULES = (any_of(unless("type", "json_schema"), has("json_schema")),)
 
@@ -61,7 +61,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`: at most one of its fields is given."""
+    """vLLM's `structured_outputs`; at most one of its fields may be set."""
 
     RULES = (at_most_one(*map(has, ("choice", "grammar", "json", "regex", "structural_tag")), has(json_object=TRUE)),)
 
@@ -83,7 +83,7 @@ class StructuredOutputs(Body):
 
 
 class ConstrainedFields(SamplingFields):
-    """Sampling fields with those of OpenAI and vLLM that constrain the output."""
+    """Sampling fields, and the fields of OpenAI and vLLM that constrain the output."""
 
     guided_choice: ChoiceTexts | None = None
     guided_decoding_backend: Unused = None
@@ -104,7 +104,7 @@ class ConstrainedFields(SamplingFields):
 
 
 def _constraints(prefix: str, schema: Any, regex: str | None, choices: list[str] | None, grammar: str | None) -> list[Constraint]:
-    """What vLLM's fields give, whose names begin with `prefix`."""
+    """The grammars of vLLM's fields, whose names begin with `prefix`."""
     texts = {
         "json": ("json_schema", None if schema is None else schema_text(schema)),
         "regex": ("regex", regex),
@@ -115,5 +115,5 @@ def _constraints(prefix: str, schema: Any, regex: str | None, choices: list[str]
 
 
 def escaped(text: str) -> str:
-    """A regular expression that matches `text` alone."""
+    """A regular expression that matches only `text`."""
     return re.sub(r"([\\.+*?()|\[\]{}^$])", r"\\\1", text)

@@ -1,4 +1,4 @@
-"""Tools in request bodies: descriptions, choices, and calls of earlier messages."""
+"""Tools in request bodies: definitions, choices, and calls in earlier messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Function(Body):
     strict: bool = False
 
     def rendered(self) -> dict[str, Any]:
-        """The tool as chat templates know it."""
+        """The tool in the form that chat templates expect."""
         given = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
@@ -47,7 +47,7 @@ class FunctionReference(Body):
 
 
 class ToolReference(Body):
-    """The one tool that the model must call."""
+    """The tool that the model must call."""
 
     type: Literal["function"]
     function: FunctionReference
@@ -68,7 +68,7 @@ class AllowedChoice(Body):
 
 
 class CalledFunction(Body):
-    """The function of an earlier call, with its arguments as JSON text or as an object."""
+    """The function of an earlier call; its arguments are JSON text or an object."""
 
     name: Annotated[str, Len(1, 256)]
     arguments: str | dict[str, Any] = ""
@@ -80,7 +80,7 @@ class CalledFunction(Body):
 
 
 class CalledTool(Body):
-    """A call in an earlier message of the assistant. Some clients repeat its `index` from the stream."""
+    """A call in an earlier assistant message. Some clients repeat the `index` that the stream had."""
 
     id: Name = ""
     type: Literal["function"] = "function"
@@ -88,7 +88,7 @@ class CalledTool(Body):
     index: Unused = None
 
     def rendered(self) -> dict[str, Any]:
-        """The call as chat templates know it."""
+        """The call in the form that chat templates expect."""
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": self.function.text}}
 
 
@@ -104,10 +104,10 @@ class ToolRequest:
     """The tools of a request and what the model may do with them.
 
     Attributes:
-        described: the functions that the prompt describes; none if the model may call none.
-        allowed: those that it may call.
-        required: whether it must call one.
-        parallel: whether it may call several.
+        described: the functions that the prompt describes; empty if the model may call none.
+        allowed: the functions that the model may call.
+        required: whether the model must call one.
+        parallel: whether the model may call several.
     """
 
     described: Sequence[Function] = ()
@@ -122,15 +122,15 @@ class ToolRequest:
 
     @property
     def rule(self) -> Literal["free", "strict", "required"]:
-        """What a grammar enforces of the calls."""
+        """How strictly the grammar constrains calls."""
         return "required" if self.required else "strict" if any(function.strict for function in self.allowed) else "free"
 
     @classmethod
     def of(cls, functions: Sequence[Function], choice: ToolChoice, parallel: bool, field: str) -> ToolRequest:
-        """Apply a choice. `field` is the name of the choice in the request.
+        """Apply a choice. `field` is the name of the choice's field in the request.
 
         Raises:
-            RequestError: the choice names no tool of the request.
+            RequestError: the choice names a tool that is not in the request.
         """
         if len({function.name for function in functions}) < len(functions):
             raise RequestError("tools must not hold two functions of the same name.", "tools")

@@ -1,4 +1,4 @@
-"""Token counts of one call while its updates come in."""
+"""Token counts of one call, accumulated from its updates."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class TokenCounts:
     """The tokens of one call.
 
     Attributes:
-        spec: the acceptance of each choice that had drafts.
-        reasoning_tokens: those of `completion_tokens` that were thinking; None for a model that does not think.
+        spec: the acceptance statistics of each choice that had drafts.
+        reasoning_tokens: how many of `completion_tokens` are thinking; None for a model that does not think.
     """
 
     prompt_tokens: int
@@ -28,7 +28,7 @@ class TokenCounts:
     reasoning_tokens: int | None = None
 
     def usage(self, body: OpenAIBody | None = None) -> dict[str, Any]:
-        """The counts as OpenAI's `usage`, with `speculative` if `body` asks for it."""
+        """The counts as OpenAI's `usage`, with `speculative` if `body` requests it."""
         thought, told = self.reasoning_tokens, body is not None and body.return_spec_tokens_details and self.spec
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -40,7 +40,7 @@ class TokenCounts:
         }
 
     def extension(self, body: OpenAIBody) -> dict[str, Any]:
-        """SGLang's `sglext` with the details that `body` asks for; empty if there are none."""
+        """SGLang's `sglext` with the details that `body` requests; empty if there are none."""
         shown: dict[str, Any] = {}
         if body.return_cached_tokens_details:
             shown["cached_tokens_details"] = {"device": self.cached_tokens, "host": 0}
@@ -61,7 +61,7 @@ class UsageCounter:
         self._spec: dict[tuple[int, int], SpecStats] = {}
 
     def add(self, prompt: int, update: TextOut | None) -> None:
-        """Take the counts of an update; they are totals of its choice."""
+        """Replace the counts of a choice by those of its latest update."""
         if update is not None:
             cached = update.progress.cached_tokens  # later texts of a prompt also count the tokens that the first text computed
             self._cached[prompt] = min(cached, self._cached.get(prompt, cached))
@@ -70,7 +70,7 @@ class UsageCounter:
                 self._spec[prompt, update.index] = update.progress.spec
 
     def add_all(self, texts: list[list[Choice]]) -> None:
-        """Take the counts of complete choices, a list per prompt."""
+        """Replace the counts by those of complete choices, one list per prompt."""
         for prompt, choices in enumerate(texts):
             for choice in choices:
                 self.add(prompt, choice.last)
@@ -82,5 +82,5 @@ class UsageCounter:
 
 
 def speculative_usage(spec: SpecStats) -> dict[str, Any]:
-    """Acceptance of all choices of a call together."""
+    """Combined acceptance statistics of all choices of a call."""
     return SpeculativeUsage.model_validate(spec).model_dump()

@@ -1,1 +1,1 @@
-"""Endpoints that answer with numbers: embeddings, scores and ranks."""
+"""Endpoints for embeddings, scores and ranks."""

@@ -1,7 +1,7 @@
-"""The endpoints whose prompts generate nothing: /v1/embeddings, /v1/score as SGLang's, and /v1/rerank.
+"""The pooling endpoints: /v1/embeddings, and /v1/score and /v1/rerank in SGLang's form.
 
-The score of a document is the query's likelihood given it, per token: Sachan et al. 2022, arXiv:2204.07496. It needs no training
-beyond language modelling, so any decoder can do it.
+/v1/rerank scores a document by the query's likelihood per token given the document (Sachan et al. 2022, arXiv:2204.07496). Any language
+model can compute it without further training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONTEXT = "Passage: {document}\nA question that this passage answers:"
 
 
 class EmbeddingApi:
-    """Embeds prompts: pooled hidden states of the decoder, of length 1."""
+    """Embeds prompts: pooled hidden states of the decoder, scaled to length 1."""
 
     def __init__(self, pooler: Pooler, model: ServedModel, pooling: PoolingName, hidden_size: int) -> None:
         self._pooler = pooler
@@ -79,17 +79,17 @@ class ScoreApi:
 
 
 def probabilities(logprobs: list[float], temperature: float | None) -> list[float]:
-    """exp of each; with a temperature their softmax."""
+    """The probabilities, or with a temperature the softmax over the labels."""
     values = np.array(logprobs, dtype=np.float64)
     if temperature is None:
         return np.exp(values).tolist()
-    with np.errstate(over="ignore"):  # the share of an unlikely label at a low temperature is 0
+    with np.errstate(over="ignore"):  # at a low temperature the probability of an unlikely label becomes 0
         shares = np.exp((values - values.max()) / temperature)
     return (shares / shares.sum()).tolist()
 
 
 class RerankApi:
-    """Ranks documents by the likelihood of the query after each."""
+    """Ranks documents by the likelihood of the query given each document."""
 
     def __init__(self, pooler: Pooler, manager: TokenizerManager, model: ServedModel) -> None:
         self._pooler = pooler
@@ -97,7 +97,7 @@ class RerankApi:
         self._model = model
 
     async def create(self, request: Request, body: RerankBody) -> Response:
-        """Rank the documents, the likeliest first."""
+        """Rank the documents, best first."""
         self._model.check(body.model)
         pooled, length = await until_gone(request, self._run(body))
         ranks = [
@@ -109,7 +109,7 @@ class RerankApi:
         return json_response(ranks[: body.top_n])
 
     async def _run(self, body: RerankBody) -> tuple[list[Pooled], int]:
-        """The prompts' log-probabilities, and how many of the last ones belong to the query."""
+        """Return the log-probabilities of every prompt, and the number of query tokens at the end of each."""
         tokenize = self._manager.encoder.encode
         query = await tokenize(" " + body.query, add_special_tokens=False)
         self._manager.new_cost().check_tokens(len(query) * len(body.documents), "query")
@@ -118,5 +118,5 @@ class RerankApi:
 
 
 def likelihood(logprobs: list[float]) -> float:
-    """The geometric mean of the probabilities, between 0 and 1."""
+    """The geometric mean of the probabilities, from 0 to 1."""
     return math.exp(sum(logprobs) / len(logprobs))

@@ -1,4 +1,4 @@
-"""Prompts to vectors: what all endpoints of this package ask of the engine."""
+"""Runs the prompts of all pooling endpoints."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 
 MAX_OPEN = 64
-"""Prompts of one call that run together; the others wait here, not in the scheduler's queue."""
+"""Most prompts of one call that are submitted at the same time; the others wait here, not in the scheduler's queue."""
 NO_OUTPUT = SamplingParams(max_new_tokens=1, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """One prompt: its vector, or the log-probabilities of its tokens, and its length in tokens."""
+    """The result of one prompt: its vector or the log-probabilities of its tokens, and its length in tokens."""
 
     vector: list[float]
     prompt_tokens: int
 
     @classmethod
     def of(cls, choice: Choice, prompt_tokens: int) -> Pooled:
-        """What the end of a request carries; the first token of a prompt has no log-probability and counts as 0.
+        """Read the result from a finished request. The first token of a prompt has no log-probability; it counts as 0.
 
         Raises:
-            RequestAborted: it carries nothing.
+            RequestAborted: the request has no result.
         """
         assert choice.last is not None
         if choice.finish_reason == "abort":
@@ -41,22 +41,22 @@ class Pooled:
 
 
 class Pooler:
-    """Runs prompts that generate nothing."""
+    """Runs prompts without generating text."""
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
 
     def check_shared(self, part: str | list[int], prompts: int, param: str) -> None:
-        """Refuse a text or token ids that are part of `prompts` prompts, before the prompts are built."""
+        """Raise `RequestError` if a text or token ids that occur in `prompts` prompts are too long, before the prompts are built."""
         tokens = len(part) // self._manager.tokenizer.longest_token if isinstance(part, str) else len(part)
         self._manager.new_cost().check_tokens(tokens * prompts, param)
 
     async def run(self, body: PoolingBody, prompts: Sequence[str | list[int]], pooling: Pooling | None, param: str) -> list[Pooled]:
-        """The results of all prompts, in order; cancelling it ends what runs.
+        """Return the results of all prompts in order. Cancelling this aborts running prompts.
 
         Args:
-            pooling: what each prompt is reduced to; None for the log-probabilities of its tokens.
-            param: the name of the prompts in errors.
+            pooling: how each prompt is pooled; None for the log-probabilities of its tokens.
+            param: the field name of the prompts, for errors.
         """
         manager, name = self._manager, f"pool-{uuid.uuid4().hex}"
         step = min(MAX_OPEN, manager.config.scheduler.max_queued_requests + manager.limits.max_running_requests)

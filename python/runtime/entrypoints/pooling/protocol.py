@@ -1,4 +1,4 @@
-"""Request and response bodies of the endpoints that answer with numbers."""
+"""Request and response bodies of the pooling endpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.pooling import MAX_LABELS
 from runtime.sampling_params import MAX_TOKENS
 
 MAX_INPUTS = 2048
-"""OpenAI's bound of the inputs of one call."""
+"""OpenAI's limit of inputs per call."""
 
 Inputs = Annotated[
     Text | TokenIds | Annotated[list[Text | TokenIds], items(1, MAX_INPUTS)],
@@ -32,7 +32,7 @@ LabelIds = Annotated[list[TokenId], items(1, MAX_LABELS)]
 
 
 class PoolingBody(Body):
-    """The fields that these endpoints share."""
+    """The fields that the pooling endpoints share."""
 
     cache_salt: Name = ""
     model: ModelName | None = None
@@ -56,7 +56,7 @@ class EmbeddingBody(PoolingBody):
 
 
 class ScoreBody(PoolingBody):
-    """A body of /v1/score: SGLang's. Query and items are both text or both token ids."""
+    """A body of /v1/score, in SGLang's form. Query and items are all text or all token ids."""
 
     RULES = (
         any_of(
@@ -87,14 +87,14 @@ class ScoreBody(PoolingBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Query and item of each prompt, joined."""
+        """The prompts: query and item joined, in the requested order."""
         given: Any = [self.items] if isinstance(self.items, str) else self.items
         query: Any = self.query
         return [item + query if self.item_first else query + item for item in given]
 
 
 class RerankBody(PoolingBody):
-    """A body of /v1/rerank: SGLang's."""
+    """A body of /v1/rerank, in SGLang's form."""
 
     query: Text
     documents: Annotated[list[Text], items(1, MAX_INPUTS)]
@@ -113,7 +113,7 @@ class PromptUsage(BaseModel):
 
 
 class Embedding(BaseModel):
-    """One embedding: numbers, or their float32 bytes, least significant byte first, in base64."""
+    """One embedding: numbers, or base64 of little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -130,7 +130,7 @@ class EmbeddingList(BaseModel):
 
 
 class Scores(BaseModel):
-    """The answer of /v1/score: for each item a number per label."""
+    """The answer of /v1/score: for each item, one number per label."""
 
     object: Literal["scoring"]
     scores: list[list[float]]
@@ -139,13 +139,13 @@ class Scores(BaseModel):
 
 
 class RerankMeta(BaseModel):
-    """Counts of one document's prompt."""
+    """Token counts of one document's prompt."""
 
     prompt_tokens: int
 
 
 class Rank(BaseModel):
-    """One document of /v1/rerank; `index` is its place in the request."""
+    """One document of /v1/rerank; `index` is its position in the request."""
 
     index: int
     score: float

@@ -1,1 +1,1 @@
-"""The HTTP application and its start and stop: the routes of every API, administration and the OpenAPI description."""
+"""The HTTP application: its start and stop, all routes, administration and the OpenAPI description."""

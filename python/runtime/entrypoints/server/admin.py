@@ -26,9 +26,9 @@ from runtime.sampling_params import SamplingParams
 GENERATE_SECONDS = 20.0
 """How long /health_generate waits for a token."""
 LOOK_SECONDS = 1.0
-"""How often it checks whether other requests got tokens meanwhile."""
+"""How often /health_generate checks whether other requests got tokens meanwhile."""
 STATS_SECONDS = 2.0
-"""How long a request for statistics waits before it shows those of the last heartbeat."""
+"""How long a request for statistics waits before it falls back to those of the last heartbeat."""
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
 
@@ -60,7 +60,7 @@ class AdminApi:
         return json_response({"status": "ok"})
 
     async def health_generate(self, request: Request) -> Response:
-        """Whether the server generates: wait for a token of this request or, while it is queued, of any other."""
+        """Whether the server generates. Waits for a token of this request or, while it is queued, of any other request."""
         try:
             await until_gone(request, asyncio.wait_for(self._any_token(), GENERATE_SECONDS))
         except asyncio.TimeoutError:
@@ -113,7 +113,7 @@ class AdminApi:
         return json_response({**shown, **more})
 
     async def fresh_stats(self) -> SchedulerStats | None:
-        """The scheduler's statistics of this moment, or those of its last heartbeat if it is busy."""
+        """The scheduler's current statistics, or those of its last heartbeat if it is busy."""
         asking = asyncio.ensure_future(self.manager.fetch_stats())
         try:  # not wait_for: before Python 3.12, one that is cancelled when its result has just come returns that and runs on
             answered, _ = await asyncio.wait((asking,), timeout=STATS_SECONDS)
@@ -152,11 +152,11 @@ class AdminApi:
     # ---- administration
 
     async def flush_cache(self) -> Response:
-        """Forget all cached prefixes and restart the acceptance figures; 409 while requests run."""
+        """Drop all cached prefixes and reset the acceptance statistics; 409 while requests run."""
         return json_response({"success": True, "flushed_pages": await self.manager.flush_cache()})
 
     async def set_internal_state(self, body: StateBody) -> Response:
-        """Draft at another depth, or with another synthetic acceptance, from the next step on."""
+        """Change the draft depth or the synthetic acceptance from the next step on."""
         given, config = body.server_args, self.manager.config.speculative
         if given == InternalState():
             return json_response({"success": True})
@@ -177,7 +177,7 @@ class AdminApi:
         return json_response({"success": True})
 
     async def start_profile(self, body: ProfileBody) -> Response:
-        """Start a trace in the folder of --profile, whatever folder the body names."""
+        """Start a trace in the folder of --profile; the folder in the body is ignored."""
         return await self.begin_profile()
 
     async def begin_profile(self) -> Response:

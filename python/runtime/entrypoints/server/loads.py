@@ -33,7 +33,7 @@ class RankLoad(BaseModel):
 
 
 class Load(BaseModel):
-    """The load of the server, or of one attention group, without what is counted for the server alone. Rates are between 0 and 1."""
+    """The load of the server, or of one attention group, which lacks the fields that exist only for the server. Rates are from 0 to 1."""
 
     timestamp: float
     dp_rank: int
@@ -74,7 +74,7 @@ class LoadApi:
         self._stats = stats
 
     async def get_load(self) -> Response:
-        """Requests and tokens of the server, or of each attention group, as routers ask for them."""
+        """Requests and tokens of the server, or of each attention group, in the form that routers read."""
         stats = await self._stats() or SchedulerStats()
         loads = [
             RankLoad(
@@ -132,7 +132,7 @@ class LoadApi:
 
 
 def _load_of(rank: int, held: SchedulerStats | GroupLoad, usage: float, tokens: int, rows: int) -> Load:
-    """What the server and a group have in common. `tokens`, `rows`: what may be held."""
+    """The fields that the server and an attention group have in common. `tokens` and `rows` are the capacities."""
     return Load(
         timestamp=_now().timestamp(),
         dp_rank=rank,
@@ -152,7 +152,7 @@ def _now() -> datetime:
 
 
 def _samples(loads: list[dict[str, Any]]) -> str:
-    """The values of all ranks in Prometheus' text format; those of a section carry its name."""
+    """The values of all ranks in Prometheus' text format; names of values in a section begin with the section's name."""
     samples: dict[str, list[str]] = {}
     for load in loads:
         rank = load.pop("dp_rank")

@@ -1,4 +1,4 @@
-"""What /openapi.json says beyond FastAPI's description of the routes."""
+"""Extends FastAPI's /openapi.json by keys and limits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LENGTHS: tuple[str, ...] = ("max_completion_tokens", "max_new_tokens", "max_outp
 
 
 def describe(app: FastAPI, manager: TokenizerManager) -> None:
-    """Make /openapi.json say how keys are sent and what the limits of this server are.
+    """Add to /openapi.json how keys are sent and the limits of this server.
 
-    FastAPI's own validation error, which never occurs here, is left out.
+    FastAPI's own validation error never occurs here and is removed.
     """
     generate = app.openapi
 
@@ -62,7 +62,7 @@ def _bound(schemas: dict[str, Any], manager: TokenizerManager) -> None:
     for title, schema in schemas.items():
         fields = schema.get("properties", {})
         for name in fields.keys() & highest.keys():
-            for number in () if title == "MessagesBody" else _numbers(fields[name]):  # it cuts max_tokens to the context
+            for number in () if title == "MessagesBody" else _numbers(fields[name]):  # /v1/messages reduces max_tokens to the context
                 number["maximum"] = highest[name]
         if "logit_bias" in fields:
             fields["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": f"^0*({up_to(vocab_size - 1)})$", "maxLength": 9}
@@ -96,7 +96,7 @@ def up_to(highest: int) -> str:
 
 
 def _restore_int64(node: Any) -> None:
-    """Write bounds as the integers that they are: FastAPI makes them floats, and the largest int64 as a float is no int64."""
+    """Write bounds as integers. FastAPI writes them as floats, and the largest int64 as a float exceeds int64."""
     if isinstance(node, list):
         for inner in node:
             _restore_int64(inner)

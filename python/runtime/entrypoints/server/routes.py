@@ -1,4 +1,4 @@
-"""Every endpoint of the server: its path, its handler, and what it answers with."""
+"""Every endpoint of the server: its path, its handler, and its answers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ERRORS = {
     504: "The request took too long.",
 }
 OF_ALL = (400, 401, 403, 431, 500)
-"""Any endpoint can answer with these: they come from the connection, the limits, the keys, or a fault."""
+"""Statuses that any endpoint can answer with: they come from the connection, the limits, the keys, or a fault."""
 EVENT = {"type": "string", "description": "A JSON object; `[DONE]` in the last event."}
 STREAM = {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": {"data": EVENT}}}}
 """A stream's schema describes each event, by the convention of OpenAPI before 3.2."""
@@ -163,6 +163,6 @@ def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, resp
 
 
 def _errors(*statuses: int, form: type[BaseModel] = ErrorBody) -> Responses:
-    """What an endpoint may answer besides 200. `describe` adds the forms to the schema: given as models, each would cost a validator."""
+    """The answers of an endpoint other than 200. `describe` adds their forms to the schema; FastAPI would build a validator per model."""
     content = {"application/json": {"schema": {"$ref": SCHEMAS.format(model=form.__name__)}}}
     return {status: {"content": content, "description": ERRORS[status]} for status in sorted((*OF_ALL, *statuses))}

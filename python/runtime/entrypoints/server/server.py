@@ -1,4 +1,4 @@
-"""The HTTP server: from errors to statuses, and from start to stop."""
+"""The HTTP server: how it starts, how it stops, and how errors become statuses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from runtime.entrypoints.http.auth import KeyGate
 from runtime.entrypoints.http.body_route import IGNORED_HEADER
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
 from runtime.entrypoints.http.key_ring import key_ring
-from runtime.entrypoints.http.limits import MAX_LARGE_BODIES, MIB, BodyLimits, BodyRoom, HeaderLimit, LingeringResponse
+from runtime.entrypoints.http.limits import MAX_LARGE_BODIES, MIB, BodyLimits, BodyMemory, HeaderLimit, LingeringResponse
 from runtime.entrypoints.http.origin import OriginGate
 from runtime.entrypoints.http.request_names import HEADER, ClientName, RequestId
 from runtime.entrypoints.http.responses import error_body, error_object, error_response, internal_error, json_response, status_response
@@ -45,25 +45,25 @@ log = logging.getLogger(__name__)
 CORS = {
     "allow_methods": ("GET", "POST", "DELETE"), "allow_headers": ("*",), "expose_headers": (IGNORED_HEADER, HEADER, "Retry-After"),
 }  # fmt: skip
-"""What pages of the origins of --allow-origins may send and read."""
+"""Methods and headers that pages from the origins of --allow-origins may send and read."""
 CLOSE_SECONDS = 5
-"""How long open answers may take once the server stops."""
+"""How long open answers may take after the server was told to stop."""
 CLIENT_CLOSED = 499
-"""nginx's status for a client that left; only the access log shows it."""
+"""nginx's status for a client that disconnected; only the access log shows it."""
 
 
 def create_app(manager: TokenizerManager, provider: TracerProvider | None = None) -> FastAPI:
     """Build the HTTP application of a manager; its metrics become the manager's observer.
 
     Args:
-        provider: receives the spans of all requests; None: nothing is traced.
+        provider: receives the spans of all requests; None disables tracing.
     """
     config = manager.config
     metrics = Metrics(config.model.served_model_name)
     manager.observer = metrics
     app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    room = BodyRoom(MAX_LARGE_BODIES * config.server.max_body_mib * MIB)
-    app.state.body_limits = BodyLimits(config.server.max_body_mib, config.server.max_parse_ms, room)
+    memory = BodyMemory(MAX_LARGE_BODIES * config.server.max_body_mib * MIB)
+    app.state.body_limits = BodyLimits(config.server.max_body_mib, config.server.max_parse_ms, memory)
     app.state.strict_request_fields = config.server.strict_request_fields
     add_routes(app, manager, metrics)
     describe(app, manager)
@@ -73,7 +73,7 @@ def create_app(manager: TokenizerManager, provider: TracerProvider | None = None
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_left)
     app.add_exception_handler(Exception, _internal_error)
-    # The last one added sees a request first.
+    # The middleware added last runs first.
     app.add_middleware(HeaderLimit)
     server = config.server
     ring = app.state.key_ring = key_ring(server)
@@ -101,7 +101,7 @@ async def _serving_error(request: Request, error: Exception) -> Response:
 
 
 async def _bad_parameter(request: Request, error: Exception) -> Response:
-    """A parameter of the path or the query; bodies have sentences of their own."""
+    """The error of a path or query parameter; `BodySchema` words the errors of bodies."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])
@@ -141,11 +141,11 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers; the process that started this one handles signals."""
+    """uvicorn without signal handlers; the launcher handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Install no handlers."""
         yield
 
 
@@ -165,7 +165,7 @@ async def serve(manager: TokenizerManager, listener: socket.socket, stopping: as
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile_password=config.ssl_keyfile_password,
             http=BoundedConnection,
-            ws="none",  # the middlewares know HTTP alone
+            ws="none",  # the middlewares handle only HTTP
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -185,7 +185,7 @@ async def serve(manager: TokenizerManager, listener: socket.socket, stopping: as
 
 
 def _provider(manager: TokenizerManager) -> TracerProvider | None:
-    """What sends spans to the collector of --otlp-traces-endpoint."""
+    """The provider that sends spans to the collector of --otlp-traces-endpoint; None without the flag."""
     if (endpoint := manager.config.server.otlp_traces_endpoint) is None:
         return None
     from runtime.entrypoints.http.tracing import otlp_provider

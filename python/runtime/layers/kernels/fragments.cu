@@ -1,14 +1,13 @@
-// Weights that go straight from memory into the fragments of mma.m16n8k16.
+// Loads weights from memory directly into the fragments of mma.m16n8k16.
 //
-// Lane (g, t) of a warp loads 16 bytes of rows g and g + 8, which are LANE_COLUMNS neighbouring columns, and the same columns of token g.
-// An instruction multiplies whichever 16 columns its lanes hold; as weights and tokens agree on the order, the sum over all columns is the
-// same.
+// Lane (g, t) of a warp loads 16 bytes of rows g and g + 8, which are LANE_COLUMNS adjacent columns, and the same columns of token g. An
+// instruction multiplies any 16 columns that its lanes have: weights and tokens have the same order, so the sum over all columns is the same.
 //
-// bfloat16 weights are multiplied as they are. e4m3 and e2m1 numbers become float16, which holds them exactly and is cheaper to convert to;
-// scales are applied to sums of products. Tokens are then float16 as well, times a power of two that their largest entry fixes.
+// bfloat16 weights are used unchanged. e4m3 and e2m1 weights are converted to float16, which represents them exactly and is cheaper to convert
+// to; scales are applied to partial sums. Tokens are then converted to float16 too, scaled by a power of two chosen by their largest entry.
 //
-// Constants from the host: FORMAT (0: bfloat16, 1: e4m3 with float32 scales, 2: e2m1 with a scale for 32 columns), EARLY (whether the
-// kernel starts before the previous one has ended), ACT (0: SiLU, 1: clamped SwiGLU, 2: GELU).
+// Constants from the host: FORMAT (0: bfloat16, 1: e4m3 with float32 scales, 2: e2m1 with one scale per 32 columns), EARLY (whether the
+// kernel starts before the preceding one has ended), ACT (0: SiLU, 1: clamped SwiGLU, 2: GELU).
 
 constexpr int LANE_COLUMNS = FORMAT == 0 ? 8 : FORMAT == 1 ? 16 : 32;  // in 16 bytes
 constexpr int CHUNK = 4 * LANE_COLUMNS;                               // columns of one load of a warp
@@ -28,7 +27,7 @@ __device__ __forceinline__ void mma(float (&sums)[4], u32 g_low, u32 h_low, u32 
             : "r"(g_low), "r"(h_low), "r"(g_high), "r"(h_high), "r"(x_low), "r"(x_high));
 }
 
-// Four e4m3 numbers as float16, in order: one instruction for two.
+// Four e4m3 numbers as float16, in order; one instruction converts two.
 __device__ __forceinline__ uint2 widen_e4m3(u32 four) {
     uint2 out;
     asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
@@ -36,27 +35,29 @@ __device__ __forceinline__ uint2 widen_e4m3(u32 four) {
     return out;
 }
 
-// The second, or the first e2m1 numbers in four bytes of MXFP4 (quantization/mxfp4.py), times 2^-14: of bytes 0 and 2, and of bytes 1 and 3. Sign,
-// exponent and mantissa lie in a byte, or move, to where the upper byte of a float16 has them; a subnormal number stays subnormal.
+// The second or the first e2m1 number of each of four MXFP4 bytes (quantization/mxfp4.py) as float16, times 2^-14. The results are those of bytes
+// 0 and 2, and of bytes 1 and 3. Sign, exponent and mantissa are at, or are shifted to, their positions in the upper byte of a float16;
+// a subnormal number stays subnormal.
 __device__ __forceinline__ uint2 widen_second_e2m1(u32 bytes) { return make_uint2(bytes << 8 & 0x8E008E00, bytes & 0x8E008E00); }
 __device__ __forceinline__ uint2 widen_first_e2m1(u32 bytes) {
-    u32 moved;  // the bits of the mask from the first; the compiler would take two instructions
+    u32 moved;  // bits of the mask from the first operand, the others from the second, in one instruction; the compiler would use two
     asm("lop3.b32 %0, %1, %2, 0x0E0E0E0E, 0xE4;" : "=r"(moved) : "r"(bytes >> 3), "r"(bytes << 7));
     return widen_second_e2m1(moved);
 }
 
-// The float32 2^(s - 127) for the scale of an e2m1 group, 0 for s = 0.
+// The scale of an e2m1 group in float32: 2^(s - 127), or 0 for s = 0.
 __device__ __forceinline__ float group_factor(u8 s) { return __uint_as_float((u32)s << 23); }
 
-// Eight columns of a token in the order in which `widen_second_e2m1` takes weights from a word: 0 2 1 3 4 6 5 7.
+// Eight columns of a token in the order in which `widen_second_e2m1` returns the weights of a word: 0 2 1 3 4 6 5 7.
 __device__ __forceinline__ uint4 reordered(uint4 v) {
     if (FORMAT != 2) return v;
     return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
 }
 
-// Tokens in float16. A bfloat16 number whose exponent is stored as e gets the stored exponent e - base: it is multiplied by 2^(112 - base). `base` is
-// 30 less than the stored exponent of the token's largest entry, which then is the largest that float16 has; entries of 2^-29 of it and above
-// stay exact, smaller ones lose bits or become 0. NaN and infinities stay what they are. Magnitudes are compared as bits.
+// Conversion of tokens to float16. A bfloat16 number with the biased exponent e gets the biased exponent e - base: it is multiplied by
+// 2^(112 - base). `base` is 30 less than the biased exponent of the token's largest entry, whose exponent then is float16's largest. Entries
+// of at least 2^-29 times the largest are exact; smaller ones lose bits or become 0. NaN and infinity are preserved. Magnitudes are compared
+// as bits.
 __device__ __forceinline__ u32 max2(u32 a, u32 b) {
     u32 out;
     asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
@@ -80,14 +81,14 @@ __device__ __forceinline__ uint4 narrow8(uint4 v, int base) {
     return make_uint4(narrow2(v.x, base), narrow2(v.y, base), narrow2(v.z, base), narrow2(v.w, base));
 }
 
-// What undoes that, and the 2^-14 of `widen_second_e2m1`: 2^(base - 112), or 2^(base - 98).
+// The factor that undoes this scaling, and the 2^-14 of `widen_second_e2m1`: 2^(base - 112), or 2^(base - 98).
 __device__ __forceinline__ float widening(int base) { return __uint_as_float((u32)(base + (FORMAT == 2 ? 29 : 15)) << 23); }
 
 struct Norms {
-    const float* squares;  // [M, parts], of the norm before; their sum gives the scale of a row
+    const float* squares;  // [M, parts], for the norm before the GEMM: the sums of squares that give the scale of a row
     int parts;
     float eps;
-    const u16* gain;  // of the norm after, and what it needs
+    const u16* gain;  // of the norm after the GEMM, and its outputs
     u16* scaled;
     float* next_squares;
 };
@@ -97,16 +98,16 @@ struct Weights {  // of one projection
     const u8* scale;
     const u16* bias;
     int rows, columns;                                       // of one expert
-    int expert_scales, row_scales, scale_rows, scale_columns;  // of e4m3; the last two are powers of two
+    int expert_scales, row_scales, scale_rows, scale_columns;  // e4m3 scales of an expert, of a row of blocks; size of a block, powers of two
 };
 
 struct Routing {  // of T tokens to TOP_K experts each
     const int* ids;        // [T, TOP_K]
     const float* weights;  // [T, TOP_K]
-    int first, experts;    // ids of this process: first to first + experts
+    int first, experts;    // this process has the experts first to first + experts - 1
 };
 
-struct Row {  // one weight row of a lane; of FORMAT 2 the first of a core matrix
+struct Row {  // one weight row of a lane; for FORMAT 2, the first row of a core matrix
     const u8* at;
     const u8* scale;
 };
@@ -119,10 +120,10 @@ __device__ __forceinline__ Row row_of(const Weights& w, int expert, int row) {
     return {at, FORMAT == 2 ? w.scale + ((long)expert * w.rows + row) * (w.columns / 32) : nullptr};
 }
 
-// The block of e4m3 scales that a column lies in.
+// The index of the block of e4m3 scales that contains a column.
 __device__ __forceinline__ int scale_block(const Weights& w, int column) { return column >> 31 - __clz(w.scale_columns); }
 
-// Eight columns of a token, zeros for none.
+// Eight columns of a token; zeros if there is no token.
 __device__ __forceinline__ uint4 piece_of(const u16* token, int column) {
     return token == nullptr ? make_uint4(0, 0, 0, 0) : *(const uint4*)(token + column);
 }
@@ -138,7 +139,7 @@ __device__ __forceinline__ void multiply_e4m3(float (&sums)[4], uint4 g_row, uin
     }
 }
 
-// `sums += part`, with a scale of rows g and one of rows g + 8.
+// `sums += part`, times a scale for row g and a scale for row g + 8.
 __device__ __forceinline__ void add_scaled(float (&sums)[4], const float (&part)[4], float low, float high) {
     sums[0] += part[0] * low; sums[1] += part[1] * low;
     sums[2] += part[2] * high; sums[3] += part[3] * high;

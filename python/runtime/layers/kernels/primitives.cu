@@ -165,7 +165,7 @@ __device__ __forceinline__ float exp2_of(float x) {
 #define NO_SCORE __int_as_float(0xFF800000)  // minus infinity, for which NVRTC has no constant
 __device__ __forceinline__ float finite_top(float top) { return top == NO_SCORE ? 0.0f : top; }
 
-// shfl.sync.bfly: each of LANES lanes gets their sum. `sum_of_lanes` first adds lanes LANES / 2 apart; `sum_of_four` first adds neighbours.
+// shfl.sync.bfly: each of LANES lanes gets their sum. `sum_of_lanes` first adds lanes LANES / 2 apart; `sum_of_four` first adds adjacent lanes.
 template <int LANES> __device__ __forceinline__ float sum_of_lanes(float x) {
     #pragma unroll
     for (int apart = LANES / 2; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);

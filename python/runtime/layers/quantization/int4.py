@@ -17,7 +17,7 @@ GROUP_BYTES = GROUP // 2 + 4
 """Two codes in a byte, then the scale and the minimum in float16."""
 LARGEST_CODE = 15
 PACKED_ROWS = 64
-"""Rows that are packed together in the kernel's format: a part that begins at another row cannot be packed without its neighbour."""
+"""Rows that are packed together in the kernel's format. A part that starts within such a group cannot be packed separately."""
 N_MULTIPLE = 16
 LARGEST = 65504
 """The largest number of float16."""

@@ -1,33 +1,34 @@
-// Queries of absorbed latent attention, for few tokens: each head's unrotated columns times its keys, and its other columns rotated.
+// Queries of absorbed latent attention, for few tokens: multiplies each head's unrotated columns by its keys, and rotates its other columns.
 //
 // A block computes COLUMNS latent columns of a head, and a warp 16 of them. Keys do not depend on the preceding kernel, so a block prefetches all
-// its keys into shared memory while that kernel still runs, and the registers stay free for the next kernel. In memory the latent columns of
-// a key are adjacent, but they are rows of the result: ldmatrix transposes them. Tokens are copied to shared memory after the wait, once per block.
+// its keys into shared memory while that kernel still runs, which leaves registers free for the next kernel. In memory the latent columns of a key
+// are adjacent, but they are rows of the result, so ldmatrix transposes them. Tokens are copied to shared memory after the wait, once per block.
 //
 // As in `fragments.cu`, an instruction multiplies the 16 unrotated columns that its lanes have: lane (g, t) loads eight adjacent columns of
 // token g at once, and lanes pass the keys of the same columns to ldmatrix. The blocks of a head split its pairs of columns to rotate.
 //
 // Constants from the host: NOPE, RANK, ROPE (columns of a head's unrotated query, of the latent, and of the rotated query), INTERLEAVED (whether
-// neighbours rotate together; otherwise columns half of ROPE apart), TOKENS (8 or 16: most tokens), EARLY (whether the kernel starts before the
-// previous one has ended).
+// adjacent columns rotate together; otherwise columns ROPE / 2 apart), TOKENS (8 or 16: most tokens), EARLY (whether the kernel starts before the
+// preceding one has ended).
 //
 // Source: PTX ISA, "movmatrix".
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS, COLUMNS = 16 * WARPS, TILES = TOKENS / 8;
 constexpr int PARTS = RANK / COLUMNS;                          // blocks of a head
-constexpr int KEY_BYTES = 2 * COLUMNS, KEY_PIECES = COLUMNS / 8;  // of a key in a block; a piece has 16 bytes
+constexpr int KEY_BYTES = 2 * COLUMNS, KEY_PIECES = COLUMNS / 8;  // per key in a block; a piece has 16 bytes
 constexpr int TOGETHER = THREADS / KEY_PIECES;                 // keys that the block copies at once
-constexpr int CHUNKS = NOPE / 32, PIECES = NOPE / 8;           // of a token
-constexpr int TOKEN_BYTES = 64 * (CHUNKS | 1);                 // two neighbours are in different banks
+constexpr int CHUNKS = NOPE / 32, PIECES = NOPE / 8;           // per token
+constexpr int TOKEN_BYTES = 64 * (CHUNKS | 1);                 // adjacent tokens are in different banks
 constexpr int COPIES = (TOKENS * PIECES + THREADS - 1) / THREADS;
-constexpr int TURNS = ROPE / 8;                                // pieces of four pairs to rotate, of a token
+constexpr int ROTATED_PIECES = ROPE / 8;                       // pieces of four pairs to rotate, per token
 static_assert(NOPE % 32 == 0 && RANK % COLUMNS == 0 && ROPE % 8 == 0 && KEY_PIECES == 8 && TOGETHER == 16);
-static_assert((TURNS + PARTS - 1) / PARTS * TOKENS <= THREADS, "a thread rotates one piece");
+static_assert((ROTATED_PIECES + PARTS - 1) / PARTS * TOKENS <= THREADS, "a thread rotates one piece");
 
-// Eight keys that ldmatrix reads together, in pairs eight apart, have the same columns in different banks: the place of a piece among those of a key.
+// The swizzled position of a piece in its key: the eight keys that ldmatrix reads together, in pairs eight apart, have the same columns in
+// different banks.
 __device__ __forceinline__ int place_of(int key, int piece) { return piece ^ (key / 8 % 4 * 2 + key % 2); }
 
-// From columns 2 t and 2 t + 1 of row g to rows 2 t and 2 t + 1 of column g.
+// Transposes an 8 x 8 matrix: from columns 2 t and 2 t + 1 of row g to rows 2 t and 2 t + 1 of column g.
 __device__ __forceinline__ u32 transposed(u32 v) {
     u32 out;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
@@ -37,23 +38,23 @@ __device__ __forceinline__ u32 transposed(u32 v) {
 __device__ __forceinline__ float low_of(u32 both) { return __uint_as_float(both << 16); }
 __device__ __forceinline__ float high_of(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
 
-// The columns of a pair, rotated.
-__device__ __forceinline__ float2 turn(float low, float high, float cos, float sin) {
+// Rotates a pair of columns.
+__device__ __forceinline__ float2 rotate(float low, float high, float cos, float sin) {
     return make_float2(low * cos - high * sin, high * cos + low * sin);
 }
-// Both pairs of two numbers: neighbours of `a` and of `b`, or the lower numbers in `a` and the upper ones in `b`.
-__device__ __forceinline__ void turn_two(u32& a, u32& b, float2 cos, float2 sin) {
-    const float2 first = turn(low_of(a), INTERLEAVED ? high_of(a) : low_of(b), cos.x, sin.x);
-    const float2 second = turn(INTERLEAVED ? low_of(b) : high_of(a), high_of(b), cos.y, sin.y);
+// Rotates two pairs: (a, a) and (b, b) if INTERLEAVED; otherwise `a` has the first columns of both pairs and `b` the second ones.
+__device__ __forceinline__ void rotate_two(u32& a, u32& b, float2 cos, float2 sin) {
+    const float2 first = rotate(low_of(a), INTERLEAVED ? high_of(a) : low_of(b), cos.x, sin.x);
+    const float2 second = rotate(INTERLEAVED ? low_of(b) : high_of(a), high_of(b), cos.y, sin.y);
     a = INTERLEAVED ? to_bf16x2(first.x, first.y) : to_bf16x2(first.x, second.x);
     b = INTERLEAVED ? to_bf16x2(second.x, second.y) : to_bf16x2(first.y, second.y);
 }
 
-// Has offsets computed here, before the wait: the compiler would leave it to where they are used.
-__device__ __forceinline__ void computed(int& x) { asm volatile("" : "+r"(x)); }
+// Forces the compiler to compute an offset here, before the wait, and not where it is used.
+__device__ __forceinline__ void compute_now(int& x) { asm volatile("" : "+r"(x)); }
 
-// out [M, heads, RANK + ROPE] of q [M, heads, NOPE + ROPE] and key [heads, NOPE, RANK], whose tokens and heads lie `q_token`, `q_head` and `key_head`
-// numbers apart; a row of cos_sin has the cosines of ROPE / 2 angles, then their sines. Blocks: heads * PARTS. Offsets fit 32 bits.
+// Computes out [M, heads, RANK + ROPE] from q [M, heads, NOPE + ROPE] and key [heads, NOPE, RANK]. `q_token`, `q_head` and `key_head` are strides.
+// A row of cos_sin has the cosines of ROPE / 2 angles, then their sines. Blocks: heads * PARTS. Offsets must fit into 32 bits.
 extern "C" __global__ void __launch_bounds__(THREADS, 8) absorb_queries(
     const u16* q, const u16* key, const long long* positions, const float* cos_sin, u16* out, int M, int q_token, int q_head, int key_head
 ) {
@@ -69,25 +70,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) absorb_queries(
     for (int first = 0; first < NOPE; first += TOGETHER)
         copy16<128>(shared_address(shared) + (first + copied) * KEY_BYTES + place_of(first + copied, piece) * 16, from + first * RANK);
     commit_copies();
-    const int turned = threadIdx.x % TOKENS, four = part + threadIdx.x / TOKENS * PARTS;  // four pairs of a token, of this thread
-    const bool turns = turned < M && four < TURNS;
+    const int rotated = threadIdx.x % TOKENS, four = part + threadIdx.x / TOKENS * PARTS;  // the token and the four pairs that this thread rotates
+    const bool rotates = rotated < M && four < ROTATED_PIECES;
     float4 cos = {}, sin = {};
-    if (turns) {
-        const float* const angles = cos_sin + positions[turned] * ROPE + 4 * four;
+    if (rotates) {
+        const float* const angles = cos_sin + positions[rotated] * ROPE + 4 * four;
         cos = *(const float4*)angles, sin = *(const float4*)(angles + ROPE / 2);
     }
-    constexpr int NEXT = INTERLEAVED ? 4 : ROPE / 2;  // from the numbers of two pairs to the others
+    constexpr int NEXT = INTERLEAVED ? 4 : ROPE / 2;  // distance from the first four columns to the other four
     const int pairs = (INTERLEAVED ? 8 : 4) * four;
-    int turned_from = turned * q_token + head * q_head + NOPE + pairs, turned_to = turned * out_token + head * (RANK + ROPE) + RANK + pairs;
+    int rotated_from = rotated * q_token + head * q_head + NOPE + pairs;
+    int rotated_to = rotated * out_token + head * (RANK + ROPE) + RANK + pairs;
     int to = g * out_token + head * (RANK + ROPE) + part * COLUMNS + 16 * warp + 2 * t;
-    computed(turned_from), computed(turned_to), computed(to);
+    compute_now(rotated_from), compute_now(rotated_to), compute_now(to);
     int token_from[COPIES], token_to[COPIES];
     #pragma unroll
     for (int k = 0; k < COPIES; k++) {
         const int i = k * THREADS + threadIdx.x, token = i / PIECES, at = i % PIECES;
         token_from[k] = token * q_token + head * q_head + at * 8;
         token_to[k] = token < M ? token * TOKEN_BYTES + at * 16 : -1;
-        computed(token_from[k]), computed(token_to[k]);
+        compute_now(token_from[k]), compute_now(token_to[k]);
     }
     if (EARLY) wait_for_previous();
 
@@ -95,17 +97,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) absorb_queries(
     for (int k = 0; k < COPIES; k++)
         if (token_to[k] >= 0) copy16<128>(shared_address(tokens) + token_to[k], q + token_from[k]);
     uint2 low = {}, high = {};
-    if (turns) low = *(const uint2*)(q + turned_from), high = *(const uint2*)(q + turned_from + NEXT);
+    if (rotates) low = *(const uint2*)(q + rotated_from), high = *(const uint2*)(q + rotated_from + NEXT);
     wait_copies();
     __syncthreads();
 
-    // Matrices 0 and 1 are latent columns 0 to 7 and 8 to 15 of the warp, by the keys of columns 8 t and 8 t + 1; 2 and 3 by those of the next two.
+    // Matrices 0 and 1 have latent columns 0 to 7 and 8 to 15 of the warp, for the keys of columns 8 t and 8 t + 1; matrices 2 and 3 have them for
+    // the next two keys.
     const int matrix = lane / 8, row = lane % 8, named = row / 2 * 8 + row % 2 + matrix / 2 * 2;
     const u32 fragment = shared_address(shared) + named * KEY_BYTES + place_of(named, 2 * warp + matrix % 2) * 16;
     const u8* own[TILES];
     #pragma unroll
     for (int n = 0; n < TILES; n++) own[n] = tokens + min(8 * n + g, M - 1) * TOKEN_BYTES + t * 16;
-    float sums[2][TILES][4] = {};  // two chains that do not wait for each other
+    float sums[2][TILES][4] = {};  // two independent accumulation chains
     #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         u32 first[4], second[4];
@@ -127,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) absorb_queries(
         u32* const at = (u32*)(out + (to + 8 * n * out_token));
         if (8 * n + g < M) at[0] = left, at[4] = right;
     }
-    if (!turns) return;
-    turn_two(low.x, INTERLEAVED ? low.y : high.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
-    turn_two(INTERLEAVED ? high.x : low.y, high.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
-    *(uint2*)(out + turned_to) = low, *(uint2*)(out + turned_to + NEXT) = high;
+    if (!rotates) return;
+    rotate_two(low.x, INTERLEAVED ? low.y : high.x, make_float2(cos.x, cos.y), make_float2(sin.x, sin.y));
+    rotate_two(INTERLEAVED ? high.x : low.y, high.y, make_float2(cos.z, cos.w), make_float2(sin.z, sin.w));
+    *(uint2*)(out + rotated_to) = low, *(uint2*)(out + rotated_to + NEXT) = high;
 }

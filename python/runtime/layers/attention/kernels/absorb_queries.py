@@ -47,8 +47,7 @@ def absorb_queries(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, posit
         key: [H, nope_dim, kv_rank]; heads may be strided.
         positions: int64 [T] contiguous.
         pdl: start before the previous kernel has ended (programmatic dependent launch). Keys, positions and rotary table are read before
-        the
-            wait. A kernel that waits before it triggers the next launch, such as the embedding kernel, must therefore run between the
+            the wait. A kernel that waits before it triggers the next launch, such as the embedding kernel, must therefore run between the
             kernel that writes the positions and this one.
 
     Returns:

@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cluster_attention(const
             if (h.from != nullptr) chunks[round][0] = load_global(h.from), chunks[round][1] = load_global(h.from + h.apart);
         }
         #pragma unroll
-        for (int round = 0; round < ROUNDS; round++) leave(pass, heads[round], chunks[round][0], chunks[round][1]);
+        for (int round = 0; round < ROUNDS; round++) store_head(pass, heads[round], chunks[round][0], chunks[round][1]);
         __syncthreads();
     }
     #pragma unroll

@@ -74,7 +74,7 @@ class _Pass(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("positions", "slots", "cos_sin", "q_gain", "k_gain")),
         *((name, ctypes.c_float) for name in ("scale", "q_eps", "k_eps")),
         *((name, ctypes.c_int) for name in ("kv_heads", "group", "inverse", "row_blocks")),
-        *((name, ctypes.c_int) for name in ("width", "window", "causal", "page_shift", "pages_stride", "float_sinks", "turning")),
+        *((name, ctypes.c_int) for name in ("width", "window", "causal", "page_shift", "pages_stride", "float_sinks", "rotated_pairs")),
     )
 
 

@@ -21,13 +21,13 @@ struct Pass {
     const int *pages, *rows, *lens;
     const void* sinks;     // one per head, float32 or bfloat16, or null
     const long long *positions, *slots;  // of the new tokens
-    const float* cos_sin;                // [positions, 16 * turning]
+    const float* cos_sin;                // [positions, 16 * rotated_pairs]
     const u16 *q_gain, *k_gain;          // of the norms, or null
     float scale;                         // of scores, times the base-2 logarithm of e
     float q_eps, k_eps;
     int kv_heads, group, inverse, row_blocks;  // inverse: of `group`, times 65536; row_blocks: clusters of a request and KV head
     int width, window, causal, page_shift, pages_stride, float_sinks;
-    int turning;  // pairs of chunks of a head that rotate
+    int rotated_pairs;  // pairs of chunks of a head that rotate
 };
 
 enum Part { ALL, STORED, FRESH };  // which keys of a tile are copied: those of earlier passes, those of this one

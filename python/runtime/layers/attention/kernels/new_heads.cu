@@ -1,10 +1,11 @@
-// The heads of a pass's own tokens, from rows of the qkv projection: normed, rotated, and left where attention reads them.
+// Norms and rotates the query, key and value heads of a pass's new tokens, from rows of the qkv projection, and stores them where attention reads
+// them.
 //
-// Each block needs all of its queries, and leaves them in shared memory. A new key and its value lie in one tile, so one block of a cluster reads
-// them: it takes their places among its stored keys, and stores them in the cache. A key beyond the stages that are copied ahead is read back
-// from there, by the block that stored it; clusters that share a request and KV head then all store it, the same bits.
+// Each block needs all of its queries and puts them into shared memory. A new key and its value are in one tile, so one block of a cluster reads
+// them: it puts them among its cached keys in shared memory, and stores them in the cache. If their tile is beyond the prefetched stages, the block
+// reads them back from the cache; then all clusters with the same request and KV head store them, with the same bits.
 //
-// HEAD_LANES lanes share a head. Each has two chunks of eight columns, which rotate together or not at all, as in `rope_and_cache.py`.
+// HEAD_LANES lanes share a head. Each lane has two chunks of eight columns, which are rotated together or not at all, as in `rope_and_cache.py`.
 
 constexpr int HEAD_LANES = D / 16, HEADS = 32 / HEAD_LANES;  // heads of a warp at once
 constexpr int ROUNDS = (ROWS + 2 * MOST_NEW + HEADS * WARPS - 1) / (HEADS * WARPS);
@@ -12,7 +13,7 @@ static_assert(ROWS % HEADS == 0 && MOST_NEW % HEADS == 0, "the heads of a warp a
 
 enum Kind { QUERY, KEY, VALUE };
 
-// What a block computes: rows from `first_row` on, over tiles from `begin` on and keys up to `stop`, of which those from `fresh` on are new.
+// The work of a block: rows from `first_row` on, over tiles from `begin` on and keys before `stop`. Keys from `fresh` on are new.
 struct Block { int head, first_row, begin, fresh, stop; };
 
 // A lane's part of a head.
@@ -20,25 +21,26 @@ struct NewHead {
     Kind kind;
     int index;        // row of a query, or token of a key or value
     int low, high;    // the lane's chunks
-    const u16* from;  // where the lower chunk comes from; null where the block does not need the head
-    long slot;        // of a key or value
-    u32 kept[2];      // where the chunks go in shared memory; 0 if they do not
-    u16* stored;      // where the lower chunk goes in the cache; null if it does not
-    int apart;        // values from the lower chunk to the higher
+    const u16* from;  // source of the lower chunk; null if the block does not need the head
+    long slot;        // KV slot of a key or value
+    u32 kept[2];      // shared-memory addresses of the chunks; 0 if they are not kept
+    u16* stored;      // cache address of the lower chunk; null if it is not stored
+    int apart;        // distance from the lower chunk to the higher, in values
     float cos[8], sin[8];
     uint4 gains[2];
 };
 
-// The lane's part of the head that its warp takes in a round, with what depends neither on the previous kernel nor on the request's length.
+// The lane's part of the head that its warp processes in a round. Sets the fields that depend neither on the preceding kernel nor on the
+// request's length.
 __device__ __forceinline__ NewHead new_head(const Pass& pass, int b, int kv_head, int first_row, int rows, int round) {
     const int lane = threadIdx.x % 32, first = (round * WARPS + threadIdx.x / 32) * HEADS, own = lane % HEAD_LANES;
     const int q_heads = pass.kv_heads * pass.group;
-    const bool turns = own < pass.turning;
+    const bool rotates = own < pass.rotated_pairs;
     NewHead h;
     h.kind = first < ROWS ? QUERY : first < ROWS + MOST_NEW ? KEY : VALUE;
     h.index = first + lane / HEAD_LANES - (h.kind == QUERY ? 0 : h.kind == KEY ? ROWS : ROWS + MOST_NEW);
-    h.low = turns ? own : own + pass.turning;
-    h.high = h.low + (turns ? pass.turning : CHUNKS / 2 - pass.turning);
+    h.low = rotates ? own : own + pass.rotated_pairs;
+    h.high = h.low + (rotates ? pass.rotated_pairs : CHUNKS / 2 - pass.rotated_pairs);
     h.from = nullptr;
     h.slot = 0;
     h.gains[0] = h.gains[1] = make_uint4(0, 0, 0, 0);
@@ -53,11 +55,11 @@ __device__ __forceinline__ NewHead new_head(const Pass& pass, int b, int kv_head
     const long long position = pass.positions[token];
     const u16* const gain = h.kind == QUERY ? pass.q_gain : pass.k_gain;
     if (gain != nullptr) h.gains[0] = *(const uint4*)(gain + 8 * h.low), h.gains[1] = *(const uint4*)(gain + 8 * h.high);
-    if (turns) {
-        const float* const angles = pass.cos_sin + position * (16 * pass.turning) + 8 * own;  // cosines, then as many sines
+    if (rotates) {
+        const float* const angles = pass.cos_sin + position * (16 * pass.rotated_pairs) + 8 * own;  // cosines, then as many sines
         #pragma unroll
         for (int i = 0; i < 8; i += 4) {
-            const float4 cos = *(const float4*)(angles + i), sin = *(const float4*)(angles + 8 * pass.turning + i);
+            const float4 cos = *(const float4*)(angles + i), sin = *(const float4*)(angles + 8 * pass.rotated_pairs + i);
             h.cos[i] = cos.x, h.cos[i + 1] = cos.y, h.cos[i + 2] = cos.z, h.cos[i + 3] = cos.w;
             h.sin[i] = sin.x, h.sin[i + 1] = sin.y, h.sin[i + 2] = sin.z, h.sin[i + 3] = sin.w;
         }
@@ -65,12 +67,12 @@ __device__ __forceinline__ NewHead new_head(const Pass& pass, int b, int kv_head
     return h;
 }
 
-// Finds where the head goes, all before the wait: the compiler would leave it until the values are there.
+// Computes where the head is stored. The `asm` makes the compiler do this before the wait instead of when the values arrive.
 __device__ __forceinline__ void place_head(const Pass& pass, const Block& block, NewHead& h, u32 queries, u32 keys, u32 values) {
     const int first_key = block.begin * TILE_KEYS, at = block.fresh + h.index;
     h.stored = nullptr;
     h.apart = 8 * (h.high - h.low);
-    if (h.kind == QUERY) {  // zeros beyond the last row
+    if (h.kind == QUERY) {  // rows beyond the last one become zeros
         if (first_key >= block.stop) h.from = nullptr;
         #pragma unroll
         for (int i = 0; i < 2; i++) h.kept[i] = queries + h.index * ROW_BYTES + key_chunk(h.index, i == 0 ? h.low : h.high) * 16;
@@ -107,7 +109,7 @@ __device__ __forceinline__ uint4 narrow8(const float (&x)[8]) {
     return make_uint4(to_bf16x2(x[0], x[1]), to_bf16x2(x[2], x[3]), to_bf16x2(x[4], x[5]), to_bf16x2(x[6], x[7]));
 }
 
-// Zeros for NaN and infinity, as caches hold them (`finite.py`).
+// Replaces NaN and infinity by zero, as in all KV caches (`finite.py`).
 __device__ __forceinline__ u32 finite2(u32 two) {
     if ((two & 0x7F80) == 0x7F80) two &= 0xFFFF0000;
     if ((two & 0x7F800000) == 0x7F800000) two &= 0xFFFF;
@@ -115,7 +117,7 @@ __device__ __forceinline__ u32 finite2(u32 two) {
 }
 __device__ __forceinline__ uint4 finite8(uint4 v) { return make_uint4(finite2(v.x), finite2(v.y), finite2(v.z), finite2(v.w)); }
 
-// Norms and rotates a query or a key, of which the lane has `low` and `high`.
+// Norms and rotates a query or key; the lane has its chunks `low` and `high`.
 __device__ __forceinline__ void rotate(const Pass& pass, const NewHead& h, uint4& low, uint4& high) {
     float x[8], y[8];
     widen8(x, low);
@@ -132,7 +134,7 @@ __device__ __forceinline__ void rotate(const Pass& pass, const NewHead& h, uint4
         for (int i = 0; i < 8; i++) x[i] = x[i] * factor * gain[i], y[i] = y[i] * factor * high_gain[i];
     }
     #pragma unroll
-    for (int i = 0; i < 8; i++) {  // rounded as the kernel in Triton rounds
+    for (int i = 0; i < 8; i++) {  // with the same rounding as the Triton kernel
         const float rotated = __fmaf_rn(x[i], h.cos[i], -__fmul_rn(y[i], h.sin[i]));
         y[i] = __fmaf_rn(y[i], h.cos[i], __fmul_rn(x[i], h.sin[i]));
         x[i] = rotated;
@@ -141,8 +143,8 @@ __device__ __forceinline__ void rotate(const Pass& pass, const NewHead& h, uint4
     high = narrow8(y);
 }
 
-// Leaves a head, of which the lane has loaded `low` and `high`, where `place_head` said.
-__device__ __forceinline__ void leave(const Pass& pass, const NewHead& h, uint4 low, uint4 high) {
+// Processes a head, whose chunks `low` and `high` the lane has loaded, and stores it where `place_head` determined.
+__device__ __forceinline__ void store_head(const Pass& pass, const NewHead& h, uint4 low, uint4 high) {
     if (h.kind != VALUE) rotate(pass, h, low, high);
     if (h.kind != QUERY) low = finite8(low), high = finite8(high);
     if (h.kept[0] != 0) {

@@ -13,7 +13,7 @@ constexpr int COLUMNS = 64, RANK = COLUMNS * WARPS, ROW_BYTES = 2 * COLUMNS, TIL
 constexpr int PARTS = WIDTH / ROWS;  // blocks of a head
 static_assert(WIDTH % ROWS == 0 && TOKENS * STRIDE * 4 <= WARP_BYTES, "a warp's sums take the place of its weights");
 
-// out [M, heads, WIDTH] of x [M, heads, RANK] and value [heads, WIDTH, RANK], whose heads lie `value_head` numbers apart. Blocks: heads * PARTS.
+// Computes out [M, heads, WIDTH] from x [M, heads, RANK] and value [heads, WIDTH, RANK] with head stride `value_head`. Blocks: heads * PARTS.
 // Offsets fit 32 bits.
 extern "C" __global__ void __launch_bounds__(THREADS, 32 / WARPS) project_values(const u16* x, const u16* value, u16* out, int M, int value_head) {
     extern __shared__ __align__(128) u8 shared[];  // [WARPS][ROWS][ROW_BYTES] weights; then the sums of each warp

@@ -1,21 +1,21 @@
 // The second GEMM of a sparse MLP for few tokens, with the sum over each token's experts:
-// out[token] (+)= sum over its experts of weights of the down projection x h[pair], for the pairs that this process computed.
+// out[token] (+)= sum over its experts of (down projection x h[pair]), for the pairs that this process computes.
 //
-// A cluster of BLOCKS blocks computes TILES times 16 columns of `out` for all tokens. A unit of work is an expert and up to PASS of its tokens; a
-// token that is not in a unit is multiplied as zeros, which costs nothing. The concatenated columns of all units are split into stages, and the
-// warps of a tile take neighbouring ones. Each weight is therefore read once, except for experts with more tokens, and no other kernel has to
-// sum anything.
+// A cluster of BLOCKS blocks computes TILES times 16 columns of `out` for all tokens. A unit of work is an expert and up to PASS of its tokens;
+// tokens that are not in the unit are multiplied as zeros, which costs nothing. The concatenated columns of all units are split into stages, and
+// each warp of a tile computes consecutive stages. So each weight is read once, unless its expert has more than PASS tokens, and no other kernel
+// is needed for the sums.
 //
-// A stage has room for its weights and for the columns of its tokens. The first DEPTH stages of weights are prefetched before h is ready. A warp
-// scales the tokens of each stage to float16 separately: each token by the power of two that fits its largest entry in this stage.
+// A stage has space for its weights and for the columns of its tokens. The first DEPTH stages of weights are prefetched before h is ready. A warp
+// converts the tokens of each stage to float16 separately: each token is scaled by the power of two for its largest entry in this stage.
 //
-// Constants from the host besides those of `stages.cu`: TOP_K, WARPS, DEPTH, TILES, BLOCKS, REGISTERS (of a thread, at most), ADD,
-// DEFER, FLOAT_OUT, BIAS.
+// Constants from the host, in addition to those of `stages.cu`: TOP_K, WARPS, DEPTH, TILES, BLOCKS, REGISTERS (most per thread), ADD, DEFER,
+// FLOAT_OUT, BIAS.
 
 constexpr int ROWS = 16, PASS = 4, THREADS = 32 * WARPS;
-constexpr int TILE_WARPS = WARPS / TILES;                                // of a block
-constexpr int PIECES = STAGE_COLUMNS / 8, AT_ONCE = 32 / PIECES;         // of 16 bytes, of a token in a stage; tokens that a warp copies at once
-constexpr int TOKEN_BYTES = 16 * PIECES + (FORMAT == 1 ? 16 : 64);       // neighbours are in different banks
+constexpr int TILE_WARPS = WARPS / TILES;                                // warps of a block per tile
+constexpr int PIECES = STAGE_COLUMNS / 8, AT_ONCE = 32 / PIECES;         // 16-byte pieces of a token in a stage; tokens that a warp copies at once
+constexpr int TOKEN_BYTES = 16 * PIECES + (FORMAT == 1 ? 16 : 64);       // padded so that adjacent tokens are in different banks
 constexpr int TOKENS = 8, STRIDE = ROWS + 4, COUNT = TOKENS * TILES * ROWS;
 static_assert(COUNT <= THREADS && TOKENS * STRIDE * 4 <= STAGE_BYTES, "a thread finishes one entry; sums take the place of a stage");
 static_assert(WARPS % TILES == 0, "each tile has as many warps");
@@ -27,18 +27,18 @@ __device__ __forceinline__ u32 without_lowest(u32 bits, int count) {
     return bits;
 }
 
-struct Entry {  // of `out`, which a thread finishes
+struct Entry {  // the entry of `out` that a thread completes
     int token, column;
 };
 __device__ __forceinline__ Entry entry_of(int thread, int first_row) { return {thread / (TILES * ROWS), first_row + thread % (TILES * ROWS)}; }
 
-// h: [T * TOP_K, inner] bfloat16, times the weights of the pairs. T * TOP_K <= 32.
+// h: [T * TOP_K, inner] bfloat16, already multiplied by the routing weights of the pairs. T * TOP_K <= 32.
 extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     const u16* h, Weights w, Routing routing, void* out, const u16* gain, u16* scaled, float* squares, int T
 ) {
-    extern __shared__ __align__(128) u8 shared[];  // [WARPS][DEPTH] stages; then the sums of each warp
-    __shared__ uint4 zeros[PIECES];                // of a token that is not in a unit
-    __shared__ __align__(8) float factors[WARPS][TOKENS];  // that undo the scaling to float16
+    extern __shared__ __align__(128) u8 shared[];  // [WARPS][DEPTH] stages; reused for the sums of each warp
+    __shared__ uint4 zeros[PIECES];                // columns of a token that is not in the unit
+    __shared__ __align__(8) float factors[WARPS][TOKENS];  // they undo the scaling to float16
     __shared__ __align__(16) float sent[BLOCKS > 1 ? BLOCKS - 1 : 1][BLOCKS > 1 ? COUNT : 4];  // the sums of the other blocks
     __shared__ u16 gains[TILES * ROWS];
     __shared__ u64 arrived;
@@ -52,11 +52,11 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
             barrier_init(arrived_at, 1), publish_barriers(), barrier_expect(arrived_at, (BLOCKS - 1) * T * TILES * ROWS * 4);
         cluster_arrive();
     }
-    // As in the preceding kernel, every warp finds the experts by itself; that kernel lets this one start when the routing is known.
+    // As in the preceding kernel, every warp finds the experts itself. That kernel launches this one once the routing is known.
     const int id = lane < count ? routing.ids[lane] - routing.first : -1;
     const bool held = id >= 0 && id < routing.experts;
     const u32 alike = __match_any_sync(~0u, held ? id : -1), from_here = alike >> lane << lane;
-    const u32 own_unit = from_here ^ without_lowest(from_here, PASS);  // the pairs of the unit that begins with the pair of this lane
+    const u32 own_unit = from_here ^ without_lowest(from_here, PASS);  // the pairs of the unit whose first pair is this lane's
     const u32 firsts = __ballot_sync(~0u, held && (__popc(alike) - __popc(from_here)) % PASS == 0);  // the first pair of each unit
     const int per_unit = (inner + STAGE_COLUMNS - 1) / STAGE_COLUMNS, stages = __popc(firsts) * per_unit;
     const int share = (stages + TILE_WARPS * BLOCKS - 1) / (TILE_WARPS * BLOCKS);
@@ -66,7 +66,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     const Targets copied = targets_in(shared_address(ring));
     const u32 tokens_copied = shared_address(ring) + STAGE_BYTES + lane / PIECES * TOKEN_BYTES + lane % PIECES * 16;
 
-    // A position in the stages of this warp: remaining units, the next stage of the first of them, and its position in the ring.
+    // A position in the stages of this warp: the remaining units, the next stage of the first one, and its byte offset in the ring.
     struct Place {
         u32 units;
         int stage, at;
@@ -112,7 +112,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     const Entry entry = entry_of(threadIdx.x, first_row);
     const bool finishes = rank == 0 && threadIdx.x < COUNT && entry.token < T;
     float before = 0.0f;
-    if (DEFER && threadIdx.x < TILES * ROWS) gains[threadIdx.x] = gain[entry.column];  // as biases, it may have to come from far
+    if (DEFER && threadIdx.x < TILES * ROWS) gains[threadIdx.x] = gain[entry.column];  // loaded early, as the biases: it may not be cached
     if (BIAS && finishes) {
         #pragma unroll
         for (int j = 0; j < TOP_K; j++) {
@@ -124,7 +124,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
     if (EARLY) wait_for_previous();
 
     u32 ahead_pairs = __shfl_sync(~0u, own_unit, first_pair(here)), pairs = ahead_pairs;
-    Place tokens_ahead = here;  // as far as the weights are
+    Place tokens_ahead = here;  // tokens are copied as far ahead as weights
     #pragma unroll 1
     for (int i = 0; i < DEPTH; i++) {
         if (i < own_stages) {
@@ -138,7 +138,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
         before += FLOAT_OUT ? ((const float*)out)[at] : of_bf16(((const u16*)out)[at]);
     }
 
-    // The tokens of a stage to float16, in their places.
+    // Converts the tokens of a stage to float16 in place.
     const auto scale_tokens = [&](u8* tokens) {
         u32 rest = without_lowest(pairs, lane / PIECES);
         u8* row = tokens + lane / PIECES * TOKEN_BYTES;
@@ -164,14 +164,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
         }
         __syncwarp();
     };
-    // Bytes from the tokens of a stage to those of token g; -1 if it is not in the unit.
+    // Byte offset of token g in the tokens of a stage; -1 if it is not in the unit.
     const auto place_of_token = [&]() {
-        const int pair = (int)kept(g) * TOP_K, first = min(pair, 31);  // recomputed: it takes no register during the loop
+        const int pair = (int)kept(g) * TOP_K, first = min(pair, 31);  // recomputed, so that it uses no register during the loop
         const bool in = pair < 32 && (pairs >> first & ~0u >> 32 - TOP_K) != 0;
         return in ? __popc(pairs & (1u << first) - 1) * TOKEN_BYTES : -1;
     };
     Fragments own = fragments_in(ring);
-    skip_to_scales(own, w, 0, own_row + g, own_row + g + 8);  // for all experts alike: they have a multiple of eight scales
+    skip_to_scales(own, w, 0, own_row + g, own_row + g + 8);  // the same for all experts, which have a multiple of eight scales
     int own_token = place_of_token();
     float sums[1][4] = {};
     #pragma unroll 1
@@ -225,7 +225,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) down_sums(
         return;
     }
     if (threadIdx.x >= COUNT) return;  // whole warps
-    const u32 thread = kept(threadIdx.x);  // what follows from it is recomputed, and takes no registers during the loop
+    const u32 thread = kept(threadIdx.x);  // values that depend on it are recomputed, so that they use no registers during the loop
     const Entry last = entry_of(thread, first_row);
     const bool in = last.token < T;
     float sum = 0.0f;

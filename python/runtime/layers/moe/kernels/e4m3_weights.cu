@@ -1,22 +1,22 @@
-// Weights in e4m3 for `widened_experts.cu`: each is widened as it is, and sums of the 128 columns of a stage are multiplied by the scale of their
-// block, then added up in float32. The first GEMM, whose rows of x are float16, multiplies in float16, the second in bfloat16: what is between them
-// may be larger than float16 numbers.
+// e4m3 weights for `widened_experts.cu`. They are converted without their scales; the sums over the 128 columns of a stage are multiplied by the
+// scale of their block and added up in float32. The first GEMM, whose x is float16, multiplies in float16. The second multiplies in bfloat16,
+// because its inputs may exceed the range of float16.
 //
-// A matrix lies in one row of blocks of scales, and a stage in one block.
+// The rows of a matrix have the same blocks of scales, and the columns of a stage are in one block.
 //
-// Defined before this text: STAGE_SCALES (places for the scales of a stage, one for each matrix), widened_tiles.cu.
+// Defined before this text: STAGE_SCALES (slots for the scales of a stage, one for each matrix), widened_tiles.cu.
 
 static_assert(MATRICES <= STAGE_SCALES);
-constexpr int STRIP = 1;  // rows of weights in one of a box
+constexpr int STRIP = 1;  // weight rows per row of a TMA box
 constexpr int SCALE_BYTES = STAGES * STAGE_SCALES * 4;
 
-// kernels/scale_layout.py, by matrix [experts, rows of blocks, blocks].
+// Scales [experts, rows of blocks, blocks], as in kernels/scale_layout.py.
 struct Scales {
     const float* at;
-    int expert_scales, row_scales, row_shift, column_shift;  // of an expert; of a row of blocks; log2 of rows and columns of a block
+    int expert_scales, row_scales, row_shift, column_shift;  // scales of an expert, of a row of blocks; log2 of rows and columns of a block
 };
 
-// Where the scales of a stage lie: they arrive with it.
+// The addresses of a stage's scales, which arrive together with its weights.
 struct Slots {
     u32 data;
 
@@ -25,7 +25,7 @@ struct Slots {
     __device__ __forceinline__ u32 scale(int stage, int m) const { return data + SCALES_AT + (stage * STAGE_SCALES + m) * 4; }
 };
 
-// What the loading warpgroup does about scales: a thread for each matrix copies those of its stages.
+// The scales' part of the loading warpgroup: one thread per matrix copies the scales of its stages.
 struct ScaleLoader {
     Scales scales;
     Slots slots;
@@ -40,7 +40,7 @@ struct ScaleLoader {
     }
 };
 
-// What a multiplying warpgroup does with weights.
+// The weights' part of a multiplying warpgroup.
 struct Widener {
     Slots slots;
     u32 data;
@@ -49,7 +49,8 @@ struct Widener {
     __device__ __forceinline__ void begin_item() const {}
     __device__ __forceinline__ void end_item() const {}
 
-    // Codes of 32 columns of this lane's rows of both matrices. `from`: those of the first 32 columns of a stage; pieces of 16 bytes are swizzled.
+    // Loads the codes of 32 columns of this lane's rows of both matrices. `from` is the address for the first 32 columns of a stage; pieces of
+    // 16 bytes are swizzled.
     __device__ __forceinline__ void load_words(uint4 (&words)[2], u32 from, int columns) const {
 #pragma unroll
         for (int q = 0; q < 2; q++) words[q] = matrices((from ^ columns) + q * MATRIX_BYTES);
@@ -64,21 +65,21 @@ struct Widener {
             widen_four<GATED>(words[q].w, fragments[1][q][3], fragments[1][q][1]);
         }
     }
-    // Waits for a stage, and widens its first 32 columns; `words` get the next ones.
+    // Waits for a stage, converts its first 32 columns, and loads the next ones into `words`.
     __device__ __forceinline__ void begin_stage(const Ring& ring, u32 (&fragments)[2][2][4], uint4 (&words)[2], u32 from) const {
         ring.wait_full();
-        fence_async();  // wgmma reads what cp.async has written
+        fence_async();  // makes the writes of cp.async visible to wgmma
         load_words(words, from, 0);
         widen_words(fragments, words);
         load_words(words, from, 32);
     }
-    // Sums of `N` pairs by both matrices of the group, and what sums of this lane's rows are multiplied by. Stages are released.
+    // Computes the sums of `N` pairs for both matrices of the group, and the factors of this lane's rows. Releases the stages.
     template <int N> __device__ __forceinline__ void multiply_item(float (&sums)[2][N / 2], float (&row_factors)[2][2], Ring& ring) const {
-        constexpr int BATCHES = DEPTH / 32;  // of a stage, of 32 columns each
+        constexpr int BATCHES = DEPTH / 32;  // batches of 32 columns per stage
         const int stages = stages_of(width), row = matrix_row(warp, lane);
         const u32 codes = data + 2 * group * MATRIX_BYTES + row * CODE_BYTES + (lane / 16 ^ row % 8) * 16;
         float part[2][N / 2];
-        u32 fragments[2][2][2][4];  // of a batch and the next
+        u32 fragments[2][2][2][4];  // those of a batch and of the next
         uint4 words[2];
 #pragma unroll
         for (int q = 0; q < 2; q++) {
@@ -86,12 +87,12 @@ struct Widener {
 #pragma unroll
             for (int j = 0; j < N / 2; j++) sums[q][j] = 0.0f;
         }
-        int stage = __shfl_sync(~0u, ring.stage, 0);  // known to be the same in all lanes: descriptors stay in uniform registers
+        int stage = __shfl_sync(~0u, ring.stage, 0);  // tells the compiler that all lanes agree, so that descriptors stay in uniform registers
         begin_stage(ring, fragments[0], words, codes + stage * STAGE_BYTES);
 #pragma unroll 1
         for (int s = 0; s < stages; s++) {
             const u32 here = codes + stage * STAGE_BYTES, scales = slots.scale(stage, 2 * group);
-            const u64 x = descriptor(data + stage * STAGE_BYTES + W_BYTES), constant = x & ~0xFFFFFFFFull;  // offsets never reach the upper half
+            const u64 x = descriptor(data + stage * STAGE_BYTES + W_BYTES), constant = x & ~0xFFFFFFFFull;  // offsets change only the lower half
             float factors[2];
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(factors[0]), "=f"(factors[1]) : "r"(scales) : "memory");
 #pragma unroll

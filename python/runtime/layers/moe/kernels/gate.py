@@ -17,8 +17,7 @@ class GatedAct:
 
     Attributes:
         kind: `SILU`: `silu(gate) * up`; `GELU_TANH`: the same with GELU; `CLAMPED_SWIGLU`: `gate * sigmoid(alpha * gate) * (up + 1)`, with
-        the
-            gate clamped to at most `limit` and up to `±limit`.
+            the gate clamped to at most `limit` and up to `±limit`.
     """
 
     kind: int = SILU.value

@@ -19,7 +19,7 @@ constexpr bool EVEN = CHUNKS == PARTS * WARPS * SHARE;                       // 
 constexpr bool WHOLE = COLUMNS % CHUNK == 0;
 constexpr bool FULL = EXPERTS == SETS * ROWS;
 constexpr int ROUNDS = (SHARE + ROUND - 1) / ROUND, PIECES = 4 * ROUND;     // 16-byte pieces of a token in a round
-constexpr int STRIDE = 64 * (ROUND | 1);                                    // bytes of a token: two neighbours are in different banks
+constexpr int STRIDE = 64 * (ROUND | 1);                                    // bytes of a token: adjacent tokens are in different banks
 constexpr int SUMS = ROWS + 4;                                              // sums of a token, likewise
 constexpr int QUADS = ROWS / 4;
 constexpr int CHAINS = RING ? 2 : OWN < 4 ? 4 / OWN : 1;                              // sums of a lane that do not wait for each other
@@ -48,7 +48,7 @@ __device__ __forceinline__ u32 scaled2(u32 v, float scale) {
     return to_bf16x2(__uint_as_float(v << 16) * scale, __uint_as_float(v & 0xFFFF0000u) * scale);
 }
 
-// Numbers in the order of floats, both zeros alike; 0 is below all of them but NaN.
+// Integers in the order of floats; both zeros are equal, and 0 is below all numbers except NaN.
 __device__ __forceinline__ u32 key_of(float x) {
     const u32 bits = __float_as_uint(x + 0.0f);
     return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
@@ -64,7 +64,7 @@ __device__ __forceinline__ uint4 load16(const u16* at, bool in) {
     return v;
 }
 
-// The experts and weights of one token, by one warp: each lane has EACH neighbours. Where scores are equal, the smaller expert comes first.
+// The experts and weights of one token, by one warp: each lane has EACH adjacent experts. Of equal scores, the smaller expert comes first.
 __device__ __forceinline__ void choose(
     const float (&logits)[PARTS][WIDTH], const float* corrections, Choice (&chosen)[TOP_K], int* ids, float* weights, u32* masks,
     float scaling

@@ -1,25 +1,25 @@
-// Stages of an expert's weights: 128 bytes of each of 16 rows in shared memory with their scales, as a warp copies and multiplies them, by
-// `fragments.cu`. MXFP4 stays in core matrices, eight of the low eight rows and then eight of the high ones.
+// Stages of an expert's weights. A stage has 128 bytes of each of 16 rows with their scales in shared memory; a warp copies and multiplies it
+// with the functions of `fragments.cu`. MXFP4 weights stay in core matrices: eight of the first eight rows, then eight of the others.
 //
-// Constants from the host besides those of `fragments.cu`: EVEN (whether columns fill whole stages).
+// Constants from the host, in addition to those of `fragments.cu`: EVEN (whether the columns fill whole stages).
 
 constexpr int STAGE_COLUMNS = 2 * CHUNK;
 constexpr int SCALE_BYTES = FORMAT == 0 ? 0 : FORMAT == 1 ? 4 : 16;  // of a row in a stage
 constexpr int STAGE_BYTES = 16 * (128 + SCALE_BYTES);                // the rows, then their scales
-constexpr int RUN = FORMAT == 2 ? 8 : 1;                             // rows whose bytes of a stage are neighbours in memory
+constexpr int RUN = FORMAT == 2 ? 8 : 1;                             // rows whose bytes of a stage are contiguous in memory
 
-// An address that stays in its register: the compiler would recompute it in each stage.
+// Keeps an address in its register; otherwise the compiler would recompute it in each stage.
 __device__ __forceinline__ u32 kept(u32 address) {
     asm volatile("" : "+r"(address));
     return address;
 }
 
-// Where a piece of 16 bytes of a row's 128 lies, if rows follow each other. Pieces change places so that lanes read from different banks, whether
-// eight lanes read four neighbours of two rows, or the same piece of eight rows.
+// The swizzled position of a 16-byte piece in the 128 bytes of its row. Lanes read different banks both if eight lanes read four adjacent
+// pieces of two rows, and if they read the same piece of eight rows.
 __device__ __forceinline__ int place_of(int piece, int row) { return piece ^ ((row & 1) << 2 | (row & 7) >> 1); }
 
-// Eight columns of a token in shared memory. FORMAT 2 keeps each 32 columns in the order in which `matrices` gives their weights to lanes: four of
-// the first half and four of the second are the 16 bytes of a lane.
+// Eight columns of a token in shared memory. For FORMAT 2, each 32 columns are in the order in which `matrices` distributes their weights to
+// lanes: the 16 bytes of a lane are four columns of the first half and four of the second.
 __device__ __forceinline__ u8* halves_of(u8* token, int piece) { return token + piece / 4 * 64 + (piece & 1) * 32 + (piece >> 1 & 1) * 8; }
 __device__ __forceinline__ uint4 get_piece(u8* token, int piece) {
     if (FORMAT != 2) return *(const uint4*)(token + 16 * piece);
@@ -37,19 +37,19 @@ __device__ __forceinline__ void put_piece(u8* token, int piece, uint4 v) {
     }
 }
 
-// What a lane copies of 16 rows: four pieces of 16 bytes, the first of them at `rows`, and the scales of one row.
+// Where a lane copies from: four pieces of 16 bytes of 16 rows, the first one at `rows`, and the scales of one row.
 struct Sources {
     const u8 *rows, *scales;
-    int scale_bytes;  // of FORMAT 2, from `scales` to the end of the row's
+    int scale_bytes;  // FORMAT 2: bytes from `scales` to the end of the row's scales
 };
 
-// Sources in rows `row` to row + 7 of an expert, and in the rows `next` rows later.
+// The sources in rows `row` to row + 7 of an expert, and in the eight rows that begin `next` rows later.
 __device__ __forceinline__ Sources sources_of(const Weights& w, int expert, int row, int next) {
     const int lane = threadIdx.x % 32;
     Sources from;
     from.rows = row_of(w, expert, row).at + (RUN == 8 ? lane * 16 : lane / 8 * row_bytes(w.columns) + lane % 8 * 16);
     if (FORMAT == 1) from.scales = row_of(w, expert, row + lane % 8 + (lane < 8 ? 0 : next)).scale;
-    if (FORMAT == 2) {  // two words of eight bytes hold the eight scales of a row in a stage
+    if (FORMAT == 2) {  // the eight scales of a row in a stage span at most two words of eight bytes
         const u8* const scale = row_of(w, expert, row + lane / 2 % 8 + (lane < 16 ? 0 : next)).scale;
         from.scales = (const u8*)((u64)scale & ~7ull) + lane % 2 * 8;
         from.scale_bytes = w.columns / 32 + (int)(scale - from.scales);
@@ -57,7 +57,7 @@ __device__ __forceinline__ Sources sources_of(const Weights& w, int expert, int 
     return from;
 }
 
-struct Targets {  // where a lane copies them to, in the first stage of a ring: the first two pieces, and the scales
+struct Targets {  // where a lane copies to, in the first stage of a ring: the first two pieces, and the scales
     u32 first, second, scales;
 };
 
@@ -71,14 +71,14 @@ __device__ __forceinline__ Targets targets_in(u32 ring) {
     };
 }
 
-// Copy stage `stage` of the rows to the stage of the ring at this byte offset. `next` is that of the sources.
+// Copies stage `stage` of the rows to the ring's stage at byte offset `place`. `next` is that of `sources_of`.
 __device__ __forceinline__ void copy_weights(const Weights& w, const Sources& from, int next, const Targets& to, int place, int stage) {
     const int lane = threadIdx.x % 32;
     const u32 first = to.first + place, second = to.second + place;
     const int size = row_bytes(w.columns);
     const u8 *const at = from.rows + 128L * RUN * stage, *const high = at + (long)next * size;
-    const long apart = RUN == 8 ? 512 : 4L * size;                                    // from the first piece to the second
-    const int left = RUN * (size - 128 * stage) - (RUN == 8 ? lane : lane % 8) * 16;  // bytes of the run from the first piece on
+    const long apart = RUN == 8 ? 512 : 4L * size;                                    // bytes from the first piece to the second
+    const int left = RUN * (size - 128 * stage) - (RUN == 8 ? lane : lane % 8) * 16;  // contiguous bytes from the first piece on
     const bool first_in = EVEN || left > 0, second_in = EVEN || left > (RUN == 8 ? 512 : 0);
     copy16<256>(first, at, first_in);
     copy16<256>(second, at + apart, second_in);
@@ -91,8 +91,8 @@ __device__ __forceinline__ void copy_weights(const Weights& w, const Sources& fr
 // Where lane (g, t) reads rows g and g + 8 in the first stage of a ring.
 struct Fragments {
     const u8 *rows, *low_scale, *high_scale;
-    int other_half;  // from a row's first chunk to its second
-    u32 group_rows;  // of FORMAT 2: 16 bytes of one of 16 rows, of the first group or the second
+    int other_half;  // bytes from a row's first chunk to its second
+    u32 group_rows;  // FORMAT 2: the lane's address for `matrices`: 16 bytes of one of 16 rows, in the first or the second group
 };
 
 __device__ __forceinline__ Fragments fragments_in(const u8* ring) {
@@ -106,14 +106,14 @@ __device__ __forceinline__ Fragments fragments_in(const u8* ring) {
     return at;
 }
 
-// A row's scales of FORMAT 2 need not begin at a word. `row` and `other`: rows g and g + 8 of the expert.
+// FORMAT 2: advances to the first scale, which need not be at the start of a word. `row` and `other` are rows g and g + 8 of the expert.
 __device__ __forceinline__ void skip_to_scales(Fragments& at, const Weights& w, int expert, int row, int other) {
     if (FORMAT != 2) return;
     at.low_scale += (int)(u64)row_of(w, expert, row).scale & 7;
     at.high_scale += (int)(u64)row_of(w, expert, other).scale & 7;
 }
 
-// `sums += the stage at `place` x tokens`, for N times eight tokens. `tokens`: the first columns of this lane's first token in the stage.
+// `sums += stage at `place` x tokens`, for N times eight tokens. `tokens` points to the stage's first columns of this lane's first token.
 template <int N, int MOST> __device__ __forceinline__ void multiply_stage(
     float (&sums)[MOST][4], const Fragments& own, int place, const u8* tokens, int stride
 ) {

@@ -1,11 +1,11 @@
-// Rows for `widened_experts.cu`: bfloat16 as float16 times a power of two that the largest entry of a row fixes, and of each 16 columns the even ones
-// before the odd ones. One block per row.
+// Prepares the rows of x for `widened_experts.cu`: converts bfloat16 to float16, scaled by a power of two chosen by the row's largest entry, and
+// puts the even columns of each 16 before the odd ones. One block per row.
 //
 // Defined before this text: THREADS, and the rest of `fragments.cu`.
 
-// x, rows: [T, width], width a multiple of 16. factors[row]: what undoes that power.
+// x, rows: [T, width], width a multiple of 16. factors[row] undoes the scaling of the row.
 extern "C" __global__ void __launch_bounds__(THREADS) widened_rows(const uint4* x, uint4* rows, float* factors, int width) {
-    constexpr int HELD = 2;  // pieces of 16 columns that a thread keeps in registers; it reads others twice
+    constexpr int HELD = 2;  // pieces of 16 columns that a thread keeps in registers; it reads further ones twice
     __shared__ u32 largest[THREADS / 32];
     if (EARLY) launch_next(), wait_for_previous();
     const int pieces = width / 16;

@@ -1,4 +1,4 @@
-"""The price of a body: what JSON would find, counted while the body arrives."""
+"""The cost of a body: counted while the body arrives, and equal to what a JSON parser finds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from front import front
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.entrypoints.http.body_price import BodyPrice
+from runtime.entrypoints.http.body_cost import BodyCost
 
 JSON = st.recursive(
     st.none() | st.integers(-9, 9) | st.text('"\\\\[]{},:a\u00e9', max_size=8),
@@ -32,13 +32,13 @@ def expected(value: Any) -> tuple[int, int, int]:
 
 @given(value=JSON, ascii_only=st.booleans(), seed=st.integers(0, 99))
 def test_a_body_in_any_chunks_is_counted_as_json_reads_it(value: Any, ascii_only: bool, seed: int) -> None:
-    raw, rng, price = json.dumps(value, ensure_ascii=ascii_only).encode(), random.Random(seed), BodyPrice()
+    raw, rng, cost = json.dumps(value, ensure_ascii=ascii_only).encode(), random.Random(seed), BodyCost()
     start = 0
     while start < len(raw):
         end = start + rng.randint(1, 5)
-        price.feed(raw[start:end])
+        cost.feed(raw[start:end])
         start = end
-    assert (price.commas, price.colons, price.containers, price.bytes) == (*expected(orjson.loads(raw)), len(raw))
+    assert (cost.commas, cost.colons, cost.containers, cost.bytes) == (*expected(orjson.loads(raw)), len(raw))
 
 
 def test_bodies_of_many_values_are_refused_before_they_are_parsed() -> None:

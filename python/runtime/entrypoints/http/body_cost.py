@@ -1,4 +1,4 @@
-"""What it costs to parse and check a JSON body, estimated while it arrives."""
+"""Estimates the time to parse and validate a JSON body, while it arrives."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ BYTE_MS = 4e-6
 COMMA_MS = 8e-5
 COLON_MS = 3e-4
 CONTAINER_MS = 5e-3
-"""Milliseconds per byte, comma, colon (one per member of an object), and array or object, to parse and validate them. Measured on one
-core of a cloud machine with the slowest bodies that the endpoints take: escaped text, token ids, unknown fields, text parts."""
+"""Milliseconds to parse and validate a byte, a comma, a colon (one per member of an object), and an array or object. Measured on one
+core of a cloud machine with the slowest bodies that the endpoints accept: escaped text, token ids, unknown fields, text parts."""
 
 
-class BodyPrice:
-    """Counts the bytes, commas, colons and containers of a body that arrives in chunks; those inside of strings are text."""
+class BodyCost:
+    """Counts the bytes, commas, colons and containers of a body that arrives in chunks; characters inside strings count as bytes only."""
 
     def __init__(self) -> None:
         self.bytes = self.commas = self.colons = self.containers = 0
@@ -28,7 +28,7 @@ class BodyPrice:
         return self.bytes * BYTE_MS + values
 
     def feed(self, chunk: bytes) -> None:
-        """Count one chunk. Only operations that run over the whole chunk in C, some milliseconds per MiB."""
+        """Count one chunk. Every operation runs over the whole chunk in C; together they take a few ms per MiB."""
         self.bytes += len(chunk)
         plain = (self._escape + chunk).replace(b"\\\\", b"").replace(b'\\"', b"")
         self._escape = b"\\" if plain.endswith(b"\\") else b""

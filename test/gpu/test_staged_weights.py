@@ -30,7 +30,7 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
 def slot(values: torch.Tensor, index: tuple[slice, ...]) -> tuple[WeightSlot, torch.Tensor]:
     """A slot for a part of a weight, and its tensor."""
     target = torch.zeros_like(values[index], device=DEVICE)
-    return WeightSlot(tuple(values.shape), index, target.copy_), target
+    return WeightSlot(tuple(values.shape), index, target.copy_, values.dtype), target
 
 
 def test_a_checkpoint_larger_than_all_buffers_arrives_in_threads(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_buffer_is_filled_anew_only_after_the_device_has_read_it(tmp_path: Pat
 
     whole = (slice(None), slice(None))
     parts = (part for name, tensor in safetensors_weights(tmp_path, progress=False)
-             for part in parts_of(name, tensor, [WeightSlot(tensor.shape, whole, partial(late, name))]))  # fmt: skip
+             for part in parts_of(name, tensor, [WeightSlot(tensor.shape, whole, partial(late, name), saved[name].dtype)]))  # fmt: skip
     store_in_threads(Staging(DEVICE).stores(parts), threads=1)
     for name, target in targets.items():
         assert torch.equal(saved[name].view(torch.uint8), target.cpu().view(torch.uint8)), name

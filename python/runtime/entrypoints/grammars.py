@@ -18,21 +18,20 @@ def eos_ids_of(tokenizer_path: str, model_config: ModelConfig) -> tuple[int, ...
     return tuple(dict.fromkeys((*model_config.eos_ids, *named)))
 
 
-def make_compiler(config: RuntimeConfig, model_config: ModelConfig, tried: bool = False) -> GrammarCompiler | None:
+def make_compiler(
+    config: RuntimeConfig, model_config: ModelConfig, eos_ids: tuple[int, ...], tried: bool = False
+) -> GrammarCompiler | None:
     """The compiler that the configuration asks for, or None. Its tokenizer and library are loaded in a thread of it.
 
     Args:
         config: names the backend and the tokenizer.
         model_config: of the model.
+        eos_ids: from `eos_ids_of`.
         tried: whether another rank has tried the grammars that come, so that this one needs no process for that.
     """
     name = config.scheduler.grammar_backend
     if name == "none":
         return None
-    backend = GrammarBackendConfig(
-        name=name,
-        tokenizer_path=config.model.tokenizer_path,
-        eos_ids=eos_ids_of(config.model.tokenizer_path, model_config),
-        vocab_size=model_config.vocab_size,
-    )
+    path, vocab_size = config.model.tokenizer_path, model_config.vocab_size
+    backend = GrammarBackendConfig(name=name, tokenizer_path=path, eos_ids=eos_ids, vocab_size=vocab_size)
     return GrammarCompiler(backend.load, None if tried else TrialProcess(backend.command))

@@ -41,7 +41,7 @@ IMPORTED = (
     "runtime", "runtime.bench_serving", "runtime.launch_server", "runtime.entrypoints.child", "runtime.entrypoints.server.server",
     "runtime.entrypoints.prepare", "runtime.entrypoints.processes", "runtime.managers.scheduler", "runtime.model_executor.build",
     "runtime.models.registry", "runtime.speculative.registry", "runtime.layers.attention.torch_native", "benchmark.sweep",
-    "benchmark.picture", "httpx", "matplotlib.backends.backend_agg", "pydantic.v1", "uvicorn.lifespan.off",
+    "benchmark.picture", "httpx", "matplotlib.backends.backend_agg", "matplotlib.figure", "pydantic.v1", "uvicorn.lifespan.off",
 )  # fmt: skip
 IMPORTED_BY_TESTS = (
     "_hypothesis_pytestplugin", "gpu.attention_kinds", "hypothesis", "openai", "pytest", "scipy.stats", "transformers.modeling_utils",

@@ -30,7 +30,7 @@ KEYS = ("neighbours",)
 EMBEDDED = ("--device", "cpu", "--random-seed", "1")
 NEIGHBOURS = 4
 PATIENCE = 5.0
-"""Seconds after which another client abandons a request and sends the next."""
+"""Seconds after which another client abandons a request and sends the next; less in shorter runs."""
 HEALTH_MS, TTFT_RATIO = 50.0, 2.0
 """Bounds of the 99th percentiles: of `/health`, and of the first token relative to that beside well-behaved clients."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -108,7 +108,7 @@ def post(port: int, address: str, what: Request, seconds: float, first_only: boo
         connection.close()
 
 
-def neighbours(port: int, kinds: Sequence[str] | None, facts: tuple[int, int], out: Connection) -> None:
+def neighbours(port: int, kinds: Sequence[str] | None, facts: tuple[int, int], patience: float, out: Connection) -> None:
     """Run all other clients, each from its own address, until told to stop. Then send the count of statuses by request."""
     counts: Counter[str] = Counter()
     ending = threading.Event()
@@ -122,7 +122,7 @@ def neighbours(port: int, kinds: Sequence[str] | None, facts: tuple[int, int], o
             requests = cycle(made[index * len(made) // NEIGHBOURS :] + made[: index * len(made) // NEIGHBOURS])
         while not ending.is_set():
             kind, one = next(requests)
-            status, _ = post(port, f"127.0.0.{2 + index}", one, 60.0 if kinds is None else PATIENCE)
+            status, _ = post(port, f"127.0.0.{2 + index}", one, 60.0 if kinds is None else patience)
             counts[f"{kind}: {status or 'left'}"] += 1
             ending.wait(0.5 if status >= 400 else 0.0)  # do not flood the server with requests that it refuses
 
@@ -151,7 +151,7 @@ def measure(server: Server, label: str, kinds: Sequence[str] | None, seconds: fl
     facts, rng, failed = (info["max_context_len"], info["vocab_size"]), random.Random(9), Counter[int]()
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=neighbours, args=(server.port, kinds, facts, theirs), daemon=True)
+    child = context.Process(target=neighbours, args=(server.port, kinds, facts, min(PATIENCE, seconds), theirs), daemon=True)
     child.start()
     probe = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmark import picture, plots
 from benchmark.embedded_speculation import CONTEXT, Tally, chat_prompts, speculation
-from benchmark.hostile_grammars import hostile_table, measure_hostile, measure_process, process_table
+from benchmark.hostile_grammars import CALM_SECONDS, hostile_table, measure_hostile, measure_process, process_table
 from benchmark.markdown import Result, cell, pick, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import tiny_model
@@ -263,10 +263,10 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["llguidance"], help="grammar backends whose masks are timed")
     parser.add_argument("--only", choices=PARTS, action="append", help="measure this part; may be repeated")
     args = parser.parse_args()
-    large, steps = LARGE_VOCABULARY, STEPS
+    large, steps, calm_seconds = LARGE_VOCABULARY, STEPS, CALM_SECONDS
     if args.quick:
         args.batch, args.bursts, args.new_tokens, args.threads = [2], 1, 8, 1
-        large, steps, args.shapes = 50_000, 4, ["3/1/4"]
+        large, steps, calm_seconds, args.shapes = 50_000, 4, 0.2, ["3/1/4"]
     record = Record(NAME, KEYS, args.out, args.quick)
     parts = args.only or PARTS
     if "masks" in parts:
@@ -281,7 +281,7 @@ def main() -> None:
         measure_acceptance(record, args.shapes[-1], args.batch[0], args.new_tokens, args.bursts, args.threads)
     flags = tiny_model().target_flags if args.quick else ["--device", "cpu"]
     if "hostile" in parts:
-        measure_hostile(record, flags)
+        measure_hostile(record, flags, calm_seconds)
     if "process" in parts:
         measure_process(record, flags)
     plot(record.data, record.file.with_suffix(".png"))

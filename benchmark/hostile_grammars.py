@@ -36,6 +36,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 """Request fields by name; each is refused with 400."""
 PATH = "/v1/completions"
 CALM_SECONDS = 2.0
+"""Time of the stream without grammars."""
 
 
 class Stream:
@@ -99,7 +100,7 @@ def cpu_seconds(process: psutil.Process) -> float:
     return times.children_user + times.children_system
 
 
-def measure_hostile(record: Record, flags: list[str]) -> None:
+def measure_hostile(record: Record, flags: list[str], calm_seconds: float = CALM_SECONDS) -> None:
     """Record one row per grammar, and one of the stream without grammars."""
     with Server(flags) as server:
         ask(server.port, {"regex": "ab"})  # starts the process that runs grammar trials
@@ -108,7 +109,7 @@ def measure_hostile(record: Record, flags: list[str]) -> None:
             while len(stream.times) < 8:
                 time.sleep(0.01)
             began = time.perf_counter()
-            time.sleep(CALM_SECONDS)
+            time.sleep(calm_seconds)
             pauses = stream.pauses(began)
             record.add({"what": "hostile", "grammar": "none", "pause_ms": max(pauses) * 1e3, "median_ms": statistics.median(pauses) * 1e3})
             for name, fields in HOSTILE.items():

@@ -18,21 +18,20 @@ def eos_ids_of(tokenizer_path: str, model_config: ModelConfig) -> tuple[int, ...
     return tuple(dict.fromkeys((*model_config.eos_ids, *named)))
 
 
-def make_compiler(config: RuntimeConfig, model_config: ModelConfig, tried: bool = False) -> GrammarCompiler | None:
+def make_compiler(
+    config: RuntimeConfig, model_config: ModelConfig, eos_ids: tuple[int, ...], tried: bool = False
+) -> GrammarCompiler | None:
     """The configured grammar compiler, or None. It loads its tokenizer and library in its own thread.
 
     Args:
         config: names the backend and the tokenizer.
-        model_config: gives the end tokens and the vocabulary size.
+        model_config: gives the vocabulary size.
+        eos_ids: from `eos_ids_of`.
         tried: another rank has already run the trials of the grammars, so this compiler needs no trial process.
     """
     name = config.scheduler.grammar_backend
     if name == "none":
         return None
-    backend = GrammarBackendConfig(
-        name=name,
-        tokenizer_path=config.model.tokenizer_path,
-        eos_ids=eos_ids_of(config.model.tokenizer_path, model_config),
-        vocab_size=model_config.vocab_size,
-    )
+    path, vocab_size = config.model.tokenizer_path, model_config.vocab_size
+    backend = GrammarBackendConfig(name=name, tokenizer_path=path, eos_ids=eos_ids, vocab_size=vocab_size)
     return GrammarCompiler(backend.load, None if tried else TrialProcess(backend.command))

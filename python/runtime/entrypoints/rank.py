@@ -19,7 +19,7 @@ from runtime.distributed.rank_watch import RankBeat, RankWatch
 from runtime.distributed.ring import RingReader, RingWriter
 from runtime.distributed.step_links import SenderList, StepReceiver, StepSender
 from runtime.distributed.torch_group import EXCHANGE_SECONDS, TorchGroup
-from runtime.entrypoints.grammars import make_compiler
+from runtime.entrypoints.grammars import eos_ids_of, make_compiler
 from runtime.errors import ConfigError, RankFailed
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.context import AS_CONFIGURED, BuildOptions
@@ -113,7 +113,7 @@ def follow_rank_0(
     config = with_own_files(leader, config)
     receiver: StepReceiver = StepSubscriber(sockets.steps) if place.ring is None else RingReader(place.ring, place.rank - 1)
     worker = build_worker(config, model_config, make_drafter, options, group)
-    compiler = make_compiler(config, model_config, tried=True)
+    compiler = make_compiler(config, model_config, eos_ids_of(config.model.tokenizer_path, model_config), tried=True)
     if compiler is not None:
         worker.parts.grammars.compile = lambda spec: compiler.compile(spec).future.result()
     beat = RankBeat(sockets.watch, place.rank, _end_process, alive)

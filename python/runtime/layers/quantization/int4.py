@@ -123,8 +123,9 @@ def quantize_groups(rows: torch.Tensor) -> torch.Tensor:
     minimum = groups.amin(dim=2, keepdim=True).half()
     scale = ((groups.amax(dim=2, keepdim=True) - minimum.float()) / LARGEST_CODE).half()
     smallest = torch.finfo(torch.float32).tiny  # all columns of a group may be equal
-    codes = ((groups - minimum.float()) / scale.float().clamp(min=smallest)).round_().clamp_(0, LARGEST_CODE).to(torch.uint8)
-    pairs = codes[..., ::2] | codes[..., 1::2] << 4
+    codes = (groups - minimum.float()).div_(scale.float().clamp_(min=smallest)).round_().clamp_(0, LARGEST_CODE).to(torch.uint8)
+    both = codes.view(torch.int16)  # of two columns, the first in the low byte
+    pairs = (both | both >> 4).to(torch.uint8)
     return torch.cat((pairs, scale.view(torch.uint8), minimum.view(torch.uint8)), dim=2).flatten(1)
 
 
@@ -134,7 +135,8 @@ def kernel_form(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The kernel computes `(code - 8) * scale + value of code 8`.
     """
     pairs, numbers = groups.unflatten(1, (-1, GROUP_BYTES)).split((GROUP // 2, 4), dim=2)
-    codes = torch.stack((pairs & LARGEST_CODE, pairs >> 4), dim=3).flatten(1).to(torch.int32)
+    both = pairs.to(torch.int16)
+    codes = ((both | both << 4) & 0x0F0F).view(torch.uint8).flatten(1).to(torch.int32)
     scale, minimum = numbers.contiguous().view(torch.float16).float().unbind(2)
     factors = torch.stack((scale, minimum + 8 * scale), dim=2).to(torch.bfloat16)
     return factors.transpose(0, 1).contiguous(), torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)

@@ -645,6 +645,16 @@ def test_a_health_check_ends_in_time_whatever_comes_just_then(steps: int) -> Non
 # ---- information
 
 
+def test_server_info_hides_secrets() -> None:
+    secrets = {"admin_api_key": "hidden-1", "ssl_keyfile_password": "hidden-2", "otlp_traces_endpoint": "http://me:hidden-3@host/v1/traces"}
+
+    async def check() -> None:
+        async with front(**secrets) as f:
+            assert "hidden" not in (await f.client.get("/get_server_info", headers={"Authorization": "Bearer hidden-1"})).text
+
+    run(check())
+
+
 def test_server_info_has_the_fields_that_benchmarks_read() -> None:
     stats = SchedulerStats(spec=SpecStats(10, 30, 15, [9, 5, 1]), decode=DecodeStats(4, 3, 9, 3))
 

@@ -29,7 +29,8 @@ LOOK_SECONDS = 1.0
 """How often /health_generate checks whether other requests got tokens meanwhile."""
 STATS_SECONDS = 2.0
 """How long a request for statistics waits before it falls back to those of the last heartbeat."""
-SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password", "otlp_traces_endpoint")
+"""Flags that are not shown; the URL of a collector may contain a password."""
 
 
 class AdminApi:
@@ -96,7 +97,7 @@ class AdminApi:
     # ---- information
 
     async def server_info(self) -> Response:
-        """The resolved configuration without its keys, the limits, and the scheduler's statistics."""
+        """The resolved configuration without `SECRETS`, the limits, and the scheduler's statistics."""
         config = self.manager.config.by_flag()
         stats = await self.fresh_stats() or SchedulerStats()
         shown = {name: value for name, value in config.items() if name not in SECRETS}

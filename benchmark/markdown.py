@@ -32,6 +32,12 @@ def cell(value: Any) -> str:
     return str(value)
 
 
+def on_gpus(row: Result) -> str:
+    """What a title says of the GPUs that share the model of a row; empty for one."""
+    ranks = row.get("tp_size", 1)
+    return f", on {ranks} GPUs" if ranks > 1 else ""
+
+
 def percent(value: float | None, digits: int = 0) -> str:
     """A share in per cent."""
     return "-" if value is None else f"{value * 100:.{digits}f} %"

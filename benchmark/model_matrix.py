@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmark import layer_times, picture, plots
 from benchmark.machine import slug
-from benchmark.markdown import Result, percent, provenance, table
+from benchmark.markdown import Result, on_gpus, percent, provenance, table
 from benchmark.model_cases import CASES, Case, Served, prepare, prepare_tiny
 from benchmark.record import Record
 from benchmark.sweep import Setup, arguments, names, numbers, random_ids, sweep
@@ -46,9 +46,7 @@ def summary(result: Result) -> str:
         case = CASES.get(model)
         rows = [row for row in result["rows"] if row["model"] == model]
         peers = f" Peers at c=1, plain: {case.peers} tok/s." if case and case.peers and _beside_peers(result) else ""
-        ranks = rows[0].get("tp_size", 1)
-        where = f", on {ranks} GPUs" if ranks > 1 else ""
-        parts += [f"**{case.title if case else model}{where}**: output tok/s (share of the roof).{peers}", "", _table(rows), ""]
+        parts += [f"**{case.title if case else model}{on_gpus(rows[0])}**: output tok/s (share of the roof).{peers}", "", _table(rows), ""]
     if extrapolated := layer_times.summary(result["rows"]):
         parts += [extrapolated]
     return "\n".join(parts).strip()

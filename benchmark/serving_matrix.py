@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmark import picture, plots
 from benchmark.machine import slug
-from benchmark.markdown import Result, percent, provenance, table
+from benchmark.markdown import Result, on_gpus, percent, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import Model
 from benchmark.sweep import Setup, arguments, names, numbers, random_ids, served_model, sweep
@@ -62,10 +62,8 @@ def summary(result: Result) -> str:
     for mode in TITLES:
         rows = [row for row in result["rows"] if row["mode"] == mode]
         if rows:
-            ranks = rows[0].get("tp_size", 1)
-            where = f", on {ranks} GPUs" if ranks > 1 else ""
             parts += [
-                f"**{TITLES[mode]}{where}**: output tok/s / mean TTFT ms / mean TPOT ms (share of the roof)",
+                f"**{TITLES[mode]}{on_gpus(rows[0])}**: output tok/s / mean TTFT ms / mean TPOT ms (share of the roof)",
                 "",
                 _mode_table(rows, known["rows"], mode),
                 "",

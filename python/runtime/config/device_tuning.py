@@ -292,9 +292,12 @@ def _estimate(gpu: Gpu) -> DeviceTuning:
     if not gpu.num_sms or not gpu.bandwidth:
         return H200
     flops = H200.gemm_flops * gpu.num_sms / H200.num_sms * _FLOPS_PER_SM.get(gpu.capability, 0.25)
-    experts = H200_EXPERTS if gpu.capability in _LARGE_SHARED else LITTLE_SHARED_EXPERTS
-    if gpu.capability == (9, 0) and gpu.bandwidth < _H100_BANDWIDTH:
+    if gpu.capability not in _LARGE_SHARED:
+        experts = LITTLE_SHARED_EXPERTS
+    elif gpu.capability == (9, 0) and gpu.bandwidth < _H100_BANDWIDTH:
         experts = H100_EXPERTS
+    else:
+        experts = H200_EXPERTS
     # The tiles for more rows need 152 KiB of shared memory before Hopper, and 345 KiB after it.
     latent = H200.latent if gpu.capability == (9, 0) else H200.latent[:1]
     # 2 FLOP per parameter and token, 2 bytes per parameter.

@@ -91,10 +91,13 @@ class Block:
         Args:
             next_norm: the next block's first norm.
             rows: [T, in] in the model's dtype: what attention reads instead of the normed stream.
-            wanted: int64 [N], the tokens whose rows are returned; KV is written for all tokens.
+            wanted: int64 [N], the tokens whose rows are returned; KV is written for all tokens, and nothing else is computed if N = 0.
         """
         attention = self.attention
         qkv = attention.project(stream, self.attn_norm) if rows is None else attention.project_rows(rows)
+        if wanted is not None and not len(wanted):
+            attention.write_kv(qkv, context)
+            return Stream(stream.h[:0], in_prompt=stream.in_prompt)
         attended = attention.attend(qkv, context)
         if wanted is not None:
             attended, stream = attended[wanted], Stream(stream.h[wanted], in_prompt=stream.in_prompt)

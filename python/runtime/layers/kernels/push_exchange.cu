@@ -74,6 +74,16 @@ __device__ __forceinline__ void widen(u32 pair, float& low, float& high) {
 #endif
 }
 
+__device__ __forceinline__ u32 narrow(float low, float high) {
+#if BFLOAT16
+    return to_bf16x2(low, high);
+#else
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#endif
+}
+
 __device__ __forceinline__ void add(float (&sums)[8], u32 a, u32 b, u32 c, u32 d) {
     const u32 pairs[4] = {a, b, c, d};
 #pragma unroll
@@ -146,6 +156,79 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
         squares[(u64)row * chunks + chunk] = sum;
     }
 #endif
+    end(state, number);
+}
+
+__device__ __forceinline__ float sum_of_squares(uint4 v) {
+    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float low, high;
+        widen(pairs[i], low, high);
+        sum += low * low + high * high;
+    }
+    return sum;
+}
+
+// RMS norms of the queries and of the keys of each row over all ranks, in place. A row has q_vectors vectors of 8 queries, k_vectors of keys, and
+// others. A block computes one row. q_share and k_share: 1 / the columns of all ranks, by which the sums of squares become mean squares.
+extern "C" __global__ void __launch_bounds__(THREADS) norm_rows(
+    Ranks ranks, u32* state, uint4* rows, const uint4* q_gain, const uint4* k_gain, int vectors, int q_vectors, int k_vectors, float q_share,
+    float k_share, float eps
+) {
+    begin();
+    const u32 number = exchange_number(state), flag = number + 1;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint4* row = rows + (u64)blockIdx.x * vectors;
+    float q = 0.0f, k = 0.0f;
+    for (int i = threadIdx.x; i < q_vectors + k_vectors; i += THREADS) {
+        const float sum = sum_of_squares(row[i]);
+        if (i < q_vectors) q += sum;
+        else k += sum;
+    }
+    __shared__ float2 of_warp[THREADS / 32], scales;
+    q = sum_of_lanes<32>(q);
+    k = sum_of_lanes<32>(k);
+    if (lane == 0) of_warp[warp] = make_float2(q, k);
+    __syncthreads();
+    if (warp == 0) {
+        q = k = 0.0f;
+#pragma unroll
+        for (int i = 0; i < THREADS / 32; i++) q += of_warp[i].x, k += of_warp[i].y;
+        u32 a = __float_as_uint(q * q_share), b = __float_as_uint(k * k_share);
+        // Lane i exchanges with rank i. All ranks add in the same order, so they get the same bits.
+        u64 to = 0;
+#pragma unroll
+        for (int rank = 0; rank < SIZE; rank++)
+            if (lane == rank && rank != RANK) to = place(ranks, rank, RANK, number, blockIdx.x);
+        if (to) {
+            send(to, a, b, flag);
+            receive(place(ranks, RANK, lane, number, blockIdx.x), flag, a, b);
+        }
+        q = k = eps;
+#pragma unroll
+        for (int rank = 0; rank < SIZE; rank++) {
+            q += __uint_as_float(__shfl_sync(0xffffffffu, a, rank));
+            k += __uint_as_float(__shfl_sync(0xffffffffu, b, rank));
+        }
+        if (lane == 0) scales = make_float2(1.0f / sqrtf(q), 1.0f / sqrtf(k));
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < q_vectors + k_vectors; i += THREADS) {
+        const float scale = i < q_vectors ? scales.x : scales.y;
+        const uint4 v = row[i], g = i < q_vectors ? q_gain[i] : k_gain[i - q_vectors];
+        const u32 values[4] = {v.x, v.y, v.z, v.w}, gains[4] = {g.x, g.y, g.z, g.w};
+        u32 out[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float low, high, low_gain, high_gain;
+            widen(values[j], low, high);
+            widen(gains[j], low_gain, high_gain);
+            out[j] = narrow(low * scale * low_gain, high * scale * high_gain);
+        }
+        row[i] = make_uint4(out[0], out[1], out[2], out[3]);
+    }
     end(state, number);
 }
 

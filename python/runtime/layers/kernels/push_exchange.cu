@@ -47,15 +47,22 @@ __device__ __forceinline__ void send(u64 to, u32 a, u32 b, u32 flag) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(flag), "r"(b), "r"(flag) : "memory");
 }
 
-__device__ __forceinline__ void receive(u64 from, u32 flag, u32& a, u32& b) {
-    u32 first, second, spins = 0;
+// Wait for COUNT packets. All of them are loaded before a flag is read, so that this takes the time of one load if they have arrived.
+template <int COUNT> __device__ __forceinline__ void receive(const u64 (&from)[COUNT], u32 flag, u32 (&a)[COUNT], u32 (&b)[COUNT]) {
+    u32 spins = 0;
     u64 start = 0;
     while (true) {
-        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(a), "=r"(first), "=r"(b), "=r"(second)
-                     : "l"(from)
-                     : "memory");
-        if (first == flag && second == flag) return;
+        u32 first[COUNT], second[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(a[i]), "=r"(first[i]), "=r"(b[i]), "=r"(second[i])
+                         : "l"(from[i])
+                         : "memory");
+        bool arrived = true;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) arrived = arrived && first[i] == flag && second[i] == flag;
+        if (arrived) return;
         if (++spins % 65536 == 0) {
             u64 now;
             asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
@@ -64,6 +71,10 @@ __device__ __forceinline__ void receive(u64 from, u32 flag, u32& a, u32& b) {
         }
     }
 }
+
+// The i-th of the other ranks, from 0 on, counting up from RANK, and its inverse.
+__device__ __forceinline__ constexpr int other(int i) { return (RANK + 1 + i) % SIZE; }
+__device__ __forceinline__ constexpr int index_of(int rank) { return (rank - RANK - 1 + SIZE) % SIZE; }
 
 __device__ __forceinline__ void widen(u32 pair, float& low, float& high) {
 #if BFLOAT16
@@ -107,23 +118,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
     if (vector * 8 < columns) {
         const u64 at = (u64)row * (columns / 8) + vector;
         const uint4 own = x[at];
+        u64 from[2 * (SIZE - 1)];
 #pragma unroll
-        for (int i = 1; i < SIZE; i++) {
-            const u64 to = place(ranks, (RANK + i) % SIZE, RANK, number, 2 * at);
+        for (int i = 0; i < SIZE - 1; i++) {
+            const u64 to = place(ranks, other(i), RANK, number, 2 * at);
             send(to, own.x, own.y, flag);
             send(to + 16, own.z, own.w, flag);
+            from[2 * i] = place(ranks, RANK, other(i), number, 2 * at);
+            from[2 * i + 1] = from[2 * i] + 16;
         }
         float4 first = h[2 * at], second = h[2 * at + 1];
         float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        u32 a[2 * (SIZE - 1)], b[2 * (SIZE - 1)];
+        receive(from, flag, a, b);
 #pragma unroll
         for (int rank = 0; rank < SIZE; rank++) {
-            u32 a = own.x, b = own.y, c = own.z, d = own.w;
-            if (rank != RANK) {
-                const u64 from = place(ranks, RANK, rank, number, 2 * at);
-                receive(from, flag, a, b);
-                receive(from + 16, flag, c, d);
-            }
-            add(sums, a, b, c, d);
+            const int i = 2 * index_of(rank);
+            if (rank == RANK) add(sums, own.x, own.y, own.z, own.w);
+            else add(sums, a[i], b[i], a[i + 1], b[i + 1]);
         }
         first.x += sums[0], first.y += sums[1], first.z += sums[2], first.w += sums[3];
         second.x += sums[4], second.y += sums[5], second.z += sums[6], second.w += sums[7];
@@ -204,7 +216,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) norm_rows(
             if (lane == rank && rank != RANK) to = place(ranks, rank, RANK, number, blockIdx.x);
         if (to) {
             send(to, a, b, flag);
-            receive(place(ranks, RANK, lane, number, blockIdx.x), flag, a, b);
+            const u64 from[1] = {place(ranks, RANK, lane, number, blockIdx.x)};
+            u32 x[1], y[1];
+            receive(from, flag, x, y);
+            a = x[0], b = y[0];
         }
         q = k = eps;
 #pragma unroll
@@ -252,14 +267,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) largest(
             own_value = (u32)*hash;
             own_token = (u32)(*hash >> 32);
         }
+        u64 from[SIZE - 1];
 #pragma unroll
-        for (int j = 1; j < SIZE; j++) send(place(ranks, (RANK + j) % SIZE, RANK, number, i), own_value, own_token, flag);
+        for (int j = 0; j < SIZE - 1; j++) {
+            send(place(ranks, other(j), RANK, number, i), own_value, own_token, flag);
+            from[j] = place(ranks, RANK, other(j), number, i);
+        }
+        u32 values[SIZE - 1], sent[SIZE - 1];
+        receive(from, flag, values, sent);
         float best = 0.0f;
         u32 chosen = 0;
 #pragma unroll
         for (int rank = 0; rank < SIZE; rank++) {
-            u32 value = own_value, token = own_token;
-            if (rank != RANK) receive(place(ranks, RANK, rank, number, i), flag, value, token);
+            const u32 value = rank == RANK ? own_value : values[index_of(rank)], token = rank == RANK ? own_token : sent[index_of(rank)];
             if (i == count) {
                 if (value != own_value || token != own_token) *differs = 1;
                 continue;

@@ -222,13 +222,9 @@ class FlashAttention(AttentionBackend):
         return SplitWorkspace(supported, self._device) if supported else None
 
     def _schedule(self, plan: _FixedPlan, batch: ForwardBatch, step: int, window: int, causal: bool) -> None:
-        """Compute one tile schedule into its static buffer. Arguments must match those of `flash_attn_with_kvcache`."""
-        shape, at = self._shape, plan.at
-        fresh = get_scheduler_metadata(
-            at.size, at.width, self._table.max_pages * self._table.page_size, shape.num_q_heads, shape.num_kv_heads,
-            shape.head_dim, at.key_lens(batch, step), qkv_dtype=self._dtype, cu_seqlens_q=plan.cu_seqlens_q,
-            page_size=self._table.page_size, causal=causal, window_size=_window_size(window, causal), num_splits=0,
-        )  # fmt: skip
+        """Compute one tile schedule into its static buffer."""
+        at = plan.at
+        fresh = self._tiles(self._table.pages, at.key_lens(batch, step), plan.cu_seqlens_q, at.width, window, causal)
         static = plan.metadata.get((step, window, causal))
         if static is None:
             plan.metadata[step, window, causal] = fresh
@@ -240,15 +236,15 @@ class FlashAttention(AttentionBackend):
         for window, causal in self._kinds:
             kind = window, causal
             if not plan.groups:
-                plan.metadata[kind] = self._extend_metadata(plan.pages, plan.seq_lens, plan.cu_seqlens_q, plan.max_queries, *kind)
+                plan.metadata[kind] = self._tiles(plan.pages, plan.seq_lens, plan.cu_seqlens_q, plan.max_queries, *kind)
             for group in plan.groups:
                 lens = group.keys.seq_lens
-                group.metadata[kind] = self._extend_metadata(group.table, lens, group.cu_seqlens_q, group.max_queries, *kind)
+                group.metadata[kind] = self._tiles(group.table, lens, group.cu_seqlens_q, group.max_queries, *kind)
 
-    def _extend_metadata(
+    def _tiles(
         self, table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_queries: int, window: int, causal: bool
     ) -> torch.Tensor:
-        """Arguments must match those of `_extend`."""
+        """A tile schedule. Arguments must match those of `flash_attn_with_kvcache`."""
         shape = self._shape
         return get_scheduler_metadata(
             len(seq_lens), max_queries, table.shape[1] * self._table.page_size, shape.num_q_heads, shape.num_kv_heads,

@@ -17,8 +17,6 @@ from runtime.model_files.gguf_convert import converted_folder
 from runtime.model_files.hub import download, is_model_id
 from runtime.model_files.synthetic_tokenizer import is_synthetic_tokenizer, write_synthetic_tokenizer
 
-__all__ = ["DRAFT_FLAGS", "ModelSource", "default_cache_dir", "resolve_model", "resolve_weights"]
-
 logger = logging.getLogger(__name__)
 
 WeightsKind = Literal["safetensors", "dummy"]

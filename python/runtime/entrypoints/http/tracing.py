@@ -98,7 +98,7 @@ class Tracing:
             await self.app(scope, receive, send)
             return
         context = CURRENT_REQUEST.get()
-        assert context is not None, "RequestId sees every request first"
+        assert context is not None, "RequestNames sees every request first"
         attributes = {
             "http.request.method": scope["method"], "url.path": scope["path"], "gen_ai.request.model": self._model,
             "talon.request_id": context.request_id,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import layer_times, picture, plots
-from benchmark.machine import slug
+from benchmark.machine import gpu
 from benchmark.markdown import Result, on_gpus, percent, provenance, table
 from benchmark.model_cases import CASES, Case, Served, prepare, prepare_tiny
 from benchmark.record import Record
@@ -36,7 +36,7 @@ def render(result: Result) -> str:
 
 def _beside_peers(result: Result) -> bool:
     """Whether the rows were measured on the same kind of machine as the peers'."""
-    return slug(result["machine"]) == PEERS_DEVICE
+    return gpu(result["machine"]) == PEERS_DEVICE
 
 
 def summary(result: Result) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.machine import slug
+from benchmark.machine import gpu
 from benchmark.markdown import Result, on_gpus, percent, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import Model
@@ -25,7 +25,7 @@ def peers(result: Result) -> dict[str, Any]:
     """The peers' results and their source; no rows if Talon ran on another kind of machine."""
     data = json.loads((Path(__file__).parent / "peers.json").read_text(encoding="utf-8"))
     sizes = {row.get("tp_size", 1) for row in result["rows"]}
-    same = slug(result["machine"]) == data["device"]
+    same = gpu(result["machine"]) == data["device"]
     return data | {"rows": [row for row in data["rows"] if same and {row.get("tp_size", 1)} == sizes]}
 
 

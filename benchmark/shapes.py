@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmark.machine import Machine, gpu
 from benchmark.step_bytes import ModelRoof, StepBytes
 from benchmark.whole_file import write_whole
 
@@ -16,10 +17,15 @@ TARGET = CONFIGS / "llama-3-8b"
 EAGLE_HEAD = CONFIGS / "llama-3-8b-eagle"
 
 READ_BYTES_PER_SECOND = {"nvidia-h200": 4.32e12, "nvidia-h100-80gb-hbm3": 3.08e12}
-"""Memory bandwidth by machine, measured with a kernel that only reads; other machines have no roof."""
+"""Memory bandwidth of a GPU, measured with a kernel that only reads; other GPUs have no roof."""
 
 _BYTES = 2  # bf16
 _SEED = ("--random-seed", "1")  # for dummy weights and for requests without a seed
+
+
+def read_rate(machine: Machine) -> float | None:
+    """Memory bandwidth of each GPU in bytes per second; None if it was not measured."""
+    return READ_BYTES_PER_SECOND.get(gpu(machine))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmark import machine
 from benchmark.record import Record, Row
 from benchmark.server import Server, bench
-from benchmark.shapes import READ_BYTES_PER_SECOND, Model, big_model, named_model, tiny_model
+from benchmark.shapes import Model, big_model, named_model, read_rate, tiny_model
 
 KEPT = (
     *("completed", "failed", "duration", "total_input_tokens", "total_output_tokens", "output_throughput", "total_throughput"),
@@ -71,7 +70,7 @@ def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof
                 row: Row = {**setup.labels, **burst.labels, **{name: figures[name] for name in KEPT}, "ready_seconds": server.ready_seconds}
                 row |= {"server_flags": " ".join(setup.flags)} | {name: found for name in FACTS if (found := server.facts().get(name))}
                 if roof is not None:
-                    row |= roof_share(row, roof, READ_BYTES_PER_SECOND.get(machine.slug(record.data["machine"])))
+                    row |= roof_share(row, roof, read_rate(record.data["machine"]))
                 record.add(row)
                 print(
                     f"  {row['output_throughput']:.1f} tok/s  TTFT {_ms(row['mean_ttft_ms'])}  TPOT {_ms(row['mean_tpot_ms'])}", flush=True

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmark import picture, plots
 from benchmark.depth_curve import AUTO, drafting
-from benchmark.machine import slug
+from benchmark.machine import gpu
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import Model
@@ -83,7 +83,7 @@ def setups(served: Model, modes: list[str], quick: bool) -> list[Setup]:
 def peers(result: Result) -> dict[str, Any]:
     """The peer's results and their source; none if Talon ran on another kind of machine."""
     data = json.loads((Path(__file__).parent / "peers_workloads.json").read_text(encoding="utf-8"))
-    return data if slug(result["machine"]) == data["device"] else data | {PLAIN: {}, AUTO: {}}
+    return data if gpu(result["machine"]) == data["device"] else data | {PLAIN: {}, AUTO: {}}
 
 
 def render(result: Result) -> str:

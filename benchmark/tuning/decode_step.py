@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmark.record import Record, Row
+from benchmark.shapes import read_rate
 from benchmark.sweep import names
 from benchmark.tuning.clock import median_us
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
-from benchmark.tuning.world import BF16, SHAPE, D, G, H, attention_world, decode_batch, linear, read_rate
+from benchmark.tuning.world import BF16, SHAPE, D, G, H, attention_world, decode_batch, linear
 from runtime.config.device_tuning import H200
 from runtime.layers.attention.base import plan_pass
 from runtime.layers.attention.registry import build_backend

@@ -67,8 +67,19 @@ def test_repeated_row_replaces_the_old_one(tmp_path: Path) -> None:
     assert again.data["machine"]["python"] in sys.version
 
 
+def test_record_refuses_rows_of_another_machine(tmp_path: Path) -> None:
+    record = Record("x", ("mode",), tmp_path)
+    record.add({"mode": "plain"})
+    other = record.data["machine"] | {"python": "2.7"}
+    record.file.write_text(json.dumps(record.data | {"machine": other}))
+    with pytest.raises(machine.MachinesDiffer, match=r"x\.json: python is '3.* in one file and '2.7' in another; move the file, or write"):
+        Record("x", ("mode",), tmp_path)
+    assert Record("x", ("mode",), tmp_path, quick=True).rows == [], "rows of smoke runs are not kept"
+
+
 def test_machine_has_one_folder_name() -> None:
     assert machine.slug(MACHINE) == "nvidia-h200"
+    assert machine.slug(MACHINE | {"gpus": ["NVIDIA H200"] * 4}) == "nvidia-h200-x4"
     assert machine.slug(MACHINE | {"gpus": [], "cores": 2}) == "cpu-2"
 
 

@@ -11,7 +11,7 @@ import statistics
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from benchmark import (
     random_checkpoint,
     repeat,
     report,
+    server,
     serving_matrix,
     shapes,
     step_profile,
@@ -81,6 +82,17 @@ def test_machine_has_one_folder_name() -> None:
     assert machine.slug(MACHINE) == "nvidia-h200"
     assert machine.slug(MACHINE | {"gpus": ["NVIDIA H200"] * 4}) == "nvidia-h200-x4"
     assert machine.slug(MACHINE | {"gpus": [], "cores": 2}) == "cpu-2"
+
+
+def test_benchmark_with_failed_requests_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def client(command: list[str], **_: object) -> SimpleNamespace:
+        Path(command[command.index("--output-file") + 1]).write_text('{"completed": 3, "failed": 1, "output_throughput": 9.0}')
+        return SimpleNamespace(returncode=0, stdout="", stderr="1 x closed")
+
+    monkeypatch.setattr(server.subprocess, "run", client)
+    running = cast(server.Server, SimpleNamespace(port=1, log_tail=lambda: "CUDA error"))
+    with pytest.raises(server.ServerFailed, match=r"1 of 4 requests failed:\nCUDA error"):
+        server.bench(running, [])
 
 
 # ---- the roof

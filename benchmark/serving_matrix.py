@@ -133,7 +133,8 @@ def main() -> None:
     backends = ["torch_native"] if args.quick else args.backends
     lens = (16, 8) if args.quick else (1000, 1000)
     bursts = [random_ids(c, *lens) for c in ([1, 2] if args.quick else args.concurrency)]
-    sweep(record, setups(served, args.modes, backends, args.tp_size), bursts, served.shape)
+    roof = served.shape.roof.of_ranks(args.tp_size) if served.shape else None
+    sweep(record, setups(served, args.modes, backends, args.tp_size), bursts, roof)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

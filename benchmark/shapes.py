@@ -76,7 +76,7 @@ class Shape:
         """The roof with an EAGLE head of one layer, which has an `fc` and reads the LM head in each pass."""
         fc = _BYTES * 2 * self.hidden * self.hidden
         target = StepBytes(self.layers * self.layer_bytes + self.head_bytes, None, self.kv_bytes_per_token)
-        draft = StepBytes(self.layer_bytes + fc + self.head_bytes, None, self.kv_bytes_per_token / self.layers)
+        draft = StepBytes(self.layer_bytes + fc + self.head_bytes, None, self.kv_bytes_per_token / self.layers, whole=fc)
         return ModelRoof(target, draft)
 
     def roof_ms(self, steps: int, batch: int, context: float, bytes_per_second: float) -> float:

@@ -34,7 +34,7 @@ class StepBytes:
         experts: the sparse layers; None for a dense model.
         full_kv, window_kv: bytes of KV per token in the layers with full attention, and in those with a sliding window.
         window: size of the sliding window in tokens.
-        first: additional bytes of the first draft pass of an iteration.
+        first: additional bytes of the first draft pass of an iteration, which are not sharded over ranks.
         whole: the part of `fixed` that is not sharded over ranks.
         shared_kv: whether each rank reads all KV, as with latent attention.
     """
@@ -52,7 +52,7 @@ class StepBytes:
     def of_ranks(self, size: int) -> StepBytes:
         """The bytes that `size` ranks read in total."""
         kv = self.full_kv * (size if self.shared_kv else 1)
-        return replace(self, fixed=self.fixed + (size - 1) * self.whole, full_kv=kv)
+        return replace(self, fixed=self.fixed + (size - 1) * self.whole, full_kv=kv, first=self.first * size)
 
     def read(self, requests: float, tokens: float, context: float) -> float:
         """Bytes of a pass over `tokens` of `requests` at a mean `context`."""

@@ -141,6 +141,21 @@ def test_ranks_read_replicated_weights_and_latent_rows_each() -> None:
     assert roof.of_ranks(2).read(1, 1, 3) == roof.read(1, 1, 3) + 20 + 4 * 3
 
 
+@pytest.mark.parametrize(
+    ("target", "algorithm", "draft", "replicated"),
+    [
+        ("llama-3-8b", "EAGLE", "llama-3-8b-eagle", 3 * 2 * 2 * 4096 * 4096),
+        ("llama-3-70b", "EAGLE3", "llama-3-70b-eagle3", 2 * 3 * 8192 * 8192),
+        ("mimo-7b", "MTP", None, 3 * 2 * 2 * 4096 * 4096),
+    ],
+)
+def test_each_rank_reads_the_layer_that_fuses_draft_inputs(target: str, algorithm: str, draft: str | None, replicated: int) -> None:
+    roof = roof_of(shapes.CONFIGS / target, algorithm, None if draft is None else shapes.CONFIGS / draft)
+    assert roof.of_ranks(4).bytes(3, 1, 0) - roof.bytes(3, 1, 0) == 3 * replicated
+    if target == "llama-3-8b":
+        assert shapes.Shape.read(shapes.TARGET).roof.of_ranks(4).bytes(3, 1, 0) == pytest.approx(roof.of_ranks(4).bytes(3, 1, 0), rel=1e-4)
+
+
 def test_block_draft_runs_once_per_iteration() -> None:
     target, draft = StepBytes(100.0, None, 0.0), StepBytes(10.0, None, 0.0, first=1.0)
     assert ModelRoof(target, draft).bytes(3, 1, 0) == 131

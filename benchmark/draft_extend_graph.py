@@ -255,7 +255,7 @@ def in_process(
         order = {"flags": [*setup.flags, *limit], "concurrencies": concurrencies, "lens": lens, "overlaps": overlaps, "rounds": rounds}
         for row in apart(NAME, order):
             labelled = {**setup.labels, "loop": "in-process", **row}
-            record.add(labelled | (roof_share(labelled, served.shape, speed) if served.shape else {}))
+            record.add(labelled | (roof_share(labelled, served.shape.roof, speed) if served.shape else {}))
 
 
 def main() -> None:
@@ -279,7 +279,7 @@ def main() -> None:
         in_process(record, served, backends, concurrencies, lens, args.overlap, args.rounds)
     else:
         bursts = [random_ids(c, *lens) for c in concurrencies]
-        sweep(record, setups(served, backends, ["on"] if args.quick else args.overlap), bursts, served.shape)
+        sweep(record, setups(served, backends, ["on"] if args.quick else args.overlap), bursts, served.shape and served.shape.roof)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

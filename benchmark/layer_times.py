@@ -75,9 +75,10 @@ def _line(more: Row, fewer: Row, roofs: dict[str, ModelRoof]) -> list[str | None
     rest = Part(more["iteration_ms"] - sparse * layer, 2 * (DENSE + steps), rest_bytes)
     parts = [(Part(layer, 2, layer_bytes), LAYERS - DENSE), (rest, 1)]
     whole = sum(n * part.on(RANKS, ranks, exchange, EXCHANGE_MICROS / 1000) for part, n in parts)
+    bound = "≤ " if more.get("roof_assumed") or fewer.get("roof_assumed") else ""
     published = PUBLISHED.get(requests) if steps else None
     return [
-        f"{more['mode']}, c={requests}", f"{layer:.3f}", f"{least:.3f}", f"{least / layer:.0%}" if layer > 0 else None,
+        f"{more['mode']}, c={requests}", f"{layer:.3f}", f"{least:.3f}", f"{bound}{least / layer:.0%}" if layer > 0 else None,
         f"{exchange * 1000:.1f}", f"{1000 * accepted / whole:.0f}", None if published is None else str(published),
     ]  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Throughput of sparse, quantised and latent-attention models with random weights, with and without drafts, relative to their roofs.
 
-A roof assumes that tokens are routed independently. Tokens of a window choose similar experts, so fewer distinct ones are read and the
-share of the roof can exceed 100 % with drafts.
+A roof reads the distinct experts that the server counted. Where it counted none, the roof assumes that tokens are routed independently.
+Tokens of a window choose similar experts, so these shares are upper bounds (≤) and can exceed 100 % with drafts.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def _cell(row: dict[str, Any] | None) -> str | None:
     if row is None:
         return None
-    share = f" ({percent(row['roof_share'])})" if row.get("roof_share") else ""
+    share = f" ({'≤ ' if row.get('roof_assumed') else ''}{percent(row['roof_share'])})" if row.get("roof_share") else ""
     return f"{row['output_throughput']:.0f}{share}"
 
 

@@ -107,7 +107,7 @@ def roof(served: Model, mode: str, row: Row, bytes_per_second: float | None) -> 
     if served.shape is None or bytes_per_second is None:
         return {"roof_ms": None, "weights_ms": None}
     steps = STEPS if mode == "eagle" else 0
-    whole, weights = (served.shape.roof_ms(steps, batch, row["context"], bytes_per_second) for batch in (row["batch"], 0))
+    whole, weights = (served.shape.roof.roof_ms(steps, batch, row["context"], bytes_per_second) for batch in (row["batch"], 0))
     return {"roof_ms": whole, "weights_ms": weights}
 
 

@@ -79,10 +79,6 @@ class Shape:
         draft = StepBytes(self.layer_bytes + fc + self.head_bytes, None, self.kv_bytes_per_token / self.layers, whole=fc)
         return ModelRoof(target, draft)
 
-    def roof_ms(self, steps: int, batch: int, context: float, bytes_per_second: float) -> float:
-        """Milliseconds of an iteration of `steps` drafts, or of a plain step, by its bytes alone."""
-        return self.roof.roof_ms(steps, batch, context, bytes_per_second)
-
 
 def write_tiny(folder: Path) -> tuple[Path, Path]:
     """Write a target and an EAGLE head small enough for smoke runs on a CPU; return their folders."""

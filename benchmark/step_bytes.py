@@ -13,15 +13,19 @@ class Experts:
         count, top_k: experts per layer, and experts per token.
         bytes: bytes of one expert.
         layers: number of sparse layers.
+        counted: distinct experts per layer that the passes were counted to read; None if they were not counted.
     """
 
     count: int
     top_k: int
     bytes: float
     layers: int
+    counted: float | None = None
 
     def distinct(self, tokens: float) -> float:
-        """Expected number of distinct experts per layer for `tokens`, with uniform and independent routing."""
+        """Distinct experts per layer: as counted, else as expected for `tokens` with uniform and independent routing, an upper bound."""
+        if self.counted is not None:
+            return self.counted
         return self.count * (1 - (1 - self.top_k / self.count) ** tokens)
 
 
@@ -72,6 +76,11 @@ class ModelRoof:
     def of_ranks(self, size: int) -> ModelRoof:
         """The roof of `size` ranks in total."""
         return replace(self, target=self.target.of_ranks(size), draft=self.draft.of_ranks(size))
+
+    def with_counted(self, distinct_experts: float | None) -> ModelRoof:
+        """The roof of passes of a sparse target that were counted to read so many experts per layer."""
+        experts = self.target.experts and replace(self.target.experts, counted=distinct_experts)
+        return replace(self, target=replace(self.target, experts=experts))
 
     def bytes(self, steps: int, batch: float, context: float) -> float:
         """Bytes of one iteration: a verify pass over `steps` + 1 tokens of each request, and `steps` draft passes, of which the first runs

@@ -57,7 +57,7 @@ class Case:
     def roof_us(self, rate: float | None) -> float | None:
         """Microseconds to read weights, keys and values at `rate` bytes per second."""
         shape = replace(SHAPE, layers=self.layers)
-        return None if rate is None else shape.roof_ms(0, self.batch, self.length, rate) * 1e3
+        return None if rate is None else shape.roof.roof_ms(0, self.batch, self.length, rate) * 1e3
 
     def row(self, pdl: bool, us: dict[str, float], choices: dict[str, str], rate: float | None) -> Row:
         """A result row: `us` by the parts of the step, `choices` by GEMM."""

@@ -26,6 +26,7 @@ from benchmark import (
     embedded_speculation,
     layer_times,
     machine,
+    model_matrix,
     modes,
     phases,
     random_checkpoint,
@@ -44,7 +45,7 @@ from benchmark.markdown import cell, change, percent, table
 from benchmark.model_bytes import roof_of
 from benchmark.record import RESULTS, Record
 from benchmark.step_bytes import Experts, ModelRoof, StepBytes
-from benchmark.sweep import random_ids, roof_share
+from benchmark.sweep import random_ids, roof_share, worker_facts
 
 from runtime.bench.datasets import embedded_prompts
 from runtime.layers.torch_ops import TorchOps
@@ -102,18 +103,18 @@ def test_roof_of_the_8b_shape_counts_its_bytes() -> None:
     shape = shapes.Shape.read(shapes.TARGET)
     assert shape.roof.target.read(1, 1, 0) == pytest.approx(15.01e9, rel=0.001)
     assert shape.kv_bytes_per_token == 131072
-    assert shape.roof_ms(0, 1, 0, 4.32e12) == pytest.approx(3.47, abs=0.01)
-    assert shape.roof_ms(3, 1, 0, 4.32e12) == pytest.approx(4.55, abs=0.01)
+    assert shape.roof.roof_ms(0, 1, 0, 4.32e12) == pytest.approx(3.47, abs=0.01)
+    assert shape.roof.roof_ms(3, 1, 0, 4.32e12) == pytest.approx(4.55, abs=0.01)
 
 
 def test_roof_share_is_per_iteration() -> None:
-    shape = shapes.Shape.read(shapes.TARGET)
+    roof = shapes.Shape.read(shapes.TARGET).roof
     row = {"mean_tpot_ms": 2.0, "input_len": 0, "output_len": 0, "steps": 3, "accept_length": 2.5, "concurrency": 1}
-    share = roof_share(row, shape, 4.32e12)
+    share = roof_share(row, roof, 4.32e12)
     assert share["iteration_ms"] == 5.0
     assert share["roof_share"] == pytest.approx(4.55 / 5.0, rel=0.01)
-    assert roof_share(row, shape, None) == {}, "no share without a measured bandwidth"
-    mixed = roof_share(row | {"steps_by_depth": {"0": 10, "3": 30}}, shape, 4.32e12)
+    assert roof_share(row, roof, None) == {}, "no share without a measured bandwidth"
+    mixed = roof_share(row | {"steps_by_depth": {"0": 10, "3": 30}}, roof, 4.32e12)
     assert mixed["iteration_ms"] == 2.0 * (10 + 30 * 2.5) / 40, "steps without drafts commit one token"
     assert mixed["roof_ms"] == pytest.approx((10 * 3.47 + 30 * 4.55) / 40, rel=0.01)
 
@@ -160,6 +161,25 @@ def test_block_draft_runs_once_per_iteration() -> None:
     target, draft = StepBytes(100.0, None, 0.0), StepBytes(10.0, None, 0.0, first=1.0)
     assert ModelRoof(target, draft).bytes(3, 1, 0) == 131
     assert ModelRoof(target, draft, one_pass=True).bytes(15, 1, 0) == 111
+
+
+def test_roof_reads_the_experts_that_were_counted() -> None:
+    roof = ModelRoof(StepBytes(100.0, Experts(8, 2, 10.0, 3), full_kv=0.0), StepBytes(0.0, None, 0.0))
+    row = {"mean_tpot_ms": 1.0, "input_len": 0, "output_len": 0, "steps": 3, "accept_length": 2.0, "concurrency": 1}
+    counted, assumed = (roof_share(row | more, roof, 1e6) for more in ({"distinct_experts": 3.0}, {}))
+    assert counted["roof_ms"] == pytest.approx((100 + 3 * 3 * 10) / 1e3)
+    assert assumed["roof_ms"] == pytest.approx((100 + 3 * 8 * (1 - 0.75**4) * 10) / 1e3)
+    assert [("roof_assumed" in found) for found in (counted, assumed)] == [False, True]
+    assert "roof_assumed" not in roof_share(row | {"steps": 0}, roof, 1e6), "one token reads top_k experts"
+    served_row = served(mode="plain", tp_size=1, **assumed)
+    assert "| plain | 400 (≤ 13 %) |" in model_matrix.summary(result([served_row]))
+
+
+def test_distinct_experts_need_enough_passes_of_their_load() -> None:
+    facts = {"distinct_experts": 9.5, "exchange_micros": {"8192": "4.8"}, "depth": None}
+    row = {"total_output_tokens": 1000, "concurrency": 2, "accept_length": None}
+    assert worker_facts(row, facts) == {"distinct_experts": 9.5, "exchange_micros": {"8192": "4.8"}}
+    assert worker_facts(row | {"accept_length": 2.5}, facts) == {"exchange_micros": {"8192": "4.8"}}
 
 
 def test_layer_times_extrapolate_by_bytes_and_exchanges() -> None:

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmark import (
     client_agreement,
     crossover,
+    depth_curve,
     draft_extend_graph,
     draft_head,
     embedded_speculation,
@@ -171,8 +172,30 @@ def test_roof_reads_the_experts_that_were_counted() -> None:
     assert assumed["roof_ms"] == pytest.approx((100 + 3 * 8 * (1 - 0.75**4) * 10) / 1e3)
     assert [("roof_assumed" in found) for found in (counted, assumed)] == [False, True]
     assert "roof_assumed" not in roof_share(row | {"steps": 0}, roof, 1e6), "one token reads top_k experts"
-    served_row = served(mode="plain", tp_size=1, **assumed)
+    served_row = served(mode="plain", input_len=1000, output_len=300, **assumed)
     assert "| plain | 400 (≤ 13 %) |" in model_matrix.summary(result([served_row]))
+
+
+def test_rows_of_other_loads_have_their_own_tables() -> None:
+    loads: list[dict[str, Any]] = [{"output_len": 300}, {"output_len": 400}, {"output_len": 300, "tp_size": 2}]
+    rows = [served(mode="plain", input_len=1000, output_throughput=100.0 + i, **load) for i, load in enumerate(loads)]
+    text = model_matrix.summary(result(rows))
+    assert re.findall(r"\*\*(.*)\*\*", text) == ["m, 1000 → 300 tokens", "m, 1000 → 400 tokens", "m, on 2 GPUs, 1000 → 300 tokens"]
+    assert re.findall(r"\| plain \| (\d+)", text) == ["100", "101", "102"]
+
+
+@pytest.mark.parametrize("other", [{"model": "n"}, {"input_len": 1000}, {"output_len": 512}])
+def test_depths_are_compared_for_one_load(other: dict[str, Any]) -> None:
+    speeds = {"off": (None, 100.0), "auto": ("2.5", 150.0)}
+    rows = [
+        served(input_len=128, output_len=128, speculation=name, acceptance=acceptance, output_throughput=factor * speed) | more
+        for factor, more in ((1, {}), (3, other))
+        for name, (acceptance, speed) in speeds.items()
+    ]
+    text = depth_curve.render(result(rows))
+    assert re.findall(r"auto, tok/s \| (.*) \|", text) == ["150.0", "450.0"]
+    assert text.count("auto / no drafts | 1.50 |") == 2
+    assert depth_curve.summary(result(rows[:2])).count("| 2.5: auto, tok/s | 150.0 |") == 1
 
 
 def test_distinct_experts_need_enough_passes_of_their_load() -> None:
@@ -192,9 +215,10 @@ def test_layer_times_extrapolate_by_bytes_and_exchanges() -> None:
         for name, ms, roof in ((layer_times.MORE, 1.3, 0.7), (layer_times.FEWER, 0.9, 0.5))
     ]
     text = layer_times.summary(rows)
-    assert "| plain, c=1 | 0.100 | 0.050 | 50% | 2.9 |" in text
+    assert "| plain, c=1, on 2 GPUs | 0.100 | 0.050 | 50% | 2.9 |" in text
     assert "assumptions" in text
     assert layer_times.summary(rows[:1]) == ""
+    assert layer_times.summary([rows[0], rows[1] | {"tp_size": 4}]) == "", "runs on as many GPUs are compared"
 
 
 def test_random_checkpoint_loads_into_its_model(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         served(overlap=o, graphs=g, host_us={"verify": 1.0}, gpu_us={"verify": 2.0}) for o in ("on", "off") for g in step_profile.GRAPHS
     ],
     "depth_curve": [
-        served(speculation=s, acceptance=a, concurrency=c, output_len=128, steps_by_depth={"3": 100, "1": 4, "0": 0})
+        served(speculation=s, acceptance=a, concurrency=c, input_len=128, output_len=128, steps_by_depth={"3": 100, "1": 4, "0": 0})
         | {"num_prompts": 2 * c, "duration": 1.0, "p99_ttft_ms": 50.0}
         for s, a in (("off", None), ("auto", "1.2"), ("auto", "2.5"), ("K=3", "2.5")) for c in (1, 4)
     ],
@@ -177,7 +177,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ] + [{"what": "acceptance", "grammar": g, "speculation": "3/1/4", "batch": 4, "accept_length": 2.1} for g in grammar.CONSTRAINTS],
     "moe_kernels": [{"shape": s, "rows": r, "roof_share": 0.8} for s in ("qwen3-30b-a3b", "gpt-oss-20b") for r in (1, 16, 8192)],
     "model_matrix": [
-        {"model": "gpt-oss-20b", "mode": mode, "concurrency": c, "output_throughput": 90.0 * c}
+        {"model": "gpt-oss-20b", "mode": mode, "concurrency": c, "input_len": 1000, "output_len": 300, "output_throughput": 90.0 * c}
         for mode in ("plain", "accept-2.5")
         for c in (1, 16)
     ],

@@ -78,8 +78,9 @@ def _line(more: Row, fewer: Row, roofs: dict[str, ModelRoof]) -> list[str | None
     bound = "≤ " if more.get("roof_assumed") or fewer.get("roof_assumed") else ""
     published = PUBLISHED.get(requests) if steps else None
     return [
-        f"{more['mode']}, c={requests}{on_gpus(more)}", f"{layer:.3f}", f"{least:.3f}", f"{bound}{least / layer:.0%}" if layer > 0 else None,
-        f"{exchange * 1000:.1f}", f"{1000 * accepted / whole:.0f}", None if published is None else str(published),
+        f"{more['mode']}, c={requests}{on_gpus(more)}", f"{layer:.3f}", f"{least:.3f}",
+        f"{bound}{least / layer:.0%}" if layer > 0 else None, f"{exchange * 1000:.1f}",
+        f"{1000 * accepted / whole:.0f}", None if published is None else str(published),
     ]  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def plot(result: Result, file: Path) -> None:
             groups.setdefault(str(row["concurrency"]), {})[_title(row["mode"], [row])] = row["output_throughput"]
         return plots.bars(groups, title, "output tokens/s", kind="concurrency")
 
-    panels = [panel(title, rows) for title, rows in comparable(result["rows"]).items()]
+    panels = [panel("\n".join(title.rsplit(", ", 1)), rows) for title, rows in comparable(result["rows"]).items()]
     picture.draw(result, file, "Sparse and quantised models", panels, columns=2)
 
 

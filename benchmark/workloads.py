@@ -113,7 +113,7 @@ def _ratio(value: float | None, other: float | None) -> str | None:
 def plot(result: Result, file: Path) -> None:
     """Both modes and the peer, relative to the peer's throughput without drafts if it is known, else to ours."""
     known = peers(result)
-    base = {row["workload"]: row["output_throughput"] for row in result["rows"] if row["mode"] == PLAIN} | known[PLAIN]
+    base = known[PLAIN] or {row["workload"]: row["output_throughput"] for row in result["rows"] if row["mode"] == PLAIN}
     groups: dict[str, dict[str, float | None]] = {}
     for row in result["rows"]:
         if row["workload"] in base:

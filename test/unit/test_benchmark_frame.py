@@ -466,6 +466,23 @@ def test_crossover_is_where_the_ratio_crosses_one() -> None:
     rows = [served(speculation=s, text="random", concurrency=c, output_throughput=t) for s, c, t in
             (("off", 1, 100.0), ("off", 4, 400.0), ("2.5", 1, 150.0), ("2.5", 4, 360.0))]  # fmt: skip
     assert crossover.ratios(rows, "2.5", "random") == [(1, 1.5), (4, 0.9)]
+    longer = [row | {"output_len": 64 if row["speculation"] == "off" else 256} for row in rows]
+    assert crossover.ratios(longer, "2.5", "random") == [], "the answers have other lengths"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "text"),
+    [
+        ([1.2, 1.1], "above 1 up to 4"),
+        ([0.9, 0.8], "below 1 from 1 on"),
+        ([0.9, 1.1], "below 1 at 1, above 1 at 4"),
+        ([1.25, 0.75], "2.00"),
+    ],
+)
+def test_crossover_says_on_which_side_of_one_the_ratios_are(ratios: list[float], text: str) -> None:
+    rows = [served(speculation=s, text="random", concurrency=c, output_throughput=r) for c, r in zip((1, 4), ratios, strict=True)
+            for s, r in (("off", 1.0), ("2.5", r))]  # fmt: skip
+    assert f"| {text} |" in crossover.summary(result([row | {"total_output_tokens": 9} for row in rows]))
 
 
 def test_crossover_table_shows_real_and_synthetic_acceptance() -> None:
@@ -515,7 +532,9 @@ def test_spread_is_relative_to_the_median() -> None:
     assert found["mean_ttft_ms"] == pytest.approx(-4.0)
     assert found["median_itl_ms"] is None
     assert repeat.farthest(found) == pytest.approx(-4.0)
-    text = repeat.render(result([served(mode="eagle", runs=[*runs, runs[0] | {"accept_length": 2.6}], spread=found)]))
+    text = repeat.render(
+        result([served(mode="eagle", input_len=1000, output_len=256, runs=[*runs, runs[0] | {"accept_length": 2.6}], spread=found)])
+    )
     assert "| **-4.00** | 4 | 2.500, 2.600 |" in text, "different accept lengths are shown"
 
 

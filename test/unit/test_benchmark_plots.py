@@ -146,7 +146,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"server": "mock", "backend": "vllm", "load": "4 at a time", "difference": {"mean_ttft_ms": -0.4}, "repeat": {"mean_itl_ms": None}},
         {"server": "mock", "backend": "vllm", "load": "6 a second", "difference": None, "repeat": {"mean_ttft_ms": 1.5}},
     ],
-    "repeat": [served(mode="eagle", concurrency=1, spread=dict.fromkeys(FIGURES, -1.5) | {"median_itl_ms": None})],
+    "repeat": [
+        served(mode="eagle", input_len=1000, output_len=n, spread=dict.fromkeys(FIGURES, -1.5) | {"median_itl_ms": None}) for n in (64, 256)
+    ],
     "modes": [served(mode="plain", graphs="on", batch=1, step_ms=4.0)],
     "sampling": [
         served(mode="eagle", choice="greedy", sampler=None, batch=1, step_ms=5.0),

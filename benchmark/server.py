@@ -153,10 +153,10 @@ class Server:
 
 
 def bench(server: Server, flags: Sequence[str]) -> dict[str, Any]:
-    """Run `bench_serving` against `server` and return its JSON line.
+    """Run `bench_serving` against `server` and return its JSON line. `flags` have the number of requests.
 
     Raises:
-        ServerFailed: the client failed or a request did: a rate of the requests that remain is not the server's.
+        ServerFailed: the client failed, or not all requests succeeded: a rate of those that remain is not the server's.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.jsonl"
@@ -168,8 +168,9 @@ def bench(server: Server, flags: Sequence[str]) -> dict[str, Any]:
         if done.stderr.strip():
             print(done.stderr, file=sys.stderr)
         figures = json.loads(out.read_text(encoding="utf-8"))
-    if failed := figures["failed"]:
-        raise ServerFailed(f"{failed} of {failed + figures['completed']} requests failed:\n{server.log_tail()}")
+    asked = int(flags[flags.index("--num-prompts") + 1])
+    if figures["completed"] != asked:
+        raise ServerFailed(f"{figures['completed']} of {asked} requests succeeded:\n{server.log_tail()}")
     return figures
 
 

@@ -86,15 +86,17 @@ def test_machine_has_one_folder_name() -> None:
     assert machine.slug(MACHINE | {"gpus": [], "cores": 2}) == "cpu-2"
 
 
-def test_benchmark_with_failed_requests_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failed", [1, 0])
+def test_benchmark_without_all_its_requests_has_no_figures(failed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def client(command: list[str], **_: object) -> SimpleNamespace:
-        Path(command[command.index("--output-file") + 1]).write_text('{"completed": 3, "failed": 1, "output_throughput": 9.0}')
+        Path(command[command.index("--output-file") + 1]).write_text(json.dumps({"completed": 3, "failed": failed}))
         return SimpleNamespace(returncode=0, stdout="", stderr="1 x closed")
 
     monkeypatch.setattr(server.subprocess, "run", client)
     running = cast(server.Server, SimpleNamespace(port=1, log_tail=lambda: "CUDA error"))
-    with pytest.raises(server.ServerFailed, match=r"1 of 4 requests failed:\nCUDA error"):
-        server.bench(running, [])
+    with pytest.raises(server.ServerFailed, match=r"3 of 4 requests succeeded:\nCUDA error"):
+        server.bench(running, ["--num-prompts", "4"])
+    assert server.bench(running, ["--num-prompts", "3"])["completed"] == 3
 
 
 # ---- the roof

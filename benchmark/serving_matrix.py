@@ -112,7 +112,7 @@ def plot(result: Result, file: Path) -> None:
         groups: dict[str, dict[str, float | None]] = {}
         for row in sorted((row for row in known if row["mode"] == mode), key=lambda row: row["concurrency"]):
             groups.setdefault(str(row["concurrency"]), {})[f"{row['system']}, {row['backend']}"] = row["output_throughput"]
-        return plots.bars(groups, TITLES[mode], "output tokens/s", kind="concurrency")
+        return plots.bars(groups, TITLES[mode] + on_gpus(result["rows"][0]), "output tokens/s", kind="concurrency")
 
     panels = [panel(mode) for mode in TITLES if any(row["mode"] == mode for row in result["rows"])]
     models = ", ".join(dict.fromkeys(model_name(row) for row in result["rows"]))

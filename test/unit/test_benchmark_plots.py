@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmark import crossover, depth_curve, draft_extend_graph, exactness, grammar, picture, plots, report, step_profile
+from benchmark import crossover, depth_curve, draft_extend_graph, exactness, grammar, picture, plots, report, serving_matrix, step_profile
 from benchmark.client_agreement import FIGURES
+from matplotlib.figure import Figure
 
 MACHINE = {"device": "NVIDIA H200", "gpus": ["NVIDIA H200"], "cpu": "x", "cores": 16, "python": "3.12", "packages": {"torch": "2.11.0"}}
 MOST_BYTES = 100_000
@@ -79,6 +80,15 @@ def test_crossover_plot_has_a_line_per_accept_length(drawn: dict[str, Any]) -> N
     crossover.plot(result(rows), Path("x.png"))
     (panel,) = drawn["panels"]
     assert list(panel.names) == ["m, synthetic 2.5, random text", "m, synthetic 3.5, random text"]
+
+
+@pytest.mark.parametrize(("ranks", "title"), [({}, "Plain decoding"), ({"tp_size": 2}, "Plain decoding, on 2 GPUs")])
+def test_serving_plot_names_its_gpus(ranks: dict[str, int], title: str, drawn: dict[str, Any]) -> None:
+    serving_matrix.plot(result([served(mode="plain", **ranks)]), Path("x.png"))
+    (panel,) = drawn["panels"]
+    axes = Figure().subplots()
+    panel.paint(axes, dict.fromkeys(panel.names, "black"))
+    assert axes.get_title() == title
 
 
 def test_profile_plot_shows_host_gpu_and_unprofiled_times(drawn: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,20 @@ def test_a_rank_that_is_lost_ends_the_server(model: Path, place: Place, role: Ro
     assert outcome.clean, f"{outcome}\n{text}"
     assert words in text
     assert "Traceback" not in text or "failed in step" in text or "different tokens" in text
+
+
+def test_a_pause_of_all_processes_longer_than_any_timeout_ends_nothing(model: Path) -> None:
+    with two_ranks(model) as server:
+        processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+        stream = server.stream(480)
+        for process in processes:
+            process.suspend()
+            time.sleep(0.1)  # a rank that runs on waits for the other one in an exchange
+        time.sleep(9.0)
+        for process in reversed(processes):
+            process.resume()
+        assert stream.join(PATIENCE)
+        assert stream.events[-1] == "[DONE]", server.text()
 
 
 @pytest.mark.parametrize(("role", "rank"), [("scheduler", 0), ("worker-1", 1)])

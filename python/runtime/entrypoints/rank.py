@@ -30,8 +30,8 @@ from runtime.models.config import ModelConfig
 from runtime.speculative.registry import make_drafter
 
 log = logging.getLogger(__name__)
-STEP_SECONDS = 7.0
-"""Most seconds that a step on GPUs, or its start on any device, may take. The largest prompt chunk of a 70B model takes about 1 s."""
+STEP_PERIODS = 14
+"""Most half seconds that a step on GPUs, or its start on any device, may take. The largest prompt chunk of a 70B model takes about 1 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,16 @@ class Sockets:
 
 @dataclass(slots=True)
 class StepTimeout:
-    """Detects that rank 0 waits too long for a step. `waits` are its waits during a step, set once the followers exist."""
+    """Detects that rank 0 waits too long for a step. `waits` are its waits during a step, set once the followers exist.
+
+    Called every half second.
+    """
 
     waits: tuple[StepWait, ...] = ()
 
     def __call__(self) -> str:
         """Return a sentence about the wait that takes too long, or ""."""
-        return next(filter(None, (wait.longer_than(STEP_SECONDS) for wait in self.waits)), "")
+        return next(filter(None, [wait.longer_than(STEP_PERIODS) for wait in self.waits]), "")
 
 
 def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, options: BuildOptions = AS_CONFIGURED) -> Worker:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
+from benchmark.ports import free_port
 
+from process import fake
 from process.fake import ENV, dummy_model, serving
 
 COLD = pytest.mark.usefixtures("programs_start_cold")
@@ -25,6 +31,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "runtime.launch_server", "--log-level", "warning", *flags]
     return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=60)
+
+
+def shell(before: str, redirections: str, model: Path, port: int) -> list[str]:
+    """The command of a server that a shell starts after `before`."""
+    flags = ["--model", str(model), "--load-format", "dummy", "--device", "cpu", "--log-level", "warning", "--port", str(port)]
+    server = [sys.executable, str(Path(fake.__file__).resolve()), "serve", "0.01", *flags]
+    return ["bash", "-c", f"{before} && exec {shlex.join(server)} {redirections}"]
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with 200."""
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=5.0, verify=False).status_code == 200
+    return False
 
 
 def assert_one_line(made: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -65,6 +85,29 @@ def test_a_port_out_of_range_prints_one_line_and_exits_with_2(port: str) -> None
 def test_an_address_of_another_machine_is_refused() -> None:
     assert_one_line(launch("--host", "192.0.2.1"), "192.0.2.1")
     assert_one_line(launch("--host", "no such host"), "no such host")
+
+
+def test_too_few_open_files_print_one_line_and_exit_with_2(model: Path) -> None:
+    assert_one_line(
+        subprocess.run(shell("ulimit -n 48", "", model, 0), capture_output=True, text=True, env=ENV, timeout=60),
+        "Only 48 files may be open; the server needs 64.",
+    )
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_a_server_whose_standard_streams_are_closed_serves(model: Path, closed: str) -> None:
+    port = free_port()
+    server = shell("true", closed, model, port)
+    with subprocess.Popen(server, env=ENV) as process:
+        try:
+            deadline = time.monotonic() + 60.0
+            while not answers(f"http://127.0.0.1:{port}/ready"):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        finally:
+            process.terminate()
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("flag", ["--check", "--context-length=1"])

@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
     """
     start = time.monotonic()
     open_standard_streams()
+    reset_signals()
     logging_setup.hold()
     try:
         command = parse(sys.argv[1:] if argv is None else argv)
@@ -110,6 +111,16 @@ def open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+
+
+def reset_signals() -> None:
+    """Undo what the parent set: blocked signals would not stop the server, and ignored ends of children would look like exits.
+
+    SIGTERM gets a handler until the event loop has its own, because the kernel has no default action for process 1 of a container.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def allow_many_files() -> None:

@@ -145,6 +145,27 @@ def test_two_nodes_serve_and_end_together(model: Path, host: str) -> None:
         assert first.folders() == other.folders() == []
 
 
+def test_a_signal_to_all_nodes_drains(model: Path) -> None:
+    with two_nodes(model) as (first, other):
+        stream = first.stream(400)
+        other.process.send_signal(signal.SIGTERM)
+        first.process.send_signal(signal.SIGTERM)
+        assert stream.join(PATIENCE)
+        assert stream.events[-1] == "[DONE]", first.text()
+        assert first.process.wait(PATIENCE) == 0
+        assert other.process.wait(PATIENCE) == 0
+        assert first.folders() == other.folders() == []
+
+
+def test_a_second_signal_ends_a_node_at_once(model: Path) -> None:
+    with two_nodes(model) as (_, other):
+        other.process.send_signal(signal.SIGTERM)
+        while "waiting for node 0 to end" not in other.text():
+            time.sleep(0.05)
+        other.process.send_signal(signal.SIGTERM)
+        assert other.process.wait(PATIENCE) == 0
+
+
 def test_a_node_that_does_not_start_is_reported(model: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     with two_ranks(model, "--nnodes", "2", "--dist-init-addr", address, "--dist-timeout", "2", ready=False) as server:

@@ -31,7 +31,7 @@ def make_socket_folder() -> str:
         return _make_in(_base())
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"No folder can be made for the server's sockets: {reason}. Set TMPDIR to a folder that can be written.") from error
+        raise ConfigError(f"No folder can be made for the server's sockets: {reason}. Set TMPDIR to a writable folder.") from error
 
 
 def _make_in(base: str) -> str:

@@ -155,6 +155,7 @@ def test_the_command_line_takes_precedence_over_the_file(tmp_path: Path) -> None
         ("port: {", ["YAML"]),
         ("port: fast", ["'port'", "whole number", "'fast'"]),
         ("config: other.yaml", ["config"]),
+        ("port: 1\nmodel: m\nport: 2", ["'port' is given twice", "line 3"]),
     ],
 )
 def test_a_bad_file_is_reported_in_one_line(tmp_path: Path, content: str, words: list[str]) -> None:

@@ -40,14 +40,23 @@ class Rendezvous(msgspec.Struct, frozen=True):
         return cls(f"{FILE}{Path(folder) / 'rendezvous'}", LOOPBACK, f"ipc://{folder}/{{name}}")
 
     @classmethod
-    def at_address(cls, address: str) -> Rendezvous:
-        """Create a rendezvous for ranks of several hosts, at HOST:PORT of the first. Raises `ConfigError` if it cannot be reached."""
+    def at_address(cls, address: str, listens: bool = False) -> Rendezvous:
+        """Create a rendezvous for ranks of several hosts, at HOST:PORT of the first.
+
+        Args:
+            listens: whether this host is the first.
+
+        Raises:
+            ConfigError: this host cannot reach the address, or cannot listen there.
+        """
         node = NodeAddress.parse(address)
         try:
             target, own = _reach(node)
         except (OSError, UnicodeError) as error:  # the latter for names that are invalid in DNS
             why = error.strerror if isinstance(error, OSError) else None
             raise ConfigError(f"--dist-init-addr {address} cannot be reached: {why or error}") from error
+        if listens and (problem := _cannot_listen(target, node.port)):
+            raise ConfigError(f"Node 0 cannot listen at --dist-init-addr {address}: {problem}. Give an address of node 0 and a free port.")
         host = f"[{target}]" if ":" in target else target
         return cls(f"tcp://{host}:{node.port}", interface_of(own), f"tcp://{host}:*")
 
@@ -65,6 +74,18 @@ def _reach(node: NodeAddress) -> tuple[str, str]:
                 continue
             return _numeric(target), _numeric(probe.getsockname())
     raise error
+
+
+def _cannot_listen(host: str, port: int) -> str:
+    """Why this host cannot listen there; "" if it can. torch would wait for the whole time-out at an address of another host."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(target)
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+    return ""
 
 
 def _numeric(address: tuple[Any, ...]) -> str:

@@ -176,6 +176,13 @@ def test_a_node_that_does_not_start_is_reported(model: Path) -> None:
         assert server.folders() == []
 
 
+def test_a_node_waits_for_node_0_no_longer_than_its_time_out(model: Path) -> None:
+    flags = ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--dist-timeout", "2"]
+    with two_ranks(model, *flags, ready=False) as server:
+        assert server.process.wait(PATIENCE) == 2
+        assert "connection refused. All 2 ranks must start within --dist-timeout, 2 s." in server.text()
+
+
 def test_a_node_that_is_lost_ends_the_other(model: Path) -> None:
     with two_nodes(model) as (first, other):
         children = psutil.Process(first.process.pid).children(recursive=True)

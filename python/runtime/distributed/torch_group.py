@@ -48,11 +48,13 @@ class TorchGroup:
             url, store = None, dist.FileStore(rendezvous.file, size)  # pyright: ignore[reportPrivateImportUsage]
             store.set_timeout(seconds)
         try:
+            if rank and not rendezvous.file:
+                rendezvous.await_listener(timeout)
             dist.init_process_group("gloo", url, seconds, size, rank, store)
             return cls(rank, size, subgroup(whole, "gloo", timeout), subgroup(whole, "gloo", LONGEST_PAUSE))
-        except RuntimeError as error:  # torch raises several kinds, DistNetworkError among them
+        except (OSError, RuntimeError) as error:  # torch raises several kinds, DistNetworkError among them
             raise ConfigError(
-                f"Rank {rank} did not meet the other ranks at {rendezvous.url}: {str(error).rstrip('.')}. "
+                f"Rank {rank} did not meet the other ranks at {rendezvous.url}: {_reason(error)}. "
                 f"All {size} ranks must start within --dist-timeout, {timeout:g} s."
             ) from error
 
@@ -120,3 +122,7 @@ def subgroup(lists: list[list[int]], backend: str, seconds: float) -> dist.Proce
     group, _ = dist.new_subgroups_by_enumeration(lists, timedelta(seconds=seconds), backend=backend)
     assert isinstance(group, dist.ProcessGroup), "every rank is in a list"
     return group
+
+
+def _reason(error: OSError | RuntimeError) -> str:
+    return str(error).rstrip(".") if isinstance(error, RuntimeError) else (error.strerror or str(error)).lower()

@@ -18,7 +18,7 @@ import uvloop
 from tqdm import tqdm
 
 from runtime.bench import summary
-from runtime.bench.backends import BACKENDS, Backend, GenerationOptions, send
+from runtime.bench.backends import BACKENDS, Backend, GenerationOptions, payload, send
 from runtime.bench.chat_template import chat_template
 from runtime.bench.datasets import DatasetOptions, load
 from runtime.bench.http_stream import HttpClient, HttpFailure, authority
@@ -58,11 +58,12 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         info = await _get(client, "/get_model_info", "/model_info") or {}
         vocabulary = await open_vocabulary(client, args.tokenizer, args.model or model, info)
         requests = await load(_dataset(args), vocabulary, chat_template(vocabulary) if args.apply_chat_template else None)
+        options = _generation(args, model)
+        payload(backend, requests[0], options)
     except (ValueError, HttpFailure) as error:
         raise BenchError(str(error)) from error
     if args.dataset_name not in ("generated-shared-prefix",) and len(requests) < args.num_prompts:
         print(f"{args.dataset_name} has only {len(requests)} prompts that fit; {args.num_prompts} were requested")
-    options = _generation(args, model)
     await _prepare(args, client, backend, requests[0], options)
     before = await _get(client, "/get_server_info", "/server_info")
     records, seconds = await _measure(args, client, backend, requests, options)
@@ -105,10 +106,7 @@ async def _warm_up(number: int, client: HttpClient, backend: Backend, request: B
     if number == 0:
         return
     short = BenchRequest(request.prompt, request.prompt_len, min(request.output_len, _WARMUP_OUTPUT_LEN))
-    try:
-        records = await asyncio.gather(*(send(client, backend, short, options) for _ in range(number)))
-    except ValueError as error:
-        raise BenchError(str(error)) from error
+    records = await asyncio.gather(*(send(client, backend, short, options) for _ in range(number)))
     if not any(record.success for record in records):
         raise BenchError(f"the warm-up failed: {records[0].error}")
 

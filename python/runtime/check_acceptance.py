@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from runtime import log as logging_setup
-from runtime.config.flag_parser import parse
+from runtime.config.flag_parser import parse_shared
 from runtime.config.graphs import default_graph_sizes
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.prepare import prepare
@@ -60,10 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print the table. Exit status: 0 where nothing differs, 1 where something does, 2 for wrong flags."""
     try:
         options, rest = read_options(sys.argv[1:] if argv is None else argv)
-        command = parse(rest)
-        if command.check or command.dump_config:
-            raise ConfigError("--check and --dump-config belong to runtime.launch_server; leave them out")
-        args = command.args
+        args = parse_shared(rest)
         logging_setup.setup(args.log_level, "talon::check")
         config, model_config = prepare(args)
         tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
@@ -344,7 +341,8 @@ def report_parity(worker: Worker, eager: Outcome, graphs: Outcome, replays: list
     unused = [runner.spec.name for runner, count in counted if runner in worker.runners and runner.sizes and not count]
     texts = [i for i, (a, b) in enumerate(zip(eager.tokens, graphs.tokens, strict=True)) if a != b]
     if unused:
-        print(f"not compared: {', '.join(unused)} replayed nothing; lower --max-running-requests or raise --cuda-graph-max-bs")
+        names = ", ".join(unused)
+        print(f"not compared: {names} replayed nothing; raise --max-new-tokens or --cuda-graph-max-bs, or lower --max-running-requests")
     if unreached := not_compared(eager.counters):
         print(f"{unreached}; give more prompts or a better draft")
     if texts:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.check_acceptance import read_prompts, tokenised
-from runtime.config.flag_parser import parse
+from runtime.config.flag_parser import parse_shared
 from runtime.config.refusals import check_output
 from runtime.config.server_args import ServerArgs
 from runtime.entrypoints.engine import Engine
@@ -55,11 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and save. Exit status: 0, 1 where the engine failed, 2 for wrong flags."""
     try:
         options, rest = read_options(sys.argv[1:] if argv is None else argv)
-        with Engine(**engine_options(parse(rest).args)) as engine:
+        args, prompts = parse_shared(rest), read_prompts(options.prompts)
+        with Engine(**engine_options(args)) as engine:
             model = load_hf_config(engine.config.model.model_path)
             if options.size > model.vocab_size:
                 raise ConfigError(f"--size is {options.size}; the model has {model.vocab_size} tokens")
-            answers = list(write(engine, options))
+            answers = list(write(engine, options, prompts))
         held_out = answers[::HELD_OUT] if len(answers) >= HELD_OUT else []
         counted = [answer for i, answer in enumerate(answers) if i % HELD_OUT or not held_out]
         hot = hottest(Counter(itertools.chain.from_iterable(counted)), options.size, model.eos_ids)
@@ -98,14 +99,14 @@ def engine_options(args: ServerArgs) -> dict[str, Any]:
     return {"speculative_algorithm": "none", **given}
 
 
-def write(engine: Engine, options: Options) -> Iterable[list[int]]:
-    """Answers to the prompts, again and again with other seeds, until the model has written enough."""
+def write(engine: Engine, options: Options, texts: Sequence[str]) -> Iterable[list[int]]:
+    """Answers to the prompts `texts`, again and again with other seeds, until the model has written enough."""
     config = engine.config.model
     tokenizer = Tokenizer.load(config.tokenizer_path, chat_template=config.chat_template)
     room = config.context_length - options.answer
     if room < 1:
         raise ConfigError(f"--max-new-tokens {options.answer} leaves no room for a prompt in a context of {config.context_length}")
-    prompts = [ids[-room:] for ids in tokenised(tokenizer, read_prompts(options.prompts))]
+    prompts = [ids[-room:] for ids in tokenised(tokenizer, texts)]
     written, seeds = 0, itertools.count()
     for start in itertools.count(0, SIDE_BY_SIDE):
         ids = [prompts[(start + i) % len(prompts)] for i in range(SIDE_BY_SIDE)]

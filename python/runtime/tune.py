@@ -24,7 +24,7 @@ from runtime import log as logging_setup
 from runtime.check_acceptance import fit, open_worker, read_prompts, tokenised
 from runtime.config.attention_caps import MAX_TREE_BITS
 from runtime.config.draft_algorithms import ALGORITHM_CAPS
-from runtime.config.flag_parser import parse
+from runtime.config.flag_parser import parse_shared
 from runtime.config.machine import probe
 from runtime.config.refusals import check_output, flag_of
 from runtime.config.resolve import check
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save. Exit status: 0, 1 where the model failed, 2 for wrong flags."""
     try:
         options, rest = read_options(sys.argv[1:] if argv is None else argv)
-        args = parse(rest).args
+        args = parse_shared(rest)
         logging_setup.setup("warning" if args.log_level == "info" else args.log_level, "talon::tune")
         tuning = tune(options, args)
         write_tuning(tuning, options.output)
@@ -129,9 +129,10 @@ def tune(options: Options, args: ServerArgs) -> SpeculativeTuning:
     """Measure chains, then trees, print both, and choose. Raises `ConfigError` if there is nothing to choose."""
     config, model_config = chain_config(args)
     sizes = batch_sizes(config, options)
+    prompts = prompt_ids(options, config, model_config)
     opening = time.perf_counter()
     with _opened(config, model_config, sizes) as worker:
-        bench = Bench.start(options, config, model_config, opening)
+        bench = Bench.start(options, config, model_config, prompts, opening)
         trees = TREES if may_branch(config) else ()
         chains = bench.chains(worker, sizes, CHAIN_SHARE if trees else 1.0)
     chain = chain_plan(chains.rates())
@@ -200,6 +201,12 @@ def batch_sizes(config: RuntimeConfig, options: Options) -> list[int]:
     if options.requests is not None and max(options.requests) > most:
         raise ConfigError(f"--batch-sizes must be at most {most}, the requests that run together. Raise --max-running-requests.")
     return list(options.requests or sorted({*(1 << i for i in range(most.bit_length())), most}))
+
+
+def prompt_ids(options: Options, config: RuntimeConfig, model_config: ModelConfig) -> list[list[int]]:
+    """The tokens of the prompts. Raises `ConfigError` if they cannot be read or leave no room for an answer."""
+    tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
+    return fit(tokenised(tokenizer, read_prompts(options.prompts)), config, model_config.vocab_size, options.answer)
 
 
 @contextmanager
@@ -281,11 +288,9 @@ class Bench:
     loading: float
 
     @classmethod
-    def start(cls, options: Options, config: RuntimeConfig, model_config: ModelConfig, opening: float) -> Bench:
-        """Read and tokenise the prompts; the time counts from here. `opening`: when the worker began to load."""
+    def start(cls, options: Options, config: RuntimeConfig, model_config: ModelConfig, prompts: list[list[int]], opening: float) -> Bench:
+        """The time counts from here. `opening`: when the worker began to load."""
         started = time.perf_counter()
-        tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
-        prompts = fit(tokenised(tokenizer, read_prompts(options.prompts)), config, model_config.vocab_size, options.answer)
         random_text = config.model.load_format == "dummy"
         sampling = SamplingParams(temperature=options.temperature, max_new_tokens=options.answer, ignore_eos=random_text)
         return cls(options, config, model_config, prompts, sampling, started, started - opening)

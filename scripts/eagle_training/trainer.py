@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -205,7 +204,8 @@ class Trainer:
                 clock = time.monotonic()
         if losses:
             self._log(losses, None)
-        self.check()
+        if not p.checks or p.checks[-1]["step"] != p.step:
+            self.check()
         self.save()
 
     def check(self) -> dict[str, Any]:
@@ -267,7 +267,7 @@ class Trainer:
         """Write the state, replacing the previous one, and the metrics as JSON."""
         p = self.progress
         self.folder.mkdir(parents=True, exist_ok=True)
-        state = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict(),
+        state = {"head": self.head.state_dict(), "vocabulary": self.head.vocabulary.tolist(), "optimizer": self.optimizer.state_dict(),
                  "progress": {name: getattr(p, name) for name in Progress.__dataclass_fields__}}  # fmt: skip
         partial = self._file.with_suffix(".partial")
         torch.save(state, partial)
@@ -276,19 +276,24 @@ class Trainer:
         (self.folder / "training.json").write_text(json.dumps(figures) + "\n", encoding="utf-8")
 
     def resume(self) -> bool:
-        """Load the saved state, if there is one."""
+        """Load the saved state, if there is one.
+
+        Raises:
+            SystemExit: the state does not belong to this head.
+        """
         if not self._file.is_file():
             return False
         state = torch.load(self._file, map_location=self.target.device, weights_only=True)
+        sizes, saved = ({name: tensor.shape for name, tensor in one.items()} for one in (self.head.state_dict(), state["head"]))
+        if saved != sizes or state.get("vocabulary") != self.head.vocabulary.tolist():
+            raise SystemExit(
+                f"{self._file} is the state of a head of another size or vocabulary; the vocabulary depends on the training text. "
+                "Run the command that wrote it, or remove the file to train a new head."
+            )
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])
         return True
-
-    def forget(self) -> None:
-        """Remove the saved state."""
-        with contextlib.suppress(FileNotFoundError):
-            self._file.unlink()
 
 
 def rate_at(done: float, warmup: float) -> float:

@@ -167,3 +167,10 @@ def test_unstreamed_answers_have_no_tpot(tmp_path: Path) -> None:
     assert figures["completed"] == 2
     assert figures["mean_tpot_ms"] is None
     assert figures["total_output_tokens"] == 22
+
+
+def test_ids_for_a_chat_endpoint_are_refused_before_the_run(tmp_path: Path) -> None:
+    script = Script()
+    with mock_server(script) as port:
+        _, text = bench(port, tmp_path, *IDS, "--backend", "sglang-oai-chat", "--num-prompts", "1", "--warmup-requests", "0", expect=2)
+    assert text == "bench_serving: --backend sglang-oai-chat takes text; for token ids choose a completions backend\n"

@@ -20,11 +20,11 @@ from runtime.bench import backends, metrics, summary
 from runtime.bench.backends import BACKENDS, Answer, GenerationOptions, payload, send
 from runtime.bench.chat_template import chat_template
 from runtime.bench.datasets import DatasetOptions, embedded_prompts, load, random_lens
-from runtime.bench.http_stream import Endpoint
+from runtime.bench.http_stream import Endpoint, HttpClient
 from runtime.bench.load import Load, arrivals, run_load
 from runtime.bench.options import parser
 from runtime.bench.records import BenchRequest, Chunk, RequestRecord
-from runtime.bench.vocabulary import LocalVocabulary, UnknownVocabulary
+from runtime.bench.vocabulary import LocalVocabulary, UnknownVocabulary, open_vocabulary
 
 FLAGS = (
     "backend base-url host port ready-check-timeout-sec dataset-name dataset-path model served-model-name tokenizer "
@@ -95,10 +95,15 @@ def test_reference_command_lines_parse(prompts: int, concurrency: int) -> None:
         "--port 65536",
         "--request-rate 0",
         "--request-rate nan",
+        "--seed -1",
+        "--seed 4294967296",
+        "--temperature nan",
+        "--top-p inf",
         "--random-range-ratio 1.5",
         "--extra-request-body [1]",
         "--header x",
         "--header =x",
+        "--header x=\u20ac",
     ],
 )
 def test_flags_out_of_range_are_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +111,13 @@ def test_flags_out_of_range_are_refused(flags: str, capsys: pytest.CaptureFixtur
         parser().parse_args(flags.split(" ", 1))
     assert exit_info.value.code == 2
     assert flags.split()[0] in capsys.readouterr().err
+
+
+def test_repeated_list_flags_add_up() -> None:
+    args = parser().parse_args(["--header", "A=1", "--goodput", "ttft:200", "--header", "B=2", "C=3", "--goodput", "tpot:20"])
+    assert args.header == [("A", "1"), ("B", "2"), ("C", "3")]
+    assert args.goodput == ["ttft:200", "tpot:20"]
+    assert parser().parse_args([]).header == []
 
 
 def test_json_fields_and_columns_match_sglang() -> None:
@@ -280,6 +292,12 @@ def test_text_without_tokenizer_suggests_random_ids() -> None:
         make(UnknownVocabulary(100), name="random", num_prompts=1)
 
 
+def test_vocabulary_size_of_a_multimodal_config_is_found(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 7}}))
+    client = HttpClient("http://127.0.0.1:1")  # no server
+    assert asyncio.run(open_vocabulary(client, None, str(tmp_path), {})).size == 7
+
+
 def test_prompts_of_a_group_share_a_prefix(vocabulary: LocalVocabulary) -> None:
     sizes = {"gsp_num_groups": 3, "gsp_prompts_per_group": 4, "gsp_system_prompt_len": 50, "gsp_question_len": 10}
     requests = make(vocabulary, name="generated-shared-prefix", tokenize_prompt=True, **sizes)
@@ -348,6 +366,19 @@ def test_chat_template_omits_the_bos_token(tmp_path: Path, vocabulary: LocalVoca
     source = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "chat_template": source}))
     assert chat_template(vocabulary)("hi") == "<user>hi<bot>"
+
+
+@pytest.mark.parametrize("source", ["{% generation %}", "{{ missing() }}", "{{ 'a' + 1 }}"])
+def test_a_chat_template_that_fails_is_named(source: str, tmp_path: Path, vocabulary: LocalVocabulary) -> None:
+    (tmp_path / "chat_template.jinja").write_text(source)
+    with pytest.raises(ValueError, match=f"{tmp_path}: the chat template fails"):
+        chat_template(vocabulary)("hi")
+
+
+def test_a_malformed_tokenizer_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model"')
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read: "):
+        LocalVocabulary(tmp_path / "tokenizer.json")
 
 
 def test_random_lengths_stay_in_range() -> None:
@@ -467,6 +498,14 @@ def test_tokens_are_counted_in_their_second() -> None:
     timeline = metrics.per_second([finished([0.0, 0.1, 1.0]), finished([0.0], start=1.0)])
     assert timeline.tokens == [2, 2]
     assert timeline.requests == [1, 2]
+
+
+def test_requests_one_after_another_are_not_concurrent() -> None:
+    closed_loop = [finished([0.0], start=0.1 * i, ttft=0.09) for i in range(25)]
+    assert metrics.per_second(closed_loop).requests == [1, 1, 1]
+    assert metrics.summarize(closed_loop, 2.5)["max_concurrent_requests"] == 1
+    overlapping = [finished([0.0], start=at, ttft=1.0) for at in (0.0, 0.5, 1.2)]
+    assert metrics.per_second(overlapping).requests == [2, 2, 1], "the second is open until 1.5, the third until 2.2"
 
 
 def test_token_at_the_end_of_a_second_survives_rounding() -> None:

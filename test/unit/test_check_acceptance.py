@@ -223,7 +223,7 @@ def test_a_runner_that_replayed_nothing_was_not_compared(
     change_builds(monkeypatch, lambda worker: runners(worker)["draft_decode"]._replays.clear())
     assert check_acceptance.main(command) == check_acceptance.DIFFERENT
     out = capsys.readouterr().out
-    assert "not compared: draft decode replayed nothing" in out
+    assert "not compared: draft decode replayed nothing; raise --max-new-tokens or --cuda-graph-max-bs" in out
     assert "the same" not in out
 
 

@@ -52,6 +52,15 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_writes(
     assert not started
 
 
+@pytest.mark.parametrize("argv", [["--prompts", "/nowhere/prompts"], ["--check"]])
+def test_flags_are_checked_before_the_engine_starts(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(hot_tokens, "Engine")
+    assert hot_tokens.main(["--output", str(tmp_path / "map.pt"), *argv]) == BAD_USE
+    assert argv[0] in capsys.readouterr().err
+
+
 class Fake:
     """An engine whose answers repeat their seed."""
 

@@ -539,6 +539,32 @@ def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path, targe
         assert torch.equal(parameter, dict(second.head.named_parameters())[name]), name
 
 
+def test_a_state_with_another_vocabulary_is_refused(tmp_path: Path, target: FrozenTarget) -> None:
+    first = make_trainer(target, tmp_path, 1)
+    first.save()
+    second = make_trainer(target, tmp_path, 1)
+    second.head.vocabulary = np.roll(second.head.vocabulary, 1)
+    with pytest.raises(SystemExit, match=r"training\.pt is the state of a head of another size or vocabulary"):
+        second.resume()
+
+
+def test_a_state_of_another_size_is_refused(tmp_path: Path, target: FrozenTarget) -> None:
+    make_trainer(target, tmp_path, 1).save()
+    other = make_trainer(target, tmp_path, 1)
+    other.head.norm = torch.nn.LayerNorm(3)
+    with pytest.raises(SystemExit, match="another size"):
+        other.resume()
+
+
+def test_a_finished_run_is_not_checked_again(tmp_path: Path, target: FrozenTarget) -> None:
+    make_trainer(target, tmp_path, 3).run()
+    again = make_trainer(target, tmp_path, 3)
+    assert again.resume()
+    again.run()
+    steps = [check["step"] for check in again.progress.checks]
+    assert steps == sorted(set(steps))
+
+
 def test_the_learning_rate_rises_and_falls() -> None:
     rates = [rate_at(done / 100, 0.1) for done in range(101)]
     assert rates[:11] == sorted(rates[:11])

@@ -345,6 +345,7 @@ def test_synthetic_acceptance_is_found_again(command: Callable[..., list[str]], 
         (["--output", "/nowhere/else/t.json"], "--output /nowhere/else/t.json cannot be written"),
         (["--seconds", "nan"], "--seconds above 0"),
         (["--seconds", "1e-9"], "--seconds is too short"),
+        (["--check"], "--check and --dump-config belong to runtime.launch_server"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(
@@ -359,6 +360,17 @@ def test_a_server_without_drafts_has_nothing_to_tune(tmp_path: Path, capsys: pyt
     draft_folder(tmp_path, "STANDALONE")
     assert tune.main(["--model-path", str(tmp_path), "--load-format", "dummy", "--device", "cpu", *flags]) == BAD_USE
     assert "There are no drafts to tune. Give --speculative-algorithm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "why"), [(["--prompts", "/nowhere"], "cannot be read"), (["--max-new-tokens", "99999"], "leaves no room")]
+)
+def test_prompts_are_checked_before_the_model_is_loaded(
+    command: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: list[str], why: str
+) -> None:
+    monkeypatch.delattr(tune, "open_worker")
+    assert tune.main(command(*more)) == BAD_USE
+    assert why in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from runtime.bench.vocabulary import LocalVocabulary, Vocabulary
@@ -15,21 +17,31 @@ def chat_template(vocabulary: Vocabulary) -> Callable[[str], str]:
     """Return a function that converts a user message to the model's chat prompt.
 
     Raises:
-        ValueError: the tokenizer is not local or has no chat template.
+        ValueError: the tokenizer is not local, or has no chat template that renders a user message.
     """
     if not isinstance(vocabulary, LocalVocabulary):
         raise ValueError("--apply-chat-template requires --tokenizer FOLDER; --backend sglang-oai-chat requires neither")
     config, source = _read(vocabulary.folder)
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(source)
+    with _template_errors(vocabulary.folder):
+        template = environment.from_string(source)
     tokens = {name: _text(config.get(name)) for name in ("bos_token", "eos_token")}
 
     def apply(text: str) -> str:
-        prompt = template.render(messages=[{"role": "user", "content": text}], add_generation_prompt=True, **tokens)
+        with _template_errors(vocabulary.folder):
+            prompt = template.render(messages=[{"role": "user", "content": text}], add_generation_prompt=True, **tokens)
         # The server adds the BOS token when it tokenises the prompt.
         return prompt.removeprefix(tokens["bos_token"]) if tokens["bos_token"] else prompt
 
     return apply
+
+
+@contextmanager
+def _template_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"{folder}: the chat template fails ({error}); remove --apply-chat-template") from error
 
 
 def _read(folder: Path) -> tuple[dict[str, object], str]:

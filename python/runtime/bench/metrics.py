@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,27 +118,36 @@ def meets(record: RequestRecord, limits: Mapping[str, float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Output tokens and open requests in each second of the run."""
+    """For each second of the run: its output tokens, and the most requests open at once."""
 
     tokens: list[int]
     requests: list[int]
 
 
 def per_second(good: Sequence[RequestRecord]) -> Timeline:
-    """Count tokens and open requests in each second since the first request was sent."""
+    """Count tokens and open requests in each second since the first request was sent.
+
+    Requests that follow one another within a second are not counted together, unlike in SGLang's client.
+    """
     if not good:
         return Timeline([], [])
     start = min(record.start for record in good)
     ends = [max([record.start + record.latency, *(chunk.at for chunk in record.chunks[-1:])]) for record in good]
     length = int(max(ends) - start) + 1
-    tokens, requests = [0] * length, [0] * length
+    tokens = [0] * length
     for record in good:
         for at, count in _token_times(record):
             tokens[int(at - start)] += count
-        first, last = int(record.start - start), int(record.start + record.latency - start)
-        for second in range(first, last + 1):
-            requests[second] += 1
-    return Timeline(tokens, requests)
+    return Timeline(tokens, _most_open(good, start, length))
+
+
+def _most_open(good: Sequence[RequestRecord], start: float, length: int) -> list[int]:
+    """The most requests open at once in each second after `start`."""
+    starts, ends = sorted(record.start - start for record in good), sorted(record.start + record.latency - start for record in good)
+    most = [0] * length
+    for at in (*range(length), *starts):  # the number only grows when a request starts
+        most[int(at)] = max(most[int(at)], bisect_right(starts, at) - bisect_right(ends, at))
+    return most
 
 
 def _token_times(record: RequestRecord) -> list[tuple[float, int]]:

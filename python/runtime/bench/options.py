@@ -32,6 +32,8 @@ _count = _number(int, "an integer of at least 0", lambda value: value >= 0)
 _port = _number(int, "a port from 1 to 65535", lambda value: 1 <= value <= 65535)
 _rate = _number(float, "a number above 0 (inf sends all requests at once)", lambda value: value > 0)
 _ratio = _number(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+_seed = _number(int, "an integer from 0 to 4294967295", lambda value: 0 <= value < 1 << 32)
+_finite = _number(float, "a finite number", math.isfinite)
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -46,8 +48,8 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _header(text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
-    if not sign or not name or "\n" in text or "\r" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form Key=Value")
+    if not sign or not name or not text.isprintable() or not text.isascii():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form Key=Value in ASCII")
     return name, value
 
 
@@ -74,15 +76,15 @@ def _server(group: argparse._ArgumentGroup) -> None:
     add("--model", help="model id or folder; default: the first model of /v1/models")
     add("--served-model-name", help="model name in requests; default: --model")
     add("--tokenizer", help="folder or cached hub id with a tokenizer.json; default: the server's tokenizer or its /tokenize")
-    add("--header", type=_header, nargs="+", default=[], metavar="KEY=VALUE", help="headers for all requests")
+    add("--header", type=_header, nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="headers for all requests")
 
 
 def _dataset(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--dataset-name", choices=DATASETS, default="sharegpt", help="default %(default)s; embedded: 80 chat prompts of this package")
     add("--dataset-path", default="", help="file for sharegpt (JSON) or custom (JSONL); with random: a ShareGPT file to take text from")
-    add("--num-prompts", type=_positive, default=1000, help="requests to send (default %(default)s)")
-    add("--seed", type=int, default=42, help="seed of prompts and arrivals (default %(default)s)")
+    add("--num-prompts", type=_positive, default=1000, help="requests to send, not for generated-shared-prefix (default %(default)s)")
+    add("--seed", type=_seed, default=42, help="seed of prompts and arrivals (default %(default)s)")
     add(
         "--sharegpt-output-len",
         type=_positive,
@@ -118,10 +120,10 @@ def _load(group: argparse._ArgumentGroup) -> None:
 
 def _generation(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--disable-stream", action="store_true", help="request non-streaming answers; TTFT is then not measured")
+    add("--disable-stream", action="store_true", help="request non-streaming answers; their TTFT is the whole latency")
     add("--disable-ignore-eos", action="store_true", help="let the model stop its answers")
-    add("--temperature", type=float, default=0.0, help="default %(default)s")
-    add("--top-p", type=float, default=1.0, help="default %(default)s")
+    add("--temperature", type=_finite, default=0.0, help="default %(default)s")
+    add("--top-p", type=_finite, default=1.0, help="default %(default)s")
     add("--return-logprob", action="store_true", help="request log-probabilities")
     add("--extra-request-body", type=_json_object, default={}, metavar="JSON", help="merged into every request")
 
@@ -133,7 +135,14 @@ def _output(group: argparse._ArgumentGroup) -> None:
         help="JSON Lines file to append to; default: BACKEND_MMDD_N_DATASET.jsonl (INPUT_OUTPUT instead of DATASET for random)",
     )
     add("--output-details", action="store_true", help="also write lengths, times, text and error of each request")
-    add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="count requests within these limits, e.g. ttft:200 tpot:20 e2el:5000")
+    add(
+        "--goodput",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME:MS",
+        help="count requests within these limits, e.g. ttft:200 tpot:20 e2el:5000",
+    )
     add("--plot-throughput", "--plot", action="store_true", help="plot tokens and requests over time; with matplotlib also as PNG")
     add("--cache-report", action="store_true", help="show the prefix cache hit rate")
     add("--disable-tqdm", action="store_true", help="no progress bar")

@@ -30,7 +30,11 @@ class LocalVocabulary:
     """A local `tokenizer.json`."""
 
     def __init__(self, file: Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(file))
+        """Raises ValueError if the file is not a tokenizer."""
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises no narrower class
+            raise ValueError(f"{file} cannot be read: {error}") from error
         self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.folder = file.parent
 
@@ -130,5 +134,6 @@ def _vocab_size(info: dict[str, Any], model: str) -> int | None:
         return int(size)
     for folder in (info.get("model_path"), model):
         if folder and (file := Path(str(folder)) / "config.json").is_file():
-            return int(json.loads(file.read_text(encoding="utf-8"))["vocab_size"])
+            config = json.loads(file.read_text(encoding="utf-8"))
+            return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     return None

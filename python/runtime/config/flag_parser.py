@@ -133,6 +133,18 @@ def parse(argv: Sequence[str]) -> Command:
     return Command(ServerArgs(**(_from_yaml(Path(file)) if file else {}) | options), dump, check)
 
 
+def parse_shared(argv: Sequence[str]) -> ServerArgs:
+    """The server's flags on the command line of another command.
+
+    Raises:
+        ConfigError: as `parse`, and for the flags that only the server itself can act on.
+    """
+    command = parse(argv)
+    if command.check or command.dump_config:
+        raise ConfigError("--check and --dump-config belong to runtime.launch_server; leave them out")
+    return command.args
+
+
 def _without_sglangs(argv: Sequence[str], known: Mapping[str, object]) -> list[str]:
     """`argv` without flags that only SGLang has, and their values. Raises `ConfigError` for refused flags."""
     kept: list[str] = []

@@ -28,11 +28,11 @@ __device__ __forceinline__ u32 exchange_number(const u32* state) {
     return number;
 }
 
-// Count this exchange once all blocks are done with it. state: [exchanges so far, blocks that are done].
+// Count this exchange once all blocks are done with it: their threads have read their packets, so no fence is needed.
+// state: [exchanges so far, blocks that are done].
 __device__ __forceinline__ void end(u32* state, u32 number) {
     __syncthreads();
     if (threadIdx.x != 0) return;
-    __threadfence();
     if (atomicAdd(state + 1, 1u) == gridDim.x - 1) {
         state[1] = 0;
         state[0] = number == LAST ? 1u : number + 1;

@@ -27,6 +27,7 @@ from benchmark import (
     embedded_speculation,
     layer_times,
     machine,
+    model_cases,
     model_matrix,
     modes,
     phases,
@@ -232,6 +233,22 @@ def test_random_checkpoint_loads_into_its_model(tmp_path: Path) -> None:
     assert 0.015 < float(gate.std()) < 0.025
     assert bool((model.final_norm.weight == 1).all())
     assert not torch.equal(gate, model.layers[1].mlp.gate_up_proj.weight)
+
+
+def test_partly_written_checkpoint_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = list[Path]()
+
+    def write(shape: Path, folder: Path, changes: object) -> Path:
+        written.append(folder)
+        return random_checkpoint.write_config(shape, folder, {})
+
+    monkeypatch.setattr(random_checkpoint, "write", write)
+    folder = model_cases.prepare(model_cases.CASES["gpt-oss-20b"], tmp_path).folder
+    model_cases.prepare(model_cases.CASES["gpt-oss-20b"], tmp_path)
+    assert written == [folder, folder], "config.json alone is no checkpoint"
+    (folder / "model.safetensors.index.json").touch()
+    model_cases.prepare(model_cases.CASES["gpt-oss-20b"], tmp_path)
+    assert len(written) == 2
 
 
 def test_reference_workload_sends_twice_the_concurrency() -> None:

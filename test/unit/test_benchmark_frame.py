@@ -187,6 +187,21 @@ def test_rows_of_other_loads_have_their_own_tables() -> None:
     assert re.findall(r"\| plain \| (\d+)", text) == ["100", "101", "102"]
 
 
+@pytest.mark.parametrize(
+    ("drafts", "ratio"),
+    [
+        ({}, "1.50x"),
+        ({"commit": "b"}, "-"),
+        ({"server_flags": "--model-path m --dtype float32 --speculative-algorithm MTP"}, "-"),
+    ],
+)
+def test_drafts_are_compared_with_the_same_server_without_them(drafts: dict[str, Any], ratio: str) -> None:
+    flags = "--model-path m --context-length 4096"
+    row = served(mode="plain", input_len=1000, output_len=300, server_flags=flags) | MADE
+    faster = row | {"mode": "accept-2.5", "output_throughput": 600.0, "server_flags": f"{flags} --speculative-algorithm MTP"} | drafts
+    assert f"| accept-2.5 / plain | {ratio} |" in model_matrix.summary({"machine": MACHINE, "rows": [row, faster]})
+
+
 @pytest.mark.parametrize("other", [{"model": "n"}, {"input_len": 1000}, {"output_len": 512}])
 def test_depths_are_compared_for_one_load(other: dict[str, Any]) -> None:
     speeds = {"off": (None, 100.0), "auto": ("2.5", 150.0)}

@@ -92,6 +92,8 @@ def _cell(row: dict[str, Any] | None) -> str | None:
 def _ratio(row: dict[str, Any] | None, plain: dict[str, Any] | None) -> str | None:
     if row is None or plain is None or row["commit"] != plain["commit"]:  # kernels may have changed in between
         return None
+    if not row["server_flags"].startswith(plain["server_flags"]):  # the servers had different `--flags`
+        return None
     return f"{row['output_throughput'] / plain['output_throughput']:.2f}x"
 
 

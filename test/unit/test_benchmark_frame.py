@@ -27,6 +27,7 @@ from benchmark import (
     embedded_speculation,
     layer_times,
     machine,
+    model_cases,
     model_matrix,
     modes,
     phases,
@@ -186,6 +187,21 @@ def test_rows_of_other_loads_have_their_own_tables() -> None:
     assert re.findall(r"\| plain \| (\d+)", text) == ["100", "101", "102"]
 
 
+@pytest.mark.parametrize(
+    ("drafts", "ratio"),
+    [
+        ({}, "1.50x"),
+        ({"commit": "b"}, "-"),
+        ({"server_flags": "--model-path m --dtype float32 --speculative-algorithm MTP"}, "-"),
+    ],
+)
+def test_drafts_are_compared_with_the_same_server_without_them(drafts: dict[str, Any], ratio: str) -> None:
+    flags = "--model-path m --context-length 4096"
+    row = served(mode="plain", input_len=1000, output_len=300, server_flags=flags) | MADE
+    faster = row | {"mode": "accept-2.5", "output_throughput": 600.0, "server_flags": f"{flags} --speculative-algorithm MTP"} | drafts
+    assert f"| accept-2.5 / plain | {ratio} |" in model_matrix.summary({"machine": MACHINE, "rows": [row, faster]})
+
+
 @pytest.mark.parametrize("other", [{"model": "n"}, {"input_len": 1000}, {"output_len": 512}])
 def test_depths_are_compared_for_one_load(other: dict[str, Any]) -> None:
     speeds = {"off": (None, 100.0), "auto": ("2.5", 150.0)}
@@ -232,6 +248,22 @@ def test_random_checkpoint_loads_into_its_model(tmp_path: Path) -> None:
     assert 0.015 < float(gate.std()) < 0.025
     assert bool((model.final_norm.weight == 1).all())
     assert not torch.equal(gate, model.layers[1].mlp.gate_up_proj.weight)
+
+
+def test_partly_written_checkpoint_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = list[Path]()
+
+    def write(shape: Path, folder: Path, changes: object) -> Path:
+        written.append(folder)
+        return random_checkpoint.write_config(shape, folder, {})
+
+    monkeypatch.setattr(random_checkpoint, "write", write)
+    folder = model_cases.prepare(model_cases.CASES["gpt-oss-20b"], tmp_path).folder
+    model_cases.prepare(model_cases.CASES["gpt-oss-20b"], tmp_path)
+    assert written == [folder, folder], "config.json alone is no checkpoint"
+    (folder / "model.safetensors.index.json").touch()
+    model_cases.prepare(model_cases.CASES["gpt-oss-20b"], tmp_path)
+    assert len(written) == 2
 
 
 def test_reference_workload_sends_twice_the_concurrency() -> None:

@@ -190,6 +190,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "moe_kernels": [{"shape": s, "rows": r, "roof_share": 0.8} for s in ("qwen3-30b-a3b", "gpt-oss-20b") for r in (1, 16, 8192)],
     "model_matrix": [
         {"model": "gpt-oss-20b", "mode": mode, "concurrency": c, "input_len": 1000, "output_len": 300, "output_throughput": 90.0 * c}
+        | {"server_flags": "--model-path x"}
         for mode in ("plain", "accept-2.5")
         for c in (1, 16)
     ],

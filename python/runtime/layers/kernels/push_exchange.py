@@ -24,7 +24,7 @@ PACKET = 16
 MOST_BYTES = 2 << 20
 """Maximum bytes of an array: 128 rows of 8,192 16-bit values."""
 MOST_NORMED = 1024
-"""Maximum rows of `norm_rows`, which has a block for each: so many run at the same time."""
+"""Maximum rows of `norm_rows`, which has one block per row; all of these run at once."""
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -155,6 +155,7 @@ def _run_nvrtc(source: bytes, options: tuple[bytes, ...]) -> bytes:
         check(nvrtc.nvrtcDestroyProgram(program))
 
 
+@lru_cache(maxsize=1 << 15)
 def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]) -> Any:
     """A TMA descriptor of a contiguous tensor; elements outside it read as zero. Boxes with rows of 64 or 128 bytes are swizzled.
 

@@ -42,7 +42,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
-    return resolve_model(None, progress=False)
+    return resolve_model(None)
 
 
 @pytest.fixture(scope="module")

@@ -169,8 +169,8 @@ def wgmma_gemm(
 def store_of(epilogue: Epilogue, out: torch.Tensor | None, narrow: torch.dtype) -> Store:
     """How to store `out`; `narrow` is the dtype of 16-bit results. Without `out`, the argmax is taken over float32."""
     dtype = torch.float32 if out is None else out.dtype
-    possible = (narrow,) if epilogue.gated else (torch.float32,) if epilogue.add else (narrow, torch.float32)
-    assert dtype in possible, f"expected out of dtype {possible}; got {dtype}"
+    possible = (narrow,) if epilogue.gated else (torch.float32,) if epilogue.add else (torch.float32, narrow)
+    assert dtype in possible, f"expected a {' or '.join(str(each).removeprefix('torch.') for each in possible)} out; got {dtype}"
     return (
         "SILU" if epilogue.silu else "GELU" if epilogue.gelu else "ADD" if epilogue.add else "FLOAT" if dtype is torch.float32 else "NARROW"
     )

@@ -28,7 +28,7 @@ class DecodesPending:
         checked: whether ranks were compared.
         experts: the result of `ExpertCounter.sample`, in iterations that count experts.
         compared: the result of `EagerDrafts.compare`, after a sample.
-        guessed: the result of `GuessCheck.check`, in iterations without drafts.
+        guessed: bool [live], the result of `Accepter.agrees`; None if no guesses were compared.
     """
 
     iteration: Iteration

@@ -29,7 +29,6 @@ from runtime.model_executor.expert_counter import ExpertCounter
 from runtime.model_executor.followers import Followers, GroupsPending, SharedPending
 from runtime.model_executor.grammar_rows import GrammarRows, GrammarStep
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
-from runtime.model_executor.guess_check import GuessCheck
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration import Accepted, DraftCaps, Iteration
 from runtime.model_executor.iteration_graph import IterationGraphs
@@ -37,6 +36,7 @@ from runtime.model_executor.profiler import Profiler
 from runtime.model_executor.ragged_windows import RaggedWindows
 from runtime.model_executor.results import join
 from runtime.model_executor.row_inputs import load_rows
+from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target_model import Chunks, ExtendPass, PromptsPending, States, TargetModel
 from runtime.model_executor.verification import Verifier
 from runtime.worker_info import WorkerInfo
@@ -109,7 +109,6 @@ class Worker:
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
         self.eager_drafts = EagerDrafts(parts.target, parts.inputs, parts.drafter, parts.verifier)
         self._step_seconds, self._token_checks = 0.0, 0
-        self._guess_check = GuessCheck(parts.drafter, parts.accepter, parts.depths)
         self._read_at, self._prompts_read = 0.0, False  # when the last step was read, and whether it had prompts
         self._samples_read = 0  # samples that had been launched then
         self._profiler = Profiler("scheduler", parts.target.device)
@@ -242,7 +241,7 @@ class Worker:
         prompts, decodes, grammar = None, None, None
         if most:
             iteration = self._begin(batch, rows, depth)
-            grammar, guesses = iteration.grammar, self._guess_check.of(iteration)
+            grammar, guesses = iteration.grammar, self._guesses(iteration)
             if chunks is None and self.parts.iterations.serves(iteration):
                 with self._profiler.span("iteration"):
                     emitted, verified = self.parts.iterations.run(iteration)
@@ -254,7 +253,7 @@ class Worker:
             else:
                 prompts, decodes = self._iterate(batch, chunks, prompt_grammar, iteration)
             if guesses is not None:
-                decodes = replace(decodes, guessed=self._guess_check.check(iteration, guesses))
+                decodes = replace(decodes, guessed=HostCopy(self.parts.accepter.agrees(iteration, guesses)))
         elif chunks is not None:
             extend, prompts = self._sample_next(batch, chunks, prompt_grammar, target.run(chunks)[0])
             self.parts.drafter.follow_prompt(extend)
@@ -290,6 +289,11 @@ class Worker:
             unfollowed=unfollowed,
         )
         return self.eager_drafts.begin(iteration)
+
+    def _guesses(self, iteration: Iteration) -> torch.Tensor | None:
+        """int64 [live]: the guesses to compare with an iteration that is about to run without drafts; None if there are none."""
+        wanted = iteration.depth == 0 < iteration.live and iteration.grammar is None and self.parts.depths.controller is not None
+        return self.parts.drafter.guesses(iteration.rows[: iteration.live]) if wanted else None
 
     def _caps(self, host_rows: Int32, depth: int, size: int, widths: Int32) -> DraftCaps | None:
         """The draft limits of these rows, lowered to their window `widths`; None if none is below `depth`."""
@@ -356,7 +360,6 @@ class Worker:
         now = time.perf_counter()  # before work on the host: an iteration takes the time between the results of two
         if decodes is not None and decoded is not None:
             self._observe(decodes, decoded, now, prompts is not None, batch)
-            self._guess_check.read(decodes.iteration, decodes.guessed)
         if decodes is not None and decodes.experts is not None:
             self.parts.experts.add(decodes.iteration.live * (decodes.stats.draft_tokens + 1), decodes.experts.wait()[0].astype(np.int64))
             self.parts.depths.correct(self.parts.experts.spread)
@@ -394,6 +397,8 @@ class Worker:
         rows = iteration.host_rows if self.parts.depths.tracks(iteration.live) else no_ints()
         sizes = iteration.depth, iteration.size
         controller.observe(Observed(*sizes, lens, most, iteration.greedy, kv_tokens, timed, width, rows, batch.step))
+        if decodes.guessed is not None:
+            controller.observe_guesses(iteration.greedy, decodes.guessed.wait()[0].astype(np.bool_))
 
 
 def _read_nothing() -> BatchResult:

@@ -60,10 +60,3 @@ def test_without_a_match_there_is_no_proposal() -> None:
     history.extend([1, 2, 3, 4])
     assert history.propose(3) == []
     assert NgramHistory().propose(3) == []
-
-
-def test_colliding_hashes_do_not_propose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.speculative.ngram._hash", lambda tokens: 0)
-    history = NgramHistory(2, 2)
-    history.extend([1, 2, 3, 4, 5])
-    assert history.propose(2) == []

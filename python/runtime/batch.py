@@ -53,14 +53,6 @@ class CostModel:
     saturating_tokens: int = 0
     piggyback_min_tokens: int = 1
 
-    def saturates(self, prompt_tokens: int) -> bool:
-        """Whether a step of `prompt_tokens` leaves nothing to gain from more prompts in it."""
-        return 0 < self.saturating_tokens <= prompt_tokens
-
-    def piggyback_pays(self, prompt_tokens: int) -> bool:
-        """Whether decode rows should run in a step of `prompt_tokens`."""
-        return prompt_tokens >= self.piggyback_min_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:

@@ -96,7 +96,7 @@ class Admission:
             self._admit(plan, budget)
         if not plan.chunks:
             return None
-        if decodes and self._limits.cost_model.piggyback_pays(plan.prompt_tokens):
+        if decodes and plan.prompt_tokens >= self._limits.cost_model.piggyback_min_tokens:
             self.add_decodes(plan, decodes)  # if too few pages are free, the prompts run alone instead of retracting a request
         return plan
 

@@ -6,8 +6,6 @@ independent between positions, so one bad position shows as one bad number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -89,14 +87,6 @@ class AcceptanceCounters:
         return isinstance(other, AcceptanceCounters) and self.stats() == other.stats()
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def total(num_steps: int, batches: Iterable[AcceptanceCounters]) -> AcceptanceCounters:
-    """The sum of counters that all have K = `num_steps`."""
-    found = AcceptanceCounters(num_steps)
-    for batch in batches:
-        found.merge(batch)
-    return found
 
 
 def side_by_side(first: AcceptanceCounters, second: AcceptanceCounters) -> str:

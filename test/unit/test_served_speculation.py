@@ -208,7 +208,7 @@ def test_prompts_whose_step_failed_write_over_no_other_request(
     original = getattr(target, stage)
 
     def fail_sometimes(work: Any, *args: Any) -> Any:
-        prompts = work.num_prompts if isinstance(work, ScheduleBatch) else len(work.rows)
+        prompts = work.num_prompts if isinstance(work, ScheduleBatch) else work.batch.batch_size
         if prompts and next(failing):
             failures.append(prompts)
             raise ValueError("no memory")

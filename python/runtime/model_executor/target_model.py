@@ -37,13 +37,11 @@ class Chunks:
 
     Attributes:
         batch: the ragged inputs.
-        rows: int64 [E].
         last: int64 [E]. Index among the T tokens of each chunk's last one.
         given: int64 [E]. The prompt token after the chunk, or -1 if one is sampled.
     """
 
     batch: ForwardBatch
-    rows: torch.Tensor
     last: torch.Tensor
     given: torch.Tensor
 
@@ -204,7 +202,7 @@ class TargetModel:
             extend_lens=lens,
             page_rows=page_rows,
         )
-        return Chunks(forward, rows, last_d, next_d)
+        return Chunks(forward, last_d, next_d)
 
     def run(self, chunks: Chunks, windows: ForwardBatch | None = None, live: int = 0) -> tuple[States, States]:
         """One pass over prompt chunks and, after them, the first `live` requests of `windows`; returns the states of both."""
@@ -224,7 +222,7 @@ class TargetModel:
         Args:
             mask: the tokens that grammars allow after the prompts.
         """
-        rows, positions = chunks.rows, chunks.batch.seq_lens.to(torch.int64)
+        rows, positions = chunks.batch.req_pool_indices, chunks.batch.seq_lens.to(torch.int64)
         needs = self.rows.needs(batch.rows[: batch.num_prompts])
         logits = self.runner.model.logits(states.hidden[chunks.last])
         if mask is not None:

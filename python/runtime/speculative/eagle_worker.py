@@ -160,7 +160,7 @@ class EagleWorker(ModelDrafter):
         With lookahead each position has the token after it; the last one has the sampled token, or the first of the next chunk. If the
         first drafts are deferred, only KV is written.
         """
-        batch, rows, last, state = extend.chunks.batch, extend.chunks.rows, extend.chunks.last, self.state
+        batch, rows, last, state = extend.chunks.batch, extend.chunks.batch.req_pool_indices, extend.chunks.last, self.state
         if not self.model.lookahead:
             plan_pass(self.runner.backend, batch)
             self.model.forward(batch, last[:0])

@@ -47,16 +47,6 @@ class DepthBatches:
     tuned: list[int]
 
 
-def serving_depths(batch_size: int, limits: Mapping[int, int]) -> list[int]:
-    """The depths available for a batch size.
-
-    Args:
-        batch_size: requests that decode.
-        limits: by depth, the largest batch that it serves.
-    """
-    return [depth for depth, most in limits.items() if batch_size <= most]
-
-
 def split_batch_sizes(
     num_steps: int, most_with_drafts: int | None, running: int, sizes: Sequence[int], padding: bool
 ) -> dict[int, DepthBatches]:
@@ -194,7 +184,7 @@ class DepthControl:
         if self._forced is not None:
             batch.depth = self._forced
             return
-        serving = serving_depths(live, self.limits)
+        serving = [depth for depth, most in self.limits.items() if live <= most]
         if self._turn is not None:
             self._turn += 1
             batch.depth = serving[self._turn % len(serving)]
@@ -244,11 +234,6 @@ class DepthControl:
             if size + drafts <= tokens < full:
                 return assign_widths((np.arange(depth) < caps[:, None]).astype(np.float32), size, tokens)
         return no_ints()
-
-    def correct(self, spread: float | None) -> None:
-        """Update the cost model by the measured `Routing.spread`; None if it was not measured yet."""
-        if self.controller is not None and spread is not None:
-            self.controller.correct(spread)
 
     def tracks(self, live: int) -> bool:
         """Whether the controller measures the acceptance of each of `live` requests, because their windows may differ in width."""

@@ -362,7 +362,8 @@ class Worker:
             self._observe(decodes, decoded, now, prompts is not None, batch)
         if decodes is not None and decodes.experts is not None:
             self.parts.experts.add(decodes.iteration.live * (decodes.stats.draft_tokens + 1), decodes.experts.wait()[0].astype(np.int64))
-            self.parts.depths.correct(self.parts.experts.spread)
+            if (controller := self.parts.depths.controller) is not None and (spread := self.parts.experts.spread) is not None:
+                controller.correct(spread)
         result = join(prompted, decoded)
         self._read_at, self._prompts_read, self._samples_read = now, prompts is not None, self.eager_drafts.samples
         self.parts.drafter.observe(batch.rows, result)

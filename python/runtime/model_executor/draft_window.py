@@ -7,43 +7,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from runtime.config.attention_caps import MAX_TREE_BITS
-from runtime.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Shape of the windows: K `num_steps`, `topk` branches per node, D `num_draft_tokens` verified nodes, including the root.
-
-    Raises:
-        ConfigError: the levels have fewer than D - 1 candidates, or a mask does not fit into 64 bits.
-    """
+    """Shape of the windows: K `num_steps`, `topk` branches per node, D `num_draft_tokens` verified nodes, including the root."""
 
     num_steps: int
     topk: int
     num_draft_tokens: int
 
     def __post_init__(self) -> None:
-        if self.num_draft_tokens - 1 > self.num_candidates:
-            raise ConfigError(
-                f"--speculative-num-draft-tokens is {self.num_draft_tokens}; {self.num_steps} steps of topk {self.topk} "
-                f"give at most {self.num_candidates + 1}"
-            )
-        if self.num_draft_tokens > MAX_TREE_BITS:
-            raise ConfigError(f"--speculative-num-draft-tokens is {self.num_draft_tokens}; a tree has at most {MAX_TREE_BITS}")
-        if self.draft_slots > MAX_TREE_BITS:
-            raise ConfigError(
-                f"(--speculative-num-steps - 1) * --speculative-eagle-topk is {self.draft_slots}; a tree has at most {MAX_TREE_BITS}"
-            )
-
-    @property
-    def num_candidates(self) -> int:
-        """Number of drafted nodes, without the root."""
-        return self.topk + (self.num_steps - 1) * self.topk**2
-
-    @property
-    def draft_slots(self) -> int:
-        """KV positions beyond the committed length that the draft's own passes write."""
-        return (self.num_steps - 1) * self.topk
+        K, topk, D = self.num_steps, self.topk, self.num_draft_tokens
+        assert topk + (K - 1) * topk**2 >= D - 1, "num_draft_tokens exceeds the nodes that are drafted"
+        assert max(D, (K - 1) * topk) <= MAX_TREE_BITS, "a mask of num_draft_tokens or of num_steps does not fit into its bits"
 
     @property
     def tokens_per_step(self) -> int:
@@ -86,6 +63,11 @@ class DraftWindow:
         """D."""
         return self.tokens.shape[1]
 
+    @property
+    def _levels(self) -> torch.Tensor:
+        """int64 [B or 1, D]: `depths`, also for a chain."""
+        return torch.arange(self.width, device=self.tokens.device)[None] if self.depths is None else self.depths
+
     def part(self, start: int, stop: int) -> DraftWindow:
         """The windows of requests `start` to `stop`."""
         tensors = (self.tokens, self.parents, self.depths, self.mask, self.probs)
@@ -95,17 +77,13 @@ class DraftWindow:
 
     def capped(self, caps: torch.Tensor) -> DraftWindow:
         """The window with token -1, which no rule accepts, in place of the drafts beyond `caps`, int64 [B]."""
-        depths = torch.arange(self.width, device=self.tokens.device)[None] if self.depths is None else self.depths
-        beyond = depths > caps[:, None]
+        beyond = self._levels > caps[:, None]
         parents = None if self.parents is None else torch.where(beyond, -2, self.parents)
         return replace(self, tokens=torch.where(beyond, -1, self.tokens), parents=parents)
 
     def positions(self, kv_lens: torch.Tensor) -> torch.Tensor:
         """int64 [B, D]: the sequence position of the token chosen after each node. kv_lens int32 [B]."""
-        depths = self.depths
-        if depths is None:
-            depths = torch.arange(self.width, device=self.tokens.device)
-        return kv_lens.to(torch.int64)[:, None] + depths + 1
+        return kv_lens.to(torch.int64)[:, None] + self._levels + 1
 
     def drafts_before(self) -> torch.Tensor:
         """int64 [B, D, D]: for each node the drafts at and above it, -1 elsewhere. The root is committed already."""

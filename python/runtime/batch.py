@@ -250,6 +250,11 @@ class ScheduleBatch:
         """B - E."""
         return len(self.rows) - len(self.extend_lens)
 
+    def chunk(self, index: int) -> slice:
+        """Where the tokens of a prompt chunk are among the T."""
+        stop = int(self.extend_lens[: index + 1].sum())
+        return slice(stop - int(self.extend_lens[index]), stop)
+
     @property
     def most_decodes(self) -> int:
         """The largest B - E of all attention groups."""

@@ -20,17 +20,12 @@ def pool_chunks(batch: ScheduleBatch, hidden: torch.Tensor, logits: torch.Tensor
         log-probabilities of the labels after it.
     """
     found: dict[int, HostCopy] = {}
-    start = 0
-    for i, length in enumerate(batch.extend_lens.tolist() if batch.pooling else ()):
-        pooling = batch.pooling.get(i)
-        stop = start + length
-        if pooling is not None:
-            if pooling.kind == "labels":
-                vector = logits[i].index_select(0, to_device(torch.tensor(pooling.label_ids), logits.device)) - logits[i].logsumexp(0)
-            elif pooling.kind == "last":
-                vector = hidden[stop - 1].float()
-            else:
-                vector = hidden[start:stop].sum(0, dtype=torch.float32)
-            found[i] = HostCopy(vector)
-        start = stop
+    for i, pooling in batch.pooling.items():
+        if pooling.kind == "labels":
+            vector = logits[i].index_select(0, to_device(torch.tensor(pooling.label_ids), logits.device)) - logits[i].logsumexp(0)
+        elif pooling.kind == "last":
+            vector = hidden[batch.chunk(i)][-1].float()
+        else:
+            vector = hidden[batch.chunk(i)].sum(0, dtype=torch.float32)
+        found[i] = HostCopy(vector)
     return found

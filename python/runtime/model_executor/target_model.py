@@ -259,16 +259,14 @@ class TargetModel:
         time.
         """
         found: dict[int, LogprobCopy] = {}
-        start = 0
-        for i, length in enumerate(batch.extend_lens.tolist()):
-            if len(batch.prompt_logprobs) and batch.prompt_logprobs[i]:
-                following = torch.cat([chunks.batch.input_ids[start + 1 : start + length], next_tokens[i : i + 1]])
-                pieces = zip(hidden[start : start + length].split(LOGPROB_CHUNK), following.split(LOGPROB_CHUNK), strict=True)
-                k = max(int(batch.top_logprobs[i]), 0)
-                parts = [top_logprobs(self.runner.model.logits(piece), ids, k) for piece, ids in pieces]
-                if self.reads_results:
-                    found[i] = LogprobCopy(*(torch.cat(column) for column in zip(*parts, strict=True)))
-            start += length
+        for i in np.flatnonzero(batch.prompt_logprobs).tolist():
+            chunk = batch.chunk(i)
+            following = torch.cat([chunks.batch.input_ids[chunk][1:], next_tokens[i : i + 1]])
+            pieces = zip(hidden[chunk].split(LOGPROB_CHUNK), following.split(LOGPROB_CHUNK), strict=True)
+            k = max(int(batch.top_logprobs[i]), 0)
+            parts = [top_logprobs(self.runner.model.logits(piece), ids, k) for piece, ids in pieces]
+            if self.reads_results:
+                found[i] = LogprobCopy(*(torch.cat(column) for column in zip(*parts, strict=True)))
         return found
 
 

@@ -6,12 +6,13 @@ TokenizerManager --ToScheduler--> Scheduler --ToDetokenizer--> DetokenizerManage
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
-from runtime.batch import UNCHANGED, SpeculationChange
+from runtime.batch import UNCHANGED, Logprobs, SpeculationChange
 from runtime.managers.telemetry.progress import Progress
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.pooling import Pooling
@@ -116,11 +117,19 @@ ToScheduler = GenerateReq | AbortReq | StopReq | ControlReq | DrainReq
 # ---- from the scheduler, through the detokenizer
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+class TokenLogprobs(msgspec.Struct, kw_only=True):
     """Log-probabilities of consecutive tokens; `top` has the most likely tokens at each as (id, log-probability), most likely first."""
 
-    chosen: list[float | None]
-    top: list[list[tuple[int, float]]]
+    chosen: list[float | None] = []
+    top: list[list[tuple[int, float]]] = []
+
+    def add(self, logprobs: Logprobs, start: int, stop: int, k: int) -> None:
+        """Append entries `start` to `stop`, each with its `k` most likely tokens."""
+        self.chosen.extend(logprobs.chosen[start:stop].tolist())
+        ids, values = logprobs.top_ids[start:stop, :k].tolist(), logprobs.top[start:stop, :k].tolist()
+        self.top.extend(list(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
+        if stop > start and k and logprobs.top[start:stop, k - 1].min() == -math.inf:  # a grammar allowed fewer than k tokens
+            self.top[start - stop :] = [[pair for pair in row if pair[1] > -math.inf] for row in self.top[start - stop :]]
 
     @classmethod
     def joined(cls, parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:

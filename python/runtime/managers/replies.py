@@ -6,7 +6,7 @@ import numpy as np
 
 from runtime.batch import BatchResult
 from runtime.errors import ServingError
-from runtime.managers.messages import Finish, GenerateReq, RequestInfo, TokensOut
+from runtime.managers.messages import Finish, GenerateReq, RequestInfo, TokenLogprobs, TokensOut
 from runtime.managers.req import Req
 from runtime.managers.step_plan import Chunk
 from runtime.managers.telemetry.progress import Progress
@@ -44,15 +44,17 @@ def tokens_out(req: Req, finish: Finish | None) -> TokensOut:
     progress.completion_tokens = req.length - req.prompt_len
     if finish is None and req.gives_tokens_only:
         return TokensOut(rid=req.rid, token_ids=tokens, progress=progress)
-    prompt_logprobs = None
+    logprobs = prompt_logprobs = None
+    if req.top_logprobs >= 0:
+        logprobs, req.logprobs = req.logprobs, TokenLogprobs()
     if req.prompt_logprobs is not None and len(req.prompt_logprobs.chosen) == req.prompt_len:
-        prompt_logprobs, req.prompt_logprobs = req.prompt_logprobs.take(), None
+        prompt_logprobs, req.prompt_logprobs = req.prompt_logprobs, None
     return TokensOut(
         rid=req.rid,
         token_ids=tokens,
         progress=progress,
         finish=finish,
-        logprobs=req.logprobs.take() if req.top_logprobs >= 0 else None,
+        logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         pooled=_pooled(req),
     )

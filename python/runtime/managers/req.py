@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import enum
-import math
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime.batch import Int32, Logprobs, RowInit
+from runtime.batch import Int32, RowInit
 from runtime.constrained.grammar import Grammar
 from runtime.managers.messages import Finish, GenerateReq, TokenLogprobs
 from runtime.managers.telemetry.progress import Progress, UnsentCounts
@@ -29,28 +27,6 @@ class Phase(enum.Enum):
     PREFILLING = "prefilling"  # has a row and pages; some of its tokens were not submitted yet
     DECODING = "decoding"  # all its tokens were submitted
     ENDED = "ended"  # its row and pages are free
-
-
-@dataclass(slots=True)
-class LogprobBuffer:
-    """Log-probabilities of tokens that were not sent yet."""
-
-    chosen: list[float | None] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
-
-    def add(self, logprobs: Logprobs, start: int, stop: int, k: int) -> None:
-        """Append entries `start` to `stop`, each with its `k` most likely tokens."""
-        self.chosen.extend(logprobs.chosen[start:stop].tolist())
-        ids, values = logprobs.top_ids[start:stop, :k].tolist(), logprobs.top[start:stop, :k].tolist()
-        self.top.extend(list(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True))
-        if stop > start and k and logprobs.top[start:stop, k - 1].min() == -math.inf:  # a grammar allowed fewer than k tokens
-            self.top[start - stop :] = [[pair for pair in row if pair[1] > -math.inf] for row in self.top[start - stop :]]
-
-    def take(self) -> TokenLogprobs:
-        """Empty the buffer into a message."""
-        out = TokenLogprobs(chosen=self.chosen, top=self.top)
-        self.chosen, self.top = [], []
-        return out
 
 
 class Req:
@@ -127,9 +103,9 @@ class Req:
         self.running_counts = request.running_counts or bool(sampling.stop)
         self.counts = UnsentCounts()
         self.gives_tokens_only = request.top_logprobs < 0 and not request.prompt_logprobs and request.pooling is None
-        self.logprobs = LogprobBuffer()
+        self.logprobs = TokenLogprobs()
         self.pooled: npt.NDArray[np.float64] | None = None
-        self.prompt_logprobs: LogprobBuffer | None = LogprobBuffer() if request.prompt_logprobs else None
+        self.prompt_logprobs: TokenLogprobs | None = TokenLogprobs() if request.prompt_logprobs else None
 
     # ---- state
 
@@ -209,7 +185,7 @@ class Req:
             self._ids[: self.prompt_len] = prompt
             self.progress.queue_seconds, self.progress.cached_tokens = now - self.arrived, prefix_len
         if self.wants_prompt_logprobs:
-            self.prompt_logprobs = LogprobBuffer()
+            self.prompt_logprobs = TokenLogprobs()
         self.pooled = None
 
     def chunk_submitted(self, end: int) -> None:

@@ -129,7 +129,11 @@ def resolve_speculative(
     shape, forced = _forced_shape(args, device.device, tuning, block_size)
     if shape.depths:
         log.info("speculative decoding %s: each iteration runs at the best of the depths %s", algorithm, shape.depths)
-    max_batch = _max_batch(args, shape, tuning, path, device, quantization)
+    max_batch = args.speculative_disable_by_batch_size
+    if tuning is not None and not shape.depths:
+        max_batch = max_batch or tuning.most_drafted
+    elif path == str(EMBEDDED_DRAFT) and not shape.depths:
+        max_batch = _embedded_max_batch(args, shape, device, quantization)
     attention = _draft_attention(args, device, machine)
     graphs = graphs and _can_capture(algorithm, attention)
     return SpeculativeConfig(
@@ -319,22 +323,6 @@ def _default_steps(args: ServerArgs, device: DeviceKind, topk: int) -> int:
         log.info("speculative num steps %d: a chain of %d draft tokens has one step fewer", asked - 1, asked)
         return asked - 1
     return EMBEDDED_DRAFT_STEPS[device] if args.speculative_draft_model_path == str(EMBEDDED_DRAFT) else DEFAULT_STEPS
-
-
-def _max_batch(
-    args: ServerArgs,
-    shape: _DraftShape,
-    tuning: SpeculativeTuning | None,
-    path: str | None,
-    device: DeviceConfig,
-    quantization: Quantization | None,
-) -> int | None:
-    """The largest batch with drafts; None for no limit."""
-    if shape.depths == () and tuning is not None:
-        return args.speculative_disable_by_batch_size or tuning.most_drafted
-    if shape.depths == () and path == str(EMBEDDED_DRAFT):
-        return _embedded_max_batch(args, shape, device, quantization)
-    return args.speculative_disable_by_batch_size
 
 
 def _embedded_max_batch(args: ServerArgs, shape: _DraftShape, device: DeviceConfig, quantization: Quantization | None) -> int | None:

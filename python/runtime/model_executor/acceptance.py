@@ -86,8 +86,6 @@ class AcceptanceCounters:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AcceptanceCounters) and self.stats() == other.stats()
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def side_by_side(first: AcceptanceCounters, second: AcceptanceCounters) -> str:
     """A table that compares an eager run with one through graphs: accepted / reached and the rate by position, and a mark where they

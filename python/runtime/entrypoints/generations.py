@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from runtime.errors import RequestError
-from runtime.managers.cost import CallCost
 from runtime.managers.generation import Generation, RequestOptions
 from runtime.managers.messages import Finish, TextOut, TokenLogprobs
 from runtime.managers.tokenizer_manager import TokenizerManager
@@ -62,10 +61,8 @@ class Generations:
         """
         group = cls(call)
         try:
-            cost, priced = await _price(manager, call)
-            for (prompt_ids, sampling), rid in zip(priced, call.rids, strict=True):
-                generation = await manager.generate(prompt_ids, sampling, call.options, rid=rid, call=call.name, call_cost=cost)
-                group.each.append(generation)
+            for (prompt_ids, sampling), rid in zip(await _price(manager, call), call.rids, strict=True):
+                group.each.append(manager.submit(prompt_ids, sampling, call.options, rid, call.name))
         except RequestError as error:
             group.close()
             call.name_field(error)
@@ -121,8 +118,8 @@ class Generations:
         return done
 
 
-async def _price(manager: TokenizerManager, call: Call) -> tuple[CallCost, list[tuple[list[int], SamplingParams]]]:
-    """Tokenise all prompts and add up the cost of the call, before anything is submitted."""
+async def _price(manager: TokenizerManager, call: Call) -> list[tuple[list[int], SamplingParams]]:
+    """Tokenise all prompts and check the cost of the call, before anything is submitted."""
     cost = manager.new_cost()
     cost.check_samples(len(call.prompts), call.options.n)
     priced: list[tuple[list[int], SamplingParams]] = []
@@ -130,7 +127,7 @@ async def _price(manager: TokenizerManager, call: Call) -> tuple[CallCost, list[
         priced.append(await manager.price(cost, prompt, sampling, call.options))
         await asyncio.sleep(0)  # let other requests run between many prompts
     manager.check_capacity(cost)
-    return cost, priced
+    return priced
 
 
 async def _read(prompt: int, generation: Generation, queue: asyncio.Queue[tuple[int, TextOut] | Exception | None]) -> None:

@@ -151,35 +151,31 @@ class TokenizerManager:
     # ---- requests
 
     async def generate(
-        self,
-        prompt: str | list[int],
-        sampling: SamplingParams,
-        options: RequestOptions = NO_OPTIONS,
-        *,
-        rid: str | None = None,
-        call: str = "",
-        call_cost: CallCost | None = None,
+        self, prompt: str | list[int], sampling: SamplingParams, options: RequestOptions = NO_OPTIONS, *, rid: str | None = None
     ) -> Generation:
-        """Check one request and send it to the scheduler.
-
-        Args:
-            prompt: text, or token ids.
-            sampling: how to choose tokens; `max_new_tokens` is limited to what remains of the context.
-            rid: the request id for `abort`; generated if None.
-            call: an id for `abort` that the requests of one call share; empty for none.
-            call_cost: the cost to which `price` has added this request; None: the request is a call of its own.
+        """Check a request that is a call of its own, and send it to the scheduler. Arguments and errors as of `price` and `submit`.
 
         Raises:
-            RequestError: a value is out of bounds; `param` names it as `SamplingParams` does.
             QueueFull, QueuedTokensFull, ServerDraining, WorkerDied: the server cannot take the request now.
         """
-        prompt_ids = prompt
-        self._check_open()
-        if call_cost is None:
-            call_cost = self.new_cost()
-            prompt_ids, sampling = await self.price(call_cost, prompt, sampling, options)
-            self.check_capacity(call_cost)
-        assert not isinstance(prompt_ids, str), "`price` returns the token ids of a text"
+        cost = self.new_cost()
+        prompt_ids, sampling = await self.price(cost, prompt, sampling, options)
+        self.check_capacity(cost)
+        return self.submit(prompt_ids, sampling, options, rid)
+
+    def submit(
+        self, prompt_ids: list[int], sampling: SamplingParams, options: RequestOptions, rid: str | None, call: str = ""
+    ) -> Generation:
+        """Send a request to the scheduler, after `price` and `check_capacity`.
+
+        Args:
+            prompt_ids, sampling: what `price` returned.
+            rid: the request id for `abort`; generated if None.
+            call: an id for `abort` that the requests of one call share; empty for none.
+
+        Raises:
+            RequestError: an id that is in use, or labels that the model does not know.
+        """
         if options.pooling is not None:
             options.pooling.check(self.model_config.vocab_size)
         name = rid if rid is not None else f"talon-{uuid.uuid4().hex}"

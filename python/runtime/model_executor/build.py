@@ -41,7 +41,7 @@ from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.short_prompts import SLOTS, PromptCost, ShortPrompts, prompt_forward, prompt_spec, shared_sizes, shared_spec
 from runtime.model_executor.staging import StagingRing
 from runtime.model_executor.target_model import PAGES_AT_ONCE, TargetModel
-from runtime.model_executor.verification import make_verifier
+from runtime.model_executor.verification import Verifier
 from runtime.model_executor.worker import Worker, WorkerParts
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
@@ -126,7 +126,7 @@ def make_parts(
     inputs = InputBuffers(context.requests, max_tokens=context.requests * spec.max_width, device=context.device)
     runner.allocate(1, target.page_table, context.requests, spec.shape.num_draft_tokens)
     make = partial(_make_graph_runner, context, inputs)
-    verifier = make_verifier(target, spec.shape, spec.feature_width, depths, inputs, lambda s, forward, own: make(s, forward, runner, own))
+    verifier = Verifier(target, spec.shape, spec.feature_width, depths, inputs, make)
     drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
     stages = (target, inputs, drafter, verifier, Accepter(target, make_policy(context, spec)))

@@ -14,45 +14,33 @@ from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.iteration import Iteration, VerifyResult
+from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.ragged_windows import mean_widths
 from runtime.model_executor.target_model import States, TargetModel
 from runtime.model_executor.window import fill_window
 
-MakeRunner = Callable[[RunnerSpec, Forward, DepthBatches], GraphRunner]
+MakeRunner = Callable[[RunnerSpec, Forward, ModelRunner, DepthBatches], GraphRunner]
 EAGER_STEPS = 8
 """Eager ragged passes round their token count up to one of about this many values per window position."""
 LEAST_REQUESTS = 32
 """The smallest batch with graphs over ragged windows: with fewer requests, a pass is bound by reading the weights."""
 
 
-def verify_spec(shape: TreeShape, name: str, vocab: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
-    """Outputs: `logits` float32 [B * D, vocab], argmax `tokens` int64 [B * D], `features` [B * D, feature].
-
-    `vocab`: columns of the logits on this rank.
-    """
-    D = shape.num_draft_tokens
+def verify_spec(target: TargetModel, shape: TreeShape, name: str, feature: int) -> RunnerSpec:
+    """Outputs: `logits` float32 [B * D, this rank's columns], argmax `tokens` int64 [B * D], `features` [B * D, feature]."""
+    D, model = shape.num_draft_tokens, target.runner.model
     return RunnerSpec(
         name=name,
         mode=ForwardMode.TARGET_VERIFY if D > 1 else ForwardMode.DECODE,
         width=D,
         outputs=(
-            BufferSpec("logits", "token", torch.float32, 0, (vocab,)),
+            BufferSpec("logits", "token", torch.float32, 0, (model.lm_head.out_features,)),
             BufferSpec("tokens", "token", torch.int64, 0),
-            BufferSpec("features", "token", dtype, 0, (feature,)),
+            BufferSpec("features", "token", target.runner.dtype, 0, (feature,)),
         ),
         tree_tail=0 if shape.topk == 1 else D,
-        launches=launches,
+        launches=model.kernel_launches,
     )
-
-
-def verify_forward(target: TargetModel) -> Forward:
-    """The function that the verify graph records."""
-    model = target.runner.model
-
-    def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
-        _write_outputs(target, States(*model.forward(batch, target.aux_layers)), outputs)
-
-    return forward
 
 
 def ragged_spec(full: RunnerSpec, mean: int) -> RunnerSpec:
@@ -66,51 +54,13 @@ def ragged_spec(full: RunnerSpec, mean: int) -> RunnerSpec:
     return replace(full, name=f"{full.name} W={mean}", width=mean, max_queries=D, outputs=outputs, inputs=(spread,))
 
 
-def ragged_forward(target: TargetModel, inputs: InputBuffers) -> Forward:
-    """The function that the graph over ragged windows records."""
-    model = target.runner.model
-
-    def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
-        hidden, aux = model.forward(batch, target.aux_layers)
-        spread = inputs.named("spread", batch.batch_size).flatten()
-        states = States(hidden[spread], None if aux is None else aux[spread])
-        _write_outputs(target, states, {name: tensor.flatten(0, 1) for name, tensor in outputs.items()})
-
-    return forward
-
-
-def make_verifier(
-    target: TargetModel, shape: TreeShape, feature: int, depths: Mapping[int, DepthBatches], inputs: InputBuffers, make: MakeRunner
-) -> Verifier:
-    """The verifier with a runner for each depth, and runners over ragged windows at the depth that most large batches run at.
+class Verifier:
+    """Owner of the verify runners: one for each depth, and some over ragged windows at the depth that most large batches run at.
 
     Args:
         shape: the windows at full depth.
         feature: width of the states that the drafter reads.
         make: makes a graph runner of the target's passes.
-    """
-    model, runners, ragged = target.runner.model, dict[int, GraphRunner](), dict[int, GraphRunner]()
-    capable = shape.topk == 1 and model.context.exchange is None and target.runner.backend.caps.ragged_windows
-    usual = USUAL_STEPS if USUAL_STEPS in depths else max(depths)
-    for depth, batches in depths.items():
-        name = "target decode" if depth == 0 else "verify" if depth == shape.num_steps else f"verify K={depth}"
-        spec = verify_spec(shape.at_depth(depth), name, model.lm_head.out_features, feature, target.runner.dtype, model.kernel_launches)
-        runners[depth] = make(spec, verify_forward(target), batches)
-        if capable and depth == usual:
-            large = thinned([size for size in batches.captured if size >= LEAST_REQUESTS])
-            own, forward = replace(batches, captured=large), ragged_forward(target, inputs)
-            ragged = {mean: make(ragged_spec(spec, mean), forward, own) for mean in mean_widths(depth)}
-    return Verifier(target, runners, ragged, usual)
-
-
-def _write_outputs(target: TargetModel, states: States, outputs: Outputs) -> None:
-    target.runner.model.greedy(states.hidden, outputs["tokens"], outputs["logits"], target.agreement)
-    if outputs["features"].shape[1]:
-        outputs["features"].copy_(states.features)
-
-
-class Verifier:
-    """Owner of the verify runners.
 
     Attributes:
         runners: by depth.
@@ -118,8 +68,27 @@ class Verifier:
         ragged_depth: the depth of ragged windows.
     """
 
-    def __init__(self, target: TargetModel, runners: dict[int, GraphRunner], ragged: dict[int, GraphRunner], ragged_depth: int) -> None:
-        self._target, self.runners, self.ragged, self.ragged_depth = target, runners, ragged, ragged_depth
+    def __init__(
+        self,
+        target: TargetModel,
+        shape: TreeShape,
+        feature: int,
+        depths: Mapping[int, DepthBatches],
+        inputs: InputBuffers,
+        make: MakeRunner,
+    ) -> None:
+        self._target, self._inputs = target, inputs
+        self.runners, self.ragged = dict[int, GraphRunner](), dict[int, GraphRunner]()
+        self.ragged_depth = USUAL_STEPS if USUAL_STEPS in depths else max(depths)
+        runner = target.runner
+        capable = shape.topk == 1 and runner.model.context.exchange is None and runner.backend.caps.ragged_windows
+        for depth, batches in depths.items():
+            name = "target decode" if depth == 0 else "verify" if depth == shape.num_steps else f"verify K={depth}"
+            spec = verify_spec(target, shape.at_depth(depth), name, feature)
+            self.runners[depth] = make(spec, self._forward, runner, batches)
+            if capable and depth == self.ragged_depth:
+                own = replace(batches, captured=thinned([size for size in batches.captured if size >= LEAST_REQUESTS]))
+                self.ragged = {mean: make(ragged_spec(spec, mean), self._ragged_forward, runner, own) for mean in mean_widths(depth)}
 
     def at_depth(self, depth: int) -> list[GraphRunner]:
         """The runners of one depth."""
@@ -170,7 +139,7 @@ class Verifier:
         """The result of an eager pass over the live windows, from its states; padding rows are zeros."""
         outputs = self.runners[iteration.depth].outputs(iteration.size)
         tokens = len(states.hidden)
-        _write_outputs(self._target, states, {name: tensor[:tokens] for name, tensor in outputs.items()})
+        self._write(states, {name: tensor[:tokens] for name, tensor in outputs.items()})
         for tensor in outputs.values():
             tensor[tokens:].zero_()
         return self._result(iteration, outputs, graph=False)
@@ -190,3 +159,19 @@ class Verifier:
         if iteration.ragged is None:
             return self.runners[iteration.depth]
         return self.ragged.get(iteration.ragged.tokens // iteration.size, next(iter(self.ragged.values())))
+
+    # ---- inside the graphs
+
+    def _forward(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+        self._write(States(*self._target.runner.model.forward(batch, self._target.aux_layers)), outputs)
+
+    def _ragged_forward(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+        hidden, aux = self._target.runner.model.forward(batch, self._target.aux_layers)
+        spread = self._inputs.named("spread", batch.batch_size).flatten()
+        states = States(hidden[spread], None if aux is None else aux[spread])
+        self._write(states, {name: tensor.flatten(0, 1) for name, tensor in outputs.items()})
+
+    def _write(self, states: States, outputs: Outputs) -> None:
+        self._target.runner.model.greedy(states.hidden, outputs["tokens"], outputs["logits"], self._target.agreement)
+        if outputs["features"].shape[1]:
+            outputs["features"].copy_(states.features)

@@ -13,7 +13,6 @@ only on each request's last accepted position.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -31,7 +30,7 @@ from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.chain_start import start_chain
 from runtime.speculative.draft_mask import DraftMask
-from runtime.speculative.draft_state import DraftState, first_guesses, guess
+from runtime.speculative.draft_state import DraftState, guess
 from runtime.speculative.draft_tree import begin, expand, select, top_log_probs
 
 GREEDY, SAMPLED = "greedy", "sampled"
@@ -200,27 +199,3 @@ def extend_spec(full: TreeShape, shape: TreeShape, feature: int, dtype: torch.dt
         variants=variants(full),
         launches=launches,
     )
-
-
-def extend_forward(
-    draft: DraftModel,
-    rows: RequestRows,
-    state: DraftState,
-    inputs: InputBuffers,
-    states: Callable[[ForwardBatch], torch.Tensor],
-    width: int,
-) -> Forward:
-    """The function that the graph records over windows of `width`; `states` gives the target's hidden states of a batch."""
-    before = torch.arange(inputs.max_requests, device=inputs.device) * width - 1
-
-    def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
-        index, accepted = batch.req_pool_indices, inputs.named("accept_lens", batch.batch_size)
-        last = before[: batch.batch_size] + accepted
-        guesses = bool(draft.lookahead) and variant != KV_ONLY
-        hidden = draft.forward(replace(batch, hidden_states=states(batch)), last if guesses else last[:0])
-        if guesses:
-            positions = (inputs.kv_lens(batch.batch_size) + accepted).to(torch.int64) + 1 if variant == SAMPLED else None
-            state.hidden[index] = hidden
-            first_guesses(state, draft, hidden, rows.tables, index, positions)
-
-    return forward

@@ -20,18 +20,19 @@ import torch
 from runtime.batch import Int32
 from runtime.config.runtime_config import SpeculativeConfig
 from runtime.layers.attention.base import plan_pass
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.drafter import DrafterSpec, DraftSetup
 from runtime.model_executor.grammar_rows import GrammarStep
-from runtime.model_executor.graph_runner import Forward, GraphRunner, RunnerSpec
+from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.iteration import Accepted, Iteration
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target_model import ExtendPass
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
 from runtime.speculative.chain_start import start_chain
-from runtime.speculative.draft_passes import GREEDY, KV_ONLY, SAMPLED, DraftPasses, decode_spec, extend_forward, extend_spec, variants
+from runtime.speculative.draft_passes import GREEDY, KV_ONLY, SAMPLED, DraftPasses, decode_spec, extend_spec, variants
 from runtime.speculative.draft_state import DraftState, first_guesses
 from runtime.speculative.draft_tree import begin, select
 from runtime.speculative.model_drafter import ModelDrafter, States, restricting
@@ -86,7 +87,20 @@ class EagleWorker(ModelDrafter):
         return extend_spec(full, full.at_depth(depth), model.input_width, self.runner.dtype, model.kernel_launches)
 
     def _extend_forward(self, states: States, width: int) -> Forward:
-        return extend_forward(self.model, self._target.rows, self.state, self._inputs, states, width)
+        draft, state, inputs, tables = self.model, self.state, self._inputs, self._target.rows.tables
+        before = torch.arange(inputs.max_requests, device=inputs.device) * width - 1
+
+        def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
+            index, accepted = batch.req_pool_indices, inputs.named("accept_lens", batch.batch_size)
+            last = before[: batch.batch_size] + accepted
+            guesses = bool(draft.lookahead) and variant != KV_ONLY
+            hidden = draft.forward(replace(batch, hidden_states=states(batch)), last if guesses else last[:0])
+            if guesses:
+                positions = (inputs.kv_lens(batch.batch_size) + accepted).to(torch.int64) + 1 if variant == SAMPLED else None
+                state.hidden[index] = hidden
+                first_guesses(state, draft, hidden, tables, index, positions)
+
+        return forward
 
     def warmup_runs(self) -> list[Callable[[], object]]:
         """Runs that compile the attention kernels of the draft's passes at every depth."""

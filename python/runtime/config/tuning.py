@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -109,8 +110,8 @@ class SpeculativeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def lines(self) -> str:
         """The table in words."""
-        ends = [f"-{line.requests - 1}" for line in self.table[1:]] + [" and more"]
-        spans = [f"{line.requests}{'' if end == f'-{line.requests}' else end}" for line, end in zip(self.table, ends, strict=True)]
+        bounds = pairwise(line.requests for line in self.table)
+        spans = [f"{first}-{end - 1}" if end > first + 1 else f"{first}" for first, end in bounds] + [f"{self.table[-1].requests} and more"]
         return ", ".join(f"{span} requests K={line.depth}" for span, line in zip(spans, self.table, strict=True))
 
 
@@ -139,23 +140,18 @@ def fitting(tuning: SpeculativeTuning, here: MadeFor) -> SpeculativeTuning:
         ConfigError: the tuning is for another model, draft or algorithm.
     """
     made = tuning.made_for
-    for what, there, own in (
-        ("model", (made.model_files, made.model), (here.model_files, here.model)),
-        ("draft", (made.draft_files, made.draft), (here.draft_files, here.draft)),
-        ("algorithm", (made.algorithm, made.algorithm), (here.algorithm, here.algorithm)),
-    ):
-        if there[0] != own[0]:
+    for what, compared in (("model", "model_files"), ("draft", "draft_files"), ("algorithm", "algorithm")):
+        if getattr(made, compared) != getattr(here, compared):
+            there, own = getattr(made, what) or "none", getattr(here, what) or "none"
             raise ConfigError(
-                f"{FLAG}: the file was made for the {what} {there[1] or 'none'}; this server has {own[1] or 'none'}, or other files of "
-                "that name. Run python -m runtime.tune with the flags of this server."
+                f"{FLAG}: the file was made for the {what} {there}; this server has {own}, or other files of that name. "
+                "Run python -m runtime.tune with the flags of this server."
             )
-    facts = ("device", "weights", "ranks")
-    other = [f"{getattr(made, name)} ({name})" for name in facts if getattr(made, name) != getattr(here, name)]
-    if other:
-        log.warning(
-            "speculative tuning: it was measured with %s; here is %s. Its depths may not be the best, and its times are not used.",
-            ", ".join(other),
-            ", ".join(f"{getattr(here, name)} ({name})" for name in facts if getattr(made, name) != getattr(here, name)),
-        )
-        return msgspec.structs.replace(tuning, steps=())
-    return tuning
+    other = [name for name in ("device", "weights", "ranks") if getattr(made, name) != getattr(here, name)]
+    if not other:
+        return tuning
+    log.warning(
+        "speculative tuning: it was measured with %s; here is %s. Its depths may not be the best, and its times are not used.",
+        *(", ".join(f"{getattr(facts, name)} ({name})" for name in other) for facts in (made, here)),
+    )
+    return msgspec.structs.replace(tuning, steps=())

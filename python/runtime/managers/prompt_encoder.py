@@ -87,12 +87,9 @@ class PromptEncoder:
     def _bound(self, characters: int, param: str, any_length: bool) -> BoundedEncoding:
         """Limits the tokens of a text while it is encoded. Raises `TextTooLong` at once if it has too many characters."""
         if any_length:
-            return BoundedEncoding(self._max_tokens, lambda count: _too_many(count, self._max_tokens, param))
+            rule = f"A text may have {self._max_tokens:,} tokens (--max-queued-tokens)"
+            return BoundedEncoding(self._max_tokens, lambda count: RequestError(f"{rule}; this one has at least {count:,}.", param))
         if characters > self._max_chars:
             raise TextTooLong(characters, self._max_chars, self._max_context_len, param)
         too_long = partial(ContextTooLong, max_context_len=self._max_context_len, at_least=True, param=param)
         return BoundedEncoding(self._max_context_len - 1, too_long)
-
-
-def _too_many(count: int, most: int, param: str) -> RequestError:
-    return RequestError(f"A text may have {most:,} tokens (--max-queued-tokens); this one has at least {count:,}.", param)

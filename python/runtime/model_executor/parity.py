@@ -50,12 +50,11 @@ def check_parity(worker: Worker) -> None:
     log.info("acceptance of %d prompts, eager and with graphs:\n%s", PROMPTS, side_by_side(eager.counters, graphs.counters))
     if unreached := not_compared(eager.counters):
         log.warning("acceptance parity: %s; python -m runtime.check_acceptance compares with your own prompts", unreached)
-    if not culprit:
-        return
-    raise ConfigError(
-        f"Graphs of {culprit} and the same passes run eagerly differ (see the table in the log). "
-        "Start with --disable-cuda-graph, without --enable-iteration-graph, or disable the graphs of one runner."
-    )
+    if culprit:
+        raise ConfigError(
+            f"Graphs of {culprit} and the same passes run eagerly differ (see the table in the log). "
+            "Start with --disable-cuda-graph, without --enable-iteration-graph, or disable the graphs of one runner."
+        )
 
 
 def _culprit(worker: Worker, eager: Outcome) -> str:

@@ -40,21 +40,6 @@ class ForwardMode(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class CostModel:
-    """The cost of steps on the worker's device, used by admission.
-
-    Attributes:
-        saturating_tokens: prompt tokens that saturate the device: longer steps take proportionally longer. 0 if
-            unknown.
-        piggyback_min_tokens: prompt tokens from which decode rows are cheaper in a prompt step than in a step of their
-            own. Shorter prompts run through graphs that hold no decode rows.
-    """
-
-    saturating_tokens: int = 0
-    piggyback_min_tokens: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerLimits:
     """The capacity of the device side, on which admission is based.
 
@@ -73,7 +58,10 @@ class WorkerLimits:
         overlap: whether step n + 1 may be submitted before step n's result is read.
         needs_history: whether every `RowInit` must carry its history.
         mixed: whether a step may have both prompt chunks and decode rows.
-        cost_model: what steps cost on the device.
+        saturating_tokens: prompt tokens that saturate the device: longer steps take proportionally longer. 0 if
+            unknown.
+        piggyback_min_tokens: prompt tokens from which decode rows are cheaper in a prompt step than in a step of their
+            own. Shorter prompts run through graphs that hold no decode rows.
         groups: number of attention groups; `max_total_tokens` and `max_running_requests` are those of each.
     """
 
@@ -89,7 +77,8 @@ class WorkerLimits:
     overlap: bool = True
     needs_history: bool = False
     mixed: bool = False
-    cost_model: CostModel = CostModel()
+    saturating_tokens: int = 0
+    piggyback_min_tokens: int = 1
     groups: int = 1
 
     @property

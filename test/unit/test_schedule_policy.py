@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.batch import CostModel, WorkerLimits
+from runtime.batch import WorkerLimits
 from runtime.managers import schedule_policy as policy
 from runtime.managers.messages import Finish, GenerateReq
 from runtime.managers.new_token_ratio import NewTokenRatio
@@ -90,7 +90,7 @@ def test_a_budget_is_the_smallest_of_its_caps_and_runs_out() -> None:
 
 @pytest.mark.parametrize(("prompts", "offered"), [(1, 0), (FEW_PROMPTS, 0), (FEW_PROMPTS + 1, 10)])
 def test_with_few_prompts_a_saturated_step_takes_no_other(prompts: int, offered: int) -> None:
-    budget = PrefillBudget.start(64, 64, replace(LIMITS, cost_model=CostModel(saturating_tokens=20)), prompts)
+    budget = PrefillBudget.start(64, 64, replace(LIMITS, saturating_tokens=20), prompts)
     assert budget.offer(19, True) == 19
     budget.take(19)
     assert budget.offer(10, False) == 10, "the device is not saturated yet"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fake_worker import FakeWorker, alone, logprob, pooled
-from runtime.batch import CostModel, ScheduleBatch, WorkerLimits
+from runtime.batch import ScheduleBatch, WorkerLimits
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.managers.messages import (
     AbortReq,
@@ -156,7 +156,7 @@ def storm_limits(rng: random.Random) -> WorkerLimits:
         prefix_lookahead=int(accept > 1 and rng.random() < 0.8),
         overlap=rng.random() < 0.7,
         mixed=rng.random() < 0.6,
-        cost_model=CostModel(saturating_tokens=rng.choice([0, 6, 30])),
+        saturating_tokens=rng.choice([0, 6, 30]),
     )
 
 
@@ -254,7 +254,7 @@ def test_running_requests_decode_beside_every_chunk_of_a_long_prompt() -> None:
 
 
 def test_short_prompts_run_without_decode_rows() -> None:
-    harness = Harness(limits_of(mixed=True, cost_model=CostModel(piggyback_min_tokens=8)), chunked_prefill_size=9)
+    harness = Harness(limits_of(mixed=True, piggyback_min_tokens=8), chunked_prefill_size=9)
     harness.ask("runs", [1, 2], max_new_tokens=60, ignore_eos=True)
     harness.step(3)
     harness.ask("short", list(range(7)), max_new_tokens=4, ignore_eos=True)
@@ -431,7 +431,7 @@ def test_several_prompts_share_one_extend_batch_within_its_budget() -> None:
 
 def test_few_prompts_that_saturate_the_device_run_one_per_step() -> None:
     def steps(prompts: int, **asked: Any) -> list[list[int]]:
-        harness = Harness(limits_of(max_extend_tokens=20, max_running_requests=16, cost_model=CostModel(saturating_tokens=7)), **asked)
+        harness = Harness(limits_of(max_extend_tokens=20, max_running_requests=16, saturating_tokens=7), **asked)
         for i in range(prompts):
             harness.ask(f"r{i}", [i] * (8 if i else 4), max_new_tokens=1)
         harness.run_until_idle()
@@ -447,7 +447,7 @@ def test_few_prompts_that_saturate_the_device_run_one_per_step() -> None:
 
 def test_piggyback_candidates_do_not_keep_short_prompts_apart() -> None:
     harness = Harness(
-        limits_of(mixed=True, tokens_per_step=4, cost_model=CostModel(saturating_tokens=7, piggyback_min_tokens=20)),
+        limits_of(mixed=True, tokens_per_step=4, saturating_tokens=7, piggyback_min_tokens=20),
         chunked_prefill_size=64,
     )
     for rid in ("a", "b"):

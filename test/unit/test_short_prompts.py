@@ -451,15 +451,15 @@ def limits(target: TargetModel, **changes: object) -> Any:
 def test_the_scheduler_is_told_when_the_device_is_busy(target: TargetModel) -> None:
     model = target.runner.model
     expected = cost(model.active_parameters, model.kernel_launches).saturating_tokens
-    assert limits(target).cost_model.saturating_tokens == expected
+    assert limits(target).saturating_tokens == expected
     on_cpu = parts_of()
     on_cpu.device = CPU
-    assert make_limits(on_cpu, MemoryPlan(64, {}), target, DrafterSpec(NO_DRAFTS)).cost_model.saturating_tokens == 256
+    assert make_limits(on_cpu, MemoryPlan(64, {}), target, DrafterSpec(NO_DRAFTS)).saturating_tokens == 256
 
 
 def mixing(target: TargetModel, **changes: object) -> tuple[bool, int]:
     made = limits(target, **changes)
-    return made.mixed, made.cost_model.piggyback_min_tokens
+    return made.mixed, made.piggyback_min_tokens
 
 
 def test_prompts_with_graphs_of_their_own_take_nobody_along(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
@@ -475,4 +475,4 @@ def test_prompts_with_graphs_of_their_own_take_nobody_along(target: TargetModel,
         assert not limits(target, mixed_chunk=True, chunked_prefill_size=SIZES[-1]).mixed
     assert "--enable-mixed-chunk has no effect: prompt steps of at most 16 tokens are captured as CUDA graphs" in caplog.text
     target.short_prompts.runner.keep([])
-    assert limits(target, mixed_chunk=True).cost_model.piggyback_min_tokens == 1, "no graph fitted into memory"
+    assert limits(target, mixed_chunk=True).piggyback_min_tokens == 1, "no graph fitted into memory"

@@ -85,7 +85,7 @@ class Admission:
         budget = PrefillBudget.start(config.chunked_prefill_size, config.max_prefill_tokens, self._limits, prompts)
         plan, decodes, overtaking = StepPlan(), self._piggyback(budget), False
         if prefilling and len(self._rows.keys() | self.queue.clients) > 1:
-            budget.left = min(budget.left, self._limits.cost_model.saturating_tokens or budget.left)
+            budget.left = min(budget.left, self._limits.saturating_tokens or budget.left)
             self._admit(plan, budget, prefilling)
             # Prompts that overtake others run without them, so that their first token takes only the time of a short step.
             ahead = [req for req in prefilling if req.overtook]
@@ -96,7 +96,7 @@ class Admission:
             self._admit(plan, budget)
         if not plan.chunks:
             return None
-        if decodes and plan.prompt_tokens >= self._limits.cost_model.piggyback_min_tokens:
+        if decodes and plan.prompt_tokens >= self._limits.piggyback_min_tokens:
             self.add_decodes(plan, decodes)  # if too few pages are free, the prompts run alone instead of retracting a request
         return plan
 

@@ -36,7 +36,7 @@ class PrefillBudget:
     def start(cls, chunk_size: int, max_tokens: int, limits: WorkerLimits, prompts: int = 0) -> PrefillBudget:
         """The budget of an empty step, given the number of open `prompts`. With a `chunk_size` below 1 prompts are not split."""
         left = min(n for n in (chunk_size, max_tokens, limits.max_extend_tokens) if n > 0)
-        return cls(left, chunk_size > 0, limits.max_extend_tokens, limits.cost_model.saturating_tokens if prompts <= FEW_PROMPTS else 0)
+        return cls(left, chunk_size > 0, limits.max_extend_tokens, limits.saturating_tokens if prompts <= FEW_PROMPTS else 0)
 
     def decode_rows(self, tokens_per_step: int) -> int:
         """Number of requests that may decode in a prompt step, in at most half of its tokens; 0 if prompts are not split."""

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from runtime.batch import CostModel, WorkerLimits
+from runtime.batch import WorkerLimits
 from runtime.config.device_tuning import CPU
 from runtime.config.host_memory import host_memory
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
@@ -391,7 +391,8 @@ def make_limits(context: WorkerContext, plan: MemoryPlan, target: TargetModel, s
         overlap=config.scheduler.overlap and spec.overlap,
         needs_history=spec.needs_history,
         mixed=mixed,
-        cost_model=CostModel(prompt_cost(context, model).saturating_tokens if on_gpu else CPU.saturating_tokens, mixed_from),
+        saturating_tokens=prompt_cost(context, model).saturating_tokens if on_gpu else CPU.saturating_tokens,
+        piggyback_min_tokens=mixed_from,
         groups=config.parallel.dp_size,
     )
     log.info("admission: at most %d running requests, %d KV tokens, %d tokens per prompt step", limits.max_running_requests,

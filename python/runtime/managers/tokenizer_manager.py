@@ -144,10 +144,6 @@ class TokenizerManager:
         """Prompt and output tokens of one request together: the context length, or less if the KV cache is smaller."""
         return min(self.config.model.context_length, self.limits.max_request_len)
 
-    @property
-    def _request_limits(self) -> RequestLimits:
-        return RequestLimits(self.model_config.vocab_size, self.max_context_len)
-
     # ---- requests
 
     async def generate(
@@ -238,8 +234,9 @@ class TokenizerManager:
         """
         self._check_open()
         prompt_ids = await self.encoder.encode(prompt) if isinstance(prompt, str) else prompt
-        self._request_limits.check_prompt(prompt_ids)
-        sampling = self._request_limits.fit(sampling, len(prompt_ids), options.fill_context)
+        limits = RequestLimits(self.model_config.vocab_size, self.max_context_len)
+        limits.check_prompt(prompt_ids)
+        sampling = limits.fit(sampling, len(prompt_ids), options.fill_context)
         call_cost.add(len(prompt_ids), options.n, sampling, options.top_logprobs, options.prompt_logprobs)
         return prompt_ids, sampling
 

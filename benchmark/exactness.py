@@ -82,7 +82,7 @@ class Passes:
         device = model.embed.device
         torch.manual_seed(0)
         table = page_table(MOST, context + WINDOW, config.cache.page_size, device)
-        runner = ModelRunner(model, model.config, config.device.attention_backend, model.dtype, device, tuning=tuning)
+        runner = ModelRunner(model, config.device.attention_backend, model.dtype, device, tuning=tuning)
         runner.allocate(MOST * table.max_pages, table, MOST, WINDOW)
         for cache in (*runner.kv_pool.k, *runner.kv_pool.v):
             cache.normal_()

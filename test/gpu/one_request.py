@@ -29,7 +29,7 @@ class OneRequest:
         self.table = PageTable(3, 256, PAGE, DEVICE)
         pages = np.random.default_rng(0).permutation(64)[: self.table.max_pages] + 1
         self.table.pages[2] = torch.from_numpy(pages.astype(np.int32))
-        self.runner = ModelRunner(model, model.config, backend, dtype, DEVICE, tuning=H200)
+        self.runner = ModelRunner(model, backend, dtype, DEVICE, tuning=H200)
         self.runner.allocate(64, self.table, 4, 4)
 
     def all_logits(self, ids: torch.Tensor) -> torch.Tensor:

@@ -364,7 +364,7 @@ def test_on_a_cpu_prompts_run_as_they_are(target: TargetModel) -> None:
         device, replay, extend_tokens, dtype, config, group = CPU, "eager", 64, torch.float32, tiny_runtime(), ALONE
         exchange = kv_dtype = None
 
-    runner = make_runner(Parts(), target.runner.model, target.runner.config)  # type: ignore[arg-type]
+    runner = make_runner(Parts(), target.runner.model)  # type: ignore[arg-type]
     assert runner.prompt_sizes == target.runner.prompt_sizes == []
     assert add_short_prompts(Parts(), target) == []  # type: ignore[arg-type]
     assert target.short_prompts is None
@@ -393,14 +393,14 @@ def add_as_on_a_gpu(target: TargetModel, monkeypatch: pytest.MonkeyPatch, **chan
     captured = SimpleNamespace(caps=replace(backend.caps, cuda_graph=True))
     monkeypatch.setattr(build, "backend_class", lambda _: captured)
     parts = parts_of(**changes)
-    target.runner.prompt_sizes = make_runner(parts, target.runner.model, target.runner.config).prompt_sizes
+    target.runner.prompt_sizes = make_runner(parts, target.runner.model).prompt_sizes
     target.aux_layers = LAYERS
     return add_short_prompts(parts, target)
 
 
 def test_attention_that_cannot_be_captured_leaves_prompts_as_they_are(target: TargetModel) -> None:
     assert not target.runner.backend.caps.cuda_graph
-    assert make_runner(parts_of(), target.runner.model, target.runner.config).prompt_sizes == []
+    assert make_runner(parts_of(), target.runner.model).prompt_sizes == []
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,9 @@ def test_without_padding_only_captured_sizes_are_replayed(tmp_path: Path, algori
 def test_the_draft_has_the_attention_that_was_asked_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def noted(model: Any, config: Any, attention: str, *more: Any, **named: Any) -> ModelRunner:
+    def noted(model: Any, attention: str, *more: Any, **named: Any) -> ModelRunner:
         asked.append(attention)
-        return ModelRunner(model, config, "torch_native", *more, **named)
+        return ModelRunner(model, "torch_native", *more, **named)
 
     for module in (draft_models, target_build):
         monkeypatch.setattr(module, "ModelRunner", noted)

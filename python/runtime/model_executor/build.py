@@ -85,7 +85,7 @@ def build_worker(
     model = load_model(context, model_config, config.model.model_path, config.model.load_format, config.model.quantization)
     drafter = make_drafter(context, model)
     depths = make_depths(context, drafter, options.with_plain)
-    parts = make_parts(context, model, model_config, drafter, depths)
+    parts = make_parts(context, model, drafter, depths)
     autotune(context, parts, depths)
     activations = measure_activations(context, parts)
     models = model_passes(context, parts)
@@ -116,12 +116,10 @@ def make_depths(context: WorkerContext, drafter: Drafter, with_plain: bool) -> d
     return depths
 
 
-def make_parts(
-    context: WorkerContext, model: DecoderModel, config: ModelConfig, drafter: Drafter, depths: dict[int, DepthBatches]
-) -> WorkerParts:
+def make_parts(context: WorkerContext, model: DecoderModel, drafter: Drafter, depths: dict[int, DepthBatches]) -> WorkerParts:
     """All parts of the worker, with KV pools of one page."""
     spec = drafter.spec
-    runner = make_runner(context, model, config)
+    runner = make_runner(context, model)
     target = make_target(context, runner, spec)
     inputs = InputBuffers(context.requests, max_tokens=context.requests * spec.max_width, device=context.device)
     runner.allocate(1, target.page_table, context.requests, spec.shape.num_draft_tokens)
@@ -136,14 +134,14 @@ def make_parts(
         *stages,
         depths=DepthControl(limits, context.running + 1, verifier, context.config.parallel.dp_size),
         monitor=AcceptanceMonitor(max(depths)),
-        grammars=GrammarRows(config.vocab_size, context.device),
+        grammars=GrammarRows(model.config.vocab_size, context.device),
         iterations=graphs,
         # With attention groups, routers see the tokens of all groups, so their masks do not describe one rank's tokens.
         experts=ExpertCounter(model.sparse_mlps if context.exchange is None else []),
     )
 
 
-def make_runner(context: WorkerContext, model: DecoderModel, config: ModelConfig) -> ModelRunner:
+def make_runner(context: WorkerContext, model: DecoderModel) -> ModelRunner:
     """The target's runner; on a GPU with graphs for short prompts."""
     attention, sizes = context.config.device.attention_backend, list[int]()
     # Attention groups run all prompts of a step in one pass, so that all groups exchange tokens equally often. A captured pass cannot widen
@@ -151,7 +149,7 @@ def make_runner(context: WorkerContext, model: DecoderModel, config: ModelConfig
     wanted = context.replay != "none" and context.exchange is None and context.kv_dtype is None
     if context.device.type == "cuda" and wanted and backend_class(attention).caps.cuda_graph:
         sizes = prompt_cost(context, model).sizes(min(context.extend_tokens, context.config.model.context_length))
-    return ModelRunner(model, config, attention, context.dtype, context.device, sizes, context.group, tuning=context.config.device.tuning)
+    return ModelRunner(model, attention, context.dtype, context.device, sizes, context.group, tuning=context.config.device.tuning)
 
 
 def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) -> TargetModel:

@@ -16,7 +16,6 @@ from runtime.layers.attention.self_check import check_backend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.output_arena import OutputArena
-from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 
 
@@ -31,7 +30,6 @@ class ModelRunner:
     def __init__(
         self,
         model: DecoderModel,
-        config: ModelConfig,
         attention: str,
         dtype: torch.dtype,
         device: torch.device,
@@ -40,7 +38,7 @@ class ModelRunner:
         *,
         tuning: DeviceTuning,
     ) -> None:
-        self.model, self.config, self.attention = model, config, attention
+        self.model, self.config, self.attention = model, model.config, attention
         self.dtype, self.device, self.prompt_sizes = dtype, device, list(prompt_sizes)
         self.arena = OutputArena(device)
         self._tuning, self._choices, self._checked = tuning, KernelChoices(group), False

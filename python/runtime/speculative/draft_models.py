@@ -71,7 +71,7 @@ def draft_runner(context: WorkerContext, model: DraftModel | DFlashDraftModel) -
     """The runner of a draft model."""
     attention, tuning = context.speculative.attention_backend, context.config.device.tuning
     decoder = cast(DecoderModel, model)
-    return ModelRunner(decoder, model.config, attention, context.dtype, context.device, tuning=tuning, group=context.group)
+    return ModelRunner(decoder, attention, context.dtype, context.device, tuning=tuning, group=context.group)
 
 
 def _config(context: WorkerContext, algorithm: SpecAlgorithm, target: DecoderModel) -> DraftConfig:

@@ -96,17 +96,14 @@ class FairQueue:
 
     def ordered(self, order: Order) -> Iterator[Req]:
         """The order of admission; `order` arranges the requests of one client."""
-        if len(self._queues) == 1:
-            yield from list(order(next(iter(self._queues.values())).reqs))
-            return
-        heads: list[tuple[tuple[bool, int, float, int], Iterator[Req], Req]] = []
-        for queue in self._queues.values():
-            reqs = iter(list(order(queue.reqs)))
-            _push(heads, reqs, queue.start)
-        while heads:
-            (_, _, start, _), reqs, req = heapq.heappop(heads)
-            yield req
-            _push(heads, reqs, start + req.total_limit)
+
+        def keyed(queue: _ClientQueue) -> Iterator[tuple[tuple[bool, int, float, int], Req]]:
+            start = queue.start
+            for req in list(order(queue.reqs)):
+                yield _key(req, start), req
+                start += req.total_limit
+
+        return (req for _, req in heapq.merge(*map(keyed, self._queues.values())))
 
     def _forget(self) -> None:
         """Forget the clients whose virtual time has passed, and of the others those that were served least.
@@ -116,12 +113,6 @@ class FairQueue:
         ahead = ((end, name) for name, end in self._finished.items() if end > self._time)
         self._finished = {name: end for end, name in heapq.nlargest(MAX_REMEMBERED, ahead)}
         self._forget_above = 2 * len(self._finished)
-
-
-def _push(heads: list[tuple[tuple[bool, int, float, int], Iterator[Req], Req]], reqs: Iterator[Req], start: float) -> None:
-    req = next(reqs, None)
-    if req is not None:
-        heapq.heappush(heads, (_key(req, start), reqs, req))
 
 
 def _key(req: Req, start: float) -> tuple[bool, int, float, int]:

@@ -62,7 +62,7 @@ class Generation:
         self.unread = 0
         self._updates: dict[int, list[TextOut]] = {}  # by choice
         self._error: ServingError | None = None
-        self._reader: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Generation:
         return self
@@ -82,8 +82,8 @@ class Generation:
                 raise self._error
             if not self.choice_rids:
                 raise StopAsyncIteration
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
+            self._changed.clear()
+            await self._changed.wait()
         index = next(iter(self._updates))
         outs = self._updates.pop(index)
         self.unread -= len(outs)
@@ -99,14 +99,10 @@ class Generation:
             return False
         self._updates.setdefault(index, []).append(out)
         self.unread += 1
-        self._wake()
+        self._changed.set()
         return True
 
     def fail(self, error: ServingError) -> None:
         """End with `error` after the unread updates."""
         self._error = self._error or error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        self._changed.set()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import geometric_mean, median
 
 import numpy as np
 
@@ -30,11 +31,6 @@ class Cell:
     def times(self) -> list[float]:
         """The times of all rounds."""
         return [seconds for block in self.rounds.values() for seconds in block]
-
-
-def _typical(blocks: Iterable[Sequence[float]]) -> float:
-    """The geometric mean of the blocks' medians."""
-    return float(np.exp(np.mean([np.log(np.median(block)) for block in blocks])))
 
 
 class DepthTrial(DepthChooser):
@@ -76,9 +72,9 @@ class DepthTrial(DepthChooser):
         shared = set(cells[depth].rounds).intersection(*steady)
         if not shared:
             return float(np.quantile(cells[depth].times, 0.25))
-        scales = {at: _typical(rounds[at] for rounds in steady) for at in set.intersection(*map(set, steady))}
-        share = np.median([np.median(cells[depth].rounds[at]) / scales[at] for at in shared])
-        return float(share * np.quantile(list(scales.values()), 0.25))
+        scales = {at: geometric_mean(median(rounds[at]) for rounds in steady) for at in set.intersection(*map(set, steady))}
+        share = median(median(cells[depth].rounds[at]) / scales[at] for at in shared)
+        return share * float(np.quantile(list(scales.values()), 0.25))
 
     def choose(self, rows: DecodeRows, sizes: Mapping[int, int], passes: Sequence[tuple[int, int]] = (), ragged_depth: int = 0) -> Option:
         """The next depth in the cycle, or the largest available one below it, with full windows."""

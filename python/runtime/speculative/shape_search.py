@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 from runtime.config.tuning import BatchDepth
 
@@ -42,8 +42,7 @@ class Plan:
 
     def score(self, requests: Iterable[int]) -> float:
         """The geometric mean of its tokens per second at these numbers of requests."""
-        logarithms = [math.log(self.rates[count]) for count in requests]
-        return math.exp(sum(logarithms) / len(logarithms))
+        return geometric_mean(self.rates[count] for count in requests)
 
 
 def chain_plan(rates: Rates) -> Plan:

@@ -66,10 +66,8 @@ def padding_prompt(context: WorkerContext, prefix: int = 0) -> ScheduleBatch:
     cached tokens.
     """
     count = max(min(context.running, context.extend_tokens // 2), 1)
-    lens, left = np.ones(count, dtype=np.int32), context.extend_tokens - count
-    for i in range(count):
-        lens[i] += (more := min(left, context.config.model.context_length - 2 - prefix))
-        left -= more
+    most, left = context.config.model.context_length - 2 - prefix, context.extend_tokens - count
+    lens = (1 + np.clip(left - most * np.arange(count), 0, most)).astype(np.int32)
     zeros = np.zeros(count, dtype=np.int32)
     return ScheduleBatch(
         step=0, rows=zeros + PAD_ROW, len_bounds=zeros + prefix, top_logprobs=zeros + MAX_TOP_LOGPROBS,

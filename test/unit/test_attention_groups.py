@@ -51,7 +51,10 @@ def test_groups_generate_the_text_of_one(tmp_path: Path, name: str, size: int, g
     with ranks(size, builder(tmp_path, None, model, **ROOMY, dp_size=groups, ep_size=ep_size), groups=groups) as worker:
         assert worker.parts.target.runner.model.sparse_mlps[0].experts.count == 8 // ep_size
         found, scheduler = serve(
-            worker, asked(GREEDY, ids), {}, lambda scheduler: placed.update(req.group for req in scheduler.groups.running)
+            worker,
+            asked(GREEDY, ids),
+            {},
+            lambda scheduler: placed.update(req.group for group in scheduler.groups for req in group.running),
         )
     assert found == expected
     assert placed == set(range(groups))
@@ -154,7 +157,7 @@ def test_a_request_goes_where_its_prefix_is_unless_that_group_is_busy(tmp_path: 
             inbox += [GenerateReq(rid=str(len(places) + i), input_ids=ids, sampling=GREEDY, seed=1) for i, ids in enumerate(asks)]
             while inbox or not scheduler.idle:
                 scheduler.step()
-                places.update({req.rid: req.group for req in scheduler.groups.running})
+                places.update({req.rid: req.group for group in scheduler.groups for req in group.running})
     assert places == {"0": 0, "1": 0, "2": 1, "3": 0, "4": 1}, "two requests do not share a group for 60 cached tokens"
 
 

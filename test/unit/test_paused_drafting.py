@@ -214,7 +214,7 @@ def test_the_prefix_cache_holds_no_position_that_the_draft_did_not_follow(tmp_pa
     behind = list[int]()
 
     def watch(scheduler: Scheduler) -> None:
-        behind.extend(req.kv_len - req.cacheable_len for req in scheduler.groups.running if req.rid == "0")
+        behind.extend(req.kv_len - req.cacheable_len for req in scheduler.groups.only.running if req.rid == "0")
 
     texts, scheduler = serve(worker, asks, {}, check=watch, page_size=1)
     text = PROMPTS[5] + texts["0"]

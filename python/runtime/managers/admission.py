@@ -70,7 +70,7 @@ class Admission:
 
     @property
     def decoding(self) -> list[Req]:
-        """The running requests that need a decode step, as `Req.needs_decode` says."""
+        """The running requests of which one more decode step can emit tokens: the steps in flight may end before the length limit."""
         phase = Phase.DECODING
         return [req for req in self.running if req.phase is phase and req.emits_in_flight < req.total_limit - req.length]
 

@@ -39,11 +39,6 @@ class AttentionGroups:
         return self._groups[req.group]
 
     @property
-    def running(self) -> Iterator[Req]:
-        """The requests with a row, of all groups."""
-        return (req for group in self._groups for req in group.running)
-
-    @property
     def queue_is_full(self) -> bool:
         """Whether one more waiting request would exceed --max-queued-requests; requests that get a row at once do not count."""
         return sum(len(group.queue) - group.free_rows for group in self._groups) >= self._config.max_queued_requests

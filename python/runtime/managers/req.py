@@ -142,11 +142,6 @@ class Req:
         return self.phase is not Phase.ENDED
 
     @property
-    def needs_decode(self) -> bool:
-        """Whether one more decode step can emit tokens: the steps in flight may end before the length limit."""
-        return self.phase is Phase.DECODING and self.emits_in_flight < self.remaining
-
-    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt log-probabilities are missing; cached prefixes have none, so the whole prompt is computed."""
         return self.prompt_logprobs is not None and self.completion_tokens == 0

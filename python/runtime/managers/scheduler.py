@@ -267,7 +267,7 @@ class Scheduler:
         while self.groups.wants_retraction and self._in_flight:
             self._collect()
         self.groups.retract_for_waiting()
-        starving = self._prompt_tokens >= self._config.max_prefill_tokens and any(req.needs_decode for req in self.groups.running)
+        starving = self._prompt_tokens >= self._config.max_prefill_tokens and any(group.decoding for group in self.groups)
         return ([] if starving else self.groups.plan_prompts()) or self._plan_decode()
 
     def _plan_decode(self) -> list[StepPlan]:

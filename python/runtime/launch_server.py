@@ -47,6 +47,8 @@ DEATH_CLOSE = 1.5
 """The same after a process died; all requests have failed by then."""
 MIN_FILES = 64
 """Files that must be allowed to be open: the server opens 30 to 40 itself."""
+DROP_CLOSE = 0.5
+"""Seconds that the handlers of dropped connections may take to end."""
 LAST_RESORT = 4.0
 """Seconds after a process died when this process exits, even if the event loop is stuck."""
 
@@ -254,6 +256,7 @@ class _Server:
             runtime.stopping.set()
             await asyncio.wait([http], timeout=DEATH_CLOSE if runtime.died.is_set() else CLOSE_SECONDS)
             http.cancel()
+            await asyncio.wait([http], timeout=DROP_CLOSE)
 
     def _listen(self) -> None:
         try:

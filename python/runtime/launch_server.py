@@ -34,6 +34,7 @@ from runtime.entrypoints.node import run_node
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
 from runtime.errors import ConfigError, ServingError, report
+from runtime.log import say
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.models.config import ModelConfig
 
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
         if command.check:
             config, _ = prepare(command.args)
             check_certificate(command.args)
-            say(f"talon: {config.model.served_model_name} can be served on {config.device.device}")
+            say(f"talon: {config.model.served_model_name} can be served on {config.device.device}", log)
             return 0
         check(command.args)
         check_certificate(command.args)
@@ -299,17 +300,10 @@ class _Server:
         server = self.config.server
         key = " -H 'Authorization: Bearer YOUR_KEY'" if server.api_key or server.api_key_file else ""
         served = f"{self.config.model.served_model_name} ({self.config.weights} weights)"
-        say(f"talon: ready after {time.monotonic() - self.start:.1f} s, serving {served} at {url}")
-        say(f"curl{socket_option} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}")
-
-
-def say(line: str) -> None:
-    """Print a line; a full or closed stdout is logged and does not end the server."""
-    try:
-        print(logging_setup.line_of(line, log.name), flush=True)
-    except OSError as error:
-        log.warning("cannot write to stdout: %s", error.strerror or error)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at exit, and fails again
+        say(f"talon: ready after {time.monotonic() - self.start:.1f} s, serving {served} at {url}", log)
+        say(
+            f"curl{socket_option} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}", log
+        )
 
 
 async def _first(*work: object) -> None:

@@ -301,9 +301,7 @@ class _Server:
         key = " -H 'Authorization: Bearer YOUR_KEY'" if server.api_key or server.api_key_file else ""
         served = f"{self.config.model.served_model_name} ({self.config.weights} weights)"
         say(f"talon: ready after {time.monotonic() - self.start:.1f} s, serving {served} at {url}", log)
-        say(
-            f"curl{socket_option} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}", log
-        )
+        say(f"curl{socket_option} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}", log)
 
 
 async def _first(*work: object) -> None:

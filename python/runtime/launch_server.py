@@ -34,6 +34,7 @@ from runtime.entrypoints.node import run_node
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
 from runtime.errors import ConfigError, ServingError, report
+from runtime.log import say
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.models.config import ModelConfig
 
@@ -47,6 +48,8 @@ DEATH_CLOSE = 1.5
 """The same after a process died; all requests have failed by then."""
 MIN_FILES = 64
 """Files that must be allowed to be open: the server opens 30 to 40 itself."""
+DROP_CLOSE = 0.5
+"""Seconds that the handlers of dropped connections may take to end."""
 LAST_RESORT = 4.0
 """Seconds after a process died when this process exits, even if the event loop is stuck."""
 
@@ -74,7 +77,7 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
         if command.check:
             config, _ = prepare(command.args)
             check_certificate(command.args)
-            say(f"talon: {config.model.served_model_name} can be served on {config.device.device}")
+            say(f"talon: {config.model.served_model_name} can be served on {config.device.device}", log)
             return 0
         check(command.args)
         check_certificate(command.args)
@@ -254,6 +257,7 @@ class _Server:
             runtime.stopping.set()
             await asyncio.wait([http], timeout=DEATH_CLOSE if runtime.died.is_set() else CLOSE_SECONDS)
             http.cancel()
+            await asyncio.wait([http], timeout=DROP_CLOSE)
 
     def _listen(self) -> None:
         try:
@@ -296,17 +300,8 @@ class _Server:
         server = self.config.server
         key = " -H 'Authorization: Bearer YOUR_KEY'" if server.api_key or server.api_key_file else ""
         served = f"{self.config.model.served_model_name} ({self.config.weights} weights)"
-        say(f"talon: ready after {time.monotonic() - self.start:.1f} s, serving {served} at {url}")
-        say(f"curl{socket_option} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}")
-
-
-def say(line: str) -> None:
-    """Print a line; a full or closed stdout is logged and does not end the server."""
-    try:
-        print(logging_setup.line_of(line, log.name), flush=True)
-    except OSError as error:
-        log.warning("cannot write to stdout: %s", error.strerror or error)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at exit, and fails again
+        say(f"talon: ready after {time.monotonic() - self.start:.1f} s, serving {served} at {url}", log)
+        say(f"curl{socket_option} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}", log)
 
 
 async def _first(*work: object) -> None:

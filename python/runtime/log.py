@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from contextvars import ContextVar
 from datetime import datetime, timezone
@@ -60,6 +61,15 @@ def line_of(message: str, logger: str, level: int = logging.INFO) -> str:
     record = logging.LogRecord(logger, level, "", 0, message, None, None)
     handler.filter(record)  # sets the title of the process
     return handler.format(record)
+
+
+def say(line: str, log: logging.Logger) -> None:
+    """Print a line; a full or closed stdout is logged and does not end the server."""
+    try:
+        print(line_of(line, log.name), flush=True)
+    except OSError as error:
+        log.warning("cannot write to stdout: %s", error.strerror or error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at exit, and fails again
 
 
 def _json_handler() -> logging.Handler | None:

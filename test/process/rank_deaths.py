@@ -73,9 +73,11 @@ def two_ranks(model: Path, *flags: str, behaviour: str = "well", ready: bool = T
 
 
 @contextmanager
-def two_nodes(model: Path, behaviour: str = "well", ready: bool = True, host: str = "127.0.0.1") -> Iterator[tuple[Server, Server]]:
+def two_nodes(
+    model: Path, *more: str, behaviour: str = "well", ready: bool = True, host: str = "127.0.0.1"
+) -> Iterator[tuple[Server, Server]]:
     """Nodes 0 and 1 on this host, which talk over sockets."""
-    flags = ("--nnodes", "2", "--dist-init-addr", f"{host}:{free_port()}", "--random-seed", "3")
+    flags = ("--nnodes", "2", "--dist-init-addr", f"{host}:{free_port()}", "--random-seed", "3", *more)
     with (
         two_ranks(model, *flags, "--node-rank", "1", behaviour=behaviour, ready=False) as other,
         two_ranks(model, *flags, behaviour=behaviour, ready=ready) as first,
@@ -87,7 +89,7 @@ def two_nodes(model: Path, behaviour: str = "well", ready: bool = True, host: st
 def serving_at(place: Place, model: Path, behaviour: str) -> Iterator[list[Server]]:
     """A server whose ranks are started in this way; a server per node."""
     if place == "nodes":
-        with two_nodes(model, behaviour) as nodes:
+        with two_nodes(model, behaviour=behaviour) as nodes:
             yield list(nodes)
     elif place == "ray":
         with two_ranks(model, "--distributed-executor-backend", "ray", behaviour=behaviour, ready=False) as server:

@@ -120,7 +120,7 @@ def test_a_server_whose_standard_streams_are_closed_serves(model: Path, closed: 
 
 
 def test_signals_that_the_parent_blocked_or_ignored_work(model: Path) -> None:
-    env = "exec env --block-signal=TERM --ignore-signal=INT --ignore-signal=CHLD"
+    env = "exec env --block-signal=TERM --block-signal=HUP --ignore-signal=INT --ignore-signal=CHLD"
     with started(shell(env, "", model, port := free_port()), port) as process:
         process.terminate()
         assert process.wait(60.0) == 0
@@ -128,6 +128,10 @@ def test_signals_that_the_parent_blocked_or_ignored_work(model: Path) -> None:
         next(child for child in psutil.Process(process.pid).children() if child.name().startswith("talon::sch")).kill()
         assert process.stdout is not None
         assert "the scheduler process died: signal SIGKILL" in process.stdout.read()
+    with started(shell(env, "", model, port := free_port()), port) as process:
+        children = psutil.Process(process.pid).children()
+        process.kill()
+        assert psutil.wait_procs(children, timeout=60.0)[1] == []
 
 
 @pytest.mark.skipif(subprocess.run(["unshare", "-rpf", "true"]).returncode != 0, reason="needs user namespaces")

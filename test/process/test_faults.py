@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,6 +149,19 @@ def test_the_drain_is_cut_off_at_its_time_out(model: Path) -> None:
         assert stream.join(PATIENCE)
         assert any('"abort"' in event for event in stream.events)
         assert_gone(server, [])
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_clients_that_neither_send_nor_read_leave_no_tracebacks_at_the_end(server: Server, dies: bool) -> None:
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.5)
+        if dies:
+            server.child("talon::scheduler").kill()
+        else:
+            server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(PATIENCE) == dies
+    assert "Traceback" not in server.text(), server.text()
 
 
 def test_a_second_sigterm_ends_at_once(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -143,6 +144,13 @@ def test_two_nodes_serve_and_end_together(model: Path, host: str) -> None:
         assert other.process.wait(PATIENCE) == 0
         assert "talon: ready, worker-1 on this node" in other.text()
         assert first.folders() == other.folders() == []
+
+
+def test_json_logs_of_two_nodes_have_no_other_lines(model: Path) -> None:
+    with two_nodes(model, "--log-format", "json") as (first, other):
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(PATIENCE) == other.process.wait(PATIENCE) == 0
+        assert all(json.loads(line)["message"] for node in (first, other) for line in node.text().splitlines())
 
 
 def test_a_signal_to_all_nodes_drains(model: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from runtime.config.flag_parser import flags, from_fields, parse
@@ -121,4 +122,24 @@ def test_a_full_disk_is_not_taken_for_a_missing_network(error: Exception, monkey
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     with pytest.raises(ConfigError, match=r"cannot be downloaded \(.*No space left on device\).*--download-dir"):
+        download("a/b", None, ["x"], "--model-path")
+
+
+def test_a_download_that_breaks_off_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ConfigError, match=r"a/b cannot be downloaded \(Server disconnected .*\); check the network"):
+        download("a/b", None, ["x"], "--model-path")
+
+
+def test_a_hub_that_does_not_answer_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("no snapshot") from ConnectionError("429 Too Many Requests")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ConfigError, match=r"not in the local cache and the hub cannot be reached \(429 Too Many Requests\)"):
         download("a/b", None, ["x"], "--model-path")

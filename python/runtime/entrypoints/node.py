@@ -14,6 +14,7 @@ from runtime.entrypoints.child import ChildConfig
 from runtime.entrypoints.child_process import COMMAND, ChildProcess, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
 from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TICKS, TICK_SECONDS, Watchdog
+from runtime.log import say
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ async def _watch(ranks: Sequence[ChildProcess], stop: asyncio.Event) -> int:
         await asyncio.wait([ready, stopped, *ends], return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
-            print(f"talon: ready, {', '.join(rank.role for rank in ranks)} on this node; node 0 serves", flush=True)
+            say(f"talon: ready, {', '.join(rank.role for rank in ranks)} on this node; node 0 serves", log)
         while not stop.is_set() and not all(rank.finished for rank in ranks):
             dead = [rank for rank in ranks if rank.gone.is_set() and not rank.finished]
             for rank in dead:

@@ -47,14 +47,18 @@ def download(model_id: str, revision: str | None, patterns: list[str], flag: str
         raise ConfigError(
             f"{model_id!r} is not a local folder, and on the hub it is missing or private ('hf auth login' or HF_TOKEN)"
         ) from error
-    except (LocalEntryNotFoundError, OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) or (isinstance(error, OSError) and error.errno):  # Xet's errors are RuntimeErrors
-            reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-            raise ConfigError(
-                f"{model_id} cannot be downloaded ({reason}); check the space and the permissions of the hub's cache, "
-                "or name another folder as --download-dir"
-            ) from error
+    except LocalEntryNotFoundError as error:
         raise ConfigError(
-            f"{model_id} is not in the local cache and the hub cannot be reached ({type(error).__name__}); "
+            f"{model_id} is not in the local cache and the hub cannot be reached ({_reason(error.__cause__ or error)}); "
             f"download it on a machine with a network and give the folder as {flag}"
         ) from error
+    except Exception as error:  # the hub's client raises the errors of several HTTP libraries and of the file system
+        raise ConfigError(
+            f"{model_id} cannot be downloaded ({_reason(error)}); check the network, and the space and the permissions of the hub's cache, "
+            "or name another folder as --download-dir"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The text of an error in one line."""
+    return (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split()) or type(error).__name__

@@ -46,8 +46,10 @@ CORS = {
     "allow_methods": ("GET", "POST", "DELETE"), "allow_headers": ("*",), "expose_headers": (IGNORED_HEADER, HEADER, "Retry-After"),
 }  # fmt: skip
 """Methods and headers that pages from the origins of --allow-origins may send and read."""
-CLOSE_SECONDS = 5
+CLOSE_SECONDS = 4
 """How long open answers may take after the server was told to stop."""
+DROP_SECONDS = 1
+"""How long the handlers of dropped connections may take to end."""
 CLIENT_CLOSED = 499
 """nginx's status for a client that disconnected; only the access log shows it."""
 
@@ -171,7 +173,7 @@ async def serve(manager: TokenizerManager, listener: socket.socket, stopping: as
             server_header=False,
             proxy_headers=False,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            timeout_graceful_shutdown=CLOSE_SECONDS,
+            timeout_graceful_shutdown=CLOSE_SECONDS + DROP_SECONDS,
         )
     )
     watch = asyncio.create_task(_stop_when(stopping, server))
@@ -179,6 +181,7 @@ async def serve(manager: TokenizerManager, listener: socket.socket, stopping: as
         await server.serve(sockets=[listener])
     finally:
         watch.cancel()
+        await _drop_connections(server)
         if provider is not None:
             await asyncio.to_thread(provider.shutdown)
 
@@ -195,3 +198,14 @@ def _provider(manager: TokenizerManager) -> TracerProvider | None:
 async def _stop_when(stopping: asyncio.Event, server: uvicorn.Server) -> None:
     await stopping.wait()
     server.should_exit = True
+    await asyncio.sleep(CLOSE_SECONDS)
+    await _drop_connections(server)
+
+
+async def _drop_connections(server: uvicorn.Server) -> None:
+    """Close the connections that are still open; uvicorn would cancel their handlers and log a traceback for each."""
+    for connection in list(server.server_state.connections):
+        if connection.transport is not None:
+            connection.transport.abort()
+    if tasks := list(server.server_state.tasks):
+        await asyncio.wait(tasks, timeout=DROP_SECONDS)

@@ -61,7 +61,8 @@ def ratios(rows: list[dict[str, Any]], speculation: str, text: str) -> list[tupl
     """(concurrency, throughput with speculation / without) for each pair of rows."""
     found = []
     for row in rows:
-        off = pick(rows, speculation=OFF, text=text, concurrency=row["concurrency"], model=row["model"])
+        same = {name: row.get(name) for name in ("model", "output_len", "concurrency")}
+        off = pick(rows, speculation=OFF, text=text, **same)
         if (row["speculation"], row["text"]) == (speculation, text) and off is not None:
             found.append((row["concurrency"], row["output_throughput"] / off["output_throughput"]))
     return sorted(found)
@@ -121,7 +122,9 @@ def _where(points: list[tuple[int, float]]) -> str:
     crossed = crossing(points)
     if crossed is not None:
         return cell(crossed)
-    return f"above 1 up to {points[-1][0]}" if points[-1][1] >= 1 else f"below 1 from {points[0][0]} on"
+    if points[-1][1] < 1:
+        return f"below 1 from {points[0][0]} on"
+    return f"above 1 up to {points[-1][0]}" if points[0][1] >= 1 else f"below 1 at {points[0][0]}, above 1 at {points[-1][0]}"
 
 
 def measured(rows: list[dict[str, Any]], speculation: str, text: str) -> float | None:

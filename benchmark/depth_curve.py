@@ -23,7 +23,7 @@ from runtime.config.speculative import DEFAULT_STEPS
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 
 NAME = "depth_curve"
-KEYS = ("model", "speculation", "acceptance", "concurrency", "output_len")
+KEYS = ("model", "speculation", "acceptance", "concurrency", "input_len", "output_len")
 OFF, AUTO, ARROW = "off", "auto", " → "
 CHANGING = ARROW.join(("3.5", "1.2", "3.5"))
 LEAST_PROMPTS = 16
@@ -130,14 +130,25 @@ def estimate(row: Row, length: str) -> float:
     return row["output_throughput"] * row["duration"] / (prompts + (row["duration"] - prompts) * before / after)
 
 
+def comparable(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
+    """For each acceptance at which the controller ran: a title, the acceptance, and the rows of the same model and lengths."""
+
+    def load(row: Row) -> tuple[str, int, int]:
+        return row["model"], row["input_len"], row["output_len"]
+
+    found = list(dict.fromkeys((row["acceptance"], load(row)) for row in rows if row["speculation"] == AUTO))
+    for length, same in found:
+        several = sum(length == other for other, _ in found) > 1
+        yield length + (", {}, {} → {}".format(*same) if several else ""), length, [row for row in rows if load(row) == same]
+
+
 def curves(rows: Sequence[Row], length: str) -> dict[str, list[tuple[int, float]]]:
-    """Output tokens per second by concurrency for each series, at one acceptance."""
+    """Output tokens per second by concurrency for each series, at one acceptance, of rows of the same model and lengths."""
     found: dict[str, dict[int, float]] = {}
-    wanted = {row["output_len"] for row in rows if row["acceptance"] == length}
     for row in rows:
         name, known = row["speculation"], row["acceptance"]
         fixed = name.startswith("K=") and ARROW not in length
-        if row["output_len"] in wanted and (name == OFF or fixed or known == length):
+        if name == OFF or fixed or known == length:
             points = found.setdefault(name, {})
             if fixed and known != length:
                 points.setdefault(row["concurrency"], estimate(row, length))
@@ -151,14 +162,14 @@ def render(result: Result) -> str:
     rows = result["rows"]
     columns = sorted({row["concurrency"] for row in rows})
     lines: list[list[Any]] = []
-    for length in dict.fromkeys(row["acceptance"] for row in rows if row["speculation"] == AUTO):
-        by = {name: dict(points) for name, points in curves(rows, length).items()}
+    for title, length, same in comparable(rows):
+        by = {name: dict(points) for name, points in curves(same, length).items()}
         auto, plain = by[AUTO], by.get(OFF, {})
         best = {c: max(found) for c in auto if (found := [points[c] for name, points in by.items() if name != AUTO and c in points])}
-        lines.append([f"{length}: auto, tok/s", *map(auto.get, columns)])
-        lines.append([f"{length}: auto / no drafts", *(auto[c] / plain[c] if c in auto and c in plain else None for c in columns)])
+        lines.append([f"{title}: auto, tok/s", *map(auto.get, columns)])
+        lines.append([f"{title}: auto / no drafts", *(auto[c] / plain[c] if c in auto and c in plain else None for c in columns)])
         if any(name.startswith("K=") for name in by):
-            lines.append([f"{length}: auto / best fixed depth", *(auto[c] / best[c] if c in best else None for c in columns)])
+            lines.append([f"{title}: auto / best fixed depth", *(auto[c] / best[c] if c in best else None for c in columns)])
     return f"{table(['accept length', *(f'c={c}' for c in columns)], lines)}\n\n{provenance(result)}"
 
 
@@ -170,9 +181,10 @@ def summary(result: Result) -> str:
 def plot(result: Result, file: Any) -> None:
     """A panel per accept length."""
     rows = result["rows"]
-    lengths = dict.fromkeys(row["acceptance"] for row in rows if row["speculation"] == AUTO and ARROW not in row["acceptance"])
     panels = [
-        plots.lines(curves(rows, length), f"accept length {length}", "concurrency", "output tokens/s", log=True) for length in lengths
+        plots.lines(curves(same, length), f"accept length {title}", "concurrency", "output tokens/s", log=True)
+        for title, length, same in comparable(rows)
+        if ARROW not in length
     ]
     models = ", ".join(dict.fromkeys(row["model"] for row in rows))
     picture.draw(result, file, f"No drafts, fixed depths and the controller's choice: {models}", panels, columns=2)

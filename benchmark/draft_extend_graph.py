@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.machine import slug
 from benchmark.markdown import Result, cell, change, percent, pick, provenance, table
 from benchmark.phases import Phases
 from benchmark.record import Record
 from benchmark.server import apart, parse_or_answer
-from benchmark.shapes import READ_BYTES_PER_SECOND, Model
+from benchmark.shapes import Model, read_rate
 from benchmark.sweep import Setup, add_model, arguments, names, numbers, random_ids, roof_share, served_model, sweep
 from runtime.model_executor.acceptance import AcceptanceCounters
 from runtime.model_executor.graph_runner import RunMode
@@ -249,14 +248,14 @@ def in_process(
     record: Record, served: Model, backends: list[str], concurrencies: list[int], lens: tuple[int, int], overlaps: list[str], rounds: int
 ) -> None:
     """Measure each backend in its own process with one worker."""
-    speed = READ_BYTES_PER_SECOND.get(slug(record.data["machine"]))
+    speed = read_rate(record.data["machine"])
     for backend in backends:
         setup = setups(served, [backend], ["on"])[-1]
         limit = [] if backend == "torch_native" else ["--cuda-graph-max-bs", str(max(concurrencies))]
         order = {"flags": [*setup.flags, *limit], "concurrencies": concurrencies, "lens": lens, "overlaps": overlaps, "rounds": rounds}
         for row in apart(NAME, order):
             labelled = {**setup.labels, "loop": "in-process", **row}
-            record.add(labelled | (roof_share(labelled, served.shape, speed) if served.shape else {}))
+            record.add(labelled | (roof_share(labelled, served.shape.roof, speed) if served.shape else {}))
 
 
 def main() -> None:
@@ -280,7 +279,7 @@ def main() -> None:
         in_process(record, served, backends, concurrencies, lens, args.overlap, args.rounds)
     else:
         bursts = [random_ids(c, *lens) for c in concurrencies]
-        sweep(record, setups(served, backends, ["on"] if args.quick else args.overlap), bursts, served.shape)
+        sweep(record, setups(served, backends, ["on"] if args.quick else args.overlap), bursts, served.shape and served.shape.roof)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from benchmark.machine import describe, slug
-from benchmark.shapes import READ_BYTES_PER_SECOND
+from benchmark.machine import describe
+from benchmark.shapes import read_rate
 from runtime.config.kernel_configs import LatentConfig
 
 HEADS, BATCHES, WIDTHS, LENGTHS = (16, 20, 64, 128), (1, 4, 8, 16, 32, 64), (1, 4), (1024, 4096, 16384)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="file for the JSON")
     args = parser.parse_args(argv)
     heads, batches, widths, lengths = QUICK if args.quick else (HEADS, BATCHES, WIDTHS, LENGTHS)
-    bytes_per_second = READ_BYTES_PER_SECOND.get(slug(describe()))
+    bytes_per_second = read_rate(describe())
     with torch.inference_mode():
         rows = [
             measure(h, batch, width, length, not args.no_fa3, bytes_per_second)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark.markdown import table
+from benchmark.markdown import on_gpus, table
 from benchmark.model_bytes import roof_of
 from benchmark.random_checkpoint import write_config
 from benchmark.shapes import CONFIGS
@@ -48,7 +48,7 @@ class Part:
 
 def summary(rows: Sequence[Row]) -> str:
     """The table; empty if the runs are missing."""
-    by = {(row["model"], row["mode"], row["concurrency"]): row for row in rows}
+    by = {tuple(row.get(name) for name in ("model", "mode", "concurrency", "tp_size", "input_len", "output_len")): row for row in rows}
     pairs = [(row, by.get((FEWER, *key[1:]))) for key, row in by.items() if key[0] == MORE]
     found = [(more, fewer) for more, fewer in pairs if fewer is not None and more.get("iteration_ms") and fewer.get("iteration_ms")]
     if not found:
@@ -75,10 +75,12 @@ def _line(more: Row, fewer: Row, roofs: dict[str, ModelRoof]) -> list[str | None
     rest = Part(more["iteration_ms"] - sparse * layer, 2 * (DENSE + steps), rest_bytes)
     parts = [(Part(layer, 2, layer_bytes), LAYERS - DENSE), (rest, 1)]
     whole = sum(n * part.on(RANKS, ranks, exchange, EXCHANGE_MICROS / 1000) for part, n in parts)
+    bound = "≤ " if more.get("roof_assumed") or fewer.get("roof_assumed") else ""
     published = PUBLISHED.get(requests) if steps else None
     return [
-        f"{more['mode']}, c={requests}", f"{layer:.3f}", f"{least:.3f}", f"{least / layer:.0%}" if layer > 0 else None,
-        f"{exchange * 1000:.1f}", f"{1000 * accepted / whole:.0f}", None if published is None else str(published),
+        f"{more['mode']}, c={requests}{on_gpus(more)}", f"{layer:.3f}", f"{least:.3f}",
+        f"{bound}{least / layer:.0%}" if layer > 0 else None, f"{exchange * 1000:.1f}",
+        f"{1000 * accepted / whole:.0f}", None if published is None else str(published),
     ]  # fmt: skip
 
 

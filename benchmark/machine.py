@@ -14,7 +14,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "triton", "sglang-kernel", "flashinfer-python", "transformers", "numpy", "pyzmq", "uvicorn")
 
+SHARED = ("device", "cores", "python")
+"""Facts that all rows of a result file share, in addition to the number of GPUs and package versions."""
+
 Machine = dict[str, Any]
+
+
+class MachinesDiffer(Exception):
+    """Rows of two machines or of two versions of a package cannot share a table; the message says what differs."""
 
 
 def describe() -> Machine:
@@ -33,11 +40,30 @@ def describe() -> Machine:
     }
 
 
+def same(one: Machine, other: Machine) -> Machine:
+    """`one`, with the packages of both.
+
+    Raises:
+        MachinesDiffer: they are not the same machine, or a package has two versions.
+    """
+    facts = [{**{name: m.get(name) for name in SHARED}, "number of GPUs": len(m["gpus"]), **m["packages"]} for m in (one, other)]
+    for name, value in facts[0].items():
+        if (found := facts[1].get(name, value)) != value:
+            raise MachinesDiffer(f"{name} is {value!r} in one file and {found!r} in another")
+    return one | {"packages": other["packages"] | one["packages"]}
+
+
 def slug(machine: Machine) -> str:
-    """The folder name of this machine's results: the GPU's name, or `cpu-` and the number of cores."""
+    """The folder name of this machine's results: the GPU's name and, of several, their number; else `cpu-` and the number of cores."""
     if not machine["gpus"]:
         return f"cpu-{machine['cores']}"
-    return re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+    count = len(machine["gpus"])
+    return gpu(machine) + (f"-x{count}" if count > 1 else "")
+
+
+def gpu(machine: Machine) -> str:
+    """The key of its GPU's name; empty without a GPU."""
+    return re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-") if machine["gpus"] else ""
 
 
 def commit() -> str:

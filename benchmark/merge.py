@@ -13,14 +13,11 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmark.machine import MachinesDiffer, same
 from benchmark.markdown import Result
 from benchmark.record import put, write
-from benchmark.report import SCRIPTS
-
-SHARED = ("device", "cores", "python")
-"""Facts that all rows of a file must share, in addition to package versions."""
+from benchmark.report import SCRIPTS, script_of
 
 
 class MergeError(Exception):
@@ -31,26 +28,19 @@ def merge(results: Sequence[Result], keys: Sequence[str]) -> Result:
     """One result with all rows, in the order in which their keys first appear.
 
     Raises:
-        MergeError: the files differ in script, machine or versions.
+        MergeError: the files are of several scripts.
+        MachinesDiffer: the files are of several machines or versions.
     """
-    first, rows = results[0], []
-    packages: dict[str, str] = {}
+    first, machine, rows = results[0], results[0]["machine"], []
     for result in results:
-        _same("script", first["name"], result["name"])
-        for fact in SHARED:
-            _same(fact, first["machine"].get(fact), result["machine"].get(fact))
-        for package, version in result["machine"]["packages"].items():
-            _same(package, packages.setdefault(package, version), version)
+        if result["name"] != first["name"]:
+            raise MergeError(f"script is {first['name']!r} in one file and {result['name']!r} in another")
+        machine = same(machine, result["machine"])
         for row in result["rows"]:
             old = next((old for old in rows if all(old.get(key) == row.get(key) for key in keys)), None)
             if old is None or row["at"] >= old["at"]:
                 put(rows, row, keys)
-    return {**first, "machine": first["machine"] | {"packages": packages}, "rows": rows}
-
-
-def _same(what: str, one: Any, other: Any) -> None:
-    if one != other:
-        raise MergeError(f"{what} is {one!r} in one file and {other!r} in another, so their rows cannot share a table")
+    return {**first, "machine": machine, "rows": rows}
 
 
 def keys_of(result: Result) -> Sequence[str]:
@@ -59,9 +49,10 @@ def keys_of(result: Result) -> Sequence[str]:
     Raises:
         MergeError: there is no such script.
     """
-    if result["name"] not in SCRIPTS:
-        raise MergeError(f"{result['name']!r} is not a script; choose from {', '.join(SCRIPTS)}")
-    return importlib.import_module(f"benchmark.{result['name']}").KEYS
+    script = script_of(result["name"])
+    if script not in SCRIPTS:
+        raise MergeError(f"{script!r} is not a script; choose from {', '.join(SCRIPTS)}")
+    return importlib.import_module(f"benchmark.{script}").KEYS
 
 
 def read(file: Path) -> Result:
@@ -89,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         old = [read(args.into)] if args.into.is_file() else []
         results = [*old, *(read(file) for file in args.sources)]
         merged = merge(results, keys_of(results[0]))
-    except MergeError as error:
+    except (MergeError, MachinesDiffer) as error:
         print(f"merge: {error}", file=sys.stderr)
         return 1
     write(merged, args.into)

@@ -20,10 +20,10 @@ from runtime.models.mtp import MtpDraft
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 UNREAD = (EMBEDDING, HEAD, "d2t", "t2d")
 """Name endings of tensors that a pass does not read completely; the head is counted separately."""
-WHOLE = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight", "gate.weight", "router.weight", "eh_proj.weight")
+FUSE = ("fc.weight", "eh_proj.weight", "input_proj.weight")
+"""Name endings of the layers that fuse the inputs of a draft. Only the first draft pass of an iteration reads that of an EAGLE-3 head."""
+WHOLE = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight", "gate.weight", "router.weight", *FUSE)
 """Name endings of large tensors that are not sharded."""
-ONCE = ("fc.weight",)
-"""Name endings of EAGLE-3 tensors that only the first draft pass of an iteration reads."""
 
 
 def roof_of(folder: Path, algorithm: str | None, draft: Path | None = None, hot_tokens: int | None = None) -> ModelRoof:
@@ -39,7 +39,7 @@ def roof_of(folder: Path, algorithm: str | None, draft: Path | None = None, hot_
         return ModelRoof(own, StepBytes(0.0, None, 0.0))
     model = _draft_of(target, algorithm, draft)
     vocab = hot_tokens or model.vocab_size
-    once = ONCE if algorithm == "EAGLE3" else ()
+    once = FUSE if algorithm == "EAGLE3" else ()
     read = _step_bytes(model.expected_weights(), model.config, model.attention_specs, vocab, once)
     return ModelRoof(own, read, one_pass=algorithm == "DFLASH")
 
@@ -67,7 +67,7 @@ def _step_bytes(
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     first = sum(size for name, size in sizes.items() if once and name.endswith(once))
     head = vocab * config.hidden_size * 2
-    whole = sum(size for name, size in sizes.items() if name.endswith(WHOLE))
+    whole = sum(size for name, size in sizes.items() if name.endswith(WHOLE) and not (once and name.endswith(once)))
     windows = {spec.window for spec in specs if spec.window >= 0}
     assert len(windows) <= 1, "one window for all layers that have one"
     full = sum(spec.kv.bytes_per_slot for spec in specs if spec.window < 0)

@@ -14,6 +14,7 @@ from benchmark import random_checkpoint
 from benchmark.model_bytes import roof_of
 from benchmark.shapes import CONFIGS
 from benchmark.step_bytes import ModelRoof
+from runtime.model_files.checkpoint_folder import INDEX
 
 SEED = ("--random-seed", "1")
 TINY: dict[str, Any] = {
@@ -119,7 +120,7 @@ def prepare(case: Case, folder: Path) -> Served:
     target = folder / f"{case.shape}-{case.changes['num_hidden_layers']}" if case.changes else folder / case.shape
     if not case.in_file:
         random_checkpoint.write_config(CONFIGS / case.shape, target, case.changes)
-    elif not (target / "config.json").is_file():
+    elif not (target / INDEX).is_file():  # which is written last
         random_checkpoint.write(CONFIGS / case.shape, target, case.changes)
     draft = None if case.draft is None else CONFIGS / case.draft
     roof = None if case.groups > 1 else roof_of(target, case.algorithm, draft, case.hot_tokens).of_ranks(case.tp_size)

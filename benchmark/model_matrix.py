@@ -1,7 +1,7 @@
 """Throughput of sparse, quantised and latent-attention models with random weights, with and without drafts, relative to their roofs.
 
-A roof assumes that tokens are routed independently. Tokens of a window choose similar experts, so fewer distinct ones are read and the
-share of the roof can exceed 100 % with drafts.
+A roof reads the distinct experts that the server counted. Where it counted none, the roof assumes that tokens are routed independently.
+Tokens of a window choose similar experts, so these shares are upper bounds (≤) and can exceed 100 % with drafts.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmark import layer_times, picture, plots
-from benchmark.machine import slug
-from benchmark.markdown import Result, on_gpus, percent, provenance, table
+from benchmark.machine import gpu
+from benchmark.markdown import Result, on_gpus, percent, pick, provenance, table
 from benchmark.model_cases import CASES, Case, Served, prepare, prepare_tiny
 from benchmark.record import Record
 from benchmark.sweep import Setup, arguments, names, numbers, random_ids, sweep
@@ -29,27 +30,32 @@ PEERS_SOURCE = (
 
 
 def render(result: Result) -> str:
-    """One table per model."""
-    peers = f" Peers: {PEERS_SOURCE}." if _beside_peers(result) else ""
-    return f"{summary(result)}\n\nTalon: {provenance(result)}{peers}"
-
-
-def _beside_peers(result: Result) -> bool:
-    """Whether the rows were measured on the same kind of machine as the peers'."""
-    return slug(result["machine"]) == PEERS_DEVICE
+    """The tables and where they come from."""
+    tables = summary(result)
+    peers = f" Peers: {PEERS_SOURCE}." if " Peers at c=1" in tables else ""
+    return f"{tables}\n\nTalon: {provenance(result)}{peers}"
 
 
 def summary(result: Result) -> str:
     """The tables alone."""
     parts = []
-    for model in dict.fromkeys(row["model"] for row in result["rows"]):
-        case = CASES.get(model)
-        rows = [row for row in result["rows"] if row["model"] == model]
-        peers = f" Peers at c=1, plain: {case.peers} tok/s." if case and case.peers and _beside_peers(result) else ""
-        parts += [f"**{case.title if case else model}{on_gpus(rows[0])}**: output tok/s (share of the roof).{peers}", "", _table(rows), ""]
+    for title, rows in comparable(result["rows"]).items():
+        case, one = CASES.get(rows[0]["model"]), pick(rows, mode="plain", concurrency=1, tp_size=1)
+        beside = one is not None and gpu(result["machine"]) == PEERS_DEVICE
+        peers = f" Peers at c=1, plain: {case.peers} tok/s." if case and case.peers and beside else ""
+        parts += [f"**{title}**: output tok/s (share of the roof).{peers}", "", _table(rows), ""]
     if extrapolated := layer_times.summary(result["rows"]):
         parts += [extrapolated]
     return "\n".join(parts).strip()
+
+
+def comparable(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each table by its title: one model on as many GPUs, with prompts and answers of the same lengths."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        name = CASES[row["model"]].title if row["model"] in CASES else row["model"]
+        found.setdefault(f"{name}{on_gpus(row)}, {row['input_len']} → {row['output_len']} tokens", []).append(row)
+    return found
 
 
 def _title(mode: str, rows: list[dict[str, Any]]) -> str:
@@ -79,12 +85,14 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def _cell(row: dict[str, Any] | None) -> str | None:
     if row is None:
         return None
-    share = f" ({percent(row['roof_share'])})" if row.get("roof_share") else ""
+    share = f" ({'≤ ' if row.get('roof_assumed') else ''}{percent(row['roof_share'])})" if row.get("roof_share") else ""
     return f"{row['output_throughput']:.0f}{share}"
 
 
 def _ratio(row: dict[str, Any] | None, plain: dict[str, Any] | None) -> str | None:
     if row is None or plain is None or row["commit"] != plain["commit"]:  # kernels may have changed in between
+        return None
+    if not row["server_flags"].startswith(plain["server_flags"]):  # the servers had different `--flags`
         return None
     return f"{row['output_throughput'] / plain['output_throughput']:.2f}x"
 
@@ -98,16 +106,16 @@ def _experts(row: dict[str, Any] | None) -> str | None:
 
 
 def plot(result: Result, file: Path) -> None:
-    """Throughput by concurrency, one panel per model."""
+    """Throughput by concurrency, one panel per table."""
 
-    def panel(model: str) -> plots.Panel:
+    def panel(title: str, rows: list[dict[str, Any]]) -> plots.Panel:
         groups: dict[str, dict[str, float | None]] = {}
-        for row in sorted((row for row in result["rows"] if row["model"] == model), key=lambda row: row["concurrency"]):
+        for row in sorted(rows, key=lambda row: row["concurrency"]):
             groups.setdefault(str(row["concurrency"]), {})[_title(row["mode"], [row])] = row["output_throughput"]
-        return plots.bars(groups, CASES[model].title if model in CASES else model, "output tokens/s", kind="concurrency")
+        return plots.bars(groups, title, "output tokens/s", kind="concurrency")
 
-    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    picture.draw(result, file, "Sparse and quantised models", [panel(model) for model in models], columns=2)
+    panels = [panel("\n".join(title.rsplit(", ", 1)), rows) for title, rows in comparable(result["rows"]).items()]
+    picture.draw(result, file, "Sparse and quantised models", panels, columns=2)
 
 
 def setups(model: str, case: Case, served: Served, modes: list[str]) -> list[Setup]:

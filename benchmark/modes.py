@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.machine import slug
 from benchmark.markdown import Result, change, label, percent, pick, provenance, table
 from benchmark.record import Record, Row
 from benchmark.server import apart, parse_or_answer
-from benchmark.shapes import READ_BYTES_PER_SECOND, Model
+from benchmark.shapes import Model, read_rate
 from benchmark.sweep import add_model, arguments, names, numbers, served_model
 from benchmark.trace import GPU_EVENTS, KINDS, OTHER_KIND, alone, covered, load
 
@@ -108,7 +107,7 @@ def roof(served: Model, mode: str, row: Row, bytes_per_second: float | None) -> 
     if served.shape is None or bytes_per_second is None:
         return {"roof_ms": None, "weights_ms": None}
     steps = STEPS if mode == "eagle" else 0
-    whole, weights = (served.shape.roof_ms(steps, batch, row["context"], bytes_per_second) for batch in (row["batch"], 0))
+    whole, weights = (served.shape.roof.roof_ms(steps, batch, row["context"], bytes_per_second) for batch in (row["batch"], 0))
     return {"roof_ms": whole, "weights_ms": weights}
 
 
@@ -214,7 +213,7 @@ def main() -> None:
     add_model(parser)
     args = parse_or_answer(parser, measure)
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
-    speed = READ_BYTES_PER_SECOND.get(slug(record.data["machine"]))
+    speed = read_rate(record.data["machine"])
     batches, context, steps = ([1, 2], 16, 4) if args.quick else (args.batch_sizes, args.context, args.steps)
     for mode in args.modes:
         for backend in ["torch_native"] if args.quick else args.backends:

@@ -14,10 +14,9 @@ import torch
 
 from benchmark import picture, plots
 from benchmark.expert_layers import BF16, SHAPES, ExpertLayers, ExpertShape, microseconds
-from benchmark.machine import slug
 from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record, Row
-from benchmark.shapes import READ_BYTES_PER_SECOND
+from benchmark.shapes import read_rate
 from benchmark.sweep import numbers
 from runtime.config.device_tuning import tuning_of
 from runtime.config.expert_tuning import ExpertTuning
@@ -138,7 +137,7 @@ def main() -> None:
     record = Record(NAME, KEYS, args.out)
     with torch.inference_mode():
         for shape in SHAPES:
-            for row in measure(shape, args.rows, READ_BYTES_PER_SECOND.get(slug(record.data["machine"]))):
+            for row in measure(shape, args.rows, read_rate(record.data["machine"])):
                 record.add(row)
             torch.cuda.empty_cache()
     plot(record.data, record.file.with_suffix(".png"))

@@ -20,16 +20,25 @@ Row = dict[str, Any]
 class Record:
     """The rows of one benchmark on one machine, written after every row, so that an interrupted run keeps its rows.
 
-    A new row replaces the one with the same values under `keys`, so that parts of a table can be measured again.
+    A new row replaces the one with the same values under `keys`, so that parts of a table can be measured again. Quick runs start with no
+    rows.
     """
 
     def __init__(self, name: str, keys: Sequence[str], folder: Path | None = None, quick: bool = False) -> None:
-        self._machine = machine.describe()
+        """
+        Raises:
+            MachinesDiffer: the file has rows of another machine or of other versions.
+        """
+        found = machine.describe()
         self._keys = tuple(keys)
-        self.file = (folder or (QUICK if quick else RESULTS)) / machine.slug(self._machine) / f"{name}.json"
-        self.data: dict[str, Any] = {"name": name, "machine": self._machine, "rows": []}
-        if self.file.is_file():
-            self.data["rows"] = json.loads(self.file.read_text(encoding="utf-8"))["rows"]
+        self.file = (folder or (QUICK if quick else RESULTS)) / machine.slug(found) / f"{name}.json"
+        self.data: dict[str, Any] = {"name": name, "machine": found, "rows": []}
+        if self.file.is_file() and not quick:
+            old = json.loads(self.file.read_text(encoding="utf-8"))
+            try:
+                self.data |= {"machine": machine.same(found, old["machine"]), "rows": old["rows"]}
+            except machine.MachinesDiffer as error:
+                raise machine.MachinesDiffer(f"{self.file}: {error}; move the file, or write to another folder with --out") from error
 
     @property
     def rows(self) -> list[Row]:

@@ -56,11 +56,15 @@ def summary(result: Result) -> str:
     """One row per server and concurrency: per cent by metric, and the accept length of each run."""
     lines = []
     for row in result["rows"]:
-        title = f"{row['mode']}, {row['backend']}, {row['concurrency']} at a time"
+        title = f"{row['mode']}, {row['backend']}, {_load(row)}"
         cells = [signed(row["spread"][name]) for name in FIGURES]
         lines.append([title, *cells, f"**{signed(farthest(row['spread']))}**", len(row["runs"]), _accepted(row["runs"])])
     header = ["farthest run from the median, %", *FIGURES.values(), "farthest", "runs", "accept length"]
     return table(header, lines)
+
+
+def _load(row: Run) -> str:
+    return f"{row['concurrency']} at a time, {row['input_len']} → {row['output_len']} tokens"
 
 
 def _accepted(runs: Sequence[Run]) -> str | None:
@@ -73,7 +77,7 @@ def plot(result: Result, file: Path) -> None:
     """The largest deviation of each metric, with its bound."""
     groups: dict[str, dict[str, float | None]] = {}
     for row in result["rows"]:
-        bar = f"{row['mode']}, {row['concurrency']} at a time"
+        bar = f"{row['mode']}, {row['backend']}, {_load(row)}"
         for name, title in FIGURES.items():
             value = row["spread"][name]
             groups.setdefault(title, {})[bar] = None if value is None else abs(value)
@@ -99,9 +103,10 @@ def main() -> None:
             for concurrency in [1, 2] if args.quick else args.concurrency:
                 requests = 3 if args.quick else max(2 * concurrency, LEAST)
                 runs = [burst(server, concurrency, lens, requests) for _ in range(args.rounds)]
+                found = spread(runs)
                 labels = {**setup.labels, "concurrency": concurrency, "input_len": lens[0], "output_len": lens[1], "num_prompts": requests}
-                record.add(labels | {"runs": runs, "spread": spread(runs), "server_flags": " ".join(setup.flags)})
-                print(f"  {setup.labels['mode']}, {concurrency} at a time: {signed(farthest(record.rows[-1]['spread']))} %", flush=True)
+                record.add(labels | {"runs": runs, "spread": found, "server_flags": " ".join(setup.flags)})
+                print(f"  {setup.labels['mode']}, {concurrency} at a time: {signed(farthest(found))} %", flush=True)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

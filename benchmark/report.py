@@ -78,6 +78,11 @@ def result_files(name: str, results: Path) -> list[Path]:
     return _files(results, script, machine or "*")
 
 
+def script_of(name: str) -> str:
+    """The script of a result file: its name without `_tpN`."""
+    return _RANKS.sub("", name)
+
+
 def _files(results: Path, script: str, machine: str = "*") -> list[Path]:
     """The result files of a script; results of several ranks have a separate file, SCRIPT_tpN.json."""
     return sorted([*results.glob(f"{machine}/{script}.json"), *results.glob(f"{machine}/{script}_tp*.json")])
@@ -159,7 +164,7 @@ def _script_page(script: str, results: Path, folder: Path) -> str:
 def redraw(results: Path) -> None:
     """Draw the plot of every result file next to it."""
     for file in _plotted(results):
-        _module(_RANKS.sub("", file.stem)).plot(_read(file), _picture(file))
+        _module(script_of(file.stem)).plot(_read(file), _picture(file))
 
 
 def picture_faults(results: Path) -> list[str]:

@@ -153,7 +153,11 @@ class Server:
 
 
 def bench(server: Server, flags: Sequence[str]) -> dict[str, Any]:
-    """Run `bench_serving` against `server` and return its JSON line; raise ServerFailed if no request succeeded."""
+    """Run `bench_serving` against `server` and return its JSON line. `flags` have the number of requests.
+
+    Raises:
+        ServerFailed: the client failed, or not all requests succeeded: a rate of those that remain is not the server's.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.jsonl"
         command = [sys.executable, "-m", "runtime.bench_serving", "--port", str(server.port), "--output-file", str(out), *flags]
@@ -163,7 +167,11 @@ def bench(server: Server, flags: Sequence[str]) -> dict[str, Any]:
             raise ServerFailed(f"bench_serving failed:\n{done.stdout[-_LOG_TAIL:]}{done.stderr[-_LOG_TAIL:]}\n{server.log_tail()}")
         if done.stderr.strip():
             print(done.stderr, file=sys.stderr)
-        return json.loads(out.read_text(encoding="utf-8"))
+        figures = json.loads(out.read_text(encoding="utf-8"))
+    asked = int(flags[flags.index("--num-prompts") + 1])
+    if figures["completed"] != asked:
+        raise ServerFailed(f"{figures['completed']} of {asked} requests succeeded:\n{server.log_tail()}")
+    return figures
 
 
 def apart(script: str, order: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.machine import slug
+from benchmark.machine import gpu
 from benchmark.markdown import Result, on_gpus, percent, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import Model
@@ -25,7 +25,7 @@ def peers(result: Result) -> dict[str, Any]:
     """The peers' results and their source; no rows if Talon ran on another kind of machine."""
     data = json.loads((Path(__file__).parent / "peers.json").read_text(encoding="utf-8"))
     sizes = {row.get("tp_size", 1) for row in result["rows"]}
-    same = slug(result["machine"]) == data["device"]
+    same = gpu(result["machine"]) == data["device"]
     return data | {"rows": [row for row in data["rows"] if same and {row.get("tp_size", 1)} == sizes]}
 
 
@@ -112,7 +112,7 @@ def plot(result: Result, file: Path) -> None:
         groups: dict[str, dict[str, float | None]] = {}
         for row in sorted((row for row in known if row["mode"] == mode), key=lambda row: row["concurrency"]):
             groups.setdefault(str(row["concurrency"]), {})[f"{row['system']}, {row['backend']}"] = row["output_throughput"]
-        return plots.bars(groups, TITLES[mode], "output tokens/s", kind="concurrency")
+        return plots.bars(groups, TITLES[mode] + on_gpus(result["rows"][0]), "output tokens/s", kind="concurrency")
 
     panels = [panel(mode) for mode in TITLES if any(row["mode"] == mode for row in result["rows"])]
     models = ", ".join(dict.fromkeys(model_name(row) for row in result["rows"]))
@@ -133,7 +133,8 @@ def main() -> None:
     backends = ["torch_native"] if args.quick else args.backends
     lens = (16, 8) if args.quick else (1000, 1000)
     bursts = [random_ids(c, *lens) for c in ([1, 2] if args.quick else args.concurrency)]
-    sweep(record, setups(served, args.modes, backends, args.tp_size), bursts, served.shape)
+    roof = served.shape.roof.of_ranks(args.tp_size) if served.shape else None
+    sweep(record, setups(served, args.modes, backends, args.tp_size), bursts, roof)
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))
 

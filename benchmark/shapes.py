@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmark.machine import Machine, gpu
 from benchmark.step_bytes import ModelRoof, StepBytes
 from benchmark.whole_file import write_whole
 
@@ -16,10 +17,15 @@ TARGET = CONFIGS / "llama-3-8b"
 EAGLE_HEAD = CONFIGS / "llama-3-8b-eagle"
 
 READ_BYTES_PER_SECOND = {"nvidia-h200": 4.32e12, "nvidia-h100-80gb-hbm3": 3.08e12}
-"""Memory bandwidth by machine, measured with a kernel that only reads; other machines have no roof."""
+"""Memory bandwidth of a GPU, measured with a kernel that only reads; other GPUs have no roof."""
 
 _BYTES = 2  # bf16
 _SEED = ("--random-seed", "1")  # for dummy weights and for requests without a seed
+
+
+def read_rate(machine: Machine) -> float | None:
+    """Memory bandwidth of each GPU in bytes per second; None if it was not measured."""
+    return READ_BYTES_PER_SECOND.get(gpu(machine))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +76,8 @@ class Shape:
         """The roof with an EAGLE head of one layer, which has an `fc` and reads the LM head in each pass."""
         fc = _BYTES * 2 * self.hidden * self.hidden
         target = StepBytes(self.layers * self.layer_bytes + self.head_bytes, None, self.kv_bytes_per_token)
-        draft = StepBytes(self.layer_bytes + fc + self.head_bytes, None, self.kv_bytes_per_token / self.layers)
+        draft = StepBytes(self.layer_bytes + fc + self.head_bytes, None, self.kv_bytes_per_token / self.layers, whole=fc)
         return ModelRoof(target, draft)
-
-    def roof_ms(self, steps: int, batch: int, context: float, bytes_per_second: float) -> float:
-        """Milliseconds of an iteration of `steps` drafts, or of a plain step, by its bytes alone."""
-        return self.roof.roof_ms(steps, batch, context, bytes_per_second)
 
 
 def write_tiny(folder: Path) -> tuple[Path, Path]:

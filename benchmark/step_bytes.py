@@ -13,15 +13,19 @@ class Experts:
         count, top_k: experts per layer, and experts per token.
         bytes: bytes of one expert.
         layers: number of sparse layers.
+        counted: distinct experts per layer that the passes were counted to read; None if they were not counted.
     """
 
     count: int
     top_k: int
     bytes: float
     layers: int
+    counted: float | None = None
 
     def distinct(self, tokens: float) -> float:
-        """Expected number of distinct experts per layer for `tokens`, with uniform and independent routing."""
+        """Distinct experts per layer: as counted, else as expected for `tokens` with uniform and independent routing, an upper bound."""
+        if self.counted is not None:
+            return self.counted
         return self.count * (1 - (1 - self.top_k / self.count) ** tokens)
 
 
@@ -34,7 +38,7 @@ class StepBytes:
         experts: the sparse layers; None for a dense model.
         full_kv, window_kv: bytes of KV per token in the layers with full attention, and in those with a sliding window.
         window: size of the sliding window in tokens.
-        first: additional bytes of the first draft pass of an iteration.
+        first: additional bytes of the first draft pass of an iteration, which are not sharded over ranks.
         whole: the part of `fixed` that is not sharded over ranks.
         shared_kv: whether each rank reads all KV, as with latent attention.
     """
@@ -52,7 +56,7 @@ class StepBytes:
     def of_ranks(self, size: int) -> StepBytes:
         """The bytes that `size` ranks read in total."""
         kv = self.full_kv * (size if self.shared_kv else 1)
-        return replace(self, fixed=self.fixed + (size - 1) * self.whole, full_kv=kv)
+        return replace(self, fixed=self.fixed + (size - 1) * self.whole, full_kv=kv, first=self.first * size)
 
     def read(self, requests: float, tokens: float, context: float) -> float:
         """Bytes of a pass over `tokens` of `requests` at a mean `context`."""
@@ -72,6 +76,11 @@ class ModelRoof:
     def of_ranks(self, size: int) -> ModelRoof:
         """The roof of `size` ranks in total."""
         return replace(self, target=self.target.of_ranks(size), draft=self.draft.of_ranks(size))
+
+    def with_counted(self, distinct_experts: float | None) -> ModelRoof:
+        """The roof of passes of a sparse target that were counted to read so many experts per layer."""
+        experts = self.target.experts and replace(self.target.experts, counted=distinct_experts)
+        return replace(self, target=replace(self.target, experts=experts))
 
     def bytes(self, steps: int, batch: float, context: float) -> float:
         """Bytes of one iteration: a verify pass over `steps` + 1 tokens of each request, and `steps` draft passes, of which the first runs

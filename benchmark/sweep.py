@@ -6,28 +6,23 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from benchmark import machine
 from benchmark.record import Record, Row
 from benchmark.server import Server, bench
-from benchmark.shapes import READ_BYTES_PER_SECOND, Model, big_model, named_model, tiny_model
+from benchmark.shapes import Model, big_model, named_model, read_rate, tiny_model
+from benchmark.step_bytes import ModelRoof
 
 KEPT = (
     *("completed", "failed", "duration", "total_input_tokens", "total_output_tokens", "output_throughput", "total_throughput"),
     *("mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "mean_itl_ms", "p99_itl_ms"),
     *("mean_e2e_latency_ms", "accept_length", "per_position_acceptance", "steps_by_depth", "graph_hit_rate", "padding_waste"),
 )
-FACTS = ("exchange_micros", "distinct_experts", "distinct_experts_by_layer")
+EXPERTS = ("distinct_experts", "distinct_experts_by_layer")
+FACTS = ("exchange_micros", *EXPERTS)
 """Facts about the worker that are added to a row if it has them."""
-
-
-class Roof(Protocol):
-    """The lower bound of a served model's step time."""
-
-    def roof_ms(self, steps: int, batch: int, context: float, bytes_per_second: float) -> float:
-        """Milliseconds of an iteration of `steps` drafts, or of a plain step, by its bytes alone."""
-        ...
+COUNTED_PASSES = 256
+"""Decode passes from which a server averages the distinct experts; after fewer, the average includes those of the load before."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ def random_ids(concurrency: int, input_len: int, output_len: int, num_prompts: i
     return Burst({"concurrency": concurrency, "input_len": input_len, "output_len": output_len, "num_prompts": prompts}, flags)
 
 
-def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof: Roof | None = None) -> None:
+def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof: ModelRoof | None = None) -> None:
     """Measure every burst on every setup.
 
     Args:
@@ -69,17 +64,26 @@ def sweep(record: Record, setups: Sequence[Setup], bursts: Sequence[Burst], roof
             for burst in bursts:
                 figures = bench(server, burst.flags)
                 row: Row = {**setup.labels, **burst.labels, **{name: figures[name] for name in KEPT}, "ready_seconds": server.ready_seconds}
-                row |= {"server_flags": " ".join(setup.flags)} | {name: found for name in FACTS if (found := server.facts().get(name))}
+                row |= {"server_flags": " ".join(setup.flags)} | worker_facts(row, server.facts())
                 if roof is not None:
-                    row |= roof_share(row, roof, READ_BYTES_PER_SECOND.get(machine.slug(record.data["machine"])))
+                    row |= roof_share(row, roof, read_rate(record.data["machine"]))
                 record.add(row)
                 print(
                     f"  {row['output_throughput']:.1f} tok/s  TTFT {_ms(row['mean_ttft_ms'])}  TPOT {_ms(row['mean_tpot_ms'])}", flush=True
                 )
 
 
-def roof_share(row: Row, roof: Roof, bytes_per_second: float | None) -> Row:
+def worker_facts(row: Row, facts: Mapping[str, Any]) -> Row:
+    """The facts about the worker that describe the load of a row."""
+    passes = row["total_output_tokens"] / row["concurrency"] / (row["accept_length"] or 1.0)
+    return {name: found for name in FACTS if (found := facts.get(name)) and (passes >= COUNTED_PASSES or name not in EXPERTS)}
+
+
+def roof_share(row: Row, roof: ModelRoof, bytes_per_second: float | None) -> Row:
     """`iteration_ms`, `roof_ms` and `roof_share` (roof / measured) of a decode step at the mean context of the run.
+
+    A sparse model reads the `distinct_experts` of the row. Without them, routing is assumed to be independent, and the share is an upper
+    bound (`roof_assumed`), except for passes of one token.
 
     With drafts, both times are means over the depths at which the steps ran (`steps_by_depth`), or those of the label `steps` if the server
     did not count them. The accept length is that of steps with drafts.
@@ -91,10 +95,12 @@ def roof_share(row: Row, roof: Roof, bytes_per_second: float | None) -> Row:
     steps = row.get("steps", 0) if accepted > 1 else 0  # the depth table may select depth 0
     counts = {int(depth): count for depth, count in (row.get("steps_by_depth") or {steps: 1}).items()}
     total = sum(counts.values())
-    least = sum(count * roof.roof_ms(depth, row["concurrency"], context, bytes_per_second) for depth, count in counts.items()) / total
+    known = roof.with_counted(row.get("distinct_experts"))
+    least = sum(count * known.roof_ms(depth, row["concurrency"], context, bytes_per_second) for depth, count in counts.items()) / total
     least /= row.get("tp_size", 1)  # each rank reads its part
     measured = row["mean_tpot_ms"] * sum(count * (accepted if depth else 1.0) for depth, count in counts.items()) / total
-    return {"iteration_ms": measured, "roof_ms": least, "roof_share": least / measured}
+    assumed = known.target.experts is not None and known.target.experts.counted is None and row["concurrency"] * (max(counts) + 1) > 1
+    return {"iteration_ms": measured, "roof_ms": least, "roof_share": least / measured} | ({"roof_assumed": True} if assumed else {})
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

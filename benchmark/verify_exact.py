@@ -19,7 +19,7 @@ from benchmark.shapes import Model
 from benchmark.sweep import Burst, Setup, add_model, arguments, served_model, sweep
 
 NAME = "verify_exact"
-KEYS = ("model", "rule", "concurrency")
+KEYS = ("model", "rule")
 STEPS = 3
 RULES = {
     "strict": "strict: the target's own draw must be a draft",

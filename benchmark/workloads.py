@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmark import picture, plots
 from benchmark.depth_curve import AUTO, drafting
-from benchmark.machine import slug
+from benchmark.machine import gpu
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import Model
@@ -83,7 +83,7 @@ def setups(served: Model, modes: list[str], quick: bool) -> list[Setup]:
 def peers(result: Result) -> dict[str, Any]:
     """The peer's results and their source; none if Talon ran on another kind of machine."""
     data = json.loads((Path(__file__).parent / "peers_workloads.json").read_text(encoding="utf-8"))
-    return data if slug(result["machine"]) == data["device"] else data | {PLAIN: {}, AUTO: {}}
+    return data if gpu(result["machine"]) == data["device"] else data | {PLAIN: {}, AUTO: {}}
 
 
 def render(result: Result) -> str:
@@ -113,7 +113,7 @@ def _ratio(value: float | None, other: float | None) -> str | None:
 def plot(result: Result, file: Path) -> None:
     """Both modes and the peer, relative to the peer's throughput without drafts if it is known, else to ours."""
     known = peers(result)
-    base = {row["workload"]: row["output_throughput"] for row in result["rows"] if row["mode"] == PLAIN} | known[PLAIN]
+    base = known[PLAIN] or {row["workload"]: row["output_throughput"] for row in result["rows"] if row["mode"] == PLAIN}
     groups: dict[str, dict[str, float | None]] = {}
     for row in result["rows"]:
         if row["workload"] in base:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 
 from benchmark.record import Record, Row
+from benchmark.shapes import read_rate
 from benchmark.sweep import names
 from benchmark.tuning.clock import median_us
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
-from benchmark.tuning.world import BF16, D, H, attention_roof_us, attention_world, decode_batch, read_rate
+from benchmark.tuning.world import BF16, D, H, attention_roof_us, attention_world, decode_batch
 from runtime.layers.attention.base import plan_pass
 from runtime.layers.attention.registry import build_backend
 

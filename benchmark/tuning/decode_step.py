@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmark.record import Record, Row
+from benchmark.shapes import read_rate
 from benchmark.sweep import names
 from benchmark.tuning.clock import median_us
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
-from benchmark.tuning.world import BF16, SHAPE, D, G, H, attention_world, decode_batch, linear, read_rate
+from benchmark.tuning.world import BF16, SHAPE, D, G, H, attention_world, decode_batch, linear
 from runtime.config.device_tuning import H200
 from runtime.layers.attention.base import plan_pass
 from runtime.layers.attention.registry import build_backend
@@ -56,7 +57,7 @@ class Case:
     def roof_us(self, rate: float | None) -> float | None:
         """Microseconds to read weights, keys and values at `rate` bytes per second."""
         shape = replace(SHAPE, layers=self.layers)
-        return None if rate is None else shape.roof_ms(0, self.batch, self.length, rate) * 1e3
+        return None if rate is None else shape.roof.roof_ms(0, self.batch, self.length, rate) * 1e3
 
     def row(self, pdl: bool, us: dict[str, float], choices: dict[str, str], rate: float | None) -> Row:
         """A result row: `us` by the parts of the step, `choices` by GEMM."""

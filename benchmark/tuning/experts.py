@@ -18,8 +18,8 @@ import torch
 
 from benchmark.expert_layers import SHAPES, ExpertLayers, ExpertShape, microseconds
 from benchmark.record import Record
+from benchmark.shapes import read_rate
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
-from benchmark.tuning.world import read_rate
 from runtime.config.expert_tuning import H200_EXPERTS, WeightFormat
 from runtime.config.kernel_configs import GroupedConfig, StepConfig
 

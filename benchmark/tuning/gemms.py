@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmark.record import Record, Row
+from benchmark.shapes import read_rate
 from benchmark.tuning.clock import best_us
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
-from benchmark.tuning.world import BF16, SHAPE, WEIGHTS, linear, read_rate
+from benchmark.tuning.world import BF16, SHAPE, WEIGHTS, linear
 from runtime.config.device_tuning import H200
 from runtime.layers.gemm.epilogue import Epilogue
 from runtime.layers.gemm.timings import GemmTimings

@@ -15,8 +15,8 @@ import torch
 
 from benchmark.expert_layers import ENOUGH_BYTES, microseconds
 from benchmark.record import Record
+from benchmark.shapes import read_rate
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
-from benchmark.tuning.world import read_rate
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import FragmentConfig, TritonConfig, WideningConfig
 

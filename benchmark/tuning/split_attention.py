@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from benchmark.record import Record, Row
+from benchmark.shapes import read_rate
 from benchmark.tuning.clock import median_us
 from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
 from benchmark.tuning.world import (
@@ -34,7 +35,6 @@ from benchmark.tuning.world import (
     decode_batch,
     kv_pool,
     page_table,
-    read_rate,
 )
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import SplitConfig

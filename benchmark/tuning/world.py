@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from benchmark.machine import Machine, slug
-from benchmark.shapes import READ_BYTES_PER_SECOND, TARGET, Shape
+from benchmark.shapes import TARGET, Shape
 from runtime.batch import ForwardMode
 from runtime.config.device_tuning import H200
 from runtime.layers.attention.base import AttentionShape, AttentionSpec
@@ -28,11 +27,6 @@ WEIGHTS = {
 BF16 = torch.bfloat16
 KV = KVSpec("gqa", G, D, D, BF16)
 CUDA = torch.device("cuda")
-
-
-def read_rate(machine: Machine) -> float | None:
-    """Memory bandwidth in bytes per second; None if it was not measured."""
-    return READ_BYTES_PER_SECOND.get(slug(machine))
 
 
 def attention_roof_us(batch: int, length: float, rate: float | None) -> float | None:

@@ -197,6 +197,8 @@ class ScheduleBatch:
         pooling: by index of the chunk: what its hidden states are reduced to.
         depth: K of the decode rows, which `Worker.submit` chooses.
         widths: with `depth`, int32 [padded B - E]: tokens of each window, where they differ; empty where all have `depth` + 1.
+        defers_first_drafts: whether drafts are not expected to follow these prompts, so that the draft computes the first ones only when
+            they are needed; chosen by `Worker.submit`.
         sample: the eager sample of this step; chosen by `Worker.submit`.
         sections: the part of each attention group, if there are several; all other fields but `step`, `depth` and `sample` are then empty.
         pad_decodes, pad_tokens: decode rows and prompt tokens of the largest section, to which this one is padded; 0 for one group.
@@ -222,6 +224,7 @@ class ScheduleBatch:
     pooling: dict[int, Pooling] = field(default_factory=dict)
     depth: int = 0
     widths: Int32 = field(default_factory=no_ints)
+    defers_first_drafts: bool = False
     sample: EagerSample = NO_SAMPLE
     sections: list[ScheduleBatch] = field(default_factory=list)
     pad_decodes: int = 0

@@ -45,6 +45,8 @@ CLOSE_SECONDS = 5.0
 """Seconds that open connections may take to close at shutdown."""
 DEATH_CLOSE = 1.5
 """The same after a process died; all requests have failed by then."""
+MIN_FILES = 64
+"""Files that must be allowed to be open: the server opens 30 to 40 itself."""
 LAST_RESORT = 4.0
 """Seconds after a process died when this process exits, even if the event loop is stuck."""
 
@@ -60,6 +62,8 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
         The exit status: 0 after a signal, 2 for a mistake in the flags or the model, 1 after a failure.
     """
     start = time.monotonic()
+    open_standard_streams()
+    reset_signals()
     logging_setup.hold()
     try:
         command = parse(sys.argv[1:] if argv is None else argv)
@@ -100,9 +104,36 @@ def _reload_later(*_: object) -> None:
     log.info("SIGHUP: the API keys will be read when the server is ready")
 
 
+def open_standard_streams() -> None:
+    """Open /dev/null in place of standard streams that the parent closed; sockets and pipes would get their numbers."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+
+
+def reset_signals() -> None:
+    """Undo what the parent set: blocked signals would not stop the server, and ignored ends of children would look like exits.
+
+    SIGTERM gets a handler until the event loop has its own, because the kernel has no default action for process 1 of a container.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+
 def allow_many_files() -> None:
-    """Raise the limit of open files to the maximum: each connection takes one, and the usual limit is 1024."""
+    """Raise the limit of open files to the maximum: each connection takes one, and the usual limit is 1024.
+
+    Raises:
+        ConfigError: the maximum is too low for the server itself.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= hard < MIN_FILES:
+        raise ConfigError(
+            f"Only {hard} files may be open; the server needs {MIN_FILES}. Raise the limit, for example with ulimit -Hn 1024."
+        )
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

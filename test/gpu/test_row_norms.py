@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (INTERPRETED or torch.cuda
 class TwoRanks:
     """A group in which another rank has the same squares."""
 
-    size, rank = 2, 0
+    size, rank, fused = 2, 0, None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.mul_(2)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
+from benchmark.ports import free_port
 
+from process import fake
 from process.fake import ENV, dummy_model, serving
 
 COLD = pytest.mark.usefixtures("programs_start_cold")
@@ -25,6 +34,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "runtime.launch_server", "--log-level", "warning", *flags]
     return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=60)
+
+
+def shell(before: str, redirections: str, model: Path, port: int) -> list[str]:
+    """The command of a server that a shell starts, between `before` and `redirections`."""
+    flags = ["--model", str(model), "--load-format", "dummy", "--device", "cpu", "--log-level", "warning", "--port", str(port)]
+    server = [sys.executable, str(Path(fake.__file__).resolve()), "serve", "0.01", *flags]
+    return ["bash", "-c", f"{before} {shlex.join(server)} {redirections}"]
+
+
+@contextlib.contextmanager
+def started(command: list[str], port: int) -> Iterator[subprocess.Popen[str]]:
+    """A server that answers, ended when the test ends."""
+    with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            deadline = time.monotonic() + 60.0
+            while not answers(f"http://127.0.0.1:{port}/ready"):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            yield process
+        finally:
+            process.kill()
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with 200."""
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=5.0, verify=False).status_code == 200
+    return False
 
 
 def assert_one_line(made: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -65,6 +103,44 @@ def test_a_port_out_of_range_prints_one_line_and_exits_with_2(port: str) -> None
 def test_an_address_of_another_machine_is_refused() -> None:
     assert_one_line(launch("--host", "192.0.2.1"), "192.0.2.1")
     assert_one_line(launch("--host", "no such host"), "no such host")
+
+
+def test_too_few_open_files_print_one_line_and_exit_with_2(model: Path) -> None:
+    assert_one_line(
+        subprocess.run(shell("ulimit -n 48 && exec", "", model, 0), capture_output=True, text=True, env=ENV, timeout=60),
+        "Only 48 files may be open; the server needs 64.",
+    )
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_a_server_whose_standard_streams_are_closed_serves(model: Path, closed: str) -> None:
+    with started(shell("exec", closed, model, port := free_port()), port) as process:
+        process.terminate()
+        assert process.wait(60.0) == 0
+
+
+def test_signals_that_the_parent_blocked_or_ignored_work(model: Path) -> None:
+    env = "exec env --block-signal=TERM --ignore-signal=INT --ignore-signal=CHLD"
+    with started(shell(env, "", model, port := free_port()), port) as process:
+        process.terminate()
+        assert process.wait(60.0) == 0
+    with started(shell(env, "", model, port := free_port()), port) as process:
+        next(child for child in psutil.Process(process.pid).children() if child.name().startswith("talon::sch")).kill()
+        assert process.stdout is not None
+        assert "the scheduler process died: signal SIGKILL" in process.stdout.read()
+
+
+@pytest.mark.skipif(subprocess.run(["unshare", "-rpf", "true"]).returncode != 0, reason="needs user namespaces")
+def test_process_1_of_a_container_ends_at_a_signal_before_it_serves(tmp_path: Path) -> None:
+    os.mkfifo(config := tmp_path / "config.json")
+    command = ["unshare", "-rpf", "--kill-child", sys.executable, "-m", "runtime.launch_server"]
+    with subprocess.Popen([*command, "--model", str(tmp_path), "--load-format", "dummy", "--port", "0"], env=ENV) as process:
+        try:
+            with config.open("w"):  # waits until the server reads it, which it then does until this end is closed
+                psutil.Process(process.pid).children()[0].terminate()
+                assert process.wait(60.0) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("flag", ["--check", "--context-length=1"])

@@ -42,7 +42,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
-    return resolve_model(None, progress=False)
+    return resolve_model(None)
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ def test_its_weights_are_the_dequantised_ones_of_the_file(source: ModelSource, t
     """A k projection whose rows were put back by hand equals the converted one."""
     import gguf
 
+    from runtime.model_files.cache_folder import default_cache_dir
     from runtime.model_files.embedded import find_gguf
-    from runtime.model_files.model_source import default_cache_dir
 
     reader = gguf.GGUFReader(find_gguf(default_cache_dir()))
     stored = next(tensor for tensor in reader.tensors if tensor.name == "blk.7.attn_k.weight")

@@ -128,6 +128,18 @@ def test_sigterm_drains_what_is_open_refuses_what_is_new_and_exits_0(server: Ser
     assert_gone(server, children)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_drains_too(server: Server, number: signal.Signals) -> None:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    stream = server.stream(100)
+    for process in (*children, server.process):
+        process.send_signal(number)
+    assert stream.join(PATIENCE)
+    assert stream.events[-1] == "[DONE]", server.text()
+    assert server.process.wait(PATIENCE) == 0
+    assert_gone(server, children)
+
+
 def test_the_drain_is_cut_off_at_its_time_out(model: Path) -> None:
     with serving(model, "--shutdown-timeout", "0.3", behaviour="0.05") as server:
         stream = server.stream(400)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,20 @@ def test_a_rank_that_is_lost_ends_the_server(model: Path, place: Place, role: Ro
     assert "Traceback" not in text or "failed in step" in text or "different tokens" in text
 
 
+def test_a_pause_of_all_processes_longer_than_any_timeout_ends_nothing(model: Path) -> None:
+    with two_ranks(model) as server:
+        processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+        stream = server.stream(480)
+        for process in processes:
+            process.suspend()
+            time.sleep(0.1)  # a rank that runs on waits for the other one in an exchange
+        time.sleep(9.0)
+        for process in reversed(processes):
+            process.resume()
+        assert stream.join(PATIENCE)
+        assert stream.events[-1] == "[DONE]", server.text()
+
+
 @pytest.mark.parametrize(("role", "rank"), [("scheduler", 0), ("worker-1", 1)])
 def test_a_rank_without_memory_for_its_weights_is_named(model: Path, role: Role, rank: int) -> None:
     with two_ranks(model, behaviour=f"oom-load:{role}", ready=False) as server:
@@ -130,6 +145,27 @@ def test_two_nodes_serve_and_end_together(model: Path, host: str) -> None:
         assert first.folders() == other.folders() == []
 
 
+def test_a_signal_to_all_nodes_drains(model: Path) -> None:
+    with two_nodes(model) as (first, other):
+        stream = first.stream(400)
+        other.process.send_signal(signal.SIGTERM)
+        first.process.send_signal(signal.SIGTERM)
+        assert stream.join(PATIENCE)
+        assert stream.events[-1] == "[DONE]", first.text()
+        assert first.process.wait(PATIENCE) == 0
+        assert other.process.wait(PATIENCE) == 0
+        assert first.folders() == other.folders() == []
+
+
+def test_a_second_signal_ends_a_node_at_once(model: Path) -> None:
+    with two_nodes(model) as (_, other):
+        other.process.send_signal(signal.SIGTERM)
+        while "waiting for node 0 to end" not in other.text():
+            time.sleep(0.05)
+        other.process.send_signal(signal.SIGTERM)
+        assert other.process.wait(PATIENCE) == 0
+
+
 def test_a_node_that_does_not_start_is_reported(model: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     with two_ranks(model, "--nnodes", "2", "--dist-init-addr", address, "--dist-timeout", "2", ready=False) as server:
@@ -138,6 +174,13 @@ def test_a_node_that_does_not_start_is_reported(model: Path) -> None:
         assert "All 2 ranks must start within --dist-timeout, 2 s." in server.text()
         assert "Traceback" not in server.text()
         assert server.folders() == []
+
+
+def test_a_node_waits_for_node_0_no_longer_than_its_time_out(model: Path) -> None:
+    flags = ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--dist-timeout", "2"]
+    with two_ranks(model, *flags, ready=False) as server:
+        assert server.process.wait(PATIENCE) == 2
+        assert "connection refused. All 2 ranks must start within --dist-timeout, 2 s." in server.text()
 
 
 def test_a_node_that_is_lost_ends_the_other(model: Path) -> None:

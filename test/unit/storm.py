@@ -248,7 +248,10 @@ class Storm:
         return [t.flatten(0, 1)[at].clone() for at, pool in zip(slots, (target, *drafts), strict=True) for t in (*pool.k, *pool.v)]
 
     def living(self) -> list[torch.Tensor]:
-        """KV of every request that is alive, and what its row goes on from."""
+        """KV of every request that is alive, and what its row goes on from when it drafts next."""
+        if self.worker.parts.drafter.models():
+            self.driver.catch_up()
+            self.driver.unfollowed.update(dict.fromkeys(self.driver.kv, 0))
         rows, drafter, state = self.worker.parts.target.rows, self.worker.parts.drafter, draft_state(self.worker)
         kept = [rows.kv_lens, rows.last_tokens]
         if state is not None and drafter.model.lookahead:

@@ -164,6 +164,7 @@ def test_a_file_with_one_key_is_that_key(tmp_path: Path) -> None:
         ("keys: [{name: a, key: b}, {name: c, key: b}]", "same key"),
         ("keys: [{name: a, key: 'b c'}]", "the key of a"),
         ("keys: [", "not YAML"),
+        ("keys: [{name: a, key: b}]\nkeys: [{name: c, key: d}]", "gives a name twice"),
     ],
 )
 def test_wrong_key_files_are_refused_by_their_entry(tmp_path: Path, text: str, words: str) -> None:

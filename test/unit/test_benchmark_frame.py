@@ -11,7 +11,7 @@ import statistics
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,16 +21,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmark import (
     client_agreement,
     crossover,
+    depth_curve,
     draft_extend_graph,
     draft_head,
     embedded_speculation,
     layer_times,
     machine,
+    model_cases,
+    model_matrix,
     modes,
     phases,
     random_checkpoint,
     repeat,
     report,
+    server,
     serving_matrix,
     shapes,
     step_profile,
@@ -43,7 +47,7 @@ from benchmark.markdown import cell, change, percent, table
 from benchmark.model_bytes import roof_of
 from benchmark.record import RESULTS, Record
 from benchmark.step_bytes import Experts, ModelRoof, StepBytes
-from benchmark.sweep import random_ids, roof_share
+from benchmark.sweep import random_ids, roof_share, worker_facts
 
 from runtime.bench.datasets import embedded_prompts
 from runtime.layers.torch_ops import TorchOps
@@ -67,9 +71,33 @@ def test_repeated_row_replaces_the_old_one(tmp_path: Path) -> None:
     assert again.data["machine"]["python"] in sys.version
 
 
+def test_record_refuses_rows_of_another_machine(tmp_path: Path) -> None:
+    record = Record("x", ("mode",), tmp_path)
+    record.add({"mode": "plain"})
+    other = record.data["machine"] | {"python": "2.7"}
+    record.file.write_text(json.dumps(record.data | {"machine": other}))
+    with pytest.raises(machine.MachinesDiffer, match=r"x\.json: python is '3.* in one file and '2.7' in another; move the file, or write"):
+        Record("x", ("mode",), tmp_path)
+    assert Record("x", ("mode",), tmp_path, quick=True).rows == [], "rows of smoke runs are not kept"
+
+
 def test_machine_has_one_folder_name() -> None:
     assert machine.slug(MACHINE) == "nvidia-h200"
+    assert machine.slug(MACHINE | {"gpus": ["NVIDIA H200"] * 4}) == "nvidia-h200-x4"
     assert machine.slug(MACHINE | {"gpus": [], "cores": 2}) == "cpu-2"
+
+
+@pytest.mark.parametrize("failed", [1, 0])
+def test_benchmark_without_all_its_requests_has_no_figures(failed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def client(command: list[str], **_: object) -> SimpleNamespace:
+        Path(command[command.index("--output-file") + 1]).write_text(json.dumps({"completed": 3, "failed": failed}))
+        return SimpleNamespace(returncode=0, stdout="", stderr="1 x closed")
+
+    monkeypatch.setattr(server.subprocess, "run", client)
+    running = cast(server.Server, SimpleNamespace(port=1, log_tail=lambda: "CUDA error"))
+    with pytest.raises(server.ServerFailed, match=r"3 of 4 requests succeeded:\nCUDA error"):
+        server.bench(running, ["--num-prompts", "4"])
+    assert server.bench(running, ["--num-prompts", "3"])["completed"] == 3
 
 
 # ---- the roof
@@ -79,18 +107,18 @@ def test_roof_of_the_8b_shape_counts_its_bytes() -> None:
     shape = shapes.Shape.read(shapes.TARGET)
     assert shape.roof.target.read(1, 1, 0) == pytest.approx(15.01e9, rel=0.001)
     assert shape.kv_bytes_per_token == 131072
-    assert shape.roof_ms(0, 1, 0, 4.32e12) == pytest.approx(3.47, abs=0.01)
-    assert shape.roof_ms(3, 1, 0, 4.32e12) == pytest.approx(4.55, abs=0.01)
+    assert shape.roof.roof_ms(0, 1, 0, 4.32e12) == pytest.approx(3.47, abs=0.01)
+    assert shape.roof.roof_ms(3, 1, 0, 4.32e12) == pytest.approx(4.55, abs=0.01)
 
 
 def test_roof_share_is_per_iteration() -> None:
-    shape = shapes.Shape.read(shapes.TARGET)
+    roof = shapes.Shape.read(shapes.TARGET).roof
     row = {"mean_tpot_ms": 2.0, "input_len": 0, "output_len": 0, "steps": 3, "accept_length": 2.5, "concurrency": 1}
-    share = roof_share(row, shape, 4.32e12)
+    share = roof_share(row, roof, 4.32e12)
     assert share["iteration_ms"] == 5.0
     assert share["roof_share"] == pytest.approx(4.55 / 5.0, rel=0.01)
-    assert roof_share(row, shape, None) == {}, "no share without a measured bandwidth"
-    mixed = roof_share(row | {"steps_by_depth": {"0": 10, "3": 30}}, shape, 4.32e12)
+    assert roof_share(row, roof, None) == {}, "no share without a measured bandwidth"
+    mixed = roof_share(row | {"steps_by_depth": {"0": 10, "3": 30}}, roof, 4.32e12)
     assert mixed["iteration_ms"] == 2.0 * (10 + 30 * 2.5) / 40, "steps without drafts commit one token"
     assert mixed["roof_ms"] == pytest.approx((10 * 3.47 + 30 * 4.55) / 40, rel=0.01)
 
@@ -118,10 +146,81 @@ def test_ranks_read_replicated_weights_and_latent_rows_each() -> None:
     assert roof.of_ranks(2).read(1, 1, 3) == roof.read(1, 1, 3) + 20 + 4 * 3
 
 
+@pytest.mark.parametrize(
+    ("target", "algorithm", "draft", "replicated"),
+    [
+        ("llama-3-8b", "EAGLE", "llama-3-8b-eagle", 3 * 2 * 2 * 4096 * 4096),
+        ("llama-3-70b", "EAGLE3", "llama-3-70b-eagle3", 2 * 3 * 8192 * 8192),
+        ("mimo-7b", "MTP", None, 3 * 2 * 2 * 4096 * 4096),
+    ],
+)
+def test_each_rank_reads_the_layer_that_fuses_draft_inputs(target: str, algorithm: str, draft: str | None, replicated: int) -> None:
+    roof = roof_of(shapes.CONFIGS / target, algorithm, None if draft is None else shapes.CONFIGS / draft)
+    assert roof.of_ranks(4).bytes(3, 1, 0) - roof.bytes(3, 1, 0) == 3 * replicated
+    if target == "llama-3-8b":
+        assert shapes.Shape.read(shapes.TARGET).roof.of_ranks(4).bytes(3, 1, 0) == pytest.approx(roof.of_ranks(4).bytes(3, 1, 0), rel=1e-4)
+
+
 def test_block_draft_runs_once_per_iteration() -> None:
     target, draft = StepBytes(100.0, None, 0.0), StepBytes(10.0, None, 0.0, first=1.0)
     assert ModelRoof(target, draft).bytes(3, 1, 0) == 131
     assert ModelRoof(target, draft, one_pass=True).bytes(15, 1, 0) == 111
+
+
+def test_roof_reads_the_experts_that_were_counted() -> None:
+    roof = ModelRoof(StepBytes(100.0, Experts(8, 2, 10.0, 3), full_kv=0.0), StepBytes(0.0, None, 0.0))
+    row = {"mean_tpot_ms": 1.0, "input_len": 0, "output_len": 0, "steps": 3, "accept_length": 2.0, "concurrency": 1}
+    counted, assumed = (roof_share(row | more, roof, 1e6) for more in ({"distinct_experts": 3.0}, {}))
+    assert counted["roof_ms"] == pytest.approx((100 + 3 * 3 * 10) / 1e3)
+    assert assumed["roof_ms"] == pytest.approx((100 + 3 * 8 * (1 - 0.75**4) * 10) / 1e3)
+    assert [("roof_assumed" in found) for found in (counted, assumed)] == [False, True]
+    assert "roof_assumed" not in roof_share(row | {"steps": 0}, roof, 1e6), "one token reads top_k experts"
+    served_row = served(mode="plain", input_len=1000, output_len=300, **assumed)
+    assert "| plain | 400 (≤ 13 %) |" in model_matrix.summary(result([served_row]))
+
+
+def test_rows_of_other_loads_have_their_own_tables() -> None:
+    loads: list[dict[str, Any]] = [{"output_len": 300}, {"output_len": 400}, {"output_len": 300, "tp_size": 2}]
+    rows = [served(mode="plain", input_len=1000, output_throughput=100.0 + i, **load) for i, load in enumerate(loads)]
+    text = model_matrix.summary(result(rows))
+    assert re.findall(r"\*\*(.*)\*\*", text) == ["m, 1000 → 300 tokens", "m, 1000 → 400 tokens", "m, on 2 GPUs, 1000 → 300 tokens"]
+    assert re.findall(r"\| plain \| (\d+)", text) == ["100", "101", "102"]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "ratio"),
+    [
+        ({}, "1.50x"),
+        ({"commit": "b"}, "-"),
+        ({"server_flags": "--model-path m --dtype float32 --speculative-algorithm MTP"}, "-"),
+    ],
+)
+def test_drafts_are_compared_with_the_same_server_without_them(drafts: dict[str, Any], ratio: str) -> None:
+    flags = "--model-path m --context-length 4096"
+    row = served(mode="plain", input_len=1000, output_len=300, server_flags=flags) | MADE
+    faster = row | {"mode": "accept-2.5", "output_throughput": 600.0, "server_flags": f"{flags} --speculative-algorithm MTP"} | drafts
+    assert f"| accept-2.5 / plain | {ratio} |" in model_matrix.summary({"machine": MACHINE, "rows": [row, faster]})
+
+
+@pytest.mark.parametrize("other", [{"model": "n"}, {"input_len": 1000}, {"output_len": 512}])
+def test_depths_are_compared_for_one_load(other: dict[str, Any]) -> None:
+    speeds = {"off": (None, 100.0), "auto": ("2.5", 150.0)}
+    rows = [
+        served(input_len=128, output_len=128, speculation=name, acceptance=acceptance, output_throughput=factor * speed) | more
+        for factor, more in ((1, {}), (3, other))
+        for name, (acceptance, speed) in speeds.items()
+    ]
+    text = depth_curve.render(result(rows))
+    assert re.findall(r"auto, tok/s \| (.*) \|", text) == ["150.0", "450.0"]
+    assert text.count("auto / no drafts | 1.50 |") == 2
+    assert depth_curve.summary(result(rows[:2])).count("| 2.5: auto, tok/s | 150.0 |") == 1
+
+
+def test_distinct_experts_need_enough_passes_of_their_load() -> None:
+    facts = {"distinct_experts": 9.5, "exchange_micros": {"8192": "4.8"}, "depth": None}
+    row = {"total_output_tokens": 1000, "concurrency": 2, "accept_length": None}
+    assert worker_facts(row, facts) == {"distinct_experts": 9.5, "exchange_micros": {"8192": "4.8"}}
+    assert worker_facts(row | {"accept_length": 2.5}, facts) == {"exchange_micros": {"8192": "4.8"}}
 
 
 def test_layer_times_extrapolate_by_bytes_and_exchanges() -> None:
@@ -134,9 +233,10 @@ def test_layer_times_extrapolate_by_bytes_and_exchanges() -> None:
         for name, ms, roof in ((layer_times.MORE, 1.3, 0.7), (layer_times.FEWER, 0.9, 0.5))
     ]
     text = layer_times.summary(rows)
-    assert "| plain, c=1 | 0.100 | 0.050 | 50% | 2.9 |" in text
+    assert "| plain, c=1, on 2 GPUs | 0.100 | 0.050 | 50% | 2.9 |" in text
     assert "assumptions" in text
     assert layer_times.summary(rows[:1]) == ""
+    assert layer_times.summary([rows[0], rows[1] | {"tp_size": 4}]) == "", "runs on as many GPUs are compared"
 
 
 def test_random_checkpoint_loads_into_its_model(tmp_path: Path) -> None:
@@ -148,6 +248,22 @@ def test_random_checkpoint_loads_into_its_model(tmp_path: Path) -> None:
     assert 0.015 < float(gate.std()) < 0.025
     assert bool((model.final_norm.weight == 1).all())
     assert not torch.equal(gate, model.layers[1].mlp.gate_up_proj.weight)
+
+
+def test_partly_written_checkpoint_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = list[Path]()
+
+    def write(shape: Path, folder: Path, changes: object) -> Path:
+        written.append(folder)
+        return random_checkpoint.write_config(shape, folder, {})
+
+    monkeypatch.setattr(random_checkpoint, "write", write)
+    folder = model_cases.prepare(model_cases.CASES["gpt-oss-20b"], tmp_path).folder
+    model_cases.prepare(model_cases.CASES["gpt-oss-20b"], tmp_path)
+    assert written == [folder, folder], "config.json alone is no checkpoint"
+    (folder / "model.safetensors.index.json").touch()
+    model_cases.prepare(model_cases.CASES["gpt-oss-20b"], tmp_path)
+    assert len(written) == 2
 
 
 def test_reference_workload_sends_twice_the_concurrency() -> None:
@@ -384,6 +500,23 @@ def test_crossover_is_where_the_ratio_crosses_one() -> None:
     rows = [served(speculation=s, text="random", concurrency=c, output_throughput=t) for s, c, t in
             (("off", 1, 100.0), ("off", 4, 400.0), ("2.5", 1, 150.0), ("2.5", 4, 360.0))]  # fmt: skip
     assert crossover.ratios(rows, "2.5", "random") == [(1, 1.5), (4, 0.9)]
+    longer = [row | {"output_len": 64 if row["speculation"] == "off" else 256} for row in rows]
+    assert crossover.ratios(longer, "2.5", "random") == [], "the answers have other lengths"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "text"),
+    [
+        ([1.2, 1.1], "above 1 up to 4"),
+        ([0.9, 0.8], "below 1 from 1 on"),
+        ([0.9, 1.1], "below 1 at 1, above 1 at 4"),
+        ([1.25, 0.75], "2.00"),
+    ],
+)
+def test_crossover_says_on_which_side_of_one_the_ratios_are(ratios: list[float], text: str) -> None:
+    rows = [served(speculation=s, text="random", concurrency=c, output_throughput=r) for c, r in zip((1, 4), ratios, strict=True)
+            for s, r in (("off", 1.0), ("2.5", r))]  # fmt: skip
+    assert f"| {text} |" in crossover.summary(result([row | {"total_output_tokens": 9} for row in rows]))
 
 
 def test_crossover_table_shows_real_and_synthetic_acceptance() -> None:
@@ -433,7 +566,9 @@ def test_spread_is_relative_to_the_median() -> None:
     assert found["mean_ttft_ms"] == pytest.approx(-4.0)
     assert found["median_itl_ms"] is None
     assert repeat.farthest(found) == pytest.approx(-4.0)
-    text = repeat.render(result([served(mode="eagle", runs=[*runs, runs[0] | {"accept_length": 2.6}], spread=found)]))
+    text = repeat.render(
+        result([served(mode="eagle", input_len=1000, output_len=256, runs=[*runs, runs[0] | {"accept_length": 2.6}], spread=found)])
+    )
     assert "| **-4.00** | 4 | 2.500, 2.600 |" in text, "different accept lengths are shown"
 
 

@@ -47,6 +47,13 @@ def test_new_file_lists_the_packages_of_all_inputs(tmp_path: Path, capsys: pytes
     assert found["machine"]["packages"] == {"torch": "2.11.0", "transformers": "5.0"}
 
 
+def test_files_of_several_ranks_merge(tmp_path: Path) -> None:
+    rows = [{"mode": "plain", "concurrency": c, "at": "1", "command": "x"} for c in (1, 4)]
+    into, more = (save(tmp_path / file, row, name="serving_matrix_tp2") for file, row in zip(("into.json", "x.json"), rows, strict=True))
+    assert merge.main([into, more]) == 0
+    assert [row["concurrency"] for row in json.loads(Path(into).read_text())["rows"]] == [1, 4]
+
+
 def test_merged_file_has_no_machine_paths(tmp_path: Path) -> None:
     moved = row("a", "1", server_flags="--model-path /data/models/m.gguf --speculative-num-steps 3")
     moved["command"] = "python -m benchmark.x --out /data/out --model /data/models/m.gguf --shapes 3/1/4"
@@ -78,6 +85,7 @@ def test_recorded_commands_are_portable(words: str, plain: str) -> None:
         ({"name": "faults"}, "script is 'memory_limits' in one file and 'faults'"),
         ({"device": "NVIDIA H100"}, "device is 'NVIDIA H200' in one file and 'NVIDIA H100'"),
         ({"packages": {"torch": "2.12.0"}}, "torch is '2.11.0' in one file and '2.12.0'"),
+        ({"gpus": ["NVIDIA H200"] * 2}, "number of GPUs is 1 in one file and 2"),
     ],
 )
 def test_unrelated_files_are_refused(other: dict[str, Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmark import crossover, depth_curve, draft_extend_graph, exactness, grammar, picture, plots, report, step_profile
+from benchmark import crossover, depth_curve, draft_extend_graph, exactness, grammar, picture, plots, report, serving_matrix, step_profile
 from benchmark.client_agreement import FIGURES
+from matplotlib.figure import Figure
 
 MACHINE = {"device": "NVIDIA H200", "gpus": ["NVIDIA H200"], "cpu": "x", "cores": 16, "python": "3.12", "packages": {"torch": "2.11.0"}}
 MOST_BYTES = 100_000
@@ -81,6 +82,15 @@ def test_crossover_plot_has_a_line_per_accept_length(drawn: dict[str, Any]) -> N
     assert list(panel.names) == ["m, synthetic 2.5, random text", "m, synthetic 3.5, random text"]
 
 
+@pytest.mark.parametrize(("ranks", "title"), [({}, "Plain decoding"), ({"tp_size": 2}, "Plain decoding, on 2 GPUs")])
+def test_serving_plot_names_its_gpus(ranks: dict[str, int], title: str, drawn: dict[str, Any]) -> None:
+    serving_matrix.plot(result([served(mode="plain", **ranks)]), Path("x.png"))
+    (panel,) = drawn["panels"]
+    axes = Figure().subplots()
+    panel.paint(axes, dict.fromkeys(panel.names, "black"))
+    assert axes.get_title() == title
+
+
 def test_profile_plot_shows_host_gpu_and_unprofiled_times(drawn: dict[str, Any]) -> None:
     row = served(graphs="eager", host_us={"draft_extend": 40.0, "draft_decode": 60.0}, gpu_us={"verify": 90.0, "other": 10.0})
     step_profile.plot(result([row | {"step_us": 200.0, "draft_host_us": 70.0}]), Path("x.png"))
@@ -114,7 +124,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         served(overlap=o, graphs=g, host_us={"verify": 1.0}, gpu_us={"verify": 2.0}) for o in ("on", "off") for g in step_profile.GRAPHS
     ],
     "depth_curve": [
-        served(speculation=s, acceptance=a, concurrency=c, output_len=128, steps_by_depth={"3": 100, "1": 4, "0": 0})
+        served(speculation=s, acceptance=a, concurrency=c, input_len=128, output_len=128, steps_by_depth={"3": 100, "1": 4, "0": 0})
         | {"num_prompts": 2 * c, "duration": 1.0, "p99_ttft_ms": 50.0}
         for s, a in (("off", None), ("auto", "1.2"), ("auto", "2.5"), ("K=3", "2.5")) for c in (1, 4)
     ],
@@ -146,7 +156,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"server": "mock", "backend": "vllm", "load": "4 at a time", "difference": {"mean_ttft_ms": -0.4}, "repeat": {"mean_itl_ms": None}},
         {"server": "mock", "backend": "vllm", "load": "6 a second", "difference": None, "repeat": {"mean_ttft_ms": 1.5}},
     ],
-    "repeat": [served(mode="eagle", concurrency=1, spread=dict.fromkeys(FIGURES, -1.5) | {"median_itl_ms": None})],
+    "repeat": [
+        served(mode="eagle", input_len=1000, output_len=n, spread=dict.fromkeys(FIGURES, -1.5) | {"median_itl_ms": None}) for n in (64, 256)
+    ],
     "modes": [served(mode="plain", graphs="on", batch=1, step_ms=4.0)],
     "sampling": [
         served(mode="eagle", choice="greedy", sampler=None, batch=1, step_ms=5.0),
@@ -177,7 +189,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ] + [{"what": "acceptance", "grammar": g, "speculation": "3/1/4", "batch": 4, "accept_length": 2.1} for g in grammar.CONSTRAINTS],
     "moe_kernels": [{"shape": s, "rows": r, "roof_share": 0.8} for s in ("qwen3-30b-a3b", "gpt-oss-20b") for r in (1, 16, 8192)],
     "model_matrix": [
-        {"model": "gpt-oss-20b", "mode": mode, "concurrency": c, "output_throughput": 90.0 * c}
+        {"model": "gpt-oss-20b", "mode": mode, "concurrency": c, "input_len": 1000, "output_len": 300, "output_throughput": 90.0 * c}
+        | {"server_flags": "--model-path x"}
         for mode in ("plain", "accept-2.5")
         for c in (1, 16)
     ],

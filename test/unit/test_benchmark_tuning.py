@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from benchmark import machine
+from benchmark import machine, shapes
 from benchmark.machine import ROOT
 from benchmark.record import RESULTS, Record
 from benchmark.report import SCRIPTS
@@ -118,8 +118,8 @@ def test_weights_have_the_8b_shapes() -> None:
 
 
 def test_roof_needs_a_measured_bandwidth() -> None:
-    assert world.read_rate({"gpus": ["NVIDIA H200"], "device": "NVIDIA H200"}) == RATE
-    assert world.read_rate({"gpus": [], "cores": 2}) is None
+    assert shapes.read_rate({"gpus": ["NVIDIA H200"], "device": "NVIDIA H200"}) == RATE
+    assert shapes.read_rate({"gpus": [], "cores": 2}) is None
     assert world.attention_roof_us(8, 1250, None) is None
     assert world.attention_roof_us(8, 1250, RATE) == pytest.approx(2 * 2 * 8 * 1250 * 8 * 128 / RATE * 1e6)
 

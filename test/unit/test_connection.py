@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 from front import Front, ScriptedScheduler, front, until
@@ -107,6 +107,21 @@ def test_idle_connections_make_room_for_a_probe(monkeypatch: pytest.MonkeyPatch)
             busy.cancel()
 
     asyncio.run(check())
+
+
+def test_a_connection_for_which_no_file_is_left_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with front(ScriptedScheduler(hold=0)) as f:
+            busy = asyncio.create_task(f.post("/v1/completions", {"prompt": "x", "stream": True}))
+            await until(lambda: f.manager.open_requests == 1)
+            monkeypatch.setattr(connection, "file_limit", lambda: 4)
+            reader, _ = await opened(f)
+            with suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 5) == b""
+            busy.cancel()
+
+    asyncio.run(check())
+    assert "closed a new connection: the others are busy, and only 4 files may be open (ulimit -n)" in caplog.text
 
 
 @pytest.mark.parametrize(("version", "framed"), [(b"1.0", False), (b"1.1", True)])

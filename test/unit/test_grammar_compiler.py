@@ -20,7 +20,7 @@ from runtime.constrained import compiler as compiler_module
 from runtime.constrained.backends import make_backend
 from runtime.constrained.compiler import GrammarCompiler
 from runtime.constrained.grammar import Grammar, GrammarBackend, MaskRow
-from runtime.constrained.trial import GrammarTrial, Refusal, Translated
+from runtime.constrained.trial import GrammarTrial, Refusal
 from runtime.constrained.trial_process import TrialProcess
 from runtime.entrypoints.grammar_process import GrammarBackendConfig
 from runtime.errors import CompilerBusy, GrammarError
@@ -219,7 +219,7 @@ def test_a_trial_passes_errors_on() -> None:
     assert isinstance(refusal, Refusal)
     assert str(refusal.error) == "The other cannot be used: It is bad."
     passed = GrammarTrial(Harmful(), VOCAB, (0, 1)).run(GrammarSpec("structural_tag", "GOOD"))
-    assert passed == Translated(GrammarSpec("structural_tag", "good"))
+    assert passed == GrammarSpec("structural_tag", "good")
 
 
 @pytest.mark.parametrize(

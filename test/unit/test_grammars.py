@@ -10,7 +10,7 @@ import pytest
 
 from runtime.constrained.backends import make_backend
 from runtime.constrained.constraint import Constraint
-from runtime.constrained.grammar import Grammar, GrammarBackend, MaskRow, Matcher, allowed_tokens, allows, mask_words, only_token
+from runtime.constrained.grammar import Grammar, GrammarBackend, MaskRow, Matcher, allowed_tokens, mask_words, only_token
 from runtime.constrained.llguidance_backend import LlguidanceMatcher
 from runtime.constrained.window_masks import WindowMasks
 from runtime.errors import GrammarError
@@ -50,7 +50,7 @@ def matches(grammar: Grammar, text: str) -> bool:
     matcher, row = grammar.matcher(), np.zeros(mask_words(VOCAB), dtype=np.int32)
     for token in [*json_tokenizer().encode(text, False), 0]:
         assert not matcher.fill(row)
-        if not allows(row, token):
+        if not allowed_tokens(row)[token]:
             return False
         if token:
             assert matcher.push(token)

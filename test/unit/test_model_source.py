@@ -141,7 +141,7 @@ def test_converted_gguf_equals_the_original_model(tmp_path: Path, arch: str, cha
     (tmp_path / "tokenizer").mkdir()
     source = write_small_tokenizer(tmp_path / "tokenizer")
     path = _write_gguf(tmp_path / "model.gguf", arch, model, source)
-    found = resolve_model(str(path), cache_dir=tmp_path / "cache", progress=False)
+    found = resolve_model(str(path), cache_dir=tmp_path / "cache")
     assert (found.kind, found.served_name, found.is_embedded) == ("safetensors", "model", False)
     converted = AutoModelForCausalLM.from_pretrained(found.weights_folder).eval()
     ids = torch.arange(20).reshape(2, 10)
@@ -179,19 +179,19 @@ def test_llama3_frequency_factors_become_their_parameters(tmp_path: Path) -> Non
     assert np.allclose(llama3_factors(500000.0, 16, 32.0), factors, rtol=1e-4)
     model = _hf_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
     path = _write_gguf(tmp_path / "m.gguf", "llama", model, extra={"rope_freqs.weight": factors})
-    folder = converted_folder(path, tmp_path / "cache", progress=False)
+    folder = converted_folder(path, tmp_path / "cache")
     parameters = AutoConfig.from_pretrained(folder).rope_parameters
     assert {key: parameters[key] for key in scaling} == scaling
     other = _write_gguf(tmp_path / "o.gguf", "llama", model, extra={"rope_freqs.weight": factors * np.float32(1.5) + 1})
     with pytest.raises(ConfigError, match="rotary factors"):
-        converted_folder(other, tmp_path / "cache", progress=False)
+        converted_folder(other, tmp_path / "cache")
 
 
 def test_a_gguf_files_yarn_is_that_of_transformers(tmp_path: Path) -> None:
     rope = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64}
     model = _hf_model("qwen2", rope_parameters=rope)
     path = _write_gguf(tmp_path / "m.gguf", "qwen2", model, yarn=4.0)
-    config = load_hf_config(converted_folder(path, tmp_path / "cache", progress=False))
+    config = load_hf_config(converted_folder(path, tmp_path / "cache"))
     assert config.rope_scaling is not None
     assert (config.rope_scaling.kind, config.rope_scaling.factor, config.rope_scaling.original_max_position) == ("yarn", 4.0, 64)
     inv_freq, magnitude = ROPE_INIT_FUNCTIONS["yarn"](model.config, torch.device("cpu"))
@@ -277,7 +277,7 @@ def test_truncated_gguf_is_refused_and_leaves_no_folder(tmp_path: Path, good_ggu
     path = tmp_path / "cut.gguf"
     path.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
     with pytest.raises(ConfigError, match="not a complete GGUF"):
-        resolve_model(str(path), cache_dir=tmp_path / "cache", progress=False)
+        resolve_model(str(path), cache_dir=tmp_path / "cache")
     assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
 
 
@@ -290,14 +290,14 @@ def test_damaged_gguf_is_refused_or_read_but_never_hangs(tmp_path: Path, good_gg
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
     with contextlib.suppress(ConfigError):  # any other exception fails the test
-        found = resolve_model(str(path), cache_dir=tmp_path / "cache", progress=False)
+        found = resolve_model(str(path), cache_dir=tmp_path / "cache")
         assert is_whole_safetensors(Path(found.weights_folder) / "model.safetensors")
 
 
 def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:
     path = _write_gguf(tmp_path / "m.gguf", "gemma3", _hf_model("qwen2"))
     with pytest.raises(ConfigError, match=r"'gemma3'; supported are llama"):
-        resolve_model(str(path), cache_dir=tmp_path / "cache", progress=False)
+        resolve_model(str(path), cache_dir=tmp_path / "cache")
 
 
 def test_a_part_of_a_split_gguf_is_refused_with_advice(tmp_path: Path) -> None:
@@ -309,17 +309,17 @@ def test_a_part_of_a_split_gguf_is_refused_with_advice(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(ConfigError, match="is one of 3 parts of a model; join them with 'llama-gguf-split --merge'"):
-        resolve_weights(str(tmp_path / "m-00002-of-00003.gguf"), cache_dir=tmp_path / "cache", progress=False)
+        resolve_weights(str(tmp_path / "m-00002-of-00003.gguf"), cache_dir=tmp_path / "cache")
 
 
 def test_a_gguf_without_a_known_tokenizer_asks_for_one(tmp_path: Path) -> None:
     path = _write_gguf(tmp_path / "m.gguf", "llama", _hf_model("llama"))
     with pytest.raises(ConfigError, match="--tokenizer-path"):
-        resolve_model(str(path), cache_dir=tmp_path / "cache", progress=False)
+        resolve_model(str(path), cache_dir=tmp_path / "cache")
     other = tmp_path / "tokenizer"
     other.mkdir()
     write_small_tokenizer(other)
-    found = resolve_model(str(path), tokenizer_path=str(other), cache_dir=tmp_path / "cache", progress=False)
+    found = resolve_model(str(path), tokenizer_path=str(other), cache_dir=tmp_path / "cache")
     assert found.tokenizer_folder == str(other)
 
 
@@ -465,10 +465,10 @@ def test_a_failed_build_leaves_nothing_and_is_redone(tmp_path: Path) -> None:
 
 
 def test_a_damaged_folder_is_built_anew(tmp_path: Path, good_gguf: Path) -> None:
-    folder = converted_folder(good_gguf, tmp_path, progress=False)
+    folder = converted_folder(good_gguf, tmp_path)
     before = (folder / "model.safetensors").read_bytes()
     os.truncate(folder / "model.safetensors", len(before) // 2)
-    assert converted_folder(good_gguf, tmp_path, progress=False) == folder
+    assert converted_folder(good_gguf, tmp_path) == folder
     assert (folder / "model.safetensors").read_bytes() == before
 
 
@@ -515,10 +515,10 @@ def test_two_starters_build_once(tmp_path: Path) -> None:
 
 
 def test_a_finished_folder_is_used_without_reading_the_source(tmp_path: Path, good_gguf: Path) -> None:
-    folder = converted_folder(good_gguf, tmp_path, progress=False)
+    folder = converted_folder(good_gguf, tmp_path)
     stamp = folder.stat().st_mtime_ns
     time.sleep(0.01)
-    assert converted_folder(good_gguf, tmp_path, progress=False).stat().st_mtime_ns == stamp
+    assert converted_folder(good_gguf, tmp_path).stat().st_mtime_ns == stamp
 
 
 # ---- the embedded model's wheel

@@ -16,7 +16,7 @@ from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.router import Router, Routing, RoutingRule
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import Storage
-from runtime.models.expert_weights import ExpertNames, ExpertPlacement, StackedWeights, stacked_weights
+from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_weights
 from runtime.models.weights import WeightTable
 
 E, HIDDEN, INNER = 8, 16, 24
@@ -191,7 +191,7 @@ def fused(tensors: Tensors, interleaved: bool, transposed: bool) -> Tensors:
     return out
 
 
-def filled(tensors: Tensors, names: ExpertNames, placement: ExpertPlacement, bias: bool, shared: str | None = None) -> StackedWeights:
+def filled(tensors: Tensors, names: ExpertNames, placement: ExpertPlacement, bias: bool, shared: str | None = None) -> Experts:
     table = WeightTable(torch.float32, CPU, DENSE, ALONE)
     stacked = stacked_weights(table, names, placement, HIDDEN, INNER, bias, shared)
     table.load(tensors.items())

@@ -234,6 +234,36 @@ def test_first_guesses_after_steps_without_drafts_equal_a_prefill(tmp_path: Path
     check_first_states(driver, fresh, sampling)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTED if kind not in ("standalone", "dflash")])
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+@pytest.mark.parametrize("steps", [0, 1, 7, 8, 9])
+def test_first_drafts_after_prompts_during_a_pause_wait_until_they_are_needed(
+    tmp_path: Path, kind: str, sampling: SamplingParams, steps: int
+) -> None:
+    """Prompts of one and of several chunks, followed by up to nine steps without drafts."""
+    worker, fresh = pausing(tmp_path, kind, 1), speculating(tmp_path, KINDS[kind][0], **KINDS[kind][1])
+    driver = Driver(worker)
+    driver.prefill({1: PROMPTS[1], 2: PROMPTS[2]}, sampling=sampling)
+    driver.decode([1, 2])
+    draft = worker.parts.drafter
+    computed = [draft.state.tokens[[3, 5]].clone(), draft.state.hidden[[3, 5]].clone()]
+    driver.prefill({3: PROMPTS[3], 5: PROMPTS[5]}, chunk=9, sampling=sampling)
+    assert torch.equal(draft.state.tokens[[3, 5]], computed[0])
+    assert torch.equal(draft.state.hidden[[3, 5]], computed[1])
+    for _ in range(steps):
+        driver.decode([5, 1, 2, 3])
+    check_first_states(driver, fresh, sampling)
+    check_draft_from_scratch(tmp_path, worker, driver, KINDS[kind][0], KINDS[kind][1], 1)
+
+
+def test_first_drafts_after_prompts_between_steps_with_drafts_do_not_wait(tmp_path: Path) -> None:
+    driver = Driver(pausing(tmp_path, "chain", 2))
+    driver.prefill({1: PROMPTS[1], 2: PROMPTS[2]})
+    driver.decode([1, 2])
+    driver.prefill({3: PROMPTS[3]})
+    assert driver.worker.parts.drafter.state.hidden[3].count_nonzero() > 0
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("replay", [None, "eager"])
 def test_a_perfect_draft_is_accepted_right_after_a_pause(tmp_path: Path, steps: int, replay: str | None) -> None:

@@ -13,6 +13,7 @@ import torch
 from runtime.config.quant_config import ON_LOAD, QuantConfig
 from runtime.errors import ConfigError
 from runtime.layers.linear import Partition
+from runtime.layers.moe.experts import Experts
 from runtime.layers.quantization.int4 import Int4
 from runtime.layers.quantization.int8 import Int8
 from runtime.layers.quantization.mxfp4 import Mxfp4
@@ -21,7 +22,7 @@ from runtime.layers.quantization.scheme import QuantScheme
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.model_loader import check_equal_shards
 from runtime.models.config import ModelConfig
-from runtime.models.expert_weights import ExpertNames, ExpertPlacement, StackedWeights, stacked_weights
+from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_weights
 from runtime.models.registry import build_model
 from runtime.models.weights import WeightTable
 from unit.predicting import model_config
@@ -72,7 +73,7 @@ def test_fp8_experts_are_cut_at_blocks_that_tensor_cores_take() -> None:
     assert assert_parts_of_one_rank(FP8, tensors, inner, 8, False) == [96] * 6 + [64] * 2
 
 
-def experts_of(scheme: QuantScheme, tensors: Mapping[str, torch.Tensor], inner: int, rank: int, ranks: int, bias: bool) -> StackedWeights:
+def experts_of(scheme: QuantScheme, tensors: Mapping[str, torch.Tensor], inner: int, rank: int, ranks: int, bias: bool) -> Experts:
     names = ExpertNames("e.", interleaved=bias)  # those of gpt-oss, which have biases, alternate gate and up rows
     table = WeightTable(torch.float32, CPU, scheme, Rank(rank, ranks))
     stacked = stacked_weights(table, names, ExpertPlacement.of(EXPERTS, rank, ranks), HIDDEN, inner, bias)
@@ -85,7 +86,7 @@ def assert_parts_of_one_rank(scheme: QuantScheme, tensors: Mapping[str, torch.Te
     whole = experts_of(scheme, tensors, inner, 0, 1, bias)
     parts = [experts_of(scheme, tensors, inner, rank, ranks, bias) for rank in range(ranks)]
 
-    def gate_and_up(stacked: StackedWeights) -> torch.Tensor:
+    def gate_and_up(stacked: Experts) -> torch.Tensor:
         return scheme.dequantize(stacked.gate_up, torch.float32).unflatten(1, (2, -1))
 
     assert torch.equal(torch.cat([gate_and_up(part) for part in parts], dim=2), gate_and_up(whole))
@@ -95,7 +96,7 @@ def assert_parts_of_one_rank(scheme: QuantScheme, tensors: Mapping[str, torch.Te
         biases = [part.gate_up_bias.unflatten(1, (2, -1)) for part in parts if part.gate_up_bias is not None]
         assert torch.equal(torch.cat(biases, dim=2).flatten(1), whole.gate_up_bias)
         assert [part.down_bias is None for part in parts] == [False] + [True] * (ranks - 1), "one rank adds it"
-    return [part.inner for part in parts]
+    return [part.size[1] for part in parts]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -213,6 +213,19 @@ def test_a_node_that_has_no_address_is_named(host: str) -> None:
         Rendezvous.at_address(f"{host}:5000")
 
 
+def test_node_0_listens_only_at_a_free_port_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"Node 0 cannot listen at .* 192\.0\.2\.1:5000: cannot assign requested address"):
+        Rendezvous.at_address("192.0.2.1:5000", listens=True)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"{address}: address already in use"):
+            Rendezvous.at_address(address, listens=True)
+        assert Rendezvous.at_address(address).url == f"tcp://{address}"
+    assert Rendezvous.at_address(address, listens=True).url == f"tcp://{address}"
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_rank_tells_why_it_ends_and_notices_that_rank_0_is_gone(tmp_path: Path) -> None:
     lost, alone = Heard(), Heard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from process.fake import dummy_model
 from runtime.batch import WorkerLimits
 from runtime.config.flag_parser import build_parser, dump, flags, from_fields, parse
 from runtime.config.graphs import default_graph_sizes
@@ -76,6 +78,7 @@ TWO_NODES = {
     "tp_size": 4, "nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:29500", "device": "cpu", "attention_backend": "torch_native"
 }  # fmt: skip
 DRAFT = DraftFacts("/models/eagle", "safetensors")
+FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 EAGLE = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/models/eagle"}
 
 
@@ -155,6 +158,7 @@ def test_the_command_line_takes_precedence_over_the_file(tmp_path: Path) -> None
         ("port: {", ["YAML"]),
         ("port: fast", ["'port'", "whole number", "'fast'"]),
         ("config: other.yaml", ["config"]),
+        ("port: 1\nmodel: m\nport: 2", ["'port' is given twice", "line 3"]),
     ],
 )
 def test_a_bad_file_is_reported_in_one_line(tmp_path: Path, content: str, words: list[str]) -> None:
@@ -804,6 +808,26 @@ def test_the_quantization_of_a_checkpoint_is_the_models() -> None:
     assert resolve(args(quantization="fp8"), CPU, stored).weights == "fp8"
     with pytest.raises(ConfigError, match="--quantization int8 is not possible: the checkpoint's weights are fp8 already"):
         resolve(args(quantization="int8"), CPU, stored)
+
+
+@pytest.mark.parametrize(
+    ("stored", "flags"),
+    [({"quantization_config": FP8_BLOCKS}, {}), ({}, {"speculative_draft_model_quantization": "fp8"})],
+)
+def test_a_draft_in_fp8_is_refused_where_the_gpu_cannot_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, object], flags: dict[str, object]
+) -> None:
+    model, draft = dummy_model(tmp_path / "model"), dummy_model(tmp_path / "draft")
+    shape = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(shape | stored))
+    asked = args(
+        model_path=str(model), load_format="dummy", speculative_algorithm="STANDALONE", speculative_draft_model_path=str(draft), **flags
+    )
+    monkeypatch.setattr(prepare, "probe", lambda: HOPPER)
+    prepare.prepare(asked)
+    monkeypatch.setattr(prepare, "probe", lambda: AMPERE)
+    with pytest.raises(ConfigError, match=r"fp8 weights of the draft need a GPU of compute capability 8\.9 or newer; A100 has 8\.0"):
+        prepare.prepare(asked)
 
 
 def test_only_the_embedded_model_is_quantised_by_default() -> None:

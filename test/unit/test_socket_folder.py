@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from runtime.entrypoints.socket_folder import make_socket_folder
+from runtime.errors import ConfigError
 
 
 @pytest.fixture
@@ -77,3 +78,13 @@ def test_an_unsuitable_runtime_folder_is_not_used(base: Path, monkeypatch: pytes
         folder.chmod(0o755)
     monkeypatch.setenv("XDG_RUNTIME_DIR", "run" if case == "relative" else str(folder))
     assert Path(make_socket_folder()).parent == base
+
+
+def test_without_a_folder_that_can_be_written_one_line_says_what_to_set(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(base / "missing"))
+    with pytest.raises(ConfigError, match=r"No folder can be made .* no such file or directory\. Set TMPDIR"):
+        make_socket_folder()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    with pytest.raises(ConfigError, match="no usable temporary directory"):
+        make_socket_folder()

@@ -150,6 +150,18 @@ def test_spread_says_how_independently_tokens_choose() -> None:
     assert (counter.mean, counter.by_layer) == (3.5, [4.0, 3.0])
 
 
+@pytest.mark.parametrize("uncounted", [None, 1000])
+def test_distinct_experts_of_an_earlier_load_are_forgotten(uncounted: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_counter, "EVERY", 2)
+    counter = ExpertCounter(plain(model=sparse_config()).parts.target.runner.model.sparse_mlps)
+    counter.add(4, np.array([9, 7]))
+    assert counter.sample(uncounted) is None
+    assert (counter.mean, counter.by_layer, counter.spread) == (None, [], 1.0)
+    counter.add(4, np.array([3, 3]))
+    assert counter.sample(uncounted) is None
+    assert counter.mean == 3.0, "only every second pass is due"
+
+
 def test_a_reset_forgets_the_experts_of_earlier_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_counter, "EVERY", 1)
     worker = plain(model=sparse_config())

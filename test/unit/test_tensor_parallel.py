@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
+from safetensors.torch import save_file
 
 from runtime.batch import EagerSample
 from runtime.config.device_tuning import H200
 from runtime.config.runtime_config import ParallelConfig, RuntimeConfig
 from runtime.distributed.agreement import Agreement
 from runtime.distributed.parallel_group import ALONE, Shard
-from runtime.entrypoints.rank import check_same_model, with_own_files
+from runtime.entrypoints.rank import check_same_model, check_same_weights, with_own_files
 from runtime.errors import ConfigError, RankFailed, RanksDiffer
 from runtime.layers.linear import Linear
 from runtime.layers.lm_head import all_logits, greedy
@@ -312,6 +313,36 @@ def test_a_node_with_another_model_is_named_on_every_rank() -> None:
     with ThreadPoolExecutor(4) as pool:
         (error,) = set(pool.map(start, range(4)))
     assert error.startswith("The config.json of node 1, a LlamaForCausalLM, differs from that of node 0")
+
+
+def test_a_node_with_other_weights_is_named_on_every_rank(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    meeting, weights = Meeting(4), {name: torch.randn(16, 8) for name in ("a.weight", "b.weight")}
+    for folder in ("whole", "split", "other"):
+        (tmp_path / folder).mkdir()
+    save_file(weights, tmp_path / "whole" / "model.safetensors")
+    for name, values in weights.items():
+        save_file({name: values}, tmp_path / "split" / f"{name}.safetensors")
+    save_file(weights | {"b.weight": weights["b.weight"] + 1}, tmp_path / "other" / "model.safetensors")
+
+    def start(rank: int, folders: tuple[str, str]) -> str:
+        folder = str(tmp_path / folders[rank // 2])
+        config = tiny_runtime(
+            tiny_speculative(folder, draft_load_format="safetensors"),
+            model_path=str(tmp_path / "whole"), load_format="safetensors", tp_size=4, nnodes=2,
+        )  # fmt: skip
+        try:
+            check_same_weights(ThreadGroup(rank, 4, meeting), config)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(start, range(4), [("whole", "split")] * 4)) == {""}
+        assert set(pool.map(start, range(4), [("whole", "other")] * 4)) == {
+            "The weights of the draft model on node 1 differ from those on node 0. All nodes need the same model."
+        }
 
 
 def test_shards_cover_a_dimension_without_overlap() -> None:

@@ -24,6 +24,7 @@ import yaml
 from runtime.config import sglang_flags
 from runtime.config.refusals import flag_of
 from runtime.config.server_args import ServerArgs
+from runtime.config.yaml_file import read_yaml
 from runtime.errors import ConfigError, unreadable
 
 PROGRAM = "talon"
@@ -187,7 +188,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _from_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {unreadable(error)}.") from error
     except yaml.YAMLError as error:

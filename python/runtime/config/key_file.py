@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import yaml
 
+from runtime.config.yaml_file import read_yaml
 from runtime.errors import ConfigError, unreadable
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
@@ -45,11 +46,11 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
         ConfigError: the file cannot be read, or an entry is wrong; names the entry.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{FLAG} {path} cannot be read: {unreadable(error)}.") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{FLAG} {path} is not YAML.") from error  # the text of the error may show a key
+        raise ConfigError(f"{FLAG} {path} is not YAML, or gives a name twice.") from error  # the text of the error may show a key
     if isinstance(content, (str, int, float)) and not isinstance(content, bool):
         content = {"keys": [{"name": "default", "key": path.read_text(encoding="utf-8").strip()}]}
     try:

@@ -18,11 +18,6 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def allows(row: MaskRow, token: int) -> bool:
-    """Whether a mask row allows `token`."""
-    return bool((int(row[token >> 5]) >> (token & 31)) & 1)
-
-
 def allowed_tokens(row: MaskRow) -> npt.NDArray[np.bool_]:
     """A mask row as bool [32 * ceil(V / 32)]."""
     return np.unpackbits(row.view(np.uint8), bitorder="little").astype(np.bool_)

@@ -151,7 +151,7 @@ class _Writer:
     def __init__(self, special: dict[str, int], whitespace: str, ebnf_to_lark: Callable[[str], str]) -> None:
         self._special, self._whitespace, self._ebnf_to_lark = special, whitespace, ebnf_to_lark
         spellings = sorted(special, key=len, reverse=True)
-        self._spelled = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+        self._spelled = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
         self._rules: list[str] = []
 
     def grammar(self, format: Format) -> str:
@@ -235,17 +235,16 @@ class _Writer:
 
     def _text_until(self, end: str) -> str:
         """Any text up to and including the first `end`."""
-        match = self._spelled.match(end) if self._spelled is not None else None
-        if match is not None:  # text holds no control token
+        following = self._spelled.search(end)
+        if following is not None and following.start() == 0:  # text holds no control token
             return self._rule(f"{TEXT} {self._literal(end)}")
-        following = self._spelled.search(end) if self._spelled is not None else None
         plain = end if following is None else end[: following.start()]
         return f"{self._rule(f'{TEXT} {json.dumps(plain)}', lazy=True)} {self._literal(end[len(plain) :])}"
 
     def _literal(self, text: str) -> str:
         """Text in which control tokens are spelled."""
         terms, start = [], 0
-        for match in self._spelled.finditer(text) if self._spelled is not None else ():
+        for match in self._spelled.finditer(text):
             terms += [json.dumps(text[start : match.start()])] * (match.start() > start) + [f"<[{self._special[match[0]]}]>"]
             start = match.end()
         if start < len(text) or not terms:

@@ -10,7 +10,7 @@ import resource
 import signal
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -31,13 +31,7 @@ FOLLOWED_TOKENS = 24
 """Tokens matched after compiling: lexers are built lazily, and those of some grammars grow without bound."""
 
 
-class Translated(msgspec.Struct, frozen=True, tag=True):
-    """A grammar that compiles within the limits, as `GrammarBackend.translate` returns it."""
-
-    grammar: GrammarSpec
-
-
-class Refusal(msgspec.Struct, frozen=True, tag=True):
+class Refusal(NamedTuple):
     """Why a grammar cannot be used: the arguments of `GrammarError`."""
 
     kind: str
@@ -49,7 +43,8 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
         return GrammarError(self.kind, self.reason)
 
 
-Outcome = Translated | Refusal
+Outcome = GrammarSpec | Refusal
+"""A grammar that compiles within the limits, as `GrammarBackend.translate` returns it; or why it cannot be used."""
 
 
 class GrammarTrial:
@@ -111,7 +106,7 @@ class GrammarTrial:
             return Refusal(spec.kind, f"The compiler failed: {type(error).__name__}.")
         if reason:
             return Refusal(spec.kind, f"It is too complex: {reason.split('<')[0].strip()}. Make it smaller.")
-        return Translated(translated)
+        return translated
 
     def _follow(self, matcher: Matcher) -> str:
         """Follow a deterministic text of the grammar; return why it cannot continue, or an empty string."""

@@ -53,7 +53,7 @@ class TrialProcess:
                     outcome = msgspec.json.decode(self._connection.recv_bytes(), type=Outcome)
                     if isinstance(outcome, Refusal):
                         raise outcome.error
-                    return outcome.grammar
+                    return outcome
             self._replace()
         raise CompilerBusy
 

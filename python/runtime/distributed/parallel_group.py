@@ -32,6 +32,10 @@ class FusedExchange(Protocol):
         """`h += sum of x over the ranks`; with `gain` also `scaled = h * gain` and `squares`, sums of h * h."""
         ...
 
+    def norm_rows(self, rows: torch.Tensor, gains: tuple[torch.Tensor, torch.Tensor], columns: tuple[int, int], eps: float) -> bool:
+        """RMS norms of two parts of each row over the ranks, in place; False, and nothing is done, if it does not take these rows."""
+        ...
+
     def largest(
         self,
         logits: torch.Tensor,

@@ -37,5 +37,7 @@ def places_on_node(config: ParallelConfig, folder: str) -> list[RankPlace]:
 
 
 def meeting_of(config: ParallelConfig, folder: str) -> Rendezvous:
-    """The rendezvous of the ranks: in `folder`, which is new, or at the address of node 0. Raises `ConfigError` if it cannot be reached."""
-    return Rendezvous.in_folder(folder) if config.dist_init_addr is None else Rendezvous.at_address(config.dist_init_addr)
+    """The rendezvous of the ranks: in `folder`, which is new, or at the address of node 0. Raises `ConfigError` if it cannot be used."""
+    if config.dist_init_addr is None:
+        return Rendezvous.in_folder(folder)
+    return Rendezvous.at_address(config.dist_init_addr, listens=config.node_rank == 0)

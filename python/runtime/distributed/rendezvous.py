@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from runtime.errors import ConfigError
 
 LOOPBACK = "lo"
 FILE = "file://"
+RETRY_SECONDS = 0.2
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
@@ -40,16 +42,37 @@ class Rendezvous(msgspec.Struct, frozen=True):
         return cls(f"{FILE}{Path(folder) / 'rendezvous'}", LOOPBACK, f"ipc://{folder}/{{name}}")
 
     @classmethod
-    def at_address(cls, address: str) -> Rendezvous:
-        """Create a rendezvous for ranks of several hosts, at HOST:PORT of the first. Raises `ConfigError` if it cannot be reached."""
+    def at_address(cls, address: str, listens: bool = False) -> Rendezvous:
+        """Create a rendezvous for ranks of several hosts, at HOST:PORT of the first.
+
+        Args:
+            listens: whether this host is the first.
+
+        Raises:
+            ConfigError: this host cannot reach the address, or cannot listen there.
+        """
         node = NodeAddress.parse(address)
         try:
             target, own = _reach(node)
         except (OSError, UnicodeError) as error:  # the latter for names that are invalid in DNS
             why = error.strerror if isinstance(error, OSError) else None
             raise ConfigError(f"--dist-init-addr {address} cannot be reached: {why or error}") from error
+        if listens and (problem := _cannot_listen(target, node.port)):
+            raise ConfigError(f"Node 0 cannot listen at --dist-init-addr {address}: {problem}. Give an address of node 0 and a free port.")
         host = f"[{target}]" if ":" in target else target
         return cls(f"tcp://{host}:{node.port}", interface_of(own), f"tcp://{host}:*")
+
+    def await_listener(self, seconds: float) -> None:
+        """Wait until rank 0 listens at the address. torch would wait for twice as long. Raises `OSError`."""
+        node, deadline = NodeAddress.parse(self.url.removeprefix("tcp://")), time.monotonic() + seconds
+        while True:
+            try:
+                socket.create_connection((node.host, node.port), max(deadline - time.monotonic(), RETRY_SECONDS)).close()
+                return
+            except OSError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(RETRY_SECONDS)
 
 
 def _reach(node: NodeAddress) -> tuple[str, str]:
@@ -65,6 +88,18 @@ def _reach(node: NodeAddress) -> tuple[str, str]:
                 continue
             return _numeric(target), _numeric(probe.getsockname())
     raise error
+
+
+def _cannot_listen(host: str, port: int) -> str:
+    """Why this host cannot listen there; "" if it can. torch would wait for the whole time-out at an address of another host."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(target)
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+    return ""
 
 
 def _numeric(address: tuple[Any, ...]) -> str:

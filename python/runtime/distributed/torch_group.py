@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from datetime import timedelta
@@ -18,6 +19,10 @@ from runtime.errors import ConfigError
 T = TypeVar("T")
 EXCHANGE_SECONDS = 6.0
 """How long a rank waits for the others within a step. They do equal work, so they arrive at almost the same time."""
+PERIOD = timedelta(seconds=0.5)
+"""Counting periods instead of reading a clock tolerates a suspended machine."""
+LONGEST_PAUSE = 86400.0
+"""Seconds after which gloo itself, which reads a clock, ends an exchange."""
 
 
 class TorchGroup:
@@ -43,11 +48,13 @@ class TorchGroup:
             url, store = None, dist.FileStore(rendezvous.file, size)  # pyright: ignore[reportPrivateImportUsage]
             store.set_timeout(seconds)
         try:
+            if rank and not rendezvous.file:
+                rendezvous.await_listener(timeout)
             dist.init_process_group("gloo", url, seconds, size, rank, store)
-            return cls(rank, size, subgroup(whole, "gloo", timeout), subgroup(whole, "gloo", EXCHANGE_SECONDS))
-        except RuntimeError as error:  # torch raises several kinds, DistNetworkError among them
+            return cls(rank, size, subgroup(whole, "gloo", timeout), subgroup(whole, "gloo", LONGEST_PAUSE))
+        except (OSError, RuntimeError) as error:  # torch raises several kinds, DistNetworkError among them
             raise ConfigError(
-                f"Rank {rank} did not meet the other ranks at {rendezvous.url}: {str(error).rstrip('.')}. "
+                f"Rank {rank} did not meet the other ranks at {rendezvous.url}: {_reason(error)}. "
                 f"All {size} ranks must start within --dist-timeout, {timeout:g} s."
             ) from error
 
@@ -57,38 +64,45 @@ class TorchGroup:
         return groups, places
 
     def _sub(self, lists: list[list[int]]) -> ParallelGroup:
-        own, steps = next(ranks for ranks in lists if self.rank in ranks), subgroup(lists, "gloo", EXCHANGE_SECONDS)
+        own, steps = next(ranks for ranks in lists if self.rank in ranks), subgroup(lists, "gloo", LONGEST_PAUSE)
         return TorchGroup(own.index(self.rank), len(own), steps, steps) if len(own) > 1 else ALONE
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in float32, and in the storage of `x` if it has that type and no gaps."""
-        started = time.perf_counter()
         total = x.float().contiguous()  # gloo reads a slice as if it had no gaps
-        dist.all_reduce(total, group=self._steps)
-        self.exchange_seconds += time.perf_counter() - started
+        self._await(dist.all_reduce(total, group=self._steps, async_op=True))
         return total.to(x.dtype)
 
     def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         """Concatenate the [N, own] tensors of all ranks along the columns."""
-        started = time.perf_counter()
         widths = [shard.stop - shard.start for shard in (Shard(rank, self.size).of(columns) for rank in range(self.size))]
         padded = F.pad(x, (0, widths[0] - x.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in widths]
-        dist.all_gather(parts, padded, group=self._steps)
-        self.exchange_seconds += time.perf_counter() - started
+        self._await(dist.all_gather(parts, padded, group=self._steps, async_op=True))
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of every rank, one after another."""
-        started = time.perf_counter()
         rows = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype)
-        dist.all_gather(list(rows.chunk(self.size)), x.contiguous(), group=self._steps)
-        self.exchange_seconds += time.perf_counter() - started
+        self._await(dist.all_gather(list(rows.chunk(self.size)), x.contiguous(), group=self._steps, async_op=True))
         return rows
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the sum over all ranks."""
         return self.all_reduce(x).chunk(self.size)[self.rank]
+
+    def _await(self, exchange: dist.Work | None) -> None:
+        """Wait for an exchange. Raises `RuntimeError` if another rank is gone or does not take part."""
+        assert exchange is not None, "this rank is a member of its own group"
+        started = time.perf_counter()
+        for _ in range(round(EXCHANGE_SECONDS / PERIOD.total_seconds())):
+            with contextlib.suppress(RuntimeError):
+                exchange.wait(PERIOD)
+            if exchange.is_completed():
+                exchange.wait()  # raises the error of one that failed
+                self.exchange_seconds += time.perf_counter() - started
+                return
+        raise RuntimeError(f"another rank did not take part in an exchange for {EXCHANGE_SECONDS:g} s")
 
     def agree(self, value: T) -> T:
         """Rank 0's `value`."""
@@ -108,3 +122,7 @@ def subgroup(lists: list[list[int]], backend: str, seconds: float) -> dist.Proce
     group, _ = dist.new_subgroups_by_enumeration(lists, timedelta(seconds=seconds), backend=backend)
     assert isinstance(group, dist.ProcessGroup), "every rank is in a list"
     return group
+
+
+def _reason(error: OSError | RuntimeError) -> str:
+    return str(error).rstrip(".") if isinstance(error, RuntimeError) else (error.strerror or str(error)).lower()

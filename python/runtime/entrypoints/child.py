@@ -107,6 +107,8 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
     status = StatusPipe(status_fd)
     child = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildConfig)
     _die_with(child, role)
+    for number in (signal.SIGTERM, signal.SIGINT):  # sent to all processes of a service, they are for the parent, which drains first
+        signal.signal(number, signal.SIG_IGN)
     bound_kept_memory()
     setproctitle.setproctitle(f"talon::{role}")
     logging_setup.setup(_log_level(child), f"talon::{role}", child.config.server.log_format)

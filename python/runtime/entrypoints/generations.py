@@ -174,11 +174,6 @@ class Choice:
         return Choice(prompt_logprobs=self.prompt_logprobs, last=msgspec.structs.replace(self.last, progress=progress, finish=finish))
 
     @property
-    def finish_reason(self) -> str | None:
-        """stop, length or abort."""
-        return self.last.finish.reason if self.last is not None and self.last.finish is not None else None
-
-    @property
     def mean_logprob(self) -> float:
         """The score that ranks the candidates of `best_of`."""
         known = [value for value in self.logprobs if value is not None]

@@ -17,9 +17,15 @@ from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TICKS, TICK_SECON
 
 log = logging.getLogger(__name__)
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+NODE_0_SECONDS = 5.0
+"""Seconds that node 0 may take to end after its open requests have ended."""
+
 
 async def run_node(config: RuntimeConfig, command: Sequence[str] | None = None) -> int:
     """Start the ranks of this node and wait until they have finished, one dies or hangs, or a signal arrives.
+
+    A signal may go to all nodes at once. Then node 0 lets open requests finish, and this node ends after it, or at a second signal.
 
     Args:
         command: replaces the command of this package's worker processes.
@@ -31,11 +37,21 @@ async def run_node(config: RuntimeConfig, command: Sequence[str] | None = None) 
         ConfigError: a rank cannot run with this configuration.
         ServingError: a rank failed at start-up.
     """
-    stop, folder = asyncio.Event(), make_socket_folder()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    loop, stop, folder = asyncio.get_running_loop(), asyncio.Event(), make_socket_folder()
     child = ChildConfig(config=config, folder=folder, parent=os.getpid())
     ranks = list[ChildProcess]()
+
+    def on_signal() -> None:
+        if not all(rank.ready.done() for rank in ranks):
+            stop.set()
+            return
+        log.info("waiting for node 0 to end; send the signal again to exit at once")
+        loop.call_later(config.server.shutdown_timeout + NODE_0_SECONDS, stop.set)
+        for number in SIGNALS:
+            loop.add_signal_handler(number, stop.set)
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal)
     try:
         ranks += start_ranks(child, command or COMMAND)
         return await _watch(ranks, stop)

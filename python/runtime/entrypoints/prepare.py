@@ -6,10 +6,12 @@ from pathlib import Path
 
 import msgspec
 
+from runtime.config.device import check_fp8
 from runtime.config.draft_algorithms import ALGORITHM_CAPS
 from runtime.config.host_memory import host_memory
 from runtime.config.machine import MachineFacts, probe
 from runtime.config.model_facts import DraftFacts, ModelFacts
+from runtime.config.quant_config import with_flag
 from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
@@ -64,11 +66,20 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
     draft = find_draft(args, source.kind)
     machine, tuning = probe(), None if args.speculative_tuning is None else read_tuning(args.speculative_tuning)
     config = fitted(resolve(args, machine, facts, draft, tuning), machine)
-    speculative = config.speculative
-    if speculative is not None and speculative.draft_model_path is not None:
-        load_draft_config(speculative.draft_model_path, speculative.algorithm, model_config)  # refuse it before loading weights
+    check_draft_files(config, model_config)
     check_memory(config, model_config, host_memory())
     return config, model_config
+
+
+def check_draft_files(config: RuntimeConfig, target: ModelConfig) -> None:
+    """Refuse a draft, before any weights are loaded, that does not fit the target or that the GPU cannot read."""
+    speculative = config.speculative
+    if speculative is None or speculative.draft_model_path is None:
+        return
+    draft = load_draft_config(speculative.draft_model_path, speculative.algorithm, target).model
+    quant = with_flag(draft.quant, speculative.draft_quantization, "--speculative-draft-model-quantization")
+    if quant is not None and quant.method == "fp8":
+        check_fp8("weights of the draft", config.device.gpu, config.device.dtype)
 
 
 def fitted(config: RuntimeConfig, machine: MachineFacts) -> RuntimeConfig:

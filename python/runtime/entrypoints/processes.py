@@ -120,7 +120,7 @@ class Runtime:
         self.health.draining = True
         if self._tasks and not self.died.is_set():
             self.manager.dismiss()
-            ends = [asyncio.create_task(self._all_gone()), asyncio.create_task(self.died.wait())]
+            ends = [asyncio.gather(*(child.gone.wait() for child in self._children)), asyncio.create_task(self.died.wait())]
             await asyncio.wait(ends, timeout=EXIT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             for end in ends:
                 end.cancel()
@@ -194,10 +194,6 @@ class Runtime:
             await self.manager.serve(self._inbox.receive)
         except Exception:  # logged by the manager
             self.died.set()
-
-    async def _all_gone(self) -> None:
-        for child in self._children:
-            await child.gone.wait()
 
     async def _await_end(self, child: Child) -> None:
         await child.gone.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
@@ -25,13 +26,14 @@ from runtime.model_executor.build import build_worker
 from runtime.model_executor.context import AS_CONFIGURED, BuildOptions
 from runtime.model_executor.follow import follow
 from runtime.model_executor.followers import Followers, StepWait
+from runtime.model_executor.weight_sample import weight_sample
 from runtime.model_executor.worker import Worker
 from runtime.models.config import ModelConfig
 from runtime.speculative.registry import make_drafter
 
 log = logging.getLogger(__name__)
-STEP_SECONDS = 7.0
-"""Most seconds that a step on GPUs, or its start on any device, may take. The largest prompt chunk of a 70B model takes about 1 s."""
+STEP_PERIODS = 14
+"""Most half seconds that a step on GPUs, or its start on any device, may take. The largest prompt chunk of a 70B model takes about 1 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,16 @@ class Sockets:
 
 @dataclass(slots=True)
 class StepTimeout:
-    """Detects that rank 0 waits too long for a step. `waits` are its waits during a step, set once the followers exist."""
+    """Detects that rank 0 waits too long for a step. `waits` are its waits during a step, set once the followers exist.
+
+    Called every half second.
+    """
 
     waits: tuple[StepWait, ...] = ()
 
     def __call__(self) -> str:
         """Return a sentence about the wait that takes too long, or ""."""
-        return next(filter(None, (wait.longer_than(STEP_SECONDS) for wait in self.waits)), "")
+        return next(filter(None, [wait.longer_than(STEP_PERIODS) for wait in self.waits]), "")
 
 
 def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, options: BuildOptions = AS_CONFIGURED) -> Worker:
@@ -77,6 +82,7 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
     results = ResultSocket(meeting.bind.format(name="results"), parallel.dp_size - 1) if parallel.dp_size > 1 else None
     sockets = Sockets(watch.address, publisher.address if publisher else "", results.address if results else "")
     group.agree((config, sockets, options))
+    check_same_weights(group, config)
     senders = list[StepSender]()
     if place.ring is not None:
         senders.append(RingWriter(place.ring, EXCHANGE_SECONDS))
@@ -111,6 +117,7 @@ def follow_rank_0(
     check_same_model(group, model_config, config.parallel)
     leader, sockets, options = group.agree((config, Sockets("", "", ""), AS_CONFIGURED))
     config = with_own_files(leader, config)
+    check_same_weights(group, config)
     receiver: StepReceiver = StepSubscriber(sockets.steps) if place.ring is None else RingReader(place.ring, place.rank - 1)
     worker = build_worker(config, model_config, make_drafter, options, group)
     compiler = make_compiler(config, model_config, eos_ids_of(config.model.tokenizer_path, model_config), tried=True)
@@ -153,6 +160,21 @@ def check_same_model(group: ParallelGroup, own: ModelConfig, parallel: ParallelC
                 f"The config.json of node {rank // parallel.ranks_per_node}, a {other.architecture}, differs from that of node 0, "
                 f"a {found[0].architecture}. All nodes need the same model."
             )
+
+
+def check_same_weights(group: ParallelGroup, config: RuntimeConfig) -> None:
+    """Raise `ConfigError` on every rank if nodes have different weights. All ranks must call it."""
+    if config.parallel.nnodes == 1:
+        return
+    model, draft = config.model, config.speculative
+    own = {"model": "" if model.load_format == "dummy" else weight_sample(model.model_path)}
+    if draft is not None and draft.draft_model_path is not None and draft.draft_load_format != "dummy":
+        own["draft model"] = weight_sample(draft.draft_model_path)
+    found = group.gather(own)
+    for rank, what in itertools.product(range(len(found)), own):
+        if found[rank][what] != found[0][what]:
+            node = rank // config.parallel.ranks_per_node
+            raise ConfigError(f"The weights of the {what} on node {node} differ from those on node 0. All nodes need the same model.")
 
 
 def with_own_files(leader: RuntimeConfig, own: RuntimeConfig) -> RuntimeConfig:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from runtime.errors import ConfigError
+
 _PREFIX = "talon-"
 _MAX_BASE_BYTES = 60
 """With a longer path the address of a socket could exceed its limit."""
@@ -21,8 +23,18 @@ def make_socket_folder() -> str:
     """Make a folder that only this user can enter, and remove the folders of servers that were killed.
 
     It is made in $XDG_RUNTIME_DIR if that is private to this user, else in the temporary folder.
+
+    Raises:
+        ConfigError: no file can be made there.
     """
-    base = _base()
+    try:
+        return _make_in(_base())
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"No folder can be made for the server's sockets: {reason}. Set TMPDIR to a writable folder.") from error
+
+
+def _make_in(base: str) -> str:
     for left in Path(base).glob(f"{_PREFIX}*-*"):
         pid = left.name.removeprefix(_PREFIX).partition("-")[0]
         if pid.isdigit() and _is_own_folder(left) and not psutil.pid_exists(int(pid)):

@@ -57,6 +57,10 @@ class AttentionLayer(Protocol):
         """The first projection of normed rows [T, in] in the model's dtype."""
         return self.ops.linear(x, self.in_proj)
 
+    def write_kv(self, qkv: torch.Tensor, context: PassContext) -> None:
+        """Write KV of the rows of the first projection to the pool, and nothing else."""
+        ...
+
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Write KV to the pool and attend: from the first projection to the input of `o_proj`, [T, H * value_dim]."""
         ...
@@ -93,15 +97,21 @@ class Attention(AttentionLayer):
         yield Gemm("linear", self.qkv_proj, norm)
         yield Gemm("linear" if next_norm is None else "linear_add", self.o_proj, next_norm, after_attention=True)
 
+    def write_kv(self, qkv: torch.Tensor, context: PassContext) -> None:
+        """Write k and v to the pool."""
+        self.ops.rope_and_cache(self._normed(qkv), self.heads, self.spec.layer_id, context)
+
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Write k and v to the pool and attend: [T, H * head_dim], the dtype of `qkv`; in one kernel if the backend has one."""
-        if self._row_norms is not None:
-            qkv = self.ops.norm_rows(qkv, self._row_norms)
+        qkv = self._normed(qkv)
         attended = context.backend.forward_rows(qkv, self.spec, context.batch)
         if attended is not None:
             return attended
         q = self.ops.rope_and_cache(qkv, self.heads, self.spec.layer_id, context)
         return context.backend.forward(q, self.spec, context.batch)
+
+    def _normed(self, qkv: torch.Tensor) -> torch.Tensor:
+        return qkv if self._row_norms is None else self.ops.norm_rows(qkv, self._row_norms)
 
     def output(self, attended: torch.Tensor, in_prompt: bool = False) -> torch.Tensor:
         """The output projection of `attended`, [T, hidden]. `in_prompt`: as in `Stream`."""

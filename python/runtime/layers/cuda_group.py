@@ -16,6 +16,7 @@ from runtime.distributed.torch_group import TorchGroup, subgroup
 from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.graph_timer import median_micros
 from runtime.layers.kernels.push_exchange import MOST_BYTES, PushExchange
+from runtime.layers.row_norms import RowNorms
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -131,6 +132,12 @@ class CudaGroup:
             right &= torch.allclose(squares.sum(1), h.square().sum(1), rtol=1e-4)
             right &= torch.allclose(scaled.float(), h * gain.float(), rtol=TOLERANCE, atol=TOLERANCE)
             right &= len(set(self.gather(tuple(h.flatten()[:64].tolist())))) == 1
+            qkv = torch.randn((rows, COLUMNS), generator=_seeded(device, self.rank), device=device).to(torch.bfloat16)
+            gains = gain[:2048], gain[2048:3072]
+            norms = RowNorms(*gains, 1e-6, 2048 * self.size, 1024 * self.size, group=self)
+            expected = norms(qkv.clone())
+            right &= fused.norm_rows(qkv, gains, norms.columns, norms.eps)
+            right &= torch.allclose(qkv.float(), expected.float(), rtol=TOLERANCE, atol=TOLERANCE)
         scores = torch.randn((5, 100), generator=_seeded(device, self.rank), device=device)
         hashed = torch.full((1,), 7, device=device), torch.zeros(1, dtype=torch.int32, device=device)
         tokens = fused.largest(scores, scores.argmax(1), 100 * self.rank, hashed=hashed)

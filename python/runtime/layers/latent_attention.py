@@ -88,6 +88,10 @@ class LatentAttention(AttentionLayer):
         query = self.ops.absorb(q, heads, key, positions)
         self.ops.project_values(query[..., : heads.kv_rank].contiguous(), value)
 
+    def write_kv(self, qkv: torch.Tensor, context: PassContext) -> None:
+        """Write the latent rows to the pool."""
+        self.ops.write_latent(qkv, self.heads, self.spec.layer_id, context)
+
     def attend(self, qkv: torch.Tensor, context: PassContext) -> torch.Tensor:
         """Write the latent rows to the pool and attend: [T, H * value_dim], the dtype of `qkv`, the rows of `project`."""
         heads = self.heads

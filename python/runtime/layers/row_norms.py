@@ -39,11 +39,16 @@ class RowNorms:
     def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
         """Norm q and k in qkv rows [T, q + k + v columns] of this rank, in place. Does not synchronise with the device."""
         q, k = (part.float() for part in qkv.split([len(self.q_weight), len(self.k_weight), qkv.shape[1] - self._own], dim=1)[:2])
-        squares = torch.stack((q.square().sum(dim=1) / self.q_width, k.square().sum(dim=1) / (self.k_width * self.key_copies)), dim=1)
+        squares = torch.stack([part.square().sum(dim=1) / columns for part, columns in zip((q, k), self.columns, strict=True)], dim=1)
         scale = torch.rsqrt(self.group.all_reduce(squares) + self.eps)
         qkv[:, : len(self.q_weight)] = (q * scale[:, :1]) * self.q_weight
         qkv[:, len(self.q_weight) : self._own] = (k * scale[:, 1:]) * self.k_weight
         return qkv
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Columns of q and of k on all ranks, counting copies: the divisors of their sums of squares."""
+        return self.q_width, self.k_width * self.key_copies
 
     @property
     def _own(self) -> int:

@@ -108,14 +108,13 @@ class Scheduler:
         self._draining = False
         self._failures: deque[float] = deque()
         self._replies: list[TokensOut] = []
-        self._arrivals = self._steps = self._beats = 0
-        self._moved_at = time.monotonic()
+        self._arrivals = self._steps = self._beats = self._iterations = 0
 
     # ---- the loop
 
     def run(self) -> None:
         """Serve until drained. Raises `RuntimeError` from the worker's error if steps fail repeatedly."""
-        with HeartbeatThread(lambda: self._send(self.heartbeat()), lambda: self._moved_at, self._config.watchdog_timeout):
+        with HeartbeatThread(lambda: self._send(self.heartbeat()), lambda: self._iterations, self._config.watchdog_timeout):
             while not self.drained:
                 self.step(IDLE_WAIT)
         self._send(DrainReq())
@@ -137,7 +136,7 @@ class Scheduler:
 
     def step(self, wait: float = 0.0) -> None:
         """One iteration of the loop; an idle scheduler waits up to `wait` seconds for a message."""
-        self._moved_at = time.monotonic()
+        self._iterations += 1
         self._receive_all(self._wait_seconds(wait))
         self._queue_compiled()
         self._expire()

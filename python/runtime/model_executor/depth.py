@@ -167,6 +167,7 @@ class DepthControl:
         self._forced: int | None = None
         self._fixed: int | None = None
         self._turn: int | None = None
+        self._latest = self.deepest  # the depth of the latest iteration
         self._capped = False
         # By row, one group after another.
         self._per_group = rows
@@ -180,12 +181,16 @@ class DepthControl:
         return max(self.limits)
 
     def plan(self, batch: ScheduleBatch) -> None:
-        """Set the depth of a step, 0 without decode rows, and the widths of its windows if they differ. Called once per step, in order."""
+        """Set the depth of a step, 0 without decode rows, and what depends on it. Called once per step, in order."""
         for group, section in enumerate(batch.sections or [batch]):
             self._admit(section.new_rows, group, batch.step)
-        live = batch.most_decodes  # all groups run passes of the size of the largest group
-        if not live:
-            return
+        if live := batch.most_decodes:  # all groups run passes of the size of the largest group
+            self._choose(batch, live)
+            self._latest = batch.depth
+        batch.defers_first_drafts = self._latest == 0
+
+    def _choose(self, batch: ScheduleBatch, live: int) -> None:
+        """Set the depth, and the widths of the windows if they differ."""
         if self._forced is not None:
             batch.depth = self._forced
             return
@@ -307,7 +312,7 @@ class DepthControl:
         try:
             yield
         finally:
-            self._forced = None
+            self._forced, self._latest = None, self.deepest
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -316,4 +321,4 @@ class DepthControl:
         try:
             yield
         finally:
-            self._turn = None
+            self._turn, self._latest = None, self.deepest

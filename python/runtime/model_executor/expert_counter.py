@@ -33,18 +33,20 @@ class ExpertCounter:
         self._recent.clear()
         self._layers.clear()
 
-    def sample(self, tokens: int) -> torch.Tensor | None:
+    def sample(self, tokens: int | None) -> torch.Tensor | None:
         """Number of experts that the first `tokens` of the pass just launched are routed to: int64 [layers] on the device.
 
-        None for passes that are not counted, which are most, and for passes of more tokens than routers keep masks of.
+        None for passes that are not counted, which are most, and for passes that cannot be: with ragged windows, whose `tokens` is None,
+        and with more tokens than routers keep masks of. After these, `mean` and `by_layer` forget earlier passes.
         """
         self._passes += 1
         if (self._passes - 1) % EVERY:
             return None
-        kept = [router.kept_masks(tokens) for router in self._routers]
+        kept = [] if tokens is None else [router.kept_masks(tokens) for router in self._routers]
         experts = self._routers[0].num_experts if self._routers else 0
         masks = [mask[:, : -(-experts // WORD)] for mask in kept if mask is not None]
         if not masks:
+            self._layers.clear()
             return None
         places = torch.arange(WORD, dtype=torch.int32, device=masks[0].device)
         hit = (torch.stack(masks)[..., None] >> places) & 1

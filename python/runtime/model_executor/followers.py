@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from runtime.batch import BatchResult, Pending, ScheduleBatch, no_ints
 from runtime.distributed.rank_sockets import ResultSocket
+from runtime.distributed.rank_watch import PERIOD
 from runtime.distributed.step_links import StepSender
 from runtime.distributed.step_messages import Answer, Close, RankCodec, Reset, RunStep, SetRun
 from runtime.errors import RankFailed, ServerFault
@@ -23,23 +23,26 @@ class StepWait:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._waits: tuple[int, float] | None = None
+        self._waits: int | None = None
+        self._seen, self._periods = self._waits, 0
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
         """Rank 0 waits for `step` in the `with` block."""
-        self._waits = step, time.monotonic()
+        self._waits = step
         try:
             yield
         finally:
             self._waits = None
 
-    def longer_than(self, seconds: float) -> str:
-        """An error text if the wait has taken longer than `seconds`, else "". Any thread may call it."""
-        waits = self._waits
-        if waits is None or time.monotonic() - waits[1] <= seconds:
-            return ""
-        return f"step {waits[0]} does not {self._what}: rank 0 has waited {seconds:g} s for it"
+    def longer_than(self, periods: int) -> str:
+        """An error text if the last `periods` half seconds found the same wait, else "". Called every half second by one thread.
+
+        Counting calls instead of reading a clock tolerates a suspended machine.
+        """
+        seen, self._seen = self._seen, self._waits
+        self._periods = self._periods + 1 if seen is not None and seen == self._seen else 0
+        return f"step {seen} does not {self._what}: rank 0 has waited {periods * PERIOD:g} s for it" if self._periods >= periods else ""
 
 
 class Followers:

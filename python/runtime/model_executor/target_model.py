@@ -74,12 +74,16 @@ class ExtendPass:
         next_tokens: int64 [E]. The token after each chunk: from the prompt, or just sampled.
         states: the target's states at the T tokens.
         needs: the sampling stages of the requests.
+        ended: int32, on the host: the rows of the chunks that end a prompt.
+        deferred: whether the first drafts after these prompts are computed only when they are needed.
     """
 
     chunks: Chunks
     next_tokens: torch.Tensor
     states: States
     needs: SamplingNeeds
+    ended: Int32
+    deferred: bool
 
 
 class TargetModel:
@@ -241,8 +245,9 @@ class TargetModel:
             k, copy = int(batch.top_logprobs.max(initial=-1)), HostCopy(next_tokens)
             logprobs = copy_logprobs(logits, next_tokens, k, mask=mask)
             pooled = pool_chunks(batch, states.hidden, logits)
-        pending = PromptsPending(batch.next_tokens < 0, copy, logprobs, prompt, pooled)
-        return ExtendPass(chunks, next_tokens, states, needs), pending
+        sampling = batch.next_tokens < 0
+        followed = ExtendPass(chunks, next_tokens, states, needs, batch.rows[: batch.num_prompts][sampling], batch.defers_first_drafts)
+        return followed, PromptsPending(sampling, copy, logprobs, prompt, pooled)
 
     def extend(self, batch: ScheduleBatch) -> tuple[ExtendPass, PromptsPending]:
         """Run a step that has only prompt chunks."""

@@ -318,7 +318,7 @@ class Worker:
             window, hit = verifier.fill(iteration, draft), None
             if chunks is None:
                 verified = verifier.run(iteration, window)
-                hit = self.parts.experts.sample(iteration.live * draft.width) if iteration.ragged is None else None
+                hit = self.parts.experts.sample(iteration.live * draft.width if iteration.ragged is None else None)
             else:
                 states, window_states = target.run(chunks, window, iteration.live)
                 verified = verifier.result_of(iteration, window_states)

@@ -37,7 +37,7 @@ MARKS = ("ERROR: ", "\N{MULTIPLICATION SIGN} ")
 Fetch = Callable[[Path], None]
 
 
-def embedded_folder(cache_dir: Path, progress: bool = True) -> Path:
+def embedded_folder(cache_dir: Path) -> Path:
     """Return the embedded model as a Hugging Face style folder; the first call fetches and converts it.
 
     Raises:
@@ -46,7 +46,7 @@ def embedded_folder(cache_dir: Path, progress: bool = True) -> Path:
     converted = converted_folder(cache_dir)
     if is_converted(converted):
         return converted
-    return convert_as(_CONVERTED, find_gguf(cache_dir), cache_dir, progress)
+    return convert_as(_CONVERTED, find_gguf(cache_dir), cache_dir)
 
 
 def converted_folder(cache_dir: Path) -> Path:

@@ -26,7 +26,7 @@ FLOAT32_UP_TO = 1_500_000_000  # number of parameters; larger models are convert
 WEIGHTS = "model.safetensors"
 
 
-def converted_folder(path: Path, cache_dir: Path, progress: bool = True) -> Path:
+def converted_folder(path: Path, cache_dir: Path) -> Path:
     """Return the converted form of the GGUF file `path`; convert it if it is not in the cache yet.
 
     The cache identifies a file by path, size and modification time, because hashing gigabytes at each start would take longer than loading.
@@ -36,12 +36,12 @@ def converted_folder(path: Path, cache_dir: Path, progress: bool = True) -> Path
     """
     file_stat = path.stat() if path.is_file() else None
     identity = f"{path.resolve()}|{file_stat and file_stat.st_size}|{file_stat and file_stat.st_mtime_ns}"
-    return convert_as(f"{path.stem[:60]}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}", path, cache_dir, progress)
+    return convert_as(f"{path.stem[:60]}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}", path, cache_dir)
 
 
-def convert_as(name: str, path: Path, cache_dir: Path, progress: bool = True) -> Path:
+def convert_as(name: str, path: Path, cache_dir: Path) -> Path:
     """Return the folder `name` of the cache, converted from the GGUF file `path` if it is missing."""
-    return build_once(cache_dir, folder_name(name), lambda folder: convert(path, folder, progress), is_converted)
+    return build_once(cache_dir, folder_name(name), lambda folder: convert(path, folder), is_converted)
 
 
 def folder_name(name: str) -> str:
@@ -54,7 +54,7 @@ def is_converted(folder: Path) -> bool:
     return all((folder / name).is_file() for name in ("config.json", "generation_config.json")) and is_whole_safetensors(folder / WEIGHTS)
 
 
-def convert(path: Path, folder: Path, progress: bool = True) -> None:
+def convert(path: Path, folder: Path) -> None:
     """Write the config, the weights and, if there is one, the tokenizer of the GGUF file `path` into the empty `folder`."""
     file = GGUFFile(path)
     config = hf_config(file)
@@ -67,11 +67,11 @@ def convert(path: Path, folder: Path, progress: bool = True) -> None:
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"eos_token_id": eos_ids(file)})
     write_tokenizer(file, folder)
-    write_safetensors(folder / WEIGHTS, shapes, dtype, _weights(file, plans, progress))
+    write_safetensors(folder / WEIGHTS, shapes, dtype, _weights(file, plans))
 
 
-def _weights(file: GGUFFile, plans: list[TensorPlan], progress: bool) -> Iterator[np.ndarray]:
-    for plan in progress_bar(plans, shown=progress, desc="Converting weights", unit="tensor", mininterval=0.5):
+def _weights(file: GGUFFile, plans: list[TensorPlan]) -> Iterator[np.ndarray]:
+    for plan in progress_bar(plans, shown=True, desc="Converting weights", unit="tensor", mininterval=0.5):
         values = file.tensor(plan.source)
         yield unpermute(values, plan.heads) if plan.heads else values
 

@@ -17,8 +17,6 @@ from runtime.model_files.gguf_convert import converted_folder
 from runtime.model_files.hub import download, is_model_id
 from runtime.model_files.synthetic_tokenizer import is_synthetic_tokenizer, write_synthetic_tokenizer
 
-__all__ = ["DRAFT_FLAGS", "ModelSource", "default_cache_dir", "resolve_model", "resolve_weights"]
-
 logger = logging.getLogger(__name__)
 
 WeightsKind = Literal["safetensors", "dummy"]
@@ -56,7 +54,6 @@ def resolve_model(
     revision: str | None = None,
     download_dir: str | None = None,
     cache_dir: Path | None = None,
-    progress: bool = True,
 ) -> ModelSource:
     """Find a model on this machine, or download and convert it.
 
@@ -67,7 +64,6 @@ def resolve_model(
         revision: branch, tag or commit on the hub.
         download_dir: folder for models of the hub; the hub's own cache if None.
         cache_dir: folder for the embedded model and for conversions; `default_cache_dir()` if None.
-        progress: show progress bars.
 
     Raises:
         ConfigError: the model is not available in this form; the message says what to do.
@@ -75,14 +71,12 @@ def resolve_model(
     cache_dir = cache_dir or default_cache_dir()
     if model_path is None:
         _refuse_for_embedded(load_format, revision)
-        folder = embedded_folder(cache_dir, progress)
+        folder = embedded_folder(cache_dir)
         tokenizer = _tokenizer_folder(folder, "safetensors", tokenizer_path, None, cache_dir, download_dir)
         return ModelSource(
             weights_folder=str(folder), kind="safetensors", tokenizer_folder=str(tokenizer), served_name=EMBEDDED_NAME, is_embedded=True
         )
-    weights, kind = resolve_weights(
-        model_path, load_format=load_format, revision=revision, download_dir=download_dir, cache_dir=cache_dir, progress=progress
-    )
+    weights, kind = resolve_weights(model_path, load_format=load_format, revision=revision, download_dir=download_dir, cache_dir=cache_dir)
     tokenizer = _tokenizer_folder(Path(weights), kind, tokenizer_path, revision, cache_dir, download_dir)
     return ModelSource(weights_folder=weights, kind=kind, tokenizer_folder=str(tokenizer), served_name=_served_name(model_path))
 
@@ -94,7 +88,6 @@ def resolve_weights(
     revision: str | None = None,
     download_dir: str | None = None,
     cache_dir: Path | None = None,
-    progress: bool = True,
     flags: SourceFlags = TARGET_FLAGS,
 ) -> tuple[str, WeightsKind]:
     """Find or download only weights and configuration, for draft models.
@@ -110,7 +103,7 @@ def resolve_weights(
     if path.is_file() and path.suffix in (".safetensors", ".json"):
         raise ConfigError(f"{flags.path} {model_path!r} is one file of a model; give its folder, {str(path.parent)!r}")
     if path.is_file() or path.suffix == ".gguf":
-        return str(_from_gguf(path, load_format, revision, cache_dir or default_cache_dir(), progress, flags)), "safetensors"
+        return str(_from_gguf(path, load_format, revision, cache_dir or default_cache_dir(), flags)), "safetensors"
     if not is_model_id(model_path):
         raise ConfigError(f"{flags.path} {model_path!r} is neither a folder, a .gguf file, nor a hub id 'owner/name'")
     if load_format == "gguf":
@@ -147,12 +140,12 @@ def _check_folder(folder: Path, load_format: str, flags: SourceFlags) -> Weights
     return "safetensors"
 
 
-def _from_gguf(path: Path, load_format: str, revision: str | None, cache_dir: Path, progress: bool, flags: SourceFlags) -> Path:
+def _from_gguf(path: Path, load_format: str, revision: str | None, cache_dir: Path, flags: SourceFlags) -> Path:
     if load_format not in ("auto", "gguf"):
         raise ConfigError(f"{flags.load_format} {load_format} does not apply to the file {path}; leave it out, or give a folder")
     if revision is not None:
         raise ConfigError(f"--revision applies to models of the hub, and {path} is a file")
-    return converted_folder(path, cache_dir, progress)
+    return converted_folder(path, cache_dir)
 
 
 # ---- tokenizers

@@ -4,48 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from runtime.layers.attention_layer import Attention, AttentionLayer
+from runtime.layers.dense_sparse_mlp import DenseSparseMlp
 from runtime.layers.gemm.gemm import Gemm
-from runtime.layers.mlp import Mlp
+from runtime.layers.mlp import GatedMlp, Mlp
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps, Stream
 from runtime.layers.pass_context import PassContext
-
-
-class DecoderBlock(Protocol):
-    """The interface through which a decoder uses a layer."""
-
-    @property
-    def attention(self) -> AttentionLayer:
-        """Its attention layer."""
-        ...
-
-    @property
-    def attn_norm(self) -> RMSNorm | None:
-        """The norm that reads the stream first."""
-        ...
-
-    @property
-    def active_parameters(self) -> int:
-        """Number of weights that each token is multiplied with."""
-        ...
-
-    @property
-    def kernel_launches(self) -> int:
-        """Kernels of an eager pass, approximately."""
-        ...
-
-    def gemms(self) -> Iterator[Gemm]:
-        """The GEMMs to autotune, in order."""
-        ...
-
-    def forward(self, stream: Stream, context: PassContext, next_norm: RMSNorm | None = None) -> Stream:
-        """The residual stream after the block, perhaps in the same storage. `next_norm`: the next block's first norm."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,37 +59,18 @@ class Block:
         Args:
             next_norm: the next block's first norm.
             rows: [T, in] in the model's dtype: what attention reads instead of the normed stream.
-            wanted: int64 [N], the tokens whose rows are returned; KV is written for all tokens.
+            wanted: int64 [N], the tokens whose rows are returned; KV is written for all tokens, and nothing else is computed if N = 0.
         """
         attention = self.attention
         qkv = attention.project(stream, self.attn_norm) if rows is None else attention.project_rows(rows)
+        if wanted is not None and not len(wanted):
+            attention.write_kv(qkv, context)
+            return Stream(stream.h[:0], in_prompt=stream.in_prompt)
         attended = attention.attend(qkv, context)
         if wanted is not None:
             attended, stream = attended[wanted], Stream(stream.h[wanted], in_prompt=stream.in_prompt)
         stream = attention.add_output(attended, stream, self.mlp_norm)
         return self.mlp.forward(stream, self.mlp_norm, next_norm)
-
-
-class BranchMlp(Protocol):
-    """An MLP whose output is transformed before it is added to the stream. `GatedMlp` is one."""
-
-    @property
-    def kernel_launches(self) -> int:
-        """Kernels of an eager pass, approximately, including the norm before the MLP."""
-        ...
-
-    @property
-    def active_parameters(self) -> int:
-        """Number of weights that each token is multiplied with."""
-        ...
-
-    def gemms(self, norm: RMSNorm, next_norm: RMSNorm | None) -> Iterator[Gemm]:
-        """The GEMMs to autotune, in order; `next_norm` is None."""
-        ...
-
-    def output(self, stream: Stream, norm: RMSNorm) -> torch.Tensor:
-        """`mlp(norm(stream))`, [T, hidden] in the model's dtype."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +83,7 @@ class SandwichBlock:
     """
 
     attention: Attention
-    mlp: BranchMlp
+    mlp: GatedMlp | DenseSparseMlp
     attn_norm: RMSNorm
     attn_out_norm: RMSNorm
     mlp_norm: RMSNorm
@@ -163,3 +112,6 @@ class SandwichBlock:
         output = self.attention.output(attended, stream.in_prompt)
         stream = self.ops.add_normed(output, self.attn_out_norm, stream, self.mlp_norm)
         return self.ops.add_normed(self.mlp.output(stream, self.mlp_norm), self.mlp_out_norm, stream, next_norm, self.factor)
+
+
+DecoderBlock = Block | SandwichBlock

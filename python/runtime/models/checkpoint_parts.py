@@ -121,9 +121,11 @@ class Staging:
             moved = list(zip((part for part, _ in batch), self._bring([values for _, values in batch], buffers), strict=True))
             for part, values in moved:
                 part.slot.put(values)
-            if self._wait(_suspects(moved)):
+            suspects = _suspects(moved)
+            if suspects and bool(torch.stack(suspects).any()):
                 for part, values in moved:
                     _check(part, values)
+            self._wait()
         self._free.append(buffers)  # the device has read them
 
     def _bring(self, tensors: Sequence[FileTensor], buffers: Buffers) -> list[torch.Tensor]:
@@ -153,13 +155,10 @@ class Staging:
         device = torch.empty(STAGE_BYTES, dtype=torch.uint8, device=self._device) if on_gpu else host
         return Buffers(host, host.numpy().data, device)
 
-    def _wait(self, suspects: Sequence[torch.Tensor] = ()) -> bool:
-        """Wait for the work that this thread has launched; returns whether any of `suspects`, bools on the device, is true."""
-        if suspects:
-            return bool(torch.stack(list(suspects)).any())
+    def _wait(self) -> None:
+        """Wait for the work that this thread has launched."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        return False
 
 
 def holds_nan(values: torch.Tensor) -> bool:

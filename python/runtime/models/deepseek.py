@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runtime.models.config import LatentConfig, ModelConfig, MoeConfig, MtpConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import decoder_config
-from runtime.models.moe_fields import expert_counts, expert_groups
+from runtime.models.moe_fields import expert_groups, moe_fields
 from runtime.models.rope_fields import mscale
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
@@ -80,21 +80,11 @@ def experts(fields: ConfigFields, sparse: tuple[bool, ...]) -> MoeConfig | None:
     for field, supported in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if fields.get(field, supported) != supported:
             raise fields.error(f"{field} is {fields.get(field, None)!r}; only {supported!r} is supported")
-    count, top_k = expert_counts(fields, name)
-    groups, top_groups = expert_groups(fields, name, top_k)
-    inner = fields.positive("moe_intermediate_size")
-    return MoeConfig(
-        num_experts=count,
-        top_k=top_k,
-        intermediate_size=inner,
-        scoring="sigmoid",
-        renormalize=fields.nullable_flag("norm_topk_prob"),
-        scaling=fields.number("routed_scaling_factor", 1.0),
-        num_groups=groups,
-        top_groups=top_groups,
-        shared_intermediate_size=inner * fields.count("n_shared_experts"),
-        layers=sparse,
-    )
+    shared = fields.positive("moe_intermediate_size") * fields.count("n_shared_experts")
+    renormalize, scaling = fields.nullable_flag("norm_topk_prob"), fields.number("routed_scaling_factor", 1.0)
+    moe = moe_fields(fields, (name,), scoring="sigmoid", renormalize=renormalize, layers=sparse, shared=shared)
+    groups, top_groups = expert_groups(fields, name, moe.top_k)
+    return dataclasses.replace(moe, scaling=scaling, num_groups=groups, top_groups=top_groups)
 
 
 def block(parts: ModelParts, layer: int) -> Block:

@@ -61,7 +61,7 @@ class DraftModel(Protocol):
 
         Args:
             wanted: int64 [N], the tokens whose states are returned. KV is written for all tokens, but everything after
-                the last attention is computed for these only.
+                the last attention is computed for these only; if N = 0, the last attention itself is left out.
 
         Returns:
             [T, hidden_width], or [N, hidden_width], in `hidden_dtype`, for `logits`, `greedy` and the next step. Not in

@@ -12,9 +12,10 @@ import torch
 from runtime.config.quant_config import BLOCK
 from runtime.distributed.parallel_group import Shard
 from runtime.errors import ConfigError
+from runtime.layers.moe.experts import Experts
 from runtime.layers.quantization.fp8 import BlockFp8, RowFp8
 from runtime.layers.quantization.mxfp4 import GROUP, Mxfp4
-from runtime.layers.quantization.scheme import Index, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
+from runtime.layers.quantization.scheme import Index, LinearPart, NewWeight, QuantScheme, WeightSlot
 from runtime.models.checkpoint_parts import Sliceable, Values
 from runtime.models.weights import FusedTensor, NamedTensors, WeightTable, ignore
 
@@ -119,22 +120,6 @@ MXFP4_FORMS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StackedWeights:
-    """Stacked projections of the experts of one rank, with their biases and the scheme that stores them.
-
-    Attributes:
-        inner: intermediate size on this rank.
-    """
-
-    gate_up: Storage
-    down: Storage
-    gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-    scheme: QuantScheme
-    inner: int
-
-
 def stacked_weights(
     table: WeightTable,
     names: ExpertNames,
@@ -143,8 +128,8 @@ def stacked_weights(
     inner: int,
     bias: bool = False,
     shared: str | None = None,
-) -> StackedWeights:
-    """Allocate this rank's part of a layer's experts and register the tensors that fill it.
+) -> Experts:
+    """Allocate this rank's part of a layer's experts, with SiLU, and register the tensors that fill it.
 
     Args:
         shared: prefix of a shared expert's tensors, which becomes the last expert of the stack.
@@ -180,8 +165,20 @@ def stacked_weights(
     _accept_fused(table, names, placement.total, hidden, inner, forms)
     if isinstance(scheme, RowFp8):
         _accept_fused_numbers(table, names, placement.total, scheme.scale_name)
-    table.hold([*gate_up.tensors, *down.tensors, *(b for b in (gate_up_bias, down_bias) if b is not None)])
-    return StackedWeights(gate_up, down, gate_up_bias, down_bias, scheme, width)
+    experts = Experts(
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        count=count,
+        first=held.start,
+        total=len(prefixes),
+        size=(hidden, width),
+        scheme=scheme,
+        group=table.group,
+    )
+    table.hold(experts.tensors)
+    return experts
 
 
 def _cut(shard: Shard, inner: int, scheme: QuantScheme) -> slice:

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from runtime.errors import ConfigError
-from runtime.models.config import FullAttention, ModelConfig, MoeConfig
+from runtime.models.config import FullAttention, ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import decoder_config, sliding_windows
-from runtime.models.moe_fields import expert_counts
+from runtime.models.moe_fields import moe_fields
 from runtime.models.rope_fields import RopeFields, read_rope
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
@@ -49,7 +49,8 @@ def parse(fields: ConfigFields) -> ModelConfig:
         raise text.error(f"hidden_activation is {text.get('hidden_activation', None)!r}; only 'gelu_pytorch_tanh' is supported")
     bias, window = text.flag("attention_bias"), _windows(text)
     model = decoder_config(text, qkv_bias=bias, o_bias=bias, qk_norm=True, window=window)
-    moe = _experts(text) if text.flag("enable_moe_block") else None
+    sparse = text.flag("enable_moe_block")
+    moe = moe_fields(text, ("num_experts",), top_k="top_k_experts", renormalize=True) if sparse else None
     full, rope = _full_attention(text, model), _rope(text, "sliding_attention")
     softcap = text.get("final_logit_softcapping", None)
     return replace(
@@ -82,18 +83,6 @@ def _rope(text: ConfigFields, kind: str) -> RopeFields:
     if not chosen.given("rope_theta"):
         raise text.error(f"rope_parameters must hold {kind} with its rope_theta")
     return read_rope(text, chosen)
-
-
-def _experts(text: ConfigFields) -> MoeConfig:
-    count, top_k = expert_counts(text, "num_experts", "top_k_experts")
-    return MoeConfig(
-        num_experts=count,
-        top_k=top_k,
-        intermediate_size=text.positive("moe_intermediate_size"),
-        scoring="softmax",
-        renormalize=True,
-        layers=(True,) * text.num_layers(),
-    )
 
 
 def _full_attention(text: ConfigFields, model: ModelConfig) -> FullAttention:

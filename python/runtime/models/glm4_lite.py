@@ -17,8 +17,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
     count, kinds = fields.num_layers(), fields.get("mlp_layer_types", None)
     if kinds is None:
-        dense = fields.count("first_k_dense_replace")
-        return deepseek.latent_config(fields, tuple(layer >= dense for layer in range(count)))
+        return deepseek.parse(fields)
     if not isinstance(kinds, list) or len(kinds) != count or not all(kind in ("dense", "sparse") for kind in kinds):
         raise fields.error(f"mlp_layer_types must name dense or sparse for each of {count} layers")
     return deepseek.latent_config(fields, tuple(kind == "sparse" for kind in kinds))

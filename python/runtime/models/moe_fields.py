@@ -11,8 +11,9 @@ QWEN_COUNTS = ("num_local_experts", "num_experts")
 
 def moe_fields(
     fields: ConfigFields,
-    counts: tuple[str, str] = QWEN_COUNTS,
+    counts: tuple[str, ...] = QWEN_COUNTS,
     *,
+    top_k: str = "num_experts_per_tok",
     inner: str = "moe_intermediate_size",
     scoring: Scoring = "softmax",
     renormalize: bool,
@@ -23,7 +24,8 @@ def moe_fields(
     """The sparse MLPs of a family without expert groups.
 
     Args:
-        counts: the fields that may hold the number of experts; the first wins, as in transformers, and the second has a default.
+        counts: the fields that may hold the number of experts; the first wins, as in transformers, and the last has a default.
+        top_k: the field that holds how many of them a token is routed to.
         inner: the field that holds the size of one expert.
         layers: whether each layer is sparse; all of them by default.
         shared: intermediate size of the shared expert.
@@ -31,10 +33,10 @@ def moe_fields(
     Raises:
         ConfigError: a field is missing, not of its type, or does not fit the others.
     """
-    count, top_k = expert_counts(fields, fields.named(*counts))
+    count, chosen = expert_counts(fields, fields.named(*counts), top_k)
     return MoeConfig(
         num_experts=count,
-        top_k=top_k,
+        top_k=chosen,
         intermediate_size=fields.positive(inner),
         scoring=scoring,
         renormalize=renormalize,
@@ -44,7 +46,7 @@ def moe_fields(
     )
 
 
-def expert_counts(fields: ConfigFields, count: str, top_k: str = "num_experts_per_tok") -> tuple[int, int]:
+def expert_counts(fields: ConfigFields, count: str, top_k: str) -> tuple[int, int]:
     """The number of experts and how many of them a token is routed to, from the fields `count` and `top_k`.
 
     Raises:

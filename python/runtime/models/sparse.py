@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -107,27 +107,13 @@ class SparseParts:
 
     def experts(self, names: SparseNames, activation: Activation, fused: bool) -> Experts:
         """This rank's part of the routed experts, followed by the shared one if it is fused."""
-        m, group = self.moe, self.weights.group
-        rank, ranks = group.rank, group.size
+        m, rank, ranks = self.moe, self.weights.group.rank, self.weights.group.size
         if self.exchange is not None:
             rank, ranks = self.exchange.group.rank * ranks + rank, self.exchange.group.size * ranks
         placement = ExpertPlacement.of(m.num_experts, rank, ranks, self.ep_size)
         shared = names.shared if fused else None
         stacked = stacked_weights(self.weights, names.experts, placement, self.hidden, m.intermediate_size, m.bias, shared)
-        return Experts(
-            gate_up=stacked.gate_up,
-            down=stacked.down,
-            gate_up_bias=stacked.gate_up_bias,
-            down_bias=stacked.down_bias,
-            count=len(placement.held) + fused,
-            first=placement.held.start,
-            total=m.num_experts + fused,
-            size=(self.hidden, stacked.inner),
-            activation=activation,
-            scheme=stacked.scheme,
-            group=group,
-            exchange=self.exchange,
-        )
+        return replace(stacked, activation=activation, exchange=self.exchange)
 
     def shared(self, names: SparseNames) -> SharedExpert:
         """The shared expert, through which all tokens run, sharded like a dense MLP."""

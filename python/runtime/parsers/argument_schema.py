@@ -25,10 +25,10 @@ _PART_CHARS = 10
 class ReadLimit:
     """Counts the parts of schemas that are read for one request."""
 
-    def __init__(self, left: int = MAX_READ) -> None:
-        self._left = left
+    def __init__(self) -> None:
+        self._left = MAX_READ
 
-    def spend(self, count: int = 1) -> None:
+    def spend(self, count: int) -> None:
         """Count parts. Raises `RequestError` beyond the limit."""
         self._left -= count
         if self._left < 0:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from runtime.parsers.call_grammar import CallGrammar, Schema
-from runtime.parsers.json_reader import escaped, read_object, read_value, take_string
+from runtime.parsers.json_reader import escaped, read_value, take_string
 from runtime.parsers.reader import WHITE, Malformed, Out, Reader, Steps
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -132,7 +132,7 @@ def read_named_call(reader: Reader, name: str) -> Steps[None]:
     if (yield from reader.peek()) != "{":
         raise Malformed
     reader.start_call(name.strip())
-    yield from read_object(reader, reader.arguments)
+    yield from read_value(reader, reader.arguments)
 
 
 class ArgumentWriter:

@@ -21,7 +21,7 @@ from runtime.parsers.call_grammar import (
     tag,
 )
 from runtime.parsers.calls import ArgumentWriter
-from runtime.parsers.json_reader import MAX_DEPTH, escaped
+from runtime.parsers.json_reader import MAX_DEPTH
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
 
 MAX_GRAMMAR_DEPTH = 8
@@ -67,7 +67,9 @@ def _read_value(reader: Reader, depth: int) -> Steps[None]:
     elif opening == "[":
         yield from _read_array(reader, depth)
     elif opening == QUOTE:
-        yield from _read_text(reader)
+        yield from ArgumentWriter(reader).string(lambda out: reader.read_until((QUOTE,), out))
+        yield from reader.skip(QUOTE)
+        reader.accept()
     else:
         bare = (yield from reader.take_until(",", "}", "]", "\n")).strip()
         if not bare:
@@ -100,14 +102,6 @@ def _read_array(reader: Reader, depth: int) -> Steps[None]:
             reader.arguments(", ")
         first = False
         yield from _read_value(reader, depth + 1)
-
-
-def _read_text(reader: Reader) -> Steps[None]:
-    reader.arguments('"')
-    if (yield from reader.read_until((QUOTE,), lambda text: reader.arguments(escaped(text)))) is None:
-        raise Malformed
-    yield from reader.skip(QUOTE)
-    reader.arguments('"')
 
 
 class _GrammarWriter:

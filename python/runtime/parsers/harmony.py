@@ -169,7 +169,7 @@ class HarmonyParser:
 
     def _close(self) -> None:
         self._show(self._decoder.finish())
-        self._show_held(self._stops.flush() if self._stops.matched is None else "")
+        self._emit(self._stops.flush() if self._stops.matched is None else "")
         if self._call is not None:
             self._reader.ended = True
             next(self._call, None)
@@ -177,13 +177,11 @@ class HarmonyParser:
 
     def _show(self, text: str) -> None:
         if self._stops.matched is None:
-            self._show_held(self._stops.push(text))
-
-    def _show_held(self, text: str) -> None:
-        if text:
-            self._emit(text)
+            self._emit(self._stops.push(text))
 
     def _emit(self, text: str) -> None:
+        if not text:
+            return
         self._seen.add(self._shown)
         if self._call is not None:
             self._reader.add(text)

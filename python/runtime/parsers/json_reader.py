@@ -31,14 +31,6 @@ def read_value(reader: Reader, out: Out, depth: int = 0) -> Steps[None]:
         out(word)
 
 
-def read_object(reader: Reader, out: Out) -> Steps[None]:
-    """Pass one JSON object to `out`. Raises `Malformed` for anything else."""
-    yield from reader.skip_all(WHITE)
-    if (yield from reader.peek()) != "{":
-        raise Malformed
-    yield from read_value(reader, out)
-
-
 def read_string(reader: Reader, out: Out) -> Steps[None]:
     """Pass one JSON string to `out`; unescaped line breaks and tabs are escaped."""
     _take(reader, out, 1)

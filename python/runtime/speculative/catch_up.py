@@ -2,7 +2,8 @@
 
 A step without drafts stores the draft's inputs for its one position: the token and the target's states. Before the next step
 with drafts, and at the latest after `WIDTH` steps, the draft runs over all stored positions together. It computes what it
-would have computed step by step; until then its KV and first drafts lag behind.
+would have computed step by step; until then its KV and first drafts lag behind. After a prompt that no drafts are expected to
+follow, the draft has written KV of all positions, but its first draft is computed in the same way.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class CatchUp:
     Attributes:
         held: the stored positions.
         runner: runs windows of `WIDTH` of them.
+        in_step: whether the draft follows each step without drafts immediately, because attention groups share its experts.
         guessed: whether the latest window computed guesses although no drafts follow.
         again: runs the window of the latest `before` once more, eagerly; None if it ran none.
     """
@@ -78,7 +80,7 @@ class CatchUp:
     def __init__(self, target: TargetModel, inputs: InputBuffers, held: HeldStates, runner: GraphRunner) -> None:
         self.runner, self._target, self._inputs, self.held = runner, target, inputs, held
         self.again: Callable[[], None] | None = None
-        self._in_step = target.runner.model.context.exchange is not None
+        self.in_step = target.runner.model.context.exchange is not None
         self._behind = np.zeros(len(target.rows.kv_lens), dtype=np.int32)
         self._windows, self.guessed = 0, False
         # Passes of `WIDTH` tokens per request may be larger than all others.
@@ -95,7 +97,7 @@ class CatchUp:
     @property
     def guesses_next(self) -> bool:
         """Whether the next window computes guesses even if no drafts follow. Equal on all ranks."""
-        return self._windows % (GUESS_EVERY * WIDTH if self._in_step else GUESS_EVERY) == 0
+        return self._windows % (GUESS_EVERY * WIDTH if self.in_step else GUESS_EVERY) == 0
 
     # ---- before an iteration, outside any graph
 
@@ -112,7 +114,7 @@ class CatchUp:
             The maximum number of positions at the end of a row's KV that the draft still lags after the iteration.
         """
         self.guessed, self.again = False, None
-        if self._in_step:
+        if self.in_step:
             self._count_window(depth)
             return 0
         behind = self._behind[rows]
@@ -136,14 +138,23 @@ class CatchUp:
     def add(self, iteration: Iteration, tokens: torch.Tensor, states: torch.Tensor, variant: str) -> None:
         """Store the inputs of the draft after an iteration without drafts; arguments as for `HeldStates.add`.
 
-        Attention groups share the experts of a draft, so their draft runs immediately, in windows of one size.
+        Attention groups run their draft immediately, in windows of one size.
         """
         self.held.add(iteration.rows, iteration.kv_lens, tokens, states)
-        if self._in_step:
+        if self.in_step:
             live = iteration.live
             one = np.ones(live, dtype=np.int32)
             bounds = iteration.bounds[:live] + 1
             self._run(iteration.host_rows, bounds, one, variant, eager=iteration.eager, size=iteration.size)
+
+    def add_prompts(self, ended: Int32, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, states: torch.Tensor) -> None:
+        """Store the last position of each prompt chunk instead of computing its first draft; arguments as for `HeldStates.add`.
+
+        Args:
+            ended: int32, the rows whose prompt ends; only their positions will be read.
+        """
+        self.held.add(rows, positions, tokens, states)
+        self._behind[ended] = 1
 
     def _run(self, rows: Int32, bounds: Int32, behind: Int32, variant: str, eager: bool, size: int) -> None:
         """One window per row that lags; the other rows are padding."""

@@ -216,8 +216,9 @@ def extend_forward(
     def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         index, accepted = batch.req_pool_indices, inputs.named("accept_lens", batch.batch_size)
         last = before[: batch.batch_size] + accepted
-        hidden = draft.forward(replace(batch, hidden_states=states(batch)), last)
-        if draft.lookahead and variant != KV_ONLY:
+        guesses = bool(draft.lookahead) and variant != KV_ONLY
+        hidden = draft.forward(replace(batch, hidden_states=states(batch)), last if guesses else last[:0])
+        if guesses:
             positions = (inputs.kv_lens(batch.batch_size) + accepted).to(torch.int64) + 1 if variant == SAMPLED else None
             state.hidden[index] = hidden
             first_guesses(state, draft, hidden, rows.tables, index, positions)

@@ -157,22 +157,29 @@ class EagleWorker(ModelDrafter):
     def follow_prompt(self, extend: ExtendPass) -> None:
         """Run the draft over prompt chunks.
 
-        With lookahead each position has the token after it; the last one has the sampled token, or the first of the next chunk.
+        With lookahead each position has the token after it; the last one has the sampled token, or the first of the next chunk. If the
+        first drafts are deferred, only KV is written.
         """
-        batch, rows, state = extend.chunks.batch, extend.chunks.rows, self.state
-        if self.model.lookahead:
-            tokens = torch.cat([batch.input_ids[1:], batch.input_ids[:1]])
-            tokens[extend.chunks.last] = extend.next_tokens
-            batch = replace(batch, input_ids=tokens, hidden_states=extend.states.features)
+        batch, rows, last, state = extend.chunks.batch, extend.chunks.rows, extend.chunks.last, self.state
+        if not self.model.lookahead:
+            plan_pass(self.runner.backend, batch)
+            self.model.forward(batch, last[:0])
+            return
+        tokens = torch.cat([batch.input_ids[1:], batch.input_ids[:1]])
+        tokens[last] = extend.next_tokens
+        later = self.catch_up if extend.deferred and self.catch_up is not None and not self.catch_up.in_step else None
+        batch = replace(batch, input_ids=tokens, hidden_states=extend.states.features)
         plan_pass(self.runner.backend, batch)
-        hidden = self.model.forward(batch, extend.chunks.last)
-        if self.model.lookahead:
-            state.hidden[rows] = hidden
-            # A greedy request may later be verified together with sampled ones, but not with the probabilities of the
-            # row's previous owner.
-            state.probs.index_fill_(0, rows, 0.0)
-            positions = None if extend.needs.all_greedy else batch.seq_lens.to(torch.int64) + 1
-            first_guesses(state, self.model, hidden, self._target.rows.tables, rows, positions)
+        hidden = self.model.forward(batch, last if later is None else last[:0])
+        # A greedy request may later be verified together with sampled ones, but not with the probabilities of the
+        # row's previous owner.
+        state.probs.index_fill_(0, rows, 0.0)
+        if later is not None:
+            later.add_prompts(extend.ended, rows, batch.positions[last], extend.next_tokens, extend.states.features[last])
+            return
+        state.hidden[rows] = hidden
+        positions = None if extend.needs.all_greedy else batch.seq_lens.to(torch.int64) + 1
+        first_guesses(state, self.model, hidden, self._target.rows.tables, rows, positions)
 
     def _variant(self, needs: SamplingNeeds) -> str:
         return GREEDY if needs.all_greedy or self.spec.shape.topk > 1 else SAMPLED

@@ -42,7 +42,7 @@ class TemplateJob(msgspec.Struct, frozen=True):
         return template.render(self.messages, **self.options)
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class Refusal(msgspec.Struct, frozen=True, array_like=True):
     """The output of the process instead of a text: the error of the request."""
 
     message: str
@@ -68,10 +68,10 @@ def render_isolated(
         raise RequestError(f"The chat template takes more than {MAX_SECONDS:.0f} s for these messages.", _FIELD) from error
     if done.returncode != 0:
         raise RequestError(f"The chat template needs more than {MAX_MIB} MiB or {MAX_SECONDS:.0f} s for these messages.", _FIELD)
-    answer = msgspec.msgpack.decode(done.stdout, type=tuple[str, str] | Refusal)
+    answer = msgspec.msgpack.decode(done.stdout, type=Rendered | Refusal)
     if isinstance(answer, Refusal):
         raise RequestError(answer.message, answer.param)
-    return Rendered(*answer)
+    return answer
 
 
 def main() -> None:
@@ -80,10 +80,8 @@ def main() -> None:
     seconds = int(MAX_SECONDS) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=TemplateJob)
-    answer: tuple[str, str] | Refusal
     try:
-        rendered = job.run()
-        answer = (rendered.text, rendered.mark)
+        answer: Rendered | Refusal = job.run()
     except RequestError as error:
         answer = Refusal(str(error), error.param)
     sys.stdout.buffer.write(msgspec.msgpack.encode(answer))

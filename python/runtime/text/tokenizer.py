@@ -57,7 +57,8 @@ class Tokenizer:
         self.bos_id = self._named_id("bos_token")
         eos = self._named_id("eos_token")
         self.eos_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *files.eos_ids]))
-        self._template = None if files.chat_template is None else self._compile(files.chat_template)
+        template = files.chat_template
+        self._template = None if template is None else ChatTemplate(template, files.named_tokens, self._control_tokens)
 
     @classmethod
     def load(cls, folder: str | Path, *, chat_template: str | None = None) -> Tokenizer:
@@ -221,9 +222,6 @@ class Tokenizer:
                 "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.", "messages"
             )
         return self._template.render(messages, **options)
-
-    def _compile(self, source: str) -> ChatTemplate:
-        return ChatTemplate(source, self._files.named_tokens, self._control_tokens)
 
     def _encode_rendered(self, rendered: Rendered, bound: BoundedEncoding) -> list[int]:
         if rendered.mark not in rendered.text:

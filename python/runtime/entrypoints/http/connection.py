@@ -7,6 +7,7 @@ versions, and `check_version` asserts them.
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import socket
 from functools import partial
@@ -21,6 +22,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from runtime.entrypoints.http.request_names import HEADER, new_request_id
 from runtime.entrypoints.http.responses import error_form
 from runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 UVICORN = ((0, 34), (0, 54))
 """The first and the last tested version."""
@@ -91,6 +94,8 @@ class BoundedConnection(H11Protocol):
         """Close the idle connection that was opened first, or this one if all others are busy."""
         others = (one for one in self.connections if isinstance(one, BoundedConnection) and one is not self and one.idle)
         oldest = min(others, key=lambda one: one.opened, default=self)
+        if oldest is self:
+            log.warning("closed a new connection: the others are busy, and only %d files may be open (ulimit -n)", file_limit())
         oldest.transport.abort()
 
     @property

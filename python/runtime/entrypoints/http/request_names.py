@@ -20,14 +20,19 @@ _ACCEPTED = re.compile(r"[!-~]{1,128}")
 """Other ids are replaced, because ids appear in logs and headers."""
 
 
-class RequestId:
-    """ASGI middleware that gives every answer and its log lines a request id: the client's `X-Request-Id`, or a new one."""
+class RequestNames:
+    """ASGI middleware that names a request and its client.
+
+    Every answer and its log lines get a request id: the client's `X-Request-Id`, or a new one. The client is named by its address;
+    `KeyGate` names clients with a key.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on and add the id to its answer."""
+        CURRENT_CLIENT.set(Client(address_name((scope.get("client") or ("",))[0])))
         given = Headers(scope=scope).get(HEADER, "")
         name = given if _ACCEPTED.fullmatch(given) else new_request_id()
         REQUEST_ID.set(name)
@@ -47,18 +52,6 @@ class RequestId:
 def new_request_id() -> str:
     """A new request id in OpenAI's form."""
     return f"req_{uuid.uuid4().hex}"
-
-
-class ClientName:
-    """ASGI middleware that names the client by its address; `KeyGate` names clients with a key."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
-        CURRENT_CLIENT.set(Client(address_name((scope.get("client") or ("",))[0])))
-        await self.app(scope, receive, send)
 
 
 def address_name(address: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -36,26 +35,19 @@ def otlp_provider(endpoint: str, service: str) -> TracerProvider:
     return provider
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseSpan:
-    """One phase of a generation, in monotonic seconds."""
-
-    name: str
-    began: float
-    ended: float
-
-
-def phase_spans(end: RequestEnd) -> Iterator[PhaseSpan]:
-    """Yield the phases of one choice in order. Only the first choice has tokenising; detokenising comes last."""
+def phase_spans(end: RequestEnd) -> Iterator[tuple[str, float, float]]:
+    """Yield the phases of one choice in order: name, start and end in monotonic seconds. Only the first choice has tokenising; detokenising
+    comes last.
+    """
     context = end.generation.context
     if end.index == 0 and context is not None and context.tokenized:
-        yield PhaseSpan("tokenize", *context.tokenized.pop(0))
+        yield "tokenize", *context.tokenized.pop(0)
     began = end.began
     for name, seconds in end.phases().items():
-        yield PhaseSpan(name, began, began + seconds)
+        yield name, began, began + seconds
         began += seconds
     if end.progress.detokenize_seconds:
-        yield PhaseSpan("detokenize", end.ended - end.progress.detokenize_seconds, end.ended)
+        yield "detokenize", end.ended - end.progress.detokenize_seconds, end.ended
 
 
 class PhaseTracer:
@@ -71,10 +63,10 @@ class PhaseTracer:
             return
         parent, progress = trace.set_span_in_context(context.span), end.progress
         offset = time.time_ns() - int(time.monotonic() * 1e9)
-        for phase in phase_spans(end):
+        for name, began, ended in phase_spans(end):
             attributes = {"talon.rid": end.generation.rid, "talon.choice": end.index}
-            span = self._tracer.start_span(phase.name, parent, start_time=offset + int(phase.began * 1e9), attributes=attributes)
-            span.end(offset + int(phase.ended * 1e9))
+            span = self._tracer.start_span(name, parent, start_time=offset + int(began * 1e9), attributes=attributes)
+            span.end(offset + int(ended * 1e9))
         counts = {
             "input_tokens": progress.prompt_tokens,
             "cached_tokens": progress.cached_tokens,
@@ -98,7 +90,7 @@ class Tracing:
             await self.app(scope, receive, send)
             return
         context = CURRENT_REQUEST.get()
-        assert context is not None, "RequestId sees every request first"
+        assert context is not None, "RequestNames sees every request first"
         attributes = {
             "http.request.method": scope["method"], "url.path": scope["path"], "gen_ai.request.model": self._model,
             "talon.request_id": context.request_id,

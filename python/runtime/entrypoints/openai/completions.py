@@ -67,9 +67,10 @@ class CompletionApi:
 
     def _rendered(self, body: CompletionBody, group: Generations, texts: list[list[Choice]], name: str) -> Json:
         counter = UsageCounter(group, output=not body.only_echo)
-        counter.add_all(texts)
         choices: list[Any] = []
         for prompt, (generation, candidates) in enumerate(zip(group.each, texts, strict=True)):
+            for last in filter(None, (choice.last for choice in candidates)):
+                counter.add(prompt, last)
             if body.candidates > body.n:
                 candidates.sort(key=lambda each: each.mean_logprob, reverse=True)
             for choice in candidates[: body.n]:

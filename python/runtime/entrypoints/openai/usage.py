@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from runtime.entrypoints.generations import Choice, Generations
+from runtime.entrypoints.generations import Generations
 from runtime.entrypoints.openai.protocol import OpenAIBody, SpecTokensDetails, SpeculativeUsage
 from runtime.managers.messages import TextOut
 from runtime.managers.telemetry.spec_stats import SpecStats
@@ -60,20 +60,13 @@ class UsageCounter:
         self._generated: dict[tuple[int, int], int] = {}
         self._spec: dict[tuple[int, int], SpecStats] = {}
 
-    def add(self, prompt: int, update: TextOut | None) -> None:
+    def add(self, prompt: int, update: TextOut) -> None:
         """Replace the counts of a choice by those of its latest update."""
-        if update is not None:
-            cached = update.progress.cached_tokens  # later texts of a prompt also count the tokens that the first text computed
-            self._cached[prompt] = min(cached, self._cached.get(prompt, cached))
-            self._generated[prompt, update.index] = update.progress.completion_tokens
-            if update.progress.spec is not None and update.progress.spec.verify_steps:
-                self._spec[prompt, update.index] = update.progress.spec
-
-    def add_all(self, texts: list[list[Choice]]) -> None:
-        """Replace the counts by those of complete choices, one list per prompt."""
-        for prompt, choices in enumerate(texts):
-            for choice in choices:
-                self.add(prompt, choice.last)
+        cached = update.progress.cached_tokens  # later texts of a prompt also count the tokens that the first text computed
+        self._cached[prompt] = min(cached, self._cached.get(prompt, cached))
+        self._generated[prompt, update.index] = update.progress.completion_tokens
+        if update.progress.spec is not None and update.progress.spec.verify_steps:
+            self._spec[prompt, update.index] = update.progress.spec
 
     def counts(self) -> TokenCounts:
         """The counts so far."""

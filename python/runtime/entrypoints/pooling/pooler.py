@@ -34,7 +34,7 @@ class Pooled:
             RequestAborted: the request has no result.
         """
         assert choice.last is not None
-        if choice.finish_reason == "abort":
+        if choice.last.finish is not None and choice.last.finish.reason == "abort":
             raise RequestAborted
         known = choice.prompt_logprobs
         return cls([value or 0.0 for value in known.chosen] if known is not None else choice.last.pooled or [], prompt_tokens)

@@ -29,7 +29,7 @@ from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnect
 from runtime.entrypoints.http.key_ring import key_ring
 from runtime.entrypoints.http.limits import MAX_LARGE_BODIES, MIB, BodyLimits, BodyMemory, HeaderLimit, LingeringResponse
 from runtime.entrypoints.http.origin import OriginGate
-from runtime.entrypoints.http.request_names import HEADER, ClientName, RequestId
+from runtime.entrypoints.http.request_names import HEADER, RequestNames
 from runtime.entrypoints.http.responses import error_body, error_object, error_response, internal_error, json_response, status_response
 from runtime.entrypoints.server.openapi import describe
 from runtime.entrypoints.server.routes import add_routes
@@ -81,7 +81,6 @@ def create_app(manager: TokenizerManager, provider: TracerProvider | None = None
     app.add_middleware(KeyGate, ring=ring, protect_metrics=server.protect_metrics)
     hosts = None if ring.guards_api else (server.host, *server.allowed_hosts)
     app.add_middleware(OriginGate, hosts=hosts, origins=server.allow_origins)
-    app.add_middleware(ClientName)
     if server.allow_origins:
         app.add_middleware(CORSMiddleware, allow_origins=server.allow_origins, **CORS)
     if provider is not None:
@@ -91,7 +90,7 @@ def create_app(manager: TokenizerManager, provider: TracerProvider | None = None
         app.add_middleware(Tracing, provider=provider, model=config.model.served_model_name)
     if server.log_requests:
         app.add_middleware(AccessLog)
-    app.add_middleware(RequestId)
+    app.add_middleware(RequestNames)
     return app
 
 

@@ -113,8 +113,9 @@ class AttentionBackend(Protocol):
         ...
 
     def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Plan fixed-width passes from the lengths on the device. With `caps.plan_on_device` it may be captured."""
-        ...
+        """Plan fixed-width passes from the lengths on the device; by default `prepare` plans them. With `caps.plan_on_device` it may be
+        captured.
+        """
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, key_dim] -> [T, H * value_dim], the dtype of q."""
@@ -136,7 +137,7 @@ class AttentionBackend(Protocol):
 
         They may run in any order and concurrently, and use none of the backend's buffers. Other kernels are compiled at their first use.
         """
-        ...
+        return []
 
 
 def plan_pass(backend: AttentionBackend, batch: ForwardBatch, num_steps: int = 1) -> None:

@@ -44,29 +44,6 @@ class _FixedPlan:
     metadata: dict[tuple[int, int, bool], torch.Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _ExtendPlan:
-    """One eager ragged pass. The page table is restricted to the columns in use.
-
-    Attributes:
-        rows: int32 [B].
-        seq_lens: int32 [B].
-        cu_seqlens_q: int32 [B + 1].
-        max_queries: maximum queries of a request.
-        pages: int32 [rows, cols], a view of the page table.
-        groups: with an 8-bit cache, the requests whose keys are converted together.
-        metadata: FA3's tile schedules, int32, by window and whether the layer is causal; with groups each group has its own.
-    """
-
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    max_queries: int
-    pages: torch.Tensor
-    groups: list[PromptGroup]
-    metadata: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict[tuple[int, bool], torch.Tensor])
-
-
 class FlashAttention(AttentionBackend):
     """`AttentionBackend` of FA3.
 
@@ -90,7 +67,7 @@ class FlashAttention(AttentionBackend):
                 f"heads for {shape.num_kv_heads} KV heads. Lower --speculative-num-draft-tokens, or use auto."
             )
         self._fixed: dict[tuple[int, int, int, int, bool], _FixedPlan] = {}
-        self._plan: _FixedPlan | _ExtendPlan | None = None
+        self._plan: _FixedPlan | list[PromptGroup] | None = None
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._pdl = starts_early(self._device)
         self._workspace = self._split_workspace()
@@ -103,7 +80,7 @@ class FlashAttention(AttentionBackend):
 
     def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Select the buffers of the passes. No host read."""
-        self._plan = self._fixed_plan(batch, num_steps) if batch.tokens_per_req or batch.max_queries else self._extend_plan(batch)
+        self._plan = self._fixed_plan(batch, num_steps) if batch.tokens_per_req or batch.max_queries else self._groups(batch)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """One run per kernel of split-KV attention and key conversion; FA3 is precompiled."""
@@ -134,8 +111,8 @@ class FlashAttention(AttentionBackend):
     def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
         """Compute lengths and the tile or split-KV schedules, in place."""
         plan = self._plan
-        if isinstance(plan, _ExtendPlan):
-            self._plan_extend(plan)
+        if isinstance(plan, list):
+            self._plan_groups(plan)
             return
         assert plan is not None, "prepare comes before plan_on_device"
         plan.at.fill(batch)
@@ -152,7 +129,7 @@ class FlashAttention(AttentionBackend):
         """Attend. q [T, H, head_dim] -> [T, H * head_dim]."""
         plan = self._plan
         assert plan is not None, "prepare comes before forward"
-        if isinstance(plan, _ExtendPlan):
+        if isinstance(plan, list):
             return self._extend(q, layer, plan).flatten(1)
         sizes = (plan.at.size, plan.at.width)
         assert (batch.batch_size, batch.tokens_per_req or batch.max_queries) == sizes, "another batch was planned"
@@ -174,18 +151,16 @@ class FlashAttention(AttentionBackend):
 
     # ---- planning
 
-    def _extend_plan(self, batch: ForwardBatch) -> _ExtendPlan:
+    def _groups(self, batch: ForwardBatch) -> list[PromptGroup]:
+        """The groups of an eager ragged pass: one of all requests, with the columns of the page table in use, unless keys are converted."""
         assert batch.extend_lens is not None
+        if self._widened is not None:
+            requests = list(zip(batch.extend_lens.tolist(), batch.seq_len_bounds.tolist(), strict=True))
+            return self._widened.groups(requests, batch.page_rows, batch.seq_lens, batch.qo_indptr)
         cols = -(-int(batch.seq_len_bounds.max()) // self._table.page_size)
-        requests = list(zip(batch.extend_lens.tolist(), batch.seq_len_bounds.tolist(), strict=True))
-        return _ExtendPlan(
-            rows=batch.page_rows,
-            seq_lens=batch.seq_lens,
-            cu_seqlens_q=batch.qo_indptr,
-            max_queries=int(batch.extend_lens.max()),
-            pages=self._table.pages[:, : min(max(cols, 1), self._table.max_pages)],
-            groups=[] if self._widened is None else self._widened.groups(requests, batch.page_rows, batch.seq_lens, batch.qo_indptr),
-        )
+        pages = self._table.pages[:, : min(max(cols, 1), self._table.max_pages)]
+        keys = PagedKeys(pages, batch.page_rows, batch.seq_lens, self._table.page_size)
+        return [PromptGroup(keys, pages, batch.qo_indptr, slice(None), int(batch.extend_lens.max()))]
 
     def _fixed_plan(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
         width, tail = batch.tokens_per_req or batch.max_queries, first_tail(batch, self._shape.windows, "fa3")
@@ -222,33 +197,25 @@ class FlashAttention(AttentionBackend):
         return SplitWorkspace(supported, self._device) if supported else None
 
     def _schedule(self, plan: _FixedPlan, batch: ForwardBatch, step: int, window: int, causal: bool) -> None:
-        """Compute one tile schedule into its static buffer. Arguments must match those of `flash_attn_with_kvcache`."""
-        shape, at = self._shape, plan.at
-        fresh = get_scheduler_metadata(
-            at.size, at.width, self._table.max_pages * self._table.page_size, shape.num_q_heads, shape.num_kv_heads,
-            shape.head_dim, at.key_lens(batch, step), qkv_dtype=self._dtype, cu_seqlens_q=plan.cu_seqlens_q,
-            page_size=self._table.page_size, causal=causal, window_size=_window_size(window, causal), num_splits=0,
-        )  # fmt: skip
+        """Compute one tile schedule into its static buffer."""
+        at = plan.at
+        fresh = self._tiles(self._table.pages, at.key_lens(batch, step), plan.cu_seqlens_q, at.width, window, causal)
         static = plan.metadata.get((step, window, causal))
         if static is None:
             plan.metadata[step, window, causal] = fresh
         else:
             static.copy_(fresh)
 
-    def _plan_extend(self, plan: _ExtendPlan) -> None:
+    def _plan_groups(self, groups: list[PromptGroup]) -> None:
         """Compute the tile schedules of a ragged pass once; otherwise each layer would compute them."""
-        for window, causal in self._kinds:
-            kind = window, causal
-            if not plan.groups:
-                plan.metadata[kind] = self._extend_metadata(plan.pages, plan.seq_lens, plan.cu_seqlens_q, plan.max_queries, *kind)
-            for group in plan.groups:
-                lens = group.keys.seq_lens
-                group.metadata[kind] = self._extend_metadata(group.table, lens, group.cu_seqlens_q, group.max_queries, *kind)
+        for kind in self._kinds:
+            for group in groups:
+                group.metadata[kind] = self._tiles(group.table, group.keys.seq_lens, group.cu_seqlens_q, group.max_queries, *kind)
 
-    def _extend_metadata(
+    def _tiles(
         self, table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_queries: int, window: int, causal: bool
     ) -> torch.Tensor:
-        """Arguments must match those of `_extend`."""
+        """A tile schedule. Arguments must match those of `flash_attn_with_kvcache`."""
         shape = self._shape
         return get_scheduler_metadata(
             len(seq_lens), max_queries, table.shape[1] * self._table.page_size, shape.num_q_heads, shape.num_kv_heads,
@@ -312,24 +279,15 @@ class FlashAttention(AttentionBackend):
             sinks=layer.sinks if lse is None else None, lse=lse, kv_scales=layer.kv_scales, pdl=self._pdl,
         )  # fmt: skip
 
-    def _extend(self, q: torch.Tensor, layer: AttentionSpec, plan: _ExtendPlan) -> torch.Tensor:
-        if self._widened is not None:
-            return self._extend_widened(q, layer, self._widened, plan)
-        return flash_attn_with_kvcache(
-            q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=plan.seq_lens,
-            page_table=plan.pages, cache_batch_idx=plan.rows, cu_seqlens_q=plan.cu_seqlens_q,
-            max_seqlen_q=plan.max_queries, softmax_scale=layer.scale, causal=layer.causal,
-            window_size=_window_size(layer.window, layer.causal), scheduler_metadata=plan.metadata[layer.window, layer.causal],
-            num_splits=0, sinks=self._sinks[layer.layer_id],
-        )  # fmt: skip
-
-    def _extend_widened(self, q: torch.Tensor, layer: AttentionSpec, widened: WidenedPrompts, plan: _ExtendPlan) -> torch.Tensor:
+    def _extend(self, q: torch.Tensor, layer: AttentionSpec, groups: list[PromptGroup]) -> torch.Tensor:
         outs = []
-        for group in plan.groups:
-            k, v = widened.widen(group, layer)
+        for group in groups:
+            k, v, rows = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], group.keys.rows
+            if self._widened is not None:
+                k, v, rows = *self._widened.widen(group, layer), None
             outs.append(
                 flash_attn_with_kvcache(
-                    q[group.queries], k, v, cache_seqlens=group.keys.seq_lens, page_table=group.table,
+                    q[group.queries], k, v, cache_seqlens=group.keys.seq_lens, page_table=group.table, cache_batch_idx=rows,
                     cu_seqlens_q=group.cu_seqlens_q, max_seqlen_q=group.max_queries, softmax_scale=layer.scale, causal=layer.causal,
                     window_size=_window_size(layer.window, layer.causal), scheduler_metadata=group.metadata[layer.window, layer.causal],
                     num_splits=0, sinks=self._sinks[layer.layer_id],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +11,7 @@ from runtime.batch import Int32
 from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
-from runtime.layers.attention.flashinfer_adapter import EagerPrefill, FixedPrefill, PrefillLayout, check_version
+from runtime.layers.attention.flashinfer_adapter import EagerPrefill, FixedPrefill, PrefillLayout, check_version, offsets
 from runtime.layers.attention.kernels.flashinfer_plan import PageLists, WorkItems, gather_pages, trim_plan
 from runtime.layers.attention.kernels.paged_keys import PagedKeys
 from runtime.layers.attention.kernels.tree_tail import merge_tree_tail
@@ -61,7 +60,8 @@ class FlashInferAttention(AttentionBackend):
     The planner runs on the host, with `seq_len_bounds` rounded up, which exceed the true lengths. Before every fixed-width pass a kernel
     trims the plan to the lengths on the device, so one plan serves many passes. A plan depends only on the bounds, so a pass is split in
     the same way regardless of earlier passes.
-    A tree pass runs full attention to the keys before the tail, then attention to the tail under the mask, and merges both.
+    A tree pass runs full attention to the keys before the tail, then attention to the tail under the mask, and merges both. FlashInfer
+    compiles its modules at their first use and caches them on disk.
     """
 
     caps = ATTENTION_CAPS["flashinfer"]
@@ -96,13 +96,6 @@ class FlashInferAttention(AttentionBackend):
             self._plan = None
             self._plan_extend(batch)
 
-    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Do nothing: the planner runs on the host."""
-
-    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """An empty list: FlashInfer compiles its modules at their first use and caches them on disk."""
-        return []
-
     # ---- inside the graph
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
@@ -136,7 +129,7 @@ class FlashInferAttention(AttentionBackend):
         lists = PageLists(scratch[0], indices, scratch[1])
         gather_pages(batch.page_rows, batch.seq_lens, self._table.pages, page_size, self._most_pages(lens), lists)
         assert batch.extend_lens is not None
-        qo_indptr = torch.from_numpy(np.concatenate(([0], np.cumsum(batch.extend_lens))).astype(np.int32))
+        qo_indptr = offsets(batch.extend_lens)
         last_page_len = torch.from_numpy(((lens - 1) % page_size + 1).astype(np.int32))
         for prefill in self._eager.values():
             prefill.plan(qo_indptr, kv_indptr, indices[:total], last_page_len, self._eager_pinned)
@@ -183,8 +176,7 @@ class FlashInferAttention(AttentionBackend):
 
     def _page_offsets(self, lens: Int32) -> torch.Tensor:
         """int32 [B + 1] on the host: offsets of each request's pages if it has `lens` keys."""
-        pages = -(-lens.astype(np.int64) // self._table.page_size)
-        return torch.from_numpy(np.concatenate(([0], np.cumsum(pages))).astype(np.int32))
+        return offsets(-(-lens.astype(np.int64) // self._table.page_size))
 
     def _most_pages(self, bounds: Int32) -> int:
         return -(-int(bounds.max()) // self._table.page_size)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -33,6 +34,11 @@ def check_version() -> None:
             f"Attention backend flashinfer needs {PACKAGE} {VERSION}; the installed one is {found}. Install it with pip install "
             f"{PACKAGE}=={VERSION}, or use another --attention-backend."
         )
+
+
+def offsets(counts: np.ndarray) -> torch.Tensor:
+    """int32 [B + 1] on the host: cumulative counts."""
+    return torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
-from runtime.layers.attention.flashinfer_adapter import check_version
+from runtime.layers.attention.flashinfer_adapter import check_version, offsets
 from runtime.layers.attention.kernels.flashinfer_plan import PageLists, gather_pages
 from runtime.layers.attention.latent_passes import LatentPasses
 from runtime.layers.forward_batch import ForwardBatch
@@ -80,7 +80,7 @@ class LatentFlashInfer(AttentionBackend):
         gather_pages(batch.page_rows, batch.seq_lens, self._table.pages, page_size, int(counts.max()), lists)
         kv, layer, lengths = self._layer.kv, self._layer, torch.from_numpy(lens.astype(np.int32))
         self._wrapper.plan(
-            _offsets(batch.extend_lens), _offsets(counts), indices, lengths, self._heads, kv.value_dim, kv.key_dim - kv.value_dim,
+            offsets(batch.extend_lens), offsets(counts), indices, lengths, self._heads, kv.value_dim, kv.key_dim - kv.value_dim,
             page_size, True, layer.scale, kv.dtype, kv.dtype,
         )  # fmt: skip
 
@@ -88,8 +88,3 @@ class LatentFlashInfer(AttentionBackend):
 def padded_heads(heads: int) -> int:
     """The number of heads to compute so that each tile has all heads of its tokens, or only heads of one token."""
     return 1 << (heads - 1).bit_length() if heads <= TILE_ROWS else -(-heads // TILE_ROWS) * TILE_ROWS
-
-
-def _offsets(counts: np.ndarray) -> torch.Tensor:
-    """int32 [B + 1] on the host: cumulative counts."""
-    return torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,17 +75,10 @@ class TorchNativeAttention(AttentionBackend):
                 positions = query_positions(batch.seq_lens[rows] + step * width, width)
                 segments.append(Segment(tokens, pages, num_keys, positions))
 
-    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Do nothing."""
-
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, key_dim] -> [T, H * value_dim]."""
         outs = [self._attend(q, layer, segment, batch) for segment in self._steps[batch.step]]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """An empty list: nothing is compiled."""
-        return []
 
     def _extend_segments(self, batch: ForwardBatch) -> list[Segment]:
         assert batch.extend_lens is not None

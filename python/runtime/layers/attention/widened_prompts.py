@@ -19,20 +19,18 @@ LEAST_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """Consecutive requests of a ragged pass whose keys fit the buffer together.
+    """Requests of a ragged pass that attend together: all, or consecutive ones whose converted keys fit the buffer together.
 
     Attributes:
-        keys: the location of its requests' 8-bit keys.
-        columns: pages per request in the buffer.
-        table: int32 [B, columns], the page table of the buffer.
+        keys: the location of their keys in the pool.
+        table: the page table that attention reads: the pool's int32 [rows, columns], or the buffer's int32 [B, columns].
         cu_seqlens_q: int32 [B + 1], from 0.
-        queries: its rows of the pass.
+        queries: their rows of the pass.
         max_queries: maximum queries of one request.
         metadata: FA3's tile schedules, int32, by window and whether the layer is causal.
     """
 
     keys: PagedKeys
-    columns: int
     table: torch.Tensor
     cu_seqlens_q: torch.Tensor
     queries: slice
@@ -73,7 +71,7 @@ class WidenedPrompts:
             table = torch.arange((end - first) * columns, dtype=torch.int32, device=rows.device).view(-1, columns)
             keys = PagedKeys(self._table.pages, rows[first:end], seq_lens[first:end], size)
             stop = start + sum(queries)
-            found.append(PromptGroup(keys, columns, table, bounds - bounds[:1], slice(start, stop), max(queries)))
+            found.append(PromptGroup(keys, table, bounds - bounds[:1], slice(start, stop), max(queries)))
             start = stop
         return found
 
@@ -81,6 +79,6 @@ class WidenedPrompts:
         """Convert keys and values of a layer; each [pages, page_size, G, D], addressed by `group.table`."""
         assert layer.kv_scales is not None, "an 8-bit cache has scales"
         at = layer.layer_id
-        widen_keys(self._pool.k[at], self._pool.v[at], group.keys, layer.kv_scales, group.columns, self._wide)
+        widen_keys(self._pool.k[at], self._pool.v[at], group.keys, layer.kv_scales, group.table.shape[1], self._wide)
         k, v = self._wide
         return k, v

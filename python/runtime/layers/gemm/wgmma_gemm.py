@@ -6,9 +6,9 @@ The kernel is `wgmma_gemm.cu`. It is compiled at start-up for the tilings that a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -98,7 +98,7 @@ class _Variant:
     def of(cls, rows: int, epilogue: Epilogue, out: torch.Tensor | None, dtype: torch.dtype, pdl: bool) -> _Variant:
         """The variant for a weight of `dtype`."""
         return cls(
-            rows, _store(epilogue, out, dtype), dtype, epilogue.bias is not None, pdl, epilogue.scale is not None,
+            rows, store_of(epilogue, out, dtype), dtype, epilogue.bias is not None, pdl, epilogue.scale is not None,
             epilogue.deferred is not None, epilogue.argmax is not None, out is not None,
         )  # fmt: skip
 
@@ -149,8 +149,8 @@ def wgmma_gemm(
     kernel(
         _blocks(config, -(-M // rows), -(-columns // boxes.outputs), kernel.clusters_at_once),
         (
-            _map(x.data_ptr(), M, K, x.dtype, loaded),
-            _map(weight.data_ptr(), N, K, weight.dtype, boxes.w_rows),
+            cuda_driver.tensor_map(x.data_ptr(), (K, M), x.dtype, (COLUMNS, loaded)),
+            cuda_driver.tensor_map(weight.data_ptr(), (K, N), weight.dtype, (COLUMNS, boxes.w_rows)),
             cuda_driver.pointer(out),
             cuda_driver.pointer(epilogue.argmax),
             cuda_driver.pointer(epilogue.bias),
@@ -166,11 +166,11 @@ def wgmma_gemm(
     return out
 
 
-def _store(epilogue: Epilogue, out: torch.Tensor | None, narrow: torch.dtype) -> Store:
-    """How to store `out`; `narrow` is the weight's dtype. Without `out`, the argmax is taken over float32."""
+def store_of(epilogue: Epilogue, out: torch.Tensor | None, narrow: torch.dtype) -> Store:
+    """How to store `out`; `narrow` is the dtype of 16-bit results. Without `out`, the argmax is taken over float32."""
     dtype = torch.float32 if out is None else out.dtype
-    possible = (narrow,) if epilogue.gated else (torch.float32,) if epilogue.add else (narrow, torch.float32)
-    assert dtype in possible, f"expected out of dtype {possible}; got {dtype}"
+    possible = (narrow,) if epilogue.gated else (torch.float32,) if epilogue.add else (torch.float32, narrow)
+    assert dtype in possible, f"expected a {' or '.join(str(each).removeprefix('torch.') for each in possible)} out; got {dtype}"
     return (
         "SILU" if epilogue.silu else "GELU" if epilogue.gelu else "ADD" if epilogue.add else "FLOAT" if dtype is torch.float32 else "NARROW"
     )
@@ -207,11 +207,6 @@ def _blocks(config: WgmmaConfig, m_tiles: int, n_tiles: int, clusters_at_once: i
     """Blocks of a launch: with split-K a cluster computes one group of tiles, otherwise several, one after another."""
     groups = -(-m_tiles // config.cluster_m) * n_tiles
     return (groups if config.split > 1 else min(groups, clusters_at_once)) * config.cluster
-
-
-@lru_cache(maxsize=1 << 14)
-def _map(address: int, rows: int, columns: int, dtype: torch.dtype, box_rows: int) -> Any:
-    return cuda_driver.tensor_map(address, (columns, rows), dtype, (COLUMNS, box_rows))
 
 
 @cache

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from runtime.config.device_tuning import DeviceTuning
 from runtime.config.kernel_configs import WideningConfig
 from runtime.layers.gemm.deferred_norm import norms_argument
 from runtime.layers.gemm.epilogue import NO_EPILOGUE, Epilogue
-from runtime.layers.gemm.wgmma_gemm import LOAD_REGISTERS, PARTS, Store, multiply_source
+from runtime.layers.gemm.wgmma_gemm import LOAD_REGISTERS, PARTS, Store, multiply_source, store_of
 from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.cuda_program import program
 from runtime.layers.kernels.scale_layout import scale_layout
@@ -155,15 +154,14 @@ def widening_gemm(
     assert out.data_ptr() % 16 == 0, "expected an out that is aligned to 16 bytes"
     bias, scale, deferred = epilogue.bias, epilogue.scale, epilogue.deferred
     columns, tokens, row_scales = epilogue.columns(N), _tokens(M), scale_layout(N, K, weight_scale)
-    variant = WideningVariant(
-        tokens, ring_stages(tokens, K, config.split), _store(epilogue, out), bias is not None, pdl, scale is not None, deferred is not None
-    )
+    stages, write = ring_stages(tokens, K, config.split), store_of(epilogue, out, x.dtype)
+    variant = WideningVariant(tokens, stages, write, bias is not None, pdl, scale is not None, deferred is not None)
     outputs = ROWS // 2 if variant.gated else ROWS
     _kernel(config, variant)(
         -(-M // variant.tokens) * -(-columns // outputs) * config.split,
         (
-            _map(x.data_ptr(), M, K, x.dtype, X_COLUMNS, variant.tokens),
-            _map(weight.data_ptr(), N, K, weight.dtype, DEPTH, outputs),
+            cuda_driver.tensor_map(x.data_ptr(), (K, M), x.dtype, (X_COLUMNS, variant.tokens)),
+            cuda_driver.tensor_map(weight.data_ptr(), (K, N), weight.dtype, (DEPTH, outputs)),
             _Scales(weight_scale.data_ptr(), *row_scales[:2], row_scales[2].bit_length() - 1),
             cuda_driver.pointer(out),
             cuda_driver.pointer(bias),
@@ -175,23 +173,6 @@ def widening_gemm(
         pdl,
     )
     return out
-
-
-def _store(epilogue: Epilogue, out: torch.Tensor) -> Store:
-    wide = out.dtype is torch.float32
-    assert wide or out.dtype is torch.bfloat16, f"expected a float32 or bfloat16 out; got {out.dtype}"
-    if epilogue.gated:
-        assert not wide, "a gate requires a bfloat16 out"
-        return "GELU" if epilogue.gelu else "SILU"
-    if epilogue.add:
-        assert wide, f"add requires a float32 out; got {out.dtype}"
-        return "ADD"
-    return "FLOAT" if wide else "NARROW"
-
-
-@lru_cache(maxsize=1 << 14)
-def _map(address: int, rows: int, columns: int, dtype: torch.dtype, box_columns: int, box_rows: int) -> Any:
-    return cuda_driver.tensor_map(address, (columns, rows), dtype, (box_columns, box_rows))
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -113,10 +113,10 @@ def compile_kernel(source: str, name: str, *, threads: int, cluster: int, shared
 
 
 @once
-def compile_program(source: str, architecture: str = "sm_90a") -> bytes:
+def compile_program(source: str) -> bytes:
     """The machine code (cubin) of a CUDA C++ program: from the cache on disk, or compiled and stored there; needs no GPU."""
     # Lambdas with a parameter `auto` have no execution space specifier.
-    options = f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"--device-as-default-execution-space"
+    options = b"--gpu-architecture=sm_90a", b"--std=c++17", b"--device-as-default-execution-space"
     text, code_cache = source.encode(), _code_cache()
     if code_cache is None:
         return _run_nvrtc(text, options)
@@ -155,6 +155,7 @@ def _run_nvrtc(source: bytes, options: tuple[bytes, ...]) -> bytes:
         check(nvrtc.nvrtcDestroyProgram(program))
 
 
+@lru_cache(maxsize=1 << 15)
 def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]) -> Any:
     """A TMA descriptor of a contiguous tensor; elements outside it read as zero. Boxes with rows of 64 or 128 bytes are swizzled.
 

@@ -28,11 +28,11 @@ __device__ __forceinline__ u32 exchange_number(const u32* state) {
     return number;
 }
 
-// Count this exchange once all blocks are done with it. state: [exchanges so far, blocks that are done].
+// Count this exchange once all blocks are done with it: their threads have read their packets, so no fence is needed.
+// state: [exchanges so far, blocks that are done].
 __device__ __forceinline__ void end(u32* state, u32 number) {
     __syncthreads();
     if (threadIdx.x != 0) return;
-    __threadfence();
     if (atomicAdd(state + 1, 1u) == gridDim.x - 1) {
         state[1] = 0;
         state[0] = number == LAST ? 1u : number + 1;
@@ -47,15 +47,22 @@ __device__ __forceinline__ void send(u64 to, u32 a, u32 b, u32 flag) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(flag), "r"(b), "r"(flag) : "memory");
 }
 
-__device__ __forceinline__ void receive(u64 from, u32 flag, u32& a, u32& b) {
-    u32 first, second, spins = 0;
+// Wait for COUNT packets. All of them are loaded before a flag is read, so that this takes the time of one load if they have arrived.
+template <int COUNT> __device__ __forceinline__ void receive(const u64 (&from)[COUNT], u32 flag, u32 (&a)[COUNT], u32 (&b)[COUNT]) {
+    u32 spins = 0;
     u64 start = 0;
     while (true) {
-        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(a), "=r"(first), "=r"(b), "=r"(second)
-                     : "l"(from)
-                     : "memory");
-        if (first == flag && second == flag) return;
+        u32 first[COUNT], second[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(a[i]), "=r"(first[i]), "=r"(b[i]), "=r"(second[i])
+                         : "l"(from[i])
+                         : "memory");
+        bool arrived = true;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) arrived = arrived && first[i] == flag && second[i] == flag;
+        if (arrived) return;
         if (++spins % 65536 == 0) {
             u64 now;
             asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
@@ -65,12 +72,26 @@ __device__ __forceinline__ void receive(u64 from, u32 flag, u32& a, u32& b) {
     }
 }
 
+// The i-th of the other ranks, from 0 on, counting up from RANK, and its inverse.
+__device__ __forceinline__ constexpr int other(int i) { return (RANK + 1 + i) % SIZE; }
+__device__ __forceinline__ constexpr int index_of(int rank) { return (rank - RANK - 1 + SIZE) % SIZE; }
+
 __device__ __forceinline__ void widen(u32 pair, float& low, float& high) {
 #if BFLOAT16
     low = __uint_as_float(pair << 16);
     high = __uint_as_float(pair & 0xffff0000u);
 #else
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(pair));
+#endif
+}
+
+__device__ __forceinline__ u32 narrow(float low, float high) {
+#if BFLOAT16
+    return to_bf16x2(low, high);
+#else
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
 #endif
 }
 
@@ -97,23 +118,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
     if (vector * 8 < columns) {
         const u64 at = (u64)row * (columns / 8) + vector;
         const uint4 own = x[at];
+        u64 from[2 * (SIZE - 1)];
 #pragma unroll
-        for (int i = 1; i < SIZE; i++) {
-            const u64 to = place(ranks, (RANK + i) % SIZE, RANK, number, 2 * at);
+        for (int i = 0; i < SIZE - 1; i++) {
+            const u64 to = place(ranks, other(i), RANK, number, 2 * at);
             send(to, own.x, own.y, flag);
             send(to + 16, own.z, own.w, flag);
+            from[2 * i] = place(ranks, RANK, other(i), number, 2 * at);
+            from[2 * i + 1] = from[2 * i] + 16;
         }
         float4 first = h[2 * at], second = h[2 * at + 1];
         float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        u32 a[2 * (SIZE - 1)], b[2 * (SIZE - 1)];
+        receive(from, flag, a, b);
 #pragma unroll
         for (int rank = 0; rank < SIZE; rank++) {
-            u32 a = own.x, b = own.y, c = own.z, d = own.w;
-            if (rank != RANK) {
-                const u64 from = place(ranks, RANK, rank, number, 2 * at);
-                receive(from, flag, a, b);
-                receive(from + 16, flag, c, d);
-            }
-            add(sums, a, b, c, d);
+            const int i = 2 * index_of(rank);
+            if (rank == RANK) add(sums, own.x, own.y, own.z, own.w);
+            else add(sums, a[i], b[i], a[i + 1], b[i + 1]);
         }
         first.x += sums[0], first.y += sums[1], first.z += sums[2], first.w += sums[3];
         second.x += sums[4], second.y += sums[5], second.z += sums[6], second.w += sums[7];
@@ -149,6 +171,82 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
     end(state, number);
 }
 
+__device__ __forceinline__ float sum_of_squares(uint4 v) {
+    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float low, high;
+        widen(pairs[i], low, high);
+        sum += low * low + high * high;
+    }
+    return sum;
+}
+
+// RMS norms of the queries and of the keys of each row over all ranks, in place. A row has q_vectors vectors of 8 queries, k_vectors of keys, and
+// others. A block computes one row. q_share and k_share: 1 / the columns of all ranks, by which the sums of squares become mean squares.
+extern "C" __global__ void __launch_bounds__(THREADS) norm_rows(
+    Ranks ranks, u32* state, uint4* rows, const uint4* q_gain, const uint4* k_gain, int vectors, int q_vectors, int k_vectors, float q_share,
+    float k_share, float eps
+) {
+    begin();
+    const u32 number = exchange_number(state), flag = number + 1;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint4* row = rows + (u64)blockIdx.x * vectors;
+    float q = 0.0f, k = 0.0f;
+    for (int i = threadIdx.x; i < q_vectors + k_vectors; i += THREADS) {
+        const float sum = sum_of_squares(row[i]);
+        if (i < q_vectors) q += sum;
+        else k += sum;
+    }
+    __shared__ float2 of_warp[THREADS / 32], scales;
+    q = sum_of_lanes<32>(q);
+    k = sum_of_lanes<32>(k);
+    if (lane == 0) of_warp[warp] = make_float2(q, k);
+    __syncthreads();
+    if (warp == 0) {
+        q = k = 0.0f;
+#pragma unroll
+        for (int i = 0; i < THREADS / 32; i++) q += of_warp[i].x, k += of_warp[i].y;
+        u32 a = __float_as_uint(q * q_share), b = __float_as_uint(k * k_share);
+        // Lane i exchanges with rank i. All ranks add in the same order, so they get the same bits.
+        u64 to = 0;
+#pragma unroll
+        for (int rank = 0; rank < SIZE; rank++)
+            if (lane == rank && rank != RANK) to = place(ranks, rank, RANK, number, blockIdx.x);
+        if (to) {
+            send(to, a, b, flag);
+            const u64 from[1] = {place(ranks, RANK, lane, number, blockIdx.x)};
+            u32 x[1], y[1];
+            receive(from, flag, x, y);
+            a = x[0], b = y[0];
+        }
+        q = k = eps;
+#pragma unroll
+        for (int rank = 0; rank < SIZE; rank++) {
+            q += __uint_as_float(__shfl_sync(0xffffffffu, a, rank));
+            k += __uint_as_float(__shfl_sync(0xffffffffu, b, rank));
+        }
+        if (lane == 0) scales = make_float2(1.0f / sqrtf(q), 1.0f / sqrtf(k));
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < q_vectors + k_vectors; i += THREADS) {
+        const float scale = i < q_vectors ? scales.x : scales.y;
+        const uint4 v = row[i], g = i < q_vectors ? q_gain[i] : k_gain[i - q_vectors];
+        const u32 values[4] = {v.x, v.y, v.z, v.w}, gains[4] = {g.x, g.y, g.z, g.w};
+        u32 out[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float low, high, low_gain, high_gain;
+            widen(values[j], low, high);
+            widen(gains[j], low_gain, high_gain);
+            out[j] = narrow(low * scale * low_gain, high * scale * high_gain);
+        }
+        row[i] = make_uint4(out[0], out[1], out[2], out[3]);
+    }
+    end(state, number);
+}
+
 // The argmax of each row over all ranks. Each rank sends its local argmax: the value logits[i, ids[i]] and the token ids[i] + first. If
 // values are equal, the lowest rank wins; the first NaN wins over all numbers. With `hash`, *differs is set to 1 if another rank's
 // hash differs.
@@ -169,14 +267,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) largest(
             own_value = (u32)*hash;
             own_token = (u32)(*hash >> 32);
         }
+        u64 from[SIZE - 1];
 #pragma unroll
-        for (int j = 1; j < SIZE; j++) send(place(ranks, (RANK + j) % SIZE, RANK, number, i), own_value, own_token, flag);
+        for (int j = 0; j < SIZE - 1; j++) {
+            send(place(ranks, other(j), RANK, number, i), own_value, own_token, flag);
+            from[j] = place(ranks, RANK, other(j), number, i);
+        }
+        u32 values[SIZE - 1], sent[SIZE - 1];
+        receive(from, flag, values, sent);
         float best = 0.0f;
         u32 chosen = 0;
 #pragma unroll
         for (int rank = 0; rank < SIZE; rank++) {
-            u32 value = own_value, token = own_token;
-            if (rank != RANK) receive(place(ranks, RANK, rank, number, i), flag, value, token);
+            const u32 value = rank == RANK ? own_value : values[index_of(rank)], token = rank == RANK ? own_token : sent[index_of(rank)];
             if (i == count) {
                 if (value != own_value || token != own_token) *differs = 1;
                 continue;

@@ -23,6 +23,8 @@ PACKET = 16
 """Bytes of a packet, half of which are flags."""
 MOST_BYTES = 2 << 20
 """Maximum bytes of an array: 128 rows of 8,192 16-bit values."""
+MOST_NORMED = 1024
+"""Maximum rows of `norm_rows`, which has one block per row; all of these run at once."""
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
@@ -76,6 +78,7 @@ class PushExchange:
         for dtype in (torch.bfloat16, torch.float16):
             for defer in (False, True):
                 self._kernel("reduce_add", dtype is torch.bfloat16, defer)
+            self._kernel("norm_rows", dtype is torch.bfloat16)
         self._kernel("largest")
         self._kernel("commit")
 
@@ -109,6 +112,27 @@ class PushExchange:
             (self._ranks, *map(cuda_driver.pointer, (self._state, *tensors)), cuda_driver.int32(columns), cuda_driver.int32(chunks)),
             self._pdl,
         )
+
+    def norm_rows(self, rows: torch.Tensor, gains: tuple[torch.Tensor, torch.Tensor], columns: tuple[int, int], eps: float) -> bool:
+        """RMS norms of the first len(gains[0]) columns of each row, and of the following len(gains[1]), over all ranks, in place.
+
+        Args:
+            rows: [T, own columns].
+            gains: this rank's weights of both norms.
+            columns: columns of each norm on all ranks together, by which the sums of squares are divided.
+
+        Returns:
+            False, and nothing is done, if the kernel does not support these rows; the same on every rank.
+        """
+        (T, width), (q, k) = rows.shape, map(len, gains)
+        narrow = rows.dtype in (torch.bfloat16, torch.float16) and rows.is_contiguous()
+        if not narrow or any(each % VALUES for each in (width, q, k)) or not 0 < T <= MOST_NORMED or self.limit == 0:
+            return False
+        pointers = map(cuda_driver.pointer, (self._state, rows, *gains))
+        vectors = map(cuda_driver.int32, (width // VALUES, q // VALUES, k // VALUES))
+        numbers = map(ctypes.c_float, (1 / columns[0], 1 / columns[1], eps))
+        self._kernel("norm_rows", rows.dtype is torch.bfloat16)(T, (self._ranks, *pointers, *vectors, *numbers), self._pdl)
+        return True
 
     def largest(
         self,

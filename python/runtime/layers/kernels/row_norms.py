@@ -1,4 +1,7 @@
-"""Norms of whole query and key rows as two Triton kernels, between which ranks all-reduce the squares."""
+"""Norms of whole query and key rows: one exchange kernel for few rows of several ranks, else two Triton kernels.
+
+Ranks all-reduce the squares between the two.
+"""
 
 # pyright: reportIndexIssue=false
 # A kernel is launched as kernel[grid](...), which only Triton's own types explain.
@@ -19,12 +22,14 @@ def norm_rows(qkv: torch.Tensor, norms: RowNorms, *, pdl: bool = False) -> torch
     `pdl` as in `triton_gemm`; an all-reduce does not trigger launches early.
     """
     T, columns = qkv.shape
-    q_own, k_own = len(norms.q_weight), len(norms.k_weight)
+    q_own, k_own, fused = len(norms.q_weight), len(norms.k_weight), norms.group.fused
+    if fused is not None and fused.norm_rows(qkv, (norms.q_weight, norms.k_weight), norms.columns, norms.eps):
+        return qkv
     squares = torch.empty((T, 2), dtype=torch.float32, device=qkv.device)
     early = pdl and norms.group.size == 1
     sizes = dict(Q_BLOCK=triton.next_power_of_2(q_own), K_BLOCK=triton.next_power_of_2(k_own))
     _squares_kernel[(T,)](
-        qkv, squares, columns, q_own, k_own, norms.q_width, norms.k_width * norms.key_copies, **sizes, PDL=early, num_warps=4,
+        qkv, squares, columns, q_own, k_own, *norms.columns, **sizes, PDL=early, num_warps=4,
         **launch_options(early),
     )  # fmt: skip
     _scale_kernel[(T,)](

@@ -6,7 +6,6 @@ import faulthandler
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -18,15 +17,18 @@ PERIOD = 0.5
 class HeartbeatThread:
     """Calls `beat` every half second on a thread, so one long step does not look like a dead process.
 
+    It counts periods instead of reading a clock, so that a suspended machine causes no false alarm.
+
     Args:
         beat: sends one heartbeat; must be safe to call from another thread.
-        moved_at: returns when the loop last began an iteration, in `time.monotonic` seconds.
+        iteration: returns the number of iterations that the loop has begun.
         stall: seconds without progress after which the stacks are written to stderr and the heartbeat pauses.
     """
 
-    def __init__(self, beat: Callable[[], None], moved_at: Callable[[], float], stall: float) -> None:
+    def __init__(self, beat: Callable[[], None], iteration: Callable[[], int], stall: float) -> None:
         self._beat = beat
-        self._moved_at = moved_at
+        self._iteration = iteration
+        self._seen, self._still = -1, 0.0
         self._stall = stall
         self._stalled = False
         self._done = threading.Event()
@@ -48,10 +50,11 @@ class HeartbeatThread:
                 return
 
     def _is_stalled(self) -> bool:
-        still = time.monotonic() - self._moved_at()
-        stalled = still > self._stall
+        seen, self._seen = self._seen, self._iteration()
+        self._still = self._still + PERIOD if seen == self._seen else 0.0
+        stalled = self._still > self._stall
         if stalled and not self._stalled:
-            log.error("no progress for %.0f s (--watchdog-timeout %.0f); the heartbeat stops", still, self._stall)
+            log.error("no progress for %.0f s (--watchdog-timeout %.0f); the heartbeat stops", self._still, self._stall)
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
         self._stalled = stalled
         return stalled

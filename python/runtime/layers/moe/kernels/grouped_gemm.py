@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -148,8 +147,8 @@ def _grouped(
     kernel(
         min(items, kernel.clusters_at_once) * config.cluster,
         (
-            cuda_driver.pointer(x) if gated else _map(x.data_ptr(), len(x), K, x.dtype, (depth, config.rows)),
-            _map(weights.weight.data_ptr(), E * N, K, weights.weight.dtype, (depth, tile // 2)),
+            cuda_driver.pointer(x) if gated else cuda_driver.tensor_map(x.data_ptr(), (K, len(x)), x.dtype, (depth, config.rows)),
+            cuda_driver.tensor_map(weights.weight.data_ptr(), (K, E * N), weights.weight.dtype, (depth, tile // 2)),
             aligned.argument,
             _Scales(
                 *(None if t is None else t.data_ptr() for t in (weights.scale, x_scale, out_scale)),
@@ -170,11 +169,6 @@ class _Scales(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weights", "rows", "out")),
         *((name, ctypes.c_int) for name in ("scale_rows", "scale_columns", "places")),
     )
-
-
-@lru_cache(maxsize=1 << 12)
-def _map(address: int, rows: int, columns: int, dtype: torch.dtype, box: tuple[int, int]) -> Any:
-    return cuda_driver.tensor_map(address, (columns, rows), dtype, box)
 
 
 @cache

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -211,7 +211,6 @@ def _scales(weights: ExpertWeights) -> _Scales:
     return _Scales(weights.scale.data_ptr(), expert_scales, row_scales, rows.bit_length() - 1, columns.bit_length() - 1)
 
 
-@lru_cache(maxsize=1 << 12)
 def _map(address: int, rows: int, row_bytes: int, kind: WeightFormat) -> Any:
     """The TMA map of weights. For MXFP4 a row of the map is eight weight rows, which are stored together, in elements of eight bytes."""
     strip, dtype = (ROWS, torch.int64) if kind == "mxfp4" else (1, torch.uint8)

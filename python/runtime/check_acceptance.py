@@ -57,7 +57,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare and print the table. Exit status: 0 where nothing differs, 1 where something does, 2 for wrong flags."""
+    """Compare and print the table. Exit status: 0 where nothing differs, 1 where something does, 2 for wrong flags, 130 on Ctrl-C."""
     try:
         options, rest = read_options(sys.argv[1:] if argv is None else argv)
         args = parse_shared(rest)
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = tokenised(tokenizer, read_prompts(options.prompts, options.num_prompts))
         prompts = fit(prompts, config, model_config.vocab_size, options.max_new_tokens)
         return compare(config, model_config, prompts, options.max_new_tokens)
-    except ServingError as error:
+    except (ServingError, KeyboardInterrupt) as error:
         return report(error)
 
 

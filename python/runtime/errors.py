@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 
 MAX_SHOWN = 60
-FAILED, BAD_USE = 1, 2
-"""Exit statuses of a command: after a failure, and for a mistake in the flags or the model."""
+FAILED, BAD_USE, INTERRUPTED = 1, 2, 130
+"""Exit statuses of a command: after a failure, for a mistake in the flags or the model, and after Ctrl-C."""
 
 
 class ServingError(Exception):
@@ -372,8 +372,10 @@ class ConfigError(ServingError):
     kind = "config_error"
 
 
-def report(error: ServingError, line: Callable[[str], str] = str) -> int:
-    """Print the line with which a command ends, in the form that `line` gives it; returns its exit status."""
+def report(error: ServingError | KeyboardInterrupt, line: Callable[[str], str] = str) -> int:
+    """Print the line with which a command ends, in the form that `line` gives it; returns its exit status. Ctrl-C needs no line."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     print(line(f"talon: {error}"), file=sys.stderr)
     return BAD_USE if isinstance(error, ConfigError) else FAILED
 

@@ -52,7 +52,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and save. Exit status: 0, 1 where the engine failed, 2 for wrong flags."""
+    """Measure and save. Exit status: 0, 1 where the engine failed, 2 for wrong flags, 130 on Ctrl-C."""
     try:
         options, rest = read_options(sys.argv[1:] if argv is None else argv)
         args, prompts = parse_shared(rest), read_prompts(options.prompts)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         counted = [answer for i, answer in enumerate(answers) if i % HELD_OUT or not held_out]
         hot = hottest(Counter(itertools.chain.from_iterable(counted)), options.size, model.eos_ids)
         save(hot, options.output)
-    except ServingError as error:
+    except (ServingError, KeyboardInterrupt) as error:
         return report(error)
     print(f"{options.output}: {len(hot)} of {model.vocab_size} tokens, from {sum(map(len, counted))} in {len(counted)} answers")
     if held_out:

@@ -87,14 +87,14 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and save. Exit status: 0, 1 where the model failed, 2 for wrong flags."""
+    """Measure, print and save. Exit status: 0, 1 where the model failed, 2 for wrong flags, 130 on Ctrl-C."""
     try:
         options, rest = read_options(sys.argv[1:] if argv is None else argv)
         args = parse_shared(rest)
         logging_setup.setup("warning" if args.log_level == "info" else args.log_level, "talon::tune")
         tuning = tune(options, args)
         write_tuning(tuning, options.output)
-    except ServingError as error:
+    except (ServingError, KeyboardInterrupt) as error:
         return report(error)
     shape = f"{tuning.num_steps}/{tuning.topk}/{tuning.num_draft_tokens}"
     print(f"chosen: {shape} (steps, topk, draft tokens); {tuning.lines()}; measured in {tuning.measurement.seconds:.1f} s")

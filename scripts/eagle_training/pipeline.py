@@ -129,9 +129,15 @@ class Notes:
 
 
 def run(plan: Plan, phases: Sequence[str]) -> None:
-    """Run those of generate, train and evaluate that are in `phases`, in this order. Raises `ConfigError` if no server can run the head."""
+    """Run those of generate, train and evaluate that are in `phases`, in this order.
+
+    Raises:
+        ConfigError: no server can run the head, or the folder has another model's head, whose text would be trained on.
+    """
     check_head(plan)
     notes = Notes(plan.output)
+    if (model := notes.all.get("model", plan.source.served_name)) != plan.source.served_name:
+        raise ConfigError(f"--output {plan.output} has a head of {model}, not of {plan.source.served_name}. Name another folder.")
     notes.put("model", plan.source.served_name)
     steps: dict[str, Callable[[Plan, Notes], None]] = {"generate": generate, "train": train, "evaluate": evaluate}
     for name, step in steps.items():

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from runtime import hot_tokens
+from runtime import check_acceptance, hot_tokens, tune
 from runtime.config.flag_parser import parse
-from runtime.errors import BAD_USE
+from runtime.errors import BAD_USE, INTERRUPTED
 from runtime.hot_tokens import covered, engine_options, hottest, save
 from runtime.models.token_map import load_token_map
 
@@ -59,6 +59,19 @@ def test_flags_are_checked_before_the_engine_starts(
     monkeypatch.delattr(hot_tokens, "Engine")
     assert hot_tokens.main(["--output", str(tmp_path / "map.pt"), *argv]) == BAD_USE
     assert argv[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [hot_tokens, tune, check_acceptance])
+def test_ctrl_c_ends_a_command_without_a_traceback(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "parse_shared", interrupt)
+    assert command.main([]) == INTERRUPTED
+    assert capsys.readouterr().err == ""
 
 
 class Fake:

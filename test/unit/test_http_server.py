@@ -457,6 +457,34 @@ def test_a_connection_without_complete_headers_is_closed(monkeypatch: pytest.Mon
     run(check())
 
 
+@pytest.mark.parametrize("timer", ["_expire", "timeout_keep_alive_handler"])
+def test_a_timer_before_the_read_resets_no_connection(timer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a pause of the process: the request has arrived, and the timer of the idle connection runs first."""
+    monkeypatch.setattr(connection, "LAST_READ_SECONDS", 0.3, raising=False)
+    made: list[connection.BoundedConnection] = []
+    begin = connection.BoundedConnection.connection_made
+
+    def remember(self: connection.BoundedConnection, transport: asyncio.Transport) -> None:
+        begin(self, transport)
+        made.append(self)
+
+    monkeypatch.setattr(connection.BoundedConnection, "connection_made", remember)
+
+    async def check() -> None:
+        async with front() as f:
+            sock = socket.create_connection(("127.0.0.1", f.port))
+            reader, writer = await asyncio.open_connection(sock=sock)
+            await until(lambda: len(made) == 1)
+            sock.send(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")  # at once, unlike `writer`
+            getattr(made[0], timer)()
+            assert await asyncio.wait_for(reader.readuntil(b'{"status":"ok"}'), 3)
+            getattr(made[0], timer)()
+            assert await asyncio.wait_for(reader.read(), 3) == b"", "an idle connection is closed"
+            writer.close()
+
+    run(check())
+
+
 def test_nagles_algorithm_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     options: list[int] = []
     take = connection.BoundedConnection.data_received

@@ -520,6 +520,15 @@ def test_layers_that_a_head_cannot_name_are_refused(tmp_path: Path) -> None:
         train_eagle.main(["--model-path", str(tmp_path), "--output", str(tmp_path / "head"), "--aux-layers", "1", "2", "3"])
 
 
+def test_the_folder_of_another_models_head_is_refused(tmp_path: Path) -> None:
+    Checkpoint("qwen3", tmp_path / "target")
+    write_small_tokenizer(tmp_path / "target")
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "run.json").write_text('{"model": "another"}')
+    with pytest.raises(SystemExit, match="has a head of another, not of target"):
+        train_eagle.main(["--model-path", str(tmp_path / "target"), "--output", str(tmp_path / "head"), "--phases", "train"])
+
+
 def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path, target: FrozenTarget) -> None:
     whole = make_trainer(target, tmp_path / "whole", 12)
     whole.run()

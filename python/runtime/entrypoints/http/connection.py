@@ -29,6 +29,10 @@ UVICORN = ((0, 34), (0, 54))
 """The first and the last tested version."""
 HEADER_SECONDS = 10.0
 """Time limit from the start of the connection, or from the end of the last answer, to the end of the next headers."""
+LAST_READ_SECONDS = 1.0
+"""How long an idle connection stays open after its time limit. When a process that was paused (SIGSTOP, a frozen container) continues, its
+timers run before it reads the requests that have arrived meanwhile, and closing a connection with unread data resets it.
+"""
 WRITE_SECONDS = 30.0
 READ_BYTES = 16 * 1024
 """While its buffer is full, a client must read this much in each `WRITE_SECONDS`."""
@@ -119,6 +123,13 @@ class BoundedConnection(H11Protocol):
             self._deadline = None
 
     def _expire(self) -> None:
+        self._deadline = self.loop.call_later(LAST_READ_SECONDS, self._close_if_idle)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the connection unless its next request begins to arrive; data cancels the timer."""
+        self.timeout_keep_alive_task = self.loop.call_later(LAST_READ_SECONDS, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
         self._deadline = None
         if self.idle and not self.transport.is_closing():
             self.transport.close()

@@ -181,7 +181,8 @@ class ScheduleBatch:
         defers_first_drafts: whether drafts are not expected to follow these prompts, so that the draft computes the first ones only when
             they are needed; chosen by `Worker.submit`.
         sample: the eager sample of this step; chosen by `Worker.submit`.
-        sections: the part of each attention group, if there are several; all other fields but `step`, `depth` and `sample` are then empty.
+        sections: the part of each attention group, if there are several; all fields but `step` and those that `Worker.submit` chooses are
+            then empty.
         pad_decodes, pad_tokens: decode rows and prompt tokens of the largest section, to which this one is padded; 0 for one group.
         pad_kv: the largest sum of decode-row `len_bounds` over all sections; 0 for one group.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import runtime
 from eagle_training.conversations import loop_period
 from runtime import Engine
-from runtime.model_executor.acceptance import AcceptanceCounters
+from runtime.model_executor.acceptance import AcceptanceCounters, total
 from runtime.text.tokenizer import Tokenizer
 
 ASSETS = Path(runtime.__file__).parent / "assets"
@@ -99,16 +99,16 @@ def _measure_set(engine: Engine, tokenizer: Tokenizer, prompts: PromptSet, steps
     counted = [count_drafts([output], steps) for output in outputs]
     loops = [loop_period(output["output_ids"])[0] > 0 for output in outputs]
     kinds = {
-        kind: round(_total(steps, [c for c, k in zip(counted, prompts.kinds, strict=True) if k == kind]).mean_accept_len, 3)
+        kind: round(total(steps, [c for c, k in zip(counted, prompts.kinds, strict=True) if k == kind]).mean_accept_len, 3)
         for kind in dict.fromkeys(prompts.kinds)
     }
     return {
         "set": prompts.name,
         "prompts": len(ids),
         "tokens": sum(len(output["output_ids"]) for output in outputs),
-        **msgspec.to_builtins(_total(steps, counted).stats()),
+        **msgspec.to_builtins(total(steps, counted).stats()),
         "looping_answers": sum(loops),
-        "accept_length_without_loops": _total(steps, [c for c, loop in zip(counted, loops, strict=True) if not loop]).mean_accept_len,
+        "accept_length_without_loops": total(steps, [c for c, loop in zip(counted, loops, strict=True) if not loop]).mean_accept_len,
         "accept_length_by_kind": kinds,
     }
 
@@ -157,11 +157,3 @@ def kinds_tables(rows: Sequence[Mapping[str, Any]]) -> str:
             lines.append("| " + " | ".join([kind, *(f"{value:.2f}" for value in values)]) + " |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
-
-
-def _total(num_steps: int, counters: Iterable[AcceptanceCounters]) -> AcceptanceCounters:
-    """The sum of counters that all have K = `num_steps`."""
-    found = AcceptanceCounters(num_steps)
-    for each in counters:
-        found.merge(each)
-    return found

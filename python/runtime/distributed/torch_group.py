@@ -13,14 +13,13 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from runtime.distributed.parallel_group import ALONE, FusedExchange, ParallelGroup, Shard, split_ranks
+from runtime.distributed.rank_watch import PERIOD
 from runtime.distributed.rendezvous import Rendezvous
 from runtime.errors import ConfigError
 
 T = TypeVar("T")
 EXCHANGE_SECONDS = 6.0
 """How long a rank waits for the others within a step. They do equal work, so they arrive at almost the same time."""
-PERIOD = timedelta(seconds=0.5)
-"""Counting periods instead of reading a clock tolerates a suspended machine."""
 LONGEST_PAUSE = 86400.0
 """Seconds after which gloo itself, which reads a clock, ends an exchange."""
 
@@ -92,12 +91,16 @@ class TorchGroup:
         return self.all_reduce(x).chunk(self.size)[self.rank]
 
     def _await(self, exchange: dist.Work | None) -> None:
-        """Wait for an exchange. Raises `RuntimeError` if another rank is gone or does not take part."""
+        """Wait for an exchange, in periods, which tolerates a suspended machine.
+
+        Raises:
+            RuntimeError: another rank is gone or does not take part.
+        """
         assert exchange is not None, "this rank is a member of its own group"
         started = time.perf_counter()
-        for _ in range(round(EXCHANGE_SECONDS / PERIOD.total_seconds())):
+        for _ in range(round(EXCHANGE_SECONDS / PERIOD)):
             with contextlib.suppress(RuntimeError):
-                exchange.wait(PERIOD)
+                exchange.wait(timedelta(seconds=PERIOD))
             if exchange.is_completed():
                 exchange.wait()  # raises the error of one that failed
                 self.exchange_seconds += time.perf_counter() - started

@@ -137,9 +137,6 @@ class Runtime:
         for child in self._children:
             child.kill()
         self._children = []
-        if self._ray is not None:
-            self._ray.release()
-            self._ray = None
         for end in (self._inbox, self._outbox):
             if end is not None:
                 end.close()
@@ -149,6 +146,9 @@ class Runtime:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+        if self._ray is not None:  # last, because it may take seconds
+            self._ray.release()
+            self._ray = None
 
     async def _start_ranks(self, config: ChildConfig) -> list[Child]:
         """Start the scheduler, and a worker for every other rank of the model."""

@@ -60,25 +60,23 @@ STEPS: dict[WeightFormat, tuple[StepConfig, ...]] = {
 }  # fmt: skip
 GROUPED: dict[WeightFormat, tuple[GroupedConfig, ...]] = {
     "dense": tuple(
-        GroupedConfig(*config, tma=tma)
+        GroupedConfig(*config)
         for config in (
             (16, 64, 128, 4, 4), (16, 128, 128, 4, 3), (32, 128, 64, 4, 4), (64, 128, 64, 8, 4, 4), (64, 256, 64, 8, 4, 4),
             (128, 128, 64, 8, 4, 8), (128, 128, 64, 4, 3, 4), (128, 256, 64, 8, 3, 4), (128, 256, 64, 8, 4, 8), (256, 128, 64, 8, 3, 4),
             (64, 256, 64, 4, 4, 8), (64, 256, 64, 8, 4, 16), (128, 256, 64, 8, 4, 16), (128, 128, 128, 8, 3, 8),
         )
-        for tma in (False, True)
     ),
     "fp8": (
         *(GroupedConfig(*config) for config in ((16, 64, 128, 4, 4), (16, 128, 128, 8, 4))),
         *(
-            GroupedConfig(*config, fp8_rows=True, tma=tma)
+            GroupedConfig(*config, fp8_rows=True)
             for config in (
                 (16, 64, 128, 4, 4), (16, 128, 128, 4, 4), (32, 128, 128, 4, 4), (64, 128, 128, 4, 4, 4), (64, 128, 128, 8, 4, 4),
                 (128, 64, 128, 4, 4, 4), (128, 128, 128, 8, 4, 4), (128, 128, 128, 8, 3, 8),
                 (64, 256, 128, 8, 3, 4), (256, 64, 128, 8, 3, 4), (128, 128, 128, 8, 3, 16), (128, 256, 128, 16, 3, 8),
                 (256, 128, 128, 16, 3, 4),
             )
-            for tma in (False, True)
         ),
     ),
     "mxfp4": tuple(

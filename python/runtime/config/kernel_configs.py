@@ -182,7 +182,6 @@ class GroupedConfig:
     Attributes:
         tiles_together: number of tiles of pairs whose programs are adjacent for the same weight rows.
         fp8_rows: multiply e4m3 by e4m3 if the weights allow it.
-        tma: weights that need no conversion are loaded by TMA descriptors (Hopper) instead of the threads' own loads.
     """
 
     rows: int
@@ -192,13 +191,10 @@ class GroupedConfig:
     stages: int
     tiles_together: int = 1
     fp8_rows: bool = False
-    tma: bool = False
 
     def __str__(self) -> str:
-        marks = f"{' fp8 rows' if self.fp8_rows else ''}{' tma' if self.tma else ''}"
-        return (
-            f"{self.rows}x{self.block_n}x{self.block_k} warps {self.num_warps} stages {self.stages} together {self.tiles_together}{marks}"
-        )
+        tile, mark = f"{self.rows}x{self.block_n}x{self.block_k}", " fp8 rows" if self.fp8_rows else ""
+        return f"{tile} warps {self.num_warps} stages {self.stages} together {self.tiles_together}{mark}"
 
 
 @dataclass(frozen=True, slots=True)

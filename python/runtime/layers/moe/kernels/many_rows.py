@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from runtime.config.kernel_configs import GroupedConfig
 from runtime.layers.gemm.quantized_rows import quantize_rows
@@ -96,23 +95,15 @@ def _grouped(
     aligned: Aligned, act: GatedAct, config: GroupedConfig, top_k: int, *, gated: bool, pdl: bool,
 ) -> None:  # fmt: skip
     """Launch one grouped GEMM. With `gated`, x has a row per token and `out` is gated; otherwise both have a row per pair."""
-    E, N, K = weights.shape
-    columns = out.shape[1]
+    (_, N, K), columns = weights.shape, out.shape[1]
     outputs = config.block_n // 2 if gated else config.block_n
     block_k = config.block_k
     if weights.format == "fp8":
         block_k = min(block_k, weights.scale_layout[3])
-    narrow = weights.format == "dense" or x_scale is not None
-    tiles = weights.weight
-    if config.tma and narrow and gated:
-        tiles = TensorDescriptor(weights.weight, [E, 2, columns, K], [N * K, columns * K, K, 1], [1, 2, outputs, block_k])
-    elif config.tma and narrow:
-        tiles = TensorDescriptor(weights.weight, [E, N, K], [N * K, K, 1], [1, outputs, block_k])
     _grouped_kernel[(aligned.tiles * triton.cdiv(columns, outputs),)](
-        x, x_scale, tiles, weights.weight, weights.scale, weights.bias, out, pair_weights, aligned.pairs, aligned.experts, aligned.used,
+        x, x_scale, weights.weight, weights.scale, weights.bias, out, pair_weights, aligned.pairs, aligned.experts, aligned.used,
         pair_weights.numel(), columns, N, K, *weights.scale_layout, act.alpha, act.limit, TOP_K=top_k, GATED=gated, KIND=act.kind,
-        BIAS=weights.bias is not None, FP8_ROWS=x_scale is not None, TMA=config.tma and narrow,
-        BLOCK_M=config.rows, BLOCK_N=config.block_n, BLOCK_K=block_k,
+        BIAS=weights.bias is not None, FP8_ROWS=x_scale is not None, BLOCK_M=config.rows, BLOCK_N=config.block_n, BLOCK_K=block_k,
         TILES_TOGETHER=config.tiles_together, STAGES=config.stages, FORMAT=FORMATS[weights.format], EVEN_N=columns % outputs == 0,
         EVEN_K=K % block_k == 0, PTX=out.is_cuda and out.dtype is torch.bfloat16, PDL=pdl, num_warps=config.num_warps,
         num_stages=config.stages, **launch_options(pdl),
@@ -121,9 +112,9 @@ def _grouped(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _grouped_kernel(
-    x_ptr, x_scale_ptr, tiles, w_ptr, scale_ptr, bias_ptr, out_ptr, weights_ptr, pairs_ptr, experts_ptr, used_ptr,
+    x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, weights_ptr, pairs_ptr, experts_ptr, used_ptr,
     pairs, columns, N, K, expert_scales, row_scales, scale_rows, scale_columns, alpha, limit,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, FP8_ROWS: tl.constexpr, TMA: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, FP8_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILES_TOGETHER: tl.constexpr, STAGES: tl.constexpr,
     FORMAT: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -147,8 +138,7 @@ def _grouped_kernel(
     pair = tl.load(pairs_ptr + tile * BLOCK_M + m)
     r = tl.arange(0, BLOCK_N)
     if GATED:
-        # A tile loaded by descriptor has its gate rows before its up rows; otherwise they alternate.
-        row = tl.minimum(block * OUTPUTS + (r % OUTPUTS if TMA else r // 2), columns - 1) + (r // OUTPUTS if TMA else r % 2) * columns
+        row = tl.minimum(block * OUTPUTS + r // 2, columns - 1) + r % 2 * columns  # gate and up rows alternate
         source = pair // TOP_K
     else:
         row = tl.minimum(block * OUTPUTS + r, columns - 1)
@@ -163,22 +153,14 @@ def _grouped_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     scale = tl.load(scales) if FP8_ROWS else None
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if FP8_ROWS or TMA:
+        if FP8_ROWS:
             k = start + tl.arange(0, BLOCK_K)[None, :]
             x = tl.load(x_rows + k, mask=x_in if EVEN_K else x_in & (k < K), other=0.0)
-            if TMA and GATED:
-                w = tiles.load([expert.to(tl.int32), 0, block * OUTPUTS, start]).reshape(BLOCK_N, BLOCK_K)
-            elif TMA:
-                w = tiles.load([expert.to(tl.int32), block * OUTPUTS, start]).reshape(BLOCK_N, BLOCK_K)
-            else:
-                w = tl.load(w_rows + k, mask=None if EVEN_K else k < K, other=None if EVEN_K else 0.0)
-            if FP8_ROWS:
-                # Load the next scale during the multiplication, so that no step waits for its scale.
-                following = tl.load(scales + tl.minimum(start + BLOCK_K, K - 1) // scale_columns)
-                acc += tl.dot(w, tl.trans(x)) * scale
-                scale = following
-            else:
-                acc = tl.dot(w, tl.trans(x), acc)
+            w = tl.load(w_rows + k, mask=None if EVEN_K else k < K, other=None if EVEN_K else 0.0)
+            # Load the next scale during the multiplication, so that no step waits for its scale.
+            following = tl.load(scales + tl.minimum(start + BLOCK_K, K - 1) // scale_columns)
+            acc += tl.dot(w, tl.trans(x)) * scale
+            scale = following
         else:
             acc = dot_step(acc, w_rows, scales, x_rows, x_in, start, K, scale_columns, BLOCK_K, FORMAT, EVEN_K, PTX)
     if FP8_ROWS:
@@ -186,10 +168,7 @@ def _grouped_kernel(
     if BIAS:
         acc += tl.load(bias_ptr + expert * N + row).to(tl.float32)[:, None]
     if GATED:
-        if TMA:
-            gate, up = tl.split(tl.permute(acc.reshape(2, OUTPUTS, BLOCK_M), (2, 1, 0)))
-        else:
-            gate, up = tl.split(tl.permute(acc.reshape(OUTPUTS, 2, BLOCK_M), (2, 0, 1)))
+        gate, up = tl.split(tl.permute(acc.reshape(OUTPUTS, 2, BLOCK_M), (2, 0, 1)))
         acc = apply_gate(gate, up, alpha, limit, KIND)
     else:
         acc = tl.trans(acc) * tl.load(weights_ptr + pair, mask=pair < pairs, other=0.0)[:, None]

@@ -31,10 +31,10 @@ class RowNorms:
 
     @property
     def kernel_launches(self) -> int:
-        """Approximate number of launches: two kernels, and an all-reduce, which counts as eight because it takes that much memory in a
-        graph.
+        """Approximate number of launches: one exchange kernel, or two kernels and an all-reduce of several ranks, which counts as eight
+        because it takes that much memory in a graph.
         """
-        return 2 if self.group.size == 1 else 10
+        return 1 if self.group.fused is not None else 2 if self.group.size == 1 else 10
 
     def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
         """Norm q and k in qkv rows [T, q + k + v columns] of this rank, in place. Does not synchronise with the device."""

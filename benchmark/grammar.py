@@ -137,7 +137,7 @@ def mask_times(tokenizer: Tokenizer, backend: str, size: int, steps: int) -> dic
     windows: list[list[float]] = []
     singles: list[list[float]] = []
     for grammar in MASKED:
-        constraint = Constraint(compiler.compile(compiler.translate(grammar)).matcher(), eos)
+        constraint = Constraint(compiler.compile(compiler.translate(grammar)).fork(), eos)
         for _ in range(steps):
             singles.append(time_window(constraint, (), words))
             path = draft(constraint, words, eos, rng)

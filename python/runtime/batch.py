@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from runtime.constrained.grammar import Grammar
+from runtime.constrained.grammar import Matcher
 from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from runtime.worker_info import WorkerInfo
@@ -123,7 +123,7 @@ class RowInit:
     seed: int
     eos_ids: Int32
     history: Int32 | None = None
-    grammar: Grammar | None = None
+    grammar: Matcher | None = None
 
 
 _NO_INTS: Int32 = np.empty(0, dtype=np.int32)

@@ -16,7 +16,7 @@ from tokenizers.trainers import BpeTrainer
 
 from runtime.constrained.backends import make_backend
 from runtime.constrained.compiler import GrammarCompiler
-from runtime.constrained.grammar import Grammar, GrammarBackend
+from runtime.constrained.grammar import GrammarBackend, Matcher
 from runtime.constrained.vocabulary import Vocabulary
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.entrypoints.grammar_process import vocabulary_of
@@ -58,7 +58,7 @@ def vocabulary(vocab_size: int = VOCAB) -> Vocabulary:
     return vocabulary_of(json_tokenizer(), (0, 1), vocab_size)
 
 
-def compiled(backend: GrammarBackend, spec: GrammarSpec) -> Grammar:
+def compiled(backend: GrammarBackend, spec: GrammarSpec) -> Matcher:
     """A grammar, compiled in this process."""
     return backend.compile(backend.translate(spec))
 

@@ -19,7 +19,7 @@ import pytest
 from runtime.constrained import compiler as compiler_module
 from runtime.constrained.backends import make_backend
 from runtime.constrained.compiler import GrammarCompiler
-from runtime.constrained.grammar import Grammar, GrammarBackend, MaskRow
+from runtime.constrained.grammar import GrammarBackend, MaskRow, Matcher
 from runtime.constrained.trial import GrammarTrial, Refusal
 from runtime.constrained.trial_process import TrialProcess
 from runtime.entrypoints.grammar_process import GrammarBackendConfig
@@ -64,7 +64,7 @@ class Backend:
     def translate(self, spec: GrammarSpec) -> GrammarSpec:
         return spec
 
-    def compile(self, translated: GrammarSpec) -> Grammar:
+    def compile(self, translated: GrammarSpec) -> Matcher:
         if translated.text == "broken":
             raise ZeroDivisionError
         self.compiled.append(translated.text)
@@ -73,9 +73,6 @@ class Backend:
 
 class Text:
     """A grammar of one text that is over at once, and its matcher."""
-
-    def matcher(self) -> Text:
-        return self
 
     def push(self, token: int) -> bool:
         return False
@@ -94,7 +91,7 @@ class Harmful:
     def translate(self, spec: GrammarSpec) -> GrammarSpec:
         return GrammarSpec(spec.kind, spec.text.lower())
 
-    def compile(self, translated: GrammarSpec) -> Grammar:
+    def compile(self, translated: GrammarSpec) -> Matcher:
         text = translated.text
         if text == "refuse":
             raise GrammarError("other", "It is bad.")
@@ -249,7 +246,7 @@ def test_harmful_grammars_are_refused(trials: TrialProcess, llguidance: GrammarB
 def test_large_grammars_compile(trials: TrialProcess, llguidance: GrammarBackend) -> None:
     compiler = GrammarCompiler(lambda: llguidance, trials)
     for kind, text in (("ebnf", CHAIN), ("regex", "[a-z]{1,2000}"), ("regex", "(a?){20000}")):
-        assert compiler.compile(GrammarSpec(kind, text)).future.result(60).matcher() is not None
+        assert compiler.compile(GrammarSpec(kind, text)).future.result(60).fork() is not None
 
 
 def test_grammars_of_xgrammar_are_tried_too(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from scipy import stats
 
 from runtime.constrained.backends import make_backend
 from runtime.constrained.compiler import GrammarCompiler
-from runtime.constrained.grammar import Grammar
+from runtime.constrained.grammar import Matcher
 from runtime.constrained.llguidance_backend import LlguidanceMatcher
 from runtime.distributed.parallel_group import ALONE
 from runtime.managers.grammar_queue import GrammarQueue
@@ -314,7 +314,7 @@ class Gate:
         self.opened.wait(30)
         return self._backend.translate(spec)
 
-    def compile(self, translated: GrammarSpec) -> Grammar:
+    def compile(self, translated: GrammarSpec) -> Matcher:
         return self._backend.compile(translated)
 
 

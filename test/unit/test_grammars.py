@@ -10,7 +10,7 @@ import pytest
 
 from runtime.constrained.backends import make_backend
 from runtime.constrained.constraint import Constraint
-from runtime.constrained.grammar import Grammar, GrammarBackend, MaskRow, Matcher, allowed_tokens, mask_words, only_token
+from runtime.constrained.grammar import GrammarBackend, MaskRow, Matcher, allowed_tokens, mask_words, only_token
 from runtime.constrained.llguidance_backend import LlguidanceMatcher
 from runtime.constrained.window_masks import WindowMasks
 from runtime.errors import GrammarError
@@ -45,9 +45,9 @@ def spec_of(kind: str, grammar: Any) -> GrammarSpec:
     return GrammarSpec(kind, grammar if isinstance(grammar, str) else json.dumps(grammar))  # type: ignore[arg-type]
 
 
-def matches(grammar: Grammar, text: str) -> bool:
+def matches(grammar: Matcher, text: str) -> bool:
     """Whether `text` is a whole text of the grammar, token by token as the masks say."""
-    matcher, row = grammar.matcher(), np.zeros(mask_words(VOCAB), dtype=np.int32)
+    matcher, row = grammar.fork(), np.zeros(mask_words(VOCAB), dtype=np.int32)
     for token in [*json_tokenizer().encode(text, False), 0]:
         assert not matcher.fill(row)
         if not allowed_tokens(row)[token]:
@@ -112,7 +112,7 @@ def test_a_grammar_matches_its_texts_alone(backend: GrammarBackend, kind: str, g
 def test_control_tokens_in_tags_are_tokens(llguidance: GrammarBackend) -> None:
     made = compiled(llguidance, spec_of("structural_tag", structural(SPECIAL)))
     row = np.zeros(mask_words(VOCAB), dtype=np.int32)
-    made.matcher().fill(row)
+    made.fork().fill(row)
     assert only_token(row) == json_tokenizer().special_tokens["<tool>"]
     triggered = {"type": "triggered_tags", "triggers": ["<tool>"], "tags": [SPECIAL]}
     made = compiled(llguidance, spec_of("structural_tag", structural(triggered)))
@@ -161,7 +161,7 @@ def test_a_refusal_hides_the_grammar_that_the_server_wrote(llguidance: GrammarBa
 
 
 def test_only_the_end_is_allowed_behind_a_finished_text(backend: GrammarBackend) -> None:
-    matcher, row = compiled(backend, spec_of("regex", "ab")).matcher(), np.zeros(mask_words(VOCAB), dtype=np.int32)
+    matcher, row = compiled(backend, spec_of("regex", "ab")).fork(), np.zeros(mask_words(VOCAB), dtype=np.int32)
     for token in json_tokenizer().encode("ab", False):
         matcher.push(token)
     matcher.fill(row)
@@ -171,7 +171,7 @@ def test_only_the_end_is_allowed_behind_a_finished_text(backend: GrammarBackend)
 def test_rejected_tokens_and_masks_change_nothing(backend: GrammarBackend) -> None:
     grammar = compiled(backend, spec_of("json_schema", {"type": "array", "items": {"enum": ["name", 22]}, "minItems": 40}))
     rng, words = np.random.default_rng(5), mask_words(VOCAB)
-    matcher, rows, ids = grammar.matcher(), [], list[int]()
+    matcher, rows, ids = grammar.fork(), [], list[int]()
     for _ in range(24):
         row = np.zeros(words, dtype=np.int32)
         matcher.fill(row)
@@ -180,7 +180,7 @@ def test_rejected_tokens_and_masks_change_nothing(backend: GrammarBackend) -> No
         assert not matcher.push(int(np.flatnonzero(~allowed)[3]))
         ids.append(int(rng.choice(np.flatnonzero(allowed))))
         assert matcher.push(ids[-1])
-    fresh = grammar.matcher()
+    fresh = grammar.fork()
     for token, row in zip(ids, rows, strict=True):
         again = np.zeros(words, dtype=np.int32)
         fresh.fill(again)
@@ -198,7 +198,7 @@ def test_a_fork_leaves_no_trace(backend: GrammarBackend) -> None:
         return [token for token in np.flatnonzero(allowed_tokens(row)).tolist() if token > 1]
 
     for _ in range(60):
-        matcher, path = grammar.matcher(), list[int]()
+        matcher, path = grammar.fork(), list[int]()
         while len(path) < 20 and (here := allowed(matcher)):
             fork = matcher.fork()
             for _ in range(int(rng.integers(0, 4))):
@@ -206,7 +206,7 @@ def test_a_fork_leaves_no_trace(backend: GrammarBackend) -> None:
                     raise AssertionError("an allowed token is refused")
             path.append(int(rng.choice(here)))
             assert matcher.push(path[-1])
-            fresh = grammar.matcher()
+            fresh = grammar.fork()
             assert all(fresh.push(token) for token in path)
             assert allowed(matcher) == allowed(fresh)
 
@@ -215,7 +215,7 @@ def test_a_fork_leaves_no_trace(backend: GrammarBackend) -> None:
 
 
 def test_a_grammar_starts_behind_its_marker(llguidance: GrammarBackend) -> None:
-    constraint = Constraint(compiled(llguidance, spec_of("regex", "ab")).matcher(), frozenset({0}), (7, 8))
+    constraint = Constraint(compiled(llguidance, spec_of("regex", "ab")).fork(), frozenset({0}), (7, 8))
     states, ahead = [], [8, 7, 7, 8, *json_tokenizer().encode("ab", False), 0, 5]
     while ahead:
         states.append((constraint.restricts, constraint.ended))
@@ -232,7 +232,7 @@ def test_a_grammar_starts_behind_its_marker(llguidance: GrammarBackend) -> None:
 
 
 def test_a_committed_token_that_the_grammar_forbids_is_an_error(llguidance: GrammarBackend) -> None:
-    constraint = Constraint(compiled(llguidance, spec_of("regex", "ab")).matcher(), frozenset({0}))
+    constraint = Constraint(compiled(llguidance, spec_of("regex", "ab")).fork(), frozenset({0}))
     constraint.commit(json_tokenizer().encode("x", False)[0])
     assert "does not allow" in constraint.error
 
@@ -252,7 +252,7 @@ def test_masks_that_take_too_long_are_noticed_in_cpu_time(llguidance: GrammarBac
 
     def masks(count: int, **seconds: float) -> Constraint:
         took.update(seconds)
-        constraint = Constraint(grammar.matcher(), frozenset({0}))
+        constraint = Constraint(grammar.fork(), frozenset({0}))
         for _ in range(count):
             constraint.fork().fill(row)
         return constraint
@@ -269,7 +269,7 @@ def test_masks_that_take_too_long_are_noticed_in_cpu_time(llguidance: GrammarBac
 
 def test_an_object_may_have_hundreds_of_optional_properties(llguidance: GrammarBackend) -> None:
     schema = {"type": "object", "properties": {f"key_{i}": {"type": "integer"} for i in range(400)}, "additionalProperties": False}
-    matcher, row = compiled(llguidance, spec_of("json_schema", schema)).matcher(), np.zeros(mask_words(VOCAB), dtype=np.int32)
+    matcher, row = compiled(llguidance, spec_of("json_schema", schema)).fork(), np.zeros(mask_words(VOCAB), dtype=np.int32)
     for token in json_tokenizer().encode('{"key_3": 1, "key_40": 22, "key_300": 3}', False):
         assert matcher.fill(row) == ""
         assert matcher.push(token)
@@ -278,7 +278,7 @@ def test_an_object_may_have_hundreds_of_optional_properties(llguidance: GrammarB
 def test_a_window_knows_the_masks_behind_all_its_paths(llguidance: GrammarBackend) -> None:
     grammar = compiled(llguidance, spec_of("regex", "Q(ZW|JK)Y"))
     first, left, right, after_left, after_right, last = (json_tokenizer().encode(letter, False)[0] for letter in "QZJWKY")
-    constraint = Constraint(grammar.matcher(), frozenset({0}))
+    constraint = Constraint(grammar.fork(), frozenset({0}))
     chain = np.empty((3, mask_words(VOCAB)), dtype=np.int32)
     window = WindowMasks(constraint, chain)
 
@@ -300,5 +300,5 @@ def test_a_window_knows_the_masks_behind_all_its_paths(llguidance: GrammarBacken
     assert found == [{first}, {left, right}, {after_left}]
     assert not window.write((left,))
     assert (chain[1] == -1).all()
-    again = [WindowMasks(at, np.empty_like(chain)).row(()) for at in (constraint, Constraint(grammar.matcher(), frozenset({0})))]
+    again = [WindowMasks(at, np.empty_like(chain)).row(()) for at in (constraint, Constraint(grammar.fork(), frozenset({0})))]
     np.testing.assert_array_equal(*again)

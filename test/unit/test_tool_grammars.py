@@ -129,7 +129,7 @@ def compiled(grammar: str, backend: str) -> Any:
 
 def accepts(grammar: str, text: str, backend: str = "llguidance") -> bool:
     """Whether a structural tag allows a text and then its end."""
-    constraint = Constraint(compiled(grammar, backend).matcher(), frozenset((IM_END, END_OF_TEXT)))
+    constraint = Constraint(compiled(grammar, backend).fork(), frozenset((IM_END, END_OF_TEXT)))
     row = np.zeros(mask_words(SIZE), dtype=np.int32)
     for token in (*tokens_of(text), IM_END):
         if constraint.restricts:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from runtime.constrained.grammar import Grammar, GrammarBackend
+from runtime.constrained.grammar import GrammarBackend, Matcher
 from runtime.constrained.trial import STACK_MIB
 from runtime.constrained.trial_process import TrialProcess
 from runtime.errors import CompilerBusy, GrammarError, RequestError
@@ -34,7 +34,7 @@ class _Entry:
         wanted_until: when the last request for it stops waiting.
     """
 
-    future: Future[Grammar]
+    future: Future[Matcher]
     wanted_until: float
 
 
@@ -47,11 +47,11 @@ class Compilation:
         until: when the request stops waiting, in seconds of `clock`.
     """
 
-    future: Future[Grammar]
+    future: Future[Matcher]
     until: float
     clock: Callable[[], float]
 
-    def result(self) -> Grammar | None:
+    def result(self) -> Matcher | None:
         """The grammar; None while it is being compiled.
 
         Raises:

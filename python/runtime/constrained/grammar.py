@@ -1,4 +1,4 @@
-"""The interface of compiled grammars and of the backends that compile them."""
+"""The interface of matchers and of the backends that compile them."""
 
 from __future__ import annotations
 
@@ -52,14 +52,6 @@ class Matcher(Protocol):
         ...
 
 
-class Grammar(Protocol):
-    """A compiled grammar. Any number of matchers may follow it at the same time."""
-
-    def matcher(self) -> Matcher:
-        """A matcher at the beginning of a text."""
-        ...
-
-
 class GrammarBackend(Protocol):
     """Compiles grammars for one tokenizer. Thread-safe."""
 
@@ -71,8 +63,8 @@ class GrammarBackend(Protocol):
         """
         ...
 
-    def compile(self, translated: GrammarSpec) -> Grammar:
-        """Compile a grammar. This part is native code, and lets other threads run.
+    def compile(self, translated: GrammarSpec) -> Matcher:
+        """A matcher at the beginning of a text, of which each text follows a fork. This part is native code, and lets other threads run.
 
         Raises:
             GrammarError: the text is not a grammar, it is too large, or no text matches it.

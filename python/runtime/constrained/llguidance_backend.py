@@ -12,7 +12,7 @@ import re
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from runtime.constrained.grammar import Grammar, MaskRow, Matcher, allowed_tokens, mask_words
+from runtime.constrained.grammar import MaskRow, Matcher, allowed_tokens, mask_words
 from runtime.constrained.json_schema import load_json_schema, without_notes
 from runtime.constrained.structural_tag import lark_of, parse_structural_tag
 from runtime.constrained.vocabulary import Vocabulary
@@ -39,7 +39,7 @@ class LlguidanceBackend:
         """A grammar in llguidance's own form; see `GrammarBackend`."""
         return GrammarSpec(spec.kind, self._source(spec))
 
-    def compile(self, translated: GrammarSpec) -> Grammar:
+    def compile(self, translated: GrammarSpec) -> Matcher:
         """Compile a grammar; see `GrammarBackend`."""
         matcher, kind = LLMatcher(self._tokenizer, translated.text, log_level=0, limits=LIMITS), translated.kind
         # The first mask also builds the states that all matchers begin with.
@@ -50,7 +50,7 @@ class LlguidanceBackend:
         probe = matcher.deep_copy()
         if probe.try_consume_tokens(begins) < len(begins):
             raise GrammarError(kind, f"No text matches it, or it is too complex: {_sentence(probe.get_error())}")
-        return LlguidanceGrammar(matcher)
+        return LlguidanceMatcher(matcher)
 
     def _source(self, spec: GrammarSpec) -> str:
         if spec.kind == "json_schema":
@@ -62,17 +62,6 @@ class LlguidanceBackend:
         if spec.kind == "structural_tag":
             return lark_of(parse_structural_tag(spec.text), self._special, WHITESPACE, _lark)
         return _lark(spec.text)
-
-
-class LlguidanceGrammar:
-    """A compiled grammar: a matcher that never moves."""
-
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
-
-    def matcher(self) -> Matcher:
-        """A matcher at the beginning of a text."""
-        return LlguidanceMatcher(self._matcher.deep_copy())
 
 
 class LlguidanceMatcher:

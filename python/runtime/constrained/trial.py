@@ -97,7 +97,7 @@ class GrammarTrial:
     def _outcome(self, spec: GrammarSpec) -> Outcome:
         try:
             translated = self._backend.translate(spec)
-            reason = self._follow(self._backend.compile(translated).matcher())
+            reason = self._follow(self._backend.compile(translated))
         except GrammarError as error:
             return Refusal(error.param or spec.kind, error.message)
         except MemoryError:

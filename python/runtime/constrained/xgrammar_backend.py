@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import xgrammar
 
-from runtime.constrained.grammar import Grammar, MaskRow, Matcher, mask_words
+from runtime.constrained.grammar import MaskRow, Matcher, mask_words
 from runtime.constrained.json_schema import load_json_schema
 from runtime.constrained.structural_tag import parse_structural_tag
 from runtime.constrained.vocabulary import Vocabulary
@@ -41,19 +41,19 @@ class XgrammarBackend:
             return spec
         return GrammarSpec(spec.kind, msgspec.json.encode({"type": "structural_tag", "format": parse_structural_tag(spec.text)}).decode())
 
-    def compile(self, translated: GrammarSpec) -> Grammar:
+    def compile(self, translated: GrammarSpec) -> Matcher:
         """Compile a grammar; see `GrammarBackend`."""
         try:
-            grammar = XgrammarGrammar(self._compiled(translated), self._words)
+            matcher = XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled(translated)), self._words)
         except (RuntimeError, ValueError) as error:  # xgrammar raises what its C++ code raises
             if "bad_alloc" in str(error):
                 raise MemoryError from error
             raise GrammarError(translated.kind, str(error).split("Check failed:")[-1].strip()[:300]) from error
         row = np.zeros(self._words, dtype=np.int32)
-        grammar.matcher().fill(row)
+        matcher.fill(row)
         if not row.any():
             raise GrammarError(translated.kind, "No text matches it.")
-        return grammar
+        return matcher
 
     def _compiled(self, translated: GrammarSpec) -> xgrammar.CompiledGrammar:
         compiler, text = self._compiler, translated.text
@@ -64,17 +64,6 @@ class XgrammarBackend:
         if translated.kind == "ebnf":
             return compiler.compile_grammar(text)
         return compiler.compile_structural_tag(text)
-
-
-class XgrammarGrammar:
-    """A compiled grammar."""
-
-    def __init__(self, compiled: xgrammar.CompiledGrammar, words: int) -> None:
-        self._compiled, self._words = compiled, words
-
-    def matcher(self) -> Matcher:
-        """A matcher at the beginning of a text."""
-        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._words)
 
 
 class XgrammarMatcher:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.batch import Int32, RowInit
-from runtime.constrained.grammar import Grammar
+from runtime.constrained.grammar import Matcher
 from runtime.managers.messages import Finish, GenerateReq, TokenLogprobs
 from runtime.managers.telemetry.progress import Progress, UnsentCounts
 from runtime.mem_cache.kv_page_manager import RequestPages
@@ -88,7 +88,7 @@ class Req:
         # A finished grammar allows nothing but the end of the text.
         endless = sampling.ignore_eos and sampling.grammar is None
         self.stop_ids = frozenset(sampling.stop_token_ids).union(() if endless else eos_ids)
-        self.grammar: Grammar | None = None
+        self.grammar: Matcher | None = None
         self.phase = Phase.WAITING
         self.row = self.group = 0
         self.pages = RequestPages(request.cache_salt)

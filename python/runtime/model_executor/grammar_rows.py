@@ -18,7 +18,7 @@ import torch
 
 from runtime.batch import Int32, RowInit
 from runtime.constrained.constraint import Constraint
-from runtime.constrained.grammar import Grammar, mask_words
+from runtime.constrained.grammar import Matcher, mask_words
 from runtime.constrained.window_masks import Path, WindowMasks
 from runtime.layers.token_mask import TokenMask
 from runtime.model_executor.draft_window import DraftWindow
@@ -179,7 +179,7 @@ class GrammarRows:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._words, self._device = mask_words(vocab_size), device
-        self.compile: Callable[[GrammarSpec], Grammar] | None = None
+        self.compile: Callable[[GrammarSpec], Matcher] | None = None
         self._constraints: dict[int, Constraint] = {}
         self._unread: deque[_Unread] = deque()
         self._latest: GrammarStep | None = None
@@ -204,7 +204,7 @@ class GrammarRows:
                 grammar = self.compile(spec)
             if grammar is not None:
                 assert init.history is not None, "a constrained request comes with its tokens"
-                constraint = Constraint(grammar.matcher(), frozenset(init.eos_ids.tolist()), init.sampling.grammar_after)
+                constraint = Constraint(grammar.fork(), frozenset(init.eos_ids.tolist()), init.sampling.grammar_after)
                 for token in init.history[init.prompt_len :].tolist():
                     constraint.commit(token)
                 self._constraints[init.row] = constraint

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 
 MAX_SHOWN = 60
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+"""OpenAI's `error.type` of statuses that no error class stands for."""
 FAILED, BAD_USE, INTERRUPTED = 1, 2, 130
 """Exit statuses of a command: after a failure, for a mistake in the flags or the model, and after Ctrl-C."""
 
@@ -32,6 +34,16 @@ class ServingError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+
+
+class StatusError(ServingError):
+    """A failure that has nothing but its HTTP status and a message."""
+
+    code = None
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.kind = status, KINDS.get(status, "invalid_request_error" if status < 500 else self.kind)
 
 
 class RequestError(ServingError):

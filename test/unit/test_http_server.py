@@ -20,7 +20,7 @@ from tiny import tiny_speculative
 from runtime.batch import SpeculationChange
 from runtime.entrypoints.http import connection, limits, sse
 from runtime.entrypoints.http.auth import ADMIN_PATHS, OPEN_PATHS, PROBE_PATHS
-from runtime.entrypoints.http.page import ChatPage
+from runtime.entrypoints.http.page import chat_page
 from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
 from runtime.entrypoints.openai.protocol import ChatBody, CompletionBody
 from runtime.entrypoints.server import server
@@ -746,12 +746,13 @@ def test_depth_and_synthetic_acceptance_are_set_while_the_server_runs() -> None:
 
 
 def test_the_page_allows_only_its_own_script() -> None:
-    page = ChatPage()
+    page = chat_page()
+    html = bytes(page.body).decode()
     policy = page.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert policy.count("'sha256-") == 2
     for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", " style=", " onclick="):
-        assert forbidden not in page.html
-    assert not re.search(r"(?:src|href)=\"(?!data:|#)", page.html)
-    assert not re.search(r"https?://", page.html)
+        assert forbidden not in html
+    assert not re.search(r"(?:src|href)=\"(?!data:|#)", html)
+    assert not re.search(r"https?://", html)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from runtime.entrypoints.http.body import Body
 from runtime.entrypoints.http.body_schema import BodySchema
-from runtime.entrypoints.http.limits import BadBody, deeper_than, parse_json
+from runtime.entrypoints.http.limits import deeper_than, parse_json
 from runtime.entrypoints.http.refused import HARMLESS, REFUSED
 from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
 from runtime.entrypoints.openai.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody
@@ -291,7 +291,7 @@ def test_depth_follows_the_definition(value: object) -> None:
     ],
 )
 def test_bodies_must_be_shallow_utf8_json(raw: bytes) -> None:
-    with pytest.raises(BadBody):
+    with pytest.raises(RequestError):
         parse_json(raw)
 
 

@@ -59,7 +59,7 @@ class MessageWriter:
 
     def fail(self, error: ServingError) -> list[Json]:
         """End with an error."""
-        return [anthropic_error(error.status, str(error), error.code)]
+        return [anthropic_error(error)]
 
     # ---- blocks
 

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from runtime.entrypoints.http.request_names import HEADER, new_request_id
-from runtime.entrypoints.http.responses import error_form
-from runtime.errors import ConfigError
+from runtime.entrypoints.http.responses import error_body
+from runtime.errors import ConfigError, StatusError
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class BoundedConnection(H11Protocol):
         large = len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES
         status = 431 if large else 400
         text = HEADERS_TOO_LARGE if large else "The request is not valid HTTP/1.1."
-        body = orjson.dumps(error_form(text, "invalid_request_error", status))
+        body = orjson.dumps(error_body(StatusError(status, text)))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
         headers.append((HEADER.lower().encode(), new_request_id().encode()))
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):

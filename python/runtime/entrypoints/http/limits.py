@@ -30,10 +30,6 @@ MAX_LARGE_BODIES = 32
 """How many bodies of the largest size may arrive at the same time."""
 
 
-class BadBody(RequestError):
-    """The body is not JSON, is nested too deeply, or is compressed."""
-
-
 class HeadersTooLarge(ServingError):
     """The headers are over the limit."""
 
@@ -92,7 +88,7 @@ class HeaderLimit:
             return
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             # A proxy may disagree with this server about where the body ends, and pass on a hidden request (RFC 9112, 6.1).
-            answer = error_response(BadBody("Content-Length and Transfer-Encoding exclude each other."), scope["path"])
+            answer = error_response(RequestError("Content-Length and Transfer-Encoding exclude each other."), scope["path"])
             answer.headers["Connection"] = "close"
             await answer(scope, receive, send)
             return
@@ -130,7 +126,7 @@ async def read_json(request: Request, limits: BodyLimits) -> object:
     """Read and parse the body.
 
     Raises:
-        BadBody: the body is compressed, is not JSON in UTF-8, or is nested more than `MAX_DEPTH` levels deep.
+        RequestError: the body is compressed, is not JSON in UTF-8, or is nested more than `MAX_DEPTH` levels deep.
         BodyTooLarge, BodyTooComplex, ClientTooSlow: it is too large, would take too long to validate, or did not arrive in time.
         BodiesFull: too many large bodies are arriving.
     """
@@ -140,7 +136,7 @@ async def read_json(request: Request, limits: BodyLimits) -> object:
     except asyncio.TimeoutError:
         raise ClientTooSlow(f"The body did not end within {BODY_SECONDS:g} seconds.") from None
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise BadBody("Content-Encoding is not supported. Send the JSON without compression.", "Content-Encoding")
+        raise RequestError("Content-Encoding is not supported. Send the JSON without compression.", "Content-Encoding")
     return parse_json(raw) if len(raw) <= THREAD_BYTES else await asyncio.to_thread(parse_json, raw)
 
 
@@ -170,10 +166,10 @@ def parse_json(raw: bytes) -> object:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise BadBody(f"The body is not valid JSON: {error}." if _is_utf8(raw) else "The body is not UTF-8.") from None
+        raise RequestError(f"The body is not valid JSON: {error}." if _is_utf8(raw) else "The body is not UTF-8.") from None
     # A body with few brackets cannot be deeply nested, so only the others are walked.
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and deeper_than(value, MAX_DEPTH):
-        raise BadBody(f"The body is nested more than {MAX_DEPTH} levels deep.")
+        raise RequestError(f"The body is nested more than {MAX_DEPTH} levels deep.")
     return value
 
 

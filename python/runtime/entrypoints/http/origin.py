@@ -16,29 +16,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.entrypoints.http.auth import ADMIN_PATHS
 from runtime.entrypoints.http.responses import error_response
-from runtime.errors import ServingError, shown
+from runtime.errors import StatusError, shown
 
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".test", ".home.arpa")
 """Names with these suffixes are not in the public DNS, so no web page can have them."""
 JSON_TYPES = ("", "application/json", "application/x-www-form-urlencoded")
 """Content types accepted for a JSON body. The last is curl's default; a browser that sends it also sends an Origin."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::[0-9]*)?")
-
-
-class Forbidden(ServingError):
-    """The request comes from a page of another site, or for another host."""
-
-    status = 403
-    kind = "permission_error"
-    code = None
-
-
-class WrongContentType(ServingError):
-    """The body is not declared as JSON."""
-
-    status = 415
-    kind = "invalid_request_error"
-    code = None
 
 
 class OriginGate:
@@ -61,19 +45,19 @@ class OriginGate:
             return
         await self.app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> ServingError | None:
+    def _refusal(self, scope: Scope) -> StatusError | None:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._knows(host):
-            return Forbidden(f"The Host {shown(host)} is not a name of this server. Add it to --allowed-hosts.")
+            return StatusError(403, f"The Host {shown(host)} is not a name of this server. Add it to --allowed-hosts.")
         writes = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         site = headers.get("sec-fetch-site", "none")
         foreign = not self._allows(origin, host) if origin is not None else site not in ("none", "same-origin")
         if foreign and "*" not in self._origins and (writes or scope["path"] in ADMIN_PATHS):
-            return Forbidden("Pages of another origin may not use this server. Add the origin to --allow-origins.")
+            return StatusError(403, "Pages of another origin may not use this server. Add the origin to --allow-origins.")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if writes and kind not in JSON_TYPES and not kind.endswith("+json"):
-            return WrongContentType(f"The Content-Type must be application/json; got {shown(kind)}.")
+            return StatusError(415, f"The Content-Type must be application/json; got {shown(kind)}.")
         return None
 
     def _knows(self, host: str) -> bool:

@@ -12,34 +12,30 @@ from starlette.responses import HTMLResponse, Response
 FILE = Path(__file__).with_name("index.html")
 
 
-class ChatPage:
+def chat_page() -> Response:
     """index.html with its headers."""
+    html = FILE.read_text(encoding="utf-8")
+    policy = {
+        "default-src": "'none'",
+        "script-src": _hashes(html, "script"),
+        "style-src": _hashes(html, "style"),
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    headers = {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
+    return HTMLResponse(html, headers=headers)
 
-    def __init__(self) -> None:
-        self.html = FILE.read_text(encoding="utf-8")
-        policy = {
-            "default-src": "'none'",
-            "script-src": self._hashes("script"),
-            "style-src": self._hashes("style"),
-            "connect-src": "'self'",
-            "img-src": "data:",
-            "base-uri": "'none'",
-            "form-action": "'none'",
-            "frame-ancestors": "'none'",
-        }
-        self.headers = {
-            "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
-            "Referrer-Policy": "no-referrer",
-            "X-Content-Type-Options": "nosniff",
-            "Cache-Control": "no-cache",
-        }
 
-    def response(self) -> Response:
-        """The page."""
-        return HTMLResponse(self.html, headers=self.headers)
-
-    def _hashes(self, tag: str) -> str:
-        """Digests of the page's inline elements of one tag, in the policy's form."""
-        bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", self.html, re.DOTALL)
-        digests = (hashlib.sha256(body.encode()).digest() for body in bodies)
-        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+def _hashes(html: str, tag: str) -> str:
+    """Digests of the page's inline elements of one tag, in the policy's form."""
+    bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    digests = (hashlib.sha256(body.encode()).digest() for body in bodies)
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

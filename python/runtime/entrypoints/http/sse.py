@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from runtime.entrypoints.http.responses import error_object, internal_error
+from runtime.entrypoints.http.responses import INTERNAL, error_body
 from runtime.errors import ServingError
 
 log = logging.getLogger(__name__)
@@ -76,10 +76,10 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 self.latest = time.monotonic()
         except ServingError as error:
-            await send({"type": "http.response.body", "body": event(error_object(error)), "more_body": True})
+            await send({"type": "http.response.body", "body": event(error_body(error)), "more_body": True})
         except Exception:
             log.exception("a stream failed")
-            await send({"type": "http.response.body", "body": event(internal_error()), "more_body": True})
+            await send({"type": "http.response.body", "body": event(error_body(ServingError(INTERNAL))), "more_body": True})
 
     async def _keep_alive(self, send: Send) -> None:
         while True:

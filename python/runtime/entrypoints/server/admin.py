@@ -13,11 +13,11 @@ from runtime import __version__
 from runtime.batch import SpeculationChange
 from runtime.config.speculative import DEFAULT_STEPS
 from runtime.config.synthetic_acceptance import synthetic_acceptance
-from runtime.entrypoints.http.page import ChatPage
-from runtime.entrypoints.http.responses import json_response, status_response
+from runtime.entrypoints.http.page import chat_page
+from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import until_gone
 from runtime.entrypoints.native.protocol import AbortBody, InternalState, ProfileBody, StateBody
-from runtime.errors import ConfigError, QueueFull, RequestError, ServingError, Unavailable
+from runtime.errors import ConfigError, QueueFull, RequestError, ServingError, StatusError, Unavailable
 from runtime.managers.observers.metrics import Metrics
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.tokenizer_manager import TokenizerManager
@@ -39,11 +39,10 @@ class AdminApi:
     def __init__(self, manager: TokenizerManager, metrics: Metrics) -> None:
         self.manager = manager
         self.metrics = metrics
-        self.chat_page = ChatPage()
 
     async def page(self) -> Response:
         """The chat page."""
-        return self.chat_page.response()
+        return chat_page()
 
     # ---- health
 
@@ -146,7 +145,7 @@ class AdminApi:
     async def scrape(self) -> Response:
         """Metrics in Prometheus' text format."""
         if not self.manager.config.server.enable_metrics:
-            return status_response(404, "Metrics are off. Start the server with --enable-metrics.")
+            raise StatusError(404, "Metrics are off. Start the server with --enable-metrics.")
         text, media_type = self.metrics.render(await self.fresh_stats())
         return Response(text, media_type=media_type)
 
@@ -185,7 +184,7 @@ class AdminApi:
         """Start a trace in the folder of --profile."""
         folder = self.manager.config.server.profile_folder
         if folder is None:
-            return status_response(404, "Profiling needs a folder. Start the server with --profile FOLDER.")
+            raise StatusError(404, "Profiling needs a folder. Start the server with --profile FOLDER.")
         await self.manager.start_profile(folder)
         return json_response({"success": True, "folder": folder})
 

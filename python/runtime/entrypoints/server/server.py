@@ -30,10 +30,10 @@ from runtime.entrypoints.http.key_ring import key_ring
 from runtime.entrypoints.http.limits import MAX_LARGE_BODIES, MIB, BodyLimits, BodyMemory, HeaderLimit, LingeringResponse
 from runtime.entrypoints.http.origin import OriginGate
 from runtime.entrypoints.http.request_names import HEADER, RequestNames
-from runtime.entrypoints.http.responses import error_body, error_object, error_response, internal_error, json_response, status_response
+from runtime.entrypoints.http.responses import INTERNAL, error_body, error_response
 from runtime.entrypoints.server.openapi import describe
 from runtime.entrypoints.server.routes import add_routes
-from runtime.errors import BodyTooLarge, RequestError, ServingError
+from runtime.errors import BodyTooLarge, RequestError, ServingError, StatusError
 from runtime.managers.observers.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
 
@@ -111,7 +111,7 @@ async def _bad_parameter(request: Request, error: Exception) -> Response:
 
 async def _body_too_large(request: Request, error: Exception) -> Response:
     assert isinstance(error, BodyTooLarge)
-    return LingeringResponse(orjson.dumps(error_body(error_object(error), request.url.path)), error.status, media_type="application/json")
+    return LingeringResponse(orjson.dumps(error_body(error, request.url.path)), error.status, media_type="application/json")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -124,7 +124,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         allowed = _allowed(request)
         headers["Allow"] = ", ".join(allowed)
         text = f"{what} is not allowed. Use {' or '.join(method for method in allowed if method != 'HEAD')}."
-    return status_response(error.status_code, text, headers, request.url.path)
+    return error_response(StatusError(error.status_code, text), request.url.path, headers)
 
 
 def _allowed(request: Request) -> list[str]:
@@ -138,7 +138,7 @@ async def _client_left(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return json_response(error_body(internal_error(), request.url.path), 500)
+    return error_response(ServingError(INTERNAL), request.url.path)
 
 
 class _Server(uvicorn.Server):

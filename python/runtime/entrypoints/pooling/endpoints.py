@@ -16,32 +16,25 @@ from starlette.responses import Response
 
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import until_gone
-from runtime.entrypoints.openai.served_model import ServedModel
-from runtime.entrypoints.pooling.pooler import Pooled, Pooler, usage
+from runtime.entrypoints.pooling.pooler import Pooled, PoolingApi, usage
 from runtime.entrypoints.pooling.protocol import EmbeddingBody, RerankBody, ScoreBody
 from runtime.errors import InvalidField
-from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.pooling import Pooling, PoolingName
+from runtime.pooling import Pooling
 
 CONTEXT = "Passage: {document}\nA question that this passage answers:"
 
 
-class EmbeddingApi:
+class EmbeddingApi(PoolingApi):
     """Embeds prompts: pooled hidden states of the decoder, scaled to length 1."""
-
-    def __init__(self, pooler: Pooler, model: ServedModel, pooling: PoolingName, hidden_size: int) -> None:
-        self._pooler = pooler
-        self._model = model
-        self._pooling = Pooling(kind=pooling)
-        self._hidden_size = hidden_size
 
     async def create(self, request: Request, body: EmbeddingBody) -> Response:
         """Embed one input or several."""
         self._model.check(body.model)
-        dimensions = self._hidden_size if body.dimensions is None else body.dimensions
-        if dimensions > self._hidden_size:
-            raise InvalidField("dimensions", dimensions, f"at most {self._hidden_size}, the size of the model's hidden states")
-        pooled = await until_gone(request, self._pooler.run(body, body.prompts, self._pooling, "input"))
+        size, pooling = self._manager.model_config.hidden_size, Pooling(kind=self._manager.config.server.embedding_pooling)
+        dimensions = size if body.dimensions is None else body.dimensions
+        if dimensions > size:
+            raise InvalidField("dimensions", dimensions, f"at most {size}, the size of the model's hidden states")
+        pooled = await until_gone(request, self._run(body, body.prompts, pooling, "input"))
         data = [
             {"object": "embedding", "index": index, "embedding": _shown(unit(each.vector[:dimensions]), body.encoding_format)}
             for index, each in enumerate(pooled)
@@ -61,19 +54,15 @@ def _shown(vector: npt.NDArray[np.float64], encoding: str) -> list[float] | str:
     return vector.tolist()
 
 
-class ScoreApi:
+class ScoreApi(PoolingApi):
     """Scores items by the next-token probabilities of labels."""
-
-    def __init__(self, pooler: Pooler, model: ServedModel) -> None:
-        self._pooler = pooler
-        self._model = model
 
     async def create(self, request: Request, body: ScoreBody) -> Response:
         """Score every item."""
         self._model.check(body.model)
         labels = Pooling(kind="labels", label_ids=tuple(body.label_token_ids))
-        self._pooler.check_shared(body.query, 1 if isinstance(body.items, str) else len(body.items), "query")
-        pooled = await until_gone(request, self._pooler.run(body, body.prompts, labels, "items"))
+        self._check_shared(body.query, 1 if isinstance(body.items, str) else len(body.items), "query")
+        pooled = await until_gone(request, self._run(body, body.prompts, labels, "items"))
         scores = [probabilities(each.vector, body.temperature if body.apply_softmax else None) for each in pooled]
         return json_response({"object": "scoring", "scores": scores, "model": self._model.name, "usage": usage(pooled)})
 
@@ -88,18 +77,13 @@ def probabilities(logprobs: list[float], temperature: float | None) -> list[floa
     return (shares / shares.sum()).tolist()
 
 
-class RerankApi:
+class RerankApi(PoolingApi):
     """Ranks documents by the likelihood of the query given each document."""
-
-    def __init__(self, pooler: Pooler, manager: TokenizerManager, model: ServedModel) -> None:
-        self._pooler = pooler
-        self._manager = manager
-        self._model = model
 
     async def create(self, request: Request, body: RerankBody) -> Response:
         """Rank the documents, best first."""
         self._model.check(body.model)
-        pooled, length = await until_gone(request, self._run(body))
+        pooled, length = await until_gone(request, self._likelihoods(body))
         ranks = [
             {"index": index, "score": likelihood(each.vector[-length:]), "meta_info": {"prompt_tokens": each.prompt_tokens}}
             | ({"document": body.documents[index]} if body.return_documents else {})
@@ -108,13 +92,13 @@ class RerankApi:
         ranks.sort(key=lambda rank: rank["score"], reverse=True)
         return json_response(ranks[: body.top_n])
 
-    async def _run(self, body: RerankBody) -> tuple[list[Pooled], int]:
+    async def _likelihoods(self, body: RerankBody) -> tuple[list[Pooled], int]:
         """Return the log-probabilities of every prompt, and the number of query tokens at the end of each."""
         tokenize = self._manager.encoder.encode
         query = await tokenize(" " + body.query, add_special_tokens=False)
         self._manager.new_cost().check_tokens(len(query) * len(body.documents), "query")
         contexts = [await tokenize(CONTEXT.format(document=document)) for document in body.documents]
-        return await self._pooler.run(body, [[*context, *query] for context in contexts], None, "documents"), len(query)
+        return await self._run(body, [[*context, *query] for context in contexts], None, "documents"), len(query)
 
 
 def likelihood(logprobs: list[float]) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.entrypoints.generations import Call, Choice, Generations
+from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.pooling.protocol import PoolingBody
 from runtime.errors import RequestAborted
 from runtime.managers.generation import RequestOptions
@@ -40,18 +41,18 @@ class Pooled:
         return cls([value or 0.0 for value in known.chosen] if known is not None else choice.last.pooled or [], prompt_tokens)
 
 
-class Pooler:
-    """Runs prompts without generating text."""
+class PoolingApi:
+    """Base of the pooling endpoints, which run prompts without generating text."""
 
-    def __init__(self, manager: TokenizerManager) -> None:
-        self._manager = manager
+    def __init__(self, manager: TokenizerManager, model: ServedModel) -> None:
+        self._manager, self._model = manager, model
 
-    def check_shared(self, part: str | list[int], prompts: int, param: str) -> None:
+    def _check_shared(self, part: str | list[int], prompts: int, param: str) -> None:
         """Raise `RequestError` if a text or token ids that occur in `prompts` prompts are too long, before the prompts are built."""
         tokens = len(part) // self._manager.tokenizer.longest_token if isinstance(part, str) else len(part)
         self._manager.new_cost().check_tokens(tokens * prompts, param)
 
-    async def run(self, body: PoolingBody, prompts: Sequence[str | list[int]], pooling: Pooling | None, param: str) -> list[Pooled]:
+    async def _run(self, body: PoolingBody, prompts: Sequence[str | list[int]], pooling: Pooling | None, param: str) -> list[Pooled]:
         """Return the results of all prompts in order. Cancelling this aborts running prompts.
 
         Args:

@@ -35,7 +35,6 @@ from runtime.entrypoints.openai.response_protocol import InputItemList, Response
 from runtime.entrypoints.openai.responses import ResponseApi
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.pooling.endpoints import EmbeddingApi, RerankApi, ScoreApi
-from runtime.entrypoints.pooling.pooler import Pooler
 from runtime.entrypoints.pooling.protocol import EmbeddingList, Rank, Scores
 from runtime.entrypoints.server.admin import AdminApi
 from runtime.entrypoints.server.loads import LoadApi, Loads, RankLoad
@@ -146,12 +145,10 @@ def _add_messages(app: FastAPI, messages: MessagesApi) -> None:
 
 
 def _add_pooling(app: FastAPI, manager: TokenizerManager, model: ServedModel) -> None:
-    pooler = Pooler(manager)
-    embeddings = EmbeddingApi(pooler, model, manager.config.server.embedding_pooling, manager.model_config.hidden_size)
     for path, handler, answer in (
-        ("/v1/embeddings", embeddings.create, EmbeddingList),
-        ("/v1/score", ScoreApi(pooler, model).create, Scores),
-        ("/v1/rerank", RerankApi(pooler, manager, model).create, list[Rank]),
+        ("/v1/embeddings", EmbeddingApi(manager, model).create, EmbeddingList),
+        ("/v1/score", ScoreApi(manager, model).create, Scores),
+        ("/v1/rerank", RerankApi(manager, model).create, list[Rank]),
     ):
         _add_body_route(app, path, handler, answer, _errors(404, 408, 413, 415, 429, 503, 504))
 

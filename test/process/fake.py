@@ -257,8 +257,8 @@ def main() -> int:
         return launch_server.main(sys.argv[3:], scheduler_command(sys.argv[2]))
     behaviour, report_fd = sys.argv[1], int(sys.argv[3])
 
-    def serve(config: child.ChildConfig, status: child.StatusPipe) -> None:
-        child.serve_scheduler(config, status, lambda config, model_config: build(behaviour, config, model_config))
+    def serve(config: child.ChildConfig, report: child.Report) -> None:
+        child.serve_scheduler(config, report, lambda config, model_config: build(behaviour, config, model_config))
 
     return child.run("scheduler", report_fd, serve)
 

@@ -46,6 +46,9 @@ def test_a_scheduler_freezes_its_objects_before_it_is_ready(tmp_path: Path, monk
             model=SimpleNamespace(model_path="", tokenizer_path=""), device=SimpleNamespace(device="cpu"), scheduler=None, cache=None
         ),
     )
-    status: Any = SimpleNamespace(send=lambda _: said.append(f"ready, {'frozen' if gc.get_freeze_count() else 'not frozen'}"))
-    child.serve_scheduler(config, status, lambda *_: worker)  # type: ignore[arg-type, return-value]
+
+    def report(_: object) -> None:
+        said.append(f"ready, {'frozen' if gc.get_freeze_count() else 'not frozen'}")
+
+    child.serve_scheduler(config, report, lambda *_: worker)  # type: ignore[arg-type, return-value]
     assert said == ["ready, frozen", "runs", "closes"]

@@ -86,25 +86,21 @@ class ChildAlive(msgspec.Struct, frozen=True, tag=True):
 ChildStatus = ChildReady | ChildFailed | ChildFinished | ChildAlive
 
 
-class StatusPipe:
-    """The child's end of its status pipe: JSON lines. It stays open as long as the process lives."""
-
-    def __init__(self, fd: int) -> None:
-        os.set_inheritable(fd, False)  # otherwise torch's helper processes keep the pipe open after our death
-        self._fd = fd
-
-    def send(self, status: ChildStatus) -> None:
-        """Write one line."""
-        os.write(self._fd, msgspec.json.encode(status) + b"\n")
+Report = Callable[[ChildStatus], None]
+"""Writes a status to the pipe."""
 
 
-def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], None]) -> int:
-    """Run child process `role` until `serve` returns.
+def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, Report], None]) -> int:
+    """Run child process `role` until `serve` returns. The status pipe, JSON lines, stays open as long as the process lives.
 
     Returns:
         The exit status: 0, 1 after a fault, 2 for a wrong configuration.
     """
-    status = StatusPipe(status_fd)
+    os.set_inheritable(status_fd, False)  # otherwise torch's helper processes keep the pipe open after our death
+
+    def report(status: ChildStatus) -> None:
+        os.write(status_fd, msgspec.json.encode(status) + b"\n")
+
     child = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildConfig)
     _die_with(child, role)
     for number in (signal.SIGTERM, signal.SIGINT):  # sent to all processes of a service, they are for the parent, which drains first
@@ -114,17 +110,17 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, StatusPipe], N
     logging_setup.setup(_log_level(child), f"talon::{role}", child.config.server.log_format)
     faulthandler.enable()  # prints the stacks when the parent aborts a child that hangs
     try:
-        serve(child, status)
+        serve(child, report)
     except ConfigError as error:
-        status.send(ChildFailed(str(error), is_config=True, at=time.time()))
+        report(ChildFailed(str(error), is_config=True, at=time.time()))
         return 2
     except Exception as error:
         failed_at = time.time()
         who = f"the {role}" if child.place is None else f"rank {child.place.rank} ({role})"
         log.exception("%s failed", who)
-        status.send(ChildFailed(f"{who} failed: {type(error).__name__}: {error}", is_config=False, at=failed_at))
+        report(ChildFailed(f"{who} failed: {type(error).__name__}: {error}", is_config=False, at=failed_at))
         return 1
-    status.send(ChildFinished())
+    report(ChildFinished())
     if child.place is not None:  # NCCL's watchdog would call std::terminate when another rank ends first
         sys.stdout.flush()
         sys.stderr.flush()
@@ -144,7 +140,7 @@ def _create_cuda_context(child: ChildConfig) -> None:
         cuda_context.create_early()
 
 
-def serve_scheduler(child: ChildConfig, status: StatusPipe, build: BuildWorker) -> None:
+def serve_scheduler(child: ChildConfig, report: Report, build: BuildWorker) -> None:
     """Build the worker with `build`, then schedule until drained."""
     _create_cuda_context(child)
     from runtime.managers.scheduler import Scheduler
@@ -159,7 +155,7 @@ def serve_scheduler(child: ChildConfig, status: StatusPipe, build: BuildWorker) 
     compiler = make_compiler(config, model_config, eos_ids)
     scheduler = Scheduler(config.scheduler, config.cache, worker, eos_ids, inbox.receive, outbox.send, compiler=compiler)
     freeze_gc()
-    status.send(ChildReady(worker.limits))
+    report(ChildReady(worker.limits))
     scheduler.run()
     worker.close()
     if compiler is not None:
@@ -167,14 +163,14 @@ def serve_scheduler(child: ChildConfig, status: StatusPipe, build: BuildWorker) 
     outbox.close()
 
 
-def serve_detokenizer(child: ChildConfig, status: StatusPipe) -> None:
+def serve_detokenizer(child: ChildConfig, report: Report) -> None:
     """Detokenize until drained."""
     inbox: Inbox[ToDetokenizer] = Inbox(child.folder, "detokenizer", ToDetokenizer)
     to_tokenizer, to_scheduler = Outbox(child.folder, "tokenizer"), Outbox(child.folder, "scheduler")
     tokenizer, traced = Tokenizer.load(child.config.model.tokenizer_path), child.config.server.otlp_traces_endpoint is not None
     manager = DetokenizerManager(tokenizer, to_tokenizer.send, to_scheduler.send, timed=traced)
     freeze_gc()
-    status.send(ChildReady())
+    report(ChildReady())
     beats, beaten_at = 0, 0.0
     while not isinstance(message := inbox.receive(timeout=BEAT_SECONDS), DrainReq):
         if message is not None:
@@ -186,7 +182,7 @@ def serve_detokenizer(child: ChildConfig, status: StatusPipe) -> None:
     to_scheduler.close()
 
 
-def serve_rank(child: ChildConfig, status: StatusPipe) -> None:
+def serve_rank(child: ChildConfig, report: Report) -> None:
     """Run the steps that rank 0 sends until it closes. Loads torch."""
     _create_cuda_context(child)
     from runtime.entrypoints.rank import follow_rank_0
@@ -194,11 +190,11 @@ def serve_rank(child: ChildConfig, status: StatusPipe) -> None:
 
     def ready() -> None:
         freeze_gc()
-        status.send(ChildReady())
+        report(ChildReady())
 
     assert child.place is not None, "a rank needs a place"
     # On node 0, rank 0 reports this rank to the parent.
-    alive = partial(status.send, ChildAlive()) if child.config.parallel.node_rank else lambda: None
+    alive = partial(report, ChildAlive()) if child.config.parallel.node_rank else lambda: None
     follow_rank_0(child.config, load_hf_config(child.config.model.model_path), child.place, ready, alive)
 
 
@@ -242,7 +238,7 @@ def main(argv: list[str]) -> int:
         return run("detokenizer", status_fd, serve_detokenizer)
     if role != "scheduler":
         return run(role, status_fd, serve_rank)
-    return run(role, status_fd, lambda child, status: serve_scheduler(child, status, partial(build_worker, place=child.place)))
+    return run(role, status_fd, lambda child, report: serve_scheduler(child, report, partial(build_worker, place=child.place)))
 
 
 if __name__ == "__main__":

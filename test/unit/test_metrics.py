@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime.entrypoints.openai.usage import speculative_usage
+from runtime.entrypoints.openai.protocol import SpeculativeUsage
 from runtime.managers.messages import Finish
 from runtime.managers.observers.metrics import Metrics
 from runtime.managers.telemetry.decode_stats import DecodeStats
@@ -179,7 +179,7 @@ def test_positions_that_were_never_drafted_are_absent() -> None:
     assert stats.figures()["spec_drafted_by_position"] == [1, 0, 0]
     rates = {labels: rate for (name, labels), rate in scraped(Metrics("m"), stats).items() if name == "talon:spec_accept_rate_by_position"}
     assert rates == {(("position", "0"),): 1.0}
-    assert speculative_usage(stats.spec)["accept_rate_by_position"] == [1.0, None, None]
+    assert SpeculativeUsage.model_validate(stats.spec).accept_rate_by_position == [1.0, None, None]
 
 
 def test_steps_are_counted_by_depth() -> None:

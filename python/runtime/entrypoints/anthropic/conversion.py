@@ -44,13 +44,9 @@ def chat_fields(body: MessagesBody, max_tokens: int) -> Json:
     """The fields of the chat body that answers `body` in at most `max_tokens` tokens."""
     return {
         **prompt_fields(body),
+        **body.model_dump(include={"priority", "stream", "temperature", "top_k", "top_p"}),
         "max_completion_tokens": min(body.max_tokens, max_tokens),
-        "priority": body.priority,
         "stop": body.stop_sequences or None,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_k": body.top_k,
-        "top_p": body.top_p,
     }
 
 

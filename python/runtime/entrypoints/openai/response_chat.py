@@ -21,29 +21,23 @@ CHAT_NAMES = {
 }
 """Fields of a chat body under their names in /v1/responses."""
 
+SAME = ("cache_salt", "chat_template_kwargs", "model", "parallel_tool_calls", "priority", "stream", "top_logprobs")
+"""Fields with the same name and meaning in a chat body, besides those of sampling."""
 SYSTEM_ROLES = ("system", "developer")
 """Messages of these roles are never dropped."""
 
 
 def chat_fields(body: ResponseBody, conversation: Sequence[InputItem]) -> Json:
     """The fields of the chat body that answers `body`, whose conversation so far is `conversation`."""
-    sampling = body.model_dump(include=set(SamplingFields.model_fields), exclude_unset=True)
     return {
-        **sampling,
+        **body.model_dump(include={*SamplingFields.model_fields, *SAME}, exclude_unset=True),
         "messages": messages(conversation, body.instructions),
-        "cache_salt": body.cache_salt,
-        "chat_template_kwargs": body.chat_template_kwargs,
         "logprobs": body.logprobs or None,
         "max_completion_tokens": body.max_output_tokens,
-        "model": body.model,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "priority": body.priority,
         "reasoning_effort": body.reasoning.effort,
         "response_format": _response_format(body.text.format),
-        "stream": body.stream,
         "tool_choice": _choice(body),
         "tools": [tool for given in body.tools for tool in _tools(given)] or None,
-        "top_logprobs": body.top_logprobs,
     }
 
 

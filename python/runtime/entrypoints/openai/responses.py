@@ -29,6 +29,8 @@ from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+SHOWN = {"instructions", "max_output_tokens", "metadata", "previous_response_id", "store", "truncation", "user"}
+"""Fields of a request that its response repeats."""
 Streamed = Annotated[bool, Query(json_schema_extra={"enum": [False]})]
 
 
@@ -164,25 +166,19 @@ class ResponseApi:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata,
+            **body.model_dump(include=SHOWN),
             "model": self._model.name,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "service_tier": "default",
-            "store": body.store,
             "temperature": sampling["temperature"] if body.temperature is None else body.temperature,
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": choice.model_dump(exclude_none=True, exclude_defaults=True) if isinstance(choice, ChosenTool) else choice,
             "tools": [_shown_tool(tool) for tool in body.tools if tool.type in ("function", "namespace")],
             "top_logprobs": max(chat_body.top, 0),
             "top_p": sampling["top_p"] if body.top_p is None else body.top_p,
-            "truncation": body.truncation,
             "usage": None,
-            "user": body.user,
         }
 
     def _logprobs(self, body: ChatBody, update: ChatUpdate) -> list[Json]:

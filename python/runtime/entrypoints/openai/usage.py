@@ -30,13 +30,14 @@ class TokenCounts:
     def usage(self, body: OpenAIBody | None = None) -> dict[str, Any]:
         """The counts as OpenAI's `usage`, with `speculative` if `body` requests it."""
         thought, told = self.reasoning_tokens, body is not None and body.return_spec_tokens_details and self.spec
+        spec = reduce(SpecStats.plus, self.spec, SpecStats())
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             **({} if thought is None else {"completion_tokens_details": {"reasoning_tokens": thought}}),
-            **({"speculative": speculative_usage(reduce(SpecStats.plus, self.spec, SpecStats()))} if told else {}),
+            **({"speculative": SpeculativeUsage.model_validate(spec).model_dump()} if told else {}),
         }
 
     def extension(self, body: OpenAIBody) -> dict[str, Any]:
@@ -72,8 +73,3 @@ class UsageCounter:
         """The counts so far."""
         generated = sum(self._generated.values()) if self._output else 0
         return TokenCounts(self._prompt_tokens, generated, sum(self._cached.values()), tuple(self._spec[key] for key in sorted(self._spec)))
-
-
-def speculative_usage(spec: SpecStats) -> dict[str, Any]:
-    """Combined acceptance statistics of all choices of a call."""
-    return SpeculativeUsage.model_validate(spec).model_dump()

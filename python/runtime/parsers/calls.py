@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from runtime.parsers.call_grammar import CallGrammar, Schema
 from runtime.parsers.json_reader import escaped, read_value, take_string
@@ -13,7 +13,7 @@ from runtime.parsers.reader import WHITE, Malformed, Out, Reader, Steps
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
-class ToolFormat(Protocol):
+class ToolFormat(ABC):
     """The form in which a family of models writes tool calls.
 
     Attributes:
@@ -21,23 +21,16 @@ class ToolFormat(Protocol):
         tags: all tags that may be control tokens; the text given to the parser must include them.
     """
 
-    @property
-    def begins(self) -> tuple[str, ...]:
-        """See above."""
-        ...
+    begins: tuple[str, ...]
+    tags: tuple[str, ...]
 
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """See above."""
-        ...
-
+    @abstractmethod
     def read(self, reader: Reader) -> Steps[None]:
         """Read the calls at the reader's position, which is at one of `begins`. Raises `Malformed` if the text violates the format."""
-        ...
 
+    @abstractmethod
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """The grammar of calls of these functions."""
-        ...
 
 
 def read_block(reader: Reader, end: str | None, call: Callable[[], Steps[bool]], separators: str = "") -> Steps[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from runtime.parsers.argument_schema import ArgumentSchema, Schema, fixed_values
 from runtime.parsers.argument_types import typed_json
@@ -20,7 +19,7 @@ from runtime.parsers.call_grammar import (
     string_text,
     tag,
 )
-from runtime.parsers.calls import ArgumentWriter
+from runtime.parsers.calls import ArgumentWriter, ToolFormat
 from runtime.parsers.json_reader import MAX_DEPTH
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
 
@@ -31,12 +30,11 @@ QUOTE = '<|"|>'
 _BARE_TYPES = frozenset({"integer", "number", "boolean", "null", "string"})
 
 
-@dataclass(frozen=True)
-class Gemma4:
+class Gemma4(ToolFormat):
     """Objects with unquoted keys, and strings between `<|"|>` without escapes."""
 
-    begins: tuple[str, ...] = ("<|tool_call>",)
-    tags: tuple[str, ...] = ("<|tool_call>", "<tool_call|>", QUOTE)
+    begins = ("<|tool_call>",)
+    tags = ("<|tool_call>", "<tool_call|>", QUOTE)
 
     def read(self, reader: Reader) -> Steps[None]:
         """See `ToolFormat`."""

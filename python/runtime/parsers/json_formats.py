@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.parsers.call_grammar import CallGrammar, Part, Schema, json_of, object_schema, tag
-from runtime.parsers.calls import read_block, read_json_call, read_named_call
+from runtime.parsers.calls import ToolFormat, read_block, read_json_call, read_named_call
 from runtime.parsers.reader import Reader, Steps
 
 
-@dataclass(frozen=True)
-class Hermes:
+class Hermes(ToolFormat):
     """`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`."""
 
-    begins: tuple[str, ...] = ("<tool_call>",)
-    tags: tuple[str, ...] = ("<tool_call>", "</tool_call>")
+    begins = ("<tool_call>",)
+    tags = ("<tool_call>", "</tool_call>")
 
     def read(self, reader: Reader) -> Steps[None]:
         """See `ToolFormat`."""
@@ -27,12 +26,11 @@ class Hermes:
         return CallGrammar(_objects(tools, "<tool_call>\n", "arguments", "\n</tool_call>"), "<tool_call>", separator="\n")
 
 
-@dataclass(frozen=True)
-class Llama3:
+class Llama3(ToolFormat):
     """`{"name": "f", "parameters": {...}}`, after `<|python_tag|>` or on its own; a semicolon between calls."""
 
-    begins: tuple[str, ...] = ("<|python_tag|>", '{"name"', '{ "name"', '{"type"', '{ "type"')
-    tags: tuple[str, ...] = ("<|python_tag|>",)
+    begins = ("<|python_tag|>", '{"name"', '{ "name"', '{"type"', '{ "type"')
+    tags = ("<|python_tag|>",)
 
     def read(self, reader: Reader) -> Steps[None]:
         """See `ToolFormat`."""
@@ -45,12 +43,11 @@ class Llama3:
         return CallGrammar(_objects(tools, "", "parameters", ""), '{"name"', separator="; ")
 
 
-@dataclass(frozen=True)
-class Mistral:
+class Mistral(ToolFormat):
     """`[TOOL_CALLS][{"name": "f", "arguments": {...}}]`, and since version 11 `[TOOL_CALLS]f[ARGS]{...}` for each call."""
 
-    begins: tuple[str, ...] = ("[TOOL_CALLS]",)
-    tags: tuple[str, ...] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    begins = ("[TOOL_CALLS]",)
+    tags = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
     def read(self, reader: Reader) -> Steps[None]:
         """See `ToolFormat`."""
@@ -76,15 +73,15 @@ class Mistral:
 
 
 @dataclass(frozen=True)
-class DeepSeek:
+class DeepSeek(ToolFormat):
     """Calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`.
 
     V3 and R1 write the type, the name, and the arguments in a fenced block; V3.1 writes only the name and the arguments.
     """
 
     fenced: bool
-    begins: tuple[str, ...] = ("<｜tool▁calls▁begin｜>",)
-    tags: tuple[str, ...] = (
+    begins = ("<｜tool▁calls▁begin｜>",)
+    tags = (
         "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
     )  # fmt: skip
 

@@ -95,11 +95,14 @@ class OutputFormat:
             GrammarError: the grammar of the request cannot be combined with its tools.
         """
         if self._harmony is not None:
-            return self._adapt_harmony(self._harmony, sampling, request)
-        if shown := self.shown_ids(request):
+            stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._harmony.stops)))
+            sampling = structs.replace(sampling, stop_token_ids=stops)
+        elif shown := self.shown_ids(request):
             sampling = structs.replace(sampling, shown_token_ids=shown)
         if sampling.grammar is None and request.rule == "free":
             return sampling
+        if self._harmony is not None:
+            return _constrain_harmony(sampling, request)
         calls = self._calls.grammar(request.tools) if self._calls is not None and request.tools else None
         part = answer_part(sampling.grammar, calls, request.rule, request.parallel, lambda text: text)
         return self._after_thinking(sampling, part, bool(calls), prompt_ids)
@@ -117,18 +120,6 @@ class OutputFormat:
         if end is None:  # the end tag is not one token, so the model may split it differently than the tokenizer
             return with_part(sampling, sequence(tag("", ANY_TEXT, thinking.end), LINE_BREAKS, part))
         return with_part(sampling, sequence(LINE_BREAKS, part), (end,))
-
-    def _adapt_harmony(self, tokens: HarmonyTokens, sampling: SamplingParams, request: OutputRequest) -> SamplingParams:
-        sampling = structs.replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *tokens.stops))))
-        if sampling.grammar is None and request.rule == "free":
-            return sampling
-        calls = harmony.call_grammar(request.tools) if request.tools else None
-        rule, spec = request.rule, sampling.grammar
-        if spec is None and rule == "strict" and calls is not None:
-            part = one_of(harmony.text_part(ANY_TEXT), calls.calls(parallel=False))
-        else:
-            part = answer_part(spec, calls, rule, request.parallel, harmony.text_part)
-        return sampling if part is None else with_part(sampling, after_thinking(part, *harmony.THINKING))
 
     def parser(self, request: OutputRequest, prompt_ids: Sequence[int]) -> OutputParser | None:
         """A parser for one answer to a prompt; None if the answer is plain text."""
@@ -165,3 +156,12 @@ class OutputFormat:
         if self._short_ids:
             return "".join(random.choices(string.ascii_letters + string.digits, k=9))
         return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _constrain_harmony(sampling: SamplingParams, request: OutputRequest) -> SamplingParams:
+    calls, spec = harmony.call_grammar(request.tools) if request.tools else None, sampling.grammar
+    if spec is None and request.rule == "strict" and calls is not None:
+        part = one_of(harmony.text_part(ANY_TEXT), calls.calls(parallel=False))
+    else:
+        part = answer_part(spec, calls, request.rule, request.parallel, harmony.text_part)
+    return sampling if part is None else with_part(sampling, after_thinking(part, *harmony.THINKING))

@@ -5,22 +5,20 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from runtime.parsers.argument_schema import ArgumentSchema, Schema
 from runtime.parsers.call_grammar import CallGrammar, Part, const, json_of, members, sequence, tag
-from runtime.parsers.calls import ArgumentWriter, read_block
+from runtime.parsers.calls import ArgumentWriter, ToolFormat, read_block
 from runtime.parsers.reader import MAX_NAME, WHITE, Malformed, Reader, Steps
 
 _CLOSING = {")": "(", "]": "[", "}": "{"}
 
 
-@dataclass(frozen=True)
-class Pythonic:
+class Pythonic(ToolFormat):
     """A list of calls whose arguments are keyword arguments with literal values."""
 
-    begins: tuple[str, ...] = ("[",)
-    tags: tuple[str, ...] = ()
+    begins = ("[",)
+    tags = ()
 
     def read(self, reader: Reader) -> Steps[None]:
         """See `ToolFormat`."""

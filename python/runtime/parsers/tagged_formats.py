@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from runtime.parsers.argument_schema import ArgumentSchema, Schema
 from runtime.parsers.argument_types import STRING, typed_json
 from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, const, members, sequence, tag, text_value
-from runtime.parsers.calls import ArgumentWriter, read_block
+from runtime.parsers.calls import ArgumentWriter, ToolFormat, read_block
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
 
 MAX_VALUE = 1 << 24
@@ -17,7 +17,7 @@ MAX_VALUE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tagged:
+class Tagged(ToolFormat):
     """`BEGIN FUNCTION name NAME_END (KEY key KEY_END value VALUE_END)* FUNCTION_END END`, with white space between the tags.
 
     Attributes:
@@ -44,12 +44,12 @@ class Tagged:
     escapes: bool = False
 
     @property
-    def begins(self) -> tuple[str, ...]:
+    def begins(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `ToolFormat`."""
         return (self.begin, self.function) if self.function else (self.begin,)
 
     @property
-    def tags(self) -> tuple[str, ...]:
+    def tags(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See `ToolFormat`."""
         return (self.begin, self.end, self.key, self.key_end, self.value_begin, self.value_end)
 

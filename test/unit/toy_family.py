@@ -35,6 +35,6 @@ def parse(fields: ConfigFields) -> ModelConfig:
 def block(parts: ModelParts, layer: int) -> Block:
     prefix = f"model.layers.{layer}."
     if layer % 2 == 0:
-        return parts.dense_block(prefix, layer)
+        return parts.usual_block(prefix, layer)
     attn_norm, mlp_norm = (parts.norm(f"{prefix}{name}_layernorm.weight") for name in ("input", "post_attention"))
     return Block(parts.attention(prefix + "self_attn.", layer), NoMlp(), attn_norm, mlp_norm)

@@ -99,10 +99,6 @@ def mtp_block(parts: ModelParts, prefix: str) -> Block:
 
 def latent_block(parts: ModelParts, prefix: str, layer_id: int) -> Block:
     """The block of tensors `prefix`*."""
-    from runtime.models.block import Block
     from runtime.models.latent_parts import latent_attention
 
-    attn_norm = parts.norm(prefix + "input_layernorm.weight")
-    attention = latent_attention(parts, prefix + "self_attn.", layer_id)
-    mlp_norm = parts.norm(prefix + "post_attention_layernorm.weight")
-    return Block(attention, parts.mlp(prefix + "mlp.", layer_id), attn_norm, mlp_norm)
+    return parts.block(prefix, latent_attention(parts, prefix + "self_attn.", layer_id), parts.mlp(prefix + "mlp.", layer_id))

@@ -11,11 +11,9 @@ from dataclasses import replace
 import torch
 
 from runtime.distributed.parallel_group import ParallelGroup
-from runtime.layers.attention_layer import Attention
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear
-from runtime.models.block import Block
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import DraftConfig
 from runtime.models.draft_head import DraftHead
@@ -48,14 +46,11 @@ class DFlashDraftModel(DraftHead):
         self.fc = parts.weights.linear({"fc": hidden}, self.input_width)
         self._context_norm, self._norm = parts.norm("hidden_norm.weight"), parts.norm("norm.weight")
         self._attention = [parts.attention(f"layers.{i}.self_attn.", i, causal=causal) for i, causal in enumerate(self.block.causal)]
-        self.layers = [self._layer(i, attention) for i, attention in enumerate(self._attention)]
+        self.layers = [
+            parts.block(f"layers.{i}.", attention, parts.gated_mlp(f"layers.{i}.mlp.")) for i, attention in enumerate(self._attention)
+        ]
         self.attention_specs = tuple(attention.spec for attention in self._attention)
         self._kv_projs: list[Linear] = []
-
-    def _layer(self, layer: int, attention: Attention) -> Block:
-        parts, prefix = self.parts, f"layers.{layer}."
-        before, between = (parts.norm(f"{prefix}{name}_layernorm.weight") for name in ("input", "post_attention"))
-        return Block(attention, parts.gated_mlp(prefix + "mlp."), before, between)
 
     def load(self, weights: NamedTensors) -> None:
         """Fill the weights; load the target first.

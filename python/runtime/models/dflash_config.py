@@ -8,7 +8,7 @@ from pathlib import Path
 from runtime.models import qwen3
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import decoder_config, read_hf_config, sliding_windows
+from runtime.models.hf_config import attention_bias, decoder_config, read_hf_config, sliding_windows
 
 BLOCK_SIZE = 16
 """The block size if the file gives none."""
@@ -48,8 +48,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     """The decoder: Qwen 3's layers, of which those with a window are named by `layer_types`."""
     fields = fields.with_defaults(qwen3.DEFAULTS)
     window = sliding_windows(fields) if fields.given("layer_types") else None
-    bias = fields.flag("attention_bias")
-    return decoder_config(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, window=window)
+    return decoder_config(fields, **attention_bias(fields), qk_norm=True, window=window)
 
 
 def read_block(fields: ConfigFields, model: ModelConfig) -> BlockDraft:

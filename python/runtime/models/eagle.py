@@ -47,7 +47,7 @@ class LlamaForCausalLMEagle(DraftHead, DraftModel):
         self.hidden_dtype = target.dtype
         self._input = DraftInput()
         self.fc = self.parts.weights.linear({"fc": hidden}, 2 * hidden)
-        self.layers = [self.parts.dense_block(f"layers.{i}.", i, input_norm=i > 0) for i in range(self.config.num_layers)]
+        self.layers = [self.parts.usual_block(f"layers.{i}.", i, input_norm=i > 0) for i in range(self.config.num_layers)]
         self.attention_specs = tuple(layer.attention.spec for layer in self.layers)
         self._hot = HotTokens(token_map, vocab, target.embed.device)
         self.to_target, self.to_draft, self.vocab_size = self._hot.to_target, self._hot.to_draft, self._hot.size

@@ -54,7 +54,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         self._reduced = self.vocab_size != c.vocab_size
         self._layout = config.layout
         self.fc = parts.weights.linear({"fc": c.hidden_size}, self.input_width)
-        self.layer = parts.dense_block("midlayer.", 0, in_features=2 * c.hidden_size, input_norm=False)
+        self.layer = parts.usual_block("midlayer.", 0, in_features=2 * c.hidden_size, input_norm=False)
         self.layers = [self.layer]
         self.attention_specs = (self.layer.attention.spec,)
         norms = parts.norm("midlayer.input_layernorm.weight"), parts.norm("midlayer.hidden_norm.weight")

@@ -156,7 +156,7 @@ def stacked_weights(
             for name, slot in scheme.places(part, storage.at(own or 0)).items():
                 table.add(name, slot if own is not None else _unread(slot))
             if bias:
-                _register_bias(table, part, biases, own)
+                table.add_bias(part, None if own is None or biases is None else biases[own])
     forms = [FusedForm("", "weight", lambda columns: (columns,), names.transposed)]
     forms += MXFP4_FORMS if isinstance(scheme, Mxfp4) else ()
     forms += [FusedForm("_bias", "bias", lambda columns: ())] if bias else []
@@ -202,14 +202,6 @@ def _parts_of(names: ExpertNames, prefix: str, hidden: int, inner: int, cut: sli
         LinearPart(prefix + names.up, (inner, hidden), (cut, whole), width),
         LinearPart(prefix + names.down, (hidden, inner), (whole, cut), 0),
     )
-
-
-def _register_bias(table: WeightTable, part: LinearPart, biases: torch.Tensor | None, own: int | None) -> None:
-    if own is None or biases is None:
-        slot = WeightSlot(part.shape[:1], (slice(0, 0),), ignore)
-    else:
-        slot = WeightSlot(part.shape[:1], part.index[:1], biases[own][part.rows].copy_)
-    table.add(part.prefix + ".bias", slot)
 
 
 def _unread(slot: WeightSlot) -> WeightSlot:

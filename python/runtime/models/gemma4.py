@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runtime.errors import ConfigError
 from runtime.models.config import FullAttention, ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import decoder_config, sliding_windows
+from runtime.models.hf_config import attention_bias, decoder_config, sliding_windows
 from runtime.models.moe_fields import moe_fields
 from runtime.models.rope_fields import RopeFields, read_rope
 
@@ -47,8 +47,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
         raise text.error("use_bidirectional_attention is 'all'; only causal text is supported")
     if text.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise text.error(f"hidden_activation is {text.get('hidden_activation', None)!r}; only 'gelu_pytorch_tanh' is supported")
-    bias, window = text.flag("attention_bias"), _windows(text)
-    model = decoder_config(text, qkv_bias=bias, o_bias=bias, qk_norm=True, window=window)
+    model = decoder_config(text, **attention_bias(text), qk_norm=True, window=_windows(text))
     sparse = text.flag("enable_moe_block")
     moe = moe_fields(text, ("num_experts",), top_k="top_k_experts", renormalize=True) if sparse else None
     full, rope = _full_attention(text, model), _rope(text, "sliding_attention")

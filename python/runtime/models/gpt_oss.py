@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import decoder_config, sliding_windows
+from runtime.models.hf_config import attention_bias, decoder_config, sliding_windows
 from runtime.models.moe_fields import moe_fields
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
@@ -28,13 +28,11 @@ def parse(fields: ConfigFields) -> ModelConfig:
     for name, value in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
         if fields.number(name, value) != value:
             raise fields.error(f"{name} is {fields.get(name, value)}; only {value} is supported")
-    bias = fields.flag("attention_bias")
     counts = ("num_experts", "num_local_experts")
     return decoder_config(
         fields,
         window=sliding_windows(fields, lambda layer: layer % 2 == 0),
-        qkv_bias=bias,
-        o_bias=bias,
+        **attention_bias(fields),
         sinks=True,
         moe=moe_fields(fields, counts, inner="intermediate_size", scoring="topk_softmax", renormalize=True, bias=True),
     )
@@ -43,12 +41,10 @@ def parse(fields: ConfigFields) -> ModelConfig:
 def block(parts: ModelParts, layer: int) -> Block:
     """Layer `layer`."""
     from runtime.layers.activation import Activation
-    from runtime.models.block import Block
     from runtime.models.expert_weights import ExpertNames
     from runtime.models.sparse import SparseNames
 
     prefix = f"model.layers.{layer}."
     names = SparseNames(ExpertNames(prefix + "mlp.experts.", interleaved=True, transposed=True), prefix + "mlp.router")
-    attn_norm, mlp_norm = (parts.norm(f"{prefix}{name}_layernorm.weight") for name in ("input", "post_attention"))
     attention = parts.attention(prefix + "self_attn.", layer)
-    return Block(attention, parts.sparse_mlp(names, Activation.CLAMPED_SWIGLU), attn_norm, mlp_norm)
+    return parts.block(prefix, attention, parts.sparse_mlp(names, Activation.CLAMPED_SWIGLU))

@@ -52,16 +52,27 @@ def recommended_sampling(folder: str | Path) -> SamplingDefaults:
         raise ConfigError(f"{path}: {error} Correct the file, or start with --sampling-defaults openai.") from None
 
 
-class DecoderFlags(TypedDict, total=False):
-    """Fields of `ModelConfig` that are booleans."""
+class BiasFlags(TypedDict, total=False):
+    """Whether projections of attention have biases."""
 
     qkv_bias: bool
     o_bias: bool
+
+
+class DecoderFlags(BiasFlags, total=False):
+    """Fields of `ModelConfig` that are booleans."""
+
     mlp_bias: bool
     qk_norm: bool
     qk_row_norm: bool
     sinks: bool
     rope_interleaved: bool
+
+
+def attention_bias(fields: ConfigFields) -> BiasFlags:
+    """Whether all projections of attention have biases: the field `attention_bias`."""
+    bias = fields.flag("attention_bias")
+    return {"qkv_bias": bias, "o_bias": bias}
 
 
 def decoder_config(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import decoder_config
+from runtime.models.hf_config import attention_bias, decoder_config
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import Block
@@ -17,10 +17,9 @@ DEFAULTS = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture; `attention_bias` and `mlp_bias` say which projections have biases."""
-    bias = fields.flag("attention_bias")
-    return decoder_config(fields, qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias"))
+    return decoder_config(fields, **attention_bias(fields), mlp_bias=fields.flag("mlp_bias"))
 
 
 def block(parts: ModelParts, layer: int) -> Block:
     """Layer `layer`."""
-    return parts.dense_block(f"model.layers.{layer}.", layer)
+    return parts.usual_block(f"model.layers.{layer}.", layer)

@@ -39,4 +39,4 @@ block = llama.block
 
 def mtp_block(parts: ModelParts, prefix: str) -> Block:
     """The block of the layer for multi-token prediction."""
-    return parts.dense_block(prefix, 0)
+    return parts.usual_block(prefix, 0)

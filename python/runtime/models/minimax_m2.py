@@ -38,4 +38,4 @@ def parse(fields: ConfigFields) -> ModelConfig:
 def block(parts: ModelParts, layer: int) -> Block:
     """Layer `layer`, whose sparse MLP has Mixtral's names."""
     prefix = f"model.layers.{layer}."
-    return parts.sparse_block(prefix, layer, mixtral.names(prefix))
+    return parts.usual_block(prefix, layer, mixtral.names(prefix))

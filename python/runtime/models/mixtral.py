@@ -39,4 +39,4 @@ def names(prefix: str) -> SparseNames:
 def block(parts: ModelParts, layer: int) -> Block:
     """Layer `layer`."""
     prefix = f"model.layers.{layer}."
-    return parts.sparse_block(prefix, layer, names(prefix))
+    return parts.usual_block(prefix, layer, names(prefix))

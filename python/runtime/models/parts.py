@@ -12,9 +12,9 @@ from runtime.distributed.parallel_group import ALONE, ParallelGroup, Shard
 from runtime.errors import ConfigError
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
-from runtime.layers.attention_layer import Attention
+from runtime.layers.attention_layer import Attention, AttentionLayer
 from runtime.layers.linear import Partition
-from runtime.layers.mlp import GatedMlp
+from runtime.layers.mlp import GatedMlp, Mlp
 from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import BlockOps
@@ -202,21 +202,22 @@ class ModelParts:
             return self.gated_mlp(prefix)
         return self.sparse_mlp(names or SparseNames.usual(prefix))
 
-    def dense_block(self, prefix: str, layer_id: int, in_features: int | None = None, input_norm: bool = True) -> Block:
-        """The block of tensors `prefix`*, under Llama's names."""
-        attn_norm = self.norm(prefix + "input_layernorm.weight") if input_norm else None
-        attention = self.attention(prefix + "self_attn.", layer_id, in_features)
-        mlp_norm = self.norm(prefix + "post_attention_layernorm.weight")
-        return Block(attention, self.gated_mlp(prefix + "mlp."), attn_norm, mlp_norm)
+    def usual_block(
+        self, prefix: str, layer_id: int, names: SparseNames | None = None, in_features: int | None = None, input_norm: bool = True
+    ) -> Block:
+        """The block of tensors `prefix`*, under Llama's names except in a sparse MLP.
 
-    def sparse_block(self, prefix: str, layer_id: int, names: SparseNames | None = None) -> Block:
-        """The block of tensors `prefix`*, under Llama's names except in the sparse MLP; its MLP is dense if the layer is.
-
-        `names`: names of the sparse MLP, by default Qwen's.
+        Args:
+            names, in_features: as for `mlp` and `attention`.
+            input_norm: as for `block`.
         """
-        attn_norm, attention = self.norm(prefix + "input_layernorm.weight"), self.attention(prefix + "self_attn.", layer_id)
-        mlp_norm = self.norm(prefix + "post_attention_layernorm.weight")
-        return Block(attention, self.mlp(prefix + "mlp.", layer_id, names), attn_norm, mlp_norm)
+        attention = self.attention(prefix + "self_attn.", layer_id, in_features)
+        return self.block(prefix, attention, self.mlp(prefix + "mlp.", layer_id, names), input_norm)
+
+    def block(self, prefix: str, attention: AttentionLayer, mlp: Mlp, input_norm: bool = True) -> Block:
+        """The block of this attention and MLP, whose norms have Llama's names. `input_norm`: whether the block has the first one."""
+        attn_norm = self.norm(prefix + "input_layernorm.weight") if input_norm else None
+        return Block(attention, mlp, attn_norm, self.norm(prefix + "post_attention_layernorm.weight"))
 
 
 def _length(part: slice) -> int:

@@ -44,4 +44,4 @@ def block(parts: ModelParts, layer: int) -> Block:
     from runtime.models.sparse import SparseNames
 
     prefix = f"model.layers.{layer}."
-    return parts.sparse_block(prefix, layer, SparseNames.usual(prefix + "mlp.", "shared_expert.", "shared_expert_gate"))
+    return parts.usual_block(prefix, layer, SparseNames.usual(prefix + "mlp.", "shared_expert.", "shared_expert_gate"))

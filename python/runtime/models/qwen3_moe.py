@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import decoder_config, same_window
+from runtime.models.hf_config import attention_bias, decoder_config, same_window
 from runtime.models.moe_fields import moe_fields, sparse_layers
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
@@ -21,13 +21,12 @@ DEFAULTS = {
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """The architecture."""
-    bias = fields.flag("attention_bias")
     # Unlike for Qwen 3, transformers reads neither `layer_types` nor `max_window_layers`.
     window = same_window(fields) if fields.flag("use_sliding_window") else None
     moe = moe_fields(fields, renormalize=fields.flag("norm_topk_prob"), layers=sparse_layers(fields))
-    return decoder_config(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, window=window, moe=moe)
+    return decoder_config(fields, **attention_bias(fields), qk_norm=True, window=window, moe=moe)
 
 
 def block(parts: ModelParts, layer: int) -> Block:
     """Layer `layer`."""
-    return parts.sparse_block(f"model.layers.{layer}.", layer)
+    return parts.usual_block(f"model.layers.{layer}.", layer)

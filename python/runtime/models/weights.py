@@ -101,6 +101,11 @@ class WeightTable:
         """Let `slot` store tensor `name` of the checkpoint, or the slot's part of it."""
         self._slots.setdefault(name, []).append(slot)
 
+    def add_bias(self, part: LinearPart, bias: torch.Tensor | None) -> None:
+        """Let `bias` [rows of the layer] store the bias of `part`; None if only another rank reads it."""
+        index, put = ((slice(0, 0),), ignore) if bias is None else (part.index[:1], bias[part.rows].copy_)
+        self.add(part.prefix + ".bias", WeightSlot(part.shape[:1], index, put))
+
     def also(self, name: str, fused: FusedTensor) -> None:
         """Accept tensor `name` in place of the tensors that it fuses."""
         self._fused[name] = fused
@@ -204,8 +209,7 @@ class WeightTable:
         adds = partition is not Partition.ROW or self.group.rank == 0
         bias = torch.empty(rows, dtype=self.dtype, device=self.device) if adds else None
         for piece in pieces:
-            index, put = (piece.index[:1], bias[piece.rows].copy_) if bias is not None else ((slice(0, 0),), ignore)
-            self.add(piece.prefix + ".bias", WeightSlot(piece.shape[:1], index, put))
+            self.add_bias(piece, bias)
         return bias
 
     def _single(self, weights: NamedTensors) -> NamedTensors:

@@ -15,10 +15,10 @@ from scipy import stats
 from runtime.batch import RowInit
 from runtime.layers import logits_processors
 from runtime.layers.kernels.argmax import BLOCK, argmax
-from runtime.layers.logits_processors import LOGITS_PROCESSORS, LogitsContext, process_logits
+from runtime.layers.logits_processors import LOGITS_PROCESSORS, LogitsContext, LogitsProcessor, process_logits
 from runtime.layers.random_streams import RandomStream, uniforms
 from runtime.layers.sampler import draw, filter_probs, sample, target_probs, top_logprobs
-from runtime.layers.sampling_tables import ROWS_AT_ONCE, SamplingNeeds
+from runtime.layers.sampling_tables import ROWS_AT_ONCE
 from runtime.model_executor.request_rows import RequestRows
 from runtime.sampling_params import SamplingParams
 
@@ -230,20 +230,15 @@ def test_processors_take_more_requests_than_fit_at_once(monkeypatch: pytest.Monk
 
 
 def test_an_added_processor_masks_tokens_after_all_others() -> None:
-    class OnlyToken:
+    def only_token(logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
         """A stand-in for a grammar: request 1 may say token 9 and nothing else."""
-
-        def selects(self, needs: SamplingNeeds) -> list[int]:
-            return [1]
-
-        def apply(self, logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
-            mask = torch.full((VOCAB,), -torch.inf)
-            mask[9] = 0.0
-            logits[selected] += mask
+        mask = torch.full((VOCAB,), -torch.inf)
+        mask[9] = 0.0
+        logits[selected] += mask
 
     rows, index, needs = rows_of(SamplingParams(logit_bias={3: 90.0}), SamplingParams(logit_bias={3: 90.0}))
     context = LogitsContext(rows.tables, index, torch.full((2, 4), 5))
-    got = process_logits(torch.zeros(2, 4, VOCAB), context, needs, [*LOGITS_PROCESSORS, OnlyToken()])
+    got = process_logits(torch.zeros(2, 4, VOCAB), context, needs, [*LOGITS_PROCESSORS, LogitsProcessor(lambda needs: [1], only_token)])
     assert got.argmax(-1).tolist() == [[3] * 4, [9] * 4]
 
 

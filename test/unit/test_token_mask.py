@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runtime.batch import RowInit
-from runtime.layers.logits_processors import GrammarEnd, GrammarMask, LogitsContext, process_logits
+from runtime.layers.logits_processors import LOGITS_PROCESSORS, LogitsContext, process_logits
 from runtime.layers.sampler import TorchSampling, sample
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.layers.token_mask import TokenMask, unpack
@@ -84,9 +84,10 @@ def test_the_end_of_a_grammar_wins_over_the_minimum_length() -> None:
     rows = RequestRows(1, VOCAB, torch.device("cpu"), TorchSampling())
     wanted = SamplingNeeds(True, True, False, [], [], [0], [0])
     assert sample(logits, rows.tables, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), wanted, mask).tolist() == [7]
-    assert GrammarEnd().selects(wanted) == [0]
-    assert GrammarEnd().selects(SamplingNeeds(True, True, False, constrained=[0])) == []
-    assert GrammarMask().selects(wanted) == [0]
+    *_, by_mask, by_end = LOGITS_PROCESSORS
+    assert by_end.selects(wanted) == [0]
+    assert by_end.selects(SamplingNeeds(True, True, False, constrained=[0])) == []
+    assert by_mask.selects(wanted) == [0]
 
 
 @pytest.mark.parametrize("drafts", [0, 2])

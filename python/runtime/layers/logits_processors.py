@@ -6,9 +6,8 @@ comes after all changes of single logits, so that none of them allows a forbidde
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -35,97 +34,71 @@ class LogitsContext:
     mask: TokenMask | None = None
 
 
-class LogitsProcessor(Protocol):
-    """One change to the logits. It does not synchronise with the device."""
+@dataclass(frozen=True, slots=True)
+class LogitsProcessor:
+    """One change to the logits.
 
-    def selects(self, needs: SamplingNeeds) -> list[int]:
-        """Indices of the requests to change, known on the host."""
-        ...
+    Attributes:
+        selects: the indices of the requests to change, known on the host.
+        apply: changes float32 logits [B, W, V] in place for the selected requests, int64 [N]; does not synchronise with the device.
+    """
 
-    def apply(self, logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
-        """Change float32 `logits` [B, W, V] in place for requests `selected`, int64 [N]."""
-        ...
-
-
-class Penalties:
-    """Repetition, frequency and presence penalties over the prompt, the output and the drafts before a position."""
-
-    def selects(self, needs: SamplingNeeds) -> list[int]:
-        """Requests with a penalty."""
-        return needs.penalised
-
-    def apply(self, logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
-        """Divide or multiply by the repetition penalty, then subtract the other two."""
-        tables, rows = context.tables, context.rows[selected]
-        counts = tables.output_counts[rows].to(torch.float32)[:, None].expand(-1, logits.shape[1], -1)
-        if context.path is not None:
-            ids = context.path[selected]
-            counts = counts.scatter_add(2, ids.clamp(min=0), (ids >= 0).to(torch.float32))
-        frequency, presence, repetition = (tables.floats[rows, i][:, None, None] for i in (FREQUENCY, PRESENCE, REPETITION))
-        seen = counts > 0
-        x = logits[selected]
-        x = torch.where(seen | tables.in_prompt[rows][:, None], torch.where(x > 0, x / repetition, x * repetition), x)
-        logits[selected] = x - counts * frequency - seen * presence
+    selects: Callable[[SamplingNeeds], list[int]]
+    apply: Callable[[torch.Tensor, torch.Tensor, LogitsContext], None]
 
 
-class LogitBias:
-    """A constant added to the logits of chosen tokens."""
-
-    def selects(self, needs: SamplingNeeds) -> list[int]:
-        """Requests with a logit bias."""
-        return needs.biased
-
-    def apply(self, logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
-        """Add the biases; unused table entries add 0 to token 0."""
-        rows = context.rows[selected]
-        _add_at(logits, selected, context.tables.bias_ids[rows], context.tables.bias_values[rows][:, None])
-
-
-class MinLength:
-    """Forbids end-of-text tokens before the minimum output length."""
-
-    def selects(self, needs: SamplingNeeds) -> list[int]:
-        """Requests with a minimum length."""
-        return needs.min_length
-
-    def apply(self, logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
-        """Set the logits of end-of-text ids to minus infinity while the output is too short."""
-        rows = context.rows[selected]
-        ids = context.tables.eos_ids[rows]
-        early = context.positions[selected] < context.tables.min_positions[rows][:, None]
-        banned = torch.where(early[:, :, None] & (ids >= 0)[:, None], -torch.inf, 0.0)
-        _add_at(logits, selected, ids.clamp(min=0), banned)
+def penalise(logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
+    """Apply penalties over the prompt, the output and the drafts before a position: divide or multiply by that for repetition, then
+    subtract those for frequency and presence.
+    """
+    tables, rows = context.tables, context.rows[selected]
+    counts = tables.output_counts[rows].to(torch.float32)[:, None].expand(-1, logits.shape[1], -1)
+    if context.path is not None:
+        ids = context.path[selected]
+        counts = counts.scatter_add(2, ids.clamp(min=0), (ids >= 0).to(torch.float32))
+    frequency, presence, repetition = (tables.floats[rows, i][:, None, None] for i in (FREQUENCY, PRESENCE, REPETITION))
+    seen = counts > 0
+    x = logits[selected]
+    x = torch.where(seen | tables.in_prompt[rows][:, None], torch.where(x > 0, x / repetition, x * repetition), x)
+    logits[selected] = x - counts * frequency - seen * presence
 
 
-class GrammarMask:
-    """Allows only the tokens that the grammar allows."""
-
-    def selects(self, needs: SamplingNeeds) -> list[int]:
-        """Constrained requests."""
-        return needs.constrained
-
-    def apply(self, logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
-        """Set the logits of forbidden tokens to minus infinity."""
-        assert context.mask is not None, "constrained requests come with a mask"
-        forbid(logits, selected, context.mask.allowed(selected, logits.shape[-1]))
+def add_bias(logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
+    """Add a constant to the logits of chosen tokens; unused table entries add 0 to token 0."""
+    rows = context.rows[selected]
+    _add_at(logits, selected, context.tables.bias_ids[rows], context.tables.bias_values[rows][:, None])
 
 
-class GrammarEnd:
-    """Allows the end of a text whose grammar ends before the minimum length."""
-
-    def selects(self, needs: SamplingNeeds) -> list[int]:
-        """Constrained requests with a minimum length."""
-        return sorted(set(needs.constrained) & set(needs.min_length))
-
-    def apply(self, logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
-        """If no token is left, make all tokens that the grammar allows equally likely."""
-        assert context.mask is not None, "constrained requests come with a mask"
-        allowed, masked = context.mask.allowed(selected, logits.shape[-1]), logits[selected]
-        nothing_left = masked.amax(-1, keepdim=True) == -torch.inf
-        logits[selected] = torch.where(nothing_left & allowed, 0.0, masked)
+def forbid_end(logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
+    """Set the logits of end-of-text ids to minus infinity while the output is too short."""
+    rows = context.rows[selected]
+    ids = context.tables.eos_ids[rows]
+    early = context.positions[selected] < context.tables.min_positions[rows][:, None]
+    banned = torch.where(early[:, :, None] & (ids >= 0)[:, None], -torch.inf, 0.0)
+    _add_at(logits, selected, ids.clamp(min=0), banned)
 
 
-LOGITS_PROCESSORS: tuple[LogitsProcessor, ...] = (Penalties(), LogitBias(), MinLength(), GrammarMask(), GrammarEnd())
+def mask_by_grammar(logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
+    """Set the logits of tokens that the grammar forbids to minus infinity."""
+    assert context.mask is not None, "constrained requests come with a mask"
+    forbid(logits, selected, context.mask.allowed(selected, logits.shape[-1]))
+
+
+def end_by_grammar(logits: torch.Tensor, selected: torch.Tensor, context: LogitsContext) -> None:
+    """Where a grammar ends before the minimum length, so that no token is left, make all tokens that it allows equally likely."""
+    assert context.mask is not None, "constrained requests come with a mask"
+    allowed, masked = context.mask.allowed(selected, logits.shape[-1]), logits[selected]
+    nothing_left = masked.amax(-1, keepdim=True) == -torch.inf
+    logits[selected] = torch.where(nothing_left & allowed, 0.0, masked)
+
+
+LOGITS_PROCESSORS = (
+    LogitsProcessor(lambda needs: needs.penalised, penalise),
+    LogitsProcessor(lambda needs: needs.biased, add_bias),
+    LogitsProcessor(lambda needs: needs.min_length, forbid_end),
+    LogitsProcessor(lambda needs: needs.constrained, mask_by_grammar),
+    LogitsProcessor(lambda needs: sorted(set(needs.constrained) & set(needs.min_length)), end_by_grammar),
+)
 
 
 def process_logits(

@@ -52,17 +52,9 @@ def fragment_gemm(
     """
     (M, K), N = x.shape, weight.shape[0]
     variant = OutputVariant.of(x, weight, out, epilogue, config.parts(N), pdl)
-    _kernel(config, variant)(
-        epilogue.columns(N) // (16 * config.tall // (1 + epilogue.gated)),
-        (
-            cuda_driver.pointer(x),
-            fragments.weights_argument(weight, weight_scale, epilogue.bias, (N, K), (0, *scale_layout(N, K, weight_scale))),
-            cuda_driver.pointer(out),
-            norms_argument(epilogue.scale, epilogue.deferred),
-            cuda_driver.int32(M),
-        ),
-        pdl,
-    )
+    weights = fragments.weights_argument(weight, weight_scale, epilogue.bias, (N, K), (0, *scale_layout(N, K, weight_scale)))
+    blocks = epilogue.columns(N) // (16 * config.tall // (1 + epilogue.gated))
+    _kernel(config, variant)(blocks, (x, weights, out, norms_argument(epilogue.scale, epilogue.deferred), M), pdl)
     return out
 
 

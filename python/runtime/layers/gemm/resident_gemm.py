@@ -57,15 +57,8 @@ def resident_gemm(
     assert K % COLUMNS == 0, f"expected a multiple of {COLUMNS} columns; got {K}"
     assert not epilogue.gated, "expected an epilogue without a gate"
     variant = OutputVariant.of(x, weight, out, epilogue, config.parts(N), pdl)
-    _kernel(config, variant)(
-        N // ROWS,
-        (
-            *map(cuda_driver.pointer, (x, weight, epilogue.bias, out)),
-            norms_argument(epilogue.scale, epilogue.deferred),
-            *map(cuda_driver.int32, (M, N, K)),
-        ),
-        pdl,
-    )
+    norms = norms_argument(epilogue.scale, epilogue.deferred)
+    _kernel(config, variant)(N // ROWS, (x, weight, epilogue.bias, out, norms, M, N, K), pdl)
     return out
 
 

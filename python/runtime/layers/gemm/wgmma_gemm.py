@@ -151,18 +151,10 @@ def wgmma_gemm(
         (
             cuda_driver.tensor_map(x.data_ptr(), (K, M), x.dtype, (COLUMNS, loaded)),
             cuda_driver.tensor_map(weight.data_ptr(), (K, N), weight.dtype, (COLUMNS, boxes.w_rows)),
-            cuda_driver.pointer(out),
-            cuda_driver.pointer(epilogue.argmax),
-            cuda_driver.pointer(epilogue.bias),
-            norms_argument(epilogue.scale, epilogue.deferred),
-            cuda_driver.int32(M),
-            cuda_driver.int32(columns),
-            cuda_driver.int32(K),
-            cuda_driver.int32(loaded),
-            cuda_driver.int32(boxes.stages),
+            out, epilogue.argmax, epilogue.bias, norms_argument(epilogue.scale, epilogue.deferred), M, columns, K, loaded, boxes.stages,
         ),
         pdl,
-    )
+    )  # fmt: skip
     return out
 
 

@@ -163,15 +163,10 @@ def widening_gemm(
             cuda_driver.tensor_map(x.data_ptr(), (K, M), x.dtype, (X_COLUMNS, variant.tokens)),
             cuda_driver.tensor_map(weight.data_ptr(), (K, N), weight.dtype, (DEPTH, outputs)),
             _Scales(weight_scale.data_ptr(), *row_scales[:2], row_scales[2].bit_length() - 1),
-            cuda_driver.pointer(out),
-            cuda_driver.pointer(bias),
-            norms_argument(scale, deferred),
-            cuda_driver.int32(M),
-            cuda_driver.int32(columns),
-            cuda_driver.int32(K),
+            out, bias, norms_argument(scale, deferred), M, columns, K,
         ),
         pdl,
-    )
+    )  # fmt: skip
     return out
 
 

@@ -66,7 +66,8 @@ class Kernel:
         """Launch `blocks` blocks, a multiple of the cluster size.
 
         Args:
-            args: the kernel's parameters, made by `tensor_map`, `pointer`, `int32` and `int64`.
+            args: the kernel's parameters: tensors, for which it gets pointers, null for None; integers, which become int32; and values of
+                `tensor_map` and ctypes.
             pdl: start before the previous kernel has ended (programmatic dependent launch).
         """
         stream = torch.cuda.current_stream().cuda_stream
@@ -74,8 +75,9 @@ class Kernel:
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = self._config(*key)
-        addresses = [arg.getPtr() if hasattr(arg, "getPtr") else ctypes.addressof(arg) for arg in args]
-        parameters = (ctypes.c_void_p * len(addresses))(*addresses)  # a name keeps it alive during the call
+        held = [_parameter(arg) for arg in args]
+        addresses = [arg.getPtr() if hasattr(arg, "getPtr") else ctypes.addressof(arg) for arg in held]
+        parameters = (ctypes.c_void_p * len(addresses))(*addresses)  # names keep both alive during the call
         check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
 
     def _config(self, blocks: int, stream: int, pdl: bool) -> Any:
@@ -194,6 +196,12 @@ def tensor_map(address: int, sizes: tuple[int, ...], dtype: torch.dtype, box: tu
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
+
+
+def _parameter(value: Any) -> Any:
+    if value is None or isinstance(value, torch.Tensor):
+        return pointer(value)
+    return int32(value) if isinstance(value, int) else value
 
 
 def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:

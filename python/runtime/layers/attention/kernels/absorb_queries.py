@@ -60,12 +60,7 @@ def absorb_queries(q: torch.Tensor, heads: LatentHeads, key: torch.Tensor, posit
     assert positions.shape == (T,), f"expected {T} positions; got {tuple(positions.shape)}"
     out = torch.empty((T, H, heads.row_dim), dtype=q.dtype, device=q.device)
     _kernel(nope, rank, rope.dim, rope.interleaved, token_tile(T), pdl)(
-        H * (rank // COLUMNS),
-        (
-            *map(cuda_driver.pointer, (q, key, positions, rope.cos_sin, out)),
-            *map(cuda_driver.int32, (T, q.stride(0), q.stride(1), key.stride(0))),
-        ),
-        pdl,
+        H * (rank // COLUMNS), (q, key, positions, rope.cos_sin, out, T, q.stride(0), q.stride(1), key.stride(0)), pdl
     )
     return out
 

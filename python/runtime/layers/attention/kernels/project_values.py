@@ -51,9 +51,7 @@ def project_values(attended: torch.Tensor, value: torch.Tensor, *, pdl: bool = F
     assert value.shape == (H, width, rank), f"expected values [{H}, value_dim, {rank}]; got {tuple(value.shape)}"
     assert value.stride(1) == rank, "the rows of a head's values must be adjacent"
     out = torch.empty((T, H, width), dtype=attended.dtype, device=attended.device)
-    _kernel(rank, width, token_tile(T), pdl)(
-        H * (width // ROWS), (*map(cuda_driver.pointer, (attended, value, out)), *map(cuda_driver.int32, (T, value.stride(0)))), pdl
-    )
+    _kernel(rank, width, token_tile(T), pdl)(H * (width // ROWS), (attended, value, out, T, value.stride(0)), pdl)
     return out
 
 

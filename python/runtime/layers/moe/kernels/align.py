@@ -74,7 +74,7 @@ def align_in_cuda(ids: torch.Tensor, first: int, experts: int, rows: int, *, pdl
     """Like `align`, in one launch."""
     assert ids.dtype is torch.int32, f"expected int32 ids; got {ids.dtype}"
     found = _empty(ids, experts, rows)
-    _kernel(experts, pdl)(BLOCKS, (cuda_driver.pointer(ids), found.argument, *map(cuda_driver.int32, (ids.numel(), first, rows))), pdl)
+    _kernel(experts, pdl)(BLOCKS, (ids, found.argument, ids.numel(), first, rows), pdl)
     return found
 
 

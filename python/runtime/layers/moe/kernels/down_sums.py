@@ -98,13 +98,7 @@ def down_sums(
     even, float_out = inner % STAGE_COLUMNS[down.format] == 0, out.dtype is torch.float32
     variant = _Variant(down.format, even, top_k, down.bias is not None, add, deferred is not None, float_out, pdl, cut)
     weights = fragments.weights_argument(down.weight, down.scale, down.bias, (hidden, inner), down.scale_layout)
-    arguments = (
-        cuda_driver.pointer(h),
-        weights,
-        routing,
-        *map(cuda_driver.pointer, (out, *deferred_buffers(deferred))),
-        cuda_driver.int32(tokens),
-    )
+    arguments = (h, weights, routing, out, *deferred_buffers(deferred), tokens)
     _kernel(variant, shared_bytes(variant, tokens))(hidden // (ROWS * cut.tiles) * cut.blocks, arguments, pdl)
 
 

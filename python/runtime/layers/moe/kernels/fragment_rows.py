@@ -146,14 +146,7 @@ def _gemm(
     hit = E * (1 - (1 - top_k / max(E, top_k)) ** T)  # expected number of experts if tokens choose at random
     split = _split(-(-hit * rows // 16 // blocks), -(-columns // STAGE_COLUMNS[w.format]), cut.warps)
     arguments = weights_argument(w.weight, w.scale, w.bias, (rows, columns), w.scale_layout)
-    kernel(
-        blocks,
-        (
-            cuda_driver.pointer(x), arguments, routed, cuda_driver.pointer(out), *map(cuda_driver.int32, (T, split, _stride(w))),
-            ctypes.c_float(act.alpha), ctypes.c_float(act.limit),
-        ),
-        pdl,
-    )  # fmt: skip
+    kernel(blocks, (x, arguments, routed, out, T, split, _stride(w), ctypes.c_float(act.alpha), ctypes.c_float(act.limit)), pdl)
 
 
 def _readable(w: ExpertWeights, T: int) -> bool:

@@ -42,9 +42,7 @@ def pair_sums(
     """
     T, hidden = out.shape
     _kernel(_Variant(top_k, add, deferred is not None, out.dtype is torch.float32, pdl))(
-        T * -(-hidden // COLUMNS),
-        (cuda_driver.pointer(y), routed, *map(cuda_driver.pointer, (out, *deferred_buffers(deferred))), cuda_driver.int32(hidden)),
-        pdl,
+        T * -(-hidden // COLUMNS), (y, routed, out, *deferred_buffers(deferred), hidden), pdl
     )
     return out
 

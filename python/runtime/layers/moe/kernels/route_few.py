@@ -102,15 +102,9 @@ def route_few(
     scoring, biased, corrected = SCORINGS.index(rule.scoring), router.bias is not None, router.correction_bias is not None
     variant = _Variant(E, K, rule.top_k, rule.shared, scoring, rule.renormalize, biased, corrected, norm is not None, pdl)
     cluster, kernels = _kernels(variant)
-    kernels[(min(T, PASS) - 1).bit_length()](
-        -(-T // PASS) * cluster,
-        (
-            *map(cuda_driver.pointer, (x, router.weight, router.bias, router.correction_bias)), norms_argument(norm, None),
-            *map(cuda_driver.pointer, (normed, routed.ids, routed.weights, routed.masks)),
-            cuda_driver.int32(T), ctypes.c_float(rule.scaling),
-        ),
-        pdl,
-    )  # fmt: skip
+    inputs = x, router.weight, router.bias, router.correction_bias, norms_argument(norm, None)
+    outputs = normed, routed.ids, routed.weights, routed.masks
+    kernels[(min(T, PASS) - 1).bit_length()](-(-T // PASS) * cluster, (*inputs, *outputs, T, ctypes.c_float(rule.scaling)), pdl)
     return routed
 
 

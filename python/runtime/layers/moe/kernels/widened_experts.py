@@ -161,7 +161,7 @@ def prepare_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor, t
     undo it.
     """
     rows, factors = torch.empty_like(x, dtype=torch.float16), torch.empty(len(x), dtype=torch.float32, device=x.device)
-    _rows_kernel(pdl)(len(x), (*map(cuda_driver.pointer, (x, rows, factors)), cuda_driver.int32(x.shape[1])), pdl)
+    _rows_kernel(pdl)(len(x), (x, rows, factors, x.shape[1]), pdl)
     return rows, factors
 
 
@@ -187,16 +187,12 @@ def _grouped(
     _kernel(variant)(
         min(aligned.tiles * (columns // MATRIX), torch.cuda.get_device_properties(x.device).multi_processor_count),
         (
-            cuda_driver.pointer(x),
-            _map(weights.weight.data_ptr(), E * N, K * CODE_BITS[weights.format] // 8, weights.format),
-            _scales(weights) if fp8 else cuda_driver.pointer(weights.scale),
-            aligned.argument,
-            *map(cuda_driver.pointer, (out, weights.bias, routed.weights, factors)),
-            *map(cuda_driver.int32, (N, columns, K, routed.ids.shape[1])),
-            act.argument,
+            x, _map(weights.weight.data_ptr(), E * N, K * CODE_BITS[weights.format] // 8, weights.format),
+            _scales(weights) if fp8 else weights.scale, aligned.argument,
+            out, weights.bias, routed.weights, factors, N, columns, K, routed.ids.shape[1], act.argument,
         ),
         pdl,
-    )
+    )  # fmt: skip
 
 
 class _Scales(ctypes.Structure):

@@ -66,7 +66,7 @@ def measure(heads: int, batch: int, width: int, length: int, with_fa3: bool, byt
     """Microseconds per layer of each kernel, and of reading the keys once if the machine's rate is known."""
     from runtime.layers.attention.kernels.latent_cluster import latent_cluster_attention, supports
     from runtime.layers.attention.kernels.latent_decode import LatentShape, LatentWorkspace, latent_attention, trial_inputs
-    from runtime.layers.attention.latent_passes import CausalQueries
+    from runtime.layers.attention.kernels.paged_keys import CausalQueries
 
     device, sms = torch.device("cuda"), torch.cuda.get_device_properties(0).multi_processor_count
     cuts = {name: LatentShape(batch, width, heads, RANK, ROPE, sms, config) for name, config in CUTS.items()}
@@ -81,7 +81,7 @@ def measure(heads: int, batch: int, width: int, length: int, with_fa3: bool, byt
     if with_fa3:
         from runtime.layers.attention.latent_fa3 import flash_latent
 
-        queries = CausalQueries(torch.arange(batch + 1, dtype=torch.int32, device=device) * width, width)
+        queries = CausalQueries.uniform(batch, width, device)
         runs["fa3"] = lambda i: flash_latent(*inputs[i], queries, 0.07)
     times = {name: time for name, run in runs.items() if (time := _micros(run)) is not None}
     cut_times = [times[name] for name in cuts if name in times]

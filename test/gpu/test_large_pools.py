@@ -12,12 +12,12 @@ pytest.importorskip("triton")
 
 from runtime.config.kernel_configs import ClusterConfig, LatentConfig, SplitConfig
 from runtime.layers.attention.kernels.latent_decode import LatentShape, LatentWorkspace, latent_attention
-from runtime.layers.attention.kernels.paged_keys import PagedKeys
+from runtime.layers.attention.kernels.paged_keys import CausalQueries, PagedKeys
 from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention
 from runtime.layers.attention.kernels.split_schedule import schedule_work
 from runtime.layers.attention.kernels.split_shape import SplitShape
 from runtime.layers.attention.kernels.tree_tail import merge_tree_tail
-from runtime.layers.attention.kernels.wide_prefill import PromptKeys, wide_prefill
+from runtime.layers.attention.kernels.wide_prefill import wide_prefill
 from runtime.layers.kernels.latent_rows import write_latent
 from runtime.layers.kernels.rope_and_cache import rope_and_cache
 from runtime.layers.latent_heads import LatentHeads
@@ -87,8 +87,8 @@ def test_wide_prompts_read_keys_behind_2_to_the_31_values() -> None:
     pool, first = behind(small)
 
     def attend(cache: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        keys = PromptKeys(at, torch.zeros(1, **INTS), torch.tensor([50], **INTS), indptr, 20, PAGE)
-        return wide_prefill(q, cache, cache, keys, 0.1)
+        keys = PagedKeys(at, torch.zeros(1, **INTS), torch.tensor([50], **INTS), PAGE)
+        return wide_prefill(q, cache, cache, keys, CausalQueries(indptr, 20), 0.1)
 
     assert torch.equal(attend(pool, pages + first), attend(small, pages))
 

@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from runtime.layers.attention.kernels.wide_prefill import PromptKeys, wide_prefill
+from runtime.layers.attention.kernels.paged_keys import CausalQueries, PagedKeys
+from runtime.layers.attention.kernels.wide_prefill import wide_prefill
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -36,8 +37,9 @@ def test_ragged_prompts_attend_as_by_definition(heads: tuple[int, int], dim: int
     q = torch.randn(sum(widths), H, dim)
     indptr = torch.tensor([0, *torch.tensor(widths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     ints = {"dtype": torch.int32, "device": DEVICE}
-    keys = PromptKeys(pages.to(DEVICE), torch.arange(len(lens), **ints), torch.tensor(lens, **ints), indptr, max(widths), page_size)
-    got = wide_prefill(q.to(DEVICE, DTYPE), *(cache.to(DEVICE, DTYPE) for cache in caches), keys, dim**-0.5, window)
+    keys = PagedKeys(pages.to(DEVICE), torch.arange(len(lens), **ints), torch.tensor(lens, **ints), page_size)
+    queries = CausalQueries(indptr, max(widths))
+    got = wide_prefill(q.to(DEVICE, DTYPE), *(cache.to(DEVICE, DTYPE) for cache in caches), keys, queries, dim**-0.5, window)
     start = 0
     for b, (length, width) in enumerate(zip(lens, widths, strict=True)):
         k, v = (each[b].to(DTYPE).double().repeat_interleave(H // G, 1) for each in kept)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
 from runtime.config.attention_caps import ATTENTION_CAPS
-from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
-from runtime.layers.attention.kernels.paged_keys import PagedKeys
-from runtime.layers.attention.latent_passes import CausalQueries, LatentPasses
+from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.kernels.paged_keys import CausalQueries, PagedKeys
+from runtime.layers.attention.latent_passes import LatentBackend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 
-class LatentFlashAttention(AttentionBackend):
+class LatentFlashAttention(LatentBackend):
     """`AttentionBackend` "fa3" of models with latent attention.
 
     Fixed-width passes run our kernels or FA3, whichever was faster at their size; ragged passes run FA3, which reads the page table in
@@ -25,36 +23,18 @@ class LatentFlashAttention(AttentionBackend):
     caps = ATTENTION_CAPS["fa3"]
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
-        self._pool, self._table = kv_pool, page_table
-        self._passes = LatentPasses(shape, kv_pool, page_table, flash_latent, "fa3")
+        super().__init__(shape, kv_pool, page_table, flash_latent, "fa3")
         self._extend: tuple[PagedKeys, CausalQueries] | None = None
 
-    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Find the buffers of the passes. No host read."""
-        self._extend = None if batch.tokens_per_req else self._extend_plan(batch)
-        if self._extend is None:
-            self._passes.prepare(batch, num_steps)
-
-    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Compute lengths, in place. May be captured."""
-        if self._extend is None:
-            self._passes.plan_on_device(batch)
-
-    def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
-        """Attend. q [T, H, rank + rope] -> [T, H * rank]. May be captured."""
-        if self._extend is None:
-            return self._passes.forward(q, layer, batch).flatten(1)
-        return flash_latent(q, self._pool.k[layer.layer_id], *self._extend, layer.scale).flatten(1)
-
-    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """One run per kernel of split-KV attention; FA3 is precompiled."""
-        return self._passes.warmup_runs(sizes, width, tree)
-
-    def _extend_plan(self, batch: ForwardBatch) -> tuple[PagedKeys, CausalQueries]:
+    def _plan_ragged(self, batch: ForwardBatch) -> None:
         assert batch.extend_lens is not None, "a ragged pass"
         columns = min(max(-(-int(batch.seq_len_bounds.max()) // self._table.page_size), 1), self._table.max_pages)
         keys = PagedKeys(self._table.pages[:, :columns], batch.page_rows, batch.seq_lens, self._table.page_size)
-        return keys, CausalQueries(batch.qo_indptr, int(batch.extend_lens.max()))
+        self._extend = keys, CausalQueries(batch.qo_indptr, int(batch.extend_lens.max()))
+
+    def _attend_ragged(self, q: torch.Tensor, layer: AttentionSpec) -> torch.Tensor:
+        assert self._extend is not None, "prepare comes before forward"
+        return flash_latent(q, self._pool.k[layer.layer_id], *self._extend, layer.scale)
 
 
 def flash_latent(q: torch.Tensor, cache: torch.Tensor, keys: PagedKeys, queries: CausalQueries, scale: float) -> torch.Tensor:

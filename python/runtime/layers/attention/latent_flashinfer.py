@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 from torch.nn import functional as F
 
 from runtime.config.attention_caps import ATTENTION_CAPS
-from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
+from runtime.layers.attention.base import AttentionShape, AttentionSpec
 from runtime.layers.attention.flashinfer_adapter import check_version, offsets
 from runtime.layers.attention.kernels.flashinfer_plan import PageLists, gather_pages
-from runtime.layers.attention.latent_passes import LatentPasses
+from runtime.layers.attention.latent_passes import LatentBackend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
@@ -23,7 +21,7 @@ TILE_ROWS = 64
 whose key begins a block of keys miss that key: observed on an H200 with 20 and 24 heads, but not with 16 and 64."""
 
 
-class LatentFlashInfer(AttentionBackend):
+class LatentFlashInfer(LatentBackend):
     """`AttentionBackend` "flashinfer" of models with latent attention.
 
     Fixed-width passes run the cluster kernel or the split-KV kernels, whichever is faster at their size; neither needs a plan on the host,
@@ -34,40 +32,18 @@ class LatentFlashInfer(AttentionBackend):
 
     def __init__(self, shape: AttentionShape, kv_pool: KVPool, page_table: PageTable) -> None:
         check_version()
-        self._layer, self._pool, self._table = shape.layers[0], kv_pool, page_table
-        self._passes = LatentPasses(shape, kv_pool, page_table, None, "flashinfer")
+        super().__init__(shape, kv_pool, page_table, None, "flashinfer")
+        self._layer = shape.layers[0]
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.k[0].device)
         self._wrapper = BatchMLAPagedAttentionWrapper(workspace)
         self._heads = padded_heads(self._layer.num_q_heads)
-        self._ragged = False
 
-    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Find the buffers of fixed-width passes, or plan a ragged one on the host."""
-        self._ragged = not batch.tokens_per_req
-        if self._ragged:
-            self._plan_extend(batch)
-        else:
-            self._passes.prepare(batch, num_steps)
-
-    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """Compute lengths of fixed-width passes, in place."""
-        if not self._ragged:
-            self._passes.plan_on_device(batch)
-
-    def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
-        """Attend. q [T, H, rank + rope] -> [T, H * rank]. Fixed-width passes may be captured."""
-        if not self._ragged:
-            return self._passes.forward(q, layer, batch).flatten(1)
+    def _attend_ragged(self, q: torch.Tensor, layer: AttentionSpec) -> torch.Tensor:
         rank, cache, heads = layer.kv.value_dim, self._pool.k[layer.layer_id].squeeze(2), q.shape[1]
         q = F.pad(q, (0, 0, 0, self._heads - heads))
-        out = self._wrapper.run(q[..., :rank].contiguous(), q[..., rank:].contiguous(), cache[..., :rank], cache[..., rank:])
-        return out[:, :heads].flatten(1)
+        return self._wrapper.run(q[..., :rank].contiguous(), q[..., rank:].contiguous(), cache[..., :rank], cache[..., rank:])[:, :heads]
 
-    def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """One run per kernel of split-KV attention; FlashInfer compiles its module at its first use and caches it on disk."""
-        return self._passes.warmup_runs(sizes, width, tree)
-
-    def _plan_extend(self, batch: ForwardBatch) -> None:
+    def _plan_ragged(self, batch: ForwardBatch) -> None:
         assert batch.extend_lens is not None, "a ragged pass"
         lens, page_size, device = batch.seq_len_bounds, self._table.page_size, self._table.pages.device
         counts = -(-lens.astype(np.int64) // page_size)

@@ -1,15 +1,16 @@
-"""Fixed-width passes of latent attention, each by the fastest kernel for its size: our cluster kernel, our split-KV kernels, or a
-library's."""
+"""The base of backends of latent attention: fixed-width passes, each by the fastest kernel for its size: our cluster kernel, our split-KV
+kernels, or a library's."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from runtime.layers.attention.base import AttentionShape, AttentionSpec
+from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
 from runtime.layers.attention.kernels import latent_cluster
 from runtime.layers.attention.kernels.latent_decode import (
@@ -20,7 +21,7 @@ from runtime.layers.attention.kernels.latent_decode import (
     latent_trial,
     trial_inputs,
 )
-from runtime.layers.attention.kernels.paged_keys import PagedKeys
+from runtime.layers.attention.kernels.paged_keys import CausalQueries, PagedKeys
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.autotune import compile_all
 from runtime.layers.kernels.pdl import starts_early
@@ -30,19 +31,6 @@ TRIAL_LENGTH = 2048
 """Keys per request in timings."""
 CLUSTER, SPLIT, OTHER = "cluster", "split", "other"
 """Our cluster kernel, our two split-KV kernels, and a library's kernel."""
-
-
-@dataclass(frozen=True, slots=True)
-class CausalQueries:
-    """The queries of a causal pass. Tensors are on the device.
-
-    Attributes:
-        cu_seqlens: int32 [B + 1], cumulative query counts.
-        most: maximum queries of a request.
-    """
-
-    cu_seqlens: torch.Tensor
-    most: int
 
 
 CausalKernel = Callable[[torch.Tensor, torch.Tensor, PagedKeys, CausalQueries, float], torch.Tensor]
@@ -66,8 +54,8 @@ class _Plan:
     kernel: str
 
 
-class LatentPasses:
-    """Owner of the workspace and of the plans of fixed-width passes.
+class LatentBackend(AttentionBackend):
+    """Base of backends of models with latent attention: owner of the workspace and of the plans of fixed-width passes.
 
     The kernels for each size are timed when the first of these objects is created for a model; `AttentionShape.choices` stores the result.
     Tree passes use Triton's split-KV attention, whose mask covers the tail.
@@ -85,17 +73,29 @@ class LatentPasses:
         sizes, widths = range(1, shape.max_batch_size + 1), range(1, shape.max_tokens_per_req + 1)
         self._workspace = LatentWorkspace([self._cut(size, width) for size in sizes for width in widths], self._device)
 
+    @abstractmethod
+    def _plan_ragged(self, batch: ForwardBatch) -> None:
+        """On the host, plan a ragged pass."""
+
+    @abstractmethod
+    def _attend_ragged(self, q: torch.Tensor, layer: AttentionSpec) -> torch.Tensor:
+        """Attend in the ragged pass that was planned. q [T, H, rank + rope] -> [T, H, rank]."""
+
     # ---- outside the graph
 
-    def prepare(self, batch: ForwardBatch, num_steps: int) -> None:
-        """Find the buffers of the passes. No host read."""
+    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Find the buffers of fixed-width passes, without a host read, or plan a ragged one."""
+        if not batch.tokens_per_req:
+            self._plan = None
+            self._plan_ragged(batch)
+            return
         key = (batch.batch_size, batch.tokens_per_req, num_steps, first_tail(batch, self._shape.windows, self._name))
         if key not in self._plans:
             self._plans[key] = self._empty_plan(*key)
         self._plan = self._plans[key]
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
-        """One run per kernel of split-KV attention."""
+        """One run per kernel of split-KV attention. Libraries' kernels are compiled already, or at their first use and cached on disk."""
         cuts = [self._cut(size, width) for size in sizes if tree or self._chosen(size, width) == SPLIT]
         return [partial(self._compile, cut, width, tree) for cut in _one_of_each_kernel(cuts)]
 
@@ -104,18 +104,19 @@ class LatentPasses:
 
     # ---- inside or outside the graph
 
-    def plan_on_device(self, batch: ForwardBatch) -> None:
-        """Compute lengths, in place."""
-        assert self._plan is not None, "prepare comes before plan_on_device"
-        self._plan.at.fill(batch)
+    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+        """Compute lengths of fixed-width passes, in place."""
+        if self._plan is not None:
+            self._plan.at.fill(batch)
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
-        """Attend. q [T, H, rank + rope] -> [T, H, rank]."""
+        """Attend. q [T, H, rank + rope] -> [T, H * rank]."""
         plan = self._plan
-        assert plan is not None, "prepare comes before forward"
+        return (self._attend_ragged(q, layer) if plan is None else self._attend(q, layer, batch, plan)).flatten(1)
+
+    def _attend(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch, plan: _Plan) -> torch.Tensor:
         at, cache = plan.at, self._pool.k[layer.layer_id]
         assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "another batch was planned"
-
         keys = PagedKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size)
         if plan.kernel == OTHER:
             assert self._other is not None, "only existing kernels are chosen"
@@ -129,9 +130,9 @@ class LatentPasses:
     # ---- choice
 
     def _empty_plan(self, size: int, width: int, num_steps: int, tail: int) -> _Plan:
-        cu_seqlens = torch.arange(size + 1, dtype=torch.int32, device=self._device) * width
+        queries = CausalQueries.uniform(size, width, self._device)
         at = FixedLengths.empty(size, width, num_steps, tail, self._device)
-        return _Plan(at, CausalQueries(cu_seqlens, width), self._cut(size, width), SPLIT if tail else self._chosen(size, width))
+        return _Plan(at, queries, self._cut(size, width), SPLIT if tail else self._chosen(size, width))
 
     def _cut(self, size: int, width: int) -> LatentShape:
         layer = self._shape.layers[0]
@@ -175,7 +176,7 @@ class LatentPasses:
     def _trials(self, size: int, width: int) -> dict[str, Callable[[], object]]:
         cut, length, pdl = self._cut(size, width), max(min(TRIAL_LENGTH, self._shape.max_context_len), width), self._pdl
         q, cache, keys = trial_inputs(cut, self._table.page_size, self._dtype, self._device, length)
-        queries = CausalQueries(torch.arange(size + 1, dtype=torch.int32, device=self._device) * width, width)
+        queries = CausalQueries.uniform(size, width, self._device)
         split = latent_trial(cut, self._table.page_size, self._dtype, self._device, length, pdl=pdl)
         runs: dict[str, Callable[[], object]] = {SPLIT: split}
         if CLUSTER in self._kernels(size, width):

@@ -12,10 +12,10 @@ from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.errors import ConfigError
 from runtime.layers.attention.base import AttentionBackend, AttentionShape, AttentionSpec
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
-from runtime.layers.attention.kernels.paged_keys import PagedKeys
+from runtime.layers.attention.kernels.paged_keys import CausalQueries, PagedKeys
 from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention, warm_up
 from runtime.layers.attention.kernels.split_shape import MAX_WIDTH, SplitShape, one_of_each_kernel, supports
-from runtime.layers.attention.kernels.wide_prefill import PromptKeys, wide_prefill
+from runtime.layers.attention.kernels.wide_prefill import wide_prefill
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.kernels.pdl import starts_early
 from runtime.mem_cache.kv_pool import KVPool, PageTable
@@ -26,7 +26,7 @@ class _FixedPlan:
     """Persistent metadata of fixed-width passes of one size; a captured graph reads these tensors. `split`: None for short prompts."""
 
     at: FixedLengths
-    qo_indptr: torch.Tensor
+    queries: CausalQueries
     split: SplitShape | None
 
 
@@ -43,7 +43,7 @@ class WideAttention(AttentionBackend):
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._pdl = starts_early(self._device)
         self._fixed: dict[tuple[int, int, int], _FixedPlan] = {}
-        self._plan: _FixedPlan | PromptKeys | None = None
+        self._plan: _FixedPlan | tuple[PagedKeys, CausalQueries] | None = None
         widths = range(1, min(shape.max_tokens_per_req, MAX_WIDTH) + 1)
         shapes = [self._split_shape(size, width) for size in range(1, shape.max_batch_size + 1) for width in widths]
         self._workspace = SplitWorkspace([found for found in shapes if found is not None], self._device)
@@ -76,32 +76,32 @@ class WideAttention(AttentionBackend):
         plan, q = self._plan, q.contiguous()
         assert plan is not None, "prepare comes before forward"
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
-        if isinstance(plan, PromptKeys):
-            return wide_prefill(q, k_cache, v_cache, plan, layer.scale, layer.window).flatten(1)
-        at, rows, lens = plan.at, batch.page_rows, plan.at.seq_lens(batch, batch.step)
-        if plan.split is None:
-            keys = PromptKeys(self._table.pages, rows, lens, plan.qo_indptr, at.width, self._table.page_size)
-            return wide_prefill(q, k_cache, v_cache, keys, layer.scale, layer.window).flatten(1)
-        keys = PagedKeys(self._table.pages, rows, lens, self._table.page_size)
-        return split_attention(
-            q, k_cache, v_cache, keys, plan.split, self._workspace, layer.scale, window=layer.window, pdl=self._pdl
-        ).flatten(1)
+        if isinstance(plan, _FixedPlan):
+            keys = PagedKeys(self._table.pages, batch.page_rows, plan.at.seq_lens(batch, batch.step), self._table.page_size)
+            queries, split = plan.queries, plan.split
+        else:
+            keys, queries, split = *plan, None
+        if split is None:
+            return wide_prefill(q, k_cache, v_cache, keys, queries, layer.scale, layer.window).flatten(1)
+        return split_attention(q, k_cache, v_cache, keys, split, self._workspace, layer.scale, window=layer.window, pdl=self._pdl).flatten(
+            1
+        )
 
     # ---- planning
 
-    def _extend_plan(self, batch: ForwardBatch) -> PromptKeys:
+    def _extend_plan(self, batch: ForwardBatch) -> tuple[PagedKeys, CausalQueries]:
         assert batch.extend_lens is not None
-        most = int(batch.extend_lens.max())
-        return PromptKeys(self._table.pages, batch.page_rows, batch.seq_lens, batch.qo_indptr, most, self._table.page_size)
+        keys = PagedKeys(self._table.pages, batch.page_rows, batch.seq_lens, self._table.page_size)
+        return keys, CausalQueries(batch.qo_indptr, int(batch.extend_lens.max()))
 
     def _fixed_plan(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
         assert not first_tail(batch, (0,), "fa3"), "trees are refused"
         size, width = batch.batch_size, batch.tokens_per_req
         plan = self._fixed.get((size, width, num_steps))
         if plan is None:
-            qo_indptr = torch.arange(size + 1, dtype=torch.int32, device=self._device) * width
+            queries = CausalQueries.uniform(size, width, self._device)
             at = FixedLengths.empty(size, width, num_steps, 0, self._device)
-            plan = self._fixed[size, width, num_steps] = _FixedPlan(at, qo_indptr, self._split_shape(size, width))
+            plan = self._fixed[size, width, num_steps] = _FixedPlan(at, queries, self._split_shape(size, width))
         return plan
 
     def _split_shape(self, size: int, width: int) -> SplitShape | None:

@@ -1,4 +1,4 @@
-"""The location of each request's keys, or latent rows, for kernels."""
+"""The location of each request's keys, or latent rows, and of its queries, for kernels."""
 
 from __future__ import annotations
 
@@ -26,3 +26,21 @@ class PagedKeys:
     seq_lens: torch.Tensor
     page_size: int
     schedule: WorkSchedule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CausalQueries:
+    """The queries of a causal pass. Tensors are on the device.
+
+    Attributes:
+        cu_seqlens: int32 [B + 1], cumulative query counts.
+        most: maximum queries of a request.
+    """
+
+    cu_seqlens: torch.Tensor
+    most: int
+
+    @classmethod
+    def uniform(cls, requests: int, width: int, device: torch.device) -> CausalQueries:
+        """`width` queries of each request."""
+        return cls(torch.arange(requests + 1, dtype=torch.int32, device=device) * width, width)

@@ -8,12 +8,11 @@ Source: FlashAttention-2, Dao 2023, arXiv:2307.08691.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from runtime.layers.attention.kernels.paged_keys import CausalQueries, PagedKeys
 from runtime.layers.attention.kernels.split_decode import LN_2
 from runtime.layers.attention.kernels.tile_slots import tile_slots
 
@@ -21,36 +20,15 @@ ROWS, TILE = 64, 32
 """Rows per program, which are queries times heads of a group, and keys per step."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptKeys:
-    """Location of the queries and keys of each request. Tensors are on the device.
-
-    Attributes:
-        pages: int32 [rows, max_pages], the page table.
-        rows: int32 [B], the row of `pages` of each request.
-        seq_lens: int32 [B], keys of each request, including those of its queries.
-        qo_indptr: int32 [B + 1], offsets of the queries.
-        max_queries: maximum queries of a request.
-        page_size: slots of a page.
-    """
-
-    pages: torch.Tensor
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    qo_indptr: torch.Tensor
-    max_queries: int
-    page_size: int
-
-
 def wide_prefill(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, keys: PromptKeys, scale: float, window: int = -1
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, keys: PagedKeys, queries: CausalQueries, scale: float, window: int = -1
 ) -> torch.Tensor:
     """Causal attention of ragged queries over the paged cache. May be captured.
 
     Args:
         q: [T, H, D] contiguous, bfloat16 or float16; D is a power of two.
         k_cache, v_cache: [num_pages, page_size, G, D] contiguous; H / G is at most `ROWS`.
-        keys: location of queries and keys.
+        keys: location of the keys, including those of the queries.
         scale: factor of the scores.
         window: number of keys before its own that a query sees; -1 for all.
 
@@ -60,8 +38,8 @@ def wide_prefill(
     (_, H, D), G = q.shape, k_cache.shape[2]
     out, group = torch.empty_like(q), H // G
     tokens = ROWS // group
-    _prefill_kernel[(triton.cdiv(keys.max_queries, tokens), G, len(keys.rows))](
-        q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, keys.qo_indptr, out, scale / LN_2, window, keys.pages.stride(0),
+    _prefill_kernel[(triton.cdiv(queries.most, tokens), G, len(keys.rows))](
+        q, k_cache, v_cache, keys.pages, keys.rows, keys.seq_lens, queries.cu_seqlens, out, scale / LN_2, window, keys.pages.stride(0),
         GROUP=group, NUM_KV=G, HALF=D // 2, TOKENS=tokens, BLOCK_M=ROWS, TILE=TILE, PAGE=keys.page_size, WINDOW=window >= 0,
         num_warps=8, num_stages=2,
     )  # fmt: skip

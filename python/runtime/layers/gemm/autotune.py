@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import count, zip_longest
 
 import torch
 from triton.compiler.compiler import CompiledKernel
@@ -34,7 +33,7 @@ from runtime.layers.gemm.wgmma_gemm import supports
 from runtime.layers.gemm.widening_gemm import MOST_ROWS as MOST_WIDENED_ROWS
 from runtime.layers.gemm.widening_gemm import supports as widening_supports
 from runtime.layers.gemm.widening_gemm import widening_configs
-from runtime.layers.kernels.graph_timer import replay_times
+from runtime.layers.kernels.graph_timer import median_micros
 from runtime.layers.kernels.triton_threads import kernels_once, launchers_apart
 from runtime.layers.linear import Linear
 from runtime.layers.norm import RMSNorm
@@ -217,20 +216,17 @@ def _fastest(group: GemmGroup, runs: Mapping[GemmChoice, Run]) -> Timed:
 def _rotation(weights: Sequence[torch.Tensor]) -> int:
     """The number of weights to cycle through."""
     total = 0
-    for count, weight in enumerate(weights, 1):
+    for number, weight in enumerate(weights, 1):
         total += weight.nbytes
         if total >= ENOUGH_BYTES:
-            return count
+            return number
     return len(weights)
 
 
 def _microseconds(run: Run, calls: int) -> float | None:
-    def all_calls() -> None:  # each call's outputs are freed before the next call, as in a model
-        for call in range(calls):
-            run(call)
-
     try:
         run(0)
     except OutOfResources:
         return None
-    return statistics.median(replay_times(all_calls, REPLAYS)) / calls
+    call = count()
+    return median_micros(lambda: run(next(call)), REPLAYS, calls)

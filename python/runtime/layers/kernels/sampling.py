@@ -92,28 +92,10 @@ def _bits(x):
 
 
 @triton.jit
-def _count_limit(ptr, n, k):
-    """The largest T such that at least k of n probabilities have bits of at least T, or 0. Finds two of the 30 bits below 2.0 per step."""
-    column = tl.arange(0, ROW_BLOCK)
-    T = tl.full([], 0, tl.int32)
-    for step in range(15):
-        one = tl.full([], 1, tl.int32) << (28 - 2 * step)
-        n1 = tl.zeros([ROW_BLOCK], tl.int32)
-        n2 = tl.zeros([ROW_BLOCK], tl.int32)
-        n3 = tl.zeros([ROW_BLOCK], tl.int32)
-        for start in range(0, n, ROW_BLOCK):
-            bits = _bits(tl.load(ptr + start + column, mask=start + column < n, other=0.0))
-            n1 += (bits >= T + one).to(tl.int32)
-            n2 += (bits >= T + 2 * one).to(tl.int32)
-            n3 += (bits >= T + 3 * one).to(tl.int32)
-        digit = (tl.sum(n1, 0) >= k).to(tl.int32) + (tl.sum(n2, 0) >= k).to(tl.int32) + (tl.sum(n3, 0) >= k).to(tl.int32)
-        T += one * digit
-    return T
-
-
-@triton.jit
-def _mass_limit(ptr, n, target, least):
-    """The largest T such that the probabilities with bits of at least T have a mass of `target`; this must hold for `least`."""
+def _limit(ptr, n, target, least, MASS: tl.constexpr):
+    """The largest T such that the probabilities with bits of at least T have a mass, or without `MASS` a number, of `target`; this must
+    hold for `least`. Finds two of the 30 bits below 2.0 per step. Numbers are exact in float32.
+    """
     column = tl.arange(0, ROW_BLOCK)
     T = tl.full([], 0, tl.int32)
     for step in range(15):
@@ -123,9 +105,10 @@ def _mass_limit(ptr, n, target, least):
         m3 = tl.zeros([ROW_BLOCK], tl.float32)
         for start in range(0, n, ROW_BLOCK):
             x = tl.load(ptr + start + column, mask=start + column < n, other=0.0)
-            m1 += tl.where(_bits(x) >= T + one, x, 0.0)
-            m2 += tl.where(_bits(x) >= T + 2 * one, x, 0.0)
-            m3 += tl.where(_bits(x) >= T + 3 * one, x, 0.0)
+            each = x if MASS else 1.0
+            m1 += tl.where(_bits(x) >= T + one, each, 0.0)
+            m2 += tl.where(_bits(x) >= T + 2 * one, each, 0.0)
+            m3 += tl.where(_bits(x) >= T + 3 * one, each, 0.0)
         digit = ((T + one <= least) | (tl.sum(m1, 0) >= target)).to(tl.int32)
         digit += ((T + 2 * one <= least) | (tl.sum(m2, 0) >= target)).to(tl.int32)
         digit += ((T + 3 * one <= least) | (tl.sum(m3, 0) >= target)).to(tl.int32)
@@ -171,13 +154,13 @@ def _head(ptr, n, V, k, p, total):
     ties = n
     mass = total
     if k < V:
-        T = _count_limit(ptr, n, k)
+        T = _limit(ptr, n, k, 0, MASS=False)
         count, above = _above(ptr, n, T)
         ties = k - count
         mass = above + ties.to(tl.float32) * T.to(tl.float32, bitcast=True)
     if p < 1.0:
         target = tl.maximum(p * mass, 1e-37)  # the most likely token is always kept
-        limit = _mass_limit(ptr, n, target, T)
+        limit = _limit(ptr, n, target, T, MASS=True)
         count, above = _above(ptr, n, limit)
         each = tl.maximum(limit.to(tl.float32, bitcast=True), 1e-37)
         # A tie is kept while the mass before it is below the target.

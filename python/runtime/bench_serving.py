@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         model = args.served_model_name or args.model or await _served_model(client)
         info = await _get(client, "/get_model_info", "/model_info") or {}
         vocabulary = await open_vocabulary(client, args.tokenizer, args.model or model, info)
-        requests = await load(_dataset(args), vocabulary, chat_template(vocabulary) if args.apply_chat_template else None)
+        dataset = DatasetOptions(**{field.name: getattr(args, field.name) for field in fields(DatasetOptions)})
+        requests = await load(dataset, vocabulary, chat_template(vocabulary) if args.apply_chat_template else None)
         options = _generation(args, model)
         payload(backend, requests[0], options)
     except (ValueError, HttpFailure) as error:
@@ -164,18 +166,6 @@ def _check_output(file: Path) -> None:
 def _headers(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     key = os.environ.get("OPENAI_API_KEY")
     return ({"Authorization": f"Bearer {key}"} if key else {}) | dict(pairs)
-
-
-def _dataset(args: argparse.Namespace) -> DatasetOptions:
-    same = ["num_prompts", "seed", "random_input_len", "random_output_len", "random_range_ratio", "tokenize_prompt", "prompt_suffix"]
-    gsp = [name for name in vars(args) if name.startswith("gsp_")]
-    return DatasetOptions(
-        name=args.dataset_name,
-        path=args.dataset_path,
-        output_len=args.sharegpt_output_len,
-        context_len=args.sharegpt_context_len,
-        **{name: getattr(args, name) for name in same + gsp},
-    )
 
 
 def _generation(args: argparse.Namespace, model: str) -> GenerationOptions:

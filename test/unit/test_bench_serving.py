@@ -271,7 +271,7 @@ def test_ttft_includes_connect_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_ids_have_exact_lengths_and_repeat_by_seed() -> None:
-    options = {"name": "random-ids", "num_prompts": 20, "random_input_len": 30, "random_output_len": 9, "random_range_ratio": 0.5}
+    options = {"dataset_name": "random-ids", "num_prompts": 20, "random_input_len": 30, "random_output_len": 9, "random_range_ratio": 0.5}
     requests = make(UnknownVocabulary(100), **options)
     assert requests == make(UnknownVocabulary(100), **options)
     assert requests != make(UnknownVocabulary(100), **options, seed=1)
@@ -281,7 +281,7 @@ def test_random_ids_have_exact_lengths_and_repeat_by_seed() -> None:
 
 
 def test_random_text_encodes_to_the_exact_length(vocabulary: LocalVocabulary) -> None:
-    requests = make(vocabulary, name="random", num_prompts=12, random_input_len=60, random_output_len=5, random_range_ratio=0.3)
+    requests = make(vocabulary, dataset_name="random", num_prompts=12, random_input_len=60, random_output_len=5, random_range_ratio=0.3)
     for request in requests:
         assert isinstance(request.prompt, str)
         assert len(asyncio.run(vocabulary.encode(request.prompt))) == request.prompt_len
@@ -289,7 +289,7 @@ def test_random_text_encodes_to_the_exact_length(vocabulary: LocalVocabulary) ->
 
 def test_text_without_tokenizer_suggests_random_ids() -> None:
     with pytest.raises(ValueError, match="random-ids"):
-        make(UnknownVocabulary(100), name="random", num_prompts=1)
+        make(UnknownVocabulary(100), dataset_name="random", num_prompts=1)
 
 
 def test_vocabulary_size_of_a_multimodal_config_is_found(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_vocabulary_size_of_a_multimodal_config_is_found(tmp_path: Path) -> None
 
 def test_prompts_of_a_group_share_a_prefix(vocabulary: LocalVocabulary) -> None:
     sizes = {"gsp_num_groups": 3, "gsp_prompts_per_group": 4, "gsp_system_prompt_len": 50, "gsp_question_len": 10}
-    requests = make(vocabulary, name="generated-shared-prefix", tokenize_prompt=True, **sizes)
+    requests = make(vocabulary, dataset_name="generated-shared-prefix", tokenize_prompt=True, **sizes)
     prefixes = [tuple(request.prompt[:50]) for request in requests]
     assert len(requests) == 12
     assert sorted(prefixes.count(prefix) for prefix in set(prefixes)) == [4, 4, 4]
@@ -308,19 +308,20 @@ def test_prompts_of_a_group_share_a_prefix(vocabulary: LocalVocabulary) -> None:
 
 
 def test_tokenize_prompt_sends_real_text_as_ids(vocabulary: LocalVocabulary) -> None:
-    for sent, told in zip(make(vocabulary, name="embedded", tokenize_prompt=True), make(vocabulary, name="embedded"), strict=True):
+    as_ids, as_text = (make(vocabulary, dataset_name="embedded", tokenize_prompt=ids) for ids in (True, False))
+    for sent, told in zip(as_ids, as_text, strict=True):
         assert isinstance(told.prompt, str)
         assert sent.prompt == asyncio.run(vocabulary.encode(told.prompt))
         assert sent.prompt_len == len(sent.prompt)
     with pytest.raises(ValueError, match="--tokenizer"):
-        make(UnknownVocabulary(100), name="embedded", tokenize_prompt=True)
+        make(UnknownVocabulary(100), dataset_name="embedded", tokenize_prompt=True)
 
 
 def test_any_part_of_embedded_prompts_mixes_all_kinds() -> None:
     lines = embedded_prompts()
     assert len({line["prompt"] for line in lines}) == 80
     kinds = {line["prompt"]: line["kind"] for line in lines}
-    requests = make(UnknownVocabulary(9), name="embedded", num_prompts=16, output_len=None)
+    requests = make(UnknownVocabulary(9), dataset_name="embedded", num_prompts=16, sharegpt_output_len=None)
     counts = [sum(kinds[str(request.prompt)] == kind for request in requests) for kind in set(kinds.values())]
     assert counts == [2] * 8
 
@@ -330,14 +331,15 @@ def test_conversation_files_are_read_and_missing_files_named(tmp_path: Path, voc
     sharegpt, custom = tmp_path / "s.json", tmp_path / "c.jsonl"
     sharegpt.write_text(json.dumps([talk, {"conversations": []}]))
     custom.write_text(json.dumps({"prompt": "another"}) + "\n\n" + json.dumps({"prompt": "thing"}) + "\n")
-    (request,) = make(vocabulary, name="sharegpt", path=str(sharegpt), prompt_suffix=" and")
+    (request,) = make(vocabulary, dataset_name="sharegpt", dataset_path=str(sharegpt), prompt_suffix=" and")
     assert request.prompt == "the hen andAssistant:"
     assert request.output_len == vocabulary.count("in the inn")
-    assert [r.prompt for r in make(vocabulary, name="custom", path=str(custom))] == ["another", "thing"]
+    assert [r.prompt for r in make(vocabulary, dataset_name="custom", dataset_path=str(custom))] == ["another", "thing"]
     custom.write_text("\ufeff" + json.dumps({"prompt": "one\u2028line\x85still"}, ensure_ascii=False), encoding="utf-8")
-    assert [r.prompt for r in make(vocabulary, name="custom", path=str(custom), num_prompts=1)] == ["one\u2028line\x85still"]
+    (request,) = make(vocabulary, dataset_name="custom", dataset_path=str(custom), num_prompts=1)
+    assert request.prompt == "one\u2028line\x85still"
     with pytest.raises(ValueError, match="requires --dataset-path"):
-        make(vocabulary, name="sharegpt", path=str(tmp_path / "none.json"))
+        make(vocabulary, dataset_name="sharegpt", dataset_path=str(tmp_path / "none.json"))
 
 
 @pytest.mark.parametrize(
@@ -357,7 +359,7 @@ def test_malformed_dataset_file_is_refused(name: str, text: str, why: str, tmp_p
     file = tmp_path / "file.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=f"--dataset-path {file}.*{why}"):
-        make(vocabulary, name=name, path=str(file))
+        make(vocabulary, dataset_name=name, dataset_path=str(file))
 
 
 def test_chat_template_omits_the_bos_token(tmp_path: Path, vocabulary: LocalVocabulary) -> None:

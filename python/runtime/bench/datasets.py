@@ -26,12 +26,12 @@ Template = Callable[[str], str]
 class DatasetOptions:
     """Which prompts to create; the fields are the flags of the same names."""
 
-    name: str
-    path: str = ""
+    dataset_name: str
+    dataset_path: str = ""
     num_prompts: int = 1000
     seed: int = 42
-    output_len: int | None = None  # --sharegpt-output-len
-    context_len: int | None = None  # --sharegpt-context-len
+    sharegpt_output_len: int | None = None
+    sharegpt_context_len: int | None = None
     random_input_len: int = 1024
     random_output_len: int = 1024
     random_range_ratio: float = 0.0
@@ -55,13 +55,13 @@ async def load(options: DatasetOptions, vocabulary: Vocabulary, template: Templa
     Raises:
         ValueError: a file is missing or has no usable prompt.
     """
-    if options.name == "random-ids":
+    if options.dataset_name == "random-ids":
         return _random_ids(options, vocabulary)
-    if options.name == "random":
+    if options.dataset_name == "random":
         return await _random_text(options, vocabulary)
-    if options.name == "generated-shared-prefix":
+    if options.dataset_name == "generated-shared-prefix":
         return await _shared_prefix(options, vocabulary)
-    pairs = {"sharegpt": _sharegpt, "custom": _custom, "embedded": _embedded}[options.name](options)
+    pairs = {"sharegpt": _sharegpt, "custom": _custom, "embedded": _embedded}[options.dataset_name](options)
     return await _conversations(pairs, options, vocabulary, template)
 
 
@@ -91,7 +91,7 @@ async def _random_text(options: DatasetOptions, vocabulary: Vocabulary) -> list[
     rng = random.Random(options.seed)
     inputs = random_lens(options.random_input_len, options.random_range_ratio, options.num_prompts, rng)
     outputs = random_lens(options.random_output_len, options.random_range_ratio, options.num_prompts, rng)
-    texts = [prompt for prompt, _ in _sharegpt(options)] if options.path else None
+    texts = [prompt for prompt, _ in _sharegpt(options)] if options.dataset_path else None
     requests = []
     for i, (input_len, output_len) in enumerate(zip(inputs, outputs, strict=True)):
         source = texts[i % len(texts)] if texts else sentences(rng, input_len)
@@ -162,10 +162,10 @@ async def _conversations(
             text = template(text)
         ids = await _ids_if_known(text, options, vocabulary)
         output_len = await _answer_len(answer, options, vocabulary)
-        if options.context_len is None or len(ids) + output_len <= options.context_len:
+        if options.sharegpt_context_len is None or len(ids) + output_len <= options.sharegpt_context_len:
             requests.append(BenchRequest(ids if options.tokenize_prompt else text, len(ids), output_len))
     if not requests:
-        raise ValueError(f"--dataset-name {options.name}: no prompt fits --sharegpt-context-len {options.context_len}")
+        raise ValueError(f"--dataset-name {options.dataset_name}: no prompt fits --sharegpt-context-len {options.sharegpt_context_len}")
     return requests
 
 
@@ -173,14 +173,14 @@ async def _ids_if_known(text: str, options: DatasetOptions, vocabulary: Vocabula
     try:
         return await vocabulary.encode(text)
     except ValueError:  # no tokenizer: the server reports the length of the prompt
-        if options.context_len is not None or options.tokenize_prompt:
+        if options.sharegpt_context_len is not None or options.tokenize_prompt:
             raise
         return []
 
 
 async def _answer_len(answer: str | None, options: DatasetOptions, vocabulary: Vocabulary) -> int:
-    if options.output_len is not None:
-        return options.output_len
+    if options.sharegpt_output_len is not None:
+        return options.sharegpt_output_len
     return EMBEDDED_OUTPUT_LEN if answer is None else max(len(await vocabulary.encode(answer)), 2)
 
 
@@ -217,19 +217,19 @@ def _first_turns(conversations: Iterable[dict[str, Any]], options: DatasetOption
             if isinstance(first, str) and isinstance(second, str):
                 pairs.append((first, second))
     if not pairs:
-        raise ValueError(f"--dataset-path {options.path}: there is no conversation of two turns in the file")
+        raise ValueError(f"--dataset-path {options.dataset_path}: there is no conversation of two turns in the file")
     random.Random(options.seed).shuffle(pairs)
     return pairs
 
 
 def _read_text(options: DatasetOptions) -> str:
-    if not options.path or not Path(options.path).is_file():
-        raise ValueError(f"--dataset-name {options.name} requires --dataset-path; {options.path!r} is not a file")
-    return Path(options.path).read_text(encoding="utf-8-sig")
+    if not options.dataset_path or not Path(options.dataset_path).is_file():
+        raise ValueError(f"--dataset-name {options.dataset_name} requires --dataset-path; {options.dataset_path!r} is not a file")
+    return Path(options.dataset_path).read_text(encoding="utf-8-sig")
 
 
 def _read_json(options: DatasetOptions) -> list[dict[str, Any]]:
-    wrong = f"--dataset-path {options.path}: not a JSON list of conversations"
+    wrong = f"--dataset-path {options.dataset_path}: not a JSON list of conversations"
     text = _read_text(options)
     try:
         found = json.loads(text)
@@ -244,9 +244,9 @@ def _line(options: DatasetOptions, number: int, text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"--dataset-path {options.path}, line {number}: not JSON ({error})") from error
+        raise ValueError(f"--dataset-path {options.dataset_path}, line {number}: not JSON ({error})") from error
     if not isinstance(found, dict):
-        raise ValueError(f"--dataset-path {options.path}, line {number}: not a JSON object")
+        raise ValueError(f"--dataset-path {options.dataset_path}, line {number}: not a JSON object")
     if not isinstance(found.get("answer"), str | None):
-        raise ValueError(f"--dataset-path {options.path}, line {number}: its answer is not a string")
+        raise ValueError(f"--dataset-path {options.dataset_path}, line {number}: its answer is not a string")
     return found

@@ -113,7 +113,7 @@ def tokenised(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     """Token ids of each prompt: as a chat message if the model has a template, else as plain text. Raises `ConfigError` for bad text."""
 
     def ids(prompt: str) -> list[int]:
-        chat = tokenizer.has_chat_template
+        chat = tokenizer.chat_template is not None
         return tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
 
     found = []

@@ -238,7 +238,7 @@ def test_loop_variables_work_under_the_time_limit(chatml: Tokenizer) -> None:
 
 def test_missing_and_broken_templates_say_what_to_do(tmp_path: Path) -> None:
     tokenizer = _tokenizer(tmp_path, None)
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template is None
     with pytest.raises(RequestError, match="--chat-template"):
         tokenizer.encode_chat(CHATS[0])
     with pytest.raises(ConfigError, match="not valid Jinja"):

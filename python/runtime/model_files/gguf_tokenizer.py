@@ -98,7 +98,8 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
             "give a folder with its tokenizer.json as --tokenizer-path"
         )
     vocab = {token: i for i, token in enumerate(_tokens(file))}
-    merges = [_split_merge(merge) for merge in file.get("tokenizer.ggml.merges", list)]
+    # Byte-level vocabularies write a space as another letter, so the only space separates the two parts.
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in file.get("tokenizer.ggml.merges", list))]
     tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
     if _BY_PATTERN.get(pre) is _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
@@ -114,12 +115,6 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     words = pre_tokenizers.Split(Regex(_BY_PATTERN[pre]), behavior="isolated")
     return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _split_merge(merge: str) -> tuple[str, str]:
-    # Byte-level vocabularies write a space as another letter, so the only space separates the two parts.
-    left, _, right = merge.partition(" ")
-    return left, right
 
 
 def _sentencepiece(file: GGUFFile) -> Tokenizer:

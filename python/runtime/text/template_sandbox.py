@@ -6,7 +6,7 @@ import contextvars
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -124,8 +124,7 @@ def _environment() -> _Sandbox:
     """The environment that Hugging Face's chat templates are written for."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
-    helpers: dict[str, Callable[..., object]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    environment.globals.update(helpers)
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
     return environment
 
 
@@ -137,7 +136,3 @@ def _tojson(
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

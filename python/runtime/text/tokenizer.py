@@ -173,13 +173,8 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja text of the chat template, or None."""
+        """The Jinja text of the chat template; without one, chats can be encoded only with a template in the request."""
         return self._files.chat_template
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether chats can be encoded without a template in the request."""
-        return self._template is not None
 
     @cached_property
     def describes_tools(self) -> bool:

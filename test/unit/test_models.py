@@ -48,7 +48,7 @@ from runtime.layers.attention.registry import build_backend
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.latent_attention import LatentAttention
 from runtime.layers.linear import Linear
-from runtime.layers.quantization.int8 import dequantize
+from runtime.layers.quantization.int8 import Int8
 from runtime.layers.sparse_mlp import SparseMlp
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
@@ -378,17 +378,17 @@ def test_int8_stays_close_to_the_weights_it_stands_for(checkpoint: Checkpoint) -
     for mine, its in zip(quantized.gemms(), exact.gemms(), strict=True):
         assert mine.linear.scheme.name == "int8"
         if mine.op != "logits":
-            its.linear.weight.copy_(dequantize(mine.linear.storage))
+            its.linear.weight.copy_(Int8().dequantize(mine.linear.storage, torch.float32))
     for mine, its in zip(outside_the_chain(quantized), outside_the_chain(exact), strict=True):
-        its.weight.copy_(dequantize(mine.storage))
+        its.weight.copy_(Int8().dequantize(mine.storage, torch.float32))
     for mine, its in zip(quantized.sparse_mlps, exact.sparse_mlps, strict=True):
-        its.experts.gate_up.weight.copy_(dequantize(mine.experts.gate_up))
-        its.experts.down.weight.copy_(dequantize(mine.experts.down))
+        its.experts.gate_up.weight.copy_(Int8().dequantize(mine.experts.gate_up, torch.float32))
+        its.experts.down.weight.copy_(Int8().dequantize(mine.experts.down, torch.float32))
         for mlp in (mine, its):
             mlp.router.weight.zero_()  # else rounding would change the choice of some experts
     with torch.inference_mode():
         hidden = Runner(exact, 16).hidden(checkpoint.ids, 0, EXTEND)[0]
-        expected = hidden @ dequantize(quantized.lm_head.storage).T
+        expected = hidden @ Int8().dequantize(quantized.lm_head.storage, torch.float32).T
     logits = Runner(quantized, 16).in_pieces(checkpoint.ids, PIECES["decode"])
     difference = (logits - expected).norm() / expected.norm()
     assert difference < 0.05, "bfloat16 inputs are all that separates the two"

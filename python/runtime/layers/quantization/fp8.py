@@ -67,9 +67,8 @@ class BlockFp8(QuantScheme):
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """Multiply each block by its scale in float32, and round to `dtype`."""
-        assert storage.scale is not None
         (out, width), (rows, columns) = storage.weight.shape[-2:], block_size(storage)
-        scale = storage.scale.repeat_interleave(rows, dim=-2)[..., :out, :]
+        scale = storage.scales.repeat_interleave(rows, dim=-2)[..., :out, :]
         if width % columns:
             return (storage.weight.float() * scale.repeat_interleave(columns, dim=-1)[..., :width]).to(dtype)
         blocks = storage.weight.unflatten(-1, (-1, columns)).float()
@@ -77,8 +76,7 @@ class BlockFp8(QuantScheme):
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """The rows, each with its own scales."""
-        assert storage.scale is not None
-        return Storage(storage.weight[rows], storage.scale[rows // block_size(storage)[0]])
+        return Storage(storage.weight[rows], storage.scales[rows // block_size(storage)[0]])
 
 
 class RowFp8(QuantScheme):
@@ -101,8 +99,7 @@ class RowFp8(QuantScheme):
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """`prefix.weight` and its scales: [out, 1], [out], or one number."""
-        assert storage.scale is not None
-        weight, scale = storage.weight[part.rows], storage.scale[part.rows]
+        weight, scale = storage.weight[part.rows], storage.scales[part.rows]
         put = lambda scales: scale.copy_(scales.reshape(-1))  # noqa: E731
         slot = WeightSlot((part.shape[0], 1), (part.index[0], slice(None)), put, spread=True, finite=True)
         return {
@@ -112,8 +109,7 @@ class RowFp8(QuantScheme):
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """Multiply each row by its scale in float32, and round to `dtype`."""
-        assert storage.scale is not None
-        return storage.weight.float().mul_(storage.scale[..., None]).to(dtype)
+        return storage.weight.float().mul_(storage.scales[..., None]).to(dtype)
 
 
 def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,15 +147,13 @@ def _cuts(part: LinearPart, dim: int) -> tuple[int, int]:
 
 def block_size(storage: Storage) -> tuple[int, int]:
     """Rows and columns of a block of `storage`."""
-    assert storage.scale is not None
-    rows, columns = (block_length(size, count) for size, count in zip(storage.weight.shape[-2:], storage.scale.shape[-2:], strict=True))
+    rows, columns = (block_length(size, count) for size, count in zip(storage.weight.shape[-2:], storage.scales.shape[-2:], strict=True))
     return rows, columns
 
 
 def _part_scales(part: LinearPart, storage: Storage) -> torch.Tensor:
-    assert storage.scale is not None
     rows = block_size(storage)[0]
-    return storage.scale[part.rows.start // rows : -(-part.rows.stop // rows)]
+    return storage.scales[part.rows.start // rows : -(-part.rows.stop // rows)]
 
 
 def _finer(scales: torch.Tensor, first: tuple[int, int], shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:

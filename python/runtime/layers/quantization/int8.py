@@ -48,8 +48,7 @@ class Int8(QuantScheme):
         rows, columns = part.index
 
         def put(whole: torch.Tensor) -> None:
-            assert storage.scale is not None, "int8 has scales"
-            count, weight, scale = max(1, QUANTIZED_AT_ONCE // whole.shape[1]), storage.weight[part.rows], storage.scale[part.rows]
+            count, weight, scale = max(1, QUANTIZED_AT_ONCE // whole.shape[1]), storage.weight[part.rows], storage.scales[part.rows]
             for some, own, scales in zip(whole.split(count), weight.split(count), scale.split(count), strict=True):
                 quantized, found = quantize_rows(some.to(weight.device)).tensors
                 own.copy_(quantized[:, columns])
@@ -62,13 +61,12 @@ class Int8(QuantScheme):
 
         The bits of a row's result do not depend on the other rows: in a prompt pass, and in other passes of up to `DIRECT_ROWS` rows.
         """
-        assert storage.scale is not None
-        out = _multiply(x.bfloat16(), storage.weight, storage.scale, in_prompt).type_as(x)
+        out = _multiply(x.bfloat16(), storage.weight, storage.scales, in_prompt).type_as(x)
         return out if bias is None else out.add_(bias)
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """Rows times their scales."""
-        return dequantize(storage).to(dtype)
+        return (storage.weight.float() * storage.scales.float()[..., None]).to(dtype)
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_prompt: bool) -> torch.Tensor:
@@ -110,9 +108,3 @@ def quantize_rows(rows: torch.Tensor) -> Storage:
     # With a scale rounded down, the largest entry would exceed 127; 2 ** -8 is half a bfloat16 step, relative.
     scale = (rows.abs().amax(dim=1).clamp_(min=1e-20) / 127 * (1 + 2**-8)).to(torch.bfloat16)
     return Storage((rows / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale)
-
-
-def dequantize(storage: Storage) -> torch.Tensor:
-    """The float32 value of the weight."""
-    assert storage.scale is not None
-    return storage.weight.float() * storage.scale.float()[..., None]

@@ -48,7 +48,6 @@ class Mxfp4(QuantScheme):
 
     def places(self, part: LinearPart, storage: Storage) -> Mapping[str, WeightSlot]:
         """`prefix.weight_blocks` uint8 [out, in / 32, 16] and `prefix.weight_scales` uint8 [out, in / 32]."""
-        assert storage.scale is not None
         (out, width), (rows, columns) = part.shape, part.index
         if columns.start % GROUP or columns.stop % GROUP:
             raise ConfigError(
@@ -57,7 +56,7 @@ class Mxfp4(QuantScheme):
         groups = slice(columns.start // GROUP, columns.stop // GROUP)
         first, stop = part.rows.start, part.rows.stop
         assert first % ROWS == 0 == stop % ROWS, f"{part.prefix}: rows {first} to {stop} cut a core matrix"
-        weight, scale = storage.weight[first // ROWS : stop // ROWS], storage.scale[part.rows]
+        weight, scale = storage.weight[first // ROWS : stop // ROWS], storage.scales[part.rows]
         return {
             part.prefix + ".weight_blocks": WeightSlot(
                 (out, width // GROUP, GROUP // 2),
@@ -70,15 +69,13 @@ class Mxfp4(QuantScheme):
 
     def dequantize(self, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
         """Each value times its scale: exact in bfloat16 and float32."""
-        assert storage.scale is not None
         table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=storage.weight.device)
         values = table[torch.cat(unpacked(_rows(storage.weight)), dim=-1).to(torch.int32)]
-        return torch.ldexp(values, storage.scale.to(torch.int32)[..., None] - BIAS).to(dtype).flatten(-2)
+        return torch.ldexp(values, storage.scales.to(torch.int32)[..., None] - BIAS).to(dtype).flatten(-2)
 
     def select_rows(self, storage: Storage, rows: torch.Tensor) -> Storage:
         """As in `QuantScheme`, but rows must be whole core matrices."""
-        assert storage.scale is not None
-        return Storage(core_matrices(_rows(storage.weight)[rows]), storage.scale[rows])
+        return Storage(core_matrices(_rows(storage.weight)[rows]), storage.scales[rows])
 
 
 def core_matrices(codes: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,12 @@ class Storage:
         """All tensors."""
         return tuple(tensor for tensor in (self.weight, self.scale, self.packed) if tensor is not None)
 
+    @property
+    def scales(self) -> torch.Tensor:
+        """The scales of a scheme that has them."""
+        assert self.scale is not None
+        return self.scale
+
     def at(self, index: int | torch.Tensor) -> Storage:
         """Views of one weight of a stack (int), or a copy of rows int64 [n] of a weight with scales by row."""
         return Storage(*(tensor[index] for tensor in self.tensors))

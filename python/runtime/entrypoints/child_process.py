@@ -84,24 +84,30 @@ class Child(ABC):
             self.ready.set_exception(error)
 
 
+def start_child(
+    role: Role, command: Sequence[str], config: ChildConfig, environment: dict[str, str], *, start_new_session: bool = False
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the process of a child and send it its configuration; also returns the descriptor of its status pipe."""
+    ours, theirs = os.pipe()
+    ring = config.place.ring if config.place else None
+    inherited, arguments = (theirs, *(ring.all if ring else ())), [*command, role, str(theirs)]
+    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=start_new_session, env=environment)
+    os.close(theirs)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+        stdin.write(msgspec.json.encode(config))
+    return process, ours
+
+
 class ChildProcess(Child):
     """Starts one child process and reads its status pipe."""
 
     def __init__(self, role: Role, command: Sequence[str], config: ChildConfig) -> None:
         super().__init__(role)
         self._rest = b""
-        self._fd, theirs = os.pipe()
-        os.set_blocking(self._fd, False)
-        ring = config.place.ring if config.place else None
-        inherited = (theirs, *(ring.all if ring else ()))
         # In its own session the child gets no SIGINT from Ctrl-C in the terminal; the parent decides when it ends.
-        self._process = subprocess.Popen(
-            [*command, role, str(theirs)], stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True, env=_environment(config)
-        )
-        os.close(theirs)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
-            stdin.write(msgspec.json.encode(config))
+        self._process, self._fd = start_child(role, command, config, _environment(config), start_new_session=True)
+        os.set_blocking(self._fd, False)
         asyncio.get_running_loop().add_reader(self._fd, self._read)
 
     def describe_end(self) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # p
 from runtime.config.runtime_config import ParallelConfig
 from runtime.distributed.rank_place import RankPlace, meeting_of
 from runtime.entrypoints.child import ChildConfig, Role
-from runtime.entrypoints.child_process import Child
+from runtime.entrypoints.child_process import Child, start_child
 from runtime.errors import ConfigError
 
 
@@ -37,15 +35,8 @@ class RankHost:
     def start(self, command: Sequence[str], role: Role, config: bytes, environment: dict[str, str]) -> None:
         """Start it. `config`: a `ChildConfig` as JSON, without the pid of the parent."""
         child = structs.replace(msgspec.json.decode(config, type=ChildConfig), parent=os.getpid())
-        self._status, theirs = os.pipe()
-        self._lines = os.fdopen(self._status, "rb")
-        self._process = subprocess.Popen(
-            [*command, role, str(theirs)], stdin=subprocess.PIPE, pass_fds=(theirs,), env={**os.environ, **environment}
-        )
-        os.close(theirs)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
-            stdin.write(msgspec.json.encode(child))
+        self._process, status = start_child(role, command, child, {**os.environ, **environment})
+        self._lines = os.fdopen(status, "rb")
 
     def next_status(self) -> bytes:
         """Wait for the next line of the process's status pipe; empty once the process has ended."""

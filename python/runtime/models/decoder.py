@@ -13,7 +13,6 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.pass_context import PassContext
-from runtime.layers.sparse_mlp import SparseMlp
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.block import DecoderBlock
 from runtime.models.config import ModelConfig
@@ -37,15 +36,18 @@ class DecoderModel:
         embed: [vocab, hidden] in the model's dtype. Draft heads may share it.
         lm_head: hidden -> vocab, or this rank's rows of it. Draft heads may share it. With tied embeddings and
             unquantised weights its weight is `embed`.
+        dtype: that of weights and activations; the residual stream is float32.
         layers: the blocks.
+        sparse_mlps: the MLP of each sparse layer; none for a dense model.
         final_norm: the norm before the head.
         attention_specs: the attention of each layer, for the KV pool and the backend.
     """
 
     def __init__(self, config: ModelConfig, context: ModelContext, block: Callable[[ModelParts, int], DecoderBlock]) -> None:
         """`block`: makes layer i of its family."""
-        self.config, self.context = config, context
+        self.config, self.context, self.dtype = config, context, context.dtype
         self._parts = parts = ModelParts(config, context)
+        self.sparse_mlps = parts.sparse_mlps
         embedding = config.weight_prefix + "embed_tokens"
         self.embed = parts.weights.tensor(embedding + ".weight", (config.vocab_size, config.hidden_size))
         self._embed_scale = float(torch.tensor(config.embed_scale, dtype=context.dtype))
@@ -59,19 +61,9 @@ class DecoderModel:
         self._bound: tuple[KVPool, AttentionBackend] | None = None
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights and activations; the residual stream is float32."""
-        return self.context.dtype
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights and tables; shared ones count once."""
         return self._parts.weights.num_bytes + self._parts.rope_bytes
-
-    @property
-    def sparse_mlps(self) -> list[SparseMlp]:
-        """The MLP of each sparse layer; none for a dense model."""
-        return self._parts.sparse_mlps
 
     def warmup_runs(self, rows: Iterable[int]) -> list[Callable[[], object]]:
         """Calls that compile the kernels other than GEMMs and the backend's: of one attention layer and one sparse MLP, because all layers

@@ -99,18 +99,13 @@ class HarmonyParser:
         self._kind: Kind = "content"
         self._decoder = decoder()
         self._call: Steps[None] | None = None
-        self._counted = 0
+        self.reasoning_tokens = 0
         self._seen: set[Kind] = set()  # kinds that were emitted; the next message of such a kind starts on a new line
         last = max((place for place, token in enumerate(prompt_ids) if token == tokens.start), default=len(prompt_ids) - 1)
         self.feed("", prompt_ids[last + 1 :])
-        self._counted, self._seen = 0, set()
+        self.reasoning_tokens, self._seen = 0, set()
         if self._header is not None and self._plain(self._header) == ROLE:
             self._header = []
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """See `OutputParser`."""
-        return self._counted
 
     def feed(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
         """See `OutputParser`; the text is not used."""
@@ -133,7 +128,7 @@ class HarmonyParser:
     def _take(self, token: int) -> None:
         tokens = self._tokens
         if self._header is None:
-            self._counted += self._kind == "reasoning"
+            self.reasoning_tokens += self._kind == "reasoning"
             if token in (tokens.start, tokens.channel, tokens.end, *tokens.stops):
                 self._close()
                 self._header = [token] if token == tokens.channel else []

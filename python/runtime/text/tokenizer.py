@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import dropwhile
 from pathlib import Path
@@ -37,13 +37,16 @@ class Tokenizer:
         bos_id: the id that begins a text, or None.
         special_ids: control tokens, which are omitted from visible text.
         control_ids: `special_ids` and tags such as `</think>`, which only templates and the model can produce.
+        definition: the JSON text of tokenizer.json.
+        named_tokens: `bos_token`, `eos_token` and so on, by their names in the tokenizer's files.
+        chat_template: the Jinja text of the chat template; without one, chats can be encoded only with a template in the request.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
         self._hf = tokenizers.Tokenizer.from_str(files.definition)
         self._hf.no_truncation()
         self._hf.no_padding()
-        self._files = files
+        self.definition, self.named_tokens, self.chat_template = files.definition, files.named_tokens, files.chat_template
         self._bytes: dict[int, bytes] = {}  # bytes of decoded tokens, by id
         added = self._hf.get_added_tokens_decoder()
         special = {i: token for i, token in added.items() if token.special}
@@ -57,8 +60,8 @@ class Tokenizer:
         self.bos_id = self._named_id("bos_token")
         eos = self._named_id("eos_token")
         self.eos_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *files.eos_ids]))
-        template = files.chat_template
-        self._template = None if template is None else ChatTemplate(template, files.named_tokens, self._control_tokens)
+        template = self.chat_template
+        self._template = None if template is None else ChatTemplate(template, self.named_tokens, self._control_tokens)
 
     @classmethod
     def load(cls, folder: str | Path, *, chat_template: str | None = None) -> Tokenizer:
@@ -80,18 +83,13 @@ class Tokenizer:
             raise ConfigError(f"{Path(folder) / 'tokenizer.json'} cannot be read: {str(error)[:200]}") from error
 
     def _named_id(self, name: str) -> int | None:
-        token = self._files.named_tokens.get(name)
+        token = self.named_tokens.get(name)
         return None if token is None else self._hf.token_to_id(token)
 
     @cached_property
     def vocab_size(self) -> int:
         """The highest id + 1; the model may have more, padded, ids. Copies the vocabulary once, which takes 35 ms for 49k tokens."""
         return max(self._hf.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-    @property
-    def definition(self) -> str:
-        """The JSON text of tokenizer.json."""
-        return self._files.definition
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -146,12 +144,12 @@ class Tokenizer:
 
     @cached_property
     def _components(self) -> Components:
-        return msgspec.json.decode(self._files.definition, type=Components)
+        return msgspec.json.decode(self.definition, type=Components)
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         """The same tokenizer without its control tokens."""
-        return tokenizers.Tokenizer.from_str(without_tokens(self._files.definition, self._control))
+        return tokenizers.Tokenizer.from_str(without_tokens(self.definition, self._control))
 
     @cached_property
     def _plain_inside(self) -> tokenizers.Tokenizer:
@@ -162,19 +160,9 @@ class Tokenizer:
             part["prepend_scheme"] = "never"
         if not changed:
             return self._plain
-        return tokenizers.Tokenizer.from_str(without_tokens(self._files.definition, self._control, pre_tokenizer=steps))
+        return tokenizers.Tokenizer.from_str(without_tokens(self.definition, self._control, pre_tokenizer=steps))
 
     # ---- chats
-
-    @property
-    def named_tokens(self) -> Mapping[str, str]:
-        """`bos_token`, `eos_token` and so on, by their names in the tokenizer's files."""
-        return self._files.named_tokens
-
-    @property
-    def chat_template(self) -> str | None:
-        """The Jinja text of the chat template; without one, chats can be encoded only with a template in the request."""
-        return self._files.chat_template
 
     @cached_property
     def describes_tools(self) -> bool:
@@ -211,7 +199,7 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Message], chat_template: str | None, options: dict[str, Any]) -> Rendered:
         if chat_template is not None:
-            return render_isolated(chat_template, self._files.named_tokens, self._control_tokens, messages, options)
+            return render_isolated(chat_template, self.named_tokens, self._control_tokens, messages, options)
         if self._template is None:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions, or start the server with --chat-template FILE.", "messages"

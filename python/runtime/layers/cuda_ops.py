@@ -55,6 +55,8 @@ from runtime.layers.row_norms import RowNorms
 log = logging.getLogger(__name__)
 TRIAL_PARTS = 128
 """Partial sums of squares per row in the timing of a GEMM after a deferred norm."""
+MOST_DEFERRED = 512
+"""Maximum rows of a norm that an all-reduce kernel prepares. cuBLAS, which needs a kernel for the norm, runs most GEMMs of more rows."""
 
 
 class CudaOps:
@@ -411,8 +413,9 @@ class CudaOps:
     def _deferred_of_ranks(
         self, part: torch.Tensor, h: torch.Tensor, norm: RMSNorm | None, fused: FusedExchange | None
     ) -> DeferredNorm | None:
-        """Buffers for a norm that the all-reduce kernel prepares; None if it does not."""
-        return None if fused is None or not fused.fits(part) else self._deferred(h, norm, fused.parts(h.shape[1]))
+        """Buffers for a norm that the all-reduce kernel prepares; None if it does not, or if there are too many rows."""
+        fits = fused is not None and fused.fits(part) and len(part) <= MOST_DEFERRED
+        return self._deferred(h, norm, fused.parts(h.shape[1])) if fits else None
 
     def _deferred(self, h: torch.Tensor, norm: RMSNorm | None, parts: int) -> DeferredNorm | None:
         """Buffers for a deferred norm, with `parts` sums of squares per row.

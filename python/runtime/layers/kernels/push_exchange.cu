@@ -1,18 +1,21 @@
-// Exchanges between the GPUs of one host, as one kernel each: every rank writes its part into the memory of all others.
+// Exchanges between the GPUs of one host, as one kernel each: every rank writes its part into the memory of others.
 //
-// Values travel in packets of 16 bytes, {value, flag, value, flag}: a packet has arrived when both flags are those of this
+// Small values travel in packets of 16 bytes, {value, flag, value, flag}: a packet has arrived when both flags are those of this
 // exchange, so there is neither a barrier nor a second trip. Eight bytes are always written as one. This is NCCL's protocol LL.
 //
-// Each rank has two slots, used alternately, with a region for each sender. A rank that is one exchange ahead of another writes
-// into the other slot. It cannot be two ahead: to finish exchange n + 1 it needs the other rank's packets of n + 1, which that rank
-// sends only after it has read all packets of n.
+// Sums travel in tiles of 16 bytes per thread without flags: a word has arrived when it differs from EMPTY, which is never sent. The
+// receiver makes the words that it has read EMPTY again. This is the Lamport protocol of TensorRT-LLM's all-reduce.
 //
-// Needs: SIZE ranks, RANK, THREADS per block, EARLY (programmatic dependent launch), BFLOAT16, DEFER.
+// There are two slots of packets and of tiles, used alternately. A rank that is one exchange ahead of another writes into the other slot.
+// It cannot be two ahead: to finish exchange n + 1 it needs what the other rank sends in n + 1, which that rank only does after it has
+// read (and emptied) everything of n.
+//
+// Needs: SIZE ranks, RANK, THREADS per block, EARLY (programmatic dependent launch), BFLOAT16, DEFER, TWO_SHOT.
 
 struct Ranks {
-    u64 inbox[SIZE];  // where each rank receives, as addresses of this process
-    u64 slot;         // bytes of a slot
-    u64 sender;       // bytes of a sender's region
+    u64 inbox[SIZE];  // where each rank receives, as addresses of this process: both slots of packets, then both slots of tiles
+    int packets;      // of a sender in a slot
+    int tiles;        // of a slot
 };
 
 const u64 TIMEOUT = 10000000000ull;  // ns until a rank that waits gives up; the launch fails then
@@ -39,36 +42,47 @@ __device__ __forceinline__ void end(u32* state, u32 number) {
     }
 }
 
+// Gives up after TIMEOUT.
+struct Patience {
+    u32 spins = 0;
+    u64 start = 0;
+
+    __device__ __forceinline__ void spin() {
+        if (++spins % 65536 != 0) return;
+        u64 now;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        if (start == 0) start = now;
+        if (now - start > TIMEOUT) asm volatile("trap;");
+    }
+};
+
 __device__ __forceinline__ u64 place(const Ranks& ranks, int receiver, int sender, u32 number, u64 packet) {
-    return ranks.inbox[receiver] + (number & 1) * ranks.slot + sender * ranks.sender + packet * 16;
+    return ranks.inbox[receiver] + (((number & 1) * SIZE + sender) * (u64)ranks.packets + packet) * 16;
 }
 
 __device__ __forceinline__ void send(u64 to, u32 a, u32 b, u32 flag) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(flag), "r"(b), "r"(flag) : "memory");
 }
 
+__device__ __forceinline__ uint4 load_volatile(u64 from) {
+    uint4 v;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    return v;
+}
+
 // Wait for COUNT packets. All of them are loaded before a flag is read, so that this takes the time of one load if they have arrived.
 template <int COUNT> __device__ __forceinline__ void receive(const u64 (&from)[COUNT], u32 flag, u32 (&a)[COUNT], u32 (&b)[COUNT]) {
-    u32 spins = 0;
-    u64 start = 0;
-    while (true) {
-        u32 first[COUNT], second[COUNT];
+    for (Patience patience;; patience.spin()) {
+        uint4 packets[COUNT];
 #pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(a[i]), "=r"(first[i]), "=r"(b[i]), "=r"(second[i])
-                         : "l"(from[i])
-                         : "memory");
+        for (int i = 0; i < COUNT; i++) packets[i] = load_volatile(from[i]);
         bool arrived = true;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) arrived = arrived && first[i] == flag && second[i] == flag;
-        if (arrived) return;
-        if (++spins % 65536 == 0) {
-            u64 now;
-            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-            if (start == 0) start = now;
-            if (now - start > TIMEOUT) asm volatile("trap;");
+        for (int i = 0; i < COUNT; i++) {
+            arrived = arrived && packets[i].y == flag && packets[i].w == flag;
+            a[i] = packets[i].x, b[i] = packets[i].z;
         }
+        if (arrived) return;
     }
 }
 
@@ -95,8 +109,8 @@ __device__ __forceinline__ u32 narrow(float low, float high) {
 #endif
 }
 
-__device__ __forceinline__ void add(float (&sums)[8], u32 a, u32 b, u32 c, u32 d) {
-    const u32 pairs[4] = {a, b, c, d};
+__device__ __forceinline__ void add(float (&sums)[8], uint4 values) {
+    const u32 pairs[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         float low, high;
@@ -106,37 +120,96 @@ __device__ __forceinline__ void add(float (&sums)[8], u32 a, u32 b, u32 c, u32 d
     }
 }
 
-// h += the sum of x over all ranks, added in rank order so that all ranks get the same bits. A block computes 8 * THREADS columns of
-// one row. With DEFER it also stores the inputs of the next norm: scaled = h * gain, and the block's sum of squares.
+const u32 EMPTY = 0x80008000u;  // two negative zeros; positive ones are sent instead
+
+__device__ __forceinline__ u64 tile_at(const Ranks& ranks, int receiver, u32 number, int tile) {
+    const u64 first = 2 * SIZE * (u64)ranks.packets * 16, index = (number & 1) * (u64)ranks.tiles + tile;
+    return ranks.inbox[receiver] + first + (index * THREADS + threadIdx.x) * 16;
+}
+
+__device__ __forceinline__ uint4 without_empty(uint4 v) {
+    return make_uint4(v.x == EMPTY ? 0 : v.x, v.y == EMPTY ? 0 : v.y, v.z == EMPTY ? 0 : v.z, v.w == EMPTY ? 0 : v.w);
+}
+
+__device__ __forceinline__ void send_tile(u64 to, uint4 v) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Wait for 16 bytes in each of COUNT places, and empty them.
+template <int COUNT> __device__ __forceinline__ void receive_tiles(const u64 (&from)[COUNT], uint4 (&values)[COUNT]) {
+    for (Patience patience;; patience.spin()) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) values[i] = load_volatile(from[i]);
+        bool arrived = true;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            arrived = arrived && values[i].x != EMPTY && values[i].y != EMPTY && values[i].z != EMPTY && values[i].w != EMPTY;
+        if (arrived) break;
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) send_tile(from[i], make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+}
+
+// sums += what all ranks have in 16 bytes of this tile, in rank order. `tile`: where the tile lies in each sender's share of the slot.
+__device__ __forceinline__ void add_tiles(float (&sums)[8], const Ranks& ranks, u32 number, int share, int tile, uint4 own) {
+    u64 from[SIZE - 1];
+#pragma unroll
+    for (int i = 0; i < SIZE - 1; i++) from[i] = tile_at(ranks, RANK, number, other(i) * share + tile);
+    uint4 values[SIZE - 1];
+    receive_tiles(from, values);
+#pragma unroll
+    for (int rank = 0; rank < SIZE; rank++) {
+        if (rank == RANK) add(sums, own);
+        else add(sums, values[index_of(rank)]);
+    }
+}
+
+// The sum over all ranks of the values of a tile that this thread holds: the same bits on all ranks.
+__device__ __forceinline__ void sum_over_ranks(float (&sums)[8], const Ranks& ranks, u32 number, int tile, uint4 own) {
+    own = without_empty(own);
+#if TWO_SHOT
+    // One rank adds up a tile, rounds the sums to 16 bits and sends them back. Half of a slot is for parts, the other half for sums.
+    const int owner = tile % SIZE, share = ranks.tiles / 2 / SIZE, back = ranks.tiles / 2 + tile;
+    uint4 total[1];
+    if (owner == RANK) {
+        add_tiles(sums, ranks, number, share, tile / SIZE, own);
+        total[0] = without_empty(make_uint4(
+            narrow(sums[0], sums[1]), narrow(sums[2], sums[3]), narrow(sums[4], sums[5]), narrow(sums[6], sums[7])
+        ));
+#pragma unroll
+        for (int i = 0; i < SIZE - 1; i++) send_tile(tile_at(ranks, other(i), number, back), total[0]);
+    } else {
+        send_tile(tile_at(ranks, owner, number, RANK * share + tile / SIZE), own);
+        const u64 from[1] = {tile_at(ranks, RANK, number, back)};
+        receive_tiles(from, total);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) sums[i] = 0.0f;
+    add(sums, total[0]);
+#else
+    const int share = ranks.tiles / SIZE;
+#pragma unroll
+    for (int i = 0; i < SIZE - 1; i++) send_tile(tile_at(ranks, other(i), number, RANK * share + tile), own);
+    add_tiles(sums, ranks, number, share, tile, own);
+#endif
+}
+
+// h += the sum of x over all ranks. A block computes a tile: 8 * THREADS columns of one row. With DEFER it also stores the inputs of the
+// next norm: scaled = h * gain, and the block's sum of squares.
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
-    Ranks ranks, u32* state, const uint4* x, float4* h, const uint4* gain, uint4* scaled, float* squares, int columns, int chunks
+    const __grid_constant__ Ranks ranks, u32* state, const uint4* x, float4* h, const uint4* gain, uint4* scaled, float* squares,
+    int columns, int chunks
 ) {
     begin();
     const int row = blockIdx.x / chunks, chunk = blockIdx.x % chunks, vector = chunk * THREADS + threadIdx.x;
-    const u32 number = exchange_number(state), flag = number + 1;
+    const u32 number = exchange_number(state);
     float square = 0.0f;
     if (vector * 8 < columns) {
         const u64 at = (u64)row * (columns / 8) + vector;
         const uint4 own = x[at];
-        u64 from[2 * (SIZE - 1)];
-#pragma unroll
-        for (int i = 0; i < SIZE - 1; i++) {
-            const u64 to = place(ranks, other(i), RANK, number, 2 * at);
-            send(to, own.x, own.y, flag);
-            send(to + 16, own.z, own.w, flag);
-            from[2 * i] = place(ranks, RANK, other(i), number, 2 * at);
-            from[2 * i + 1] = from[2 * i] + 16;
-        }
         float4 first = h[2 * at], second = h[2 * at + 1];
         float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        u32 a[2 * (SIZE - 1)], b[2 * (SIZE - 1)];
-        receive(from, flag, a, b);
-#pragma unroll
-        for (int rank = 0; rank < SIZE; rank++) {
-            const int i = 2 * index_of(rank);
-            if (rank == RANK) add(sums, own.x, own.y, own.z, own.w);
-            else add(sums, a[i], b[i], a[i + 1], b[i + 1]);
-        }
+        sum_over_ranks(sums, ranks, number, blockIdx.x, own);
         first.x += sums[0], first.y += sums[1], first.z += sums[2], first.w += sums[3];
         second.x += sums[4], second.y += sums[5], second.z += sums[6], second.w += sums[7];
         h[2 * at] = first;

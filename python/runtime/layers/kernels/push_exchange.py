@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,10 +22,14 @@ VALUES = 8
 """16-bit values per thread."""
 PACKET = 16
 """Bytes of a packet, half of which are flags."""
-MOST_BYTES = 2 << 20
-"""Maximum bytes of an array: 128 rows of 8,192 16-bit values."""
+PACKETS = 1 << 15
+"""Packets of a sender in a slot."""
+TILE_BYTES = THREADS * VALUES * 2
+TILES = 8192
+"""Tiles of a slot."""
 MOST_NORMED = 1024
 """Maximum rows of `norm_rows`, which has one block per row; all of these run at once."""
+_EMPTY = 0x80008000  # `EMPTY` in the CUDA source
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
@@ -35,11 +40,11 @@ class Inboxes:
 
     def __init__(self, group: ParallelGroup) -> None:
         """All ranks call it together. Raises `RuntimeError` if the driver cannot share memory between these GPUs."""
-        driver = cuda_driver.driver
-        self.sender = 2 * MOST_BYTES
-        self.slot = group.size * self.sender
-        own = cuda_driver.check(driver.cuMemAlloc(2 * self.slot))
-        cuda_driver.check(driver.cuMemsetD8(own, 0, 2 * self.slot))
+        driver, packets, tiles = cuda_driver.driver, 2 * group.size * PACKETS * PACKET, 2 * TILES * TILE_BYTES
+        own = cuda_driver.check(driver.cuMemAlloc(packets + tiles))
+        cuda_driver.check(driver.cuMemsetD8(own, 0, packets))
+        cuda_driver.check(driver.cuMemsetD32(int(own) + packets, _EMPTY, tiles // 4))
+        torch.cuda.synchronize()  # the other ranks may write from now on
         handles = group.gather(bytes(cuda_driver.check(driver.cuIpcGetMemHandle(own)).reserved))
         self.addresses = [int(own) if rank == group.rank else _open(handle) for rank, handle in enumerate(handles)]
 
@@ -58,14 +63,19 @@ class _Variant:
     size: int
     bfloat16: bool
     defer: bool
+    two_shot: bool
     early: bool
 
 
 class PushExchange:
     """`FusedExchange` of the GPUs of one host. Owner of the memory into which the ranks write.
 
+    Sums of small arrays take one shot: each rank sends its part to all others. Those of larger arrays take two: each part goes to one rank,
+    which sends the sum, rounded to 16 bits, to all others. That is less traffic with more than two ranks, but a second trip.
+
     Attributes:
         limit: maximum bytes of an array that `fits`; set once, after timing; 0 if NCCL is faster for all sizes.
+        one_shot_limit: maximum bytes of an array that is added in one shot; set once, after timing.
     """
 
     def __init__(self, group: ParallelGroup, device: torch.device, pdl: bool) -> None:
@@ -73,11 +83,12 @@ class PushExchange:
         self._rank, self._size, self._pdl = group.rank, group.size, pdl
         self._state = torch.zeros(2, dtype=torch.int32, device=device)
         inboxes = Inboxes(group)
-        self._ranks = _ranks_struct(group.size)((ctypes.c_uint64 * group.size)(*inboxes.addresses), inboxes.slot, inboxes.sender)
-        self.limit = MOST_BYTES
+        self._ranks = _ranks_struct(group.size)((ctypes.c_uint64 * group.size)(*inboxes.addresses), PACKETS, TILES)
+        self.limit = self.one_shot_limit = sys.maxsize
         for dtype in (torch.bfloat16, torch.float16):
             for defer in (False, True):
-                self._kernel("reduce_add", dtype is torch.bfloat16, defer)
+                for two_shot in {False, group.size > 2}:
+                    self._kernel("reduce_add", dtype is torch.bfloat16, defer, two_shot)
             self._kernel("norm_rows", dtype is torch.bfloat16)
         self._kernel("largest")
         self._kernel("commit")
@@ -102,16 +113,19 @@ class PushExchange:
         """`h += sum of x over the ranks`; x [M, N] in 16 bits that `fits`, h float32 [M, N].
 
         With `gain` [N], also writes `scaled` [M, N] = h * gain, both bfloat16, and `squares` float32 [M, parts(N)], the sums of h * h.
+        Large arrays take several kernels, each for as many rows as fit into a slot.
         """
-        rows, columns = x.shape
+        columns = x.shape[1]
         assert h.dtype is torch.float32 and h.is_contiguous() and h.shape == x.shape, "the stream is float32 and contiguous"  # noqa: PT018
-        chunks = self.parts(columns)
-        tensors = (x, h, gain, scaled, squares)
-        self._kernel("reduce_add", x.dtype is torch.bfloat16, gain is not None)(
-            rows * chunks,
-            (self._ranks, *map(cuda_driver.pointer, (self._state, *tensors)), cuda_driver.int32(columns), cuda_driver.int32(chunks)),
-            self._pdl,
-        )
+        chunks, two_shot = self.parts(columns), self._size > 2 and x.nbytes > self.one_shot_limit
+        tiles = TILES // 2 // self._size * self._size if two_shot else TILES // self._size
+        kernel = self._kernel("reduce_add", x.dtype is torch.bfloat16, gain is not None, two_shot)
+        numbers = cuda_driver.int32(columns), cuda_driver.int32(chunks)
+        for first in range(0, len(x), tiles // chunks):
+            piece = slice(first, first + tiles // chunks)
+            part, sums, *deferred = (None if each is None else each[piece] for each in (x, h, scaled, squares))
+            pointers = map(cuda_driver.pointer, (self._state, part, sums, gain, *deferred))
+            kernel(len(x[piece]) * chunks, (self._ranks, *pointers, *numbers), self._pdl)
 
     def norm_rows(self, rows: torch.Tensor, gains: tuple[torch.Tensor, torch.Tensor], columns: tuple[int, int], eps: float) -> bool:
         """RMS norms of the first len(gains[0]) columns of each row, and of the following len(gains[1]), over all ranks, in place.
@@ -153,7 +167,7 @@ class PushExchange:
         count = len(ids)
         if tokens is None:
             tokens = torch.empty(count, dtype=torch.int64, device=ids.device)
-        assert tokens.is_contiguous() and logits.stride(1) == 1 and (count + 1) * PACKET <= 2 * MOST_BYTES  # noqa: PT018
+        assert tokens.is_contiguous() and logits.stride(1) == 1 and count < PACKETS  # noqa: PT018
         numbers = map(cuda_driver.int32, (count, logits.stride(0), first))
         pointers = map(cuda_driver.pointer, (self._state, logits, ids, tokens, *(hashed or (None, None))))
         self._kernel("largest")(-(-(count + 1) // THREADS), (self._ranks, *pointers, *numbers), self._pdl)
@@ -165,8 +179,8 @@ class PushExchange:
         numbers = map(cuda_driver.int32, (tokens.shape[0], tokens.shape[1], tokens.stride(0)))
         self._kernel("commit")(1, (*map(cuda_driver.pointer, (hashed, tokens, lens.contiguous())), *numbers), self._pdl)
 
-    def _kernel(self, name: str, bfloat16: bool = True, defer: bool = False) -> cuda_driver.Kernel:
-        return _compiled(name, _Variant(self._rank, self._size, bfloat16, defer and bfloat16, self._pdl))
+    def _kernel(self, name: str, bfloat16: bool = True, defer: bool = False, two_shot: bool = False) -> cuda_driver.Kernel:
+        return _compiled(name, _Variant(self._rank, self._size, bfloat16, defer and bfloat16, two_shot, self._pdl))
 
 
 @cache
@@ -177,7 +191,7 @@ def _compiled(name: str, variant: _Variant) -> cuda_driver.Kernel:
 @cache
 def _ranks_struct(size: int) -> Any:
     """`Ranks` in the CUDA source."""
-    fields = [("inbox", ctypes.c_uint64 * size), ("slot", ctypes.c_uint64), ("sender", ctypes.c_uint64)]
+    fields = [("inbox", ctypes.c_uint64 * size), ("packets", ctypes.c_int), ("tiles", ctypes.c_int)]
     return type("Ranks", (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -185,6 +199,6 @@ def source(variant: _Variant) -> str:
     """The CUDA program of one variant."""
     constants = dict(
         SIZE=variant.size, RANK=variant.rank, THREADS=THREADS, EARLY=int(variant.early), BFLOAT16=int(variant.bfloat16),
-        DEFER=int(variant.defer),
+        DEFER=int(variant.defer), TWO_SHOT=int(variant.two_shot),
     )  # fmt: skip
     return program(constants, Path(__file__).with_suffix(".cu"))

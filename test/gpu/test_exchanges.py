@@ -1,10 +1,11 @@
-"""Sums over the ranks by our exchange kernels, compared with sums in float64, for arrays of one and of several kernels."""
+"""Our exchange kernels: sums over the ranks, compared with sums in float64, and gathered rows, in one and in several kernels."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch.multiprocessing.spawn import spawn
 
 from runtime.distributed.rendezvous import Rendezvous
 from runtime.distributed.torch_group import TorchGroup
+
+if TYPE_CHECKING:
+    from runtime.layers.cuda_group import CudaGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 SIZES = [(1, 8), (1, 4096), (3, 200), (5, 2880), (64, 8192), (257, 5120), (1100, 8192)]
@@ -22,20 +26,46 @@ REPEATS = 20
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_sums_over_the_ranks(ranks: int, tmp_path: Path) -> None:
+def test_exchanges_compute_what_torch_does(ranks: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    spawn(check_sums, args=(ranks, str(tmp_path)), nprocs=ranks)
+    spawn(check_rank, args=(ranks, str(tmp_path)), nprocs=ranks)
 
 
-def check_sums(rank: int, ranks: int, folder: str) -> None:
+def check_rank(rank: int, ranks: int, folder: str) -> None:
     """One rank of the test."""
     from runtime.layers.cuda_group import CudaGroup
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     group = CudaGroup(TorchGroup.join(Rendezvous.in_folder(folder), rank, ranks, 60.0), device, one_host=True, timeout=60.0)
+    check_sums(group, device)
+    check_rows(group, device)
+    for part in group.split(2):
+        if isinstance(part, CudaGroup):
+            check_rows(part, device)
+
+
+def check_rows(group: CudaGroup, device: torch.device) -> None:
+    """Gathered rows, and sums of which each rank gets its rows."""
     fused = group.fused
+    assert fused is not None, "the exchange kernels work on this machine"
+    fused.limit = sys.maxsize
+    random = torch.Generator(device).manual_seed(group.rank)
+    for dtype, (rows, columns) in itertools.product(BITS, SIZES):
+        x = torch.randn((rows, columns), generator=random, device=device).to(dtype)
+        every = group.gather_rows(x)
+        for rank, values in enumerate(group.gather(x.cpu())):
+            assert torch.equal(every[rank * rows :][:rows].cpu(), values)
+        parts = torch.randn((group.size * rows, columns), generator=random, device=device).to(dtype)
+        total = group.all_reduce(parts.double())[group.rank * rows :][:rows]
+        error = (group.scatter_sum(parts).double() - total).abs()
+        assert bool((error <= 2.0 ** -BITS[dtype] * total.abs() + 1e-5).all()), (dtype, rows, columns, error.max())
+
+
+def check_sums(group: CudaGroup, device: torch.device) -> None:
+    """Sums that are added to the stream."""
+    fused, rank, ranks = group.fused, group.rank, group.size
     assert fused is not None, "the exchange kernels work on this machine"
     fused.limit = sys.maxsize
     random = torch.Generator(device).manual_seed(rank)

@@ -69,19 +69,25 @@ class CudaGroup:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, concatenated, by NCCL."""
+        """The rows of all ranks, concatenated."""
         rows = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(rows, x.contiguous(), group=self._nccl)
+        if self.fused is not None and self.fused.fits(rows):
+            self.fused.gather_rows(x.contiguous(), rows)
+        else:
+            dist.all_gather_into_tensor(rows, x.contiguous(), group=self._nccl)
         return rows
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the sum over all ranks, by NCCL."""
-        rows = torch.empty((len(x) // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-        dist.reduce_scatter_tensor(rows, x.contiguous(), group=self._nccl)
+        """This rank's rows of the sum over all ranks."""
+        rows, x = torch.empty((len(x) // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device), x.contiguous()
+        if self.fused is not None and self.fused.fits(x):
+            self.fused.scatter_sum(x, rows)
+        else:
+            dist.reduce_scatter_tensor(rows, x, group=self._nccl)
         return rows
 
     def split(self, parts: int) -> tuple[ParallelGroup, ParallelGroup]:
-        """This rank's group of consecutive ranks, and the group of the ranks at its position in all groups; both use NCCL for sums."""
+        """This rank's group of consecutive ranks, and the group of the ranks at its position in all groups."""
         controls = self._control.split(parts)
         groups, places = (self._sub(lists, control) for lists, control in zip(split_ranks(self.size, parts), controls, strict=True))
         return groups, places
@@ -90,7 +96,7 @@ class CudaGroup:
         nccl = subgroup(lists, "nccl", self._timeout)
         if not isinstance(control, TorchGroup):
             return ALONE
-        return CudaGroup(control, self._device, one_host=False, timeout=self._timeout, nccl=nccl)
+        return CudaGroup(control, self._device, one_host=self.fused is not None, timeout=self._timeout, nccl=nccl)
 
     def agree(self, value: T) -> T:
         """Rank 0's `value`."""
@@ -146,6 +152,11 @@ class CudaGroup:
             expected = norms(qkv.clone())
             right &= fused.norm_rows(qkv, gains, norms.columns, norms.eps)
             right &= torch.allclose(qkv.float(), expected.float(), rtol=TOLERANCE, atol=TOLERANCE)
+            whole, part = torch.empty((self.size * rows, COLUMNS), dtype=qkv.dtype, device=device), torch.empty_like(qkv)
+            fused.gather_rows(qkv, whole)
+            right &= torch.equal(whole[self.rank * rows :][:rows], qkv)
+            fused.scatter_sum(whole, part)
+            right &= torch.equal(part, qkv * self.size)
         scores = torch.randn((5, 100), generator=_seeded(device, self.rank), device=device)
         hashed = torch.full((1,), 7, device=device), torch.zeros(1, dtype=torch.int32, device=device)
         tokens = fused.largest(scores, scores.argmax(1), 100 * self.rank, hashed=hashed)

@@ -414,8 +414,9 @@ class CudaOps:
         self, part: torch.Tensor, h: torch.Tensor, norm: RMSNorm | None, fused: FusedExchange | None
     ) -> DeferredNorm | None:
         """Buffers for a norm that the all-reduce kernel prepares; None if it does not, or if there are too many rows."""
-        fits = fused is not None and fused.fits(part) and len(part) <= MOST_DEFERRED
-        return self._deferred(h, norm, fused.parts(h.shape[1])) if fits else None
+        if fused is None or not fused.fits(part) or len(part) > MOST_DEFERRED:
+            return None
+        return self._deferred(h, norm, fused.parts(h.shape[1]))
 
     def _deferred(self, h: torch.Tensor, norm: RMSNorm | None, parts: int) -> DeferredNorm | None:
         """Buffers for a deferred norm, with `parts` sums of squares per row.

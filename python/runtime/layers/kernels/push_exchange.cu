@@ -150,18 +150,30 @@ template <int COUNT> __device__ __forceinline__ void receive_tiles(const u64 (&f
     for (int i = 0; i < COUNT; i++) send_tile(from[i], make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
 }
 
-// sums += what all ranks have in 16 bytes of this tile, in rank order. `tile`: where the tile lies in each sender's share of the slot.
-__device__ __forceinline__ void add_tiles(float (&sums)[8], const Ranks& ranks, u32 number, int share, int tile, uint4 own) {
+// The slot has a share for each sender. Send 16 bytes of a tile to another rank; receive those of all other ranks.
+__device__ __forceinline__ void send_to(const Ranks& ranks, int receiver, u32 number, int share, int tile, uint4 v) {
+    send_tile(tile_at(ranks, receiver, number, RANK * share + tile), v);
+}
+__device__ __forceinline__ void receive_from_all(const Ranks& ranks, u32 number, int share, int tile, uint4 (&values)[SIZE - 1]) {
     u64 from[SIZE - 1];
 #pragma unroll
     for (int i = 0; i < SIZE - 1; i++) from[i] = tile_at(ranks, RANK, number, other(i) * share + tile);
-    uint4 values[SIZE - 1];
     receive_tiles(from, values);
+}
+
+// sums += what all ranks have for 16 bytes of this tile, in rank order.
+__device__ __forceinline__ void add_tiles(float (&sums)[8], const Ranks& ranks, u32 number, int share, int tile, uint4 own) {
+    uint4 values[SIZE - 1];
+    receive_from_all(ranks, number, share, tile, values);
 #pragma unroll
     for (int rank = 0; rank < SIZE; rank++) {
         if (rank == RANK) add(sums, own);
         else add(sums, values[index_of(rank)]);
     }
+}
+
+__device__ __forceinline__ uint4 narrow_all(const float (&sums)[8]) {
+    return make_uint4(narrow(sums[0], sums[1]), narrow(sums[2], sums[3]), narrow(sums[4], sums[5]), narrow(sums[6], sums[7]));
 }
 
 // The sum over all ranks of the values of a tile that this thread holds: the same bits on all ranks.
@@ -173,13 +185,11 @@ __device__ __forceinline__ void sum_over_ranks(float (&sums)[8], const Ranks& ra
     uint4 total[1];
     if (owner == RANK) {
         add_tiles(sums, ranks, number, share, tile / SIZE, own);
-        total[0] = without_empty(make_uint4(
-            narrow(sums[0], sums[1]), narrow(sums[2], sums[3]), narrow(sums[4], sums[5]), narrow(sums[6], sums[7])
-        ));
+        total[0] = without_empty(narrow_all(sums));
 #pragma unroll
         for (int i = 0; i < SIZE - 1; i++) send_tile(tile_at(ranks, other(i), number, back), total[0]);
     } else {
-        send_tile(tile_at(ranks, owner, number, RANK * share + tile / SIZE), own);
+        send_to(ranks, owner, number, share, tile / SIZE, own);
         const u64 from[1] = {tile_at(ranks, RANK, number, back)};
         receive_tiles(from, total);
     }
@@ -189,7 +199,7 @@ __device__ __forceinline__ void sum_over_ranks(float (&sums)[8], const Ranks& ra
 #else
     const int share = ranks.tiles / SIZE;
 #pragma unroll
-    for (int i = 0; i < SIZE - 1; i++) send_tile(tile_at(ranks, other(i), number, RANK * share + tile), own);
+    for (int i = 0; i < SIZE - 1; i++) send_to(ranks, other(i), number, share, tile, own);
     add_tiles(sums, ranks, number, share, tile, own);
 #endif
 }
@@ -241,6 +251,47 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
         squares[(u64)row * chunks + chunk] = sum;
     }
 #endif
+    end(state, number);
+}
+
+// The rows of all ranks, one rank after another: out [SIZE * rows, columns]. A block takes a tile of one row, from row `first` on.
+extern "C" __global__ void __launch_bounds__(THREADS) gather_rows(
+    Ranks ranks, u32* state, const uint4* x, uint4* out, int vectors, int chunks, int rows, int first
+) {
+    begin();
+    const int row = first + blockIdx.x / chunks, vector = blockIdx.x % chunks * THREADS + threadIdx.x, share = ranks.tiles / SIZE;
+    const u32 number = exchange_number(state);
+    if (vector < vectors) {
+        const uint4 own = without_empty(x[(u64)row * vectors + vector]);
+#pragma unroll
+        for (int i = 0; i < SIZE - 1; i++) send_to(ranks, other(i), number, share, blockIdx.x, own);
+        out[((u64)RANK * rows + row) * vectors + vector] = own;
+        uint4 values[SIZE - 1];
+        receive_from_all(ranks, number, share, blockIdx.x, values);
+#pragma unroll
+        for (int i = 0; i < SIZE - 1; i++) out[((u64)other(i) * rows + row) * vectors + vector] = values[i];
+    }
+    end(state, number);
+}
+
+// This rank's rows of the sum of x [SIZE * rows, columns] over all ranks: out [rows, columns]. A block takes a tile of one row, from row
+// `first` on.
+extern "C" __global__ void __launch_bounds__(THREADS) scatter_sum(
+    Ranks ranks, u32* state, const uint4* x, uint4* out, int vectors, int chunks, int rows, int first
+) {
+    begin();
+    const int row = first + blockIdx.x / chunks, vector = blockIdx.x % chunks * THREADS + threadIdx.x, share = ranks.tiles / SIZE;
+    const u32 number = exchange_number(state);
+    if (vector < vectors) {
+#pragma unroll
+        for (int i = 0; i < SIZE - 1; i++) {
+            const uint4 part = x[((u64)other(i) * rows + row) * vectors + vector];
+            send_to(ranks, other(i), number, share, blockIdx.x, without_empty(part));
+        }
+        float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        add_tiles(sums, ranks, number, share, blockIdx.x, x[((u64)RANK * rows + row) * vectors + vector]);
+        out[(u64)row * vectors + vector] = narrow_all(sums);
+    }
     end(state, number);
 }
 

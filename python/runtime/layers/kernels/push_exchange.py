@@ -89,12 +89,13 @@ class PushExchange:
             for defer in (False, True):
                 for two_shot in {False, group.size > 2}:
                     self._kernel("reduce_add", dtype is torch.bfloat16, defer, two_shot)
-            self._kernel("norm_rows", dtype is torch.bfloat16)
+            for name in ("norm_rows", "gather_rows", "scatter_sum"):
+                self._kernel(name, dtype is torch.bfloat16)
         self._kernel("largest")
         self._kernel("commit")
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether `add` supports this array."""
+        """Whether the kernels support this array: the argument of `add` and `scatter_sum`, the result of `gather_rows`."""
         narrow = x.dtype in (torch.bfloat16, torch.float16)
         return narrow and x.is_contiguous() and x.shape[1] % VALUES == 0 and 0 < x.nbytes <= self.limit
 
@@ -126,6 +127,23 @@ class PushExchange:
             part, sums, *deferred = (None if each is None else each[piece] for each in (x, h, scaled, squares))
             pointers = map(cuda_driver.pointer, (self._state, part, sums, gain, *deferred))
             kernel(len(x[piece]) * chunks, (self._ranks, *pointers, *numbers), self._pdl)
+
+    def gather_rows(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The rows [N, columns] of all ranks, contiguous, one rank after another in `out`, [size * N, columns], which `fits`."""
+        self._by_pieces("gather_rows", x, out, len(x))
+
+    def scatter_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """This rank's rows, `out` [N, columns], of the sum of x over all ranks, [size * N, columns], which `fits`."""
+        self._by_pieces("scatter_sum", x, out, len(out))
+
+    def _by_pieces(self, name: str, x: torch.Tensor, out: torch.Tensor, rows: int) -> None:
+        columns, kernel = x.shape[1], self._kernel(name, x.dtype is torch.bfloat16)
+        chunks = self.parts(columns)
+        most = TILES // self._size // chunks
+        pointers = (self._state, x, out)
+        for first in range(0, rows, most):
+            numbers = map(cuda_driver.int32, (columns // VALUES, chunks, rows, first))
+            kernel(min(most, rows - first) * chunks, (self._ranks, *map(cuda_driver.pointer, pointers), *numbers), self._pdl)
 
     def norm_rows(self, rows: torch.Tensor, gains: tuple[torch.Tensor, torch.Tensor], columns: tuple[int, int], eps: float) -> bool:
         """RMS norms of the first len(gains[0]) columns of each row, and of the following len(gains[1]), over all ranks, in place.

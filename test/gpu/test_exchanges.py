@@ -61,6 +61,18 @@ def check_rows(group: CudaGroup, device: torch.device) -> None:
         total = group.all_reduce(parts.double())[group.rank * rows :][:rows]
         error = (group.scatter_sum(parts).double() - total).abs()
         assert bool((error <= 2.0 ** -BITS[dtype] * total.abs() + 1e-5).all()), (dtype, rows, columns, error.max())
+        live = max(rows - group.rank, 1)
+        h, gain = torch.ones((live, columns), device=device), torch.randn(columns, device=device).to(torch.bfloat16)
+        scaled, squares = (
+            torch.zeros((live, columns), dtype=gain.dtype, device=device),
+            torch.zeros((live, fused.parts(columns)), device=device),
+        )
+        deferred = (gain, scaled, squares) if dtype is torch.bfloat16 else ()
+        fused.add(parts, h, *deferred, scattered=True)
+        torch.testing.assert_close(h, (1 + total[:live]).float(), rtol=1e-5, atol=1e-5)
+        if deferred:
+            torch.testing.assert_close(scaled, (h * gain.float()).to(dtype))
+            torch.testing.assert_close(squares.sum(1), h.square().sum(1))
 
 
 def check_sums(group: CudaGroup, device: torch.device) -> None:

@@ -10,7 +10,9 @@
 // It cannot be two ahead: to finish exchange n + 1 it needs what the other rank sends in n + 1, which that rank only does after it has
 // read (and emptied) everything of n.
 //
-// Needs: SIZE ranks, RANK, THREADS per block, EARLY (programmatic dependent launch), BFLOAT16, DEFER, TWO_SHOT.
+// Needs: SIZE ranks, RANK, THREADS per block, EARLY (programmatic dependent launch), BFLOAT16, DEFER, KIND (of `reduce_add`).
+
+const int ONE_SHOT = 0, TWO_SHOT = 1, SCATTERED = 2;
 
 struct Ranks {
     u64 inbox[SIZE];  // where each rank receives, as addresses of this process: both slots of packets, then both slots of tiles
@@ -179,7 +181,13 @@ __device__ __forceinline__ uint4 narrow_all(const float (&sums)[8]) {
 // The sum over all ranks of the values of a tile that this thread holds: the same bits on all ranks.
 __device__ __forceinline__ void sum_over_ranks(float (&sums)[8], const Ranks& ranks, u32 number, int tile, uint4 own) {
     own = without_empty(own);
-#if TWO_SHOT
+    if constexpr (KIND == ONE_SHOT) {
+        const int share = ranks.tiles / SIZE;
+#pragma unroll
+        for (int i = 0; i < SIZE - 1; i++) send_to(ranks, other(i), number, share, tile, own);
+        add_tiles(sums, ranks, number, share, tile, own);
+        return;
+    }
     // One rank adds up a tile, rounds the sums to 16 bits and sends them back. Half of a slot is for parts, the other half for sums.
     const int owner = tile % SIZE, share = ranks.tiles / 2 / SIZE, back = ranks.tiles / 2 + tile;
     uint4 total[1];
@@ -196,47 +204,53 @@ __device__ __forceinline__ void sum_over_ranks(float (&sums)[8], const Ranks& ra
 #pragma unroll
     for (int i = 0; i < 8; i++) sums[i] = 0.0f;
     add(sums, total[0]);
-#else
-    const int share = ranks.tiles / SIZE;
-#pragma unroll
-    for (int i = 0; i < SIZE - 1; i++) send_to(ranks, other(i), number, share, tile, own);
-    add_tiles(sums, ranks, number, share, tile, own);
-#endif
 }
 
-// h += the sum of x over all ranks. A block computes a tile: 8 * THREADS columns of one row. With DEFER it also stores the inputs of the
-// next norm: scaled = h * gain, and the block's sum of squares.
+// Row `row` of this rank's rows of the sum of x [SIZE * rows, columns] over all ranks.
+__device__ __forceinline__ void sum_of_row(
+    float (&sums)[8], const Ranks& ranks, u32 number, const uint4* x, int vectors, int rows, int row, int vector
+) {
+    const int share = ranks.tiles / SIZE;
+#pragma unroll
+    for (int i = 0; i < SIZE - 1; i++)
+        send_to(ranks, other(i), number, share, blockIdx.x, without_empty(x[((u64)other(i) * rows + row) * vectors + vector]));
+    add_tiles(sums, ranks, number, share, blockIdx.x, x[((u64)RANK * rows + row) * vectors + vector]);
+}
+
+// h += the sum of x over all ranks. A block computes a tile: 8 * THREADS columns of one row, from row `first` on. With DEFER it also stores
+// the inputs of the next norm: scaled = h * gain, and the block's sum of squares. If SCATTERED, x has `rows` rows for each rank, and this
+// rank adds the sum of its own ones to the `live` rows of h; the remaining rows are padding.
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
     const __grid_constant__ Ranks ranks, u32* state, const uint4* x, float4* h, const uint4* gain, uint4* scaled, float* squares,
-    int columns, int chunks
+    int columns, int chunks, int first, int rows, int live
 ) {
     begin();
-    const int row = blockIdx.x / chunks, chunk = blockIdx.x % chunks, vector = chunk * THREADS + threadIdx.x;
+    const int row = first + blockIdx.x / chunks, chunk = blockIdx.x % chunks, vector = chunk * THREADS + threadIdx.x;
     const u32 number = exchange_number(state);
     float square = 0.0f;
     if (vector * 8 < columns) {
         const u64 at = (u64)row * (columns / 8) + vector;
-        const uint4 own = x[at];
-        float4 first = h[2 * at], second = h[2 * at + 1];
+        float4 low = {}, high = {};
+        if (row < live) low = h[2 * at], high = h[2 * at + 1];
         float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        sum_over_ranks(sums, ranks, number, blockIdx.x, own);
-        first.x += sums[0], first.y += sums[1], first.z += sums[2], first.w += sums[3];
-        second.x += sums[4], second.y += sums[5], second.z += sums[6], second.w += sums[7];
-        h[2 * at] = first;
-        h[2 * at + 1] = second;
+        if constexpr (KIND == SCATTERED) sum_of_row(sums, ranks, number, x, columns / 8, rows, row, vector);
+        else sum_over_ranks(sums, ranks, number, blockIdx.x, x[at]);
+        low.x += sums[0], low.y += sums[1], low.z += sums[2], low.w += sums[3];
+        high.x += sums[4], high.y += sums[5], high.z += sums[6], high.w += sums[7];
+        if (row < live) h[2 * at] = low, h[2 * at + 1] = high;
 #if DEFER
         const uint4 g = gain[vector];
-        const float values[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+        const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         const u32 gains[4] = {g.x, g.y, g.z, g.w};
         u32 out[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float low, high;
-            widen(gains[i], low, high);
-            out[i] = to_bf16x2(values[2 * i] * low, values[2 * i + 1] * high);
+            float even, odd;
+            widen(gains[i], even, odd);
+            out[i] = to_bf16x2(values[2 * i] * even, values[2 * i + 1] * odd);
             square += values[2 * i] * values[2 * i] + values[2 * i + 1] * values[2 * i + 1];
         }
-        scaled[at] = make_uint4(out[0], out[1], out[2], out[3]);
+        if (row < live) scaled[at] = make_uint4(out[0], out[1], out[2], out[3]);
 #endif
     }
 #if DEFER
@@ -244,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
     square = sum_of_lanes<32>(square);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = square;
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && row < live) {
         float sum = 0.0f;
 #pragma unroll
         for (int warp = 0; warp < THREADS / 32; warp++) sum += of_warp[warp];
@@ -280,16 +294,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) scatter_sum(
     Ranks ranks, u32* state, const uint4* x, uint4* out, int vectors, int chunks, int rows, int first
 ) {
     begin();
-    const int row = first + blockIdx.x / chunks, vector = blockIdx.x % chunks * THREADS + threadIdx.x, share = ranks.tiles / SIZE;
+    const int row = first + blockIdx.x / chunks, vector = blockIdx.x % chunks * THREADS + threadIdx.x;
     const u32 number = exchange_number(state);
     if (vector < vectors) {
-#pragma unroll
-        for (int i = 0; i < SIZE - 1; i++) {
-            const uint4 part = x[((u64)other(i) * rows + row) * vectors + vector];
-            send_to(ranks, other(i), number, share, blockIdx.x, without_empty(part));
-        }
         float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        add_tiles(sums, ranks, number, share, blockIdx.x, x[((u64)RANK * rows + row) * vectors + vector]);
+        sum_of_row(sums, ranks, number, x, vectors, rows, row, vector);
         out[(u64)row * vectors + vector] = narrow_all(sums);
     }
     end(state, number);

@@ -29,6 +29,7 @@ TILES = 8192
 """Tiles of a slot."""
 MOST_NORMED = 1024
 """Maximum rows of `norm_rows`, which has one block per row; all of these run at once."""
+_ONE_SHOT, _TWO_SHOT, _SCATTERED = range(3)  # `KIND` in the CUDA source
 _EMPTY = 0x80008000  # `EMPTY` in the CUDA source
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
@@ -63,7 +64,7 @@ class _Variant:
     size: int
     bfloat16: bool
     defer: bool
-    two_shot: bool
+    kind: int
     early: bool
 
 
@@ -87,8 +88,8 @@ class PushExchange:
         self.limit = self.one_shot_limit = sys.maxsize
         for dtype in (torch.bfloat16, torch.float16):
             for defer in (False, True):
-                for two_shot in {False, group.size > 2}:
-                    self._kernel("reduce_add", dtype is torch.bfloat16, defer, two_shot)
+                for kind in (_ONE_SHOT, _TWO_SHOT, _SCATTERED):
+                    self._kernel("reduce_add", dtype is torch.bfloat16, defer, kind)
             for name in ("norm_rows", "gather_rows", "scatter_sum"):
                 self._kernel(name, dtype is torch.bfloat16)
         self._kernel("largest")
@@ -110,23 +111,26 @@ class PushExchange:
         gain: torch.Tensor | None = None,
         scaled: torch.Tensor | None = None,
         squares: torch.Tensor | None = None,
+        *,
+        scattered: bool = False,
     ) -> None:
         """`h += sum of x over the ranks`; x [M, N] in 16 bits that `fits`, h float32 [M, N].
+
+        If `scattered`, x has `size` equal parts of at least M rows, of which this rank adds the sum of its own part to h.
 
         With `gain` [N], also writes `scaled` [M, N] = h * gain, both bfloat16, and `squares` float32 [M, parts(N)], the sums of h * h.
         Large arrays take several kernels, each for as many rows as fit into a slot.
         """
-        columns = x.shape[1]
-        assert h.dtype is torch.float32 and h.is_contiguous() and h.shape == x.shape, "the stream is float32 and contiguous"  # noqa: PT018
-        chunks, two_shot = self.parts(columns), self._size > 2 and x.nbytes > self.one_shot_limit
-        tiles = TILES // 2 // self._size * self._size if two_shot else TILES // self._size
-        kernel = self._kernel("reduce_add", x.dtype is torch.bfloat16, gain is not None, two_shot)
-        numbers = cuda_driver.int32(columns), cuda_driver.int32(chunks)
-        for first in range(0, len(x), tiles // chunks):
-            piece = slice(first, first + tiles // chunks)
-            part, sums, *deferred = (None if each is None else each[piece] for each in (x, h, scaled, squares))
-            pointers = map(cuda_driver.pointer, (self._state, part, sums, gain, *deferred))
-            kernel(len(x[piece]) * chunks, (self._ranks, *pointers, *numbers), self._pdl)
+        rows, columns = len(x) // self._size if scattered else len(x), x.shape[1]
+        assert h.dtype is torch.float32 and h.is_contiguous() and h.shape[1] == columns, "the stream is float32 and contiguous"  # noqa: PT018
+        assert len(h) <= rows if scattered else len(h) == rows, "a row for each row of the stream"
+        kind = _SCATTERED if scattered else _TWO_SHOT if self._size > 2 and x.nbytes > self.one_shot_limit else _ONE_SHOT
+        tiles = TILES // 2 // self._size * self._size if kind == _TWO_SHOT else TILES // self._size
+        kernel = self._kernel("reduce_add", x.dtype is torch.bfloat16, gain is not None, kind)
+        chunks, pointers = self.parts(columns), (self._state, x, h, gain, scaled, squares)
+        for first, count in _pieces(rows, tiles // chunks):
+            numbers = map(cuda_driver.int32, (columns, chunks, first, rows, len(h)))
+            kernel(count * chunks, (self._ranks, *map(cuda_driver.pointer, pointers), *numbers), self._pdl)
 
     def gather_rows(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """The rows [N, columns] of all ranks, contiguous, one rank after another in `out`, [size * N, columns], which `fits`."""
@@ -138,12 +142,10 @@ class PushExchange:
 
     def _by_pieces(self, name: str, x: torch.Tensor, out: torch.Tensor, rows: int) -> None:
         columns, kernel = x.shape[1], self._kernel(name, x.dtype is torch.bfloat16)
-        chunks = self.parts(columns)
-        most = TILES // self._size // chunks
-        pointers = (self._state, x, out)
-        for first in range(0, rows, most):
+        chunks, pointers = self.parts(columns), (self._state, x, out)
+        for first, count in _pieces(rows, TILES // self._size // chunks):
             numbers = map(cuda_driver.int32, (columns // VALUES, chunks, rows, first))
-            kernel(min(most, rows - first) * chunks, (self._ranks, *map(cuda_driver.pointer, pointers), *numbers), self._pdl)
+            kernel(count * chunks, (self._ranks, *map(cuda_driver.pointer, pointers), *numbers), self._pdl)
 
     def norm_rows(self, rows: torch.Tensor, gains: tuple[torch.Tensor, torch.Tensor], columns: tuple[int, int], eps: float) -> bool:
         """RMS norms of the first len(gains[0]) columns of each row, and of the following len(gains[1]), over all ranks, in place.
@@ -197,8 +199,13 @@ class PushExchange:
         numbers = map(cuda_driver.int32, (tokens.shape[0], tokens.shape[1], tokens.stride(0)))
         self._kernel("commit")(1, (*map(cuda_driver.pointer, (hashed, tokens, lens.contiguous())), *numbers), self._pdl)
 
-    def _kernel(self, name: str, bfloat16: bool = True, defer: bool = False, two_shot: bool = False) -> cuda_driver.Kernel:
-        return _compiled(name, _Variant(self._rank, self._size, bfloat16, defer and bfloat16, two_shot, self._pdl))
+    def _kernel(self, name: str, bfloat16: bool = True, defer: bool = False, kind: int = _ONE_SHOT) -> cuda_driver.Kernel:
+        return _compiled(name, _Variant(self._rank, self._size, bfloat16, defer and bfloat16, kind, self._pdl))
+
+
+def _pieces(rows: int, most: int) -> list[tuple[int, int]]:
+    """The first row and the number of rows of each piece of at most `most` rows."""
+    return [(first, min(most, rows - first)) for first in range(0, rows, most)]
 
 
 @cache
@@ -217,6 +224,6 @@ def source(variant: _Variant) -> str:
     """The CUDA program of one variant."""
     constants = dict(
         SIZE=variant.size, RANK=variant.rank, THREADS=THREADS, EARLY=int(variant.early), BFLOAT16=int(variant.bfloat16),
-        DEFER=int(variant.defer), TWO_SHOT=int(variant.two_shot),
+        DEFER=int(variant.defer), KIND=variant.kind,
     )  # fmt: skip
     return program(constants, Path(__file__).with_suffix(".cu"))

@@ -38,7 +38,7 @@ def check_rank(rank: int, ranks: int, folder: str) -> None:
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = CudaGroup(TorchGroup.join(Rendezvous.in_folder(folder), rank, ranks, 60.0), device, one_host=True, timeout=60.0)
+    group = CudaGroup(TorchGroup.join(Rendezvous.in_folder(folder), rank, ranks, 60.0), device, own_kernels=True, timeout=60.0)
     check_sums(group, device)
     check_rows(group, device)
     for part in group.split(2):

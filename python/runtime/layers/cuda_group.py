@@ -29,8 +29,8 @@ CHECKED_ROWS = (1, 3, 128, 1500)
 """Numbers of rows with which exchanges are checked. The last takes several kernels."""
 CALLS, REPLAYS = 20, 9
 """Exchanges per timed graph, and its replays."""
-TOLERANCE, ROUNDED = 1e-2, 5e-2
-"""Largest errors of values that are rounded to 16 bits: of magnitude 1, and of sums over the ranks."""
+TOLERANCE, ROUNDED = 1e-2, 2e-2
+"""Largest errors of values that are rounded to 16 bits: of magnitude 1, and of sums of such values over the ranks, per rank."""
 
 
 class CudaGroup:
@@ -44,16 +44,21 @@ class CudaGroup:
     exchange_seconds = 0.0
 
     def __init__(
-        self, control: TorchGroup, device: torch.device, one_host: bool, timeout: float, nccl: dist.ProcessGroup | None = None
+        self, control: TorchGroup, device: torch.device, own_kernels: bool, timeout: float, nccl: dist.ProcessGroup | None = None
     ) -> None:
-        """All ranks call it together, each with its own `device`, torch's current one. `nccl`: the process group, if not of all ranks."""
+        """All ranks call it together, each with its own `device`, torch's current one.
+
+        Args:
+            own_kernels: whether our kernels are used if they work; only for ranks of one host.
+            nccl: the process group, if not of all ranks.
+        """
 
         self.rank, self.size, self._control = control.rank, control.size, control
         self._device, self._timeout = device, timeout
         self._nccl = nccl or dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
         dist.all_reduce(torch.zeros(1, device=device), group=self._nccl)  # creates the communicator, which must not happen inside a capture
         self.exchange_micros: dict[str, str] = {}
-        self.fused = self._make_fused(device) if one_host else None
+        self.fused = self._make_fused(device) if own_kernels else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks by NCCL, in the storage of `x`."""
@@ -96,7 +101,7 @@ class CudaGroup:
         nccl = subgroup(lists, "nccl", self._timeout)
         if not isinstance(control, TorchGroup):
             return ALONE
-        return CudaGroup(control, self._device, one_host=self.fused is not None, timeout=self._timeout, nccl=nccl)
+        return CudaGroup(control, self._device, own_kernels=self.fused is not None, timeout=self._timeout, nccl=nccl)
 
     def agree(self, value: T) -> T:
         """Rank 0's `value`."""
@@ -132,7 +137,7 @@ class CudaGroup:
         """Whether sums, tokens and hashes equal those of NCCL and torch."""
 
         right = True
-        for rows, one_shot_limit in itertools.product(CHECKED_ROWS, {sys.maxsize, 0 if self.size > 2 else sys.maxsize}):
+        for rows, one_shot_limit in itertools.product(CHECKED_ROWS, (sys.maxsize, 0)):
             fused.one_shot_limit = one_shot_limit
             x = torch.randn((rows, COLUMNS), generator=_seeded(device, self.rank), device=device).to(torch.bfloat16)
             h = torch.randn((rows, COLUMNS), generator=_seeded(device, 99), device=device)
@@ -140,7 +145,7 @@ class CudaGroup:
             scaled, squares = torch.empty_like(x), torch.empty((rows, fused.parts(COLUMNS)), device=device)
             expected = h + self.all_reduce(x.float())
             fused.add(x, h, gain, scaled, squares)
-            right &= torch.allclose(h, expected, rtol=1e-5, atol=1e-5 if one_shot_limit else ROUNDED)
+            right &= torch.allclose(h, expected, rtol=1e-5, atol=1e-5 if one_shot_limit else ROUNDED * self.size)
             right &= torch.allclose(squares.sum(1), h.square().sum(1), rtol=1e-4)
             right &= torch.allclose(scaled.float(), h * gain.float(), rtol=TOLERANCE, atol=TOLERANCE)
             right &= len(set(self.gather(int(h.view(torch.int32).sum())))) == 1

@@ -57,6 +57,9 @@ def check_rows(group: CudaGroup, device: torch.device) -> None:
         every = group.gather_rows(x)
         for rank, values in enumerate(group.gather(x.cpu())):
             assert torch.equal(every[rank * rows :][:rows].cpu(), values)
+        for columns_of in (x, x.float()):
+            whole = group.gather_columns(columns_of, group.size * columns)
+            assert torch.equal(whole, group.gather_rows(columns_of).unflatten(0, (group.size, rows)).transpose(0, 1).flatten(1))
         parts = torch.randn((group.size * rows, columns), generator=random, device=device).to(dtype)
         total = group.all_reduce(parts.double())[group.rank * rows :][:rows]
         error = (group.scatter_sum(parts).double() - total).abs()

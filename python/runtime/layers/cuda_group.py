@@ -66,7 +66,11 @@ class CudaGroup:
         return x
 
     def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
-        """The columns [N, own] of all ranks, concatenated, by NCCL."""
+        """The columns [N, own] of all ranks, concatenated."""
+        if self.fused is not None and columns == self.size * x.shape[1] and self.fused.moves(x):
+            whole = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
+            self.fused.gather_columns(x, whole)
+            return whole
         widths = [shard.stop - shard.start for shard in (Shard(rank, self.size).of(columns) for rank in range(self.size))]
         padded = F.pad(x, (0, widths[0] - x.shape[1])).contiguous()
         parts = torch.empty((self.size, *padded.shape), dtype=x.dtype, device=x.device)
@@ -76,7 +80,7 @@ class CudaGroup:
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, concatenated."""
         rows = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype, device=x.device)
-        if self.fused is not None and self.fused.fits(rows):
+        if self.fused is not None and self.fused.moves(rows):
             self.fused.gather_rows(x.contiguous(), rows)
         else:
             dist.all_gather_into_tensor(rows, x.contiguous(), group=self._nccl)

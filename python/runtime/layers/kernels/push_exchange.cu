@@ -268,9 +268,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
     end(state, number);
 }
 
-// The rows of all ranks, one rank after another: out [SIZE * rows, columns]. A block takes a tile of one row, from row `first` on.
-extern "C" __global__ void __launch_bounds__(THREADS) gather_rows(
-    Ranks ranks, u32* state, const uint4* x, uint4* out, int vectors, int chunks, int rows, int first
+// The rows of all ranks. Row r of rank i, `vectors` of 16 bytes, is stored from vector i * rank_stride + r * row_stride on. A block takes a
+// tile of one row, from row `first` on.
+extern "C" __global__ void __launch_bounds__(THREADS) gather(
+    Ranks ranks, u32* state, const uint4* x, uint4* out, int vectors, int chunks, int first, u64 rank_stride, u64 row_stride
 ) {
     begin();
     const int row = first + blockIdx.x / chunks, vector = blockIdx.x % chunks * THREADS + threadIdx.x, share = ranks.tiles / SIZE;
@@ -279,11 +280,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_rows(
         const uint4 own = without_empty(x[(u64)row * vectors + vector]);
 #pragma unroll
         for (int i = 0; i < SIZE - 1; i++) send_to(ranks, other(i), number, share, blockIdx.x, own);
-        out[((u64)RANK * rows + row) * vectors + vector] = own;
+        out += row * row_stride + vector;
+        out[RANK * rank_stride] = own;
         uint4 values[SIZE - 1];
         receive_from_all(ranks, number, share, blockIdx.x, values);
 #pragma unroll
-        for (int i = 0; i < SIZE - 1; i++) out[((u64)other(i) * rows + row) * vectors + vector] = values[i];
+        for (int i = 0; i < SIZE - 1; i++) out[other(i) * rank_stride] = values[i];
     }
     end(state, number);
 }

@@ -90,15 +90,19 @@ class PushExchange:
             for defer in (False, True):
                 for kind in (_ONE_SHOT, _TWO_SHOT, _SCATTERED):
                     self._kernel("reduce_add", dtype is torch.bfloat16, defer, kind)
-            for name in ("norm_rows", "gather_rows", "scatter_sum"):
+            for name in ("norm_rows", "scatter_sum"):
                 self._kernel(name, dtype is torch.bfloat16)
-        self._kernel("largest")
-        self._kernel("commit")
+        for name in ("gather", "largest", "commit"):
+            self._kernel(name)
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether the kernels support this array: the argument of `add` and `scatter_sum`, the result of `gather_rows`."""
-        narrow = x.dtype in (torch.bfloat16, torch.float16)
-        return narrow and x.is_contiguous() and x.shape[1] % VALUES == 0 and 0 < x.nbytes <= self.limit
+        """Whether `add` and `scatter_sum` support this array."""
+        return x.dtype in (torch.bfloat16, torch.float16) and self.moves(x)
+
+    def moves(self, x: torch.Tensor) -> bool:
+        """Whether `gather_rows` supports this result, or `gather_columns` this argument."""
+        row = x.shape[1] * x.element_size()
+        return x.is_contiguous() and row % PACKET == 0 and row <= TILES // self._size * TILE_BYTES and 0 < x.nbytes <= self.limit
 
     def parts(self, columns: int) -> int:
         """Sums of squares per row that `add` stores."""
@@ -133,18 +137,29 @@ class PushExchange:
             kernel(count * chunks, (self._ranks, *map(cuda_driver.pointer, pointers), *numbers), self._pdl)
 
     def gather_rows(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """The rows [N, columns] of all ranks, contiguous, one rank after another in `out`, [size * N, columns], which `fits`."""
-        self._by_pieces("gather_rows", x, out, len(x))
+        """The rows [N, columns] of all ranks, contiguous, one rank after another in `out`, [size * N, columns], which `moves`."""
+        vectors = x[0].nbytes // PACKET
+        self._gather(x, out, vectors, len(x) * vectors, vectors)
+
+    def gather_columns(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The columns [N, own] of all ranks, contiguous, one rank after another in each row of `out`, [N, size * own]; x `moves`."""
+        vectors = x[0].nbytes // PACKET
+        self._gather(x, out, vectors, vectors, self._size * vectors)
+
+    def _gather(self, x: torch.Tensor, out: torch.Tensor, vectors: int, rank_stride: int, row_stride: int) -> None:
+        pointers, strides = (self._state, x, out), (rank_stride, row_stride)
+        chunks = -(-vectors // THREADS)
+        for first, count in _pieces(len(x), TILES // self._size // chunks):
+            numbers = map(cuda_driver.int32, (vectors, chunks, first))
+            arguments = (self._ranks, *map(cuda_driver.pointer, pointers), *numbers, *map(ctypes.c_uint64, strides))
+            self._kernel("gather")(count * chunks, arguments, self._pdl)
 
     def scatter_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """This rank's rows, `out` [N, columns], of the sum of x over all ranks, [size * N, columns], which `fits`."""
-        self._by_pieces("scatter_sum", x, out, len(out))
-
-    def _by_pieces(self, name: str, x: torch.Tensor, out: torch.Tensor, rows: int) -> None:
-        columns, kernel = x.shape[1], self._kernel(name, x.dtype is torch.bfloat16)
+        columns, kernel = x.shape[1], self._kernel("scatter_sum", x.dtype is torch.bfloat16)
         chunks, pointers = self.parts(columns), (self._state, x, out)
-        for first, count in _pieces(rows, TILES // self._size // chunks):
-            numbers = map(cuda_driver.int32, (columns // VALUES, chunks, rows, first))
+        for first, count in _pieces(len(out), TILES // self._size // chunks):
+            numbers = map(cuda_driver.int32, (columns // VALUES, chunks, len(out), first))
             kernel(count * chunks, (self._ranks, *map(cuda_driver.pointer, pointers), *numbers), self._pdl)
 
     def norm_rows(self, rows: torch.Tensor, gains: tuple[torch.Tensor, torch.Tensor], columns: tuple[int, int], eps: float) -> bool:

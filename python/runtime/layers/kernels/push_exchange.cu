@@ -44,8 +44,8 @@ __device__ __forceinline__ void end(u32* state, u32 number) {
     }
 }
 
-// Gives up after TIMEOUT.
-struct Patience {
+// A wait for another rank, which gives up after TIMEOUT.
+struct Wait {
     u32 spins = 0;
     u64 start = 0;
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ uint4 load_volatile(u64 from) {
 
 // Wait for COUNT packets. All of them are loaded before a flag is read, so that this takes the time of one load if they have arrived.
 template <int COUNT> __device__ __forceinline__ void receive(const u64 (&from)[COUNT], u32 flag, u32 (&a)[COUNT], u32 (&b)[COUNT]) {
-    for (Patience patience;; patience.spin()) {
+    for (Wait wait;; wait.spin()) {
         uint4 packets[COUNT];
 #pragma unroll
         for (int i = 0; i < COUNT; i++) packets[i] = load_volatile(from[i]);
@@ -139,7 +139,7 @@ __device__ __forceinline__ void send_tile(u64 to, uint4 v) {
 
 // Wait for 16 bytes in each of COUNT places, and empty them.
 template <int COUNT> __device__ __forceinline__ void receive_tiles(const u64 (&from)[COUNT], uint4 (&values)[COUNT]) {
-    for (Patience patience;; patience.spin()) {
+    for (Wait wait;; wait.spin()) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) values[i] = load_volatile(from[i]);
         bool arrived = true;

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -21,6 +24,7 @@ PROMPTS = [[(31 * i + 7 * j + 3) % 3000 + 2 for j in range(4 + 5 * i)] for i in 
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True}
 CLOSE_SUMS = 0.06
 """As `CLOSE` of `family_text.py`, for ranks that also round their partial sums to bfloat16."""
+PAUSE = 12.0
 SPREAD = 0.1
 """Largest difference of log-probabilities in bfloat16; on one GPU they differ by as much between batch sizes."""
 
@@ -115,6 +119,25 @@ def test_fp8_shards_that_cut_blocks_give_the_log_probabilities_of_one(model: Pat
 @pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=needs(4))])
 def test_graphs_of_several_gpus_compute_what_eager_passes_do(model: Path, tp_size: int) -> None:
     run(model, tp_size, **eagle(model, speculative_check_parity=True, speculative_draft_tp_size=tp_size))
+
+
+def test_a_pause_of_all_processes_ends_nothing(model: Path) -> None:
+    """While a rank is stopped, the kernels of the other wait for it; `PAUSE` is longer than they wait during checks at start-up."""
+    options = dict(model=str(model), load_format="dummy", device="cuda", tp_size=2, context_length=1024, cuda_graph_max_bs=2)
+    sampling, outputs = SAMPLING | {"max_new_tokens": 900}, list[dict[str, Any]]()
+    with Engine(**options) as engine:
+        engine.generate(input_ids=PROMPTS[0], sampling_params=SAMPLING)
+        asking = threading.Thread(target=lambda: outputs.append(engine.generate(input_ids=PROMPTS[0], sampling_params=sampling)))
+        children = psutil.Process().children(recursive=True)
+        asking.start()
+        time.sleep(0.2)
+        for child in children:
+            child.suspend()
+        time.sleep(PAUSE)
+        for child in children:
+            child.resume()
+        asking.join(60.0)
+    assert outputs[0]["meta_info"]["completion_tokens"] == 900
 
 
 @needs(3)

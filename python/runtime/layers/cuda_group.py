@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from runtime.distributed.parallel_group import ALONE, ParallelGroup, Shard, split_ranks
-from runtime.distributed.torch_group import TorchGroup, subgroup
+from runtime.distributed.torch_group import LONGEST_PAUSE, TorchGroup, subgroup
 from runtime.layers.kernels import cuda_driver
 from runtime.layers.kernels.graph_timer import median_micros
 from runtime.layers.kernels.push_exchange import PushExchange
@@ -192,6 +192,7 @@ class CudaGroup:
             if min(own) < nccl:
                 limit = x.nbytes if rows < TIMED_ROWS[-1] else sys.maxsize
         fused.limit, fused.one_shot_limit = limit, one_shot_limit
+        fused.wait_at_most(LONGEST_PAUSE)  # processes may be paused; a rank that is gone or hangs is detected by its heartbeats
         log.info(
             "all-reduce over %d ranks, microseconds by bytes, custom / NCCL: %s; in one shot up to %d bytes",
             *(self.size, self.exchange_micros, one_shot_limit),

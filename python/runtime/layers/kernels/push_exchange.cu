@@ -18,9 +18,9 @@ struct Ranks {
     u64 inbox[SIZE];  // where each rank receives, as addresses of this process: both slots of packets, then both slots of tiles
     int packets;      // of a sender in a slot
     int tiles;        // of a slot
+    u64 timeout;      // ns until a rank that waits gives up; the launch fails then
 };
 
-const u64 TIMEOUT = 10000000000ull;  // ns until a rank that waits gives up; the launch fails then
 const u32 LAST = 0xfffffffeu;        // the exchange after which counting restarts, at an odd number; flag 0 never occurs
 
 __device__ __forceinline__ void begin() {
@@ -44,17 +44,18 @@ __device__ __forceinline__ void end(u32* state, u32 number) {
     }
 }
 
-// A wait for another rank, which gives up after TIMEOUT.
+// A wait for another rank.
 struct Wait {
+    u64 timeout, start = 0;
     u32 spins = 0;
-    u64 start = 0;
 
+    __device__ __forceinline__ Wait(const Ranks& ranks) : timeout(ranks.timeout) {}
     __device__ __forceinline__ void spin() {
         if (++spins % 65536 != 0) return;
         u64 now;
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
         if (start == 0) start = now;
-        if (now - start > TIMEOUT) asm volatile("trap;");
+        if (now - start > timeout) asm volatile("trap;");
     }
 };
 
@@ -73,8 +74,9 @@ __device__ __forceinline__ uint4 load_volatile(u64 from) {
 }
 
 // Wait for COUNT packets. All of them are loaded before a flag is read, so that this takes the time of one load if they have arrived.
-template <int COUNT> __device__ __forceinline__ void receive(const u64 (&from)[COUNT], u32 flag, u32 (&a)[COUNT], u32 (&b)[COUNT]) {
-    for (Wait wait;; wait.spin()) {
+template <int COUNT>
+__device__ __forceinline__ void receive(const Ranks& ranks, const u64 (&from)[COUNT], u32 flag, u32 (&a)[COUNT], u32 (&b)[COUNT]) {
+    for (Wait wait(ranks);; wait.spin()) {
         uint4 packets[COUNT];
 #pragma unroll
         for (int i = 0; i < COUNT; i++) packets[i] = load_volatile(from[i]);
@@ -138,8 +140,8 @@ __device__ __forceinline__ void send_tile(u64 to, uint4 v) {
 }
 
 // Wait for 16 bytes in each of COUNT places, and empty them.
-template <int COUNT> __device__ __forceinline__ void receive_tiles(const u64 (&from)[COUNT], uint4 (&values)[COUNT]) {
-    for (Wait wait;; wait.spin()) {
+template <int COUNT> __device__ __forceinline__ void receive_tiles(const Ranks& ranks, const u64 (&from)[COUNT], uint4 (&values)[COUNT]) {
+    for (Wait wait(ranks);; wait.spin()) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) values[i] = load_volatile(from[i]);
         bool arrived = true;
@@ -160,7 +162,7 @@ __device__ __forceinline__ void receive_from_all(const Ranks& ranks, u32 number,
     u64 from[SIZE - 1];
 #pragma unroll
     for (int i = 0; i < SIZE - 1; i++) from[i] = tile_at(ranks, RANK, number, other(i) * share + tile);
-    receive_tiles(from, values);
+    receive_tiles(ranks, from, values);
 }
 
 // sums += what all ranks have for 16 bytes of this tile, in rank order.
@@ -199,7 +201,7 @@ __device__ __forceinline__ void sum_over_ranks(float (&sums)[8], const Ranks& ra
     } else {
         send_to(ranks, owner, number, share, tile / SIZE, own);
         const u64 from[1] = {tile_at(ranks, RANK, number, back)};
-        receive_tiles(from, total);
+        receive_tiles(ranks, from, total);
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) sums[i] = 0.0f;
@@ -353,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) norm_rows(
             send(to, a, b, flag);
             const u64 from[1] = {place(ranks, RANK, lane, number, blockIdx.x)};
             u32 x[1], y[1];
-            receive(from, flag, x, y);
+            receive(ranks, from, flag, x, y);
             a = x[0], b = y[0];
         }
         q = k = eps;
@@ -409,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) largest(
             from[j] = place(ranks, RANK, other(j), number, i);
         }
         u32 values[SIZE - 1], sent[SIZE - 1];
-        receive(from, flag, values, sent);
+        receive(ranks, from, flag, values, sent);
         float best = 0.0f;
         u32 chosen = 0;
 #pragma unroll

@@ -27,6 +27,7 @@ PACKETS = 1 << 15
 TILE_BYTES = THREADS * VALUES * 2
 TILES = 8192
 """Tiles of a slot."""
+CHECK_SECONDS, NANOSECONDS = 10, 10**9
 MOST_NORMED = 1024
 """Maximum rows of `norm_rows`, which has one block per row; all of these run at once."""
 _ONE_SHOT, _TWO_SHOT, _SCATTERED = range(3)  # `KIND` in the CUDA source
@@ -84,7 +85,8 @@ class PushExchange:
         self._rank, self._size, self._pdl = group.rank, group.size, pdl
         self._state = torch.zeros(2, dtype=torch.int32, device=device)
         inboxes = Inboxes(group)
-        self._ranks = _ranks_struct(group.size)((ctypes.c_uint64 * group.size)(*inboxes.addresses), PACKETS, TILES)
+        addresses = (ctypes.c_uint64 * group.size)(*inboxes.addresses)
+        self._ranks = _ranks_struct(group.size)(addresses, PACKETS, TILES, CHECK_SECONDS * NANOSECONDS)
         self.limit = self.one_shot_limit = sys.maxsize
         for dtype in (torch.bfloat16, torch.float16):
             for defer in (False, True):
@@ -94,6 +96,10 @@ class PushExchange:
                 self._kernel(name, dtype is torch.bfloat16)
         for name in ("gather", "largest", "commit"):
             self._kernel(name)
+
+    def wait_at_most(self, seconds: float) -> None:
+        """How long kernels launched or captured from now on wait for another rank before they fail; `CHECK_SECONDS` at first."""
+        self._ranks.timeout = int(seconds * NANOSECONDS)
 
     def fits(self, x: torch.Tensor) -> bool:
         """Whether `add` and `scatter_sum` support this array."""
@@ -231,7 +237,7 @@ def _compiled(name: str, variant: _Variant) -> cuda_driver.Kernel:
 @cache
 def _ranks_struct(size: int) -> Any:
     """`Ranks` in the CUDA source."""
-    fields = [("inbox", ctypes.c_uint64 * size), ("packets", ctypes.c_int), ("tiles", ctypes.c_int)]
+    fields = [("inbox", ctypes.c_uint64 * size), ("packets", ctypes.c_int), ("tiles", ctypes.c_int), ("timeout", ctypes.c_uint64)]
     return type("Ranks", (ctypes.Structure,), {"_fields_": fields})
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
+import select
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -121,23 +123,29 @@ def test_graphs_of_several_gpus_compute_what_eager_passes_do(model: Path, tp_siz
     run(model, tp_size, **eagle(model, speculative_check_parity=True, speculative_draft_tp_size=tp_size))
 
 
+ONE_LONG_ANSWER = """
+import sys
+from runtime import Engine
+with Engine(model=sys.argv[1], load_format="dummy", device="cuda", tp_size=2, context_length=2048, cuda_graph_max_bs=2) as engine:
+    for tokens in (8, 1900):
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        print(engine.generate(input_ids=[5, 6, 7], sampling_params=sampling)["meta_info"]["completion_tokens"], flush=True)
+"""
+
+
 def test_a_pause_of_all_processes_ends_nothing(model: Path) -> None:
-    """While a rank is stopped, the kernels of the other wait for it; `PAUSE` is longer than they wait during checks at start-up."""
-    options = dict(model=str(model), load_format="dummy", device="cuda", tp_size=2, context_length=1024, cuda_graph_max_bs=2)
-    sampling, outputs = SAMPLING | {"max_new_tokens": 900}, list[dict[str, Any]]()
-    with Engine(**options) as engine:
-        engine.generate(input_ids=PROMPTS[0], sampling_params=SAMPLING)
-        asking = threading.Thread(target=lambda: outputs.append(engine.generate(input_ids=PROMPTS[0], sampling_params=sampling)))
-        children = psutil.Process().children(recursive=True)
-        asking.start()
-        time.sleep(0.2)
-        for child in children:
-            child.suspend()
+    """The kernels of a rank that is stopped last wait for the other one; `PAUSE` is longer than they wait at start-up."""
+    with subprocess.Popen([sys.executable, "-c", ONE_LONG_ANSWER, str(model)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "8\n"
+        processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for each in processes:
+            each.suspend()
         time.sleep(PAUSE)
-        for child in children:
-            child.resume()
-        asking.join(60.0)
-    assert outputs[0]["meta_info"]["completion_tokens"] == 900
+        assert not select.select([process.stdout], [], [], 0)[0], "the answer goes on after the pause"
+        for each in reversed(processes):
+            each.resume()
+        assert process.communicate(timeout=60.0)[0] == "1900\n"
 
 
 @needs(3)

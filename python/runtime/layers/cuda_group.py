@@ -58,7 +58,9 @@ class CudaGroup:
         self._nccl = nccl or dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
         dist.all_reduce(torch.zeros(1, device=device), group=self._nccl)  # creates the communicator, which must not happen inside a capture
         self.exchange_micros: dict[str, str] = {}
-        self.fused = self._make_fused(device) if own_kernels else None
+        self.fused: PushExchange | None = None  # NCCL is used while it is checked
+        if own_kernels:
+            self.fused = self._make_fused(device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks by NCCL, in the storage of `x`."""

@@ -406,6 +406,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"attention_backend": "torch_native", "cuda_graph_max_bs": 8}, HOPPER, ["torch_native", "fa3"]),
         ({"page_size": 1024, "context_length": 512}, CPU, ["--page-size", "512"]),
         ({"host": ""}, CPU, ["--host is empty"]),
+        ({"host": "[::1]"}, CPU, ["--host takes an address without brackets: ::1."]),
         ({"port": 70000}, CPU, ["--port", "65535"]),
         ({"chunked_prefill_size": 1}, CPU, ["--chunked-prefill-size", "16"]),
         ({"shutdown_timeout": float("nan")}, CPU, ["--shutdown-timeout"]),

@@ -292,7 +292,8 @@ class Worker:
 
     def _guesses(self, iteration: Iteration) -> torch.Tensor | None:
         """int64 [live]: the guesses to compare with an iteration that is about to run without drafts; None if there are none."""
-        wanted = iteration.depth == 0 < iteration.live and iteration.grammar is None and self.parts.depths.controller is not None
+        plain = iteration.depth == 0 < iteration.live and iteration.grammar is None
+        wanted = plain and iteration.needs.any_greedy and self.parts.depths.controller is not None
         return self.parts.drafter.guesses(iteration.rows[: iteration.live]) if wanted else None
 
     def _caps(self, host_rows: Int32, depth: int, size: int, widths: Int32) -> DraftCaps | None:

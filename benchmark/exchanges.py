@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import spawn
 from benchmark import picture, plots
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record, Row
-from benchmark.sweep import numbers
+from benchmark.sweep import numbers, positive
 
 if TYPE_CHECKING:
     from runtime.layers.cuda_group import CudaGroup
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for result files instead of benchmark/results")
     parser.add_argument("--ranks", type=numbers, default=[2, 4], help="numbers of GPUs (default %(default)s)")
     parser.add_argument("--rows", type=numbers, default=ROWS, help="numbers of rows (default %(default)s)")
-    parser.add_argument("--columns", type=int, default=COLUMNS, help="numbers per row (default %(default)s)")
+    parser.add_argument("--columns", type=positive, default=COLUMNS, help="numbers per row (default %(default)s)")
     args = parser.parse_args()
     if torch.cuda.device_count() < max(args.ranks):
         raise SystemExit(f"{parser.prog}: {max(args.ranks)} CUDA GPUs are required, and torch finds {torch.cuda.device_count()}")

@@ -12,7 +12,7 @@ import torch
 
 from runtime.batch import WorkerLimits
 from runtime.config.device_tuning import CPU
-from runtime.config.host_memory import host_memory
+from runtime.config.host_memory import MIB, host_memory
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.attention.registry import backend_class
@@ -32,7 +32,7 @@ from runtime.model_executor.grammar_rows import GrammarRows
 from runtime.model_executor.graph_runner import Forward, GraphOptions, GraphRunner, RunnerSpec, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration_graph import IterationGraphs, IterationStages, iteration_graph_depths
-from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
+from runtime.model_executor.memory_plan import Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_loader import load_model
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.nccl_graphs import captured_everywhere, nccl_bytes_of_graph
@@ -175,9 +175,9 @@ def _make_graph_runner(
     forward: Forward,
     model: ModelRunner,
     batches: DepthBatches,
-    wanted: bool = True,
+    wanted: bool,
 ) -> GraphRunner:
-    """A graph runner of a model's passes at one depth; without graphs unless `wanted`."""
+    """As `MakeRunner`; without graphs unless `wanted`."""
     options = graph_options(context, model, batches.captured if wanted else (), batches.padded)
     return GraphRunner(spec, forward, inputs, [model.backend], options)
 

@@ -25,6 +25,7 @@ from functools import partial
 import torch
 
 from runtime.batch import ForwardMode
+from runtime.config.host_memory import MIB
 from runtime.layers.attention.base import AttentionBackend, plan_pass
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.graph_capture import CallPool, CapturePool, CaptureReport, GraphKey, GraphPool, Replay, device_bytes, paused_gc
@@ -34,7 +35,6 @@ from runtime.progress_bar import progress_bar
 from runtime.worker_info import RunnerRuns
 
 log = logging.getLogger(__name__)
-MIB = 1 << 20
 
 Outputs = dict[str, torch.Tensor]
 Forward = Callable[[ForwardBatch, Outputs, str], None]

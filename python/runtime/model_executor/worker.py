@@ -148,18 +148,17 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         """The choices and measurements of the start-up, and counts of the steps since."""
-        runs = [runner.runs() for runner in self.all_runners]
-        acceptance, experts = self.parts.monitor.stats(), self.parts.experts
-        info = structs.replace(self._info, graph_runs=runs, acceptance=acceptance)
+        runs, experts = [runner.runs() for runner in self.all_runners], self.parts.experts
+        info = structs.replace(self._info, graph_runs=runs, acceptance=self.parts.monitor.stats())
         info.distinct_experts, info.distinct_experts_by_layer = experts.mean, experts.by_layer
         if (controller := self.parts.depths.controller) is not None:
-            info = structs.replace(info, depth=controller.info())
-        if self._followers is None:
-            return info
-        exchanges = self.parts.target.runner.model.context.group.exchange_seconds
-        exchanges += 0.0 if self._exchange is None else self._exchange.group.exchange_seconds
-        share = round(exchanges / max(self._step_seconds, exchanges), 4) if exchanges else None
-        return structs.replace(info, token_checks=self._token_checks, exchange_share=share)
+            info.depth = controller.info()
+        if self._followers is not None:
+            exchanges = self.parts.target.runner.model.context.group.exchange_seconds
+            exchanges += 0.0 if self._exchange is None else self._exchange.group.exchange_seconds
+            info.exchange_share = round(exchanges / max(self._step_seconds, exchanges), 4) if exchanges else None
+            info.token_checks = self._token_checks
+        return info
 
     def reset(self) -> None:
         """Forget every request and all counts, between steps. For checks before serving."""

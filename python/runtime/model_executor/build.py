@@ -123,7 +123,11 @@ def make_parts(context: WorkerContext, model: DecoderModel, drafter: Drafter, de
     target = make_target(context, runner, spec)
     inputs = InputBuffers(context.requests, max_tokens=context.requests * spec.max_width, device=context.device)
     runner.allocate(1, target.page_table, context.requests, spec.shape.num_draft_tokens)
-    make = partial(_make_graph_runner, context, inputs)
+
+    def make(spec: RunnerSpec, forward: Forward, model: ModelRunner, batches: DepthBatches, wanted: bool) -> GraphRunner:
+        options = graph_options(context, model, batches.captured if wanted else (), batches.padded)
+        return GraphRunner(spec, forward, inputs, [model.backend], options)
+
     verifier = Verifier(target, spec.shape, spec.feature_width, depths, inputs, make)
     drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
@@ -166,20 +170,6 @@ def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) 
     # Drafts that are looked up in the text need the text on every rank.
     reads = context.attention_group.rank == 0 or spec.needs_history
     return TargetModel(runner, rows, page_table, StagingRing(capacity, context.device), spec.aux_layers, reads)
-
-
-def _make_graph_runner(
-    context: WorkerContext,
-    inputs: InputBuffers,
-    spec: RunnerSpec,
-    forward: Forward,
-    model: ModelRunner,
-    batches: DepthBatches,
-    wanted: bool,
-) -> GraphRunner:
-    """As `MakeRunner`; without graphs unless `wanted`."""
-    options = graph_options(context, model, batches.captured if wanted else (), batches.padded)
-    return GraphRunner(spec, forward, inputs, [model.backend], options)
 
 
 def graph_options(context: WorkerContext, model: ModelRunner, sizes: Sequence[int], max_size: int | None = None) -> GraphOptions:

@@ -242,13 +242,7 @@ class Worker:
             iteration = self._begin(batch, rows, depth)
             grammar, guesses = iteration.grammar, self._guesses(iteration)
             if chunks is None and self.parts.iterations.serves(iteration):
-                with self._profiler.span("iteration"):
-                    emitted, verified = self.parts.iterations.run(iteration)
-                    hit = self.parts.experts.sample(iteration.live * (depth + 1))
-                    compared = self.eager_drafts.compare(iteration, emitted)
-                    decodes = send_to_host(target, iteration, emitted, verified, None, hit, compared)
-                    if iteration.sample.taken:
-                        self.eager_drafts.draft(iteration, *verified_chain(iteration, emitted, verified))
+                decodes = self._replay(iteration)
             else:
                 prompts, decodes = self._iterate(batch, chunks, prompt_grammar, iteration)
             if guesses is not None:
@@ -305,6 +299,17 @@ class Worker:
         padded[: len(caps)] = caps
         (on_device,) = self.parts.target.staging.upload(padded)
         return DraftCaps(caps, on_device)
+
+    def _replay(self, iteration: Iteration) -> DecodesPending:
+        """As `_iterate`, by one graph."""
+        with self._profiler.span("iteration"):
+            emitted, verified = self.parts.iterations.run(iteration)
+            hit = self.parts.experts.sample(iteration.live * (iteration.depth + 1))
+            compared = self.eager_drafts.compare(iteration, emitted)
+            decodes = send_to_host(self.parts.target, iteration, emitted, verified, None, hit, compared)
+            if iteration.sample.taken:
+                self.eager_drafts.draft(iteration, *verified_chain(iteration, emitted, verified))
+            return decodes
 
     def _iterate(
         self, batch: ScheduleBatch, chunks: Chunks | None, prompt_grammar: GrammarStep | None, iteration: Iteration

@@ -31,7 +31,7 @@ def check_model(args: ServerArgs) -> None:
     _preferred(args)
 
 
-def resolve_model(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> ServedModelConfig:
+def resolve_served_model(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> ServedModelConfig:
     """Combine the model's facts with the flags."""
     check_ranges(args, context_length=(2, model.max_context_len))
     if args.trust_remote_code:  # command lines written for other servers have it

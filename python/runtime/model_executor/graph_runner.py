@@ -302,7 +302,7 @@ class GraphRunner:
         started = time.perf_counter()
         if self.uses_cuda_graphs:
             self._padding_batch(self._sizes[-1])  # backends allocate their buffers for the largest pass
-            torch.cuda.empty_cache()  # free the pools of the profile run
+            torch.cuda.empty_cache()  # free the pools of the dry runs
         before = device_bytes()
         held = []
         for size in reversed(self._sizes):

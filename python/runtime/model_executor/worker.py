@@ -22,7 +22,7 @@ from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.decodes_pending import DecodesPending, send_to_host
 from runtime.model_executor.depth import DepthControl
 from runtime.model_executor.depth_controller import Observed
-from runtime.model_executor.device_queue import DeviceQueue, Finish
+from runtime.model_executor.device_queue import DeviceQueue, Wait
 from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.eager_drafts import EagerDrafts, verified_chain
 from runtime.model_executor.expert_counter import ExpertCounter
@@ -208,7 +208,7 @@ class Worker:
         self.parts.experts.reset()
         self.parts.target.agreement.reset()
 
-    def _timed_step(self, batch: ScheduleBatch) -> Finish:
+    def _timed_step(self, batch: ScheduleBatch) -> Wait:
         started = time.perf_counter()
         finish = self._step(batch)
         self._step_seconds += time.perf_counter() - started
@@ -216,14 +216,14 @@ class Worker:
 
     # ---- a step: launches work and returns a function that waits for its result; outside graphs, except the runners' functions
 
-    def _step(self, batch: ScheduleBatch) -> Finish:
+    def _step(self, batch: ScheduleBatch) -> Wait:
         try:
             return self._launch(batch)
         except Exception:
             self.parts.target.forget(batch.rows)
             raise
 
-    def _launch(self, batch: ScheduleBatch) -> Finish:
+    def _launch(self, batch: ScheduleBatch) -> Wait:
         target, depth = self.parts.target, batch.depth
         most = max(batch.num_decodes, batch.pad_decodes)
         size = len(batch.widths) or (self.parts.verifier.padded_size(depth, most) if most else 0)

@@ -35,7 +35,7 @@ from benchmark.markdown import Result, provenance, signed, table
 from benchmark.record import Record
 from benchmark.server import Server, environment
 from benchmark.shapes import tiny_model, write_tiny
-from benchmark.sweep import arguments, names
+from benchmark.sweep import arguments, names, positive
 from runtime.bench.datasets import embedded_prompts
 
 NAME = "client_agreement"
@@ -307,7 +307,7 @@ def parse() -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--sglang-client", type=Path, help="folder of the package sglang, e.g. an unpacked wheel")
     parser.add_argument("--sglang-python", default=sys.executable, help="interpreter with the dependencies of SGLang's client")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each client; medians are compared")
+    parser.add_argument("--rounds", type=positive, default=5, help="runs of each client; medians are compared")
     parser.add_argument("--backends", type=names, default=list(BACKENDS))
     parser.add_argument("--servers", type=names, default=list(SERVERS), help=f"some of {','.join(SERVERS)}")
     args = parser.parse_args()

@@ -15,7 +15,7 @@ from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record
 from benchmark.server import Server, bench, environment
 from benchmark.serving_matrix import TITLES, setups
-from benchmark.sweep import Setup, arguments, names, numbers, random_ids, served_model
+from benchmark.sweep import Setup, arguments, names, numbers, positive, random_ids, served_model
 
 NAME = "compare_commits"
 KEYS = ("mode", "backend", "disable_by_batch_size")
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--modes", type=names, default=list(TITLES))
     parser.add_argument("--backend", default="fa3")
     parser.add_argument("--start-only", action="store_true", help="measure start-up and memory, without a load")
-    parser.add_argument("--disable-by-batch-size", type=int, help="--speculative-disable-by-batch-size of both servers")
+    parser.add_argument("--disable-by-batch-size", type=positive, help="--speculative-disable-by-batch-size of both servers")
     args = parser.parse_args()
     record = Record(NAME, KEYS, args.out, args.quick)
     backend, lens = ("torch_native", (16, 8)) if args.quick else (args.backend, (1000, 1000))

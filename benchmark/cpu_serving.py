@@ -18,7 +18,7 @@ from benchmark.machine import ROOT
 from benchmark.markdown import Result, percent, pick, provenance, table
 from benchmark.record import Record
 from benchmark.server import Server, bench, environment
-from benchmark.sweep import arguments, random_ids
+from benchmark.sweep import arguments, positive, random_ids
 
 NAME = "cpu_serving"
 KEYS = ("system", "quantization", "batch")
@@ -114,9 +114,9 @@ def measure(record: Record, flags: Sequence[str], tokens: int, prompts: int, thr
 def main() -> None:
     """Measure, record and plot."""
     parser = arguments(__doc__)
-    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate")
-    parser.add_argument("--prompts", type=int, default=80, help="held-out prompts to compare greedy answers on")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--tokens", type=positive, default=128, help="tokens to generate")
+    parser.add_argument("--prompts", type=positive, default=80, help="held-out prompts to compare greedy answers on")
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     record = Record(NAME, KEYS, args.out, args.quick)
     if args.quick:

@@ -18,7 +18,7 @@ from benchmark.chat_text import PROMPTS, chat_text
 from benchmark.markdown import Result, cell, pick, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import Model
-from benchmark.sweep import Burst, Setup, add_model, arguments, names, numbers, random_ids, served_model, sweep
+from benchmark.sweep import Burst, Setup, add_model, arguments, names, numbers, positive, random_ids, served_model, sweep
 
 NAME = "crossover"
 KEYS = ("model", "speculation", "text", "concurrency")
@@ -170,8 +170,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 64, 128, 256])
     parser.add_argument("--accept-lengths", type=names, help="synthetic lengths and real; default: 1.5,2.5,3.5, and real with --head")
     parser.add_argument("--backend", default="fa3")
-    parser.add_argument("--output-len", type=int, default=256, help="tokens per answer to random text, maximum for chat prompts")
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help="number of different chat prompts (default %(default)s)")
+    parser.add_argument("--output-len", type=positive, default=256, help="tokens per answer to random text, maximum for chat prompts")
+    parser.add_argument("--prompts", type=positive, default=PROMPTS, help="number of different chat prompts (default %(default)s)")
     add_model(parser)
     args = parser.parse_args()
     args.accept_lengths = args.accept_lengths or [*([REAL] if args.head else []), "1.5", "2.5", "3.5"]

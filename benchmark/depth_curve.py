@@ -18,7 +18,7 @@ from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record, Row
 from benchmark.server import Server, bench
 from benchmark.shapes import Model
-from benchmark.sweep import KEPT, Burst, add_model, arguments, names, numbers, random_ids, served_model
+from benchmark.sweep import KEPT, Burst, add_model, arguments, names, numbers, positive, random_ids, served_model
 from runtime.config.speculative import DEFAULT_STEPS
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 
@@ -198,8 +198,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fixed", type=numbers, default=[1, 2, 3, 5, 7], help="fixed depths (default %(default)s)")
     parser.add_argument("--fixed-at", default="2.5", help="accept length at which fixed depths run (default %(default)s)")
     parser.add_argument("--changing", type=numbers, default=[16, 64], help="concurrencies at which acceptance changes during the burst")
-    parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--input-len", type=positive, default=128)
+    parser.add_argument("--output-len", type=positive, default=128)
     add_model(parser)
     return parser.parse_args()
 

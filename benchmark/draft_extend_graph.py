@@ -25,7 +25,7 @@ from benchmark.phases import Phases
 from benchmark.record import Record
 from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import Model, read_rate
-from benchmark.sweep import Setup, add_model, arguments, names, numbers, random_ids, roof_share, served_model, sweep
+from benchmark.sweep import Setup, add_model, arguments, names, numbers, positive, random_ids, roof_share, served_model, sweep
 from runtime.model_executor.acceptance import AcceptanceCounters
 from runtime.model_executor.graph_runner import RunMode
 
@@ -264,9 +264,11 @@ def main() -> None:
     parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 32, 64])
     parser.add_argument("--backends", type=names, default=["fa3", "flashinfer"])
     parser.add_argument("--overlap", type=names, default=["on", "off"])
-    parser.add_argument("--output-len", type=int, default=1000)
+    parser.add_argument("--output-len", type=positive, default=1000)
     parser.add_argument("--in-process", action="store_true", help="no servers: one worker per backend")
-    parser.add_argument("--rounds", type=int, default=2, help="with --in-process: alternating runs with off and on (default %(default)s)")
+    parser.add_argument(
+        "--rounds", type=positive, default=2, help="with --in-process: alternating runs with off and on (default %(default)s)"
+    )
     add_model(parser)
     args = parse_or_answer(parser, measure)
     if args.rounds < 1:

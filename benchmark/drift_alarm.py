@@ -45,7 +45,7 @@ from benchmark.drift_simulation import (
 )
 from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record
-from benchmark.sweep import arguments
+from benchmark.sweep import arguments, positive
 from runtime.batch import EagerSample, RowInit, StepStats
 from runtime.check_acceptance import EMBEDDED_PROMPTS, Session, read_prompts, tokenised
 from runtime.config.flag_parser import parse
@@ -292,7 +292,7 @@ def plot(result: Result, file: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Record, simulate, run with the fault, and print."""
     parser = arguments(__doc__)
-    parser.add_argument("--iterations", type=int, default=2_000_000, help="of each run without a fault")
+    parser.add_argument("--iterations", type=positive, default=2_000_000, help="of each run without a fault")
     args = parser.parse_args(argv)
     prompts, new_tokens = (2, 4) if args.quick else (24, 64)
     record = Record(NAME, KEYS, args.out, args.quick)

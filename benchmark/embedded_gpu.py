@@ -17,7 +17,7 @@ from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record, Row
 from benchmark.server import Server, bench, environment
 from benchmark.shapes import named_model, tiny_model
-from benchmark.sweep import arguments, names, random_ids
+from benchmark.sweep import arguments, names, positive, random_ids
 
 NAME = "embedded_gpu"
 KEYS = ("system", "dtype")
@@ -78,7 +78,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", default="embedded", help="file of the embedded model, if it cannot be fetched")
     parser.add_argument("--backends", type=names, default=["fa3", "flashinfer"])
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=positive, default=256)
     args = parser.parse_args()
     record = Record(NAME, KEYS, args.out, args.quick)
     served = tiny_model() if args.quick else named_model(args.model, None)

@@ -18,7 +18,7 @@ from benchmark import draft_head, picture, plots
 from benchmark.crossover import crossing
 from benchmark.markdown import Result, cell, pick, provenance, table
 from benchmark.record import Record
-from benchmark.sweep import arguments, names, numbers
+from benchmark.sweep import arguments, names, numbers, positive
 from runtime import Engine
 from runtime.bench.datasets import ASSETS, embedded_prompts
 from runtime.bench.metrics import verified_tokens
@@ -199,12 +199,12 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shapes", type=names, default=["3/1/4"], help="comma-separated: auto, or steps/topk/draft tokens[/largest batch]")
     parser.add_argument("--batch", type=numbers, default=[1, 2, 4, 8, 16], help="batch sizes")
-    parser.add_argument("--prompts", type=int, default=16, help="minimum number of prompts per batch size")
+    parser.add_argument("--prompts", type=positive, default=16, help="minimum number of prompts per batch size")
     parser.add_argument("--text", choices=(CHAT, EVERYDAY), default=CHAT, help="hand-made chat prompts, or everyday prompts of 16 kinds")
-    parser.add_argument("--bursts", type=int, default=1, help="minimum number of bursts per batch size; raise it on a GPU")
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--bursts", type=positive, default=1, help="minimum number of bursts per batch size; raise it on a GPU")
+    parser.add_argument("--new-tokens", type=positive, default=64)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
+    parser.add_argument("--threads", type=positive, help="CPU threads; default: all cores")
     parser.add_argument("--quantization", type=names, default=["int4", "int8", "none"], help="of the weights on a CPU, one run each")
     parser.add_argument("--model", help="file of the embedded model, if it cannot be fetched")
     parser.add_argument("--head", default=str(EMBEDDED_DRAFT), help="folder of another draft head")

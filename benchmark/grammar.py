@@ -21,7 +21,7 @@ from benchmark.hostile_grammars import CALM_SECONDS, hostile_table, measure_host
 from benchmark.markdown import Result, cell, pick, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import tiny_model
-from benchmark.sweep import arguments, names, numbers
+from benchmark.sweep import arguments, names, numbers, positive
 from runtime import Engine
 from runtime.constrained.backends import make_backend
 from runtime.constrained.constraint import Constraint
@@ -257,9 +257,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--batch", type=numbers, default=[1, 4, 16], help="batch sizes")
     parser.add_argument("--shapes", type=names, default=["off", "3/1/4"], help="off, or steps/topk/draft tokens")
-    parser.add_argument("--bursts", type=int, default=3, help="bursts per batch size and kind")
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
+    parser.add_argument("--bursts", type=positive, default=3, help="bursts per batch size and kind")
+    parser.add_argument("--new-tokens", type=positive, default=48)
+    parser.add_argument("--threads", type=positive, help="CPU threads; default: all cores")
     parser.add_argument("--backends", nargs="+", default=["llguidance"], help="grammar backends whose masks are timed")
     parser.add_argument("--only", choices=PARTS, action="append", help="measure this part; may be repeated")
     args = parser.parse_args()

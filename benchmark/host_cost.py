@@ -31,7 +31,7 @@ from benchmark.engine_loop import EngineLoop
 from benchmark.machine import ROOT
 from benchmark.markdown import Result, pick, provenance, table
 from benchmark.record import Record
-from benchmark.sweep import arguments
+from benchmark.sweep import arguments, positive
 from runtime.batch import BatchResult, ScheduleBatch, StepStats, WorkerLimits
 from runtime.config.flag_parser import parse
 from runtime.config.runtime_config import RuntimeConfig
@@ -307,8 +307,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure all processes at all sizes, print."""
     parser = arguments(__doc__)
     parser.add_argument("--base", type=Path, help="another checkout, measured in turn with this one")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="requests of a step")
-    parser.add_argument("--rounds", type=int, default=2, help="the best of so many is kept")
+    parser.add_argument("--sizes", type=positive, nargs="+", default=SIZES, help="requests of a step")
+    parser.add_argument("--rounds", type=positive, default=2, help="the best of so many is kept")
     parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.only:

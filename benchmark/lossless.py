@@ -15,7 +15,7 @@ from benchmark import draft_head, picture, plots
 from benchmark.embedded_speculation import OFF, chat_prompts, speculation
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record
-from benchmark.sweep import arguments, names
+from benchmark.sweep import arguments, names, positive
 from runtime import Engine
 
 NAME = "lossless"
@@ -120,9 +120,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shapes", type=names, default=list(SHAPES), help="comma-separated list of steps/topk/draft tokens")
     parser.add_argument("--default-start", action="store_true", help="check the server's default start instead of float32 shapes")
-    parser.add_argument("--prompts", type=int, help="default: 80, or 64 with --default-start")
-    parser.add_argument("--new-tokens", type=int, help="default: 48, or 64 with --default-start")
-    parser.add_argument("--threads", type=int, help="default: all cores")
+    parser.add_argument("--prompts", type=positive, help="default: 80, or 64 with --default-start")
+    parser.add_argument("--new-tokens", type=positive, help="default: 48, or 64 with --default-start")
+    parser.add_argument("--threads", type=positive, help="default: all cores")
     args = parser.parse_args()
     prompts, new_tokens = (64, 64) if args.default_start else (80, 48)
     args.prompts, args.new_tokens = args.prompts or prompts, args.new_tokens or new_tokens

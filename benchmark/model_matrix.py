@@ -18,7 +18,7 @@ from benchmark.machine import gpu
 from benchmark.markdown import Result, on_gpus, percent, pick, provenance, table
 from benchmark.model_cases import CASES, Case, Served, prepare, prepare_tiny
 from benchmark.record import Record
-from benchmark.sweep import Setup, arguments, names, numbers, random_ids, sweep
+from benchmark.sweep import Setup, arguments, names, numbers, positive, random_ids, sweep
 
 NAME = "model_matrix"
 KEYS = ("model", "mode", "concurrency", "input_len", "output_len", "tp_size")
@@ -158,9 +158,11 @@ def main() -> None:
     parser.add_argument("--models", type=names, default=list(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--modes", type=names, default=list(MODES))
     parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 32, 64])
-    parser.add_argument("--output-len", type=int, default=1000)
-    parser.add_argument("--num-prompts", type=int, help="requests of every load; default: 2 at concurrency 1, else twice the concurrency")
-    parser.add_argument("--tp-size", type=int, help="GPUs that share the models; default: as many as each needs")
+    parser.add_argument("--output-len", type=positive, default=1000)
+    parser.add_argument(
+        "--num-prompts", type=positive, help="requests of every load; default: 2 at concurrency 1, else twice the concurrency"
+    )
+    parser.add_argument("--tp-size", type=positive, help="GPUs that share the models; default: as many as each needs")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/random-checkpoints"), help="where checkpoints are written")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
     parser.add_argument("--flags", type=str.split, default=[], help="more flags of every server, in one argument")

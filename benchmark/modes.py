@@ -16,7 +16,7 @@ from benchmark.markdown import Result, change, label, percent, pick, provenance,
 from benchmark.record import Record, Row
 from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import Model, read_rate
-from benchmark.sweep import add_model, arguments, names, numbers, served_model
+from benchmark.sweep import add_model, arguments, names, numbers, positive, served_model
 from benchmark.trace import GPU_EVENTS, KINDS, OTHER_KIND, alone, covered, load
 
 NAME = "modes"
@@ -207,8 +207,8 @@ def main() -> None:
     parser.add_argument("--modes", type=names, default=["plain", "eagle"])
     parser.add_argument("--backends", type=names, default=["fa3", "flashinfer"])
     parser.add_argument("--batch-sizes", type=numbers, default=[1, 32])
-    parser.add_argument("--context", type=int, default=1000, help="prompt tokens of each request")
-    parser.add_argument("--steps", type=int, default=60, help="timed steps per run; the faster of two runs counts")
+    parser.add_argument("--context", type=positive, default=1000, help="prompt tokens of each request")
+    parser.add_argument("--steps", type=positive, default=60, help="timed steps per run; the faster of two runs counts")
     parser.add_argument("--flags", type=str.split, default=[], help="more flags of every process, in one argument")
     add_model(parser)
     args = parse_or_answer(parser, measure)

@@ -17,7 +17,7 @@ from benchmark.markdown import Result, provenance, signed, table
 from benchmark.record import Record
 from benchmark.server import Server, bench
 from benchmark.serving_matrix import TITLES, setups
-from benchmark.sweep import arguments, names, numbers, random_ids, served_model
+from benchmark.sweep import arguments, names, numbers, positive, random_ids, served_model
 
 NAME = "repeat"
 KEYS = ("mode", "backend", "concurrency", "input_len", "output_len")
@@ -91,8 +91,8 @@ def main() -> None:
     parser.add_argument("--concurrency", type=numbers, default=[1, 16])
     parser.add_argument("--modes", type=names, default=list(TITLES))
     parser.add_argument("--backend", default="fa3")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each burst (default %(default)s)")
-    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--rounds", type=positive, default=3, help="runs of each burst (default %(default)s)")
+    parser.add_argument("--output-len", type=positive, default=256)
     args = parser.parse_args()
     if args.rounds < 2:
         parser.error(f"--rounds {args.rounds}: the value must be at least 2")

@@ -52,6 +52,7 @@ SCRIPTS = {
     "grammar": "Structured output",
     "moe_kernels": "Kernels of sparse layers",
     "model_matrix": "Sparse and quantised models",
+    "exchanges": "Exchanges between GPUs",
 }
 """Titles of the generated pages by script."""
 PAGES = ROOT / "docs" / "benchmarks"

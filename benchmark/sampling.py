@@ -15,7 +15,7 @@ from benchmark.markdown import Result, change, pick, provenance, table
 from benchmark.record import Record, Row
 from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import Model
-from benchmark.sweep import add_model, arguments, names, numbers, served_model
+from benchmark.sweep import add_model, arguments, names, numbers, positive, served_model
 
 NAME = "sampling"
 KEYS = ("model", "mode", "choice", "sampler", "batch")
@@ -110,8 +110,8 @@ def main() -> None:
     parser.add_argument("--modes", type=names, default=["plain", "eagle"])
     parser.add_argument("--samplers", type=names, default=["triton", "pytorch"])
     parser.add_argument("--batch-sizes", type=numbers, default=[1, 32])
-    parser.add_argument("--context", type=int, default=250, help="prompt tokens of each request")
-    parser.add_argument("--steps", type=int, default=25, help="timed steps per run; the faster of two runs counts")
+    parser.add_argument("--context", type=positive, default=250, help="prompt tokens of each request")
+    parser.add_argument("--steps", type=positive, default=25, help="timed steps per run; the faster of two runs counts")
     add_model(parser)
     args = parse_or_answer(parser, measure)
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)

@@ -11,7 +11,7 @@ from benchmark.machine import gpu
 from benchmark.markdown import Result, on_gpus, percent, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import Model
-from benchmark.sweep import Setup, arguments, names, numbers, random_ids, served_model, sweep
+from benchmark.sweep import Setup, arguments, names, numbers, positive, random_ids, served_model, sweep
 
 NAME = "serving_matrix"
 KEYS = ("mode", "backend", "concurrency", "input_len", "output_len")
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 32])
     parser.add_argument("--modes", type=names, default=["plain", "eagle"])
     parser.add_argument("--backends", type=names, default=["fa3"])
-    parser.add_argument("--tp-size", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--tp-size", type=positive, default=1, help="GPUs that share the model")
     args = parser.parse_args()
     name = NAME if args.tp_size == 1 else f"{NAME}_tp{args.tp_size}"
     record = Record(name, KEYS, args.out, args.quick)

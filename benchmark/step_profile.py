@@ -20,7 +20,7 @@ from benchmark.phases import METHODS, Phases
 from benchmark.record import Record
 from benchmark.server import apart, parse_or_answer
 from benchmark.shapes import Model
-from benchmark.sweep import add_model, arguments, names, served_model
+from benchmark.sweep import add_model, arguments, names, positive, served_model
 from benchmark.trace import analyse, load
 
 NAME = "step_profile"
@@ -177,8 +177,8 @@ def main() -> None:
     parser.add_argument("--backends", type=names, default=["fa3"])
     parser.add_argument("--overlap", type=names, default=["off"], help="on, off; off shows the host time that overlap hides")
     parser.add_argument("--graphs", type=names, default=[*GRAPHS])
-    parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=40, help="iterations per trace")
+    parser.add_argument("--concurrency", type=positive, default=1)
+    parser.add_argument("--steps", type=positive, default=40, help="iterations per trace")
     parser.add_argument("--keep-traces", action="store_true", help="keep the traces next to the results (megabytes)")
     add_model(parser)
     args = parse_or_answer(parser, measure)

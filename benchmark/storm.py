@@ -27,7 +27,7 @@ from benchmark.record import Record
 from benchmark.server import Server
 from benchmark.shapes import tiny_model
 from benchmark.storm_clients import Clients, Served, Tally
-from benchmark.sweep import arguments
+from benchmark.sweep import arguments, positive
 
 NAME = "storm"
 KEYS = ("phase",)
@@ -232,7 +232,7 @@ def main() -> None:
     """Run, record and plot; exit 1 if anything was lost or leaked, or if a long run shows growth or late answers."""
     parser = arguments(__doc__)
     parser.add_argument("--minutes", type=float, default=3.0, help="length of the whole run")
-    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--clients", type=positive, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--think", type=float, default=0.0, help="seconds that good clients wait after an answer, at the most")
     args = parser.parse_args()

@@ -124,9 +124,16 @@ def served_model(args: argparse.Namespace) -> Model:
     return named_model(args.model, args.head) if getattr(args, "model", None) else big_model()
 
 
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
 def numbers(text: str) -> list[int]:
     """`1,4,16` as a list."""
-    return [int(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
 
 
 def names(text: str) -> list[str]:

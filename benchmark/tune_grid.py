@@ -20,7 +20,7 @@ from benchmark.embedded_speculation import CONTEXT, OFF, measure, speculation
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record, Row
 from benchmark.server import environment
-from benchmark.sweep import arguments, names, numbers
+from benchmark.sweep import arguments, names, numbers, positive
 from runtime import Engine
 from runtime.config.speculative import EMBEDDED_DRAFT
 
@@ -82,8 +82,8 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shapes", type=names, default=GRID, help="comma-separated: off, or steps/topk/draft tokens")
     parser.add_argument("--batch", type=numbers, default=[1, 4], help="batch sizes")
-    parser.add_argument("--bursts", type=int, default=5, help="per batch size and server")
-    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--bursts", type=positive, default=5, help="per batch size and server")
+    parser.add_argument("--new-tokens", type=positive, default=48)
     parser.add_argument("--seconds", type=float, default=55.0, help="time for runtime.tune")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", help="model folder or file instead of the embedded model")

@@ -16,7 +16,7 @@ from benchmark.chat_text import PROMPTS, chat_text
 from benchmark.markdown import Result, percent, pick, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import Model
-from benchmark.sweep import Burst, Setup, add_model, arguments, served_model, sweep
+from benchmark.sweep import Burst, Setup, add_model, arguments, positive, served_model, sweep
 
 NAME = "verify_exact"
 KEYS = ("model", "rule")
@@ -115,10 +115,12 @@ def main() -> None:
     """Measure, record and plot."""
     parser = arguments(__doc__)
     add_model(parser)
-    parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--num-prompts", type=int, default=5 * PROMPTS, help="minimum, rounded up to whole rounds (default %(default)s)")
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help="different chat prompts per round (default %(default)s)")
-    parser.add_argument("--output-len", type=int, default=256, help="maximum tokens per answer (default %(default)s)")
+    parser.add_argument("--concurrency", type=positive, default=16)
+    parser.add_argument(
+        "--num-prompts", type=positive, default=5 * PROMPTS, help="minimum, rounded up to whole rounds (default %(default)s)"
+    )
+    parser.add_argument("--prompts", type=positive, default=PROMPTS, help="different chat prompts per round (default %(default)s)")
+    parser.add_argument("--output-len", type=positive, default=256, help="maximum tokens per answer (default %(default)s)")
     args = parser.parse_args()
     if not args.quick and not (args.model and args.head):
         parser.error("--model and --head FOLDER are required: a target with weights and an EAGLE head trained for it")

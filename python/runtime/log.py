@@ -11,32 +11,26 @@ from datetime import datetime, timezone
 from logging.handlers import BufferingHandler
 from typing import Literal
 
-FORMAT = "%(asctime)s %(levelname).1s %(process_title)s %(message)s"
 LogFormat = Literal["text", "json"]
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """The `X-Request-Id` of the request that the current task serves."""
 
 
-class _Title(logging.Filter):
-    def __init__(self, title: str) -> None:
-        super().__init__()
-        self.title = title
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.process_title = self.title
-        return True
-
-
 class JsonFormatter(logging.Formatter):
     """One JSON object per record: time, level, process, logger and message, the request's id, and the record's own `fields`."""
+
+    def __init__(self, title: str) -> None:
+        """`title`: that of the process."""
+        super().__init__()
+        self._title = title
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
         shown: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "process": getattr(record, "process_title", ""),
+            "process": self._title,
             "logger": record.name,
             "message": record.getMessage(),
         }
@@ -58,9 +52,7 @@ def line_of(message: str, logger: str, level: int = logging.INFO) -> str:
     handler = _json_handler()
     if handler is None:
         return message
-    record = logging.LogRecord(logger, level, "", 0, message, None, None)
-    handler.filter(record)  # sets the title of the process
-    return handler.format(record)
+    return handler.format(logging.LogRecord(logger, level, "", 0, message, None, None))
 
 
 def say(line: str, log: logging.Logger) -> None:
@@ -84,8 +76,8 @@ def hold() -> None:
 def setup(level: str, title: str, form: LogFormat = "text") -> None:
     """Send records of `level` and above to stderr, marked with the title of the process. Call it once per process."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(FORMAT, datefmt="%H:%M:%S"))
-    handler.addFilter(_Title(title))
+    text = logging.Formatter(f"%(asctime)s %(levelname).1s {title} %(message)s", datefmt="%H:%M:%S")
+    handler.setFormatter(JsonFormatter(title) if form == "json" else text)
     root = logging.getLogger()
     held = [record for early in root.handlers if isinstance(early, BufferingHandler) for record in early.buffer]
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import select
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -21,6 +26,7 @@ PROMPTS = [[(31 * i + 7 * j + 3) % 3000 + 2 for j in range(4 + 5 * i)] for i in 
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True}
 CLOSE_SUMS = 0.06
 """As `CLOSE` of `family_text.py`, for ranks that also round their partial sums to bfloat16."""
+PAUSE = 12.0
 SPREAD = 0.1
 """Largest difference of log-probabilities in bfloat16; on one GPU they differ by as much between batch sizes."""
 
@@ -115,6 +121,31 @@ def test_fp8_shards_that_cut_blocks_give_the_log_probabilities_of_one(model: Pat
 @pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=needs(4))])
 def test_graphs_of_several_gpus_compute_what_eager_passes_do(model: Path, tp_size: int) -> None:
     run(model, tp_size, **eagle(model, speculative_check_parity=True, speculative_draft_tp_size=tp_size))
+
+
+ONE_LONG_ANSWER = """
+import sys
+from runtime import Engine
+with Engine(model=sys.argv[1], load_format="dummy", device="cuda", tp_size=2, context_length=2048, cuda_graph_max_bs=2) as engine:
+    for tokens in (8, 1900):
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        print(engine.generate(input_ids=[5, 6, 7], sampling_params=sampling)["meta_info"]["completion_tokens"], flush=True)
+"""
+
+
+def test_a_pause_of_all_processes_ends_nothing(model: Path) -> None:
+    """The kernels of a rank that is stopped last wait for the other one; `PAUSE` is longer than they wait at start-up."""
+    with subprocess.Popen([sys.executable, "-c", ONE_LONG_ANSWER, str(model)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "8\n"
+        processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for each in processes:
+            each.suspend()
+        time.sleep(PAUSE)
+        assert not select.select([process.stdout], [], [], 0)[0], "the answer goes on after the pause"
+        for each in reversed(processes):
+            each.resume()
+        assert process.communicate(timeout=60.0)[0] == "1900\n"
 
 
 @needs(3)

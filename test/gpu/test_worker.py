@@ -375,7 +375,7 @@ def test_a_steady_iteration_never_waits_for_the_device(
 def test_the_fused_acceptance_is_the_plain_one(synthetic: bool) -> None:
     from runtime.layers.random_streams import RandomStream, uniforms
     from runtime.model_executor.accept_kernel import accept_chain
-    from runtime.model_executor.accept_rules import verify_chain_greedy, verify_chain_synthetic
+    from runtime.model_executor.accept_rules import accept_chain_greedy, accept_chain_synthetic
 
     B, D, V, R = 37, 4, 3, 64
     g = torch.Generator().manual_seed(0)
@@ -388,11 +388,11 @@ def test_the_fused_acceptance_is_the_plain_one(synthetic: bool) -> None:
     live = B - 5
     lens, tokens = accept_chain(draft, target, kv_lens, rows, live, lens_by_row, tokens_by_row, V, p, seeds)
     if p is None:
-        want_lens, want = verify_chain_greedy(draft, target)
+        want_lens, want = accept_chain_greedy(draft, target)
     else:
         positions = kv_lens.long()[:, None] + torch.arange(1, D, device="cuda")
         u = uniforms(seeds[rows][:, None], positions, RandomStream.SYNTHETIC)
-        want_lens, want = verify_chain_synthetic(draft, target, p, u, V)
+        want_lens, want = accept_chain_synthetic(draft, target, p, u, V)
     assert torch.equal(lens, want_lens)
     keep = torch.arange(D, device="cuda")[None] < lens[:, None]
     assert torch.equal(tokens[keep], want[keep])

@@ -20,7 +20,7 @@ from runtime.bench import backends, metrics, summary
 from runtime.bench.backends import BACKENDS, Answer, GenerationOptions, payload, send
 from runtime.bench.chat_template import chat_template
 from runtime.bench.datasets import DatasetOptions, embedded_prompts, load, random_lens
-from runtime.bench.http_stream import Endpoint, HttpClient
+from runtime.bench.http_stream import Endpoint, HttpClient, authority
 from runtime.bench.load import Load, arrivals, run_load
 from runtime.bench.options import parser
 from runtime.bench.records import BenchRequest, Chunk, RequestRecord
@@ -247,9 +247,14 @@ def test_thinking_counts_as_tokens(field: str) -> None:
     assert (record.ttft, record.text, len(record.chunks)) == (1.0, "aa", 2)
 
 
-@pytest.mark.parametrize(("url", "authority"), [("http://[::1]:8000/x", "[::1]:8000"), ("https://a.example", "a.example:443")])
-def test_the_host_header_has_the_form_of_an_address(url: str, authority: str) -> None:
-    assert Endpoint.parse(url).authority == authority
+@pytest.mark.parametrize(("url", "address"), [("http://[::1]:8000/x", "[::1]:8000"), ("https://a.example", "a.example:443")])
+def test_the_host_header_has_the_form_of_an_address(url: str, address: str) -> None:
+    assert Endpoint.parse(url).authority == address
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_host_may_have_brackets(host: str) -> None:
+    assert authority(host, 8000) == "[::1]:8000"
 
 
 def test_ttft_includes_connect_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +283,19 @@ def test_random_ids_have_exact_lengths_and_repeat_by_seed() -> None:
     assert all(isinstance(request.prompt, list) and len(request.prompt) == request.prompt_len for request in requests)
     assert all(15 <= request.prompt_len <= 30 and 4 <= request.output_len <= 9 for request in requests)
     assert {token for request in requests for token in request.prompt} <= set(range(100))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dataset_name": "random-ids", "num_prompts": 1, "random_input_len": 1 << 40},
+        {"dataset_name": "random", "num_prompts": 1 << 20, "random_input_len": 1 << 10},
+        {"dataset_name": "generated-shared-prefix", "gsp_system_prompt_len": 1 << 30},
+    ],
+)
+def test_prompts_that_would_fill_the_memory_are_refused(options: dict[str, Any], vocabulary: LocalVocabulary) -> None:
+    with pytest.raises(ValueError, match="the limit is 67,108,864"):
+        make(vocabulary, **options)
 
 
 def test_random_text_encodes_to_the_exact_length(vocabulary: LocalVocabulary) -> None:

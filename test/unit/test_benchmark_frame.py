@@ -24,8 +24,10 @@ from benchmark import (
     depth_curve,
     draft_extend_graph,
     draft_head,
+    drift_alarm,
     embedded_speculation,
     layer_times,
+    lossless,
     machine,
     model_cases,
     model_matrix,
@@ -264,6 +266,19 @@ def test_partly_written_checkpoint_is_written_again(tmp_path: Path, monkeypatch:
     (folder / "model.safetensors.index.json").touch()
     model_cases.prepare(model_cases.CASES["gpt-oss-20b"], tmp_path)
     assert len(written) == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"), [(lossless, ["--prompts", "0"]), (drift_alarm, ["--iterations", "-1"]), (crossover, ["--concurrency", "4,0"])]
+)
+def test_counts_below_one_are_refused(
+    script: Any, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark", *flags])
+    with pytest.raises(SystemExit) as exit_info:
+        script.main()
+    assert exit_info.value.code == 2
+    assert f"argument {flags[0]}: " in capsys.readouterr().err
 
 
 def test_reference_workload_sends_twice_the_concurrency() -> None:

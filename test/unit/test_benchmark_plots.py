@@ -188,6 +188,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"what": w, "speculation": "3/1/4", "batch": 16, "tokens_per_second": 30.0, "accept_length": 2.0} for w in ("free", "schema")
     ] + [{"what": "acceptance", "grammar": g, "speculation": "3/1/4", "batch": 4, "accept_length": 2.1} for g in grammar.CONSTRAINTS],
     "moe_kernels": [{"shape": s, "rows": r, "roof_share": 0.8} for s in ("qwen3-30b-a3b", "gpt-oss-20b") for r in (1, 16, 8192)],
+    "exchanges": [
+        {"ranks": n, "exchange": name, "rows": r, "columns": 8192, "bytes": 16384 * r, "us": 2.0 * r, "nccl_us": 5.0 * r, "gb_per_s": 9.0}
+        for n in (2, 4) for name in ("sum", "gather") for r in (1, 64)
+    ],
     "model_matrix": [
         {"model": "gpt-oss-20b", "mode": mode, "concurrency": c, "input_len": 1000, "output_len": 300, "output_throughput": 90.0 * c}
         | {"server_flags": "--model-path x"}

@@ -13,7 +13,7 @@ import pytest
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.model_executor.depth_controller import AcceptanceAverages, DecodeRows, DepthController, Observed
 from runtime.model_executor.depth_option import Option, best_option
-from runtime.model_executor.iteration_cost import CostPoint, IterationCost, Routing
+from runtime.model_executor.iteration_cost import CostPoint, DistinctExperts, IterationCost
 from runtime.model_executor.row_acceptance import RowAcceptance
 
 DEPTHS = (0, 1, 2, 3, 5, 7)
@@ -363,7 +363,7 @@ def test_a_row_that_takes_no_drafts_is_tried_again() -> None:
 
 # ---- sparse models
 
-QWEN3_30B = Routing(num_experts=128, top_k=8)
+QWEN3_30B = DistinctExperts(num_experts=128, top_k=8)
 
 
 def sparse_seconds(size: int, depth: int, spread: float = 1.0) -> float:

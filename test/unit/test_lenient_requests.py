@@ -14,7 +14,7 @@ from test_http_server import run
 
 from runtime.config.flag_parser import from_fields
 from runtime.config.model_facts import ModelFacts
-from runtime.config.served_model import resolve_model
+from runtime.config.served_model import resolve_served_model
 from runtime.entrypoints.http import body_route
 from runtime.entrypoints.http.body_schema import BodySchema
 from runtime.entrypoints.openai.protocol import CompletionBody
@@ -127,7 +127,7 @@ def test_the_model_is_found_under_its_other_names() -> None:
         path="/cache/snapshots/abc", load_format="safetensors", tokenizer_path="", name="org/Some-Model", dtype="float32",
         max_context_len=64, vocab_size=9, head_dim=8,
     )  # fmt: skip
-    aliases = resolve_model(from_fields({"model_path": "./models/Some-Model/", "served_model_name": "mine"}), "cpu", facts).aliases
+    aliases = resolve_served_model(from_fields({"model_path": "./models/Some-Model/", "served_model_name": "mine"}), "cpu", facts).aliases
     assert aliases == ("default", "unknown", "org/Some-Model", "./models/Some-Model", "/cache/snapshots/abc", "Some-Model", "abc")
 
     async def case() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from runtime.config import flag_parser, server_args
 from runtime.config.flag_parser import parse
-from runtime.config.served_model import resolve_model
+from runtime.config.served_model import resolve_served_model
 from runtime.distributed.parallel_group import ALONE, Shard
 from runtime.errors import ConfigError
 from runtime.layers.gemm.gemm import Gemm
@@ -250,7 +250,7 @@ def test_a_quantisation_scheme_takes_one_class(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(SCHEMES, "negated-halves", lambda quant: NegatedHalves())
     monkeypatch.setattr(server_args, "Quantization", Literal["negated-halves"])
     monkeypatch.setattr(flag_parser, "flags", flag_parser.flags.__wrapped__)
-    name = resolve_model(parse(["--quantization", "negated-halves"]).args, "cpu", LLAMA).quantization
+    name = resolve_served_model(parse(["--quantization", "negated-halves"]).args, "cpu", LLAMA).quantization
     config = tiny_model(tie_embeddings=False, qkv_bias=True)
     plain, toy = (build_model(config, TorchOps(), torch.float32, CPU, name) for name in (None, name))
     weights = dict(dummy_weights(plain.expected_weights(), torch.float32, CPU, seed=3))

@@ -41,7 +41,7 @@ SGLANG_FLAGS = re.findall(
     speculative-draft-model-path speculative-num-steps speculative-eagle-topk speculative-num-draft-tokens speculative-token-map
     speculative-accept-threshold-single speculative-accept-threshold-acc disable-cuda-graph disable-cuda-graph-padding cuda-graph-max-bs
     cuda-graph-bs watchdog-timeout stream-interval skip-server-warmup chat-template tool-call-parser reasoning-parser random-seed log-level
-    log-requests enable-metrics sampling-defaults preferred-sampling-params disable-shared-experts-fusion
+    log-requests enable-metrics sampling-defaults preferred-sampling-params disable-shared-experts-fusion disable-custom-all-reduce
     """,
 )
 OUR_FLAGS = re.findall(
@@ -406,6 +406,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"attention_backend": "torch_native", "cuda_graph_max_bs": 8}, HOPPER, ["torch_native", "fa3"]),
         ({"page_size": 1024, "context_length": 512}, CPU, ["--page-size", "512"]),
         ({"host": ""}, CPU, ["--host is empty"]),
+        ({"host": "[::1]"}, CPU, ["--host takes an address without brackets: ::1."]),
         ({"port": 70000}, CPU, ["--port", "65535"]),
         ({"chunked_prefill_size": 1}, CPU, ["--chunked-prefill-size", "16"]),
         ({"shutdown_timeout": float("nan")}, CPU, ["--shutdown-timeout"]),
@@ -572,6 +573,7 @@ OTHER_NAME: dict[str, tuple[dict[str, object], Callable[[RuntimeConfig], object]
         {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "torch_native"}, lambda c: c.device.kv_cache_dtype, "fp8_e4m3"
     ),
     "dist_timeout": ({"dist_timeout": 30.0}, lambda c: c.parallel.dist_timeout, 30.0),
+    "disable_custom_all_reduce": ({"disable_custom_all_reduce": True}, lambda c: c.parallel.disable_custom_all_reduce, True),
     "tp_size": (
         {"tp_size": 4, "device": "cpu", "attention_backend": "torch_native"}, lambda c: (c.parallel.tp_size, c.device.cpu_threads), (4, 4)
     ),

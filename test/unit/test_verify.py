@@ -12,13 +12,13 @@ from runtime.model_executor.accept_rules import (
     BELOW_ONE,
     AcceptThresholds,
     DraftProbs,
+    accept_chain_greedy,
+    accept_chain_sampled,
+    accept_chain_synthetic,
     accept_lens_greedy,
+    accept_tree,
     compaction,
     tree_targets_sampled,
-    verify_chain_greedy,
-    verify_chain_sampled,
-    verify_chain_synthetic,
-    verify_tree,
 )
 
 
@@ -79,7 +79,7 @@ def test_accept_lens_follow_the_definition(seed: int) -> None:
 def test_greedy_commits_the_targets_own_tokens() -> None:
     draft = torch.tensor([[9, 1, 2, 3], [9, 1, 5, 3], [9, 7, 2, 3]])
     target = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
-    assert committed(*verify_chain_greedy(draft, target)) == [[1, 2, 3, 4], [1, 2], [1]]
+    assert committed(*accept_chain_greedy(draft, target)) == [[1, 2, 3, 4], [1, 2], [1]]
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -88,7 +88,7 @@ def test_sampled_chain_follows_the_definition(seed: int) -> None:
     p, q = random_probs(g, 16, 4, 7).double(), random_probs(g, 16, 3, 7).double()
     draft = torch.cat([torch.zeros(16, 1, dtype=torch.int64), torch.multinomial(q.flatten(0, 1), 1, generator=g).view(16, 3)], 1)
     coins, final = torch.rand(16, 3, generator=g).double(), torch.rand(16, generator=g).double()
-    got = committed(*verify_chain_sampled(draft, p, coins, final, DraftProbs(q)))
+    got = committed(*accept_chain_sampled(draft, p, coins, final, DraftProbs(q)))
     lists = [x.tolist() for x in (draft, q, p, coins, final)]
     assert got == [slow_chain(*row) for row in zip(*lists, strict=True)]
 
@@ -103,8 +103,8 @@ def test_a_reduced_vocabulary_equals_its_full_one(seed: int) -> None:
     drafted = to_target[torch.multinomial(q.flatten(0, 1), 1, generator=g).view(32, 2)]
     draft = torch.cat([torch.zeros(32, 1, dtype=torch.int64), drafted], 1)
     coins, final = torch.rand(32, 2, generator=g), torch.rand(32, 3, generator=g)
-    narrow_out = verify_chain_sampled(draft, p, coins, final, DraftProbs(q, to_target, to_draft))
-    assert committed(*narrow_out) == committed(*verify_chain_sampled(draft, p, coins, final, DraftProbs(wide)))
+    narrow_out = accept_chain_sampled(draft, p, coins, final, DraftProbs(q, to_target, to_draft))
+    assert committed(*narrow_out) == committed(*accept_chain_sampled(draft, p, coins, final, DraftProbs(wide)))
 
 
 @pytest.mark.parametrize("explicit_q", [True, False])
@@ -114,7 +114,7 @@ def test_greedy_rows_of_a_sampled_batch_come_out_as_greedy(explicit_q: bool) -> 
     p = torch.nn.functional.one_hot(target, 6).float()
     q = DraftProbs(torch.nn.functional.one_hot(draft[:, 1:], 6).float()) if explicit_q else None
     coins, final = torch.rand(64, 3, generator=g), torch.rand(64, generator=g)
-    assert committed(*verify_chain_sampled(draft, p, coins, final, q)) == committed(*verify_chain_greedy(draft, target))
+    assert committed(*accept_chain_sampled(draft, p, coins, final, q)) == committed(*accept_chain_greedy(draft, target))
 
 
 def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
@@ -149,7 +149,7 @@ def test_sampled_chains_keep_the_targets_distribution(kind: str) -> None:
         "argmax drafts": None,
         "reduced vocabulary": DraftProbs(q, say, to_draft),
     }[kind]
-    lens, out = verify_chain_sampled(draft_BD, p, torch.rand(n, 2, generator=g), torch.rand(n, generator=g), probs)
+    lens, out = accept_chain_sampled(draft_BD, p, torch.rand(n, 2, generator=g), torch.rand(n, generator=g), probs)
     first = torch.bincount(out[:, 0], minlength=vocab).float()
     assert chi_square(first, p_first) < 30  # 4 degrees of freedom: p < 5e-6
     for token in range(vocab):
@@ -162,7 +162,7 @@ def test_sampled_chains_keep_the_targets_distribution(kind: str) -> None:
 def test_equal_distributions_accept_everything_even_with_a_uniform_of_one() -> None:
     p = random_probs(generator(0), 4, 3, 9, zeros=0.0)
     draft = torch.cat([torch.zeros(4, 1, dtype=torch.int64), p[:, :2].argmax(-1)], 1)
-    lens, out = verify_chain_sampled(draft, p, torch.ones(4, 2), torch.ones(4), DraftProbs(p[:, :2].clone()))
+    lens, out = accept_chain_sampled(draft, p, torch.ones(4, 2), torch.ones(4), DraftProbs(p[:, :2].clone()))
     assert lens.tolist() == [3] * 4
     assert (p[:, 2].gather(1, out[:, 2:]) > 0).all()
 
@@ -171,7 +171,7 @@ def test_an_empty_residual_falls_back_to_the_target() -> None:
     p = torch.tensor([[[0.0, 0.5, 0.5, 0.0], [0.25, 0.25, 0.25, 0.25]]])
     # q claims to have drafted a token that p forbids, though elsewhere q covers p: (p - q)+ is 0.
     q = torch.tensor([[[0.2, 0.5, 0.5, 0.0]]])
-    lens, out = verify_chain_sampled(torch.tensor([[0, 0]]), p, torch.zeros(1, 1), torch.tensor([0.99]), DraftProbs(q))
+    lens, out = accept_chain_sampled(torch.tensor([[0, 0]]), p, torch.zeros(1, 1), torch.tensor([0.99]), DraftProbs(q))
     assert lens.tolist() == [1]
     assert out[0, 0].item() in (1, 2)
 
@@ -180,7 +180,7 @@ def test_a_draft_that_the_draft_cannot_say_has_no_probability_of_its_own() -> No
     to_target, to_draft = torch.tensor([4, 1]), torch.tensor([-1, 1, -1, -1, 0])
     p = torch.full((1, 2, 5), 0.2)
     q = DraftProbs(torch.tensor([[[1.0, 0.0]]]), to_target, to_draft)
-    lens, tokens = verify_chain_sampled(torch.tensor([[0, 3]]), p, torch.tensor([[0.99]]), torch.tensor([0.5]), q)
+    lens, tokens = accept_chain_sampled(torch.tensor([[0, 3]]), p, torch.tensor([[0.99]]), torch.tensor([0.5]), q)
     assert lens.tolist() == [2], "min(1, p / 0)"
     assert tokens[0, 0] == 3
 
@@ -189,9 +189,9 @@ def test_poisoned_padding_rows_are_inert() -> None:
     g = generator(5)
     p, draft = random_probs(g, 6, 3, 8), torch.randint(0, 8, (6, 3), generator=g)
     coins, final = torch.rand(6, 2, generator=g), torch.rand(6, generator=g)
-    clean = verify_chain_sampled(draft[:4], p[:4], coins[:4], final[:4])
+    clean = accept_chain_sampled(draft[:4], p[:4], coins[:4], final[:4])
     p[4:], draft[4:], coins[4:], final[4:] = torch.nan, -1, torch.nan, torch.nan
-    lens, out = verify_chain_sampled(draft, p, coins, final)
+    lens, out = accept_chain_sampled(draft, p, coins, final)
     assert committed(lens[:4], out[:4]) == committed(*clean)
     assert ((out >= 0) & (out < 8)).all()
     assert ((lens >= 1) & (lens <= 3)).all()
@@ -203,7 +203,7 @@ def test_lower_thresholds_accept_more() -> None:
     coins, final = torch.rand(4000, 1, generator=generator(1)), torch.rand(4000, generator=generator(2))
 
     def rate(thresholds: AcceptThresholds) -> float:
-        return float((verify_chain_sampled(draft, p, coins, final, None, thresholds)[0] == 2).float().mean())
+        return float((accept_chain_sampled(draft, p, coins, final, None, thresholds)[0] == 2).float().mean())
 
     assert abs(rate(AcceptThresholds()) - 0.3) < 0.03
     assert abs(rate(AcceptThresholds(acc=0.6)) - 0.5) < 0.03
@@ -242,7 +242,7 @@ def test_tree_verification_follows_the_definition(seed: int) -> None:
     g = generator(seed)
     tokens, parents = random_tree(g, 12, 9, 3, 4)
     target = torch.randint(0, 4, (12, 9), generator=g)
-    path, lens, out = verify_tree(tokens, parents, target, 5)
+    path, lens, out = accept_tree(tokens, parents, target, 5)
     assert ((path >= 0) & (path < 9)).all()
     got = list(zip(committed(lens, path), committed(lens, out), strict=True))
     lists = (tokens.tolist(), parents.tolist(), target.tolist())
@@ -253,8 +253,8 @@ def test_a_chain_is_a_tree() -> None:
     g = generator(4)
     draft, target = torch.randint(0, 2, (32, 5), generator=g), torch.randint(0, 2, (32, 5), generator=g)
     parents = torch.arange(-1, 4).expand(32, 5)
-    path, lens, out = verify_tree(draft, parents, target, 5)
-    assert committed(lens, out) == committed(*verify_chain_greedy(draft, target))
+    path, lens, out = accept_tree(draft, parents, target, 5)
+    assert committed(lens, out) == committed(*accept_chain_greedy(draft, target))
     assert committed(lens, path) == [list(range(n)) for n in lens.tolist()]
 
 
@@ -268,7 +268,7 @@ def test_sampled_trees_keep_the_distribution_unless_told_otherwise(lossless: boo
     thresholds = AcceptThresholds() if lossless else AcceptThresholds(acc=0.5)
     coins = torch.rand(n, 4, generator=g)
     targets = tree_targets_sampled(tokens, parents, p.expand(n, 4, vocab), torch.rand(n, 4, generator=g), coins, thresholds)
-    _, lens, out = verify_tree(tokens, parents, targets, 3)
+    _, lens, out = accept_tree(tokens, parents, targets, 3)
     first = torch.bincount(out[:, 0], minlength=vocab).float()
     if lossless:
         assert chi_square(first, p[0]) < 30
@@ -308,7 +308,7 @@ def test_numbers_of_one_are_drawn_with_as_numbers_below_it(thresholds: AcceptThr
         return weights.argmax(-1)
 
     p, ones, tokens = random_probs(generator(0), 2, 3, 9), torch.ones(2, 3), torch.tensor([[0, 1, 2]]).expand(2, 3)
-    verify_chain_sampled(tokens, p, ones[:, 1:], ones, DraftProbs(p[:, 1:]), thresholds, draw)
+    accept_chain_sampled(tokens, p, ones[:, 1:], ones, DraftProbs(p[:, 1:]), thresholds, draw)
     tree_targets_sampled(tokens, torch.tensor([[-1, 0, 0]]).expand(2, 3), p, ones, ones, thresholds, draw)
     assert len(asked) == 8
     assert max(asked) < 1.0
@@ -326,14 +326,14 @@ def test_synthetic_acceptance_ignores_the_tokens() -> None:
     uniforms = torch.rand(20_000, 3, generator=g)
     probabilities = torch.tensor([0.9, 0.5, 0.2])
     draft, target = torch.randint(-5, 50, (20_000, 4), generator=g), torch.randint(0, 10, (20_000, 4), generator=g)
-    lens, out = verify_chain_synthetic(draft, target, probabilities, uniforms, 10)
+    lens, out = accept_chain_synthetic(draft, target, probabilities, uniforms, 10)
     assert abs(float(lens.float().mean()) - (1 + 0.9 + 0.45 + 0.09)) < 0.03
     rows = zip(lens.tolist(), out.tolist(), draft.clamp(0, 9).tolist(), target.tolist(), strict=True)
     assert all(row[:n] == [*d[1:n], t[n - 1]] for n, row, d, t in itertools.islice(rows, 500))
     none, every = torch.zeros(3), torch.ones(3)
     for ends, length in ((none, 1), (every, 4)):
         for uniform in (0.0, BELOW_ONE):
-            lens, _ = verify_chain_synthetic(draft[:1], target[:1], ends, torch.full((1, 3), uniform), 10)
+            lens, _ = accept_chain_synthetic(draft[:1], target[:1], ends, torch.full((1, 3), uniform), 10)
             assert lens.tolist() == [length]
 
 
@@ -343,12 +343,12 @@ def test_nothing_reads_from_the_device() -> None:
         ids, floats = torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4)
         probs, q = torch.zeros(3, 4, 9), torch.zeros(3, 3, 5)
         to_target, to_draft = torch.zeros(5, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)
-        verify_chain_greedy(ids, ids)
+        accept_chain_greedy(ids, ids)
         for draft in (None, DraftProbs(torch.zeros(3, 3, 9)), DraftProbs(q, to_target, to_draft)):
-            verify_chain_sampled(ids, probs, floats[:, 1:], floats, draft, AcceptThresholds(0.5, 0.5))
-        verify_chain_synthetic(ids, ids, torch.zeros(3), floats[:, 1:], 9)
+            accept_chain_sampled(ids, probs, floats[:, 1:], floats, draft, AcceptThresholds(0.5, 0.5))
+        accept_chain_synthetic(ids, ids, torch.zeros(3), floats[:, 1:], 9)
         for thresholds in (AcceptThresholds(), AcceptThresholds(0.5, 0.5)):
             targets = tree_targets_sampled(ids, ids, probs, floats, floats, thresholds)
-            path, lens, _ = verify_tree(ids, ids, targets, 4)
+            path, lens, _ = accept_tree(ids, ids, targets, 4)
             source, target = compaction(ids, path, lens)
             assert source.shape == target.shape == (12,)

@@ -16,6 +16,8 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets"
 EMBEDDED_OUTPUT_LEN = 128
 ASSISTANT_SUFFIX = "Assistant:"
 _FIT_ROUNDS = 8
+MOST_TOKENS = 1 << 26
+"""Maximum number of tokens in all generated prompts: as lists of ids they take about 2.4 GB."""
 
 DATASETS = ("random", "random-ids", "sharegpt", "generated-shared-prefix", "custom", "embedded")
 
@@ -53,8 +55,10 @@ async def load(options: DatasetOptions, vocabulary: Vocabulary, template: Templa
         template: converts a user message to a chat prompt; used for datasets of real text.
 
     Raises:
-        ValueError: a file is missing or has no usable prompt.
+        ValueError: a file is missing or has no usable prompt, or the prompts have more than `MOST_TOKENS` tokens.
     """
+    if (tokens := _most_tokens(options)) > MOST_TOKENS:
+        raise ValueError(f"the prompts may have up to {tokens:,} tokens; the limit is {MOST_TOKENS:,}: ask for fewer or shorter prompts")
     if options.dataset_name == "random-ids":
         return _random_ids(options, vocabulary)
     if options.dataset_name == "random":
@@ -63,6 +67,16 @@ async def load(options: DatasetOptions, vocabulary: Vocabulary, template: Templa
         return await _shared_prefix(options, vocabulary)
     pairs = {"sharegpt": _sharegpt, "custom": _custom, "embedded": _embedded}[options.dataset_name](options)
     return await _conversations(pairs, options, vocabulary, template)
+
+
+def _most_tokens(options: DatasetOptions) -> int:
+    """Maximum number of prompt tokens of a dataset that is not read from a file; 0 for the others."""
+    if options.dataset_name.startswith("random"):
+        return options.num_prompts * options.random_input_len
+    if options.dataset_name == "generated-shared-prefix":
+        prompts = options.gsp_num_groups * options.gsp_prompts_per_group
+        return prompts * (options.gsp_system_prompt_len + options.gsp_question_len)
+    return 0
 
 
 def random_lens(full: int, ratio: float, count: int, rng: random.Random) -> list[int]:

@@ -30,7 +30,7 @@ class HttpFailure(Exception):
 
 def authority(host: str, port: int) -> str:
     """Host and port for URLs and `Host` headers, with an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True)

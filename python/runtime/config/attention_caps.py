@@ -21,8 +21,7 @@ class AttentionCaps:
         major: the only supported major compute capability; None for any.
         page_size: default slots of a KV page.
         block_keys: keys per block of the prompt kernel for heads of 128 columns, which is the page size for long contexts; None if that
-        brings
-            no gain.
+            brings no gain.
         unmixable: why a pass cannot have prompts and decoding requests; empty if it can.
         dtypes: names of the supported KV dtypes; None for any.
         head_dims: supported head dimensions; None for any.

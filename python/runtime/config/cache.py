@@ -24,21 +24,10 @@ def check_cache(args: ServerArgs) -> None:
         raise ConfigError(f"--page-size must be a power of two of at most {MAX_PAGE_SIZE}; got {size}.")
 
 
-def default_page_size(backend: AttentionName, context_length: int, head_dim: int) -> int:
-    """The page size if --page-size is not given."""
-    caps = ATTENTION_CAPS[backend]
-    if caps.block_keys is not None and context_length >= LONG_CONTEXT and head_dim == BLOCK_DIM:
-        return caps.block_keys
-    return caps.page_size
-
-
 def resolve_cache(args: ServerArgs, backend: AttentionName, context_length: int, head_dim: int) -> CacheConfig:
     """Choose the page size of the attention backend, and by the model."""
     if args.page_size is not None and args.page_size > context_length:
         raise ConfigError(f"--page-size must be at most the context length, {context_length}; got {args.page_size}.")
-    return part_of_flags(
-        CacheConfig,
-        args,
-        page_size=args.page_size or default_page_size(backend, context_length, head_dim),
-        radix_cache=not args.disable_radix_cache,
-    )
+    caps, long = ATTENTION_CAPS[backend], context_length >= LONG_CONTEXT and head_dim == BLOCK_DIM
+    page_size = args.page_size or (caps.block_keys if long else None) or caps.page_size
+    return part_of_flags(CacheConfig, args, page_size=page_size, radix_cache=not args.disable_radix_cache)

@@ -58,19 +58,16 @@ class DeviceTuning:
         split_kv_width: maximum queries per request of such a pass.
         split_kv_queries: passes with more queries per request also run split-KV attention if they have at most this many in total.
         whole_kv_programs: so do passes of one query per request with at least this many requests times KV heads; one program then processes
-        all
-            keys of a request and KV head.
+            all keys of a request and KV head.
         split_kv: (largest batch, configuration for head dimensions up to 128), ascending; the last applies to any batch.
         wide_split_kv: configuration for head dimensions above 256 and any batch.
         latent: (maximum queries times heads of a request, configuration of split-KV attention over latent rows), ascending; the last
-        applies to
-            any number.
+            applies to any number.
         gemm_candidates: by operation, (largest number of input rows, candidates), ascending.
         scaled_candidates: the same for e4m3 weights, for every operation.
         fragment_candidates: (largest number of input rows, configurations) of the fragment GEMM, ascending.
         triton_gemm_rows: up to this many rows, a GEMM that was not timed uses the first candidate, above it cuBLAS; and the WGMMA GEMM is
-        not
-            timed for `logits`.
+            not timed for `logits`.
         wgmma_only_rows: above this many rows, Triton's candidates are not timed if the WGMMA GEMM supports the weights.
         num_sms: SMs of the measured GPU.
         clusters_at_once: number of clusters that run concurrently, one block per SM, by blocks per cluster.

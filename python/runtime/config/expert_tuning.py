@@ -25,14 +25,11 @@ class ExpertTuning:
         few: (largest number of tokens, tilings of the two kernels for few tokens), ascending; above the last, `many` applies.
         many: (largest number of tokens, tiling of the grouped GEMM), ascending; the last applies to any number.
         most_streamed: the largest number of tokens for which the CUDA kernels for few tokens are faster than the grouped GEMM, if they
-        support
-            the dtypes and shapes.
+            support the dtypes and shapes.
         wgmma: the smallest number of tokens for which the grouped WGMMA GEMMs are faster, if they support device, dtypes and shapes, and
-        their
-            tiling; missing formats have none.
+            their tiling; missing formats have none.
         widened: (largest number of tokens, pairs per tile) of the grouped WGMMA GEMMs that convert weights in registers, ascending; 0 pairs
-        if
-            other kernels are faster. The last applies to any number.
+            if other kernels are faster. The last applies to any number.
     """
 
     few: Mapping[WeightFormat, tuple[tuple[int, tuple[StepConfig, StepConfig]], ...]]

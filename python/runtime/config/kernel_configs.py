@@ -203,8 +203,7 @@ class WgmmaExpertsConfig:
 
     Attributes:
         gate_up_tile, down_tile: weight rows per tile of either GEMM, multiples of 32: up to 256 with 128 pairs and up to 192 with 192
-        pairs;
-            with e4m3 weights 256, and 128 pairs.
+            pairs; with e4m3 weights 256, and 128 pairs.
         cluster: 2 if pairs of blocks share the weights of neighbouring tiles of pairs, else 1.
     """
 

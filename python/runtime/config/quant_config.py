@@ -40,8 +40,7 @@ class QuantConfig:
         other_scale_name: another suffix of the same tensor, which some checkpoints use; "" for none.
         stored: whether the checkpoint has quantised weights; otherwise they are quantised while loading.
         kept: names of layers that stay in 16 bits. A name matches whole components anywhere in a layer's name, `*` matches any characters,
-        and
-            `re:` introduces a regular expression.
+            and `re:` introduces a regular expression.
         only: names of the only layers that are quantised, in the same form; () for all.
     """
 

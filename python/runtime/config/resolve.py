@@ -10,7 +10,7 @@ from runtime.config.model_facts import DraftFacts, ModelFacts
 from runtime.config.parallel import check_parallel, resolve_parallel
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.scheduler import check_scheduler, resolve_scheduler
-from runtime.config.served_model import check_model, resolve_model
+from runtime.config.served_model import check_model, resolve_served_model
 from runtime.config.server import check_server, resolve_server
 from runtime.config.server_args import ServerArgs
 from runtime.config.speculative import asks_for_embedded_draft, check_draft, check_speculative, resolve_speculative
@@ -35,7 +35,7 @@ def resolve(
     check(args)
     check_draft(args)
     device = resolve_device(args, machine, model)
-    served = resolve_model(args, device, model)
+    served = resolve_served_model(args, device, model)
     graphs = resolve_graphs(args, device)
     captures = bool(graphs.cuda_graph_bs)
     speculative = resolve_speculative(args, device, served.quantization, captures, machine, model, draft, tuning)

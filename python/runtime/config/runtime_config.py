@@ -124,7 +124,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Each of `dp_size` attention groups of consecutive ranks serves its own requests; it is 1 unless `enable_dp_attention`. Node `node_rank`
     of `nnodes` has `tp_size / nnodes` consecutive ranks. Node 0 listens at `dist_init_addr`, HOST:PORT. `dist_timeout`: seconds that ranks
-    wait for each other at start-up. `executor`: what starts the ranks, each node's server ("mp") or Ray.
+    wait for each other at start-up. `executor`: what starts the ranks, each node's server ("mp") or Ray. `disable_custom_all_reduce`:
+    whether GPUs exchange data by NCCL alone.
     """
 
     tp_size: int = 1
@@ -136,6 +137,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dist_init_addr: str | None = None
     dist_timeout: float = 600.0
     executor: Executor = "mp"
+    disable_custom_all_reduce: bool = False
 
     @property
     def ranks_per_node(self) -> int:

@@ -31,8 +31,9 @@ def check_model(args: ServerArgs) -> None:
     _preferred(args)
 
 
-def resolve_model(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> ServedModelConfig:
+def resolve_served_model(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> ServedModelConfig:
     """Combine the model's facts with the flags."""
+    check_ranges(args, context_length=(2, model.max_context_len))
     if args.trust_remote_code:  # command lines written for other servers have it
         log.warning("--trust-remote-code has no effect: code in model folders is never run")
     preferred = _preferred(args)
@@ -47,7 +48,7 @@ def resolve_model(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> 
         tokenizer_path=model.tokenizer_path,
         served_model_name=args.served_model_name or model.name,
         quantization=_quantization(args, device, model),
-        context_length=_context_length(args, model),
+        context_length=args.context_length or model.max_context_len,
         random_seed=_seed(args),
         aliases=_aliases(args, model),
         default_sampling_params=sampling,
@@ -94,11 +95,6 @@ def _quantization(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> 
         return None
     log.info("quantization %s: the embedded model's default on a CPU; --dtype float32 or --quantization none turns it off", default)
     return default
-
-
-def _context_length(args: ServerArgs, model: ModelFacts) -> int:
-    check_ranges(args, context_length=(2, model.max_context_len))
-    return args.context_length or model.max_context_len
 
 
 def _seed(args: ServerArgs) -> int:

@@ -68,13 +68,15 @@ def resolve_server(args: ServerArgs, context_length: int) -> ServerConfig:
 
 
 def _check_address(args: ServerArgs) -> None:
-    """Raise `ConfigError` for an empty host, a certificate without key or the reverse, missing files, and a long socket path."""
+    """Raise `ConfigError` for an invalid host, a certificate without key or the reverse, missing files, and a long socket path."""
     if (args.ssl_keyfile is None) != (args.ssl_certfile is None):
         raise ConfigError("--ssl-keyfile and --ssl-certfile need each other. Give both, or neither.")
     if args.ssl_keyfile_password is not None and args.ssl_keyfile is None:
         raise ConfigError("--ssl-keyfile-password has no effect without --ssl-keyfile.")
     if not args.host:
         raise ConfigError("--host is empty, which would open the server to the network. Give an address, or leave the flag out.")
+    if args.host.startswith("["):
+        raise ConfigError(f"--host takes an address without brackets: {args.host.strip('[]')}.")
     for flag, path in (("--ssl-keyfile", args.ssl_keyfile), ("--ssl-certfile", args.ssl_certfile)):
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"{flag} {path} is not a file.")

@@ -162,6 +162,8 @@ class ServerArgs:
     """Give each of --dp-size groups of ranks its own attention and the KV cache of its own requests; all ranks share the experts."""
     ep_size: int = _flag(DEVICE, 1, "N", "--expert-parallel-size", "--ep")
     """Expert-parallel size: the number of rank groups over which experts are distributed, a divisor of --tp-size."""
+    disable_custom_all_reduce: bool = _flag(DEVICE, False)
+    """Exchange data between GPUs by NCCL alone, not by our own kernels, which are checked and timed at start-up."""
     cpu_threads: int | None = _flag(DEVICE, None, "N")
     """Threads per CPU operation; default: OMP_NUM_THREADS, or the number of cores, divided among the ranks of a sharded model."""
 

@@ -28,8 +28,12 @@ class FusedExchange(Protocol):
         gain: torch.Tensor | None = None,
         scaled: torch.Tensor | None = None,
         squares: torch.Tensor | None = None,
+        *,
+        scattered: bool = False,
     ) -> None:
-        """`h += sum of x over the ranks`; with `gain` also `scaled = h * gain` and `squares`, sums of h * h."""
+        """`h += sum of x over the ranks`, or of this rank's part of x if `scattered`; with `gain` also `scaled = h * gain` and `squares`,
+        sums of h * h.
+        """
         ...
 
     def norm_rows(self, rows: torch.Tensor, gains: tuple[torch.Tensor, torch.Tensor], columns: tuple[int, int], eps: float) -> bool:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 EXCHANGE_SECONDS = 6.0
 """How long a rank waits for the others within a step. They do equal work, so they arrive at almost the same time."""
 LONGEST_PAUSE = 86400.0
-"""Seconds after which gloo itself, which reads a clock, ends an exchange."""
+"""Seconds after which an exchange that reads a clock, by gloo or by our kernels, ends."""
 
 
 class TorchGroup:

@@ -148,7 +148,8 @@ def join(config: RuntimeConfig, place: RankPlace) -> ParallelGroup:
 
     device = torch.device("cuda", 0)  # CUDA_VISIBLE_DEVICES begins with the GPU of this rank
     torch.cuda.set_device(device)
-    return CudaGroup(group, device, parallel.nnodes == 1, parallel.dist_timeout)
+    own_kernels = parallel.nnodes == 1 and not parallel.disable_custom_all_reduce
+    return CudaGroup(group, device, own_kernels, parallel.dist_timeout)
 
 
 def check_same_model(group: ParallelGroup, own: ModelConfig, parallel: ParallelConfig) -> None:

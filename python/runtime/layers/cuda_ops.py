@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from sgl_kernel import silu_and_mul
-from torch.nn import functional as F
 
 from runtime.distributed.parallel_group import FusedExchange, ParallelGroup
 from runtime.layers.activation import Activation, gated
 from runtime.layers.attention.base import AttentionSpec
+from runtime.layers.attention.flash_prompts import attend_prompts
 from runtime.layers.attention.kernels import absorbed_gemms
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
@@ -46,6 +46,7 @@ from runtime.layers.moe.kernels.many_rows import Added
 from runtime.layers.moe.kernels.route import FEW_ROWS, new_tickets, route
 from runtime.layers.moe.kernels.run_experts import experts_few_rows, run_experts
 from runtime.layers.moe.router import Router, Routing
+from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
@@ -55,6 +56,8 @@ from runtime.layers.row_norms import RowNorms
 log = logging.getLogger(__name__)
 TRIAL_PARTS = 128
 """Partial sums of squares per row in the timing of a GEMM after a deferred norm."""
+MOST_DEFERRED = 512
+"""Maximum rows of a norm that an all-reduce kernel prepares. cuBLAS, which needs a kernel for the norm, runs most GEMMs of more rows."""
 
 
 class CudaOps:
@@ -63,8 +66,7 @@ class CudaOps:
     Attributes:
         pdl: whether kernels start before the previous one has ended (programmatic dependent launch; Hopper and newer).
         choices: the fastest kernels by `autotune`. Other GEMMs use `default_choice`, or cuBLAS if `autotune` has run without their m
-        bucket, so
-            that no pass waits for a compiler.
+            bucket, so that no pass waits for a compiler.
     """
 
     def __init__(self, timings: GemmTimings, pdl: bool | None = None) -> None:
@@ -165,6 +167,10 @@ class CudaOps:
         experts_few_rows(own, few, add=True, deferred=deferred)
         return Stream(h, next_norm, deferred, in_prompt=stream.in_prompt)
 
+    def add_scattered(self, part: torch.Tensor, exchange: TokenExchange, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
+        """`h` plus this group's rows of the sum of `part`, in the storage of `h`."""
+        return self._add_of_ranks(part, exchange.group, stream.h, next_norm, stream.in_prompt, exchange)
+
     def norm_rows(self, qkv: torch.Tensor, norms: RowNorms) -> torch.Tensor:
         """`norms(qkv)` in two kernels."""
         return norm_rows(qkv, norms, pdl=self.pdl)
@@ -196,15 +202,8 @@ class CudaOps:
     def prompt_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Causal attention of whole prompts, one after another: [T, H, value_dim]. Torch's flash kernel needs keys and values of equal
-        width.
-        """
-        assert batch.extend_lens is not None, "a pass of prompts"
-        value_dim = v.shape[2]
-        v = F.pad(v, (0, q.shape[2] - value_dim)) if value_dim < q.shape[2] else v
-        parts = zip(*(x.transpose(0, 1).split(batch.extend_lens.tolist(), dim=1) for x in (q, k, v)), strict=True)
-        outs = [F.scaled_dot_product_attention(*(x[None] for x in one), is_causal=True, scale=layer.scale)[0] for one in parts]
-        return torch.cat(outs, dim=1).transpose(0, 1)[..., :value_dim]
+        """Causal attention of whole prompts, one after another: [T, H, value_dim]."""
+        return attend_prompts(q, k, v, layer.scale, batch)
 
     def logits(self, x: torch.Tensor, head: Linear, out: torch.Tensor | None = None) -> torch.Tensor:
         """`head(x)` in float32, [N, vocab], written to `out` if given; summed and kept in float32 throughout."""
@@ -395,30 +394,34 @@ class CudaOps:
         return rows > MAX_ROWS and self._quantized.get(kind_of(linear), (False, ""))[0]
 
     def _add_of_ranks(
-        self, part: torch.Tensor, group: ParallelGroup, h: torch.Tensor, next_norm: RMSNorm | None, in_prompt: bool = False
+        self,
+        part: torch.Tensor,
+        group: ParallelGroup,
+        h: torch.Tensor,
+        next_norm: RMSNorm | None,
+        in_prompt: bool = False,
+        exchange: TokenExchange | None = None,
     ) -> Stream:
-        """All-reduce the outputs and add them to the stream, in one kernel if the array is small enough."""
+        """Sum over the ranks and add to the stream, in one kernel if `fused` supports the array; with `exchange` only this group's rows."""
         fused = group.fused
         if fused is None or not fused.fits(part):
-            return Stream(h.add_(group.all_reduce(part)), in_prompt=in_prompt)
+            total = group.all_reduce(part) if exchange is None else exchange.scatter_sum(part, len(h))
+            return Stream(h.add_(total), in_prompt=in_prompt)
         deferred = self._deferred_of_ranks(part, h, next_norm, fused)
-        if deferred is None:
-            fused.add(part, h)
-        else:
-            fused.add(part, h, deferred.gain, deferred.scaled, deferred.squares)
+        outputs = () if deferred is None else (deferred.gain, deferred.scaled, deferred.squares)
+        fused.add(part, h, *outputs, scattered=exchange is not None)
         return Stream(h, next_norm, deferred, in_prompt=in_prompt)
 
     def _deferred_of_ranks(
         self, part: torch.Tensor, h: torch.Tensor, norm: RMSNorm | None, fused: FusedExchange | None
     ) -> DeferredNorm | None:
-        """Buffers for a norm that the all-reduce kernel prepares; None if it does not."""
-        return None if fused is None or not fused.fits(part) else self._deferred(h, norm, fused.parts(h.shape[1]))
+        """Buffers for a norm that the all-reduce kernel prepares; None if it does not, or if there are too many rows."""
+        if fused is None or not fused.fits(part) or len(h) > MOST_DEFERRED:
+            return None
+        return self._deferred(h, norm, fused.parts(h.shape[1]))
 
     def _deferred(self, h: torch.Tensor, norm: RMSNorm | None, parts: int) -> DeferredNorm | None:
-        """Buffers for a deferred norm, with `parts` sums of squares per row.
-
-        None for float16, whose range is too small for the streams of some models.
-        """
+        """Buffers for a deferred norm, with `parts` sums of squares per row; None for float16, whose range is too small for some."""
         if norm is None or norm.weight.dtype is not torch.bfloat16:
             return None
         squares = torch.empty((h.shape[0], parts), device=h.device)

@@ -32,6 +32,7 @@ from runtime.layers.latent_heads import LatentHeads
 from runtime.layers.linear import Linear
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.router import Router, Routing
+from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.norm import RMSNorm
 from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import Rope, RotaryHeads
@@ -150,6 +151,15 @@ class BlockOps(Protocol):
         `h`.
 
         `next_norm`: the norm that reads the stream next, which the operation may compute or prepare too.
+        """
+        ...
+
+    def add_scattered(self, part: torch.Tensor, exchange: TokenExchange, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
+        """`h` plus the sum over the attention groups of this group's rows of `part`, possibly in the storage of `h`.
+
+        Args:
+            part: [groups * rows, hidden], sums of a rank's experts for the tokens that `exchange` gathered.
+            next_norm: as for `experts_add`.
         """
         ...
 

@@ -47,8 +47,7 @@ class RotaryHeads:
         q_norm, k_norm: norms per head, before the rotation; both or neither.
         v_norm: norm per value head, or None; its weight is ones if the model has none.
         kv_scales: float32 [2], by which keys and values are divided before they are stored in 8 bits; None for a KV cache in the
-        activations'
-            dtype.
+            activations' dtype.
     """
 
     num_q_heads: int

@@ -75,8 +75,13 @@ class SparseMlp:
             x = self._ops.norm(stream.h, norm, norm.weight.dtype)
             tokens = self.experts.exchange.gather(x)
             part = self._ops.experts(tokens, self.experts, self._ops.route(tokens, self.router), stream.in_prompt)
+            shared = None if self.shared is None else self._shared(x, self.shared, stream, norm)
+            if self.experts.group.size == 1:
+                if shared is not None:
+                    stream.h.add_(shared)
+                return self._ops.add_scattered(part, self.experts.exchange, stream, next_norm)
             part = self.experts.exchange.scatter_sum(part, len(x))
-            total = self.experts.group.all_reduce(part if self.shared is None else part.add_(self._shared(x, self.shared, stream, norm)))
+            total = self.experts.group.all_reduce(part if shared is None else part.add_(shared))
             return Stream(stream.h.add_(total), in_prompt=stream.in_prompt)
         x, routing = self._ops.norm_route(stream, norm, self.router)
         experts, shared = self._parts(len(x))

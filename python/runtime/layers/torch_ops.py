@@ -20,6 +20,7 @@ from runtime.layers.linear import Linear
 from runtime.layers.moe.definition import route, run_experts
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.router import Router, Routing
+from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.norm import RMSNorm
 from runtime.layers.ops import Stream
 from runtime.layers.pass_context import PassContext
@@ -109,6 +110,11 @@ class TorchOps:
         part = run_experts(x, experts, routing, stream.in_prompt)
         part = part if addend is None else part.add_(addend)
         stream.h.add_(experts.group.all_reduce(part))
+        return stream
+
+    def add_scattered(self, part: torch.Tensor, exchange: TokenExchange, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
+        """`h` plus this group's rows of the sum of `part`, in the storage of `h`."""
+        stream.h.add_(exchange.scatter_sum(part, len(stream.h)))
         return stream
 
     def norm_rows(self, qkv: torch.Tensor, norms: RowNorms) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Admission:
         self._stats = stats
         self._clock = clock
         self._free_rows = list(range(limits.max_running_requests, 0, -1))
-        self._rows: Counter[str] = Counter()  # by client
+        self._rows_by_client: Counter[str] = Counter()
         self._short_of_pages: Req | None = None  # the request that could not be admitted because too few pages were free
 
     @property
@@ -84,7 +84,7 @@ class Admission:
         config, prompts = self._config, len(prefilling) + len(self.queue)
         budget = PrefillBudget.start(config.chunked_prefill_size, config.max_prefill_tokens, self._limits, prompts)
         plan, decodes, overtaking = StepPlan(), self._piggyback(budget), False
-        if prefilling and len(self._rows.keys() | self.queue.clients) > 1:
+        if prefilling and len(self._rows_by_client.keys() | self.queue.clients) > 1:
             budget.left = min(budget.left, self._limits.saturating_tokens or budget.left)
             self._admit(plan, budget, prefilling)
             # Prompts that overtake others run without them, so that their first token takes only the time of a short step.
@@ -169,7 +169,7 @@ class Admission:
         if first_time:
             self._stats.admitted(req.progress)
         self.running.append(req)
-        self._rows[req.request.client] += 1
+        self._rows_by_client[req.request.client] += 1
         plan.new_rows.append(req.row_init(self._limits.needs_history))
         plan.writes.add([req.row], [0], [pages.count], pages.ids.copy())
         if pages.partial is not None:
@@ -213,7 +213,7 @@ class Admission:
         first = self._short_of_pages if self._free_rows else next(iter(self.queue.heads()), None)
         if first is None or first.phase is not Phase.WAITING:
             return None
-        return fair_share.retraction_candidate(first, self.queue, self.running, self._rows)
+        return fair_share.retraction_candidate(first, self.queue, self.running, self._rows_by_client)
 
     def retract_for_waiting(self) -> None:
         """Retract `retraction_candidate`, if there is one; no step may be in flight."""
@@ -244,8 +244,8 @@ class Admission:
         self.running.remove(req)
         self._free_rows.append(req.row)
         self._short_of_pages = None
-        self._rows[req.request.client] -= 1
-        self._rows += Counter()  # drops clients without rows
+        self._rows_by_client[req.request.client] -= 1
+        self._rows_by_client += Counter()  # drops clients without rows
 
 
 def _add_chunk(plan: StepPlan, budget: PrefillBudget, req: Req) -> None:

@@ -19,7 +19,7 @@ from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=False):
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages: tagged with the class name, decoded by type."""
 
 

@@ -21,8 +21,7 @@ class RequestPages:
         count: number of pages.
         shared: number of leading pages that belong to the cache, locked by `node`. The request owns the rest.
         partial: the cached page whose first positions are copied into the first page that the request owns. It stays locked until the copy
-        is
-            submitted, so that it is not evicted before.
+            is submitted, so that it is not evicted before.
     """
 
     salt: str

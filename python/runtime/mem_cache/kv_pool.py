@@ -73,10 +73,6 @@ class KVPool:
         for flat, content in zip(self._bytes(), contents, strict=True):
             flat[slots] = content
 
-    def slot_bytes(self) -> int:
-        """Bytes of a slot in all layers."""
-        return sum(row_bytes * len(tensors) for row_bytes, tensors in self._stored.items())
-
     def _bytes(self) -> Iterator[torch.Tensor]:
         """The stored bytes as uint8 [num_slots, G, bytes], because torch cannot index 8-bit floats."""
         return (tensor.flatten(0, 1).view(torch.uint8) for tensors in self._stored.values() for tensor in tensors)

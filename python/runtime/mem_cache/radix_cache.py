@@ -149,7 +149,11 @@ class RadixCache:
         edge, count = self._partial(path, ids, salt)
         node = self._use(path)
         pages = [each.pages for each, _ in path[:-1]] + ([] if node is None else [node.pages])
-        partial = None if edge is None else PartialPage(self._first_page(edge), count)
+        partial = None
+        if edge is not None:
+            first = self._cut(edge, 1)  # so that the page can be locked separately
+            first.last_use = self._clock
+            partial = PartialPage(first, count)
         return Match(np.concatenate(pages) if pages else no_ints(), node, partial)
 
     # ---- writing
@@ -272,12 +276,6 @@ class RadixCache:
         found = [(agreement(edge.tokens[start:], behind) - self.lookahead, edge) for edge in edges]
         count, edge = max(found, key=lambda each: each[0], default=(0, None))
         return (edge, count) if count >= LEAST_COPIED else (None, 0)
-
-    def _first_page(self, edge: Node) -> Node:
-        """Split off the first page of an edge, so that it can be locked separately, and mark it and the path above as used."""
-        node = self._cut(edge, 1)
-        node.last_use = self._clock
-        return node
 
     def _cut(self, node: Node, count: int) -> Node:
         """Split `node` after its first `count` pages if it has more; returns the node with these pages."""

@@ -67,8 +67,8 @@ def accept_chain(
         seeds: int64 [R], seeds of the synthetic acceptance by row.
 
     Returns:
-        accept_lens int32 [B] and tokens int64 [B, D]: up to the accept length those of `verify_chain_greedy` or
-        `verify_chain_synthetic`.
+        accept_lens int32 [B] and tokens int64 [B, D]: up to the accept length those of `accept_chain_greedy` or
+        `accept_chain_synthetic`.
     """
     B, D = draft.shape
     accept_lens = torch.empty(B, dtype=torch.int32, device=draft.device)

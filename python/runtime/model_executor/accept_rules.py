@@ -74,7 +74,7 @@ def accept_lens_greedy(draft_BD: torch.Tensor, target_BD: torch.Tensor) -> torch
     return _prefix_lens(draft_BD[:, 1:] == target_BD[:, :-1])
 
 
-def verify_chain_greedy(draft_BD: torch.Tensor, target_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def accept_chain_greedy(draft_BD: torch.Tensor, target_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept lengths int32 [B] and the committed tokens int64 [B, D] in order; columns past the accept length are
     padding.
 
@@ -83,7 +83,7 @@ def verify_chain_greedy(draft_BD: torch.Tensor, target_BD: torch.Tensor) -> tupl
     return accept_lens_greedy(draft_BD, target_BD), target_BD
 
 
-def verify_chain_sampled(
+def accept_chain_sampled(
     draft_BD: torch.Tensor,
     target_probs: torch.Tensor,
     accept_uniforms: torch.Tensor,
@@ -141,14 +141,14 @@ def tree_targets_sampled(
     thresholds: AcceptThresholds = LOSSLESS,
     draw: Draw = torch_draw,
 ) -> torch.Tensor:
-    """Draw the target's token after every node of a tree: int64 [B, D], for `verify_tree`.
+    """Draw the target's token after every node of a tree: int64 [B, D], for `accept_tree`.
 
     The lossless rule draws x from p and goes to the child with token x, if there is one. With thresholds below 1,
     SGLang's rule: children are tried in order, and accepted if a uniform number is at most their summed p / acc or if p >= single;
     otherwise the token is drawn from p without the children.
 
     Args:
-        tokens_BD, parents_BD: the tree, as in `verify_tree`.
+        tokens_BD, parents_BD: the tree, as in `accept_tree`.
         target_probs: float [B, D, V], p after each node.
         uniforms_BD: float [B, D], in [0, 1). Nodes of one depth may share theirs: only one of them is on the path.
         accept_uniforms_BD: float [B, D], in [0, 1), for acceptance; needed only for thresholds below 1.
@@ -176,7 +176,7 @@ def tree_targets_sampled(
     return torch.stack(drawn, 1)
 
 
-def verify_tree(
+def accept_tree(
     tokens_BD: torch.Tensor, parents_BD: torch.Tensor, target_BD: torch.Tensor, max_path: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Follow the target's tokens down a tree of drafts.
@@ -214,7 +214,7 @@ def compaction(window_slots_BD: torch.Tensor, path_BP: torch.Tensor, accept_lens
     Args:
         window_slots_BD: int64 [B, D]. The KV slot of each node in the verify pass. The page table cannot be used, because its row may
             belong to another request by now.
-        path_BP, accept_lens: from `verify_tree`.
+        path_BP, accept_lens: from `accept_tree`.
 
     Returns:
         source, target: int64 [B * min(P, D)] each; past the accept length both are slot 0, the padding slot.
@@ -227,7 +227,7 @@ def compaction(window_slots_BD: torch.Tensor, path_BP: torch.Tensor, accept_lens
     return source.flatten(), target.flatten()
 
 
-def verify_chain_synthetic(
+def accept_chain_synthetic(
     draft_BD: torch.Tensor,
     target_BD: torch.Tensor,
     probabilities_K: torch.Tensor,

@@ -17,12 +17,12 @@ from runtime.model_executor.accept_rules import (
     LOSSLESS,
     AcceptThresholds,
     DraftProbs,
+    accept_chain_greedy,
+    accept_chain_sampled,
+    accept_chain_synthetic,
+    accept_tree,
     compaction,
     tree_targets_sampled,
-    verify_chain_greedy,
-    verify_chain_sampled,
-    verify_chain_synthetic,
-    verify_tree,
 )
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.iteration import AcceptResult, Iteration, VerifyResult
@@ -154,17 +154,17 @@ class Accepter:
         capped = iteration.caps is not None
         if forced is not None:
             uniforms = self._uniforms(iteration, positions[:, :-1], RandomStream.SYNTHETIC)
-            return AcceptResult(*verify_chain_synthetic(tokens, target, forced, uniforms, self._vocab, capped))
+            return AcceptResult(*accept_chain_synthetic(tokens, target, forced, uniforms, self._vocab, capped))
         if probs is None:
-            return AcceptResult(*verify_chain_greedy(tokens, target))
+            return AcceptResult(*accept_chain_greedy(tokens, target))
         draw, final = self._target.rows.tables.ops.draw, self._uniforms(iteration, positions, RandomStream.TARGET)
         if draft.probs is None and policy.thresholds.lossless:
             # Deterministic drafts: draw the target's tokens as plain decoding does, so a seed gives the same text.
             chosen = draw(probs.flatten(0, 1), final.flatten()).view_as(target)
-            return AcceptResult(*verify_chain_greedy(tokens, chosen))
+            return AcceptResult(*accept_chain_greedy(tokens, chosen))
         q = None if draft.probs is None else DraftProbs(draft.probs, policy.to_target, policy.to_draft)
         coins = self._uniforms(iteration, positions[:, :-1], RandomStream.ACCEPT)
-        return AcceptResult(*verify_chain_sampled(tokens, probs, coins, final, q, policy.thresholds, draw, capped))
+        return AcceptResult(*accept_chain_sampled(tokens, probs, coins, final, q, policy.thresholds, draw, capped))
 
     def _decide_tree(
         self, iteration: Iteration, draft: DraftWindow, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
@@ -176,7 +176,7 @@ class Accepter:
             final = self._uniforms(iteration, positions, RandomStream.TARGET)
             draw = self._target.rows.tables.ops.draw
             target = tree_targets_sampled(tokens, parents, probs, final, coins, self._policy.thresholds, draw)
-        path, lens, out = verify_tree(tokens, parents, target, iteration.depth + 1)
+        path, lens, out = accept_tree(tokens, parents, target, iteration.depth + 1)
         return AcceptResult(lens, _widen(out, D), _widen(path, D))
 
     def agrees(self, iteration: Iteration, guesses: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from runtime.batch import WorkerLimits
 from runtime.config.device_tuning import CPU
-from runtime.config.host_memory import host_memory
+from runtime.config.host_memory import MIB, host_memory
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.attention.registry import backend_class
@@ -32,7 +32,7 @@ from runtime.model_executor.grammar_rows import GrammarRows
 from runtime.model_executor.graph_runner import Forward, GraphOptions, GraphRunner, RunnerSpec, capture_all
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration_graph import IterationGraphs, IterationStages, iteration_graph_depths
-from runtime.model_executor.memory_plan import MIB, Budget, MemoryPlan, plan_memory
+from runtime.model_executor.memory_plan import Budget, MemoryPlan, plan_memory
 from runtime.model_executor.model_loader import load_model
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.nccl_graphs import captured_everywhere, nccl_bytes_of_graph
@@ -123,7 +123,11 @@ def make_parts(context: WorkerContext, model: DecoderModel, drafter: Drafter, de
     target = make_target(context, runner, spec)
     inputs = InputBuffers(context.requests, max_tokens=context.requests * spec.max_width, device=context.device)
     runner.allocate(1, target.page_table, context.requests, spec.shape.num_draft_tokens)
-    make = partial(_make_graph_runner, context, inputs)
+
+    def make(spec: RunnerSpec, forward: Forward, model: ModelRunner, batches: DepthBatches, wanted: bool) -> GraphRunner:
+        options = graph_options(context, model, batches.captured if wanted else (), batches.padded)
+        return GraphRunner(spec, forward, inputs, [model.backend], options)
+
     verifier = Verifier(target, spec.shape, spec.feature_width, depths, inputs, make)
     drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
@@ -166,20 +170,6 @@ def make_target(context: WorkerContext, runner: ModelRunner, spec: DrafterSpec) 
     # Drafts that are looked up in the text need the text on every rank.
     reads = context.attention_group.rank == 0 or spec.needs_history
     return TargetModel(runner, rows, page_table, StagingRing(capacity, context.device), spec.aux_layers, reads)
-
-
-def _make_graph_runner(
-    context: WorkerContext,
-    inputs: InputBuffers,
-    spec: RunnerSpec,
-    forward: Forward,
-    model: ModelRunner,
-    batches: DepthBatches,
-    wanted: bool = True,
-) -> GraphRunner:
-    """A graph runner of a model's passes at one depth; without graphs unless `wanted`."""
-    options = graph_options(context, model, batches.captured if wanted else (), batches.padded)
-    return GraphRunner(spec, forward, inputs, [model.backend], options)
 
 
 def graph_options(context: WorkerContext, model: ModelRunner, sizes: Sequence[int], max_size: int | None = None) -> GraphOptions:

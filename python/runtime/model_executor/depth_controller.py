@@ -196,7 +196,7 @@ class DepthChooser(Protocol):
         """
 
     def correct(self, spread: float) -> None:
-        """Update the cost model by the measured `Routing.spread` of a sparse model."""
+        """Update the cost model by the measured `DistinctExperts.spread` of a sparse model."""
 
     def info(self) -> DepthInfo | None:
         """The values behind the choice, for reports."""
@@ -353,7 +353,7 @@ class DepthController(DepthChooser):
                 averages.add(counts[start : start + width], drafts)
 
     def correct(self, spread: float) -> None:
-        """Update the cost model by the measured `Routing.spread`."""
+        """Update the cost model by the measured `DistinctExperts.spread`."""
         self.cost.correct(spread)
 
     def info(self) -> DepthInfo:

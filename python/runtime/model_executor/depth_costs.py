@@ -13,7 +13,7 @@ import numpy as np
 from runtime.batch import Pending, ScheduleBatch
 from runtime.config.tuning import SpeculativeTuning
 from runtime.model_executor.depth_controller import DepthController
-from runtime.model_executor.iteration_cost import CostPoint, IterationCost, Routing
+from runtime.model_executor.iteration_cost import CostPoint, DistinctExperts, IterationCost
 from runtime.model_executor.scratch_prompts import scratch_prompts
 from runtime.model_executor.worker import Worker
 
@@ -38,9 +38,9 @@ def start_controller(worker: Worker, tuning: SpeculativeTuning | None = None) ->
         with worker.parts.monitor.without_sample():
             points = without_delays(list(measure(worker)))
     mlps = worker.parts.target.runner.model.sparse_mlps
-    routing = Routing(mlps[0].router.num_experts, mlps[0].router.rule.top_k) if mlps else None
+    experts = DistinctExperts(mlps[0].router.num_experts, mlps[0].router.rule.top_k) if mlps else None
     acceptance = () if tuning is None else tuning.acceptance
-    control.controller = DepthController(list(control.limits), IterationCost(points, routing), acceptance, control.rows)
+    control.controller = DepthController(list(control.limits), IterationCost(points, experts), acceptance, control.rows)
     seconds = time.perf_counter() - started
     worker.info().startup_seconds["measure_depths"] = round(seconds, 3)
     for size in sorted({point.size for point in points}):

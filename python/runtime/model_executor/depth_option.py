@@ -39,11 +39,6 @@ class Option(NamedTuple):
         """The rate by which options are compared: lowered by margin and error."""
         return self.rate / (1 + self.margin + self.error)
 
-    @property
-    def optimistic_value(self) -> float:
-        """`value` if the expected time is exact."""
-        return self.rate / (1 + self.margin)
-
 
 def best_option(options: Sequence[Option], current: int | None) -> Option:
     """The option with the highest value; but the current depth is kept unless another is better by `HYSTERESIS` or no drafts are better."""

@@ -65,7 +65,11 @@ class DepthProbes:
             self._seen, self._seen_at = windows, self._steps
         if self._overcharged != self._overcharged_before:
             self._overcharged_before, self._waits = self._overcharged, dict.fromkeys(self._waits, STALE)
-        return self._ran(self._probe(options, best, spreads_ends) if len(options) > 1 else best.depth)
+        depth = self._probe(options, best, spreads_ends) if len(options) > 1 else best.depth
+        if self._last in (depth, 0):
+            self._timed_at[depth] = self._steps
+        self._last = depth
+        return depth
 
     def accrue(self, best: Option, live: int) -> None:
         """Save up a fraction of the time of an iteration of `live` requests, and the time that probes gained."""
@@ -75,12 +79,6 @@ class DepthProbes:
         self._most_saved = most * best.seconds
         self._saved = min(self._saved + share * best.seconds + gained - self._gained_before, self._most_saved)
         self._gained_before = gained
-
-    def _ran(self, depth: int) -> int:
-        if self._last in (depth, 0):
-            self._timed_at[depth] = self._steps
-        self._last = depth
-        return depth
 
     def _probe(self, options: Sequence[Option], best: Option, spreads_ends: bool) -> int:
         """As `next`. At depth 0 the shallowest depth is probed even if it may cost more than can ever be saved up, because its start-up
@@ -134,4 +132,4 @@ class DepthProbes:
 
 def _may_be_best(option: Option, best: Option) -> bool:
     """Whether a depth would be chosen instead of no drafts if its expected time were exact."""
-    return best.depth == 0 and option.optimistic_value > best.value
+    return best.depth == 0 and option.rate / (1 + option.margin) > best.value

@@ -16,15 +16,15 @@ import torch
 from runtime.batch import BatchResult, Pending, ScheduleBatch
 
 T = TypeVar("T")
-Finish = Callable[[], BatchResult]
-Step = Callable[[ScheduleBatch], Finish]
+Wait = Callable[[], BatchResult]
+Step = Callable[[ScheduleBatch], Wait]
 
 
 @dataclass(frozen=True, slots=True)
 class _Submitted:
     """A submitted step; `wait` returns its result, or raises the step's exception."""
 
-    wait: Finish
+    wait: Wait
 
 
 class DeviceQueue:

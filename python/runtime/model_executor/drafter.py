@@ -13,11 +13,11 @@ from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.model_executor.depth import DepthBatches
 from runtime.model_executor.draft_window import NO_DRAFTS, DraftWindow, TreeShape
-from runtime.model_executor.graph_runner import Forward, GraphRunner, RunnerSpec
+from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration import Accepted, Iteration
 from runtime.model_executor.model_runner import ModelRunner
-from runtime.model_executor.target_model import ExtendPass, TargetModel
+from runtime.model_executor.target_model import ExtendPass, MakeRunner, TargetModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,6 @@ class ModelPasses:
     width: int
 
 
-MakeRunner = Callable[[RunnerSpec, Forward, ModelRunner, DepthBatches, bool], GraphRunner]
-
-
 @dataclass(frozen=True, slots=True)
 class DraftSetup:
     """The parts from which a drafter makes its graph runners.
@@ -79,8 +76,7 @@ class DraftSetup:
         inputs: persistent inputs, shared with the target's runners.
         depths: batch sizes of each depth.
         requests: maximum requests of one pass, including padding.
-        make_runner: makes a graph runner over `inputs` of a model's passes at one depth; the last argument says whether
-            to capture it.
+        make_runner: makes a graph runner over `inputs`.
     """
 
     target: TargetModel
@@ -183,9 +179,6 @@ class NoDrafter(Drafter):
     def __init__(self) -> None:
         self.spec = DrafterSpec(NO_DRAFTS, capturable=True)
 
-    def attach(self, setup: DraftSetup) -> None:
-        """Do nothing: there is no model."""
-
     def propose(self, iteration: Iteration) -> DraftWindow:
         """Windows of the last token alone."""
         return iteration.no_drafts
@@ -194,4 +187,4 @@ class NoDrafter(Drafter):
         """Do nothing: there is no draft state."""
 
     def follow_prompt(self, extend: ExtendPass) -> None:
-        """There is no draft state."""
+        """Do nothing: there is no draft state."""

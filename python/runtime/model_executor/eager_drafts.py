@@ -196,7 +196,7 @@ class EagerDrafts:
 
     def _fits(self, iteration: Iteration) -> bool:
         """Whether at most `MOST_BYTES` must be restored."""
-        kv = self._reach * sum(pool.slot_bytes() for pool in self._written(iteration.sample))
+        kv = self._reach * sum(spec.bytes_per_slot for pool in self._written(iteration.sample) for spec in pool.specs)
         return iteration.size * (kv + sum(each[0].nbytes for each in self._drafter.row_state(SAMPLED))) <= MOST_BYTES
 
     def _written(self, sample: EagerSample) -> list[KVPool]:

@@ -25,6 +25,7 @@ from functools import partial
 import torch
 
 from runtime.batch import ForwardMode
+from runtime.config.host_memory import MIB
 from runtime.layers.attention.base import AttentionBackend, plan_pass
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.graph_capture import CallPool, CapturePool, CaptureReport, GraphKey, GraphPool, Replay, device_bytes, paused_gc
@@ -34,7 +35,6 @@ from runtime.progress_bar import progress_bar
 from runtime.worker_info import RunnerRuns
 
 log = logging.getLogger(__name__)
-MIB = 1 << 20
 
 Outputs = dict[str, torch.Tensor]
 Forward = Callable[[ForwardBatch, Outputs, str], None]
@@ -302,7 +302,7 @@ class GraphRunner:
         started = time.perf_counter()
         if self.uses_cuda_graphs:
             self._padding_batch(self._sizes[-1])  # backends allocate their buffers for the largest pass
-            torch.cuda.empty_cache()  # free the pools of the profile run
+            torch.cuda.empty_cache()  # free the pools of the dry runs
         before = device_bytes()
         held = []
         for size in reversed(self._sizes):

@@ -50,7 +50,7 @@ class CostPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class DistinctExperts:
     """Estimates how many distinct experts of a sparse layer the tokens of a pass are routed to.
 
     Attributes:
@@ -73,16 +73,16 @@ class IterationCost:
     forgetting, and slowly also each batch size and depth. `correct` sets how many experts of a sparse model are read.
     """
 
-    def __init__(self, points: Sequence[CostPoint], routing: Routing | None = None) -> None:
+    def __init__(self, points: Sequence[CostPoint], experts: DistinctExperts | None = None) -> None:
         """
         Args:
             points: at least one; any sizes and depths.
-            routing: the routing of a sparse model in the measurement; None for a dense model.
+            experts: the experts of a sparse model; None for a dense model.
         """
-        self.points, self._routing = tuple(points), routing
+        self.points, self._experts = tuple(points), experts
         self._fit = self._fitted()
         self._ratios = {depth: self._ratios_at(depth) for depth in sorted({point.depth for point in self.points})}
-        self._table: dict[tuple[int, int, int, Routing | None], float] = {}
+        self._table: dict[tuple[int, int, int, DistinctExperts | None], float] = {}
         self._cells: dict[tuple[int, int, int], float] = {}
         self._runs: dict[tuple[int, int, int], float] = {}
         self._short: dict[tuple[int, int, int], float] = {}  # first times that were clearly short, as log(time / expected)
@@ -153,9 +153,9 @@ class IterationCost:
         return True
 
     def correct(self, spread: float) -> None:
-        """Update `Routing.spread` by a measurement."""
-        if self._routing is not None:
-            self._routing = replace(self._routing, spread=round(spread, 1))
+        """Update `DistinctExperts.spread` by a measurement."""
+        if self._experts is not None:
+            self._experts = replace(self._experts, spread=round(spread, 1))
 
     def _at(self, size: int, depth: int, width: int) -> float:
         sizes = size.bit_length()
@@ -163,10 +163,11 @@ class IterationCost:
         return self._measured(size, depth, width) * math.exp(self._cells.get((sizes, depth, width), unseen))
 
     def _measured(self, size: int, depth: int, width: int = 0) -> float:
-        """The table as measured at start-up, but with the current `Routing`. For ragged windows, the time of full windows less the modelled
-        time of the rows that they do not have.
+        """The table as measured at start-up, but with the current `DistinctExperts`.
+
+        For ragged windows, the time of full windows less the modelled time of the rows that they do not have.
         """
-        key = size, depth, width, self._routing
+        key = size, depth, width, self._experts
         if key not in self._table:
             ratios = [float(np.interp(math.log2(size), *ratio)) for ratio in self._ratios.values()]
             ratio = float(np.interp(depth, list(self._ratios), ratios))
@@ -184,7 +185,7 @@ class IterationCost:
     def _features(self, size: int, depth: int, width: int = 0) -> npt.NDArray[np.float64]:
         """The terms of a time: constant (launches and weights), rows of the target's pass, draft passes, rows of draft passes, experts."""
         rows = size * (width or depth + 1)
-        experts = 0.0 if self._routing is None else self._routing.distinct(rows)
+        experts = 0.0 if self._experts is None else self._experts.distinct(rows)
         return np.array([1.0, rows, depth, depth * size, experts])
 
     def _fitted(self) -> npt.NDArray[np.float64]:

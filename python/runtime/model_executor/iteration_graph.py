@@ -2,8 +2,7 @@
 
 The captured function calls the same drafter, verifier and accepter as an iteration of three graphs. It also includes the load of the rows'
 state and the attention schedules, which are computed on the device. The only host work is to upload request rows before it, if they have
-changed, and to copy the result after it.
-Other iterations run as three graphs: see `serves`.
+changed, and to copy the result after it. Other iterations run as three graphs: see `serves`.
 """
 
 from __future__ import annotations
@@ -69,12 +68,6 @@ class IterationStages:
         sizes = set.intersection(*(set(runner.sizes) for runner in self.runners(depth)))
         return thinned([size for size in sizes if size <= MOST_REQUESTS])
 
-    @property
-    def plans_on_device(self) -> bool:
-        """Whether no attention backend plans on the host."""
-        models = [self.target.runner, *(model.runner for model in self.drafter.models())]
-        return all(model.backend.caps.plan_on_device for model in models)
-
 
 def iteration_graph_depths(depths: Iterable[int], config: RuntimeConfig, active_parameters: int) -> list[int]:
     """The depths with iteration graphs: 0, `USUAL_STEPS` and a fixed depth, which have graphs for all batch sizes; all depths of a tiny
@@ -103,7 +96,9 @@ class IterationGraphs:
         """Make runners at `depths`, if the drafter and all attention backends can be captured."""
         self._stages = stages
         self._rows: torch.Tensor | None = None  # the current values of the input `ROWS`
-        capturable = stages.drafter.spec.capturable and (stages.plans_on_device or not options.cuda)
+        models = [stages.target.runner, *(model.runner for model in stages.drafter.models())]
+        plans_on_device = all(model.backend.caps.plan_on_device for model in models)
+        capturable = stages.drafter.spec.capturable and (plans_on_device or not options.cuda)
         sizes = {depth: stages.sizes(depth) for depth in depths} if capturable else {}
         self.runners = {depth: self._make_runner(depth, own, options) for depth, own in sizes.items() if own}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from runtime.config.host_memory import MIB
 from runtime.errors import ConfigError
 
-MIB = 1 << 20
 SAFETY_FRACTION = 0.004
 """Fraction of the device reserved for the allocator's rounding and fragmentation, which takes at most 0.3 % for batch sizes 1-512 and
 chunks of 512-16384 tokens."""

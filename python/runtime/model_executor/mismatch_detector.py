@@ -1,4 +1,5 @@
 """Detects that eager drafts differ from those of graphs more often than usual, right or wrong. On the host; no torch.
+
 With correct graphs too the first drafts of a window differ at near-ties, with some weights often and with others never. The usual share of
 mismatches is therefore learned. A clearly higher share is a reason to take more samples, but no evidence of a fault.
 """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from runtime.config.host_memory import MIB
 from runtime.errors import ConfigError
 from runtime.layers.backend_selection import select_ops
 from runtime.model_executor.context import WorkerContext
 from runtime.model_executor.graph_capture import paused_gc
-from runtime.model_executor.memory_plan import MIB
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel

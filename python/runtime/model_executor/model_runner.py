@@ -53,7 +53,7 @@ class ModelRunner:
     def allocate(self, num_pages: int, page_table: PageTable, max_batch_size: int, max_width: int) -> None:
         """Make the KV pool and the backend, and bind them to the model.
 
-        A second call replaces both, because the profile run uses a small pool.
+        A second call replaces both, because dry runs use a small pool.
         """
         layers = self.model.attention_specs
         self.kv_pool = KVPool([layer.kv for layer in layers], num_pages, page_table.page_size, self.device)

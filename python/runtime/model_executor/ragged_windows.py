@@ -30,7 +30,7 @@ class RaggedWindows:
         offsets: int32 [B + 1], where each window begins among the T tokens.
         index: int64 [T], the index of each token in full windows [B * D].
         spread: int64 [B, D], the index among the T tokens of each position of a full window; beyond a window's width, that of its last
-        token.
+            token.
     """
 
     host: Int32

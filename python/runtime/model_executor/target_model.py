@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,8 @@ from runtime.layers.sampler import sample, top_logprobs
 from runtime.layers.sampling_tables import SamplingNeeds
 from runtime.layers.token_mask import TokenMask
 from runtime.mem_cache.kv_pool import KVPool, PageTable, front_slots
-from runtime.model_executor.graph_runner import GraphRunner
+from runtime.model_executor.depth import DepthBatches
+from runtime.model_executor.graph_runner import Forward, GraphRunner, RunnerSpec
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.pooled import pool_chunks
 from runtime.model_executor.request_rows import RequestRows
@@ -27,6 +28,8 @@ from runtime.model_executor.window import prompts_and_windows
 
 PAGES_AT_ONCE = 1 << 14
 """Maximum page-table entries per upload: requests with long cached prefixes that begin in one step may have any number."""
+MakeRunner = Callable[[RunnerSpec, Forward, ModelRunner, DepthBatches, bool], GraphRunner]
+"""Makes a graph runner of a model's passes at one depth; the last argument says whether to capture graphs."""
 LOGPROB_CHUNK = 256
 """Maximum prompt positions with logits in memory at a time, if prompt log-probabilities are requested."""
 

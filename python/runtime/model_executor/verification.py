@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -11,15 +11,13 @@ from runtime.batch import ForwardMode
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.depth import USUAL_STEPS, DepthBatches, thinned
 from runtime.model_executor.draft_window import DraftWindow, TreeShape
-from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
+from runtime.model_executor.graph_runner import GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.iteration import Iteration, VerifyResult
-from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.ragged_windows import mean_widths
-from runtime.model_executor.target_model import States, TargetModel
+from runtime.model_executor.target_model import MakeRunner, States, TargetModel
 from runtime.model_executor.window import fill_window
 
-MakeRunner = Callable[[RunnerSpec, Forward, ModelRunner, DepthBatches], GraphRunner]
 EAGER_STEPS = 8
 """Eager ragged passes round their token count up to one of about this many values per window position."""
 LEAST_REQUESTS = 32
@@ -85,10 +83,11 @@ class Verifier:
         for depth, batches in depths.items():
             name = "target decode" if depth == 0 else "verify" if depth == shape.num_steps else f"verify K={depth}"
             spec = verify_spec(target, shape.at_depth(depth), name, feature)
-            self.runners[depth] = make(spec, self._forward, runner, batches)
+            self.runners[depth] = make(spec, self._forward, runner, batches, True)
             if capable and depth == self.ragged_depth:
                 own = replace(batches, captured=thinned([size for size in batches.captured if size >= LEAST_REQUESTS]))
-                self.ragged = {mean: make(ragged_spec(spec, mean), self._ragged_forward, runner, own) for mean in mean_widths(depth)}
+                specs = {mean: ragged_spec(spec, mean) for mean in mean_widths(depth)}
+                self.ragged = {mean: make(spec, self._ragged_forward, runner, own, True) for mean, spec in specs.items()}
 
     def at_depth(self, depth: int) -> list[GraphRunner]:
         """The runners of one depth."""

@@ -48,9 +48,9 @@ def dummy_weights(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Random weights that depend only on the seed and the order of `shapes`: norms are one, biases zero, the rest normal with std 0.02.
-    Quantised weights are random in their own format, with equal scales.
-    The variance of the residual stream then stays bounded, so activations are finite at any depth. Tensors are not sharded, and equal on
-    all ranks.
+
+    The variance of the residual stream then stays bounded, so activations are finite at any depth. Quantised weights are random in their
+    own format, with equal scales. Tensors are not sharded, and equal on all ranks.
     """
     generator = torch.Generator(device).manual_seed(seed)
     for name, shape in shapes.items():

@@ -22,7 +22,7 @@ from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.decodes_pending import DecodesPending, send_to_host
 from runtime.model_executor.depth import DepthControl
 from runtime.model_executor.depth_controller import Observed
-from runtime.model_executor.device_queue import DeviceQueue, Finish
+from runtime.model_executor.device_queue import DeviceQueue, Wait
 from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.eager_drafts import EagerDrafts, verified_chain
 from runtime.model_executor.expert_counter import ExpertCounter
@@ -148,18 +148,17 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         """The choices and measurements of the start-up, and counts of the steps since."""
-        runs = [runner.runs() for runner in self.all_runners]
-        acceptance, experts = self.parts.monitor.stats(), self.parts.experts
-        info = structs.replace(self._info, graph_runs=runs, acceptance=acceptance)
+        runs, experts = [runner.runs() for runner in self.all_runners], self.parts.experts
+        info = structs.replace(self._info, graph_runs=runs, acceptance=self.parts.monitor.stats())
         info.distinct_experts, info.distinct_experts_by_layer = experts.mean, experts.by_layer
         if (controller := self.parts.depths.controller) is not None:
-            info = structs.replace(info, depth=controller.info())
-        if self._followers is None:
-            return info
-        exchanges = self.parts.target.runner.model.context.group.exchange_seconds
-        exchanges += 0.0 if self._exchange is None else self._exchange.group.exchange_seconds
-        share = round(exchanges / max(self._step_seconds, exchanges), 4) if exchanges else None
-        return structs.replace(info, token_checks=self._token_checks, exchange_share=share)
+            info.depth = controller.info()
+        if self._followers is not None:
+            exchanges = self.parts.target.runner.model.context.group.exchange_seconds
+            exchanges += 0.0 if self._exchange is None else self._exchange.group.exchange_seconds
+            info.exchange_share = round(exchanges / max(self._step_seconds, exchanges), 4) if exchanges else None
+            info.token_checks = self._token_checks
+        return info
 
     def reset(self) -> None:
         """Forget every request and all counts, between steps. For checks before serving."""
@@ -209,7 +208,7 @@ class Worker:
         self.parts.experts.reset()
         self.parts.target.agreement.reset()
 
-    def _timed_step(self, batch: ScheduleBatch) -> Finish:
+    def _timed_step(self, batch: ScheduleBatch) -> Wait:
         started = time.perf_counter()
         finish = self._step(batch)
         self._step_seconds += time.perf_counter() - started
@@ -217,14 +216,14 @@ class Worker:
 
     # ---- a step: launches work and returns a function that waits for its result; outside graphs, except the runners' functions
 
-    def _step(self, batch: ScheduleBatch) -> Finish:
+    def _step(self, batch: ScheduleBatch) -> Wait:
         try:
             return self._launch(batch)
         except Exception:
             self.parts.target.forget(batch.rows)
             raise
 
-    def _launch(self, batch: ScheduleBatch) -> Finish:
+    def _launch(self, batch: ScheduleBatch) -> Wait:
         target, depth = self.parts.target, batch.depth
         most = max(batch.num_decodes, batch.pad_decodes)
         size = len(batch.widths) or (self.parts.verifier.padded_size(depth, most) if most else 0)
@@ -243,13 +242,7 @@ class Worker:
             iteration = self._begin(batch, rows, depth)
             grammar, guesses = iteration.grammar, self._guesses(iteration)
             if chunks is None and self.parts.iterations.serves(iteration):
-                with self._profiler.span("iteration"):
-                    emitted, verified = self.parts.iterations.run(iteration)
-                    hit = self.parts.experts.sample(iteration.live * (depth + 1))
-                    compared = self.eager_drafts.compare(iteration, emitted)
-                    decodes = send_to_host(target, iteration, emitted, verified, None, hit, compared)
-                    if iteration.sample.taken:
-                        self.eager_drafts.draft(iteration, *verified_chain(iteration, emitted, verified))
+                decodes = self._replay(iteration)
             else:
                 prompts, decodes = self._iterate(batch, chunks, prompt_grammar, iteration)
             if guesses is not None:
@@ -292,7 +285,8 @@ class Worker:
 
     def _guesses(self, iteration: Iteration) -> torch.Tensor | None:
         """int64 [live]: the guesses to compare with an iteration that is about to run without drafts; None if there are none."""
-        wanted = iteration.depth == 0 < iteration.live and iteration.grammar is None and self.parts.depths.controller is not None
+        plain = iteration.depth == 0 < iteration.live and iteration.grammar is None
+        wanted = plain and iteration.needs.any_greedy and self.parts.depths.controller is not None
         return self.parts.drafter.guesses(iteration.rows[: iteration.live]) if wanted else None
 
     def _caps(self, host_rows: Int32, depth: int, size: int, widths: Int32) -> DraftCaps | None:
@@ -306,6 +300,17 @@ class Worker:
         padded[: len(caps)] = caps
         (on_device,) = self.parts.target.staging.upload(padded)
         return DraftCaps(caps, on_device)
+
+    def _replay(self, iteration: Iteration) -> DecodesPending:
+        """As `_iterate`, by one graph."""
+        with self._profiler.span("iteration"):
+            emitted, verified = self.parts.iterations.run(iteration)
+            hit = self.parts.experts.sample(iteration.live * (iteration.depth + 1))
+            compared = self.eager_drafts.compare(iteration, emitted)
+            decodes = send_to_host(self.parts.target, iteration, emitted, verified, None, hit, compared)
+            if iteration.sample.taken:
+                self.eager_drafts.draft(iteration, *verified_chain(iteration, emitted, verified))
+            return decodes
 
     def _iterate(
         self, batch: ScheduleBatch, chunks: Chunks | None, prompt_grammar: GrammarStep | None, iteration: Iteration

@@ -36,7 +36,7 @@ from runtime.models.dflash import DFlashDraftModel
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
 from runtime.speculative.draft_mask import DraftMask
 from runtime.speculative.draft_passes import extend_spec
-from runtime.speculative.model_drafter import ModelDrafter, States, restricting
+from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting
 
 
 class DFlashDrafter(ModelDrafter):
@@ -66,7 +66,7 @@ class DFlashDrafter(ModelDrafter):
         spec = extend_spec(full, full.at_depth(depth), self.model.input_width, self.runner.dtype, launches)
         return replace(spec, inputs=spec.inputs[:1], num_steps=0, variants=("",))  # nothing attends: it writes KV only
 
-    def _extend_forward(self, states: States, width: int) -> Forward:
+    def _extend_forward(self, states: ReadStates, width: int) -> Forward:
         return partial(self._write_context, states=states)
 
     def warmup_runs(self) -> list[Callable[[], object]]:
@@ -87,7 +87,7 @@ class DFlashDrafter(ModelDrafter):
         runner, grammar = self.graphs[iteration.depth].decode, restricting(iteration)
         assert runner is not None, "every depth has blocks"
         outputs = self._decode(iteration, runner, None if grammar is None else partial(self._fill_block, grammar=grammar))
-        return DraftWindow(outputs["tokens"])
+        return DraftWindow(**outputs)
 
     def follow_prompt(self, extend: ExtendPass) -> None:
         """Store keys and values of prompt chunks."""
@@ -108,5 +108,5 @@ class DFlashDrafter(ModelDrafter):
             allowed, logits = grammar.after(tokens[:, None, 1:at]), self.model.logits(hidden[:, at - 1])
             tokens[:, at].copy_(argmax(logits if allowed is None else DraftMask(allowed, self.model).logits(logits)))
 
-    def _write_context(self, batch: ForwardBatch, outputs: Outputs, variant: str, states: States) -> None:
+    def _write_context(self, batch: ForwardBatch, outputs: Outputs, variant: str, states: ReadStates) -> None:
         self.model.write_context(replace(batch, hidden_states=states(batch)))

@@ -17,21 +17,14 @@ def draft_group(asked: int | None, draft: ModelConfig, target: ModelContext, tun
     A sharded block reads fewer weights but needs two all-reduces, so small blocks are faster replicated. All ranks make the same choice.
     The LM head is always sharded: its exchange carries one token per row.
     """
-    group = target.group
-    if asked is None:
-        return ALONE if faster_whole(draft, target, tuning) else group
-    return ALONE if asked == 1 else group
+    return ALONE if asked == 1 or (asked is None and _faster_replicated(draft, target, tuning)) else target.group
 
 
-def faster_whole(draft: ModelConfig, target: ModelContext, tuning: DeviceTuning) -> bool:
+def _faster_replicated(draft: ModelConfig, target: ModelContext, tuning: DeviceTuning) -> bool:
     """Whether a decode pass over a dense block is faster replicated than sharded. Never on a CPU."""
     if target.device.type == "cpu" or draft.moe is not None:
         return False
+    columns = 2 * (draft.num_q_heads + draft.num_kv_heads) * draft.head_dim + 3 * draft.intermediate_size
+    block_bytes = draft.hidden_size * columns * (2 if draft.quant is None else 1)
     sums = SUMS * (tuning.nccl_sum_bytes if target.group.fused is None else tuning.sum_bytes)
-    return block_bytes(draft) * (1 - 1 / target.group.size) < sums
-
-
-def block_bytes(config: ModelConfig) -> int:
-    """Approximate bytes of the weights of one dense block."""
-    attention = 2 * (config.num_q_heads + config.num_kv_heads) * config.head_dim
-    return config.hidden_size * (attention + 3 * config.intermediate_size) * (2 if config.quant is None else 1)
+    return block_bytes * (1 - 1 / target.group.size) < sums

@@ -46,8 +46,8 @@ def variants(shape: TreeShape) -> tuple[str, ...]:
 def decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: int, passes: int) -> RunnerSpec:
     """The runner at one depth.
 
-    Outputs: `tokens` int64 [B, D]; for trees `parents`, `depths`, `mask` [B, D]; for sampled chains `probs` float32 [B,
-    K, Vd].
+    Outputs, which are fields of `DraftWindow`: `tokens` int64 [B, D]; for trees `parents`, `depths`, `mask` [B, D]; for chains
+    `probs` float32 [B, K, Vd], written if they are sampled.
 
     Args:
         most_steps: K at full depth.
@@ -87,13 +87,8 @@ class DraftPasses:
         steps = torch.arange(shape.num_steps, device=inputs.device)[:, None]
         self._back = (steps * (1 - shape.topk)).expand(-1, shape.topk).contiguous()
 
-    @property
-    def forward(self) -> Forward:
-        """The function that the graph records."""
-        return self.chain if self.shape.topk == 1 else self.tree
-
-    def constrained(self, grammar: GrammarStep) -> Forward:
-        """The same function, restricted to drafts that `grammar` allows; it must run eagerly."""
+    def forward(self, grammar: GrammarStep | None = None) -> Forward:
+        """The function that the graph records; with `grammar` only for eager runs, restricted to drafts that it allows."""
         return partial(self.chain if self.shape.topk == 1 else self.tree, grammar=grammar)
 
     def chain(self, batch: ForwardBatch, outputs: Outputs, variant: str, grammar: GrammarStep | None = None) -> None:
@@ -135,7 +130,7 @@ class DraftPasses:
         allowed = None if grammar is None else grammar.after(paths)
         return None if allowed is None else DraftMask(allowed, self.draft)
 
-    def first_guesses(self, index: torch.Tensor, grammar: GrammarStep | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def first_branches(self, index: torch.Tensor, grammar: GrammarStep | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The branches from the last committed token: int64 [B, topk] and their log-probabilities."""
         mask = self._mask(self.rows.last_tokens[index][:, None, None][..., :0], grammar)
         if mask is None:
@@ -152,7 +147,7 @@ class DraftPasses:
     def tree(self, batch: ForwardBatch, outputs: Outputs, variant: str, grammar: GrammarStep | None = None) -> None:
         """Draft a tree."""
         index, topk, size = batch.req_pool_indices, self.shape.topk, batch.batch_size
-        beam = begin(*self.first_guesses(index, grammar))
+        beam = begin(*self.first_branches(index, grammar))
         paths = beam.tokens[:, :, None]
         hidden = self.state.hidden[index][:, None].expand(-1, topk, -1)
         for step in range(self.shape.num_steps - 1):
@@ -163,9 +158,8 @@ class DraftPasses:
             paths = torch.cat([paths.gather(1, beam.parents[:, :, None].expand_as(paths)), beam.tokens[:, :, None]], 2)
             hidden = hidden.view(size, topk, -1).gather(1, beam.parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
         tree = select(beam, self.rows.last_tokens[index], self.shape)
-        for name, tensor in (("tokens", tree.tokens), ("parents", tree.parents), ("depths", tree.depths), ("mask", tree.mask)):
-            assert tensor is not None, "a tree"
-            outputs[name].copy_(tensor)
+        for name, output in outputs.items():
+            output.copy_(getattr(tree, name))
 
     def _forward(
         self, batch: ForwardBatch, step: int, tokens: torch.Tensor, hidden: torch.Tensor, mask: torch.Tensor | None = None

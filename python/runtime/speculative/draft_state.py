@@ -73,7 +73,7 @@ def guess(
     return torch.where(greedy, argmax(logits), drawn), probs
 
 
-def first_guesses(
+def store_guesses(
     state: DraftState, draft: DraftModel, hidden: torch.Tensor, tables: SamplingTables, rows: torch.Tensor, positions: torch.Tensor | None
 ) -> None:
     """Store hidden states and guesses after draft-extend. hidden [B, hidden], rows int64 [B], positions as for `guess`. In the graph."""

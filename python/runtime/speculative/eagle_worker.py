@@ -33,9 +33,9 @@ from runtime.models.draft_head import DraftModel
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
 from runtime.speculative.chain_start import start_chain
 from runtime.speculative.draft_passes import GREEDY, KV_ONLY, SAMPLED, DraftPasses, decode_spec, extend_spec, variants
-from runtime.speculative.draft_state import DraftState, first_guesses
+from runtime.speculative.draft_state import DraftState, store_guesses
 from runtime.speculative.draft_tree import begin, select
-from runtime.speculative.model_drafter import ModelDrafter, States, restricting
+from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting
 
 
 class EagleWorker(ModelDrafter):
@@ -78,7 +78,7 @@ class EagleWorker(ModelDrafter):
         if passes == 0:
             return None
         spec = decode_spec(shape, self.spec.shape.num_steps, model.vocab_size, model.kernel_launches, passes)
-        return setup.make_runner(spec, drafting.forward, self.runner, setup.depths[depth], self._config.draft_decode_graph)
+        return setup.make_runner(spec, drafting.forward(), self.runner, setup.depths[depth], self._config.draft_decode_graph)
 
     def _extend_spec(self, depth: int) -> RunnerSpec:
         full, model = self.spec.shape, self.model
@@ -86,7 +86,7 @@ class EagleWorker(ModelDrafter):
             return catch_up_spec((*variants(full), KV_ONLY), model.kernel_launches)
         return extend_spec(full, full.at_depth(depth), model.input_width, self.runner.dtype, model.kernel_launches)
 
-    def _extend_forward(self, states: States, width: int) -> Forward:
+    def _extend_forward(self, states: ReadStates, width: int) -> Forward:
         draft, state, inputs, tables = self.model, self.state, self._inputs, self._target.rows.tables
         before = torch.arange(inputs.max_requests, device=inputs.device) * width - 1
 
@@ -98,7 +98,7 @@ class EagleWorker(ModelDrafter):
             if guesses:
                 positions = (inputs.kv_lens(batch.batch_size) + accepted).to(torch.int64) + 1 if variant == SAMPLED else None
                 state.hidden[index] = hidden
-                first_guesses(state, draft, hidden, tables, index, positions)
+                store_guesses(state, draft, hidden, tables, index, positions)
 
         return forward
 
@@ -121,10 +121,10 @@ class EagleWorker(ModelDrafter):
         super().reset()
 
     def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
-        """Run the catch-up window if one is due, with guesses if drafts follow or if the depth controller needs some."""
+        """Run the catch-up window if one is due, with guesses if drafts follow or if the depth controller needs some of greedy requests."""
         if self.catch_up is None:
             return 0
-        guesses = depth > 0 or (bool(self._config.depths) and self.catch_up.guesses_next)
+        guesses = depth > 0 or (bool(self._config.depths) and needs.any_greedy and self.catch_up.guesses_next)
         return self.catch_up.before(rows, bounds, depth, self._variant(needs) if guesses else KV_ONLY)
 
     def guesses(self, rows: torch.Tensor) -> torch.Tensor | None:
@@ -144,16 +144,14 @@ class EagleWorker(ModelDrafter):
         runner, passes, grammar = self.graphs[iteration.depth].decode, self._passes[iteration.depth], restricting(iteration)
         if runner is None:
             return self._first_window(iteration, passes, grammar)
-        outputs = self._decode(iteration, runner, None if grammar is None else passes.constrained(grammar))
-        if self.spec.shape.topk == 1:
-            return DraftWindow(outputs["tokens"], probs=outputs["probs"])
-        return DraftWindow(outputs["tokens"], outputs["parents"], outputs["depths"], outputs["mask"])
+        outputs = self._decode(iteration, runner, None if grammar is None else passes.forward(grammar))
+        return DraftWindow(**outputs)
 
     def _first_window(self, iteration: Iteration, passes: DraftPasses, grammar: GrammarStep | None) -> DraftWindow:
         """The window of the last token and the first guess or branches: the whole window if K = 1."""
         state, rows, sampled = self.state, iteration.rows, self._variant(iteration.needs) == SAMPLED
         if self.spec.shape.topk > 1:
-            return select(begin(*passes.first_guesses(rows, grammar)), iteration.last_tokens, self.spec.shape)
+            return select(begin(*passes.first_branches(rows, grammar)), iteration.last_tokens, self.spec.shape)
         tokens = torch.empty((iteration.size, 2), dtype=torch.int64, device=rows.device)
         hidden = start_chain(rows, self._target.rows.last_tokens, state, tokens)
         probs = state.probs[rows] if sampled else None
@@ -193,7 +191,7 @@ class EagleWorker(ModelDrafter):
             return
         state.hidden[rows] = hidden
         positions = None if extend.needs.all_greedy else batch.seq_lens.to(torch.int64) + 1
-        first_guesses(state, self.model, hidden, self._target.rows.tables, rows, positions)
+        store_guesses(state, self.model, hidden, self._target.rows.tables, rows, positions)
 
     def _variant(self, needs: SamplingNeeds) -> str:
         return GREEDY if needs.all_greedy or self.spec.shape.topk > 1 else SAMPLED

@@ -26,7 +26,7 @@ from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.window import fill_window
 from runtime.speculative.catch_up import WIDTH, CatchUp, HeldStates
 
-States = Callable[[ForwardBatch], torch.Tensor]
+ReadStates = Callable[[ForwardBatch], torch.Tensor]
 """The target's states at the tokens of a batch, [num_tokens, feature_width]."""
 
 
@@ -64,7 +64,7 @@ class ModelDrafter(Drafter):
         """The runner of draft-extend; at depth 0 that of `CatchUp`."""
         raise NotImplementedError
 
-    def _extend_forward(self, states: States, width: int) -> Forward:
+    def _extend_forward(self, states: ReadStates, width: int) -> Forward:
         """The function of draft-extend over windows of `width`."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class ModelDrafter(Drafter):
             held = HeldStates(len(target.rows.kv_lens), self.spec.feature_width, self.runner.dtype, inputs)
             self.catch_up = CatchUp(target, inputs, held, self._extend_runner(setup, 0, held.states))
 
-    def _extend_runner(self, setup: DraftSetup, depth: int, states: States) -> GraphRunner:
+    def _extend_runner(self, setup: DraftSetup, depth: int, states: ReadStates) -> GraphRunner:
         spec, wanted = self._extend_spec(depth), self._config.draft_extend_graph
         return setup.make_runner(spec, self._extend_forward(states, spec.width), self.runner, setup.depths[depth], wanted)
 

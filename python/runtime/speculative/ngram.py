@@ -41,15 +41,11 @@ class NgramHistory:
 
         A continuation that reaches the end of the text starts over, which continues a repetition.
         """
-        start = self._match()
+        found = (self._follows.get(tuple(self._tokens[-n:])) for n in self._sizes)
+        start = next((start for start in found if start is not None), None)
         if start is None:
             return []
         text, guesses = self._tokens, []
         for position in range(start, start + count):
             guesses.append(text[position] if position < len(text) else guesses[position - len(text)])
         return guesses
-
-    def _match(self) -> int | None:
-        """Where the continuation begins, or None."""
-        found = (self._follows.get(tuple(self._tokens[-n:])) for n in self._sizes)
-        return next((start for start in found if start is not None), None)

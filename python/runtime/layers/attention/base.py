@@ -28,7 +28,7 @@ class AttentionSpec:
         scale: factor of the scores, usually head_dim ** -0.5.
         window: number of keys before its own that a query sees; -1 for all.
         causal: whether a query sees only keys up to its own; otherwise it sees all keys of its request, and `window` limits those before
-        it.
+            it.
         sinks: [H] of any float dtype, one extra score per head that is part of the softmax and has no value; or None.
         kv_scales: float32 [2], factors of stored keys and values; only if `kv.scaled`.
         heads: how a row of the qkv projection becomes heads; None for latent attention.

@@ -26,13 +26,12 @@ class Segment:
     Attributes:
         tokens: their B' * q rows of the pass.
         pages: int64 [B' * pages per request], the pages of each request in order; if they are consecutive, a slice of slots to read in
-        place.
+            place.
         num_keys: S.
         query_pos: int64 [B', q], the index of each query's own key.
         unmasked: windows of causal layers that need no mask because the prompt starts at position 0.
         masks: results of `mask_rows` in the KV dtype, by window, causality and group of query heads, each with the tree mask from which it
-        was
-            computed.
+            was computed.
     """
 
     tokens: slice

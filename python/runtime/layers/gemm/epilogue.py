@@ -29,8 +29,7 @@ class Epilogue:
         scale: row scales, if a deferred norm precedes this GEMM.
         deferred: additional outputs for the norm that reads `out` next; requires `add` and a float32 `out`.
         argmax: int32 [2, M, tiles] contiguous: the key of each tile's largest sum and its first column, by `tile_argmax`; `out` must then
-        be
-            None or float32. Not with `silu`, `gelu` or `add`.
+            be None or float32. Not with `silu`, `gelu` or `add`.
     """
 
     bias: torch.Tensor | None = None

@@ -32,7 +32,7 @@ class Gemm:
             rows are not normed.
         activation: the activation of "gate_up".
         after_attention: whether it directly follows attention, which triggers its launch early and, for short contexts, leaves the memory
-        idle.
+            idle.
     """
 
     op: GemmOp

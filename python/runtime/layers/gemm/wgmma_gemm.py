@@ -131,8 +131,7 @@ def wgmma_gemm(
         x: [M, K] contiguous, the weight's dtype.
         weight: [N, K], one that the kernel `supports`.
         out: [M, `epilogue.columns(N)`] contiguous, aligned to 16 bytes, the weight's dtype with `silu` or `gelu`, float32 with `add`,
-        otherwise
-            either; None if only the argmax is needed.
+            otherwise either; None if only the argmax is needed.
         config: the tiling.
         epilogue: operations on the sums; a deferred norm has `config.parts(N)` sums of squares per row, an argmax that many tiles.
         pdl: start before the previous kernel has ended, load weights, then wait (programmatic dependent launch).

@@ -141,7 +141,7 @@ def widening_gemm(
         x: bfloat16 [M, K] contiguous.
         weight: [N, K], one that the kernel `supports`.
         out: [M, `epilogue.columns(N)`] contiguous, aligned to 16 bytes; float32 with `add`, bfloat16 with `silu` or `gelu`, otherwise
-        either.
+            either.
         epilogue: without argmax; a deferred norm gets `config.parts(N)` sums of squares per row.
         weight_scale: as in `scale_layout`.
         pdl: start before the previous kernel has ended, load weights, then wait (programmatic dependent launch).

@@ -24,8 +24,7 @@ def embed_rows(
         table: [V, hidden] contiguous, 16 bits.
         norm: the norm to compute too, if given.
         pdl: as in `triton_gemm`, except that the kernel waits before it triggers the next launch. Later kernels may therefore read data
-        that was
-            written before this kernel, such as positions, slots and lengths, before their own wait.
+            that was written before this kernel, such as positions, slots and lengths, before their own wait.
 
     Returns:
         float32 [T, hidden], and its `norm` in the dtype of the norm's weight, or None.

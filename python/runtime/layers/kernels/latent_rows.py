@@ -30,8 +30,7 @@ def write_latent(
         positions, out_cache_loc: int64 [T].
         cache: [num_slots, 1, row_dim] contiguous; written.
         pdl: as in `triton_gemm`. Weights, positions and slots are read before the wait. A kernel that waits before it triggers the next
-        launch,
-            such as the embedding kernel, must therefore run between the kernels that write them and this one.
+            launch, such as the embedding kernel, must therefore run between the kernels that write them and this one.
 
     Returns:
         The queries' columns [T, q_columns], normed if they are a latent and otherwise a view of `rows`, and the KV rows [T, row_dim]

@@ -1,21 +1,26 @@
-// Exchanges between the GPUs of one host, as one kernel each: every rank writes its part into the memory of all others.
+// Exchanges between the GPUs of one host, as one kernel each: every rank writes its part into the memory of others.
 //
-// Values travel in packets of 16 bytes, {value, flag, value, flag}: a packet has arrived when both flags are those of this
+// Small values travel in packets of 16 bytes, {value, flag, value, flag}: a packet has arrived when both flags are those of this
 // exchange, so there is neither a barrier nor a second trip. Eight bytes are always written as one. This is NCCL's protocol LL.
 //
-// Each rank has two slots, used alternately, with a region for each sender. A rank that is one exchange ahead of another writes
-// into the other slot. It cannot be two ahead: to finish exchange n + 1 it needs the other rank's packets of n + 1, which that rank
-// sends only after it has read all packets of n.
+// Sums travel in tiles of 16 bytes per thread without flags: a word has arrived when it differs from EMPTY, which is never sent. The
+// receiver makes the words that it has read EMPTY again. This is the Lamport protocol of TensorRT-LLM's all-reduce.
 //
-// Needs: SIZE ranks, RANK, THREADS per block, EARLY (programmatic dependent launch), BFLOAT16, DEFER.
+// There are two slots of packets and of tiles, used alternately. A rank that is one exchange ahead of another writes into the other slot.
+// It cannot be two ahead: to finish exchange n + 1 it needs what the other rank sends in n + 1, which that rank only does after it has
+// read (and emptied) everything of n.
+//
+// Needs: SIZE ranks, RANK, THREADS per block, EARLY (programmatic dependent launch), BFLOAT16, DEFER, KIND (of `reduce_add`).
+
+const int ONE_SHOT = 0, TWO_SHOT = 1, SCATTERED = 2;
 
 struct Ranks {
-    u64 inbox[SIZE];  // where each rank receives, as addresses of this process
-    u64 slot;         // bytes of a slot
-    u64 sender;       // bytes of a sender's region
+    u64 inbox[SIZE];  // where each rank receives, as addresses of this process: both slots of packets, then both slots of tiles
+    int packets;      // of a sender in a slot
+    int tiles;        // of a slot
+    u64 timeout;      // ns until a rank that waits gives up; the launch fails then
 };
 
-const u64 TIMEOUT = 10000000000ull;  // ns until a rank that waits gives up; the launch fails then
 const u32 LAST = 0xfffffffeu;        // the exchange after which counting restarts, at an odd number; flag 0 never occurs
 
 __device__ __forceinline__ void begin() {
@@ -39,36 +44,49 @@ __device__ __forceinline__ void end(u32* state, u32 number) {
     }
 }
 
+// A wait for another rank.
+struct Wait {
+    u64 timeout, start = 0;
+    u32 spins = 0;
+
+    __device__ __forceinline__ Wait(const Ranks& ranks) : timeout(ranks.timeout) {}
+    __device__ __forceinline__ void spin() {
+        if (++spins % 65536 != 0) return;
+        u64 now;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        if (start == 0) start = now;
+        if (now - start > timeout) asm volatile("trap;");
+    }
+};
+
 __device__ __forceinline__ u64 place(const Ranks& ranks, int receiver, int sender, u32 number, u64 packet) {
-    return ranks.inbox[receiver] + (number & 1) * ranks.slot + sender * ranks.sender + packet * 16;
+    return ranks.inbox[receiver] + (((number & 1) * SIZE + sender) * (u64)ranks.packets + packet) * 16;
 }
 
 __device__ __forceinline__ void send(u64 to, u32 a, u32 b, u32 flag) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(flag), "r"(b), "r"(flag) : "memory");
 }
 
+__device__ __forceinline__ uint4 load_volatile(u64 from) {
+    uint4 v;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+    return v;
+}
+
 // Wait for COUNT packets. All of them are loaded before a flag is read, so that this takes the time of one load if they have arrived.
-template <int COUNT> __device__ __forceinline__ void receive(const u64 (&from)[COUNT], u32 flag, u32 (&a)[COUNT], u32 (&b)[COUNT]) {
-    u32 spins = 0;
-    u64 start = 0;
-    while (true) {
-        u32 first[COUNT], second[COUNT];
+template <int COUNT>
+__device__ __forceinline__ void receive(const Ranks& ranks, const u64 (&from)[COUNT], u32 flag, u32 (&a)[COUNT], u32 (&b)[COUNT]) {
+    for (Wait wait(ranks);; wait.spin()) {
+        uint4 packets[COUNT];
 #pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(a[i]), "=r"(first[i]), "=r"(b[i]), "=r"(second[i])
-                         : "l"(from[i])
-                         : "memory");
+        for (int i = 0; i < COUNT; i++) packets[i] = load_volatile(from[i]);
         bool arrived = true;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) arrived = arrived && first[i] == flag && second[i] == flag;
-        if (arrived) return;
-        if (++spins % 65536 == 0) {
-            u64 now;
-            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-            if (start == 0) start = now;
-            if (now - start > TIMEOUT) asm volatile("trap;");
+        for (int i = 0; i < COUNT; i++) {
+            arrived = arrived && packets[i].y == flag && packets[i].w == flag;
+            a[i] = packets[i].x, b[i] = packets[i].z;
         }
+        if (arrived) return;
     }
 }
 
@@ -95,8 +113,8 @@ __device__ __forceinline__ u32 narrow(float low, float high) {
 #endif
 }
 
-__device__ __forceinline__ void add(float (&sums)[8], u32 a, u32 b, u32 c, u32 d) {
-    const u32 pairs[4] = {a, b, c, d};
+__device__ __forceinline__ void add(float (&sums)[8], uint4 values) {
+    const u32 pairs[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         float low, high;
@@ -106,54 +124,135 @@ __device__ __forceinline__ void add(float (&sums)[8], u32 a, u32 b, u32 c, u32 d
     }
 }
 
-// h += the sum of x over all ranks, added in rank order so that all ranks get the same bits. A block computes 8 * THREADS columns of
-// one row. With DEFER it also stores the inputs of the next norm: scaled = h * gain, and the block's sum of squares.
+const u32 EMPTY = 0x80008000u;  // two negative zeros; positive ones are sent instead
+
+__device__ __forceinline__ u64 tile_at(const Ranks& ranks, int receiver, u32 number, int tile) {
+    const u64 first = 2 * SIZE * (u64)ranks.packets * 16, index = (number & 1) * (u64)ranks.tiles + tile;
+    return ranks.inbox[receiver] + first + (index * THREADS + threadIdx.x) * 16;
+}
+
+__device__ __forceinline__ uint4 without_empty(uint4 v) {
+    return make_uint4(v.x == EMPTY ? 0 : v.x, v.y == EMPTY ? 0 : v.y, v.z == EMPTY ? 0 : v.z, v.w == EMPTY ? 0 : v.w);
+}
+
+__device__ __forceinline__ void send_tile(u64 to, uint4 v) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Wait for 16 bytes in each of COUNT places, and empty them.
+template <int COUNT> __device__ __forceinline__ void receive_tiles(const Ranks& ranks, const u64 (&from)[COUNT], uint4 (&values)[COUNT]) {
+    for (Wait wait(ranks);; wait.spin()) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) values[i] = load_volatile(from[i]);
+        bool arrived = true;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            arrived = arrived && values[i].x != EMPTY && values[i].y != EMPTY && values[i].z != EMPTY && values[i].w != EMPTY;
+        if (arrived) break;
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) send_tile(from[i], make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+}
+
+// The slot has a share for each sender. Send 16 bytes of a tile to another rank; receive those of all other ranks.
+__device__ __forceinline__ void send_to(const Ranks& ranks, int receiver, u32 number, int share, int tile, uint4 v) {
+    send_tile(tile_at(ranks, receiver, number, RANK * share + tile), v);
+}
+__device__ __forceinline__ void receive_from_all(const Ranks& ranks, u32 number, int share, int tile, uint4 (&values)[SIZE - 1]) {
+    u64 from[SIZE - 1];
+#pragma unroll
+    for (int i = 0; i < SIZE - 1; i++) from[i] = tile_at(ranks, RANK, number, other(i) * share + tile);
+    receive_tiles(ranks, from, values);
+}
+
+// sums += what all ranks have for 16 bytes of this tile, in rank order.
+__device__ __forceinline__ void add_tiles(float (&sums)[8], const Ranks& ranks, u32 number, int share, int tile, uint4 own) {
+    uint4 values[SIZE - 1];
+    receive_from_all(ranks, number, share, tile, values);
+#pragma unroll
+    for (int rank = 0; rank < SIZE; rank++) {
+        if (rank == RANK) add(sums, own);
+        else add(sums, values[index_of(rank)]);
+    }
+}
+
+__device__ __forceinline__ uint4 narrow_all(const float (&sums)[8]) {
+    return make_uint4(narrow(sums[0], sums[1]), narrow(sums[2], sums[3]), narrow(sums[4], sums[5]), narrow(sums[6], sums[7]));
+}
+
+// The sum over all ranks of the values of a tile that this thread holds: the same bits on all ranks.
+__device__ __forceinline__ void sum_over_ranks(float (&sums)[8], const Ranks& ranks, u32 number, int tile, uint4 own) {
+    own = without_empty(own);
+    if constexpr (KIND == ONE_SHOT) {
+        const int share = ranks.tiles / SIZE;
+#pragma unroll
+        for (int i = 0; i < SIZE - 1; i++) send_to(ranks, other(i), number, share, tile, own);
+        add_tiles(sums, ranks, number, share, tile, own);
+        return;
+    }
+    // One rank adds up a tile, rounds the sums to 16 bits and sends them back. Half of a slot is for parts, the other half for sums.
+    const int owner = tile % SIZE, share = ranks.tiles / 2 / SIZE, back = ranks.tiles / 2 + tile;
+    uint4 total[1];
+    if (owner == RANK) {
+        add_tiles(sums, ranks, number, share, tile / SIZE, own);
+        total[0] = without_empty(narrow_all(sums));
+#pragma unroll
+        for (int i = 0; i < SIZE - 1; i++) send_tile(tile_at(ranks, other(i), number, back), total[0]);
+    } else {
+        send_to(ranks, owner, number, share, tile / SIZE, own);
+        const u64 from[1] = {tile_at(ranks, RANK, number, back)};
+        receive_tiles(ranks, from, total);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) sums[i] = 0.0f;
+    add(sums, total[0]);
+}
+
+// Row `row` of this rank's rows of the sum of x [SIZE * rows, columns] over all ranks.
+__device__ __forceinline__ void sum_of_row(
+    float (&sums)[8], const Ranks& ranks, u32 number, const uint4* x, int vectors, int rows, int row, int vector
+) {
+    const int share = ranks.tiles / SIZE;
+#pragma unroll
+    for (int i = 0; i < SIZE - 1; i++)
+        send_to(ranks, other(i), number, share, blockIdx.x, without_empty(x[((u64)other(i) * rows + row) * vectors + vector]));
+    add_tiles(sums, ranks, number, share, blockIdx.x, x[((u64)RANK * rows + row) * vectors + vector]);
+}
+
+// h += the sum of x over all ranks. A block computes a tile: 8 * THREADS columns of one row, from row `first` on. With DEFER it also stores
+// the inputs of the next norm: scaled = h * gain, and the block's sum of squares. If SCATTERED, x has `rows` rows for each rank, and this
+// rank adds the sum of its own ones to the `live` rows of h; the remaining rows are padding.
 extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
-    Ranks ranks, u32* state, const uint4* x, float4* h, const uint4* gain, uint4* scaled, float* squares, int columns, int chunks
+    const __grid_constant__ Ranks ranks, u32* state, const uint4* x, float4* h, const uint4* gain, uint4* scaled, float* squares,
+    int columns, int chunks, int first, int rows, int live
 ) {
     begin();
-    const int row = blockIdx.x / chunks, chunk = blockIdx.x % chunks, vector = chunk * THREADS + threadIdx.x;
-    const u32 number = exchange_number(state), flag = number + 1;
+    const int row = first + blockIdx.x / chunks, chunk = blockIdx.x % chunks, vector = chunk * THREADS + threadIdx.x;
+    const u32 number = exchange_number(state);
     float square = 0.0f;
     if (vector * 8 < columns) {
         const u64 at = (u64)row * (columns / 8) + vector;
-        const uint4 own = x[at];
-        u64 from[2 * (SIZE - 1)];
-#pragma unroll
-        for (int i = 0; i < SIZE - 1; i++) {
-            const u64 to = place(ranks, other(i), RANK, number, 2 * at);
-            send(to, own.x, own.y, flag);
-            send(to + 16, own.z, own.w, flag);
-            from[2 * i] = place(ranks, RANK, other(i), number, 2 * at);
-            from[2 * i + 1] = from[2 * i] + 16;
-        }
-        float4 first = h[2 * at], second = h[2 * at + 1];
+        float4 low = {}, high = {};
+        if (row < live) low = h[2 * at], high = h[2 * at + 1];
         float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        u32 a[2 * (SIZE - 1)], b[2 * (SIZE - 1)];
-        receive(from, flag, a, b);
-#pragma unroll
-        for (int rank = 0; rank < SIZE; rank++) {
-            const int i = 2 * index_of(rank);
-            if (rank == RANK) add(sums, own.x, own.y, own.z, own.w);
-            else add(sums, a[i], b[i], a[i + 1], b[i + 1]);
-        }
-        first.x += sums[0], first.y += sums[1], first.z += sums[2], first.w += sums[3];
-        second.x += sums[4], second.y += sums[5], second.z += sums[6], second.w += sums[7];
-        h[2 * at] = first;
-        h[2 * at + 1] = second;
+        if constexpr (KIND == SCATTERED) sum_of_row(sums, ranks, number, x, columns / 8, rows, row, vector);
+        else sum_over_ranks(sums, ranks, number, blockIdx.x, x[at]);
+        low.x += sums[0], low.y += sums[1], low.z += sums[2], low.w += sums[3];
+        high.x += sums[4], high.y += sums[5], high.z += sums[6], high.w += sums[7];
+        if (row < live) h[2 * at] = low, h[2 * at + 1] = high;
 #if DEFER
         const uint4 g = gain[vector];
-        const float values[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+        const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         const u32 gains[4] = {g.x, g.y, g.z, g.w};
         u32 out[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float low, high;
-            widen(gains[i], low, high);
-            out[i] = to_bf16x2(values[2 * i] * low, values[2 * i + 1] * high);
+            float even, odd;
+            widen(gains[i], even, odd);
+            out[i] = to_bf16x2(values[2 * i] * even, values[2 * i + 1] * odd);
             square += values[2 * i] * values[2 * i] + values[2 * i + 1] * values[2 * i + 1];
         }
-        scaled[at] = make_uint4(out[0], out[1], out[2], out[3]);
+        if (row < live) scaled[at] = make_uint4(out[0], out[1], out[2], out[3]);
 #endif
     }
 #if DEFER
@@ -161,13 +260,51 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce_add(
     square = sum_of_lanes<32>(square);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = square;
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && row < live) {
         float sum = 0.0f;
 #pragma unroll
         for (int warp = 0; warp < THREADS / 32; warp++) sum += of_warp[warp];
         squares[(u64)row * chunks + chunk] = sum;
     }
 #endif
+    end(state, number);
+}
+
+// The rows of all ranks. Row r of rank i, `vectors` of 16 bytes, is stored from vector i * rank_stride + r * row_stride on. A block takes a
+// tile of one row, from row `first` on.
+extern "C" __global__ void __launch_bounds__(THREADS) gather(
+    Ranks ranks, u32* state, const uint4* x, uint4* out, int vectors, int chunks, int first, u64 rank_stride, u64 row_stride
+) {
+    begin();
+    const int row = first + blockIdx.x / chunks, vector = blockIdx.x % chunks * THREADS + threadIdx.x, share = ranks.tiles / SIZE;
+    const u32 number = exchange_number(state);
+    if (vector < vectors) {
+        const uint4 own = without_empty(x[(u64)row * vectors + vector]);
+#pragma unroll
+        for (int i = 0; i < SIZE - 1; i++) send_to(ranks, other(i), number, share, blockIdx.x, own);
+        out += row * row_stride + vector;
+        out[RANK * rank_stride] = own;
+        uint4 values[SIZE - 1];
+        receive_from_all(ranks, number, share, blockIdx.x, values);
+#pragma unroll
+        for (int i = 0; i < SIZE - 1; i++) out[other(i) * rank_stride] = values[i];
+    }
+    end(state, number);
+}
+
+// This rank's rows of the sum of x [SIZE * rows, columns] over all ranks: out [rows, columns]. A block takes a tile of one row, from row
+// `first` on.
+extern "C" __global__ void __launch_bounds__(THREADS) scatter_sum(
+    Ranks ranks, u32* state, const uint4* x, uint4* out, int vectors, int chunks, int rows, int first
+) {
+    begin();
+    const int row = first + blockIdx.x / chunks, vector = blockIdx.x % chunks * THREADS + threadIdx.x;
+    const u32 number = exchange_number(state);
+    if (vector < vectors) {
+        float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        sum_of_row(sums, ranks, number, x, vectors, rows, row, vector);
+        out[(u64)row * vectors + vector] = narrow_all(sums);
+    }
     end(state, number);
 }
 
@@ -218,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) norm_rows(
             send(to, a, b, flag);
             const u64 from[1] = {place(ranks, RANK, lane, number, blockIdx.x)};
             u32 x[1], y[1];
-            receive(from, flag, x, y);
+            receive(ranks, from, flag, x, y);
             a = x[0], b = y[0];
         }
         q = k = eps;
@@ -274,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) largest(
             from[j] = place(ranks, RANK, other(j), number, i);
         }
         u32 values[SIZE - 1], sent[SIZE - 1];
-        receive(from, flag, values, sent);
+        receive(ranks, from, flag, values, sent);
         float best = 0.0f;
         u32 chosen = 0;
 #pragma unroll

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,10 +22,16 @@ VALUES = 8
 """16-bit values per thread."""
 PACKET = 16
 """Bytes of a packet, half of which are flags."""
-MOST_BYTES = 2 << 20
-"""Maximum bytes of an array: 128 rows of 8,192 16-bit values."""
+PACKETS = 1 << 15
+"""Packets of a sender in a slot."""
+TILE_BYTES = THREADS * VALUES * 2
+TILES = 8192
+"""Tiles of a slot."""
+CHECK_SECONDS, NANOSECONDS = 10, 10**9
 MOST_NORMED = 1024
 """Maximum rows of `norm_rows`, which has one block per row; all of these run at once."""
+_ONE_SHOT, _TWO_SHOT, _SCATTERED = range(3)  # `KIND` in the CUDA source
+_EMPTY = 0x80008000  # `EMPTY` in the CUDA source
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
@@ -35,11 +42,11 @@ class Inboxes:
 
     def __init__(self, group: ParallelGroup) -> None:
         """All ranks call it together. Raises `RuntimeError` if the driver cannot share memory between these GPUs."""
-        driver = cuda_driver.driver
-        self.sender = 2 * MOST_BYTES
-        self.slot = group.size * self.sender
-        own = cuda_driver.check(driver.cuMemAlloc(2 * self.slot))
-        cuda_driver.check(driver.cuMemsetD8(own, 0, 2 * self.slot))
+        driver, packets, tiles = cuda_driver.driver, 2 * group.size * PACKETS * PACKET, 2 * TILES * TILE_BYTES
+        own = cuda_driver.check(driver.cuMemAlloc(packets + tiles))
+        cuda_driver.check(driver.cuMemsetD8(own, 0, packets))
+        cuda_driver.check(driver.cuMemsetD32(int(own) + packets, _EMPTY, tiles // 4))
+        torch.cuda.synchronize()  # the other ranks may write from now on
         handles = group.gather(bytes(cuda_driver.check(driver.cuIpcGetMemHandle(own)).reserved))
         self.addresses = [int(own) if rank == group.rank else _open(handle) for rank, handle in enumerate(handles)]
 
@@ -58,14 +65,19 @@ class _Variant:
     size: int
     bfloat16: bool
     defer: bool
+    kind: int
     early: bool
 
 
 class PushExchange:
     """`FusedExchange` of the GPUs of one host. Owner of the memory into which the ranks write.
 
+    Sums of small arrays take one shot: each rank sends its part to all others. Those of larger arrays take two: each part goes to one rank,
+    which sends the sum, rounded to 16 bits, to all others. That is less traffic with more than two ranks, but a second trip.
+
     Attributes:
         limit: maximum bytes of an array that `fits`; set once, after timing; 0 if NCCL is faster for all sizes.
+        one_shot_limit: maximum bytes of an array that is added in one shot; set once, after timing.
     """
 
     def __init__(self, group: ParallelGroup, device: torch.device, pdl: bool) -> None:
@@ -73,19 +85,30 @@ class PushExchange:
         self._rank, self._size, self._pdl = group.rank, group.size, pdl
         self._state = torch.zeros(2, dtype=torch.int32, device=device)
         inboxes = Inboxes(group)
-        self._ranks = _ranks_struct(group.size)((ctypes.c_uint64 * group.size)(*inboxes.addresses), inboxes.slot, inboxes.sender)
-        self.limit = MOST_BYTES
+        addresses = (ctypes.c_uint64 * group.size)(*inboxes.addresses)
+        self._ranks = _ranks_struct(group.size)(addresses, PACKETS, TILES, CHECK_SECONDS * NANOSECONDS)
+        self.limit = self.one_shot_limit = sys.maxsize
         for dtype in (torch.bfloat16, torch.float16):
             for defer in (False, True):
-                self._kernel("reduce_add", dtype is torch.bfloat16, defer)
-            self._kernel("norm_rows", dtype is torch.bfloat16)
-        self._kernel("largest")
-        self._kernel("commit")
+                for kind in (_ONE_SHOT, _TWO_SHOT, _SCATTERED):
+                    self._kernel("reduce_add", dtype is torch.bfloat16, defer, kind)
+            for name in ("norm_rows", "scatter_sum"):
+                self._kernel(name, dtype is torch.bfloat16)
+        for name in ("gather", "largest", "commit"):
+            self._kernel(name)
+
+    def wait_at_most(self, seconds: float) -> None:
+        """How long kernels launched or captured from now on wait for another rank before they fail; `CHECK_SECONDS` at first."""
+        self._ranks.timeout = int(seconds * NANOSECONDS)
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether `add` supports this array."""
-        narrow = x.dtype in (torch.bfloat16, torch.float16)
-        return narrow and x.is_contiguous() and x.shape[1] % VALUES == 0 and 0 < x.nbytes <= self.limit
+        """Whether `add` and `scatter_sum` support this array."""
+        return x.dtype in (torch.bfloat16, torch.float16) and self.moves(x)
+
+    def moves(self, x: torch.Tensor) -> bool:
+        """Whether `gather_rows` supports this result, or `gather_columns` this argument."""
+        row = x.shape[1] * x.element_size()
+        return x.is_contiguous() and row % PACKET == 0 and row <= TILES // self._size * TILE_BYTES and 0 < x.nbytes <= self.limit
 
     def parts(self, columns: int) -> int:
         """Sums of squares per row that `add` stores."""
@@ -98,20 +121,52 @@ class PushExchange:
         gain: torch.Tensor | None = None,
         scaled: torch.Tensor | None = None,
         squares: torch.Tensor | None = None,
+        *,
+        scattered: bool = False,
     ) -> None:
         """`h += sum of x over the ranks`; x [M, N] in 16 bits that `fits`, h float32 [M, N].
 
+        If `scattered`, x has `size` equal parts of at least M rows, of which this rank adds the sum of its own part to h.
+
         With `gain` [N], also writes `scaled` [M, N] = h * gain, both bfloat16, and `squares` float32 [M, parts(N)], the sums of h * h.
+        Large arrays take several kernels, each for as many rows as fit into a slot.
         """
-        rows, columns = x.shape
-        assert h.dtype is torch.float32 and h.is_contiguous() and h.shape == x.shape, "the stream is float32 and contiguous"  # noqa: PT018
-        chunks = self.parts(columns)
-        tensors = (x, h, gain, scaled, squares)
-        self._kernel("reduce_add", x.dtype is torch.bfloat16, gain is not None)(
-            rows * chunks,
-            (self._ranks, *map(cuda_driver.pointer, (self._state, *tensors)), cuda_driver.int32(columns), cuda_driver.int32(chunks)),
-            self._pdl,
-        )
+        rows, columns = len(x) // self._size if scattered else len(x), x.shape[1]
+        assert h.dtype is torch.float32 and h.is_contiguous() and h.shape[1] == columns, "the stream is float32 and contiguous"  # noqa: PT018
+        assert len(h) <= rows if scattered else len(h) == rows, "a row for each row of the stream"
+        kind = _SCATTERED if scattered else _TWO_SHOT if self._size > 2 and x.nbytes > self.one_shot_limit else _ONE_SHOT
+        tiles = TILES // 2 // self._size * self._size if kind == _TWO_SHOT else TILES // self._size
+        kernel = self._kernel("reduce_add", x.dtype is torch.bfloat16, gain is not None, kind)
+        chunks, pointers = self.parts(columns), (self._state, x, h, gain, scaled, squares)
+        for first, count in _pieces(rows, tiles // chunks):
+            numbers = map(cuda_driver.int32, (columns, chunks, first, rows, len(h)))
+            kernel(count * chunks, (self._ranks, *map(cuda_driver.pointer, pointers), *numbers), self._pdl)
+
+    def gather_rows(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The rows [N, columns] of all ranks, contiguous, one rank after another in `out`, [size * N, columns], which `moves`."""
+        vectors = x[0].nbytes // PACKET
+        self._gather(x, out, vectors, len(x) * vectors, vectors)
+
+    def gather_columns(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The columns [N, own] of all ranks, contiguous, one rank after another in each row of `out`, [N, size * own]; x `moves`."""
+        vectors = x[0].nbytes // PACKET
+        self._gather(x, out, vectors, vectors, self._size * vectors)
+
+    def _gather(self, x: torch.Tensor, out: torch.Tensor, vectors: int, rank_stride: int, row_stride: int) -> None:
+        pointers, strides = (self._state, x, out), (rank_stride, row_stride)
+        chunks = -(-vectors // THREADS)
+        for first, count in _pieces(len(x), TILES // self._size // chunks):
+            numbers = map(cuda_driver.int32, (vectors, chunks, first))
+            arguments = (self._ranks, *map(cuda_driver.pointer, pointers), *numbers, *map(ctypes.c_uint64, strides))
+            self._kernel("gather")(count * chunks, arguments, self._pdl)
+
+    def scatter_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """This rank's rows, `out` [N, columns], of the sum of x over all ranks, [size * N, columns], which `fits`."""
+        columns, kernel = x.shape[1], self._kernel("scatter_sum", x.dtype is torch.bfloat16)
+        chunks, pointers = self.parts(columns), (self._state, x, out)
+        for first, count in _pieces(len(out), TILES // self._size // chunks):
+            numbers = map(cuda_driver.int32, (columns // VALUES, chunks, len(out), first))
+            kernel(count * chunks, (self._ranks, *map(cuda_driver.pointer, pointers), *numbers), self._pdl)
 
     def norm_rows(self, rows: torch.Tensor, gains: tuple[torch.Tensor, torch.Tensor], columns: tuple[int, int], eps: float) -> bool:
         """RMS norms of the first len(gains[0]) columns of each row, and of the following len(gains[1]), over all ranks, in place.
@@ -153,7 +208,7 @@ class PushExchange:
         count = len(ids)
         if tokens is None:
             tokens = torch.empty(count, dtype=torch.int64, device=ids.device)
-        assert tokens.is_contiguous() and logits.stride(1) == 1 and (count + 1) * PACKET <= 2 * MOST_BYTES  # noqa: PT018
+        assert tokens.is_contiguous() and logits.stride(1) == 1 and count < PACKETS  # noqa: PT018
         numbers = map(cuda_driver.int32, (count, logits.stride(0), first))
         pointers = map(cuda_driver.pointer, (self._state, logits, ids, tokens, *(hashed or (None, None))))
         self._kernel("largest")(-(-(count + 1) // THREADS), (self._ranks, *pointers, *numbers), self._pdl)
@@ -165,8 +220,13 @@ class PushExchange:
         numbers = map(cuda_driver.int32, (tokens.shape[0], tokens.shape[1], tokens.stride(0)))
         self._kernel("commit")(1, (*map(cuda_driver.pointer, (hashed, tokens, lens.contiguous())), *numbers), self._pdl)
 
-    def _kernel(self, name: str, bfloat16: bool = True, defer: bool = False) -> cuda_driver.Kernel:
-        return _compiled(name, _Variant(self._rank, self._size, bfloat16, defer and bfloat16, self._pdl))
+    def _kernel(self, name: str, bfloat16: bool = True, defer: bool = False, kind: int = _ONE_SHOT) -> cuda_driver.Kernel:
+        return _compiled(name, _Variant(self._rank, self._size, bfloat16, defer and bfloat16, kind, self._pdl))
+
+
+def _pieces(rows: int, most: int) -> list[tuple[int, int]]:
+    """The first row and the number of rows of each piece of at most `most` rows."""
+    return [(first, min(most, rows - first)) for first in range(0, rows, most)]
 
 
 @cache
@@ -177,7 +237,7 @@ def _compiled(name: str, variant: _Variant) -> cuda_driver.Kernel:
 @cache
 def _ranks_struct(size: int) -> Any:
     """`Ranks` in the CUDA source."""
-    fields = [("inbox", ctypes.c_uint64 * size), ("slot", ctypes.c_uint64), ("sender", ctypes.c_uint64)]
+    fields = [("inbox", ctypes.c_uint64 * size), ("packets", ctypes.c_int), ("tiles", ctypes.c_int), ("timeout", ctypes.c_uint64)]
     return type("Ranks", (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -185,6 +245,6 @@ def source(variant: _Variant) -> str:
     """The CUDA program of one variant."""
     constants = dict(
         SIZE=variant.size, RANK=variant.rank, THREADS=THREADS, EARLY=int(variant.early), BFLOAT16=int(variant.bfloat16),
-        DEFER=int(variant.defer),
+        DEFER=int(variant.defer), KIND=variant.kind,
     )  # fmt: skip
     return program(constants, Path(__file__).with_suffix(".cu"))

@@ -99,8 +99,7 @@ class GemmCaps:
 
     Attributes:
         dense: whether `storage.weight` is the matrix in the activations' dtype, which the skinny GEMM kernels, and cuBLAS with float32
-        output,
-            can read. Otherwise only the scheme's own `matmul` can.
+            output, can read. Otherwise only the scheme's own `matmul` can.
         scaled: whether `storage` is e4m3 with float32 scales, which the GEMM kernels for e4m3 can read.
     """
 

@@ -117,8 +117,7 @@ def latent_attention(
         workspace: built for shapes that include `shape`.
         scale: factor of the scores.
         tree_mask: int64 [B * W]; bit t: whether the query sees the t-th of the last `tail` rows; it sees all earlier rows. None: query i
-        sees
-            all except the last W - 1 - i rows.
+            sees all except the last W - 1 - i rows.
         tail: 1..64 with a mask.
         pdl: start before the previous kernel has ended (programmatic dependent launch, Hopper). Row numbers, lengths and the page table are
             read before the wait. A kernel that waits before it triggers the next launch, such as the embedding kernel, must therefore run

@@ -35,8 +35,7 @@ class Aligned:
         pairs: int32 [tiles * rows]: indices of pairs, P for padding; undefined from tile `used` on.
         experts: int32 [tiles]: the expert of each tile; undefined from tile `used` on.
         places: int32 [tiles, 2]: for each tile the number of preceding tiles of its expert, and the number of its expert's pairs from this
-        tile
-            on; undefined from tile `used` on.
+            tile on; undefined from tile `used` on.
         used: int32 [1]: number of tiles with pairs.
         rows: rows per tile.
     """

@@ -74,7 +74,7 @@ def sum_pairs(
     Args:
         y: [T * k, hidden], each row times the weight of its pair.
         added: if given, `out` is the float32 stream: `out[t] += sum(y[pair]) + addend[t]`, followed by the norm. None: `out` is
-        overwritten.
+            overwritten.
     """
     (T, hidden), top_k = out.shape, routed.ids.shape[1]
     addend, norm, normed = (None, None, None) if added is None else (added.addend, added.norm, None)

@@ -137,10 +137,9 @@ class PushExchange:
         kind = _SCATTERED if scattered else _TWO_SHOT if self._size > 2 and x.nbytes > self.one_shot_limit else _ONE_SHOT
         tiles = TILES // 2 // self._size * self._size if kind == _TWO_SHOT else TILES // self._size
         kernel = self._kernel("reduce_add", x.dtype is torch.bfloat16, gain is not None, kind)
-        chunks, pointers = self.parts(columns), (self._state, x, h, gain, scaled, squares)
+        chunks, tensors = self.parts(columns), (x, h, gain, scaled, squares)
         for first, count in _pieces(rows, tiles // chunks):
-            numbers = map(cuda_driver.int32, (columns, chunks, first, rows, len(h)))
-            kernel(count * chunks, (self._ranks, *map(cuda_driver.pointer, pointers), *numbers), self._pdl)
+            kernel(count * chunks, (self._ranks, self._state, *tensors, columns, chunks, first, rows, len(h)), self._pdl)
 
     def gather_rows(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """The rows [N, columns] of all ranks, contiguous, one rank after another in `out`, [size * N, columns], which `moves`."""
@@ -153,20 +152,16 @@ class PushExchange:
         self._gather(x, out, vectors, vectors, self._size * vectors)
 
     def _gather(self, x: torch.Tensor, out: torch.Tensor, vectors: int, rank_stride: int, row_stride: int) -> None:
-        pointers, strides = (self._state, x, out), (rank_stride, row_stride)
-        chunks = -(-vectors // THREADS)
+        chunks, strides = -(-vectors // THREADS), (ctypes.c_uint64(rank_stride), ctypes.c_uint64(row_stride))
         for first, count in _pieces(len(x), TILES // self._size // chunks):
-            numbers = map(cuda_driver.int32, (vectors, chunks, first))
-            arguments = (self._ranks, *map(cuda_driver.pointer, pointers), *numbers, *map(ctypes.c_uint64, strides))
-            self._kernel("gather")(count * chunks, arguments, self._pdl)
+            self._kernel("gather")(count * chunks, (self._ranks, self._state, x, out, vectors, chunks, first, *strides), self._pdl)
 
     def scatter_sum(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """This rank's rows, `out` [N, columns], of the sum of x over all ranks, [size * N, columns], which `fits`."""
         columns, kernel = x.shape[1], self._kernel("scatter_sum", x.dtype is torch.bfloat16)
-        chunks, pointers = self.parts(columns), (self._state, x, out)
+        chunks = self.parts(columns)
         for first, count in _pieces(len(out), TILES // self._size // chunks):
-            numbers = map(cuda_driver.int32, (columns // VALUES, chunks, len(out), first))
-            kernel(count * chunks, (self._ranks, *map(cuda_driver.pointer, pointers), *numbers), self._pdl)
+            kernel(count * chunks, (self._ranks, self._state, x, out, columns // VALUES, chunks, len(out), first), self._pdl)
 
     def norm_rows(self, rows: torch.Tensor, gains: tuple[torch.Tensor, torch.Tensor], columns: tuple[int, int], eps: float) -> bool:
         """RMS norms of the first len(gains[0]) columns of each row, and of the following len(gains[1]), over all ranks, in place.
@@ -183,10 +178,9 @@ class PushExchange:
         narrow = rows.dtype in (torch.bfloat16, torch.float16) and rows.is_contiguous()
         if not narrow or any(each % VALUES for each in (width, q, k)) or not 0 < T <= MOST_NORMED or self.limit == 0:
             return False
-        pointers = map(cuda_driver.pointer, (self._state, rows, *gains))
-        vectors = map(cuda_driver.int32, (width // VALUES, q // VALUES, k // VALUES))
-        numbers = map(ctypes.c_float, (1 / columns[0], 1 / columns[1], eps))
-        self._kernel("norm_rows", rows.dtype is torch.bfloat16)(T, (self._ranks, *pointers, *vectors, *numbers), self._pdl)
+        vectors, numbers = (width // VALUES, q // VALUES, k // VALUES), map(ctypes.c_float, (1 / columns[0], 1 / columns[1], eps))
+        kernel = self._kernel("norm_rows", rows.dtype is torch.bfloat16)
+        kernel(T, (self._ranks, self._state, rows, *gains, *vectors, *numbers), self._pdl)
         return True
 
     def largest(
@@ -209,16 +203,14 @@ class PushExchange:
         if tokens is None:
             tokens = torch.empty(count, dtype=torch.int64, device=ids.device)
         assert tokens.is_contiguous() and logits.stride(1) == 1 and count < PACKETS  # noqa: PT018
-        numbers = map(cuda_driver.int32, (count, logits.stride(0), first))
-        pointers = map(cuda_driver.pointer, (self._state, logits, ids, tokens, *(hashed or (None, None))))
-        self._kernel("largest")(-(-(count + 1) // THREADS), (self._ranks, *pointers, *numbers), self._pdl)
+        tensors, numbers = (logits, ids, tokens, *(hashed or (None, None))), (count, logits.stride(0), first)
+        self._kernel("largest")(-(-(count + 1) // THREADS), (self._ranks, self._state, *tensors, *numbers), self._pdl)
         return tokens
 
     def commit(self, hashed: torch.Tensor, tokens: torch.Tensor, lens: torch.Tensor) -> None:
         """Add to the hash int64 [1] the first `lens` int32 [B] tokens of each row of int64 [B, D]."""
         assert tokens.stride(1) == 1 or tokens.shape[1] == 1, "rows must be contiguous"
-        numbers = map(cuda_driver.int32, (tokens.shape[0], tokens.shape[1], tokens.stride(0)))
-        self._kernel("commit")(1, (*map(cuda_driver.pointer, (hashed, tokens, lens.contiguous())), *numbers), self._pdl)
+        self._kernel("commit")(1, (hashed, tokens, lens.contiguous(), *tokens.shape, tokens.stride(0)), self._pdl)
 
     def _kernel(self, name: str, bfloat16: bool = True, defer: bool = False, kind: int = _ONE_SHOT) -> cuda_driver.Kernel:
         return _compiled(name, _Variant(self._rank, self._size, bfloat16, defer and bfloat16, kind, self._pdl))

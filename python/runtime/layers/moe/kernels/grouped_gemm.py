@@ -147,19 +147,17 @@ def _grouped(
     kernel(
         min(items, kernel.clusters_at_once) * config.cluster,
         (
-            cuda_driver.pointer(x) if gated else cuda_driver.tensor_map(x.data_ptr(), (K, len(x)), x.dtype, (depth, config.rows)),
+            x if gated else cuda_driver.tensor_map(x.data_ptr(), (K, len(x)), x.dtype, (depth, config.rows)),
             cuda_driver.tensor_map(weights.weight.data_ptr(), (K, E * N), weights.weight.dtype, (depth, tile // 2)),
             aligned.argument,
             _Scales(
                 *(None if t is None else t.data_ptr() for t in (weights.scale, x_scale, out_scale)),
                 *(N // SCALE_BLOCK, K // SCALE_BLOCK, aligned.tiles * config.rows),
             ),
-            *map(cuda_driver.pointer, (out, weights.bias, routed.weights)),
-            *map(cuda_driver.int32, (N, columns, K, routed.ids.shape[1])),
-            act.argument,
+            out, weights.bias, routed.weights, N, columns, K, routed.ids.shape[1], act.argument,
         ),
         pdl,
-    )
+    )  # fmt: skip
 
 
 class _Scales(ctypes.Structure):

@@ -6,6 +6,8 @@ independent between positions, so one bad position shows as one bad number.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -85,6 +87,14 @@ class AcceptanceCounters:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AcceptanceCounters) and self.stats() == other.stats()
+
+
+def total(num_steps: int, counters: Iterable[AcceptanceCounters]) -> AcceptanceCounters:
+    """The sum of counters that all have K = `num_steps`."""
+    found = AcceptanceCounters(num_steps)
+    for each in counters:
+        found.merge(each)
+    return found
 
 
 def side_by_side(first: AcceptanceCounters, second: AcceptanceCounters) -> str:

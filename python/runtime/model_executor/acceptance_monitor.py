@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from runtime.batch import NO_SAMPLE, EagerSample, StepStats
-from runtime.model_executor.acceptance import AcceptanceCounters
+from runtime.model_executor.acceptance import AcceptanceCounters, total
 from runtime.model_executor.drift_alarm import DriftAlarm, Pairs
 from runtime.model_executor.iteration import Iteration
 from runtime.model_executor.sample_schedule import Samples
@@ -84,10 +84,7 @@ class AcceptanceMonitor:
 
     def counted(self) -> AcceptanceCounters:
         """Acceptance since the start, of graphs and eager runs together."""
-        total = AcceptanceCounters(self._num_steps)
-        total.merge(self._graph)
-        total.merge(self._eager)
-        return total
+        return total(self._num_steps, (self._graph, self._eager))
 
     def stats(self) -> AcceptanceStats | None:
         """Acceptance since the start, by graphs and eager runs; None for a worker without drafts."""

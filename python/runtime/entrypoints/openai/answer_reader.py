@@ -34,7 +34,8 @@ class AnswerReader:
         if self._parser is None:
             deltas: list[Delta] = [Content(update.text)] if update.text else []
             return ChatUpdate(update.index, deltas, update.token_ids, update.logprobs, finish)
-        deltas = self._parser.feed(update.text, update.token_ids)
+        stop_token = finish is not None and isinstance(finish.matched, int)  # has no text, but is among the tokens
+        deltas = self._parser.feed(update.text, update.token_ids[:-1] if stop_token else update.token_ids)
         if finish is not None:
             deltas += self._parser.finish()
         deltas = self._wanted(deltas, last=finish is not None)

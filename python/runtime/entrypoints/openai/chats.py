@@ -102,7 +102,9 @@ class Chats:
         tools = body.tool_request()
         prompt_ids = await self.prompt_ids(body)
         sampling = body.sampling(body.limit, body.min_tokens, self._manager.config.model.default_sampling_params)
-        output = OutputRequest(tools.schemas, sampling.stop, body.separate_reasoning, tools.rule, tools.parallel)
+        output = OutputRequest(
+            tools.schemas, sampling.stop, body.separate_reasoning, tools.rule, tools.parallel, body.continue_final_message
+        )
         grammar_names = body.grammar_names() if tools.rule == "free" else {str(kind): "tools" for kind in GRAMMAR_KINDS}
         try:
             adapted = self._format.adapt(sampling, output, prompt_ids)

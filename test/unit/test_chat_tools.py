@@ -8,10 +8,15 @@ from typing import Any
 
 import openai
 import pytest
+from formats import text_parser
 from front import ScriptedScheduler, front
 from pydantic import TypeAdapter
 
+from runtime.entrypoints.openai.answer_reader import AnswerReader
+from runtime.entrypoints.openai.chat_updates import ChatFinish
 from runtime.entrypoints.openai.protocol import ChatCompletion
+from runtime.managers.messages import Finish, TextOut
+from runtime.managers.telemetry.progress import Progress
 
 TEMPLATE = (
     "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
@@ -152,6 +157,24 @@ def test_a_call_cut_by_the_length_says_length() -> None:
     whole, chunks, _ = ask(CALLS, {"tools": TOOLS, "max_tokens": 60})
     assert whole["choices"][0]["finish_reason"] == "length"
     assert without_ids(whole["choices"][0]["message"]) == without_ids(gathered(chunks))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('<tool_call>{"name": "now", "arguments": {}}\n', "tool_calls"),
+        ('<tool_call>{"name": "get_weather", "arguments": {"city": "B', "stop"),
+        ('<tool_call>{"name": "get_weather", "arguments": {"city": "B"}}</tool_call><tool_call>{"name": "now", "arguments": {', "stop"),
+        ("no call", "stop"),
+    ],
+)
+def test_a_call_cut_by_a_stop_string_says_stop(text: str, reason: Any) -> None:
+    finish = Finish(reason="stop", matched="\n\n")
+    reader = AnswerReader(text_parser("hermes"))
+    pieces = [TextOut(rid="r", text=letter, token_ids=[0], progress=Progress(1)) for letter in text]
+    for piece in pieces:
+        reader.read(piece)
+    assert reader.read(TextOut(rid="r", text="", token_ids=[0], progress=Progress(1), finish=finish)).finish == ChatFinish(reason, "\n\n")
 
 
 def test_one_call_if_not_parallel() -> None:

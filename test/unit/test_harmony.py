@@ -11,7 +11,10 @@ from front import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.entrypoints.openai.answer_reader import AnswerReader
 from runtime.errors import ConfigError
+from runtime.managers.messages import Finish, TextOut
+from runtime.managers.telemetry.progress import Progress
 from runtime.parsers.harmony import HarmonyParser, HarmonyTokens
 from runtime.parsers.output_format import OutputFormat, OutputRequest
 from runtime.sampling_params import SamplingParams
@@ -100,8 +103,11 @@ def test_stop_strings_are_cut_from_the_text() -> None:
 
 def test_plain_text_and_long_headers_are_content() -> None:
     assert answer(encode("plain")) == Answer("plain")
+    assert answer(encode("plain<|return|>")) == Answer("plain")
+    assert answer(encode("plain<|end|><|start|>assistant<|channel|>final<|message|>Yes")) == Answer("plain\nYes")
     assert answer(encode("assistant" * 20)) == Answer("assistant" * 20)
-    assert answer(encode("<|channel|>ana")) == Answer()
+    for cut in ("<|channel|>ana", "assistant", " to=functions.no", f"{THOUGHT} to="):
+        assert answer(encode(cut)).content == ""
 
 
 def test_a_message_of_the_prompt_goes_on() -> None:
@@ -124,6 +130,15 @@ def test_answers_end_at_the_formats_own_tokens() -> None:
     sampling = form.adapt(SamplingParams(stop_token_ids=(5,)), OutputRequest({}), encode(PROMPT))
     assert sampling.stop_token_ids == (5, *encode("<|return|><|call|>"))
     assert form.parser(OutputRequest({}), encode(PROMPT)) is not None
+
+
+def test_a_stop_token_is_not_part_of_the_text() -> None:
+    ids = encode("<|channel|>final<|message|>Yes.")
+    reader = AnswerReader(parser())
+    finish = Finish(reason="stop", matched=ids[-1])
+    update = reader.read(TextOut(rid="r", text="", token_ids=ids, progress=Progress(1), finish=finish))
+    assert Answer.of(list(update.deltas)) == Answer("Yes")
+    assert update.token_ids == ids
 
 
 def test_a_model_without_the_tokens_is_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 from front import IM_START, TEMPLATE, byte_tokenizer
 
 from runtime.config.server_args import ReasoningParserChoice, ToolParserChoice
+from runtime.parsers.deltas import Content, Reasoning
 from runtime.parsers.output_format import OutputFormat, OutputRequest
 from runtime.parsers.registry import HARMONY, THINK_FORMATS, TOOL_FORMATS, pick_think_format, pick_tool_format
 from runtime.sampling_params import SamplingParams
@@ -96,6 +97,16 @@ def test_the_prompt_says_whether_the_model_thinks() -> None:
     assert form.opening([*user, *b"assistant\n"]) == "unknown"
     assert form.opening([*user, *b"assistant\n<think>\n"]) == "open"
     assert form.opening([*user, *b"assistant\n<think>\n\n</think>\n\n"]) == "closed"
+
+
+@pytest.mark.parametrize("name", ["deepseek-r1", "minimax"])
+def test_a_message_that_is_continued_need_not_think(name: str) -> None:
+    form = OutputFormat(byte_tokenizer(), "hermes", name)
+    prompt = [IM_START, *b"assistant\nSo"]
+    for continues, text, delta in ((True, "a", Content("a")), (True, "<think>a", Reasoning("a")), (False, "a", Reasoning("a"))):
+        parser = form.parser(OutputRequest({}, continues=continues), prompt)
+        assert parser is not None
+        assert [*parser.feed(text, []), *parser.finish()] == [delta]
 
 
 def test_mistral_ids_have_nine_letters() -> None:

@@ -18,7 +18,7 @@ FORMATS = sorted(TOOL_FORMATS)
 TWO = [("get_weather", BODY), ("now", {})]
 
 
-def answers(name: str, text: str, thinking: str | None = None, **options: Any) -> Answer:
+def answers(name: str | None, text: str, thinking: str | None = None, **options: Any) -> Answer:
     """The answer to `text`, the same at once, letter by letter, and cut in two at every place."""
     whole = read(text_parser(name, thinking, **options), [text])
     assert read(text_parser(name, thinking, **options), list(text)) == whole
@@ -258,6 +258,16 @@ def test_a_call_ends_thinking() -> None:
     assert kept.reasoning == f"I call.\n{write('hermes', TWO)}"
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma4", "minimax"])
+def test_text_like_a_call_does_not_end_thinking(name: str) -> None:
+    form, calls = THINK_FORMATS[name], {"qwen3": "hermes", "minimax": "minimax-m2"}.get(name, name)
+    for like in (f"A\n{form.ended_by[0]} tag, {form.ended_by[0]}.", f"I may\n{write(calls, [('unknown', {})])}."):
+        for tools in (calls, None):
+            assert answers(tools, f"{form.begin}{like}{form.end}Yes", name) == Answer("Yes", like)
+        called = answers(calls, f"{form.begin}{like}\n{write(calls, [('now', {})])}", name)
+        assert (called.reasoning, called.parsed) == (like, [("now", {})])
+
+
 def test_gemma_thinks_between_calls() -> None:
     text = f"<|channel>thought\na<channel|>{write('gemma4', [('now', {})])}<|channel>thought\nb<channel|>done"
     answer = answers("gemma4", text, "gemma4")
@@ -266,7 +276,14 @@ def test_gemma_thinks_between_calls() -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("<think>\nab\n</think>\n\nyes", 19), ("<think>ab", 9), ("no thought", 0), ("<think>é</think>", 17), ("<think>ab</thi", 14)],
+    [
+        ("<think>\nab\n</think>\n\nyes", 19),
+        ("<think>ab", 9),
+        ("no thought", 0),
+        ("<think>é</think>", 17),
+        ("<think>ab</thi", 14),
+        ("<think><tool_call>a\n<tool_call></think>b", 39),
+    ],
 )
 def test_reasoning_tokens_are_those_inside_the_tags(text: str, count: int) -> None:
     for pieces in ([text], list(text)):

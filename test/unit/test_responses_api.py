@@ -125,6 +125,22 @@ def test_log_probabilities_come_with_the_text() -> None:
     run(check())
 
 
+@pytest.mark.parametrize("bursts", [False, True])
+def test_log_probabilities_are_those_of_the_text_alone(bursts: bool) -> None:
+    async def check() -> None:
+        scheduler = ScriptedScheduler(say=lambda request: "<think>\nHm.</think>\n\nYes.", bursts=bursts)
+        async with front(scheduler, reasoning_parser="qwen3") as f:
+            body = {"input": "hi", "include": ["message.output_text.logprobs"]}
+            whole = (await f.post(PATH, body)).json()["output"]
+            streamed = (await stream(f, body))[-1]["response"]["output"]
+            for output in (whole, streamed):
+                reasoning, message = (item["content"][0] for item in output)
+                assert (reasoning["text"], message["text"]) == ("Hm.", "Yes.")
+                assert [one["token"] for one in message["logprobs"]] == ["Y", "e", "s", ".", "<|im_end|>"]
+
+    run(check())
+
+
 def test_a_failure_in_a_stream_ends_it_with_an_error() -> None:
     async def check() -> None:
         async with front(ScriptedScheduler(fail=3)) as f:

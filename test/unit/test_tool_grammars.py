@@ -256,6 +256,14 @@ def test_a_grammar_waits_for_the_token_that_ends_thinking() -> None:
     assert accepts(sampling.structural_tag or "", "\n\naa")
 
 
+def test_a_grammar_of_a_continued_message_does_not_wait_for_thinking() -> None:
+    form = OutputFormat(byte_tokenizer(more=("<think>", "</think>")), "hermes", "deepseek-r1")
+    sampling = form.adapt(SamplingParams(regex="a+"), OutputRequest({}, continues=True), tokens_of("<|im_start|>assistant\nSo"))
+    assert sampling.grammar_after == ()
+    assert accepts(sampling.structural_tag or "", "aa")
+    assert not accepts(sampling.structural_tag or "", "b</think>aa")
+
+
 def test_text_of_a_schema_or_calls() -> None:
     sampling = adapted("hermes", sampling=SamplingParams(json_schema='{"type": "object"}'), rule="free")
     grammar = sampling.structural_tag or ""

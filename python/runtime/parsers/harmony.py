@@ -20,6 +20,7 @@ ROLE = "assistant"
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"to=functions\.([^\s<]+)")
 _RECIPIENT = re.compile(r"to=[^\s<]+")
+_CUT_HEADER = re.compile(r"\s*(assistant)?\s*(to=\S*)?\s*")
 Kind = Literal["content", "reasoning", "call"]
 
 
@@ -115,12 +116,7 @@ class HarmonyParser:
 
     def finish(self) -> list[Delta]:
         """See `OutputParser`."""
-        header = self._header
-        if header is not None and self._spelled.keys().isdisjoint(header) and (text := self._plain(header)) not in ("", ROLE):
-            self._open("content")
-            self._show(text)
-        if self._header is None:
-            self._close()
+        self._end()
         return self._reader.take_deltas()
 
     # ---- messages
@@ -137,13 +133,25 @@ class HarmonyParser:
         elif token == tokens.message:
             self._read_header(self._plain(self._header))
         elif token in (tokens.start, tokens.end, *tokens.stops):
+            self._end()
             self._header = []
         else:
             self._header.append(token)
             if len(self._header) > MAX_HEADER:
-                text = self._plain(self._header)
-                self._open("content")
-                self._show(text)
+                self._show_plain(self._header)
+
+    def _end(self) -> None:
+        """End the message or the header. A header without control tokens is plain text, unless it only names role and recipient."""
+        header = self._header
+        if header is not None and self._spelled.keys().isdisjoint(header) and not _CUT_HEADER.fullmatch(self._plain(header)):
+            self._show_plain(header)
+        if self._header is None:
+            self._close()
+
+    def _show_plain(self, header: Sequence[int]) -> None:
+        """Emit what was read as a header as content."""
+        self._open("content")
+        self._show(self._plain(header))
 
     def _read_header(self, header: str) -> None:
         channel, function = _CHANNEL.search(header), _FUNCTION.search(header)

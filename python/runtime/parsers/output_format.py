@@ -41,6 +41,7 @@ class OutputRequest:
         separate: whether thinking is emitted as reasoning; otherwise it stays in the content.
         rule: how strictly the grammar constrains calls.
         parallel: whether the answer may have several calls.
+        continues: whether the output continues a message of the prompt, which then determines whether the model thinks.
     """
 
     tools: Schemas
@@ -48,6 +49,7 @@ class OutputRequest:
     separate: bool = True
     rule: CallRule = "free"
     parallel: bool = True
+    continues: bool = False
 
 
 class OutputFormat:
@@ -105,15 +107,13 @@ class OutputFormat:
             return _constrain_harmony(sampling, request)
         calls = self._calls.grammar(request.tools) if self._calls is not None and request.tools else None
         part = answer_part(sampling.grammar, calls, request.rule, request.parallel, lambda text: text)
-        return self._after_thinking(sampling, part, bool(calls), prompt_ids)
+        return sampling if part is None else self._after_thinking(sampling, part, request, prompt_ids)
 
-    def _after_thinking(self, sampling: SamplingParams, part: Part | None, calls: bool, prompt_ids: Sequence[int]) -> SamplingParams:
+    def _after_thinking(self, sampling: SamplingParams, part: Part, request: OutputRequest, prompt_ids: Sequence[int]) -> SamplingParams:
         """`sampling` with its grammar, or `part` instead, starting after the thinking."""
-        thinking, opening = self._thinking, self.opening(prompt_ids)
-        if part is None:
-            return sampling
+        thinking, opening = self._thinking_for(request), self.opening(prompt_ids)
         if thinking is None or opening == "closed":
-            return with_part(sampling, part) if calls else sampling
+            return with_part(sampling, part) if request.tools else sampling
         if opening != "open" and not thinking.forced:
             return with_part(sampling, after_thinking(part, thinking.begin, thinking.end))
         end = self._tokenizer.token_id(thinking.end)
@@ -129,13 +129,17 @@ class OutputFormat:
         calls = self._calls if request.tools else None
         if calls is None and self._thinking is None:
             return None
-        thinking = self._thinking and replace(self._thinking, separate=request.separate)
+        thinking = self._thinking_for(request)
         hidden = self._tokenizer.special_ids.difference(self.shown_ids(request))
 
         def token_bytes(token: int) -> int:
             return 0 if token in hidden else len(self._tokenizer.token_bytes(token))
 
         return TextParser(thinking, calls, request.tools, self.opening(prompt_ids), self._new_id, token_bytes)
+
+    def _thinking_for(self, request: OutputRequest) -> ThinkFormat | None:
+        thinking = self._thinking
+        return thinking and replace(thinking, separate=request.separate, forced=thinking.forced and not request.continues)
 
     def opening(self, prompt_ids: Sequence[int]) -> Opening:
         """Whether the prompt ends inside thinking, from the text after its last control token that is not a thinking tag."""

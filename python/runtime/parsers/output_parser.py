@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Protocol
 
 from runtime.parsers.calls import ToolFormat
 from runtime.parsers.deltas import Delta
-from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
+from runtime.parsers.reader import WHITE, Malformed, Out, Reader, Steps
 from runtime.parsers.thinking import Opening, ThinkFormat
 
 
@@ -54,7 +55,8 @@ class TextParser:
         new_id: Callable[[], str],
         token_bytes: Callable[[int], int],
     ) -> None:
-        self._thinking, self._calls = thinking, calls
+        self._thinking = thinking if thinking is None or calls is not None else replace(thinking, ended_by=())
+        self._calls = calls
         self._reader = Reader(tools, new_id)
         self._token_bytes = token_bytes
         self._ids: list[int] = []
@@ -94,25 +96,36 @@ class TextParser:
     def _read(self, opening: Opening) -> Steps[None]:
         reader, thinking, calls = self._reader, self._thinking, self._calls
         if thinking is not None:
-            yield from thinking.read_first(reader, opening)
+            yield from self._read_thinking(thinking, thinking.read_first(reader, opening))
         later = (thinking.begin,) if thinking is not None and thinking.anywhere else ()
         tags = (*later, *(calls.begins if calls is not None else ()))
         while tag := (yield from reader.read_until(tags, self._content, WHITE if tags else "")):
             if thinking is not None and tag in later:
                 yield from reader.skip(tag)
-                yield from thinking.read(reader)
+                yield from self._read_thinking(thinking, thinking.read(reader))
             elif calls is not None:
-                yield from self._read_calls(calls)
+                yield from self._read_calls(calls, reader.content)
 
-    def _read_calls(self, calls: ToolFormat) -> Steps[None]:
-        """Read calls, or emit text that only looks like a call as content."""
+    def _read_thinking(self, thinking: ThinkFormat, reading: Steps[str | None]) -> Steps[None]:
+        """Read thinking and the calls that end it; text that only looks like a call does not end it."""
+        before = self._reader.calls
+        while (yield from reading) in thinking.ended_by and self._calls is not None:
+            yield from self._read_calls(self._calls, thinking.out(self._reader))
+            if self._reader.calls > before:
+                return
+            self._reader.resume_thought()
+            reading = thinking.read_rest(self._reader)
+
+    def _read_calls(self, calls: ToolFormat, out: Out) -> Steps[None]:
+        """Read calls, or pass text that only looks like a call to `out`; after the start of a call it is content."""
         reader = self._reader
-        start = reader.base + reader.pos
+        start, before = reader.base + reader.pos, reader.calls
         try:
             yield from calls.read(reader)
         except Malformed:
             reader.pos = max(reader.pos, start - reader.base + 1)
-            reader.emit_as_content()
+            shown = reader.content if reader.calls > before else out
+            shown(reader.text[reader.done : reader.pos])
 
     def _content(self, text: str) -> None:
         if self._reader.ended and self._reader.calls and text.isspace():

@@ -84,6 +84,10 @@ class Reader:
         """Record that thinking ends at `pos`."""
         self.thoughts[-1] = (self.thoughts[-1][0], self.base + self.pos)
 
+    def resume_thought(self) -> None:
+        """Record that thinking did not end."""
+        self.thoughts[-1] = (self.thoughts[-1][0], None)
+
     def start_call(self, name: str) -> None:
         """Emit the start of a call. Raises `Malformed` if there is no such function."""
         if name not in self.tools:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.parsers.reader import WHITE, Reader, Steps
+from runtime.parsers.reader import WHITE, Out, Reader, Steps
 
 Opening = Literal["open", "closed", "unknown"]
 """Whether the output begins inside thinking, outside thinking, or the prompt does not determine it."""
@@ -19,7 +19,7 @@ class ThinkFormat:
         begin, end: the tags.
         forced: whether the output begins inside thinking if the prompt does not determine it.
         anywhere: whether thinking may begin in the middle of the answer.
-        ended_by: tags of tool calls that also end thinking.
+        ended_by: tags of tool calls, which also end thinking.
         separate: whether thinking is emitted as reasoning; otherwise it stays in the content, with its tags.
     """
 
@@ -40,29 +40,39 @@ class ThinkFormat:
         begun, ended = prompt_end.rfind(self.begin.strip()), prompt_end.rfind(self.end)
         return "unknown" if begun < 0 and ended < 0 else "open" if begun > ended else "closed"
 
-    def read_first(self, reader: Reader, opening: Opening) -> Steps[None]:
-        """Read the thinking at the beginning of the output, if there is any."""
+    def read_first(self, reader: Reader, opening: Opening) -> Steps[str | None]:
+        """Read the thinking at the beginning of the output, if there is any; returns the tag that ended it."""
         if opening == "closed":
-            return
+            return None
         start = reader.pos
         yield from reader.skip_all(WHITE)
         begun = yield from reader.skip(self.begin)
         if not begun:
             reader.pos = start
-        if begun or opening == "open" or self.forced:
-            yield from self.read(reader)
+        return (yield from self.read(reader)) if begun or opening == "open" or self.forced else None
 
-    def read(self, reader: Reader) -> Steps[None]:
-        """Read thinking whose opening tag was read. Line breaks at its edges and before the answer are not emitted."""
+    def read(self, reader: Reader) -> Steps[str | None]:
+        """Read thinking whose opening tag was read; returns the tag that ended it. A tag of `ended_by` is not read.
+
+        Line breaks at the edges and before the answer are not emitted.
+        """
         reader.begin_thought()
         yield from self._read_edge(reader)
-        out, trim = (reader.reasoning, "\n") if self.separate else (reader.content, "")
-        tag = yield from reader.read_until((self.end, *self.ended_by), out, trim)
-        if tag == self.end:
-            yield from reader.skip(self.end)
+        return (yield from self.read_rest(reader))
+
+    def read_rest(self, reader: Reader) -> Steps[str | None]:
+        """Read begun thinking; see `read`."""
+        tag = yield from reader.read_until((self.end, *self.ended_by), self.out(reader), "\n" if self.separate else "")
+        yield from reader.skip(self.end)
         if tag:
             reader.end_thought()
+        if tag == self.end:
             yield from self._read_edge(reader)
+        return tag
+
+    def out(self, reader: Reader) -> Out:
+        """Emits text of the thinking."""
+        return reader.reasoning if self.separate else reader.content
 
     def _read_edge(self, reader: Reader) -> Steps[None]:
         if self.separate:

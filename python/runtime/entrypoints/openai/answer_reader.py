@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
 from runtime.managers.messages import TextOut
 from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning, joined
@@ -21,7 +23,7 @@ class AnswerReader:
         self._parser = parser
         self._parallel, self._stream_reasoning = parallel, stream_reasoning
         self._held: list[Delta] = []
-        self._called = False
+        self._arguments: list[str] | None = None  # of the latest call
 
     @property
     def reasoning_tokens(self) -> int:
@@ -34,19 +36,34 @@ class AnswerReader:
         if self._parser is None:
             deltas: list[Delta] = [Content(update.text)] if update.text else []
             return ChatUpdate(update.index, deltas, update.token_ids, update.logprobs, finish)
-        deltas = self._parser.feed(update.text, update.token_ids)
+        stop_token = finish is not None and isinstance(finish.matched, int)  # has no text, but is among the tokens
+        deltas = self._parser.feed(update.text, update.token_ids[:-1] if stop_token else update.token_ids)
         if finish is not None:
             deltas += self._parser.finish()
         deltas = self._wanted(deltas, last=finish is not None)
-        if finish is not None and finish.reason == "stop" and self._called:
+        if finish is not None and finish.reason == "stop" and self._has_calls(finish):
             finish = ChatFinish("tool_calls", finish.matched)
         return ChatUpdate(update.index, deltas, update.token_ids, update.logprobs, finish)
+
+    def _has_calls(self, finish: ChatFinish) -> bool:
+        """Whether the answer has calls that no stop string cut off."""
+        if self._arguments is None or not isinstance(finish.matched, str):
+            return self._arguments is not None
+        try:
+            msgspec.json.decode("".join(self._arguments), type=msgspec.Raw)
+        except msgspec.DecodeError:
+            return False
+        return True
 
     def _wanted(self, deltas: list[Delta], last: bool) -> list[Delta]:
         """The deltas that the request asked for."""
         if not self._parallel:
             deltas = [delta for delta in deltas if not (isinstance(delta, (CallStart, CallArguments)) and delta.call > 0)]
-        self._called = self._called or any(isinstance(delta, CallStart) for delta in deltas)
+        for delta in deltas:
+            if isinstance(delta, CallStart):
+                self._arguments = []
+            elif isinstance(delta, CallArguments) and self._arguments is not None:
+                self._arguments.append(delta.text)
         if self._stream_reasoning:
             return joined(deltas) if len(deltas) > 1 else deltas
         self._held += deltas

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from runtime.entrypoints.generations import Call, Generations
 from runtime.entrypoints.openai.answer_reader import AnswerReader
 from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatUpdate
 from runtime.entrypoints.openai.messages import rendered_messages
 from runtime.entrypoints.openai.protocol import ChatBody
+from runtime.entrypoints.openai.token_splitter import TokenSplitter
 from runtime.entrypoints.openai.usage import TokenCounts, UsageCounter
 from runtime.errors import FieldNeedsFlag, GrammarError
 from runtime.managers.generation import RequestOptions
@@ -20,6 +22,7 @@ from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.parsers.output_format import OutputFormat, OutputRequest
 from runtime.parsers.registry import pick_think_format, pick_tool_format
 from runtime.sampling_params import GRAMMAR_KINDS
+from runtime.text.decode_stream import PROMPT_TAIL
 from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -33,11 +36,13 @@ class Chat:
         prompt_ids: the token ids of the rendered conversation.
     """
 
-    def __init__(self, name: str, group: Generations, readers: list[AnswerReader], *, thinks: bool) -> None:
+    def __init__(
+        self, name: str, group: Generations, readers: list[AnswerReader], *, thinks: bool, splitters: Sequence[TokenSplitter] = ()
+    ) -> None:
         self.name = name
         self.prompt_ids = group.each[0].prompt_ids
         self._group = group
-        self._readers = readers
+        self._readers, self._splitters = readers, splitters
         self._thinks = thinks
         self._counter = UsageCounter(group)
 
@@ -61,7 +66,9 @@ class Chat:
         async with aclosing(self._group.updates()) as updates:
             async for prompt, update in updates:
                 self._counter.add(prompt, update)
-                yield self._readers[update.index].read(update)
+                parts = self._splitters[update.index].split(update) if self._splitters else (update,)
+                for part in parts:
+                    yield self._readers[update.index].read(part)
 
     async def answers(self) -> list[ChatAnswer]:
         """Return the complete answers, once all have ended."""
@@ -84,8 +91,8 @@ class Chats:
         self._tokenizer = tokenizer
         self._format = output_format(manager, tokenizer)
 
-    async def start(self, body: ChatBody) -> Chat:
-        """Render a conversation and start its answers.
+    async def start(self, body: ChatBody, *, by_token: bool = False) -> Chat:
+        """Render a conversation and start its answers. With `by_token`, each of their updates has one token.
 
         Raises:
             RequestError: a field is out of bounds, or the conversation is too long.
@@ -95,7 +102,9 @@ class Chats:
         tools = body.tool_request()
         prompt_ids = await self.prompt_ids(body)
         sampling = body.sampling(body.limit, body.min_tokens, self._manager.config.model.default_sampling_params)
-        output = OutputRequest(tools.schemas, sampling.stop, body.separate_reasoning, tools.rule, tools.parallel)
+        output = OutputRequest(
+            tools.schemas, sampling.stop, body.separate_reasoning, tools.rule, tools.parallel, body.continue_final_message
+        )
         grammar_names = body.grammar_names() if tools.rule == "free" else {str(kind): "tools" for kind in GRAMMAR_KINDS}
         try:
             adapted = self._format.adapt(sampling, output, prompt_ids)
@@ -122,7 +131,10 @@ class Chats:
         parsers = [self._format.parser(output, prompt_ids) for _ in range(body.n)]
         readers = [AnswerReader(parser, tools.parallel, body.stream_reasoning) for parser in parsers]
         group = await Generations.start(self._manager, call)
-        return Chat(name, group, readers, thinks=self._format.thinks)
+        tail = prompt_ids[-PROMPT_TAIL:] if body.continue_final_message else []
+        stream = partial(self._tokenizer.stream, adapted.skip_special_tokens, tail, adapted.shown_token_ids)
+        splitters = [TokenSplitter(stream(), sampling.stop) for _ in range(body.n)] if by_token else []
+        return Chat(name, group, readers, thinks=self._format.thinks, splitters=splitters)
 
     async def prompt_ids(self, body: ChatBody, *, any_length: bool = False) -> list[int]:
         """Token ids of the conversation and of the start of an answer. With `any_length` they may exceed the context."""

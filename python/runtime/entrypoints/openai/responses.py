@@ -134,7 +134,7 @@ class ResponseApi:
     async def _start_chat(self, body: ResponseBody, conversation: Sequence[InputItem]) -> tuple[Chat, ChatBody]:
         chat_body = self._conversion.body(chat_fields(body, conversation))
         try:
-            return await self._chats.start(chat_body), chat_body
+            return await self._chats.start(chat_body, by_token=chat_body.logprobs), chat_body
         except ContextTooLong:
             droppable = sum(item.role not in SYSTEM_ROLES for item in conversation) - 1  # the last one stays
             if body.truncation != "auto" or droppable < 1:
@@ -145,7 +145,7 @@ class ResponseApi:
             chat_body = self._conversion.body(chat_fields(body, without_oldest(conversation, middle)))
             low, high = (low, middle) if await self._fits(chat_body) else (middle + 1, high)
         chat_body = self._conversion.body(chat_fields(body, without_oldest(conversation, low)))
-        return await self._chats.start(chat_body), chat_body
+        return await self._chats.start(chat_body, by_token=chat_body.logprobs), chat_body
 
     async def _fits(self, chat_body: ChatBody) -> bool:
         try:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -35,10 +35,22 @@ def prometheus(path: str, target: int, folder: Path) -> Iterator[str]:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([path, *flags], stdout=log, stderr=subprocess.STDOUT)
     try:
+        wait_until_ready(f"http://{address}")
         yield f"http://{address}"
     finally:
         process.kill()
         process.wait()
+
+
+def wait_until_ready(url: str) -> None:
+    """Until Prometheus answers queries: at first it refuses connections, then it answers 503."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/-/ready", verify=False).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError("Prometheus is not ready")
 
 
 def queries() -> list[str]:
@@ -65,8 +77,5 @@ def test_every_query_of_the_board_has_data(tmp_path: Path) -> None:
         while missing and time.monotonic() < deadline:
             for _ in range(4):
                 httpx.post(f"http://127.0.0.1:{server.port}/v1/completions", json=BODY, verify=False).raise_for_status()
-            try:
-                missing = [query for query in missing if not values(url, query)]
-            except httpx.TransportError:
-                time.sleep(0.2)  # Prometheus is starting
+            missing = [query for query in missing if not values(url, query)]
     assert missing == []

@@ -137,13 +137,14 @@ class CudaGroup:
             log.warning("custom all-reduce disabled: results differ from NCCL")
             return None
         self._time(fused, device)
+        fused.wait_at_most(LONGEST_PAUSE)  # processes may be paused; a rank that is gone or hangs is detected by its heartbeats
         return fused
 
     def _is_right(self, fused: PushExchange, device: torch.device) -> bool:
         """Whether sums, tokens and hashes equal those of NCCL and torch."""
 
         right = True
-        for rows, one_shot_limit in itertools.product(CHECKED_ROWS, (sys.maxsize, 0)):
+        for rows, one_shot_limit in itertools.product(CHECKED_ROWS, fused.shot_limits):
             fused.one_shot_limit = one_shot_limit
             x = torch.randn((rows, COLUMNS), generator=_seeded(device, self.rank), device=device).to(torch.bfloat16)
             h = torch.randn((rows, COLUMNS), generator=_seeded(device, 99), device=device)
@@ -186,15 +187,15 @@ class CudaGroup:
             x = torch.zeros((rows, COLUMNS), dtype=torch.bfloat16, device=device)
             h = torch.zeros((rows, COLUMNS), device=device)
             own = list[float]()
-            for fused.one_shot_limit in (sys.maxsize, 0):
+            for shot_limit in fused.shot_limits:
+                fused.one_shot_limit = shot_limit
                 own.append(self._micros(lambda x=x, h=h: fused.add(x, h)))
             nccl = self._micros(lambda x=x, h=h: h.add_(self.all_reduce(x)))
             self.exchange_micros[str(x.nbytes)] = f"{min(own):.1f} / {nccl:.1f}"
-            one_shot_limit = x.nbytes if own[0] <= own[1] else one_shot_limit
+            one_shot_limit = x.nbytes if own[0] == min(own) else one_shot_limit
             if min(own) < nccl:
                 limit = x.nbytes if rows < TIMED_ROWS[-1] else sys.maxsize
         fused.limit, fused.one_shot_limit = limit, one_shot_limit
-        fused.wait_at_most(LONGEST_PAUSE)  # processes may be paused; a rank that is gone or hangs is detected by its heartbeats
         log.info(
             "all-reduce over %d ranks, microseconds by bytes, custom / NCCL: %s; in one shot up to %d bytes",
             *(self.size, self.exchange_micros, one_shot_limit),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from functools import cache
 from pathlib import Path
 
 from starlette.responses import HTMLResponse, Response
@@ -14,6 +15,13 @@ FILE = Path(__file__).with_name("index.html")
 
 def chat_page() -> Response:
     """index.html with its headers."""
+    html, headers = _page()
+    return HTMLResponse(html, headers=headers)
+
+
+@cache
+def _page() -> tuple[str, dict[str, str]]:
+    """The text and the headers, read and hashed once."""
     html = FILE.read_text(encoding="utf-8")
     policy = {
         "default-src": "'none'",
@@ -25,13 +33,12 @@ def chat_page() -> Response:
         "form-action": "'none'",
         "frame-ancestors": "'none'",
     }
-    headers = {
+    return html, {
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "no-cache",
     }
-    return HTMLResponse(html, headers=headers)
 
 
 def _hashes(html: str, tag: str) -> str:

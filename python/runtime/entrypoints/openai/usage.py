@@ -30,14 +30,14 @@ class TokenCounts:
     def usage(self, body: OpenAIBody | None = None) -> dict[str, Any]:
         """The counts as OpenAI's `usage`, with `speculative` if `body` requests it."""
         thought, told = self.reasoning_tokens, body is not None and body.return_spec_tokens_details and self.spec
-        spec = reduce(SpecStats.plus, self.spec, SpecStats())
+        spec = reduce(SpecStats.plus, self.spec, SpecStats()) if told else None
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             **({} if thought is None else {"completion_tokens_details": {"reasoning_tokens": thought}}),
-            **({"speculative": SpeculativeUsage.model_validate(spec).model_dump()} if told else {}),
+            **({} if spec is None else {"speculative": SpeculativeUsage.model_validate(spec).model_dump()}),
         }
 
     def extension(self, body: OpenAIBody) -> dict[str, Any]:

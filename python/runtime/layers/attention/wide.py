@@ -82,10 +82,10 @@ class WideAttention(AttentionBackend):
         else:
             keys, queries, split = *plan, None
         if split is None:
-            return wide_prefill(q, k_cache, v_cache, keys, queries, layer.scale, layer.window).flatten(1)
-        return split_attention(q, k_cache, v_cache, keys, split, self._workspace, layer.scale, window=layer.window, pdl=self._pdl).flatten(
-            1
-        )
+            out = wide_prefill(q, k_cache, v_cache, keys, queries, layer.scale, layer.window)
+        else:
+            out = split_attention(q, k_cache, v_cache, keys, split, self._workspace, layer.scale, window=layer.window, pdl=self._pdl)
+        return out.flatten(1)
 
     # ---- planning
 

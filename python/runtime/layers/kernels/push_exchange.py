@@ -76,6 +76,7 @@ class PushExchange:
     which sends the sum, rounded to 16 bits, to all others. That is less traffic with more than two ranks, but a second trip.
 
     Attributes:
+        shot_limits: the values of `one_shot_limit` worth trying: always one shot, and with more than two ranks never.
         limit: maximum bytes of an array that `fits`; set once, after timing; 0 if NCCL is faster for all sizes.
         one_shot_limit: maximum bytes of an array that is added in one shot; set once, after timing.
     """
@@ -87,10 +88,12 @@ class PushExchange:
         inboxes = Inboxes(group)
         addresses = (ctypes.c_uint64 * group.size)(*inboxes.addresses)
         self._ranks = _ranks_struct(group.size)(addresses, PACKETS, TILES, CHECK_SECONDS * NANOSECONDS)
+        self.shot_limits = (sys.maxsize, 0) if group.size > 2 else (sys.maxsize,)
         self.limit = self.one_shot_limit = sys.maxsize
+        kinds = (_ONE_SHOT, _SCATTERED, _TWO_SHOT) if group.size > 2 else (_ONE_SHOT, _SCATTERED)
         for dtype in (torch.bfloat16, torch.float16):
             for defer in (False, True):
-                for kind in (_ONE_SHOT, _TWO_SHOT, _SCATTERED):
+                for kind in kinds:
                     self._kernel("reduce_add", dtype is torch.bfloat16, defer, kind)
             for name in ("norm_rows", "scatter_sum"):
                 self._kernel(name, dtype is torch.bfloat16)

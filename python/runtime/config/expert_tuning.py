@@ -106,7 +106,7 @@ H200_EXPERTS = ExpertTuning(
         ),
     },
     most_streamed={"dense": 64, "fp8": 64, "mxfp4": 256},
-    wgmma={"dense": (2048, WgmmaExpertsConfig(128, 256, 256, 2)), "fp8": (2048, WgmmaExpertsConfig(128, 256, 256, 2))},
+    wgmma={"dense": (256, WgmmaExpertsConfig(128, 256, 256, 2)), "fp8": (513, WgmmaExpertsConfig(128, 256, 256, 2))},
     widened={"fp8": ((64, 0), (256, 32), (512, 48), (1 << 30, 0)), "mxfp4": ((96, 0), (192, 32), (384, 48), (1 << 30, 128))},
 )
 

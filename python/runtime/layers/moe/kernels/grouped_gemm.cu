@@ -277,10 +277,12 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
         for (int i = first; i < work.count; i += step) {
             const Item item = work.item(i, work.entry(i));
             u32 from[COPIES];
+            bool in[COPIES];  // rows past the last pair read as zeros, which cost no traffic and little power
 #pragma unroll
             for (int r = 0; r < COPIES; r++) {
                 const int at = row + r * STRIDE;
-                from[r] = (u32)(at < item.rows ? tiles.pairs[item.tile * ROWS + at] / top_k : 0) * limit + piece;
+                in[r] = at < item.rows;
+                from[r] = (u32)(in[r] ? tiles.pairs[item.tile * ROWS + at] / top_k : 0) * limit + piece;
             }
             for (int s = 0; s < steps; s++, ring.next()) {
                 ring.wait_empty();
@@ -292,7 +294,7 @@ grouped_gemm(const __grid_constant__ TensorMap x_map,
 #pragma unroll
                 for (int r = 0; r < COPIES; r++) {
                     const u32 at = to + ring.stage * STAGE_BYTES + r * STRIDE * ROW_BYTES;
-                    copy16<128>(at, (const uint4*)x + (inside ? from[r] + s * 8 : 0), inside);
+                    copy16<128>(at, (const uint4*)x + (inside ? from[r] + s * 8 : 0), inside && in[r]);
                 }
                 barrier_arrive_after_copies(ring.full_here());
             }

@@ -171,7 +171,6 @@ class HarmonyParser:
             self._emit("\n")
 
     def _close(self) -> None:
-        self._show(self._decoder.finish())
         self._emit(self._stops.flush() if self._stops.matched is None else "")
         if self._call is not None:
             self._reader.ended = True

@@ -146,8 +146,7 @@ class Choice:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    logprobs: TokenLogprobs = field(default_factory=TokenLogprobs)
     prompt_logprobs: TokenLogprobs | None = None
     last: TextOut | None = None
 
@@ -156,8 +155,7 @@ class Choice:
         self.text += update.text
         self.token_ids.extend(update.token_ids)
         if update.logprobs is not None:
-            self.logprobs.extend(update.logprobs.chosen)
-            self.top.extend(update.logprobs.top)
+            self.logprobs.extend(update.logprobs)
         self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
         self.last = update
 
@@ -173,5 +171,5 @@ class Choice:
     @property
     def mean_logprob(self) -> float:
         """The score that ranks the candidates of `best_of`."""
-        known = [value for value in self.logprobs if value is not None]
+        known = [value for value in self.logprobs.chosen if value is not None]
         return sum(known) / len(known) if known else float("-inf")

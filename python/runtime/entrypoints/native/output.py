@@ -11,6 +11,7 @@ from runtime.entrypoints.generations import Choice, Generations
 from runtime.entrypoints.native.meta_info import meta_info
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
+from runtime.managers.messages import TokenLogprobs
 from runtime.text.tokenizer import Tokenizer
 
 
@@ -40,14 +41,14 @@ class Outputs:
         if choice.last.finish is not None:
             meta["e2e_latency"] = time.monotonic() - self.began
         if asked.top >= 0:
-            meta["output_token_logprobs"] = self._triples(choice.token_ids, choice.logprobs)
-            known, start = choice.prompt_logprobs if asked.start >= 0 else None, asked.start
-            chosen, top = aligned(len(generation.prompt_ids), known.chosen, known.top) if known is not None else ([], [])
-            if known is not None:
-                meta["input_token_logprobs"] = self._triples(generation.prompt_ids[start:], chosen[start:])
+            meta["output_token_logprobs"] = self._triples(choice.token_ids, choice.logprobs.chosen)
+            known, start = TokenLogprobs(), max(asked.start, 0)
+            if choice.prompt_logprobs is not None and asked.start >= 0:
+                known = aligned(len(generation.prompt_ids), choice.prompt_logprobs)
+                meta["input_token_logprobs"] = self._triples(generation.prompt_ids[start:], known.chosen[start:])
             if asked.top > 0:
-                meta["output_top_logprobs"] = [self._top(each[: asked.top]) for each in choice.top]
-                meta["input_top_logprobs"] = [self._top(each[: asked.top]) or None for each in top[max(start, 0) :]]
+                meta["output_top_logprobs"] = [self._top(each[: asked.top]) for each in choice.logprobs.top]
+                meta["input_top_logprobs"] = [self._top(each[: asked.top]) or None for each in known.top[start:]]
         return {"text": choice.text, "output_ids": list(choice.token_ids), "meta_info": meta}
 
     def cells(self, prompt: int, choice: Choice) -> int:

@@ -14,9 +14,10 @@ from runtime.entrypoints.http.sse import EventStream, until_gone
 from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatFinish, ChatUpdate
 from runtime.entrypoints.openai.chats import Chat, Chats
 from runtime.entrypoints.openai.chunks import Chunks
-from runtime.entrypoints.openai.logprobs import Top, chat_logprobs
+from runtime.entrypoints.openai.logprobs import chat_logprobs
 from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.served_model import ServedModel
+from runtime.managers.messages import TokenLogprobs
 from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from runtime.text.tokenizer import Tokenizer
 
@@ -56,14 +57,14 @@ class ChatApi:
         shown: Json = {
             "index": index,
             "message": _message(answer, older=bool(body.functions)),
-            "logprobs": self._logprobs(body, answer.token_ids, answer.logprobs, answer.top),
+            "logprobs": self._logprobs(body, answer.token_ids, answer.logprobs),
             "finish_reason": _reason(answer.finish, older=bool(body.functions)),
             "matched_stop": answer.finish.matched,
         }
         return {**shown, "token_ids": answer.token_ids} if body.return_token_ids else shown
 
-    def _logprobs(self, body: ChatBody, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top]) -> Json | None:
-        return chat_logprobs(self._tokenizer, ids, chosen, top, body.top) if body.logprobs else None
+    def _logprobs(self, body: ChatBody, ids: Sequence[int], logprobs: TokenLogprobs | None) -> Json | None:
+        return chat_logprobs(self._tokenizer, ids, logprobs, body.top) if logprobs is not None and body.logprobs else None
 
     # ---- streams
 
@@ -90,8 +91,7 @@ class ChatApi:
             deltas.append({})
         shown: list[Json] = [{"index": update.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
         if shown:
-            logprobs = update.logprobs
-            shown[0]["logprobs"] = logprobs and self._logprobs(body, update.token_ids, logprobs.chosen, logprobs.top)
+            shown[0]["logprobs"] = self._logprobs(body, update.token_ids, update.logprobs)
             if update.finish is not None:
                 shown[-1].update(finish_reason=_reason(update.finish, older), matched_stop=update.finish.matched)
             if body.return_token_ids:

@@ -57,8 +57,7 @@ class ChatAnswer:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    logprobs: TokenLogprobs = field(default_factory=TokenLogprobs)
     finish: ChatFinish | None = None
 
     def add(self, update: ChatUpdate) -> None:
@@ -75,6 +74,5 @@ class ChatAnswer:
                     self.calls[call].arguments += text
         self.token_ids.extend(update.token_ids)
         if update.logprobs is not None:
-            self.logprobs.extend(update.logprobs.chosen)
-            self.top.extend(update.logprobs.top)
+            self.logprobs.extend(update.logprobs)
         self.finish = update.finish or self.finish

@@ -15,12 +15,12 @@ from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import EventStream, until_gone
 from runtime.entrypoints.openai.chunks import Chunks
-from runtime.entrypoints.openai.logprobs import CompletionLogprobs, EchoedPrompt, Top, aligned
+from runtime.entrypoints.openai.logprobs import CompletionLogprobs, aligned, prompt_offsets
 from runtime.entrypoints.openai.protocol import CompletionBody
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.openai.usage import UsageCounter
 from runtime.managers.generation import Generation, RequestOptions
-from runtime.managers.messages import TextOut
+from runtime.managers.messages import TextOut, TokenLogprobs
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingDefaults
 from runtime.text.decode_stream import PROMPT_TAIL
@@ -34,11 +34,7 @@ class _Piece(NamedTuple):
 
     text: str
     ids: Sequence[int]
-    chosen: Sequence[float | None]
-    top: Sequence[Top]
-
-
-_NOTHING = _Piece("", [], [], [])
+    logprobs: TokenLogprobs
 
 
 class CompletionApi:
@@ -80,7 +76,7 @@ class CompletionApi:
 
     def _choice(self, body: CompletionBody, prompt: int, generation: Generation, choice: Choice, index: int) -> Json:
         assert choice.last is not None
-        piece = _Piece(choice.text, choice.token_ids, choice.logprobs, choice.top)
+        piece = _Piece(choice.text, choice.token_ids, choice.logprobs)
         piece = self._visible(body, prompt, generation, choice.last, piece, first=True)
         logprobs = self._logprobs(body, prompt, generation)
         return _shown(body, index, piece, logprobs, choice.last, generation.prompt_ids)
@@ -108,8 +104,7 @@ class CompletionApi:
         first = index not in logprobs
         if first:
             logprobs[index] = self._logprobs(body, prompt, generation)
-        chosen, top = (update.logprobs.chosen, update.logprobs.top) if update.logprobs else ([], [])
-        piece = _Piece(update.text, update.token_ids, chosen, top)
+        piece = _Piece(update.text, update.token_ids, update.logprobs or TokenLogprobs())
         piece = self._visible(body, prompt, generation, update, piece, first=first)
         if not piece.text and update.finish is None and not (piece.ids and (body.return_token_ids or body.top >= 0)):
             return None
@@ -123,22 +118,21 @@ class CompletionApi:
             return CompletionLogprobs(self._tokenizer, body.top, output)
         # The BOS token that the tokenizer adds is not part of the text.
         begins = isinstance(given, str) and ids[0] == self._tokenizer.bos_id and not given.startswith(self._tokenizer.token_text(ids[0]))
-        decoder = self._tokenizer.stream(skip_special_tokens=False)
-        echoed = EchoedPrompt(len(self._prompt_text(given, ids)), decoder, len(ids), int(begins))
-        return CompletionLogprobs(self._tokenizer, body.top, output, echoed)
+        offsets = prompt_offsets(ids, self._tokenizer.stream(skip_special_tokens=False), hidden=int(begins))
+        return CompletionLogprobs(self._tokenizer, body.top, output, offsets, len(self._prompt_text(given, ids)))
 
     def _prompt_text(self, given: str | list[int], ids: list[int]) -> str:
         return given if isinstance(given, str) else self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _visible(self, body: CompletionBody, prompt: int, generation: Generation, update: TextOut, piece: _Piece, *, first: bool) -> _Piece:
         """`piece` as the client sees it: without the output if `only_echo`, and with the echoed prompt before it."""
-        piece = _NOTHING if body.only_echo else piece
+        piece = _Piece("", [], TokenLogprobs()) if body.only_echo else piece
         if not (body.echo and first):
             return piece
         given, ids = body.prompts[prompt], generation.prompt_ids
-        known = update.prompt_logprobs
-        chosen, top = aligned(len(ids), known.chosen, known.top) if known is not None else ([None] * len(ids), [()] * len(ids))
-        return _Piece(self._prompt_text(given, ids) + piece.text, [*ids, *piece.ids], [*chosen, *piece.chosen], [*top, *piece.top])
+        logprobs = aligned(len(ids), update.prompt_logprobs)
+        logprobs.extend(piece.logprobs)
+        return _Piece(self._prompt_text(given, ids) + piece.text, [*ids, *piece.ids], logprobs)
 
 
 def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
@@ -167,7 +161,7 @@ def _shown(
     body: CompletionBody, index: int, piece: _Piece, logprobs: CompletionLogprobs, update: TextOut, prompt_ids: list[int] | None
 ) -> Json:
     """One choice, or an update of one."""
-    lists = logprobs.take(piece.ids, piece.chosen, piece.top) if body.top >= 0 else None
+    lists = logprobs.take(piece.ids, piece.logprobs) if body.top >= 0 else None
     finish = update.finish and ("length" if body.only_echo and update.finish.reason != "abort" else update.finish.reason)
     shown: Json = {"index": index, "text": piece.text, "logprobs": lists, "finish_reason": finish}
     if finish is not None:

@@ -182,10 +182,9 @@ class ResponseApi:
         }
 
     def _logprobs(self, body: ChatBody, update: ChatUpdate) -> list[Json]:
-        found = update.logprobs
-        if found is None or not body.logprobs:
+        if update.logprobs is None or not body.logprobs:
             return []
-        return chat_logprobs(self._tokenizer, update.token_ids, found.chosen, found.top, body.top)["content"]
+        return chat_logprobs(self._tokenizer, update.token_ids, update.logprobs, body.top)["content"]
 
     def _close(self, run: _Run) -> None:
         run.chat.close()

@@ -91,7 +91,7 @@ def _children(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _target(root: Any, reference: str) -> Any:
+def referenced(root: Any, reference: str) -> Any:
     """The schema at a pointer into the document `root`; True for any other."""
     if not reference.startswith("#"):
         return True
@@ -150,7 +150,7 @@ class _Finite:
     def _of_reference(self, reference: str) -> bool:
         if reference not in self._finite and reference not in self._visited:
             self._visited.add(reference)
-            if self._of(_target(self._root, reference)):
+            if self._of(referenced(self._root, reference)):
                 self._finite.add(reference)
         return reference in self._finite
 

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from runtime.constrained.grammar import MaskRow, Matcher, allowed_tokens, mask_words
 from runtime.constrained.json_schema import load_json_schema, without_notes
-from runtime.constrained.structural_tag import lark_of, parse_structural_tag
+from runtime.constrained.structural_tag import LarkWriter, parse_structural_tag
 from runtime.constrained.vocabulary import Vocabulary
 from runtime.errors import GrammarError
 from runtime.sampling_params import GrammarSpec
@@ -60,7 +60,7 @@ class LlguidanceBackend:
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(unanchored(spec.text))
         if spec.kind == "structural_tag":
-            return lark_of(parse_structural_tag(spec.text), self._special, WHITESPACE, _lark)
+            return LarkWriter(self._special, WHITESPACE, _lark).grammar(parse_structural_tag(spec.text))
         return _lark(spec.text)
 
 

@@ -131,22 +131,14 @@ def parse_structural_tag(text: str) -> Format:
         raise GrammarError(KIND, f"{error}.") from error
 
 
-def lark_of(format: Format, special: dict[str, int], whitespace: str, ebnf_to_lark: Callable[[str], str]) -> str:
-    """The format as a Lark grammar of llguidance.
+class LarkWriter:
+    """Writes one format as a Lark grammar of llguidance, with a rule for each part.
 
     Args:
-        special: the spelling of each control token and its id: text never spells one, so that they are named in the grammar.
+        special: the text of each control token and its id. Free text never contains one, so the grammar names them by id.
         whitespace: a regular expression for the white space between the parts of JSON.
         ebnf_to_lark: converts a grammar.
-
-    Raises:
-        GrammarError: a part contradicts another, or any text is followed by what is no text.
     """
-    return _Writer(special, whitespace, ebnf_to_lark).grammar(format)
-
-
-class _Writer:
-    """Writes one rule per part."""
 
     def __init__(self, special: dict[str, int], whitespace: str, ebnf_to_lark: Callable[[str], str]) -> None:
         self._special, self._whitespace, self._ebnf_to_lark = special, whitespace, ebnf_to_lark
@@ -155,6 +147,11 @@ class _Writer:
         self._rules: list[str] = []
 
     def grammar(self, format: Format) -> str:
+        """The grammar.
+
+        Raises:
+            GrammarError: a part contradicts another, or text is followed by something that cannot end it.
+        """
         start = self._part(format)
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
 

@@ -50,7 +50,7 @@ class Gemma4(ToolFormat):
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """See `ToolFormat`."""
         begin, schemas = "<|tool_call>call:", ArgumentSchema.of_tools(tools)
-        tags = [tag(f"{begin}{name}", _GrammarWriter(schema).arguments(), "<tool_call|>") for name, schema in schemas.items()]
+        tags = [tag(f"{begin}{name}", _GrammarWriter(schema).members(schema.whole), "<tool_call|>") for name, schema in schemas.items()]
         return CallGrammar(tags, begin)
 
 
@@ -108,10 +108,6 @@ class _GrammarWriter:
     def __init__(self, schema: ArgumentSchema) -> None:
         self._schema = schema
         self._count = 0
-
-    def arguments(self) -> Part:
-        """The arguments as an object."""
-        return self.members(self._schema.whole)
 
     def value(self, given: object, depth: int = 0) -> Part:
         """A value of a schema."""

@@ -746,7 +746,7 @@ def test_depth_and_synthetic_acceptance_are_set_while_the_server_runs() -> None:
 
 
 def test_the_page_allows_only_its_own_script() -> None:
-    page = chat_page()
+    page = asyncio.run(chat_page())
     html = bytes(page.body).decode()
     policy = page.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy

@@ -70,11 +70,14 @@ class BoundedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the header timer. If connections use all file descriptors, close one connection."""
         super().connection_made(transport)
-        sock: socket.socket | None = transport.get_extra_info("socket")
         self.opened = self.loop.time()
+        sock: socket.socket | None = transport.get_extra_info("socket")
         if sock is not None and sock.fileno() >= file_limit() - min(RESERVED_FILES, file_limit() // 4):
             self._make_room()
-        _send_at_once(transport)
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            # Nagle's algorithm makes a token wait up to 40 ms for the acknowledgement of the previous one. asyncio turns it off only for
+            # sockets that were created with an explicit protocol number.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -106,9 +109,7 @@ class BoundedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
         self._stop()
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
+        self._stop_stall_timer()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
@@ -178,6 +179,9 @@ class BoundedConnection(H11Protocol):
     def resume_writing(self) -> None:
         """Stop the stall timer: the client has caught up."""
         super().resume_writing()
+        self._stop_stall_timer()
+
+    def _stop_stall_timer(self) -> None:
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
@@ -209,13 +213,3 @@ async def _answer(connection: BoundedConnection, app: ASGIApp, scope: Scope, rec
 def file_limit() -> int:
     """The number of files that this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def _send_at_once(transport: asyncio.Transport) -> None:
-    """Turn Nagle's algorithm off; asyncio does so only for sockets that were created with an explicit protocol number.
-
-    With it, a token waits up to 40 ms for the client to acknowledge the previous one.
-    """
-    sock: socket.socket | None = transport.get_extra_info("socket")
-    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -27,10 +27,10 @@ class TokenCounts:
     spec: tuple[SpecStats, ...] = ()
     reasoning_tokens: int | None = None
 
-    def usage(self, body: OpenAIBody | None = None) -> dict[str, Any]:
+    def usage(self, body: OpenAIBody) -> dict[str, Any]:
         """The counts as OpenAI's `usage`, with `speculative` if `body` requests it."""
-        thought, told = self.reasoning_tokens, body is not None and body.return_spec_tokens_details and self.spec
-        spec = reduce(SpecStats.plus, self.spec, SpecStats()) if told else None
+        thought = self.reasoning_tokens
+        spec = reduce(SpecStats.plus, self.spec, SpecStats()) if body.return_spec_tokens_details and self.spec else None
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,

@@ -12,6 +12,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from runtime.entrypoints.anthropic.messages import MessagesApi
 from runtime.entrypoints.anthropic.protocol import AnthropicMessage, TokenCount
 from runtime.entrypoints.http.body_route import IGNORED_HEADER, BodyRoute
+from runtime.entrypoints.http.page import chat_page
 from runtime.entrypoints.http.responses import ANTHROPIC_PATH, AnthropicError, ErrorBody
 from runtime.entrypoints.native.generate import GenerateApi
 from runtime.entrypoints.native.protocol import (
@@ -74,7 +75,7 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
     chats = Chats(manager, manager.tokenizer)
     admin, model, tokens = AdminApi(manager, metrics), ServedModel(manager), TokenApi(manager, manager.tokenizer, chats)
     load = LoadApi(manager, admin.fresh_stats)
-    app.add_api_route("/", admin.page, methods=["GET", "HEAD"], response_class=HTMLResponse, include_in_schema=False)
+    app.add_api_route("/", chat_page, methods=["GET", "HEAD"], response_class=HTMLResponse, include_in_schema=False)
     app.add_api_route("/metrics", admin.scrape, response_class=PlainTextResponse, responses=_errors(404))
     for path, handler, answer, statuses in (
         ("/health", admin.health, Status, (503,)),

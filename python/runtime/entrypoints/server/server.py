@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import orjson
 import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -30,7 +29,7 @@ from runtime.entrypoints.http.key_ring import key_ring
 from runtime.entrypoints.http.limits import MAX_LARGE_BODIES, MIB, BodyLimits, BodyMemory, HeaderLimit, LingeringResponse
 from runtime.entrypoints.http.origin import OriginGate
 from runtime.entrypoints.http.request_names import HEADER, RequestNames
-from runtime.entrypoints.http.responses import INTERNAL, error_body, error_response
+from runtime.entrypoints.http.responses import INTERNAL, error_response
 from runtime.entrypoints.server.openapi import describe
 from runtime.entrypoints.server.routes import add_routes
 from runtime.errors import BodyTooLarge, RequestError, ServingError, StatusError
@@ -71,7 +70,6 @@ def create_app(manager: TokenizerManager, provider: TracerProvider | None = None
     describe(app, manager)
     app.add_exception_handler(ServingError, _serving_error)
     app.add_exception_handler(RequestValidationError, _bad_parameter)
-    app.add_exception_handler(BodyTooLarge, _body_too_large)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_left)
     app.add_exception_handler(Exception, _internal_error)
@@ -98,7 +96,7 @@ def create_app(manager: TokenizerManager, provider: TracerProvider | None = None
 
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    return error_response(error, request.url.path)
+    return error_response(error, request.url.path, form=LingeringResponse if isinstance(error, BodyTooLarge) else Response)
 
 
 async def _bad_parameter(request: Request, error: Exception) -> Response:
@@ -107,11 +105,6 @@ async def _bad_parameter(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     name = str(first["loc"][-1])
     return error_response(RequestError(f"{name}: {first['msg']}.", name), request.url.path)
-
-
-async def _body_too_large(request: Request, error: Exception) -> Response:
-    assert isinstance(error, BodyTooLarge)
-    return LingeringResponse(orjson.dumps(error_body(error, request.url.path)), error.status, media_type="application/json")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

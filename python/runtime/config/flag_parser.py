@@ -126,7 +126,7 @@ def parse(argv: Sequence[str]) -> Command:
         name = unknown[0].partition("=")[0]
         known = list(parser._option_string_actions)
         raise ConfigError(f"Unknown argument {unknown[0]!r}{_nearest(name, known)}; --help lists all.")
-    options = vars(given)
+    options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(given).items()}
     file = options.pop("config", None)
     dump, check = options.pop("dump_config", False), options.pop("check", False)
     options.pop("print_completion", None)
@@ -261,7 +261,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
         # The value is optional, so that the command line can also disable what the file enables.
         group.add_argument(*flag.spellings, dest=flag.name, nargs="?", const=True, type=_truth, metavar="true|false", help=flag.help)
     elif flag.kind is tuple:
-        group.add_argument(*flag.spellings, dest=flag.name, nargs="+", type=int, action=_ToTuple, metavar=flag.metavar, help=flag.help)
+        group.add_argument(*flag.spellings, dest=flag.name, nargs="+", type=int, metavar=flag.metavar, help=flag.help)
     else:
         action = group.add_argument(
             *flag.spellings,
@@ -288,8 +288,3 @@ def _truth(text: str) -> bool:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     raise argparse.ArgumentTypeError(f"must be true or false, not {text!r}")
-
-
-class _ToTuple(argparse.Action):
-    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
-        setattr(namespace, self.dest, tuple(values))

@@ -18,16 +18,13 @@ from runtime.entrypoints.native.output import Outputs
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.text.tokenizer import Tokenizer
 
 
 class GenerateApi:
     """Generates in SGLang's native form."""
 
-    def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
-        self._manager = manager
-        self._tokenizer = tokenizer
-        self._model = model
+    def __init__(self, manager: TokenizerManager, model: ServedModel) -> None:
+        self._manager, self._model = manager, model
 
     async def generate(self, request: Request, body: GenerateBody) -> Response:
         """Generate. Answers with an object, with an array for several prompts or n > 1, or with a stream of outputs so far."""
@@ -36,7 +33,7 @@ class GenerateApi:
         group = await until_gone(
             request, Generations.start(self._manager, native_call(body, self._manager.config.model.preferred_sampling_params))
         )
-        outputs = Outputs(self._tokenizer, body, group, began)
+        outputs = Outputs(self._manager.tokenizer, body, group, began)
         if body.stream:
             return EventStream(_events(outputs), group.close)
         async with group:

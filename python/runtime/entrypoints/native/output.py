@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from runtime.entrypoints.generations import Choice, Generations
-from runtime.entrypoints.native.meta_info import meta_info
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
-from runtime.managers.messages import TokenLogprobs
+from runtime.managers.messages import TextOut, TokenLogprobs
+from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.text.tokenizer import Tokenizer
 
 
@@ -37,7 +37,7 @@ class Outputs:
         generation, asked = self.group.each[prompt], self.body.logprobs[prompt]
         choice = choice.prompt_only() if self.body.samplings[prompt].only_prompt else choice
         assert choice.last is not None
-        meta = meta_info(generation.rid, choice.last)
+        meta = _meta_info(generation.rid, choice.last)
         if choice.last.finish is not None:
             meta["e2e_latency"] = time.monotonic() - self.began
         if asked.top >= 0:
@@ -63,3 +63,41 @@ class Outputs:
 
     def _top(self, top: Top) -> list[list[Any]]:
         return self._triples([token for token, _ in top], [value for _, value in top])
+
+
+def _meta_info(rid: str, last: TextOut) -> dict[str, Any]:
+    """Counts, finish reason and acceptance of generation `rid` after its update `last`."""
+    progress = last.progress
+    return {
+        "id": rid,
+        "finish_reason": _finish_reason(last),
+        "prompt_tokens": progress.prompt_tokens,
+        "completion_tokens": progress.completion_tokens,
+        "cached_tokens": progress.cached_tokens,
+        "queue_time": progress.queue_seconds,
+        **progress.decode.shares(),
+        **(_acceptance(progress.spec) if progress.spec is not None and progress.spec.verify_steps else {}),
+    }
+
+
+def _finish_reason(update: TextOut) -> dict[str, Any] | None:
+    finish = update.finish
+    if finish is None:
+        return None
+    if finish.reason == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    if finish.reason == "length":
+        return {"type": "length", "length": update.progress.completion_tokens}
+    return {"type": "abort", "message": finish.message or "aborted"}
+
+
+def _acceptance(spec: SpecStats) -> dict[str, Any]:
+    return {
+        "spec_verify_ct": spec.verify_steps,
+        "spec_accept_length": spec.accept_length,
+        "spec_accept_rate": spec.accept_rate,
+        "spec_accept_token_num": spec.accepted_tokens,
+        "spec_draft_token_num": spec.draft_tokens,
+        "spec_accepted_by_position": spec.accepted_by_position,
+        "spec_drafted_by_position": spec.drafted_by_position,
+    }

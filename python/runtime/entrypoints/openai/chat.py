@@ -28,9 +28,7 @@ class ChatApi:
     """Answers conversations as JSON or as a stream."""
 
     def __init__(self, chats: Chats, tokenizer: Tokenizer, model: ServedModel) -> None:
-        self._chats = chats
-        self._tokenizer = tokenizer
-        self._model = model
+        self._chats, self._tokenizer, self._model = chats, tokenizer, model
 
     async def create(self, request: Request, body: ChatBody) -> Response:
         """Answer a conversation."""

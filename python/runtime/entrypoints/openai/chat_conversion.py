@@ -50,11 +50,11 @@ class ChatConversion:
         self._names = dict(names)
         self._schema = BodySchema(ChatBody)
 
-    def body(self, fields: Mapping[str, Any]) -> ChatBody:
+    def body(self, fields: dict[str, Any]) -> ChatBody:
         """The chat body with these fields; None counts as absent."""
         with self.naming():
             try:
-                return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
+                return ChatBody.model_validate(fields)
             except ValidationError as error:
                 raise self._schema.refusal(error.errors()) from None
 

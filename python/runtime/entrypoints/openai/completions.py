@@ -24,7 +24,6 @@ from runtime.managers.messages import TextOut, TokenLogprobs
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingDefaults
 from runtime.text.decode_stream import PROMPT_TAIL
-from runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
@@ -40,10 +39,8 @@ class _Piece(NamedTuple):
 class CompletionApi:
     """Completes prompts."""
 
-    def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
-        self._manager = manager
-        self._tokenizer = tokenizer
-        self._model = model
+    def __init__(self, manager: TokenizerManager, model: ServedModel) -> None:
+        self._manager, self._tokenizer, self._model = manager, manager.tokenizer, model
 
     async def create(self, request: Request, body: CompletionBody) -> Response:
         """Complete one prompt or several, as JSON or as a stream."""

@@ -26,7 +26,6 @@ from runtime.entrypoints.openai.response_writer import ITEM_PREFIX, ResponseWrit
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.errors import ContextTooLong, RequestError, shown
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 SHOWN = {"instructions", "max_output_tokens", "metadata", "previous_response_id", "store", "truncation", "user"}
@@ -49,8 +48,8 @@ class _Run:
 class ResponseApi:
     """Creates responses, and finds, cancels and deletes them later."""
 
-    def __init__(self, chats: Chats, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
-        self._chats, self._manager, self._tokenizer, self._model = chats, manager, tokenizer, model
+    def __init__(self, chats: Chats, manager: TokenizerManager, model: ServedModel) -> None:
+        self._chats, self._manager, self._model = chats, manager, model
         self._conversion = ChatConversion(CHAT_NAMES)
         self._store = ResponseStore()
         self._running: dict[str, _Run] = {}
@@ -184,7 +183,7 @@ class ResponseApi:
     def _logprobs(self, body: ChatBody, update: ChatUpdate) -> list[Json]:
         if update.logprobs is None or not body.logprobs:
             return []
-        return chat_logprobs(self._tokenizer, update.token_ids, update.logprobs, body.top)["content"]
+        return chat_logprobs(self._manager.tokenizer, update.token_ids, update.logprobs, body.top)["content"]
 
     def _close(self, run: _Run) -> None:
         run.chat.close()

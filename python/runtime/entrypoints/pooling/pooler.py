@@ -61,30 +61,23 @@ class PoolingApi:
         """
         manager, name = self._manager, f"pool-{uuid.uuid4().hex}"
         step = min(MAX_OPEN, manager.config.scheduler.max_queued_requests + manager.limits.max_running_requests)
-        done: list[Pooled] = []
-        for start in range(0, len(prompts), step):
-            part = prompts[start : start + step]
-            async with await Generations.start(manager, _call(body, name, start, part, pooling, param)) as group:
-                for generation, (choice,) in zip(group.each, await group.texts(), strict=True):
-                    done.append(Pooled.of(choice, len(generation.prompt_ids)))
-        return done
-
-
-def _call(body: PoolingBody, name: str, start: int, prompts: Sequence[str | list[int]], pooling: Pooling | None, param: str) -> Call:
-    return Call(
-        name=name,
-        prompts=prompts,
-        sampling=[NO_OUTPUT] * len(prompts),
-        rids=[f"{name}-{start + index}" for index in range(len(prompts))],
-        options=RequestOptions(
+        options = RequestOptions(
             top_logprobs=0 if pooling is None else -1,
             prompt_logprobs=pooling is None,
             priority=body.priority,
             cache_salt=body.cache_salt,
             pooling=pooling,
-        ),
-        params={"prompt": param, "input_ids": param},
-    )
+        )
+        done: list[Pooled] = []
+        for start in range(0, len(prompts), step):
+            part = prompts[start : start + step]
+            rids = [f"{name}-{start + index}" for index in range(len(part))]
+            params = {"prompt": param, "input_ids": param}
+            call = Call(name=name, prompts=part, sampling=[NO_OUTPUT] * len(part), rids=rids, options=options, params=params)
+            async with await Generations.start(manager, call) as group:
+                for generation, (choice,) in zip(group.each, await group.texts(), strict=True):
+                    done.append(Pooled.of(choice, len(generation.prompt_ids)))
+        return done
 
 
 def usage(pooled: Sequence[Pooled]) -> dict[str, int]:

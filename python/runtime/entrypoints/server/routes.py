@@ -42,7 +42,6 @@ from runtime.entrypoints.server.loads import LoadApi, Loads, RankLoad
 from runtime.entrypoints.server.openapi import SCHEMAS
 from runtime.managers.observers.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.text.tokenizer import Tokenizer
 
 Handler = Callable[..., Awaitable[Response]]
 Responses = dict[int | str, dict[str, Any]]
@@ -71,9 +70,8 @@ STREAM = {"text/event-stream": {"schema": {"type": "object", "required": ["data"
 
 def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> None:
     """Add all endpoints."""
-    assert isinstance(manager.tokenizer, Tokenizer)
-    chats = Chats(manager, manager.tokenizer)
-    admin, model, tokens = AdminApi(manager, metrics), ServedModel(manager), TokenApi(manager, manager.tokenizer, chats)
+    chats = Chats(manager)
+    admin, model, tokens = AdminApi(manager, metrics), ServedModel(manager), TokenApi(manager, chats)
     load = LoadApi(manager, admin.fresh_stats)
     app.add_api_route("/", chat_page, methods=["GET", "HEAD"], response_class=HTMLResponse, include_in_schema=False)
     app.add_api_route("/metrics", admin.scrape, response_class=PlainTextResponse, responses=_errors(404))
@@ -101,7 +99,7 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
     ):
         app.add_api_route(path, handler, response_model=answer, responses=_errors(404, 409, 503))
     _add_posts(app, admin, tokens)
-    _add_generation(app, manager, manager.tokenizer, model, chats)
+    _add_generation(app, manager, model, chats)
     _add_pooling(app, manager, model)
 
 
@@ -119,13 +117,13 @@ def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
         _add_body_route(app, path, handler, answer, _errors(408, 413, 415, 503, *statuses))
 
 
-def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel, chats: Chats) -> None:
-    responses = ResponseApi(chats, manager, tokenizer, model)
+def _add_generation(app: FastAPI, manager: TokenizerManager, model: ServedModel, chats: Chats) -> None:
+    responses = ResponseApi(chats, manager, model)
     for path, handler, answer in (
-        ("/v1/chat/completions", ChatApi(chats, tokenizer, model).create, ChatCompletion),
+        ("/v1/chat/completions", ChatApi(chats, manager.tokenizer, model).create, ChatCompletion),
         ("/v1/responses", responses.create, ResponseObject),
-        ("/v1/completions", CompletionApi(manager, tokenizer, model).create, Completion),
-        ("/generate", GenerateApi(manager, tokenizer, model).generate, Generated | list[Generated]),
+        ("/v1/completions", CompletionApi(manager, model).create, Completion),
+        ("/generate", GenerateApi(manager, model).generate, Generated | list[Generated]),
     ):
         _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(404, 408, 413, 415, 429, 503, 504)})
     one = "/v1/responses/{response_id}"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from runtime import log as logging_setup
 from runtime.config.flag_parser import from_fields
 from runtime.entrypoints.engine_call import PromptBody, SamplingLike, read_call
-from runtime.entrypoints.generations import Choice, Generations
+from runtime.entrypoints.generations import Generations
 from runtime.entrypoints.native.call import native_call
 from runtime.entrypoints.native.output import Output, Outputs
 from runtime.entrypoints.prepare import prepare
@@ -192,7 +192,7 @@ class Engine:
             async with limit:
                 outputs = await self._open(body)
                 async with outputs.group as group:
-                    return [outputs.of(0, choice) for choice in (await group.texts())[0]]
+                    return [outputs.of(0, text) for text in (await group.texts())[0]]
 
         prompts = [asyncio.ensure_future(one(body)) for body in bodies]
         try:
@@ -206,10 +206,9 @@ class Engine:
         manager, began = self._alive().manager, time.monotonic()
         return Outputs(manager.tokenizer, body, await Generations.start(manager, native_call(body, self._defaults)), began)
 
-    async def _next(self, outputs: Outputs, updates: AsyncGenerator[tuple[int, TextOut], None], choice: Choice) -> Output | None:
-        async for _, update in updates:
-            choice.add(update)
-            return outputs.of(0, choice)
+    async def _next(self, outputs: Outputs, texts: AsyncGenerator[tuple[int, TextOut], None]) -> Output | None:
+        async for _, text in texts:
+            return outputs.of(0, text)
         return None
 
     # ---- between the threads
@@ -236,19 +235,19 @@ class Engine:
                 self._loop.call_soon_threadsafe(group.close)
 
     def _stream_sync(self, body: PromptBody) -> Iterator[Output]:
-        outputs, choice = self._wait(self._open(body)), Choice()
-        updates = outputs.group.updates()
+        outputs = self._wait(self._open(body))
+        texts = outputs.growing()
         try:
-            while (output := self._wait(self._next(outputs, updates, choice))) is not None:
+            while (output := self._wait(self._next(outputs, texts))) is not None:
                 yield output
         finally:
             self._close(outputs.group)
 
     async def _stream_async(self, body: PromptBody) -> AsyncIterator[Output]:
-        outputs, choice = await asyncio.wrap_future(self._submit(self._open(body))), Choice()
-        updates = outputs.group.updates()
+        outputs = await asyncio.wrap_future(self._submit(self._open(body)))
+        texts = outputs.growing()
         try:
-            while (output := await asyncio.wrap_future(self._submit(self._next(outputs, updates, choice)))) is not None:
+            while (output := await asyncio.wrap_future(self._submit(self._next(outputs, texts)))) is not None:
                 yield output
         finally:
             self._close(outputs.group)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-
-import msgspec
+from dataclasses import dataclass
 
 from runtime.errors import RequestError
 from runtime.managers.generation import Generation, RequestOptions
-from runtime.managers.messages import Finish, TextOut, TokenLogprobs
+from runtime.managers.messages import TextOut
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingParams
 
@@ -109,13 +107,13 @@ class Generations:
             for reader in readers:
                 reader.cancel()
 
-    async def texts(self) -> list[list[Choice]]:
-        """Return the complete choices of every prompt, once all have ended."""
-        done = [[Choice() for _ in range(each.n)] for each in self.each]
+    async def texts(self) -> list[list[TextOut]]:
+        """Return the complete texts of every prompt, once all have ended."""
+        parts: list[list[list[TextOut]]] = [[[] for _ in range(each.n)] for each in self.each]
         async with aclosing(self.updates()) as updates:
             async for prompt, update in updates:
-                done[prompt][update.index].add(update)
-        return done
+                parts[prompt][update.index].append(update)
+        return [list(map(TextOut.joined, texts)) for texts in parts]
 
 
 async def _price(manager: TokenizerManager, call: Call) -> list[tuple[list[int], SamplingParams]]:
@@ -138,38 +136,3 @@ async def _read(prompt: int, generation: Generation, queue: asyncio.Queue[tuple[
         await queue.put(error)
     else:
         await queue.put(None)
-
-
-@dataclass(slots=True)
-class Choice:
-    """One text so far, accumulated from its updates."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: TokenLogprobs = field(default_factory=TokenLogprobs)
-    prompt_logprobs: TokenLogprobs | None = None
-    last: TextOut | None = None
-
-    def add(self, update: TextOut) -> None:
-        """Append an update."""
-        self.text += update.text
-        self.token_ids.extend(update.token_ids)
-        if update.logprobs is not None:
-            self.logprobs.extend(update.logprobs)
-        self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
-        self.last = update
-
-    def prompt_only(self) -> Choice:
-        """This choice without its output, for `max_new_tokens` 0: computing a prompt always yields one token."""
-        assert self.last is not None
-        finish = self.last.finish
-        if finish is not None and finish.reason != "abort":
-            finish = Finish(reason="length")
-        progress = msgspec.structs.replace(self.last.progress, completion_tokens=0)
-        return Choice(prompt_logprobs=self.prompt_logprobs, last=msgspec.structs.replace(self.last, progress=progress, finish=finish))
-
-    @property
-    def mean_logprob(self) -> float:
-        """The score that ranks the candidates of `best_of`."""
-        known = [value for value in self.logprobs.chosen if value is not None]
-        return sum(known) / len(known) if known else float("-inf")

@@ -9,7 +9,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.entrypoints.generations import Choice, Generations
+from runtime.entrypoints.generations import Generations
 from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import DONE, EventStream, event, until_gone
@@ -38,7 +38,7 @@ class GenerateApi:
             return EventStream(_events(outputs), group.close)
         async with group:
             texts = await until_gone(request, group.texts())
-        pairs = [(prompt, choice) for prompt, choices in enumerate(texts) for choice in choices]
+        pairs = [(prompt, text) for prompt, of_prompt in enumerate(texts) for text in of_prompt]
         cells = sum(outputs.cells(*pair) for pair in pairs)
         shown = await off_loop(cells, lambda: [encoded(outputs.of(*pair)) for pair in pairs])
         return json_response(shown[0] if body.single else shown)
@@ -46,12 +46,9 @@ class GenerateApi:
 
 async def _events(outputs: Outputs) -> AsyncGenerator[bytes, None]:
     """Yield events, each with the whole text so far, as SGLang does."""
-    group, single, n = outputs.group, outputs.body.single, outputs.body.n
-    so_far = [[Choice() for _ in range(each.n)] for each in group.each]
-    async with group:
-        async for prompt, update in group.updates():
-            choice = so_far[prompt][update.index]
-            choice.add(update)
-            output = await off_loop(outputs.cells(prompt, choice), partial(outputs.of, prompt, choice))
-            yield event(output if single else {**output, "index": prompt * n + update.index})
+    single, n = outputs.body.single, outputs.body.n
+    async with outputs.group:
+        async for prompt, text in outputs.growing():
+            output = await off_loop(outputs.cells(prompt, text), partial(outputs.of, prompt, text))
+            yield event(output if single else {**output, "index": prompt * n + text.index})
     yield DONE

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from runtime.entrypoints.generations import Choice, Generations
+from msgspec import structs
+
+from runtime.entrypoints.generations import Generations
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
-from runtime.managers.messages import TextOut, TokenLogprobs
+from runtime.managers.messages import Finish, TextOut, TokenLogprobs
 from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.text.tokenizer import Tokenizer
 
@@ -32,28 +34,37 @@ class Outputs:
     group: Generations
     began: float
 
-    def of(self, prompt: int, choice: Choice) -> Output:
+    async def growing(self) -> AsyncGenerator[tuple[int, TextOut], None]:
+        """Yield the index of a prompt and one of its texts so far, for each update. A text's lists grow in place, because copies would
+        cost more with each update.
+        """
+        texts: dict[tuple[int, int], TextOut] = {}
+        async for prompt, update in self.group.updates():
+            key = prompt, update.index
+            texts[key] = _grown(texts[key], update) if key in texts else update
+            yield prompt, texts[key]
+
+    def of(self, prompt: int, text: TextOut) -> Output:
         """The output of one text of a prompt so far."""
         generation, asked = self.group.each[prompt], self.body.logprobs[prompt]
-        choice = choice.prompt_only() if self.body.samplings[prompt].only_prompt else choice
-        assert choice.last is not None
-        meta = _meta_info(generation.rid, choice.last)
-        if choice.last.finish is not None:
+        text = _without_output(text) if self.body.samplings[prompt].only_prompt else text
+        meta = _meta_info(generation.rid, text)
+        if text.finish is not None:
             meta["e2e_latency"] = time.monotonic() - self.began
         if asked.top >= 0:
-            meta["output_token_logprobs"] = self._triples(choice.token_ids, choice.logprobs.chosen)
-            known, start = TokenLogprobs(), max(asked.start, 0)
-            if choice.prompt_logprobs is not None and asked.start >= 0:
-                known = aligned(len(generation.prompt_ids), choice.prompt_logprobs)
+            output, known, start = text.logprobs or TokenLogprobs(), TokenLogprobs(), max(asked.start, 0)
+            meta["output_token_logprobs"] = self._triples(text.token_ids, output.chosen)
+            if text.prompt_logprobs is not None and asked.start >= 0:
+                known = aligned(len(generation.prompt_ids), text.prompt_logprobs)
                 meta["input_token_logprobs"] = self._triples(generation.prompt_ids[start:], known.chosen[start:])
             if asked.top > 0:
-                meta["output_top_logprobs"] = [self._top(each[: asked.top]) for each in choice.logprobs.top]
+                meta["output_top_logprobs"] = [self._top(each[: asked.top]) for each in output.top]
                 meta["input_top_logprobs"] = [self._top(each[: asked.top]) or None for each in known.top[start:]]
-        return {"text": choice.text, "output_ids": list(choice.token_ids), "meta_info": meta}
+        return {"text": text.text, "output_ids": list(text.token_ids), "meta_info": meta}
 
-    def cells(self, prompt: int, choice: Choice) -> int:
+    def cells(self, prompt: int, text: TextOut) -> int:
         """How many token ids and log-probabilities `of` returns."""
-        tokens = len(choice.token_ids) + len(self.group.each[prompt].prompt_ids) * (choice.prompt_logprobs is not None)
+        tokens = len(text.token_ids) + len(self.group.each[prompt].prompt_ids) * (text.prompt_logprobs is not None)
         return tokens * (2 + self.body.logprobs[prompt].top)
 
     def _triples(self, ids: Sequence[int], logprobs: Sequence[float | None]) -> list[list[Any]]:
@@ -63,6 +74,24 @@ class Outputs:
 
     def _top(self, top: Top) -> list[list[Any]]:
         return self._triples([token for token, _ in top], [value for _, value in top])
+
+
+def _grown(text: TextOut, update: TextOut) -> TextOut:
+    """`text` with an update appended to it, whose counts it then has."""
+    text.token_ids.extend(update.token_ids)
+    if text.logprobs is not None and update.logprobs is not None:
+        text.logprobs.extend(update.logprobs)
+    logprobs, prompt_logprobs = text.logprobs or update.logprobs, text.prompt_logprobs or update.prompt_logprobs
+    whole = text.text + update.text
+    return structs.replace(update, text=whole, token_ids=text.token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def _without_output(text: TextOut) -> TextOut:
+    """A text without its output, for `max_new_tokens` 0: computing a prompt always yields one token."""
+    progress, finish = structs.replace(text.progress, completion_tokens=0), text.finish
+    if finish is not None and finish.reason != "abort":
+        finish = Finish(reason="length")
+    return structs.replace(text, text="", token_ids=[], logprobs=None, progress=progress, finish=finish)
 
 
 def _meta_info(rid: str, last: TextOut) -> dict[str, Any]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.entrypoints.generations import Call, Choice, Generations
+from runtime.entrypoints.generations import Call, Generations
 from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import EventStream, until_gone
@@ -26,14 +27,6 @@ from runtime.sampling_params import SamplingDefaults
 from runtime.text.decode_stream import PROMPT_TAIL
 
 Json = dict[str, Any]
-
-
-class _Piece(NamedTuple):
-    """A piece of text with its tokens and their log-probabilities."""
-
-    text: str
-    ids: Sequence[int]
-    logprobs: TokenLogprobs
 
 
 class CompletionApi:
@@ -54,29 +47,24 @@ class CompletionApi:
 
     async def _answer(self, body: CompletionBody, group: Generations, name: str) -> Json:
         texts = await group.texts()
-        tokens = sum(len(choice.token_ids) for choices in texts for choice in choices)
+        tokens = sum(len(text.token_ids) for candidates in texts for text in candidates)
         tokens += body.echo * body.candidates * sum(len(each.prompt_ids) for each in group.each)
         return await off_loop(tokens * (2 + body.top), lambda: self._rendered(body, group, texts, name))
 
-    def _rendered(self, body: CompletionBody, group: Generations, texts: list[list[Choice]], name: str) -> Json:
+    def _rendered(self, body: CompletionBody, group: Generations, texts: list[list[TextOut]], name: str) -> Json:
         counter = UsageCounter(group, output=not body.only_echo)
         choices: list[Any] = []
         for prompt, (generation, candidates) in enumerate(zip(group.each, texts, strict=True)):
-            for last in filter(None, (choice.last for choice in candidates)):
-                counter.add(prompt, last)
+            for text in candidates:
+                counter.add(prompt, text)
             if body.candidates > body.n:
-                candidates.sort(key=lambda each: each.mean_logprob, reverse=True)
-            for choice in candidates[: body.n]:
-                choices.append(encoded(self._choice(body, prompt, generation, choice, len(choices))))
+                candidates.sort(key=_mean_logprob, reverse=True)
+            for text in candidates[: body.n]:
+                text = self._visible(body, prompt, generation, text, first=True)
+                shown = _shown(body, len(choices), text, self._logprobs(body, prompt, generation), generation.prompt_ids)
+                choices.append(encoded(shown))
         counts = counter.counts()
         return {**self._model.head(name, "text_completion"), "choices": choices, "usage": counts.usage(body), **counts.extension(body)}
-
-    def _choice(self, body: CompletionBody, prompt: int, generation: Generation, choice: Choice, index: int) -> Json:
-        assert choice.last is not None
-        piece = _Piece(choice.text, choice.token_ids, choice.logprobs)
-        piece = self._visible(body, prompt, generation, choice.last, piece, first=True)
-        logprobs = self._logprobs(body, prompt, generation)
-        return _shown(body, index, piece, logprobs, choice.last, generation.prompt_ids)
 
     async def _events(self, body: CompletionBody, group: Generations, name: str) -> AsyncGenerator[bytes, None]:
         counter = UsageCounter(group, output=not body.only_echo)
@@ -101,11 +89,10 @@ class CompletionApi:
         first = index not in logprobs
         if first:
             logprobs[index] = self._logprobs(body, prompt, generation)
-        piece = _Piece(update.text, update.token_ids, update.logprobs or TokenLogprobs())
-        piece = self._visible(body, prompt, generation, update, piece, first=first)
-        if not piece.text and update.finish is None and not (piece.ids and (body.return_token_ids or body.top >= 0)):
+        text = self._visible(body, prompt, generation, update, first=first)
+        if not text.text and text.finish is None and not (text.token_ids and (body.return_token_ids or body.top >= 0)):
             return None
-        return _shown(body, index, piece, logprobs[index], update, generation.prompt_ids if first else None)
+        return _shown(body, index, text, logprobs[index], generation.prompt_ids if first else None)
 
     def _logprobs(self, body: CompletionBody, prompt: int, generation: Generation) -> CompletionLogprobs:
         """The log-probabilities of one choice; their text offsets count the echoed prompt."""
@@ -121,15 +108,15 @@ class CompletionApi:
     def _prompt_text(self, given: str | list[int], ids: list[int]) -> str:
         return given if isinstance(given, str) else self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _visible(self, body: CompletionBody, prompt: int, generation: Generation, update: TextOut, piece: _Piece, *, first: bool) -> _Piece:
-        """`piece` as the client sees it: without the output if `only_echo`, and with the echoed prompt before it."""
-        piece = _Piece("", [], TokenLogprobs()) if body.only_echo else piece
+    def _visible(self, body: CompletionBody, prompt: int, generation: Generation, text: TextOut, *, first: bool) -> TextOut:
+        """A text, or an update of one, as the client sees it: without the output if `only_echo`, and with the echoed prompt before it."""
+        text = structs.replace(text, text="", token_ids=[], logprobs=None) if body.only_echo else text
         if not (body.echo and first):
-            return piece
+            return text
         given, ids = body.prompts[prompt], generation.prompt_ids
-        logprobs = aligned(len(ids), update.prompt_logprobs)
-        logprobs.extend(piece.logprobs)
-        return _Piece(self._prompt_text(given, ids) + piece.text, [*ids, *piece.ids], logprobs)
+        logprobs = aligned(len(ids), text.prompt_logprobs)
+        logprobs.extend(text.logprobs or TokenLogprobs())
+        return structs.replace(text, text=self._prompt_text(given, ids) + text.text, token_ids=[*ids, *text.token_ids], logprobs=logprobs)
 
 
 def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
@@ -154,17 +141,21 @@ def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
     )
 
 
-def _shown(
-    body: CompletionBody, index: int, piece: _Piece, logprobs: CompletionLogprobs, update: TextOut, prompt_ids: list[int] | None
-) -> Json:
+def _mean_logprob(text: TextOut) -> float:
+    """The score that ranks the candidates of `best_of`."""
+    known = [value for value in text.logprobs.chosen if value is not None] if text.logprobs is not None else []
+    return sum(known) / len(known) if known else float("-inf")
+
+
+def _shown(body: CompletionBody, index: int, text: TextOut, logprobs: CompletionLogprobs, prompt_ids: list[int] | None) -> Json:
     """One choice, or an update of one."""
-    lists = logprobs.take(piece.ids, piece.logprobs) if body.top >= 0 else None
-    finish = update.finish and ("length" if body.only_echo and update.finish.reason != "abort" else update.finish.reason)
-    shown: Json = {"index": index, "text": piece.text, "logprobs": lists, "finish_reason": finish}
-    if finish is not None:
-        shown["matched_stop"] = None if body.only_echo else update.finish and update.finish.matched
+    lists = logprobs.take(text.token_ids, text.logprobs or TokenLogprobs()) if body.top >= 0 else None
+    finish = text.finish and ("length" if body.only_echo and text.finish.reason != "abort" else text.finish.reason)
+    shown: Json = {"index": index, "text": text.text, "logprobs": lists, "finish_reason": finish}
+    if text.finish is not None:
+        shown["matched_stop"] = None if body.only_echo else text.finish.matched
     if body.return_token_ids:
-        shown["token_ids"] = piece.ids
+        shown["token_ids"] = text.token_ids
         if prompt_ids is not None:
             shown["prompt_token_ids"] = prompt_ids
     return shown

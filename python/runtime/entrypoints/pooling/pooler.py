@@ -6,11 +6,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.entrypoints.generations import Call, Choice, Generations
+from runtime.entrypoints.generations import Call, Generations
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.pooling.protocol import PoolingBody
 from runtime.errors import RequestAborted
 from runtime.managers.generation import RequestOptions
+from runtime.managers.messages import TextOut
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
@@ -28,17 +29,16 @@ class Pooled:
     prompt_tokens: int
 
     @classmethod
-    def of(cls, choice: Choice, prompt_tokens: int) -> Pooled:
+    def of(cls, out: TextOut, prompt_tokens: int) -> Pooled:
         """Read the result from a finished request. The first token of a prompt has no log-probability; it counts as 0.
 
         Raises:
             RequestAborted: the request has no result.
         """
-        assert choice.last is not None
-        if choice.last.finish is not None and choice.last.finish.reason == "abort":
+        if out.finish is not None and out.finish.reason == "abort":
             raise RequestAborted
-        known = choice.prompt_logprobs
-        return cls([value or 0.0 for value in known.chosen] if known is not None else choice.last.pooled or [], prompt_tokens)
+        known = out.prompt_logprobs
+        return cls([value or 0.0 for value in known.chosen] if known is not None else out.pooled or [], prompt_tokens)
 
 
 class PoolingApi:
@@ -75,8 +75,8 @@ class PoolingApi:
             params = {"prompt": param, "input_ids": param}
             call = Call(name=name, prompts=part, sampling=[NO_OUTPUT] * len(part), rids=rids, options=options, params=params)
             async with await Generations.start(manager, call) as group:
-                for generation, (choice,) in zip(group.each, await group.texts(), strict=True):
-                    done.append(Pooled.of(choice, len(generation.prompt_ids)))
+                for generation, (out,) in zip(group.each, await group.texts(), strict=True):
+                    done.append(Pooled.of(out, len(generation.prompt_ids)))
         return done
 
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import EventStream, until_gone
-from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatFinish, ChatUpdate
+from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
 from runtime.entrypoints.openai.chats import Chat, Chats
 from runtime.entrypoints.openai.chunks import Chunks
 from runtime.entrypoints.openai.logprobs import chat_logprobs
@@ -44,18 +44,18 @@ class ChatApi:
     async def _answer(self, body: ChatBody, chat: Chat) -> Json:
         answers = await chat.answers()
         cells = sum(len(each.token_ids) for each in answers) * (2 + body.top)
-        choices = await off_loop(cells, lambda: [encoded(self._choice(body, index, each)) for index, each in enumerate(answers)])
+        choices = await off_loop(cells, lambda: [encoded(self._choice(body, answer)) for answer in answers])
         counts = chat.counts()
         shown = {"choices": choices, "usage": counts.usage(body), **counts.extension(body)}
         answer = {**self._model.head(chat.name, "chat.completion"), **shown}
         return {**answer, "prompt_token_ids": chat.prompt_ids} if body.return_token_ids else answer
 
-    def _choice(self, body: ChatBody, index: int, answer: ChatAnswer) -> Json:
+    def _choice(self, body: ChatBody, answer: ChatUpdate) -> Json:
         assert answer.finish is not None
         shown: Json = {
-            "index": index,
-            "message": _message(answer, older=bool(body.functions)),
-            "logprobs": self._logprobs(body, answer.token_ids, answer.logprobs),
+            "index": answer.index,
+            "message": _message(answer.deltas, older=bool(body.functions)),
+            "logprobs": self._logprobs(body, answer.token_ids, answer.logprobs or TokenLogprobs()),
             "finish_reason": _reason(answer.finish, older=bool(body.functions)),
             "matched_stop": answer.finish.matched,
         }
@@ -101,22 +101,29 @@ def _reason(finish: ChatFinish, older: bool) -> str:
     return "function_call" if older and finish.reason == "tool_calls" else finish.reason
 
 
-def _message(answer: ChatAnswer, older: bool) -> Json:
-    """The message of an answer, with reasoning and calls if the model produced any.
+def _message(deltas: Sequence[Delta], older: bool) -> Json:
+    """The message of a complete answer, with reasoning and calls if the model produced any.
 
     Args:
         older: whether the request has `functions`, the older spelling of `tools`.
     """
-    message: Json = {"role": "assistant", "content": answer.content, "refusal": None}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.calls:
-        message["content"] = answer.content or None
-        calls = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in answer.calls]
-        if older:
-            message["function_call"] = calls[0][1]
-        else:
-            message["tool_calls"] = [{"id": call_id, "type": "function", "function": function} for call_id, function in calls]
+    content = reasoning = ""
+    calls: list[Json] = []
+    for delta in deltas:
+        match delta:
+            case Content(text):
+                content += text
+            case Reasoning(text):
+                reasoning += text
+            case CallStart(_, call_id, name):
+                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
+            case CallArguments(call, text):
+                calls[call]["function"]["arguments"] += text
+    message: Json = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message |= {"function_call": calls[0]["function"]} if older else {"tool_calls": calls}
     return message
 
 

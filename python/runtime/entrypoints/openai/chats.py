@@ -11,7 +11,7 @@ from functools import partial
 
 from runtime.entrypoints.generations import Call, Generations
 from runtime.entrypoints.openai.answer_reader import AnswerReader
-from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatUpdate
+from runtime.entrypoints.openai.chat_updates import ChatUpdate
 from runtime.entrypoints.openai.messages import rendered_messages
 from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.token_splitter import TokenSplitter
@@ -69,13 +69,13 @@ class Chat:
                 for part in parts:
                     yield self._readers[update.index].read(part)
 
-    async def answers(self) -> list[ChatAnswer]:
-        """Return the complete answers, once all have ended."""
-        done = [ChatAnswer() for _ in self._readers]
+    async def answers(self) -> list[ChatUpdate]:
+        """Return each answer as one update, once all have ended."""
+        parts: list[list[ChatUpdate]] = [[] for _ in self._readers]
         async with aclosing(self.updates()) as updates:
             async for update in updates:
-                done[update.index].add(update)
-        return done
+                parts[update.index].append(update)
+        return list(map(ChatUpdate.joined, parts))
 
 
 class Chats:

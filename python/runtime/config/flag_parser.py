@@ -25,7 +25,7 @@ from runtime.config import sglang_flags
 from runtime.config.refusals import flag_of
 from runtime.config.server_args import ServerArgs
 from runtime.config.yaml_file import read_yaml
-from runtime.errors import ConfigError, unreadable
+from runtime.errors import ConfigError
 
 PROGRAM = "talon"
 """The installed command, the same as `python -m runtime.launch_server`."""
@@ -187,12 +187,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = read_yaml(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {unreadable(error)}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml("--config", path)
     if not isinstance(content, dict | None):
         raise ConfigError(f"--config {path} must be a mapping of flags to values.")
     given = {str(key): value for key, value in (content or {}).items() if value is not None}

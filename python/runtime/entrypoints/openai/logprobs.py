@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms."""
+"""Log-probabilities in the two forms of OpenAI: for chats and for completions."""
 
 from __future__ import annotations
 

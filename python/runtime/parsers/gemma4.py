@@ -7,18 +7,7 @@ from collections.abc import Mapping
 
 from runtime.parsers.argument_schema import ArgumentSchema, Schema, fixed_values
 from runtime.parsers.argument_types import typed_json
-from runtime.parsers.call_grammar import (
-    ANY_TEXT,
-    CallGrammar,
-    Part,
-    const,
-    json_of,
-    members,
-    one_of,
-    sequence,
-    string_text,
-    tag,
-)
+from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, const, json_of, members, one_of, sequence, string_text, tag
 from runtime.parsers.calls import ArgumentWriter, ToolFormat
 from runtime.parsers.json_reader import MAX_DEPTH
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps

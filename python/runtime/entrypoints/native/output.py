@@ -44,27 +44,27 @@ class Outputs:
             texts[key] = _grown(texts[key], update) if key in texts else update
             yield prompt, texts[key]
 
-    def of(self, prompt: int, text: TextOut) -> Output:
+    def of(self, prompt: int, out: TextOut) -> Output:
         """The output of one text of a prompt so far."""
         generation, asked = self.group.each[prompt], self.body.logprobs[prompt]
-        text = _without_output(text) if self.body.samplings[prompt].only_prompt else text
-        meta = _meta_info(generation.rid, text)
-        if text.finish is not None:
+        out = _without_output(out) if self.body.samplings[prompt].only_prompt else out
+        meta = _meta_info(generation.rid, out)
+        if out.finish is not None:
             meta["e2e_latency"] = time.monotonic() - self.began
         if asked.top >= 0:
-            output, known, start = text.logprobs or TokenLogprobs(), TokenLogprobs(), max(asked.start, 0)
-            meta["output_token_logprobs"] = self._triples(text.token_ids, output.chosen)
-            if text.prompt_logprobs is not None and asked.start >= 0:
-                known = aligned(len(generation.prompt_ids), text.prompt_logprobs)
+            output, known, start = out.logprobs or TokenLogprobs(), TokenLogprobs(), max(asked.start, 0)
+            meta["output_token_logprobs"] = self._triples(out.token_ids, output.chosen)
+            if out.prompt_logprobs is not None and asked.start >= 0:
+                known = aligned(len(generation.prompt_ids), out.prompt_logprobs)
                 meta["input_token_logprobs"] = self._triples(generation.prompt_ids[start:], known.chosen[start:])
             if asked.top > 0:
                 meta["output_top_logprobs"] = [self._top(each[: asked.top]) for each in output.top]
                 meta["input_top_logprobs"] = [self._top(each[: asked.top]) or None for each in known.top[start:]]
-        return {"text": text.text, "output_ids": list(text.token_ids), "meta_info": meta}
+        return {"text": out.text, "output_ids": list(out.token_ids), "meta_info": meta}
 
-    def cells(self, prompt: int, text: TextOut) -> int:
+    def cells(self, prompt: int, out: TextOut) -> int:
         """How many token ids and log-probabilities `of` returns."""
-        tokens = len(text.token_ids) + len(self.group.each[prompt].prompt_ids) * (text.prompt_logprobs is not None)
+        tokens = len(out.token_ids) + len(self.group.each[prompt].prompt_ids) * (out.prompt_logprobs is not None)
         return tokens * (2 + self.body.logprobs[prompt].top)
 
     def _triples(self, ids: Sequence[int], logprobs: Sequence[float | None]) -> list[list[Any]]:
@@ -76,22 +76,22 @@ class Outputs:
         return self._triples([token for token, _ in top], [value for _, value in top])
 
 
-def _grown(text: TextOut, update: TextOut) -> TextOut:
-    """`text` with an update appended to it, whose counts it then has."""
-    text.token_ids.extend(update.token_ids)
-    if text.logprobs is not None and update.logprobs is not None:
-        text.logprobs.extend(update.logprobs)
-    logprobs, prompt_logprobs = text.logprobs or update.logprobs, text.prompt_logprobs or update.prompt_logprobs
-    whole = text.text + update.text
-    return structs.replace(update, text=whole, token_ids=text.token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+def _grown(out: TextOut, update: TextOut) -> TextOut:
+    """`out` with an update appended to it, whose counts it then has."""
+    out.token_ids.extend(update.token_ids)
+    if out.logprobs is not None and update.logprobs is not None:
+        out.logprobs.extend(update.logprobs)
+    logprobs, prompt_logprobs = out.logprobs or update.logprobs, out.prompt_logprobs or update.prompt_logprobs
+    whole = out.text + update.text
+    return structs.replace(update, text=whole, token_ids=out.token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
-def _without_output(text: TextOut) -> TextOut:
+def _without_output(out: TextOut) -> TextOut:
     """A text without its output, for `max_new_tokens` 0: computing a prompt always yields one token."""
-    progress, finish = structs.replace(text.progress, completion_tokens=0), text.finish
+    progress, finish = structs.replace(out.progress, completion_tokens=0), out.finish
     if finish is not None and finish.reason != "abort":
         finish = Finish(reason="length")
-    return structs.replace(text, text="", token_ids=[], logprobs=None, progress=progress, finish=finish)
+    return structs.replace(out, text="", token_ids=[], logprobs=None, progress=progress, finish=finish)
 
 
 def _meta_info(rid: str, last: TextOut) -> dict[str, Any]:

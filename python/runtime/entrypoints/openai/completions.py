@@ -47,7 +47,7 @@ class CompletionApi:
 
     async def _answer(self, body: CompletionBody, group: Generations, name: str) -> Json:
         texts = await group.texts()
-        tokens = sum(len(text.token_ids) for candidates in texts for text in candidates)
+        tokens = sum(len(out.token_ids) for candidates in texts for out in candidates)
         tokens += body.echo * body.candidates * sum(len(each.prompt_ids) for each in group.each)
         return await off_loop(tokens * (2 + body.top), lambda: self._rendered(body, group, texts, name))
 
@@ -55,13 +55,13 @@ class CompletionApi:
         counter = UsageCounter(group, output=not body.only_echo)
         choices: list[Any] = []
         for prompt, (generation, candidates) in enumerate(zip(group.each, texts, strict=True)):
-            for text in candidates:
-                counter.add(prompt, text)
+            for out in candidates:
+                counter.add(prompt, out)
             if body.candidates > body.n:
                 candidates.sort(key=_mean_logprob, reverse=True)
-            for text in candidates[: body.n]:
-                text = self._visible(body, prompt, generation, text, first=True)
-                shown = _shown(body, len(choices), text, self._logprobs(body, prompt, generation), generation.prompt_ids)
+            for out in candidates[: body.n]:
+                out = self._visible(body, prompt, generation, out, first=True)
+                shown = _shown(body, len(choices), out, self._logprobs(body, prompt, generation), generation.prompt_ids)
                 choices.append(encoded(shown))
         counts = counter.counts()
         return {**self._model.head(name, "text_completion"), "choices": choices, "usage": counts.usage(body), **counts.extension(body)}
@@ -89,10 +89,10 @@ class CompletionApi:
         first = index not in logprobs
         if first:
             logprobs[index] = self._logprobs(body, prompt, generation)
-        text = self._visible(body, prompt, generation, update, first=first)
-        if not text.text and text.finish is None and not (text.token_ids and (body.return_token_ids or body.top >= 0)):
+        out = self._visible(body, prompt, generation, update, first=first)
+        if not out.text and out.finish is None and not (out.token_ids and (body.return_token_ids or body.top >= 0)):
             return None
-        return _shown(body, index, text, logprobs[index], generation.prompt_ids if first else None)
+        return _shown(body, index, out, logprobs[index], generation.prompt_ids if first else None)
 
     def _logprobs(self, body: CompletionBody, prompt: int, generation: Generation) -> CompletionLogprobs:
         """The log-probabilities of one choice; their text offsets count the echoed prompt."""
@@ -108,15 +108,15 @@ class CompletionApi:
     def _prompt_text(self, given: str | list[int], ids: list[int]) -> str:
         return given if isinstance(given, str) else self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _visible(self, body: CompletionBody, prompt: int, generation: Generation, text: TextOut, *, first: bool) -> TextOut:
+    def _visible(self, body: CompletionBody, prompt: int, generation: Generation, out: TextOut, *, first: bool) -> TextOut:
         """A text, or an update of one, as the client sees it: without the output if `only_echo`, and with the echoed prompt before it."""
-        text = structs.replace(text, text="", token_ids=[], logprobs=None) if body.only_echo else text
+        out = structs.replace(out, text="", token_ids=[], logprobs=None) if body.only_echo else out
         if not (body.echo and first):
-            return text
+            return out
         given, ids = body.prompts[prompt], generation.prompt_ids
-        logprobs = aligned(len(ids), text.prompt_logprobs)
-        logprobs.extend(text.logprobs or TokenLogprobs())
-        return structs.replace(text, text=self._prompt_text(given, ids) + text.text, token_ids=[*ids, *text.token_ids], logprobs=logprobs)
+        logprobs = aligned(len(ids), out.prompt_logprobs)
+        logprobs.extend(out.logprobs or TokenLogprobs())
+        return structs.replace(out, text=self._prompt_text(given, ids) + out.text, token_ids=[*ids, *out.token_ids], logprobs=logprobs)
 
 
 def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
@@ -141,21 +141,21 @@ def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
     )
 
 
-def _mean_logprob(text: TextOut) -> float:
+def _mean_logprob(out: TextOut) -> float:
     """The score that ranks the candidates of `best_of`."""
-    known = [value for value in text.logprobs.chosen if value is not None] if text.logprobs is not None else []
+    known = [value for value in out.logprobs.chosen if value is not None] if out.logprobs is not None else []
     return sum(known) / len(known) if known else float("-inf")
 
 
-def _shown(body: CompletionBody, index: int, text: TextOut, logprobs: CompletionLogprobs, prompt_ids: list[int] | None) -> Json:
+def _shown(body: CompletionBody, index: int, out: TextOut, logprobs: CompletionLogprobs, prompt_ids: list[int] | None) -> Json:
     """One choice, or an update of one."""
-    lists = logprobs.take(text.token_ids, text.logprobs or TokenLogprobs()) if body.top >= 0 else None
-    finish = text.finish and ("length" if body.only_echo and text.finish.reason != "abort" else text.finish.reason)
-    shown: Json = {"index": index, "text": text.text, "logprobs": lists, "finish_reason": finish}
-    if text.finish is not None:
-        shown["matched_stop"] = None if body.only_echo else text.finish.matched
+    lists = logprobs.take(out.token_ids, out.logprobs or TokenLogprobs()) if body.top >= 0 else None
+    finish = out.finish and ("length" if body.only_echo and out.finish.reason != "abort" else out.finish.reason)
+    shown: Json = {"index": index, "text": out.text, "logprobs": lists, "finish_reason": finish}
+    if out.finish is not None:
+        shown["matched_stop"] = None if body.only_echo else out.finish.matched
     if body.return_token_ids:
-        shown["token_ids"] = text.token_ids
+        shown["token_ids"] = out.token_ids
         if prompt_ids is not None:
             shown["prompt_token_ids"] = prompt_ids
     return shown

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from runtime.errors import RequestError
 from runtime.managers.generation import Generation, RequestOptions
-from runtime.managers.messages import TextOut
+from runtime.managers.messages import Finish, TextOut
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingParams
 
@@ -28,6 +30,7 @@ class Call:
         rids: one per prompt.
         options: the same for every prompt.
         params: the protocol's field names for the manager's "prompt", "input_ids" and "max_new_tokens", and for the grammar.
+        prompt_only: indices of the prompts that are only computed. A step of a prompt always yields a token, which is dropped.
     """
 
     name: str
@@ -36,10 +39,19 @@ class Call:
     rids: Sequence[str]
     options: RequestOptions
     params: Mapping[str, str]
+    prompt_only: Collection[int] = ()
 
     def name_field(self, error: RequestError) -> None:
         """Replace the manager's name of the field at fault by the protocol's."""
         error.param = self.params.get(error.param or "", error.param)
+
+    def wanted(self, prompt: int, update: TextOut) -> TextOut:
+        """An update of a prompt, without its output if the prompt is only computed."""
+        if prompt not in self.prompt_only:
+            return update
+        finish = Finish(reason="length") if update.finish is not None and update.finish.reason != "abort" else update.finish
+        progress = structs.replace(update.progress, completion_tokens=0)
+        return structs.replace(update, text="", token_ids=[], logprobs=None, progress=progress, finish=finish)
 
 
 class Generations:
@@ -88,7 +100,7 @@ class Generations:
         try:
             if len(self.each) == 1:
                 async for update in self.each[0]:
-                    yield 0, update
+                    yield 0, self._call.wanted(0, update)
                 return
             readers += [asyncio.create_task(_read(prompt, each, queue)) for prompt, each in enumerate(self.each)]
             open_readers = len(readers)
@@ -99,7 +111,8 @@ class Generations:
                 elif isinstance(item, Exception):
                     raise item
                 else:
-                    yield item
+                    prompt, update = item
+                    yield prompt, self._call.wanted(prompt, update)
         except RequestError as error:
             self._call.name_field(error)
             raise

@@ -12,7 +12,7 @@ from msgspec import structs
 from runtime.entrypoints.generations import Generations
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
-from runtime.managers.messages import Finish, TextOut, TokenLogprobs
+from runtime.managers.messages import TextOut, TokenLogprobs
 from runtime.managers.telemetry.spec_stats import SpecStats
 from runtime.text.tokenizer import Tokenizer
 
@@ -47,7 +47,6 @@ class Outputs:
     def of(self, prompt: int, out: TextOut) -> Output:
         """The output of one text of a prompt so far."""
         generation, asked = self.group.each[prompt], self.body.logprobs[prompt]
-        out = _without_output(out) if self.body.samplings[prompt].only_prompt else out
         meta = _meta_info(generation.rid, out)
         if out.finish is not None:
             meta["e2e_latency"] = time.monotonic() - self.began
@@ -84,14 +83,6 @@ def _grown(out: TextOut, update: TextOut) -> TextOut:
     logprobs, prompt_logprobs = out.logprobs or update.logprobs, out.prompt_logprobs or update.prompt_logprobs
     whole = out.text + update.text
     return structs.replace(update, text=whole, token_ids=out.token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-
-
-def _without_output(out: TextOut) -> TextOut:
-    """A text without its output, for `max_new_tokens` 0: computing a prompt always yields one token."""
-    progress, finish = structs.replace(out.progress, completion_tokens=0), out.finish
-    if finish is not None and finish.reason != "abort":
-        finish = Finish(reason="length")
-    return structs.replace(out, text="", token_ids=[], logprobs=None, progress=progress, finish=finish)
 
 
 def _meta_info(rid: str, last: TextOut) -> dict[str, Any]:

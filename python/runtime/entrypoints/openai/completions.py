@@ -52,7 +52,7 @@ class CompletionApi:
         return await off_loop(tokens * (2 + body.top), lambda: self._rendered(body, group, texts, name))
 
     def _rendered(self, body: CompletionBody, group: Generations, texts: list[list[TextOut]], name: str) -> Json:
-        counter = UsageCounter(group, output=not body.only_echo)
+        counter = UsageCounter(group)
         choices: list[Any] = []
         for prompt, (generation, candidates) in enumerate(zip(group.each, texts, strict=True)):
             for out in candidates:
@@ -67,7 +67,7 @@ class CompletionApi:
         return {**self._model.head(name, "text_completion"), "choices": choices, "usage": counts.usage(body), **counts.extension(body)}
 
     async def _events(self, body: CompletionBody, group: Generations, name: str) -> AsyncGenerator[bytes, None]:
-        counter = UsageCounter(group, output=not body.only_echo)
+        counter = UsageCounter(group)
         chunks = Chunks(self._model.head(name, "text_completion"), body, counter.counts)
         logprobs: dict[int, CompletionLogprobs] = {}
         async with group:
@@ -109,8 +109,7 @@ class CompletionApi:
         return given if isinstance(given, str) else self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _visible(self, body: CompletionBody, prompt: int, generation: Generation, out: TextOut, *, first: bool) -> TextOut:
-        """A text, or an update of one, as the client sees it: without the output if `only_echo`, and with the echoed prompt before it."""
-        out = structs.replace(out, text="", token_ids=[], logprobs=None) if body.only_echo else out
+        """A text, or an update of one, with the echoed prompt before it."""
         if not (body.echo and first):
             return out
         given, ids = body.prompts[prompt], generation.prompt_ids
@@ -137,6 +136,7 @@ def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
             continues_prompt=True,
             running_counts=body.wants_running_counts,
         ),
+        prompt_only=range(len(prompts)) if body.only_echo else (),
         params={"input_ids": "prompt", "max_new_tokens": "max_tokens", **body.grammar_names()},
     )
 
@@ -150,10 +150,9 @@ def _mean_logprob(out: TextOut) -> float:
 def _shown(body: CompletionBody, index: int, out: TextOut, logprobs: CompletionLogprobs, prompt_ids: list[int] | None) -> Json:
     """One choice, or an update of one."""
     lists = logprobs.take(out.token_ids, out.logprobs or TokenLogprobs()) if body.top >= 0 else None
-    finish = out.finish and ("length" if body.only_echo and out.finish.reason != "abort" else out.finish.reason)
-    shown: Json = {"index": index, "text": out.text, "logprobs": lists, "finish_reason": finish}
+    shown: Json = {"index": index, "text": out.text, "logprobs": lists, "finish_reason": out.finish and out.finish.reason}
     if out.finish is not None:
-        shown["matched_stop"] = None if body.only_echo else out.finish.matched
+        shown["matched_stop"] = out.finish.matched
     if body.return_token_ids:
         shown["token_ids"] = out.token_ids
         if prompt_ids is not None:

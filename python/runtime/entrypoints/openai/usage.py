@@ -52,10 +52,9 @@ class TokenCounts:
 
 
 class UsageCounter:
-    """Counts tokens. Without `output` the generated tokens are not counted, because the client does not see them."""
+    """Counts tokens."""
 
-    def __init__(self, group: Generations, *, output: bool = True) -> None:
-        self._output = output
+    def __init__(self, group: Generations) -> None:
         self._prompt_tokens = sum(len(each.prompt_ids) for each in group.each)
         self._cached: dict[int, int] = {}
         self._generated: dict[tuple[int, int], int] = {}
@@ -71,5 +70,5 @@ class UsageCounter:
 
     def counts(self) -> TokenCounts:
         """The counts so far."""
-        generated = sum(self._generated.values()) if self._output else 0
+        generated = sum(self._generated.values())
         return TokenCounts(self._prompt_tokens, generated, sum(self._cached.values()), tuple(self._spec[key] for key in sorted(self._spec)))

@@ -60,7 +60,7 @@ class CompletionApi:
             if body.candidates > body.n:
                 candidates.sort(key=_mean_logprob, reverse=True)
             for out in candidates[: body.n]:
-                out = self._visible(body, prompt, generation, out, first=True)
+                out = self._after_prompt(body, prompt, generation, out) if body.echo else out
                 shown = _shown(body, len(choices), out, self._logprobs(body, prompt, generation), generation.prompt_ids)
                 choices.append(encoded(shown))
         counts = counter.counts()
@@ -89,7 +89,7 @@ class CompletionApi:
         first = index not in logprobs
         if first:
             logprobs[index] = self._logprobs(body, prompt, generation)
-        out = self._visible(body, prompt, generation, update, first=first)
+        out = self._after_prompt(body, prompt, generation, update) if body.echo and first else update
         if not out.text and out.finish is None and not (out.token_ids and (body.return_token_ids or body.top >= 0)):
             return None
         return _shown(body, index, out, logprobs[index], generation.prompt_ids if first else None)
@@ -108,10 +108,8 @@ class CompletionApi:
     def _prompt_text(self, given: str | list[int], ids: list[int]) -> str:
         return given if isinstance(given, str) else self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _visible(self, body: CompletionBody, prompt: int, generation: Generation, out: TextOut, *, first: bool) -> TextOut:
-        """A text, or an update of one, with the echoed prompt before it."""
-        if not (body.echo and first):
-            return out
+    def _after_prompt(self, body: CompletionBody, prompt: int, generation: Generation, out: TextOut) -> TextOut:
+        """A text, or its first update, with the echoed prompt before it."""
         given, ids = body.prompts[prompt], generation.prompt_ids
         logprobs = aligned(len(ids), out.prompt_logprobs)
         logprobs.extend(out.logprobs or TokenLogprobs())

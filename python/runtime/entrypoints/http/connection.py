@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from runtime.entrypoints.http.request_names import HEADER, new_request_id
 from runtime.entrypoints.http.responses import error_body
-from runtime.errors import ConfigError, StatusError
+from runtime.errors import ConfigError, ServingError, StatusError
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,17 @@ LINGER_SECONDS = 1.0
 """How long data from a refused client is read and discarded."""
 MAX_HEADER_BYTES = 32 * 1024
 """Request line and headers together."""
-HEADERS_TOO_LARGE = f"The headers are larger than {MAX_HEADER_BYTES} bytes."
+
+
+class HeadersTooLarge(ServingError):
+    """The headers are over the limit."""
+
+    status = 431
+    kind = "invalid_request_error"
+    code = "request_too_large"
+
+    def __init__(self) -> None:
+        super().__init__(f"The headers are larger than {MAX_HEADER_BYTES} bytes.")
 
 
 def check_version() -> None:
@@ -144,12 +154,11 @@ class BoundedConnection(H11Protocol):
             self.transport.close()
             return
         large = len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES
-        status = 431 if large else 400
-        text = HEADERS_TOO_LARGE if large else "The request is not valid HTTP/1.1."
-        body = orjson.dumps(error_body(StatusError(status, text)))
+        error = HeadersTooLarge() if large else StatusError(400, "The request is not valid HTTP/1.1.")
+        body = orjson.dumps(error_body(error))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
         headers.append((HEADER.lower().encode(), new_request_id().encode()))
-        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+        for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         # Closing with unread data would reset the connection before the client sees the answer.
         self._refused = True

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.entrypoints.http.body_cost import BodyCost
-from runtime.entrypoints.http.connection import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
+from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, HeadersTooLarge
 from runtime.entrypoints.http.responses import error_response
-from runtime.errors import BodiesFull, BodyTooComplex, BodyTooLarge, ClientTooSlow, RequestError, ServingError
+from runtime.errors import BodiesFull, BodyTooComplex, BodyTooLarge, ClientTooSlow, RequestError
 
 MIB = 1 << 20
 MAX_DEPTH = 64
@@ -28,14 +28,6 @@ THREAD_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread."""
 MAX_LARGE_BODIES = 32
 """How many bodies of the largest size may arrive at the same time."""
-
-
-class HeadersTooLarge(ServingError):
-    """The headers are over the limit."""
-
-    status = 431
-    kind = "invalid_request_error"
-    code = "request_too_large"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +76,7 @@ class HeaderLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or answer 431."""
         if _head_bytes(scope) > MAX_HEADER_BYTES:
-            await error_response(HeadersTooLarge(HEADERS_TOO_LARGE), scope["path"])(scope, receive, send)
+            await error_response(HeadersTooLarge(), scope["path"])(scope, receive, send)
             return
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             # A proxy may disagree with this server about where the body ends, and pass on a hidden request (RFC 9112, 6.1).

@@ -58,16 +58,14 @@ class ResponseApi:
         """POST /v1/responses, as JSON or as a stream of events."""
         self._model.check(body.model)
         run = await until_gone(request, self._start(body))
-        response_id = run.writer.response["id"]
         if body.stream:
             events = self._conversion.events(run.chat, run.writer, lambda: self._keep(run))
             return EventStream(events, lambda: self._close(run))
         try:
-            async with run.chat:
-                await until_gone(request, self._conversion.collect(run.chat, run.writer))
-                self._keep(run)
+            await until_gone(request, self._conversion.collect(run.chat, run.writer))
+            self._keep(run)
         finally:
-            self._running.pop(response_id, None)
+            self._close(run)
         return json_response(run.writer.response)
 
     async def retrieve(self, response_id: str, stream: Streamed = False) -> Response:

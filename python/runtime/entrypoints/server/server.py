@@ -26,7 +26,7 @@ from runtime.entrypoints.http.auth import KeyGate
 from runtime.entrypoints.http.body_route import IGNORED_HEADER
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
 from runtime.entrypoints.http.key_ring import key_ring
-from runtime.entrypoints.http.limits import MAX_LARGE_BODIES, MIB, BodyLimits, BodyMemory, HeaderLimit, LingeringResponse
+from runtime.entrypoints.http.limits import BodyLimits, HeaderLimit, LingeringResponse
 from runtime.entrypoints.http.origin import OriginGate
 from runtime.entrypoints.http.request_names import HEADER, RequestNames
 from runtime.entrypoints.http.responses import INTERNAL, error_response
@@ -63,8 +63,7 @@ def create_app(manager: TokenizerManager, provider: TracerProvider | None = None
     metrics = Metrics(config.model.served_model_name)
     manager.observer = metrics
     app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    memory = BodyMemory(MAX_LARGE_BODIES * config.server.max_body_mib * MIB)
-    app.state.body_limits = BodyLimits(config.server.max_body_mib, config.server.max_parse_ms, memory)
+    app.state.body_limits = BodyLimits(config.server.max_body_mib, config.server.max_parse_ms)
     app.state.strict_request_fields = config.server.strict_request_fields
     add_routes(app, manager, metrics)
     describe(app, manager)

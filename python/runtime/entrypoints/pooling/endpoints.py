@@ -61,11 +61,6 @@ class PoolingApi:
     def __init__(self, manager: TokenizerManager, model: ServedModel) -> None:
         self._manager, self._model = manager, model
 
-    def _check_shared(self, part: str | list[int], prompts: int, param: str) -> None:
-        """Raise `RequestError` if a text or token ids that occur in `prompts` prompts are too long, before the prompts are built."""
-        tokens = len(part) // self._manager.tokenizer.longest_token if isinstance(part, str) else len(part)
-        self._manager.new_cost().check_tokens(tokens * prompts, param)
-
     async def _run(self, body: PoolingBody, prompts: Sequence[str | list[int]], pooling: Pooling | None, param: str) -> list[Pooled]:
         """Return the results of all prompts in order. Cancelling this aborts running prompts.
 
@@ -137,7 +132,9 @@ class ScoreApi(PoolingApi):
         """Score every item."""
         self._model.check(body.model)
         labels = Pooling(kind="labels", label_ids=tuple(body.label_token_ids))
-        self._check_shared(body.query, 1 if isinstance(body.items, str) else len(body.items), "query")
+        # All prompts contain the query, so its length is checked before they are built.
+        tokens = len(body.query) // self._manager.tokenizer.longest_token if isinstance(body.query, str) else len(body.query)
+        self._manager.new_cost().check_tokens(tokens * (1 if isinstance(body.items, str) else len(body.items)), "query")
         pooled = await until_gone(request, self._run(body, body.prompts, labels, "items"))
         scores = [probabilities(each.vector, body.temperature if body.apply_softmax else None) for each in pooled]
         return json_response({"object": "scoring", "scores": scores, "model": self._model.name, "usage": usage(pooled)})

@@ -47,7 +47,7 @@ class Outputs:
     def of(self, prompt: int, out: TextOut) -> Output:
         """The output of one text of a prompt so far."""
         generation, asked = self.group.each[prompt], self.body.logprobs[prompt]
-        meta = _meta_info(generation.rid, out)
+        meta = meta_info(generation.rid, out)
         if out.finish is not None:
             meta["e2e_latency"] = time.monotonic() - self.began
         if asked.top >= 0:
@@ -85,7 +85,7 @@ def _grown(out: TextOut, update: TextOut) -> TextOut:
     return structs.replace(update, text=whole, token_ids=out.token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
-def _meta_info(rid: str, last: TextOut) -> dict[str, Any]:
+def meta_info(rid: str, last: TextOut) -> dict[str, Any]:
     """Counts, finish reason and acceptance of generation `rid` after its update `last`."""
     progress = last.progress
     return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -13,7 +12,6 @@ from runtime import log as logging_setup
 from runtime.config.flag_parser import from_fields
 from runtime.entrypoints.engine_call import PromptBody, SamplingLike, read_call
 from runtime.entrypoints.generations import Generations
-from runtime.entrypoints.native.call import native_call
 from runtime.entrypoints.native.output import Output, Outputs
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
@@ -44,7 +42,6 @@ class Engine:
         self.config, self._model_config = prepare(args)
         if self.config.parallel.node_rank:
             raise ConfigError("The engine is node 0. Start the other nodes with python -m runtime.launch_server and the same flags.")
-        self._defaults = self.config.model.preferred_sampling_params
         self._loop = asyncio.new_event_loop()
         self._gate = threading.RLock()  # guards `_closed` and what is handed to the loop
         self._closed = False
@@ -203,8 +200,7 @@ class Engine:
             await asyncio.gather(*prompts, return_exceptions=True)
 
     async def _open(self, body: PromptBody) -> Outputs:
-        manager, began = self._alive().manager, time.monotonic()
-        return Outputs(manager.tokenizer, body, await Generations.start(manager, native_call(body, self._defaults)), began)
+        return await Outputs.start(self._alive().manager, body)
 
     async def _next(self, outputs: Outputs, texts: AsyncGenerator[tuple[int, TextOut], None]) -> Output | None:
         async for _, text in texts:

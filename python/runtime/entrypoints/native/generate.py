@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.entrypoints.generations import Generations
 from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import DONE, EventStream, event, until_gone
-from runtime.entrypoints.native.call import native_call
 from runtime.entrypoints.native.output import Outputs
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.served_model import ServedModel
@@ -29,14 +26,10 @@ class GenerateApi:
     async def generate(self, request: Request, body: GenerateBody) -> Response:
         """Generate. Answers with an object, with an array for several prompts or n > 1, or with a stream of outputs so far."""
         self._model.check(body.model)
-        began = time.monotonic()
-        group = await until_gone(
-            request, Generations.start(self._manager, native_call(body, self._manager.config.model.preferred_sampling_params))
-        )
-        outputs = Outputs(self._manager.tokenizer, body, group, began)
+        outputs = await until_gone(request, Outputs.start(self._manager, body))
         if body.stream:
-            return EventStream(_events(outputs), group.close)
-        async with group:
+            return EventStream(_events(outputs), outputs.group.close)
+        async with outputs.group as group:
             texts = await until_gone(request, group.texts())
         pairs = [(prompt, text) for prompt, of_prompt in enumerate(texts) for text in of_prompt]
         cells = sum(outputs.cells(*pair) for pair in pairs)

@@ -10,10 +10,12 @@ from typing import Any, TypedDict
 from msgspec import structs
 
 from runtime.entrypoints.generations import Generations
+from runtime.entrypoints.native.call import native_call
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
 from runtime.managers.messages import TextOut, TokenLogprobs
 from runtime.managers.telemetry.spec_stats import SpecStats
+from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
 
 
@@ -33,6 +35,12 @@ class Outputs:
     body: GenerateBody
     group: Generations
     began: float
+
+    @classmethod
+    async def start(cls, manager: TokenizerManager, body: GenerateBody) -> Outputs:
+        """Start the generations of a call. Raises the errors of `Generations.start`."""
+        began, call = time.monotonic(), native_call(body, manager.config.model.preferred_sampling_params)
+        return cls(manager.tokenizer, body, await Generations.start(manager, call), began)
 
     async def growing(self) -> AsyncGenerator[tuple[int, TextOut], None]:
         """Yield the index of a prompt and one of its texts so far, for each update. A text's lists grow in place, because copies would

@@ -388,6 +388,12 @@ def test_chat_template_omits_the_bos_token(tmp_path: Path, vocabulary: LocalVoca
     assert chat_template(vocabulary)("hi") == "<user>hi<bot>"
 
 
+def test_chat_template_may_use_what_transformers_offers(tmp_path: Path, vocabulary: LocalVocabulary) -> None:
+    source = "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% break %}{% endfor %}{{ strftime_now('!') }}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    assert chat_template(vocabulary)("é") == '{"role": "user", "content": "é"}!'
+
+
 @pytest.mark.parametrize("source", ["{% generation %}", "{{ missing() }}", "{{ 'a' + 1 }}"])
 def test_a_chat_template_that_fails_is_named(source: str, tmp_path: Path, vocabulary: LocalVocabulary) -> None:
     (tmp_path / "chat_template.jinja").write_text(source)

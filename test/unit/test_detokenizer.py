@@ -10,7 +10,7 @@ import pytest
 from llama_tokenizer import write_llama_tokenizer
 from msgspec import structs
 
-from runtime.entrypoints.openai.logprobs import CompletionLogprobs, EchoedPrompt
+from runtime.entrypoints.openai.logprobs import CompletionLogprobs, prompt_offsets
 from runtime.managers.detokenizer_manager import DetokenizerManager, StopFinder
 from runtime.managers.messages import (
     CacheFlushed,
@@ -310,14 +310,19 @@ def test_a_replacement_character_that_the_model_writes_is_a_whole_one(tmp_path: 
     assert tokenizer.stream().step(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
+def certain(tokens: int) -> TokenLogprobs:
+    """Log-probabilities of tokens that the model was sure of."""
+    return TokenLogprobs(chosen=[0.0] * tokens, top=[[] for _ in range(tokens)])
+
+
 @pytest.mark.parametrize(("prompt", "text"), [("hello", "hello the the"), (None, "<s> hello the the")])
 def test_text_offsets_are_places_in_the_text(tmp_path: Path, prompt: str | None, text: str) -> None:
     tokenizer = Tokenizer.load(write_llama_tokenizer(tmp_path, "first"))
     ids, the = tokenizer.encode("hello"), tokenizer.encode("the", add_special_tokens=False)
-    shown = EchoedPrompt(len(text) - len(" the the"), tokenizer.stream(skip_special_tokens=False), len(ids), int(prompt is not None))
-    echoed = CompletionLogprobs(tokenizer, 0, tokenizer.stream(prompt_tail=ids), shown)
-    offsets = echoed.take([*ids, *the, *the], [0.0] * (len(ids) + 2), [])["text_offset"]
+    echo = prompt_offsets(ids, tokenizer.stream(skip_special_tokens=False), hidden=int(prompt is not None))
+    echoed = CompletionLogprobs(tokenizer, 0, tokenizer.stream(prompt_tail=ids), echo, len(text) - len(" the the"))
+    offsets = echoed.take([*ids, *the, *the], certain(len(ids) + 2))["text_offset"]
     assert [text[at:] for at in offsets[-2:]] == [" the the", " the"]
     assert offsets[1] == text.index("hello") - (prompt is None), "the piece begins with its space, where it has one"
     alone = CompletionLogprobs(tokenizer, 0, tokenizer.stream(prompt_tail=ids))
-    assert alone.take([*the, *the], [0.0] * 2, [])["text_offset"] == [0, 4]
+    assert alone.take([*the, *the], certain(2))["text_offset"] == [0, 4]

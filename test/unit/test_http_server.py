@@ -23,7 +23,6 @@ from runtime.entrypoints.http.auth import ADMIN_PATHS, OPEN_PATHS, PROBE_PATHS
 from runtime.entrypoints.http.page import chat_page
 from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
 from runtime.entrypoints.openai.protocol import ChatBody, CompletionBody
-from runtime.entrypoints.server import server
 from runtime.entrypoints.server.admin import AdminApi
 from runtime.entrypoints.server.server import create_app
 from runtime.errors import WorkerDied
@@ -164,7 +163,7 @@ def test_a_connection_is_free_at_once_after_a_refused_body(monkeypatch: pytest.M
 
 def test_large_bodies_that_never_end_leave_room_for_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends most of a large body and waits takes its share of a bounded memory until it goes."""
-    monkeypatch.setattr(server, "MAX_LARGE_BODIES", 1)
+    monkeypatch.setattr(limits, "MAX_LARGE_BODIES", 1)
     large = json.dumps({"prompt": "x"}).encode() + b" " * 900_000
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1048000\r\n\r\n"
 
@@ -222,7 +221,8 @@ def test_large_headers_are_431_and_invalid_http_is_400(request_head: bytes, stat
             writer.close()
             head, _, body = answer.partition(b"\r\n\r\n")
             assert head.split()[1] == str(status).encode()
-            assert json.loads(body)["error"]["status"] == status
+            error = json.loads(body)["error"]
+            assert (error["status"], error["code"]) == (status, "request_too_large" if status == 431 else None)
             assert await f.fine()
 
     run(check())
@@ -746,7 +746,7 @@ def test_depth_and_synthetic_acceptance_are_set_while_the_server_runs() -> None:
 
 
 def test_the_page_allows_only_its_own_script() -> None:
-    page = chat_page()
+    page = asyncio.run(chat_page())
     html = bytes(page.body).decode()
     policy = page.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy

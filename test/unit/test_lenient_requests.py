@@ -125,7 +125,7 @@ def test_strict_request_fields_refuses_unknown_fields() -> None:
 def test_the_model_is_found_under_its_other_names() -> None:
     facts = ModelFacts(
         path="/cache/snapshots/abc", load_format="safetensors", tokenizer_path="", name="org/Some-Model", dtype="float32",
-        max_context_len=64, vocab_size=9, head_dim=8,
+        max_context_len=64, head_dim=8,
     )  # fmt: skip
     aliases = resolve_served_model(from_fields({"model_path": "./models/Some-Model/", "served_model_name": "mine"}), "cpu", facts).aliases
     assert aliases == ("default", "unknown", "org/Some-Model", "./models/Some-Model", "/cache/snapshots/abc", "Some-Model", "abc")

@@ -20,7 +20,7 @@ from runtime.entrypoints.openai.logprobs import LOWEST, CompletionLogprobs, alig
 from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
 from runtime.entrypoints.openai.usage import UsageCounter
 from runtime.managers.generation import Generation, RequestOptions
-from runtime.managers.messages import GenerateReq, TextOut
+from runtime.managers.messages import GenerateReq, TextOut, TokenLogprobs
 from runtime.managers.telemetry.progress import Progress
 from runtime.sampling_params import SamplingParams
 from runtime.text.decode_stream import ByteStream
@@ -461,7 +461,7 @@ class Letters:
 
 
 def test_logprobs_are_json_and_bytes_show_partial_characters() -> None:
-    shown = chat_logprobs(Letters(), [97, 99], [-math.inf, -1.0], [[(98, -0.5), (99, -math.inf)], []], 2)
+    shown = chat_logprobs(Letters(), [97, 99], TokenLogprobs(chosen=[-math.inf, -1.0], top=[[(98, -0.5), (99, -math.inf)], []]), 2)
     first, second = shown["content"]  # type: ignore[misc]
     assert first["logprob"] == LOWEST
     assert [one["logprob"] for one in first["top_logprobs"]] == [-0.5, LOWEST]
@@ -471,8 +471,8 @@ def test_logprobs_are_json_and_bytes_show_partial_characters() -> None:
 
 def test_text_offsets_continue_across_chunks() -> None:
     lists = CompletionLogprobs(Letters(), 1, ByteStream(Letters().token_bytes, frozenset()))
-    assert lists.take([97, 98], [None, -1.0], [[], [(98, -1.0)]])["text_offset"] == [0, 1]
-    later = lists.take([99], [-2.0], [[(97, -1.0), (98, -1.5)]])
+    assert lists.take([97, 98], TokenLogprobs(chosen=[None, -1.0], top=[[], [(98, -1.0)]]))["text_offset"] == [0, 1]
+    later = lists.take([99], TokenLogprobs(chosen=[-2.0], top=[[(97, -1.0), (98, -1.5)]]))
     assert later["text_offset"] == [2]
     assert later["top_logprobs"] == [{"a": -1.0, "\ufffd": -2.0}]
 
@@ -503,9 +503,9 @@ def test_text_offsets_follow_the_control_tokens_that_are_shown(echo: bool, promp
 
 @pytest.mark.parametrize("given", [[-1.0, -2.0], [None, -1.0, -2.0]])
 def test_prompt_logprobs_are_aligned_at_the_end(given: list[float | None]) -> None:
-    chosen, top = aligned(3, given, [[(1, v)] if v else [] for v in given])
-    assert chosen == [None, -1.0, -2.0]
-    assert [list(one) for one in top] == [[], [(1, -1.0)], [(1, -2.0)]]
+    logprobs = aligned(3, TokenLogprobs(chosen=given, top=[[(1, v)] if v else [] for v in given]))
+    assert logprobs.chosen == [None, -1.0, -2.0]
+    assert logprobs.top == [[], [(1, -1.0)], [(1, -2.0)]]
 
 
 def test_answers_have_the_documented_form() -> None:

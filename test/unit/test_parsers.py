@@ -220,6 +220,11 @@ def test_unions_that_refer_to_each_other_have_types() -> None:
     assert ArgumentSchema(schema).parameter_types("x") == {"string", "null"}
 
 
+def test_references_may_escape_the_names_of_definitions() -> None:
+    schema = {"properties": {"x": {"$ref": "#/$defs/a~1b~0c"}}, "$defs": {"a/b~c": {"type": "integer"}}}
+    assert ArgumentSchema(schema).parameter_types("x") == {"integer"}
+
+
 def test_a_long_chain_of_unions_leaves_a_parameter_untyped() -> None:
     unions = {f"U{i}": {"anyOf": [{"$ref": f"#/$defs/U{i + 1}"}]} for i in range(5000)}
     assert ArgumentSchema({"properties": {"x": {"$ref": "#/$defs/U0"}}, "$defs": unions}).parameter_types("x") == ANY

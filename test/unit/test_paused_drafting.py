@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.entrypoints.native.meta_info import meta_info
+from runtime.entrypoints.native.output import meta_info
 from runtime.layers.linear import Linear
 from runtime.managers.messages import GenerateReq, TextOut
 from runtime.managers.observers.metrics import Metrics

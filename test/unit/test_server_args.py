@@ -70,7 +70,6 @@ LLAMA = ModelFacts(
     name="llama",
     dtype="bfloat16",
     max_context_len=8192,
-    vocab_size=128256,
     head_dim=128,
 )
 TWO_GROUPS = {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True, "device": "cpu", "attention_backend": "torch_native"}
@@ -306,7 +305,7 @@ def test_pages_hold_a_block_of_keys_where_contexts_are_long(head_dim: int, conte
 @pytest.mark.parametrize("machine", [CPU, HOPPER])
 def test_uncut_prompts_stay_whole_beside_others(machine: MachineFacts) -> None:
     config = resolve(args(chunked_prefill_size=-1), machine, LLAMA)
-    limits = WorkerLimits(1 << 20, 16, config.model.context_length, config.model.context_length, config.cache.page_size, LLAMA.vocab_size)
+    limits = WorkerLimits(1 << 20, 16, config.model.context_length, config.model.context_length, config.cache.page_size, 128256)
     budget = PrefillBudget.start(config.scheduler.chunked_prefill_size, config.scheduler.max_prefill_tokens, limits)
     assert budget.offer(5000, first=True) == 5000
     budget.take(5000)

@@ -62,7 +62,6 @@ def config(**asked: Any) -> RuntimeConfig:
         name="m",
         dtype="float32",
         max_context_len=CONTEXT,
-        vocab_size=VOCAB,
         head_dim=16,
     )
     return resolve(ServerArgs(device="cpu", **asked), MachineFacts(cores=1, memory=1 << 30, gpus=(), packages=frozenset()), facts)

@@ -1,1 +1,1 @@
-"""The load generator of `python -m runtime.bench_serving`. It uses only HTTP and imports no engine code."""
+"""The load generator of `python -m runtime.bench_serving`. It uses only HTTP; chat templates alone need code of the server."""

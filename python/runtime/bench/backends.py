@@ -126,7 +126,7 @@ class Answer:
     def message(self, data: Json, at: float) -> None:
         """Read one JSON message: a chunk of a stream, or a whole answer."""
         if error := data.get("error") or (data.get("object") == "error" and data):
-            self._record.error = _error_text(error)
+            self._record.error = str(error.get("message") or error) if isinstance(error, dict) else str(error)
             return
         self._read(data, at)
 
@@ -232,7 +232,3 @@ async def send(client: HttpClient, backend: Backend, request: BenchRequest, opti
     if not record.error:
         answer.close(request.output_len)
     return record
-
-
-def _error_text(error: Any) -> str:
-    return str(error.get("message") or error) if isinstance(error, dict) else str(error)

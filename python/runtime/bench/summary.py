@@ -28,10 +28,7 @@ def render(figures: Figures, cache_report: bool = False) -> str:
     for title, label, name in _SECTIONS:
         lines.append(f"{title:-^{WIDTH}}")
         kinds = ("mean", "median", "p90", "p95", "p99", "max") if name == "itl" else ("mean", "median", "p90", "p95", "p99")
-        lines += [
-            _row(f"{kind if kind[0] == 'p' else kind.capitalize()} {label} (ms):".replace("p9", "P9"), figures[f"{kind}_{name}_ms"])
-            for kind in kinds
-        ]
+        lines += [_row(f"{kind.capitalize()} {label} (ms):", figures[f"{kind}_{name}_ms"]) for kind in kinds]
     if cache_report:
         share = figures["cached_tokens"] / max(figures["total_input_tokens"], 1) * 100
         lines += [f"{'Cache Hit Details':-^{WIDTH}}", _row("Total prompt tokens:", figures["total_input_tokens"])]

@@ -5,25 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from runtime.bench.http_stream import HttpClient, HttpFailure
-
-
-class Vocabulary(Protocol):
-    """Encodes text to token ids and decodes them."""
-
-    size: int
-
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that the server adds to a prompt."""
-        ...
-
-    async def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens."""
-        ...
 
 
 class LocalVocabulary:
@@ -85,6 +71,9 @@ class UnknownVocabulary:
     async def decode(self, ids: Sequence[int]) -> str:
         """Raises ValueError."""
         raise ValueError(_NO_TOKENIZER)
+
+
+Vocabulary = LocalVocabulary | ServerVocabulary | UnknownVocabulary
 
 
 def tokenizer_file(name: str) -> Path | None:

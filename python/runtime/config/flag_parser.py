@@ -25,7 +25,7 @@ from runtime.config import sglang_flags
 from runtime.config.refusals import flag_of
 from runtime.config.server_args import ServerArgs
 from runtime.config.yaml_file import read_yaml
-from runtime.errors import ConfigError, unreadable
+from runtime.errors import ConfigError
 
 PROGRAM = "talon"
 """The installed command, the same as `python -m runtime.launch_server`."""
@@ -126,7 +126,7 @@ def parse(argv: Sequence[str]) -> Command:
         name = unknown[0].partition("=")[0]
         known = list(parser._option_string_actions)
         raise ConfigError(f"Unknown argument {unknown[0]!r}{_nearest(name, known)}; --help lists all.")
-    options = vars(given)
+    options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(given).items()}
     file = options.pop("config", None)
     dump, check = options.pop("dump_config", False), options.pop("check", False)
     options.pop("print_completion", None)
@@ -187,12 +187,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _from_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = read_yaml(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {unreadable(error)}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml("--config", path)
     if not isinstance(content, dict | None):
         raise ConfigError(f"--config {path} must be a mapping of flags to values.")
     given = {str(key): value for key, value in (content or {}).items() if value is not None}
@@ -261,7 +256,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
         # The value is optional, so that the command line can also disable what the file enables.
         group.add_argument(*flag.spellings, dest=flag.name, nargs="?", const=True, type=_truth, metavar="true|false", help=flag.help)
     elif flag.kind is tuple:
-        group.add_argument(*flag.spellings, dest=flag.name, nargs="+", type=int, action=_ToTuple, metavar=flag.metavar, help=flag.help)
+        group.add_argument(*flag.spellings, dest=flag.name, nargs="+", type=int, metavar=flag.metavar, help=flag.help)
     else:
         action = group.add_argument(
             *flag.spellings,
@@ -288,8 +283,3 @@ def _truth(text: str) -> bool:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     raise argparse.ArgumentTypeError(f"must be true or false, not {text!r}")
-
-
-class _ToTuple(argparse.Action):
-    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
-        setattr(namespace, self.dest, tuple(values))

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import yaml
 
 from runtime.config.yaml_file import read_yaml
-from runtime.errors import ConfigError, unreadable
+from runtime.errors import ConfigError
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 FLAG = "--api-key-file"
@@ -45,12 +44,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     Raises:
         ConfigError: the file cannot be read, or an entry is wrong; names the entry.
     """
-    try:
-        content = read_yaml(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{FLAG} {path} cannot be read: {unreadable(error)}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{FLAG} {path} is not YAML, or gives a name twice.") from error  # the text of the error may show a key
+    content = read_yaml(FLAG, path, secret=True)
     if isinstance(content, (str, int, float)) and not isinstance(content, bool):
         content = {"keys": [{"name": "default", "key": path.read_text(encoding="utf-8").strip()}]}
     try:

@@ -19,7 +19,7 @@ class ModelFacts:
         tokenizer_path: folder of the tokenizer.
         name: default name in the API.
         dtype: dtype of the stored weights.
-        max_context_len, vocab_size, head_dim: shape of the model.
+        max_context_len, head_dim: shape of the model.
         sinks: whether it has attention sinks.
         has_mtp: whether the checkpoint has a layer for multi-token prediction.
         embedded: whether it is the embedded model.
@@ -33,7 +33,6 @@ class ModelFacts:
     name: str
     dtype: DType
     max_context_len: int
-    vocab_size: int
     head_dim: int
     sinks: bool = False
     has_mtp: bool = False

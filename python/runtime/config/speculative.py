@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -126,7 +126,9 @@ def resolve_speculative(
     path, draft_format, block_size = (None, model.load_format, None) if draft is None else (draft.path, draft.load_format, draft.block_size)
     args = args if block_size is None else with_block_size(args, block_size)
     tuning = _applied(args, tuning)
-    shape, forced = _forced_shape(args, device.device, tuning, block_size)
+    shape = _draft_shape(args, device.device) if tuning is None else _tuned_shape(args, tuning)
+    synthetic = _synthetic(args, shape)
+    shape = shape if block_size is None else _within_block(shape, block_size, tuned=tuning is not None)
     if shape.depths:
         log.info("speculative decoding %s: each iteration runs at the best of the depths %s", algorithm, shape.depths)
     max_batch = args.speculative_disable_by_batch_size
@@ -140,9 +142,7 @@ def resolve_speculative(
         algorithm=algorithm,
         draft_model_path=path,
         draft_load_format=draft_format,
-        num_steps=shape.num_steps,
-        topk=shape.topk,
-        num_draft_tokens=shape.num_draft_tokens,
+        **asdict(shape),
         token_map=args.speculative_token_map,
         attention_backend=attention,
         draft_decode_graph=graphs and not args.disable_draft_decode_cuda_graph,
@@ -150,23 +150,12 @@ def resolve_speculative(
         disable_by_batch_size=max_batch,
         accept_threshold_single=_threshold(args, "speculative_accept_threshold_single"),
         accept_threshold_acc=_threshold(args, "speculative_accept_threshold_acc"),
-        synthetic_accept=forced,
+        synthetic_accept=synthetic and synthetic[: shape.num_steps],
         check_parity=args.speculative_check_parity,
         draft_quantization="fp8" if args.speculative_draft_model_quantization == "fp8" else None,
-        depths=shape.depths,
         draft_tp_size=args.speculative_draft_tp_size,
         tuning=tuning,
     )
-
-
-def _forced_shape(
-    args: ServerArgs, device: DeviceKind, tuning: SpeculativeTuning | None, block_size: int | None
-) -> tuple[_DraftShape, tuple[float, ...] | None]:
-    """The shape of the drafts, and the synthetic acceptance of each position, if any."""
-    shape = _draft_shape(args, device) if tuning is None else _tuned_shape(args, tuning)
-    forced = _synthetic(args, shape)
-    shape = shape if block_size is None else _within_block(shape, block_size, tuned=tuning is not None)
-    return shape, forced and forced[: shape.num_steps]
 
 
 def _within_block(shape: _DraftShape, block_size: int, tuned: bool) -> _DraftShape:

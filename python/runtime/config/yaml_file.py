@@ -7,10 +7,18 @@ from typing import Any
 
 import yaml
 
+from runtime.errors import ConfigError, unreadable
 
-def read_yaml(path: Path) -> object:
-    """The content of a file in UTF-8. Raises `OSError`, `UnicodeDecodeError`, or `yaml.YAMLError`, for a key given twice too."""
-    return yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+
+def read_yaml(flag: str, path: Path, secret: bool = False) -> object:
+    """The content of the file that `flag` names. Raises `ConfigError`, which does not quote the content if it is `secret`."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path} cannot be read: {unreadable(error)}.") from error
+    except yaml.YAMLError as error:
+        why = ", or gives a name twice." if secret else f": {' '.join(str(error).split())}"
+        raise ConfigError(f"{flag} {path} is not YAML{why}") from error
 
 
 class _UniqueKeys(yaml.SafeLoader):

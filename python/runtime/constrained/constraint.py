@@ -1,4 +1,4 @@
-"""The constraint of one request: optional free text, then its grammar, then the end of the text."""
+"""The constraint of one request: optional free text, then text that follows its grammar, then the end."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class MaskMeter:
         self._metered, self._left, self.exceeded = False, SPARE, False
 
     def start(self) -> float:
-        """A mask begins; returns what `stop` needs."""
+        """Begin to time a mask; returns the argument of `stop`."""
         return thread_time() if self._metered else perf_counter()
 
     def stop(self, began: float) -> None:
-        """A mask is done."""
+        """End the timing of a mask."""
         if self._metered:
             self._left -= thread_time() - began - PER_MASK
             self.exceeded = self.exceeded or self._left < 0
@@ -40,18 +40,18 @@ class MaskMeter:
 
 
 class Constraint:
-    """What the next token of one request may be.
+    """Restricts the next token of one request.
 
     Args:
         matcher: the state of the text in its grammar.
         eos_ids: tokens that end the text.
-        after: tokens whose appearance, one after the other, starts the grammar; the text before them is free.
+        after: consecutive tokens after which the grammar applies; the text before them is free.
 
     Attributes:
-        restricts: whether the next token is restricted: the free text is over, and the text is not.
-        ended: whether the text is over: what follows has no meaning.
-        error: why the grammar could not be followed to its end; empty where all is well.
-        too_slow: whether its masks take so long that other requests suffer.
+        restricts: whether the next token is restricted: the free text has ended and the grammar's text has not.
+        ended: whether the text has ended; later tokens have no meaning.
+        error: why the grammar could not be followed to its end; empty without an error.
+        too_slow: whether its masks take so long that they delay other requests.
     """
 
     def __init__(self, matcher: Matcher, eos_ids: frozenset[int], after: tuple[int, ...] = ()) -> None:
@@ -92,5 +92,5 @@ class Constraint:
         began = self._meter.start()
         self.error = self.error or self._matcher.fill(row)
         self._meter.stop(began)
-        if self.error:  # the request ends with this error; until then any valid row will do
+        if self.error:  # the request ends with this error; until then any row is valid
             row.fill(-1)

@@ -24,7 +24,7 @@ def allowed_tokens(row: MaskRow) -> npt.NDArray[np.bool_]:
 
 
 def only_token(row: MaskRow) -> int | None:
-    """The one token that a mask row allows; None where it allows several."""
+    """The only token that a mask row allows; None if it allows several."""
     counts = np.bitwise_count(row.view(np.uint32))
     if counts.sum() != 1:
         return None
@@ -44,10 +44,10 @@ class Matcher(Protocol):
         ...
 
     def fill(self, row: MaskRow) -> str:
-        """Write which tokens may come next: end-of-text ids where the text may end, and only those where it must.
+        """Write which tokens may come next: end-of-text ids if the text may end, and only those if it must.
 
         Returns:
-            Why the matcher cannot go on, or an empty text. Then `row` has no meaning.
+            Why the matcher cannot continue, and then `row` has no meaning; otherwise an empty text.
         """
         ...
 
@@ -56,7 +56,7 @@ class GrammarBackend(Protocol):
     """Compiles grammars for one tokenizer. Thread-safe."""
 
     def translate(self, spec: GrammarSpec) -> GrammarSpec:
-        """A grammar in the form that `compile` takes. This part is written in Python and blocks other threads.
+        """Convert a grammar to the form that `compile` takes. This is Python code, so it blocks other threads.
 
         Raises:
             GrammarError: the text is not a grammar, or only endless texts match it.
@@ -64,7 +64,7 @@ class GrammarBackend(Protocol):
         ...
 
     def compile(self, translated: GrammarSpec) -> Matcher:
-        """A matcher at the beginning of a text, of which each text follows a fork. This part is native code, and lets other threads run.
+        """Return a matcher at the beginning of a text; each text uses a fork of it. This is native code, so other threads run.
 
         Raises:
             GrammarError: the text is not a grammar, it is too large, or no text matches it.

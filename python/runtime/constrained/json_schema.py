@@ -18,15 +18,15 @@ FORMATS = frozenset(
     {"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri", "uri-reference"}
     | {"iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex"}
 )
-"""The formats that JSON Schema defines, 2020-12. Any other, such as `path` of pydantic, is a note for the reader."""
+"""The formats that JSON Schema 2020-12 defines. Other formats, such as pydantic's `path`, restrict nothing."""
 VALUES = ("const", "default", "enum", "examples")
-"""Keywords that hold values rather than schemas."""
+"""Keywords that contain values, not schemas."""
 BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
-"""Keywords that hold schemas by name."""
+"""Keywords that contain schemas by name."""
 
 
 def load_json_schema(text: str) -> dict[str, Any] | bool:
-    """The schema. Raises `GrammarError` if `text` is no JSON schema, or where each value that satisfies it would be endless."""
+    """The schema. Raises `GrammarError` if `text` is not a JSON schema, or if only endless values satisfy it."""
     schema = load_json(KIND, text)
     if not isinstance(schema, dict | bool):
         raise GrammarError(KIND, "A schema is an object.")
@@ -91,7 +91,7 @@ def _children(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _target(root: Any, reference: str) -> Any:
+def referenced(root: Any, reference: str) -> Any:
     """The schema at a pointer into the document `root`; True for any other."""
     if not reference.startswith("#"):
         return True
@@ -150,7 +150,7 @@ class _Finite:
     def _of_reference(self, reference: str) -> bool:
         if reference not in self._finite and reference not in self._visited:
             self._visited.add(reference)
-            if self._of(_target(self._root, reference)):
+            if self._of(referenced(self._root, reference)):
                 self._finite.add(reference)
         return reference in self._finite
 

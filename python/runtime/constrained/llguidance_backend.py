@@ -14,13 +14,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from runtime.constrained.grammar import MaskRow, Matcher, allowed_tokens, mask_words
 from runtime.constrained.json_schema import load_json_schema, without_notes
-from runtime.constrained.structural_tag import lark_of, parse_structural_tag
+from runtime.constrained.structural_tag import LarkWriter, parse_structural_tag
 from runtime.constrained.vocabulary import Vocabulary
 from runtime.errors import GrammarError
 from runtime.sampling_params import GrammarSpec
 
 WHITESPACE = r"[ \n\r\t]{0,32}"
-"""White space between the parts of JSON; bounded, so that a model cannot go on with it for ever."""
+"""White space between the parts of JSON; bounded, so that a model cannot repeat it without end."""
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=100_000, max_grammar_size=25_000, verbose_errors=False
 )
@@ -60,30 +60,30 @@ class LlguidanceBackend:
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(unanchored(spec.text))
         if spec.kind == "structural_tag":
-            return lark_of(parse_structural_tag(spec.text), self._special, WHITESPACE, _lark)
+            return LarkWriter(self._special, WHITESPACE, _lark).grammar(parse_structural_tag(spec.text))
         return _lark(spec.text)
 
 
 class LlguidanceMatcher:
     """The state of one text in its grammar; see `Matcher`.
 
-    Drafts are walked on a fork, not taken back: after `rollback` over a state whose mask was computed, llguidance 1.9.1
-    computes other masks than before.
+    Drafts are pushed on a fork, not rolled back: after `rollback` past a state whose mask was computed, llguidance 1.9.1 computes
+    different masks.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def push(self, token: int) -> bool:
-        """Go on by one token."""
+        """See `Matcher`."""
         return self._matcher.try_consume_tokens([token]) == 1
 
     def fork(self) -> Matcher:
-        """A matcher at the same place. Takes 1 us, and 2 us more per 100 tokens."""
+        """See `Matcher`. Takes 1 us, and 2 us more per 100 tokens."""
         return LlguidanceMatcher(self._matcher.deep_copy())
 
     def fill(self, row: MaskRow) -> str:
-        """Write which tokens may come next."""
+        """See `Matcher`."""
         address = ctypes.addressof(ctypes.c_byte.from_buffer(row.data))  # 0.2 us; `row.ctypes.data` takes 3
         self._matcher.unsafe_compute_mask_ptr(address, row.nbytes)
         return self._matcher.get_error() if self._matcher.is_error() else ""
@@ -105,7 +105,7 @@ def unanchored(regex: str) -> str:
 
 
 def _sentence(reason: str) -> str:
-    """A message without the places and lines of the grammar that was made for llguidance, cut and ended like a sentence."""
+    """llguidance's message as a short sentence, without positions in the grammar that was generated for it."""
     text = re.split(r"<|\n +[0-9]+ \| ", reason)[0]
     text = " ".join(re.sub(r"^at [0-9]+\([0-9]+\): (failed to compile JSON schema: )?", "", text).split())[:300]
     return text if text.endswith(".") else f"{text}."

@@ -75,7 +75,7 @@ class Tag(Part, frozen=True, kw_only=True, tag="tag"):
 
 
 class TriggeredTags(Part, frozen=True, kw_only=True, tag="triggered_tags"):
-    """Any text; where it comes to a trigger, a tag that begins with the trigger follows.
+    """Any text, in which a trigger is always the beginning of a tag.
 
     With `at_least_one` the text begins with a tag; with `stop_after_first` it ends after the first one.
     """
@@ -87,7 +87,7 @@ class TriggeredTags(Part, frozen=True, kw_only=True, tag="triggered_tags"):
 
 
 class TagsWithSeparator(Part, frozen=True, kw_only=True, tag="tags_with_separator"):
-    """Tags with a text between them, and nothing else."""
+    """Only tags, with the separator between them."""
 
     tags: list[Tag]
     separator: str
@@ -131,22 +131,14 @@ def parse_structural_tag(text: str) -> Format:
         raise GrammarError(KIND, f"{error}.") from error
 
 
-def lark_of(format: Format, special: dict[str, int], whitespace: str, ebnf_to_lark: Callable[[str], str]) -> str:
-    """The format as a Lark grammar of llguidance.
+class LarkWriter:
+    """Writes one format as a Lark grammar of llguidance, with a rule for each part.
 
     Args:
-        special: the spelling of each control token and its id: text never spells one, so that they are named in the grammar.
+        special: the text of each control token and its id. Free text never contains one, so the grammar names them by id.
         whitespace: a regular expression for the white space between the parts of JSON.
         ebnf_to_lark: converts a grammar.
-
-    Raises:
-        GrammarError: a part contradicts another, or any text is followed by what is no text.
     """
-    return _Writer(special, whitespace, ebnf_to_lark).grammar(format)
-
-
-class _Writer:
-    """Writes one rule per part."""
 
     def __init__(self, special: dict[str, int], whitespace: str, ebnf_to_lark: Callable[[str], str]) -> None:
         self._special, self._whitespace, self._ebnf_to_lark = special, whitespace, ebnf_to_lark
@@ -155,11 +147,16 @@ class _Writer:
         self._rules: list[str] = []
 
     def grammar(self, format: Format) -> str:
+        """The grammar.
+
+        Raises:
+            GrammarError: a part contradicts another, or text is followed by something that cannot end it.
+        """
         start = self._part(format)
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
 
     def _part(self, part: Format) -> str:
-        """The terms of a part, as they stand in a rule."""
+        """The terms of a part in a rule."""
         match part:
             case ConstString():
                 return self._literal(part.value)
@@ -201,7 +198,7 @@ class _Writer:
         return self._rule(" ".join(terms) or '""')
 
     def _tag(self, tag: Tag, begin: str) -> str:
-        """A tag of which the text before `begin` is written already."""
+        """A tag from `begin` on; the text before `begin` was written already."""
         if isinstance(tag.content, AnyText):
             if not all(tag.ends):
                 return self._rule(f"{self._literal(begin)} {TEXT}")
@@ -236,13 +233,13 @@ class _Writer:
     def _text_until(self, end: str) -> str:
         """Any text up to and including the first `end`."""
         following = self._spelled.search(end)
-        if following is not None and following.start() == 0:  # text holds no control token
+        if following is not None and following.start() == 0:  # free text contains no control token
             return self._rule(f"{TEXT} {self._literal(end)}")
         plain = end if following is None else end[: following.start()]
         return f"{self._rule(f'{TEXT} {json.dumps(plain)}', lazy=True)} {self._literal(end[len(plain) :])}"
 
     def _literal(self, text: str) -> str:
-        """Text in which control tokens are spelled."""
+        """A text, with its control tokens by id."""
         terms, start = [], 0
         for match in self._spelled.finditer(text):
             terms += [json.dumps(text[start : match.start()])] * (match.start() > start) + [f"<[{self._special[match[0]]}]>"]

@@ -1,6 +1,6 @@
 """Compiles a grammar in a fork of this process, which may use little time, memory and stack.
 
-Compilers in native code cannot be interrupted; they overflow their stack, and they end the process where memory runs out.
+Compilers in native code cannot be interrupted. They may overflow their stack, and end the process when memory runs out.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class GrammarTrial:
             return Refusal(error.param or spec.kind, error.message)
         except MemoryError:
             return Refusal(spec.kind, f"It needs more than {MAX_MIB} MiB to compile. Make it smaller.")
-        except Exception as error:  # a library's fault is the grammar's
+        except Exception as error:  # an error of the library counts as an error of the grammar
             return Refusal(spec.kind, f"The compiler failed: {type(error).__name__}.")
         if reason:
             return Refusal(spec.kind, f"It is too complex: {reason.split('<')[0].strip()}. Make it smaller.")

@@ -23,7 +23,7 @@ ANSWER_SECONDS = 30.0
 
 
 class TrialProcess:
-    """Starts the process, asks it, and replaces it where it has ended. It ends by itself when its parent ends.
+    """Starts the process, sends it grammars, and replaces it if it has ended. It ends by itself when its parent ends.
 
     Args:
         command: a program that calls `GrammarTrial.serve` with its standard input, a socket.
@@ -64,7 +64,7 @@ class TrialProcess:
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        # It finds this very package, and has one thread: it forks.
+        # It imports this package, and must have only one thread, because it forks.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), env=environment)
         theirs.close()

@@ -19,7 +19,7 @@ from runtime.errors import GrammarError
 from runtime.sampling_params import GrammarSpec
 
 MAX_WHITESPACE = 32
-"""White space between the parts of JSON; bounded, so that a model cannot go on with it for ever."""
+"""White space between the parts of JSON; bounded, so that a model cannot repeat it without end."""
 
 
 class XgrammarBackend:
@@ -73,15 +73,15 @@ class XgrammarMatcher:
         self._matcher, self._words = matcher, words
 
     def push(self, token: int) -> bool:
-        """Go on by one token."""
+        """See `Matcher`."""
         return self._matcher.accept_token(token)
 
     def fork(self) -> Matcher:
-        """A matcher at the same place."""
+        """See `Matcher`."""
         return XgrammarMatcher(self._matcher.fork(), self._words)
 
     def fill(self, row: MaskRow) -> str:
-        """Write which tokens may come next."""
+        """See `Matcher`."""
         if not self._matcher.fill_next_token_bitmask(row[None]):
-            row.fill(-1)  # xgrammar writes nothing where everything is allowed
+            row.fill(-1)  # xgrammar writes nothing if all tokens are allowed
         return ""

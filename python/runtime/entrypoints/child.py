@@ -109,6 +109,8 @@ def run(role: Role, status_fd: int, serve: Callable[[ChildConfig, Report], None]
     setproctitle.setproctitle(f"talon::{role}")
     logging_setup.setup(_log_level(child), f"talon::{role}", child.config.server.log_format)
     faulthandler.enable()  # prints the stacks when the parent aborts a child that hangs
+    if role != "detokenizer" and child.config.device.device == "cuda":
+        cuda_context.create_early()
     try:
         serve(child, report)
     except ConfigError as error:
@@ -134,15 +136,8 @@ def _log_level(child: ChildConfig) -> str:
     return "warning" if level == "info" and child.place is not None and child.place.rank > 0 else level
 
 
-def _create_cuda_context(child: ChildConfig) -> None:
-    """Start creating the CUDA context if this process has a GPU."""
-    if child.config.device.device == "cuda":
-        cuda_context.create_early()
-
-
 def serve_scheduler(child: ChildConfig, report: Report, build: BuildWorker) -> None:
     """Build the worker with `build`, then schedule until drained."""
-    _create_cuda_context(child)
     from runtime.managers.scheduler import Scheduler
     from runtime.models.registry import load_hf_config
 
@@ -184,7 +179,6 @@ def serve_detokenizer(child: ChildConfig, report: Report) -> None:
 
 def serve_rank(child: ChildConfig, report: Report) -> None:
     """Run the steps that rank 0 sends until it closes. Loads torch."""
-    _create_cuda_context(child)
     from runtime.entrypoints.rank import follow_rank_0
     from runtime.models.registry import load_hf_config
 

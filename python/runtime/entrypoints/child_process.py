@@ -18,7 +18,7 @@ import msgspec
 from msgspec import structs
 
 from runtime.batch import WorkerLimits
-from runtime.distributed.rank_place import RankPlace, places_on_node
+from runtime.distributed.rank_place import places_on_node
 from runtime.entrypoints.child import ChildAlive, ChildConfig, ChildFailed, ChildFinished, ChildStatus, Role
 from runtime.errors import ConfigError, ServingError
 
@@ -106,7 +106,7 @@ class ChildProcess(Child):
         super().__init__(role)
         self._rest = b""
         # In its own session the child gets no SIGINT from Ctrl-C in the terminal; the parent decides when it ends.
-        self._process, self._fd = start_child(role, command, config, _environment(config), start_new_session=True)
+        self._process, self._fd = start_child(role, command, config, environment_of(config), start_new_session=True)
         os.set_blocking(self._fd, False)
         asyncio.get_running_loop().add_reader(self._fd, self._read)
 
@@ -164,18 +164,14 @@ def start_ranks(config: ChildConfig, command: Sequence[str]) -> list[ChildProces
     """Start the ranks of this node, each with its place. Raises `ConfigError` if node 0 cannot be reached."""
     places = places_on_node(config.config.parallel, config.folder)
     try:
-        return [start_rank(config, command, place) for place in places]
+        roles = [f"worker-{place.rank}" if place.rank else "scheduler" for place in places]
+        return [ChildProcess(role, command, structs.replace(config, place=place)) for role, place in zip(roles, places, strict=True)]
     finally:
         if places[0].ring is not None:
             places[0].ring.close()
 
 
-def start_rank(config: ChildConfig, command: Sequence[str], place: RankPlace) -> ChildProcess:
-    """Start one rank: the scheduler, or a worker."""
-    return ChildProcess(f"worker-{place.rank}" if place.rank else "scheduler", command, structs.replace(config, place=place))
-
-
-def _environment(config: ChildConfig) -> dict[str, str]:
+def environment_of(config: ChildConfig) -> dict[str, str]:
     """This process's environment, with this package on PYTHONPATH and the rank's own GPU first in CUDA_VISIBLE_DEVICES."""
     root = str(Path(__file__).parents[2])
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}

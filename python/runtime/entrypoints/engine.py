@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -12,8 +11,7 @@ from typing import Any, TypeVar
 from runtime import log as logging_setup
 from runtime.config.flag_parser import from_fields
 from runtime.entrypoints.engine_call import PromptBody, SamplingLike, read_call
-from runtime.entrypoints.generations import Choice, Generations
-from runtime.entrypoints.native.call import native_call
+from runtime.entrypoints.generations import Generations
 from runtime.entrypoints.native.output import Output, Outputs
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
@@ -44,7 +42,6 @@ class Engine:
         self.config, self._model_config = prepare(args)
         if self.config.parallel.node_rank:
             raise ConfigError("The engine is node 0. Start the other nodes with python -m runtime.launch_server and the same flags.")
-        self._defaults = self.config.model.preferred_sampling_params
         self._loop = asyncio.new_event_loop()
         self._gate = threading.RLock()  # guards `_closed` and what is handed to the loop
         self._closed = False
@@ -192,7 +189,7 @@ class Engine:
             async with limit:
                 outputs = await self._open(body)
                 async with outputs.group as group:
-                    return [outputs.of(0, choice) for choice in (await group.texts())[0]]
+                    return [outputs.of(0, text) for text in (await group.texts())[0]]
 
         prompts = [asyncio.ensure_future(one(body)) for body in bodies]
         try:
@@ -203,13 +200,11 @@ class Engine:
             await asyncio.gather(*prompts, return_exceptions=True)
 
     async def _open(self, body: PromptBody) -> Outputs:
-        manager, began = self._alive().manager, time.monotonic()
-        return Outputs(manager.tokenizer, body, await Generations.start(manager, native_call(body, self._defaults)), began)
+        return await Outputs.start(self._alive().manager, body)
 
-    async def _next(self, outputs: Outputs, updates: AsyncGenerator[tuple[int, TextOut], None], choice: Choice) -> Output | None:
-        async for _, update in updates:
-            choice.add(update)
-            return outputs.of(0, choice)
+    async def _next(self, outputs: Outputs, texts: AsyncGenerator[tuple[int, TextOut], None]) -> Output | None:
+        async for _, text in texts:
+            return outputs.of(0, text)
         return None
 
     # ---- between the threads
@@ -236,19 +231,19 @@ class Engine:
                 self._loop.call_soon_threadsafe(group.close)
 
     def _stream_sync(self, body: PromptBody) -> Iterator[Output]:
-        outputs, choice = self._wait(self._open(body)), Choice()
-        updates = outputs.group.updates()
+        outputs = self._wait(self._open(body))
+        texts = outputs.growing()
         try:
-            while (output := self._wait(self._next(outputs, updates, choice))) is not None:
+            while (output := self._wait(self._next(outputs, texts))) is not None:
                 yield output
         finally:
             self._close(outputs.group)
 
     async def _stream_async(self, body: PromptBody) -> AsyncIterator[Output]:
-        outputs, choice = await asyncio.wrap_future(self._submit(self._open(body))), Choice()
-        updates = outputs.group.updates()
+        outputs = await asyncio.wrap_future(self._submit(self._open(body)))
+        texts = outputs.growing()
         try:
-            while (output := await asyncio.wrap_future(self._submit(self._next(outputs, updates, choice)))) is not None:
+            while (output := await asyncio.wrap_future(self._submit(self._next(outputs, texts)))) is not None:
                 yield output
         finally:
             self._close(outputs.group)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import msgspec
+from msgspec import structs
 
 from runtime.errors import RequestError
 from runtime.managers.generation import Generation, RequestOptions
-from runtime.managers.messages import Finish, TextOut, TokenLogprobs
+from runtime.managers.messages import Finish, TextOut
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingParams
 
@@ -30,6 +30,7 @@ class Call:
         rids: one per prompt.
         options: the same for every prompt.
         params: the protocol's field names for the manager's "prompt", "input_ids" and "max_new_tokens", and for the grammar.
+        prompt_only: indices of the prompts that are only computed. A step of a prompt always yields a token, which is dropped.
     """
 
     name: str
@@ -38,10 +39,19 @@ class Call:
     rids: Sequence[str]
     options: RequestOptions
     params: Mapping[str, str]
+    prompt_only: Collection[int] = ()
 
     def name_field(self, error: RequestError) -> None:
         """Replace the manager's name of the field at fault by the protocol's."""
         error.param = self.params.get(error.param or "", error.param)
+
+    def wanted(self, prompt: int, update: TextOut) -> TextOut:
+        """An update of a prompt, without its output if the prompt is only computed."""
+        if prompt not in self.prompt_only:
+            return update
+        finish = Finish(reason="length") if update.finish is not None and update.finish.reason != "abort" else update.finish
+        progress = structs.replace(update.progress, completion_tokens=0)
+        return structs.replace(update, text="", token_ids=[], logprobs=None, progress=progress, finish=finish)
 
 
 class Generations:
@@ -90,7 +100,7 @@ class Generations:
         try:
             if len(self.each) == 1:
                 async for update in self.each[0]:
-                    yield 0, update
+                    yield 0, self._call.wanted(0, update)
                 return
             readers += [asyncio.create_task(_read(prompt, each, queue)) for prompt, each in enumerate(self.each)]
             open_readers = len(readers)
@@ -101,7 +111,8 @@ class Generations:
                 elif isinstance(item, Exception):
                     raise item
                 else:
-                    yield item
+                    prompt, update = item
+                    yield prompt, self._call.wanted(prompt, update)
         except RequestError as error:
             self._call.name_field(error)
             raise
@@ -109,13 +120,13 @@ class Generations:
             for reader in readers:
                 reader.cancel()
 
-    async def texts(self) -> list[list[Choice]]:
-        """Return the complete choices of every prompt, once all have ended."""
-        done = [[Choice() for _ in range(each.n)] for each in self.each]
+    async def texts(self) -> list[list[TextOut]]:
+        """Return the complete texts of every prompt, once all have ended."""
+        parts: list[list[list[TextOut]]] = [[[] for _ in range(each.n)] for each in self.each]
         async with aclosing(self.updates()) as updates:
             async for prompt, update in updates:
-                done[prompt][update.index].add(update)
-        return done
+                parts[prompt][update.index].append(update)
+        return [list(map(TextOut.joined, texts)) for texts in parts]
 
 
 async def _price(manager: TokenizerManager, call: Call) -> list[tuple[list[int], SamplingParams]]:
@@ -138,40 +149,3 @@ async def _read(prompt: int, generation: Generation, queue: asyncio.Queue[tuple[
         await queue.put(error)
     else:
         await queue.put(None)
-
-
-@dataclass(slots=True)
-class Choice:
-    """One text so far, accumulated from its updates."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
-    prompt_logprobs: TokenLogprobs | None = None
-    last: TextOut | None = None
-
-    def add(self, update: TextOut) -> None:
-        """Append an update."""
-        self.text += update.text
-        self.token_ids.extend(update.token_ids)
-        if update.logprobs is not None:
-            self.logprobs.extend(update.logprobs.chosen)
-            self.top.extend(update.logprobs.top)
-        self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
-        self.last = update
-
-    def prompt_only(self) -> Choice:
-        """This choice without its output, for `max_new_tokens` 0: computing a prompt always yields one token."""
-        assert self.last is not None
-        finish = self.last.finish
-        if finish is not None and finish.reason != "abort":
-            finish = Finish(reason="length")
-        progress = msgspec.structs.replace(self.last.progress, completion_tokens=0)
-        return Choice(prompt_logprobs=self.prompt_logprobs, last=msgspec.structs.replace(self.last, progress=progress, finish=finish))
-
-    @property
-    def mean_logprob(self) -> float:
-        """The score that ranks the candidates of `best_of`."""
-        known = [value for value in self.logprobs if value is not None]
-        return sum(known) / len(known) if known else float("-inf")

@@ -53,7 +53,6 @@ def prepare(args: ServerArgs) -> tuple[RuntimeConfig, ModelConfig]:
         name=source.served_name,
         dtype=model_config.dtype,
         max_context_len=model_config.max_context_len,
-        vocab_size=model_config.vocab_size,
         head_dim=model_config.head_dim,
         sinks=model_config.sinks,
         has_mtp=model_config.mtp is not None,

@@ -51,20 +51,6 @@ class Sockets:
     results: str
 
 
-@dataclass(slots=True)
-class StepTimeout:
-    """Detects that rank 0 waits too long for a step. `waits` are its waits during a step, set once the followers exist.
-
-    Called every half second.
-    """
-
-    waits: tuple[StepWait, ...] = ()
-
-    def __call__(self) -> str:
-        """Return a sentence about the wait that takes too long, or ""."""
-        return next(filter(None, [wait.longer_than(STEP_PERIODS) for wait in self.waits]), "")
-
-
 def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, options: BuildOptions = AS_CONFIGURED) -> Worker:
     """Build rank 0's worker, which sends every step to the other ranks. The loss of a rank ends this process.
 
@@ -74,8 +60,13 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
     parallel, meeting = config.parallel, place.rendezvous
     group = join(config, place)
     check_same_model(group, model_config, parallel)
-    timeout = StepTimeout()
-    watch = RankWatch(meeting.bind.format(name="ranks"), range(1, parallel.tp_size), _end_process, timeout)
+    waits = list[StepWait]()  # those of rank 0 during a step
+
+    def overdue() -> str:
+        """A sentence about a wait that takes too long, or "". Called every half second."""
+        return next(filter(None, [wait.longer_than(STEP_PERIODS) for wait in waits]), "")
+
+    watch = RankWatch(meeting.bind.format(name="ranks"), range(1, parallel.tp_size), _end_process, overdue)
     by_ring = 0 if place.ring is None else len(place.ring.wake)
     by_socket = parallel.tp_size - 1 - by_ring
     publisher = StepPublisher(meeting.bind.format(name="steps")) if by_socket else None
@@ -96,8 +87,9 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
 
     followers = Followers(SenderList(*senders), watch.close, results, watch.pause, watch.end, begin)
     worker = build_worker(config, model_config, make_drafter, options, group, followers)
-    # On a CPU an exchange has its own timeout, and steps may be slow.
-    timeout.waits = (followers.start, followers.wait) if config.device.device == "cuda" else (followers.start,)
+    waits.append(followers.start)
+    if config.device.device == "cuda":  # on a CPU an exchange has its own timeout, and steps may be slow
+        waits.append(followers.wait)
     return worker
 
 

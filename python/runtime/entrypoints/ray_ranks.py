@@ -86,19 +86,15 @@ class RayRank(Child):
 
 
 class RayRanks:
-    """All ranks of a model, in one placement group per node; the first group is on this node.
-
-    Attributes:
-        ranks: rank 0, which is the scheduler, and the workers.
-    """
+    """All ranks of a model, in one placement group per node; the first group is on this node."""
 
     def __init__(self) -> None:
-        self.ranks: list[RayRank] = []
         self._groups: list[PlacementGroup] = []
         self._joined = False
 
     async def start(self, config: ChildConfig, command: Sequence[str]) -> list[RayRank]:
-        """Reserve the nodes and start the ranks. Uses the cluster of RAY_ADDRESS, or a local one.
+        """Reserve the nodes and start the ranks: rank 0, which is the scheduler, and the workers. Uses the cluster of RAY_ADDRESS, or a
+        local one.
 
         Raises:
             ConfigError: Ray could not reserve resources for the ranks within --dist-timeout.
@@ -116,11 +112,11 @@ class RayRanks:
                 ) from None
         meeting, hosts = meeting_of(parallel, config.folder), [self._host(parallel, rank, gpu) for rank in range(parallel.tp_size)]
         given = await asyncio.gather(*(host.gpus.remote() for host in hosts))
-        for rank, host in enumerate(hosts):
-            self.ranks.append(RayRank(f"worker-{rank}" if rank else "scheduler", host))
-            place = structs.replace(config, place=RankPlace(rank=rank, rendezvous=meeting))
-            await self.ranks[-1].start(command, place, _environment(parallel, rank, given) if gpu else {})
-        return self.ranks
+        ranks = [RayRank(f"worker-{rank}" if rank else "scheduler", host) for rank, host in enumerate(hosts)]
+        for number, rank in enumerate(ranks):
+            child = structs.replace(config, place=RankPlace(rank=number, rendezvous=meeting))
+            await rank.start(command, child, _environment(parallel, number, given) if gpu else {})
+        return ranks
 
     def release(self) -> None:
         """Remove the placement groups after the ranks were killed, and disconnect from Ray if `start` connected."""

@@ -125,7 +125,7 @@ class DetokenizerManager:
             if request.stops.matched is not None:
                 return "".join(shown), index + 1
         if out.finish is not None:
-            shown.append(request.stops.push(request.text.finish()) + request.stops.flush())
+            shown.append(request.stops.flush())
         return "".join(shown), len(tokens)
 
 

@@ -131,14 +131,21 @@ class TokenLogprobs(msgspec.Struct, kw_only=True):
         if stop > start and k and logprobs.top[start:stop, k - 1].min() == -math.inf:  # a grammar allowed fewer than k tokens
             self.top[start - stop :] = [[pair for pair in row if pair[1] > -math.inf] for row in self.top[start - stop :]]
 
+    def extend(self, following: TokenLogprobs) -> None:
+        """Append the log-probabilities of the following tokens."""
+        self.chosen.extend(following.chosen)
+        self.top.extend(following.top)
+
     @classmethod
     def joined(cls, parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
         """The log-probabilities of consecutive messages as one; None if no message has any."""
         present = [part for part in parts if part is not None]
         if not present:
             return None
-        chosen = [value for part in present for value in part.chosen]
-        return cls(chosen=chosen, top=[row for part in present for row in part.top])
+        whole = cls()
+        for part in present:
+            whole.extend(part)
+        return whole
 
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+from runtime.constrained.json_schema import referenced
 from runtime.errors import RequestError
 
 Schema = Mapping[str, Any]
@@ -105,9 +106,7 @@ class ArgumentSchema:
                 return {}
             if not isinstance(reference := given.get("$ref"), str):
                 return given
-            given = self._root
-            for part in filter(None, reference.removeprefix("#").split("/")):
-                given = given.get(part) if isinstance(given, Mapping) else None
+            given = referenced(self._root, reference)
         return {}
 
     def standalone(self, given: object) -> Schema:

@@ -136,13 +136,9 @@ class ArgumentWriter:
         self._count = 0
 
     def key(self, name: str) -> None:
-        """Begin a member."""
+        """Begin a member. Its value follows: JSON text for `Reader.arguments`, or `string`."""
         self._reader.arguments(f"{', ' if self._count else '{'}{json.dumps(name, ensure_ascii=False)}: ")
         self._count += 1
-
-    def value(self, text: str) -> None:
-        """Write the member's value, which is JSON text."""
-        self._reader.arguments(text)
 
     def string(self, read: Callable[[Out], Steps[str | None]]) -> Steps[None]:
         """Write a string from the text that `read` passes on. Raises `Malformed` if the output ends within it."""

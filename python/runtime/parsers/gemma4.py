@@ -7,18 +7,7 @@ from collections.abc import Mapping
 
 from runtime.parsers.argument_schema import ArgumentSchema, Schema, fixed_values
 from runtime.parsers.argument_types import typed_json
-from runtime.parsers.call_grammar import (
-    ANY_TEXT,
-    CallGrammar,
-    Part,
-    const,
-    json_of,
-    members,
-    one_of,
-    sequence,
-    string_text,
-    tag,
-)
+from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, const, json_of, members, one_of, sequence, string_text, tag
 from runtime.parsers.calls import ArgumentWriter, ToolFormat
 from runtime.parsers.json_reader import MAX_DEPTH
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
@@ -50,7 +39,7 @@ class Gemma4(ToolFormat):
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """See `ToolFormat`."""
         begin, schemas = "<|tool_call>call:", ArgumentSchema.of_tools(tools)
-        tags = [tag(f"{begin}{name}", _GrammarWriter(schema).arguments(), "<tool_call|>") for name, schema in schemas.items()]
+        tags = [tag(f"{begin}{name}", _GrammarWriter(schema).members(schema.whole), "<tool_call|>") for name, schema in schemas.items()]
         return CallGrammar(tags, begin)
 
 
@@ -108,10 +97,6 @@ class _GrammarWriter:
     def __init__(self, schema: ArgumentSchema) -> None:
         self._schema = schema
         self._count = 0
-
-    def arguments(self) -> Part:
-        """The arguments as an object."""
-        return self.members(self._schema.whole)
 
     def value(self, given: object, depth: int = 0) -> Part:
         """A value of a schema."""

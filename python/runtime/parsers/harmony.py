@@ -71,7 +71,7 @@ def text_part(part: Part) -> Part:
 
 
 class HarmonyParser:
-    """Reads one answer in harmony format; see `OutputParser`.
+    """Reads one answer in harmony format; has the methods of `TextParser`.
 
     Args:
         tokens: the control tokens.
@@ -109,13 +109,13 @@ class HarmonyParser:
             self._header = []
 
     def feed(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
-        """See `OutputParser`; the text is not used."""
+        """See `TextParser`; the text is not used."""
         for token in token_ids:
             self._take(token)
         return self._reader.take_deltas()
 
     def finish(self) -> list[Delta]:
-        """See `OutputParser`."""
+        """See `TextParser`."""
         self._end()
         return self._reader.take_deltas()
 
@@ -171,7 +171,6 @@ class HarmonyParser:
             self._emit("\n")
 
     def _close(self) -> None:
-        self._show(self._decoder.finish())
         self._emit(self._stops.flush() if self._stops.matched is None else "")
         if self._call is not None:
             self._reader.ended = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from runtime.parsers.call_grammar import CallGrammar, Part, Schema, json_of, object_schema, tag
 from runtime.parsers.calls import ToolFormat, read_block, read_json_call, read_named_call
-from runtime.parsers.reader import Reader, Steps
+from runtime.parsers.reader import WHITE, Reader, Steps
 
 
 class Hermes(ToolFormat):
@@ -34,7 +34,7 @@ class Llama3(ToolFormat):
 
     def read(self, reader: Reader) -> Steps[None]:
         """See `ToolFormat`."""
-        yield from reader.skip_all(" \t\r\n")
+        yield from reader.skip_all(WHITE)
         yield from reader.skip("<|python_tag|>")
         yield from read_block(reader, None, lambda: read_json_call(reader), separators=";,")
 
@@ -52,7 +52,7 @@ class Mistral(ToolFormat):
     def read(self, reader: Reader) -> Steps[None]:
         """See `ToolFormat`."""
         yield from reader.expect("[TOOL_CALLS]")
-        yield from reader.skip_all(" \t\r\n")
+        yield from reader.skip_all(WHITE)
         first = yield from reader.at("[", "{")
         if first == "[":
             reader.pos += 1
@@ -100,9 +100,9 @@ class DeepSeek(ToolFormat):
             yield from reader.expect("```json")
         yield from read_named_call(reader, name)
         if self.fenced:
-            yield from reader.skip_all(" \t\r\n")
+            yield from reader.skip_all(WHITE)
             yield from reader.skip("```")
-        yield from reader.skip_all(" \t\r\n")
+        yield from reader.skip_all(WHITE)
         yield from reader.skip("<｜tool▁call▁end｜>")
         return True
 

@@ -5,37 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from runtime.parsers.calls import ToolFormat
 from runtime.parsers.deltas import Delta
+from runtime.parsers.harmony import HarmonyParser
 from runtime.parsers.reader import WHITE, Malformed, Out, Reader, Steps
 from runtime.parsers.thinking import Opening, ThinkFormat
 
 
-class OutputParser(Protocol):
-    """Reads one answer. The result does not depend on how the output is split into pieces.
-
-    Attributes:
-        reasoning_tokens: number of thinking tokens, including tags.
-    """
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """See above."""
-        ...
-
-    def feed(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
-        """Take the next tokens and their text."""
-        ...
-
-    def finish(self) -> list[Delta]:
-        """End the output and return the deltas that were held back."""
-        ...
-
-
 class TextParser:
-    """Reads thinking and tool calls in text.
+    """Reads thinking and tool calls in text. The result does not depend on how the output is split into pieces.
 
     Args:
         thinking: the model's thinking format, or None.
@@ -67,7 +47,7 @@ class TextParser:
 
     @property
     def reasoning_tokens(self) -> int:
-        """See `OutputParser`."""
+        """Number of thinking tokens so far, including tags."""
         thoughts = self._reader.thoughts
         if not thoughts:
             return 0
@@ -79,7 +59,7 @@ class TextParser:
         return self._counted[1]
 
     def feed(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
-        """See `OutputParser`."""
+        """Take the next tokens and their text."""
         if self._thinking is not None:
             self._text.append(text)
             self._ids.extend(token_ids)
@@ -88,7 +68,7 @@ class TextParser:
         return self._reader.take_deltas()
 
     def finish(self) -> list[Delta]:
-        """See `OutputParser`."""
+        """End the output and return the deltas that were held back."""
         self._reader.ended = True
         next(self._steps, None)
         return self._reader.take_deltas()
@@ -139,3 +119,7 @@ class TextParser:
         places = [(len(text[:begin].encode()), len(text[:end].encode())) for begin, end in thoughts]
         starts = accumulate((self._token_bytes(token) for token in self._ids), initial=0)
         return sum(any(begin <= start < end for begin, end in places) for start, _ in zip(starts, self._ids, strict=False))
+
+
+OutputParser = TextParser | HarmonyParser
+"""The parser of one answer."""

@@ -50,7 +50,7 @@ def _read_call(reader: Reader) -> Steps[bool]:
         yield from reader.skip("=")
         value = yield from _take_literal(reader)
         arguments.key(key.strip())
-        arguments.value(value)
+        reader.arguments(value)
     arguments.close()
     return True
 

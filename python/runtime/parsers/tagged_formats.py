@@ -92,7 +92,7 @@ class Tagged(ToolFormat):
         else:
             value = yield from reader.take_until(*ends, limit=MAX_VALUE)
             arguments.key(key)
-            arguments.value(typed_json(html.unescape(value) if self.escapes else value, types))
+            reader.arguments(typed_json(html.unescape(value) if self.escapes else value, types))
         yield from reader.skip(*ends)
 
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import tokenizers
 
@@ -12,18 +11,6 @@ PROMPT_TAIL = 8
 """Number of prompt tokens that give the first output token its context: as many as one character may have."""
 _MAX_HELD_TOKENS = 8
 """The most tokens of one character. A longer sequence of bytes is invalid and is decoded as such."""
-
-
-class StreamDecoder(Protocol):
-    """Decodes the token ids of one text as they arrive. Not thread-safe."""
-
-    def step(self, token_ids: Sequence[int]) -> str:
-        """Return the text completed by `token_ids`; "" while a character is incomplete."""
-        ...
-
-    def finish(self) -> str:
-        """Return text still held back. An incomplete character at the end is dropped."""
-        ...
 
 
 class ByteStream:
@@ -36,11 +23,6 @@ class ByteStream:
     def step(self, token_ids: Sequence[int]) -> str:
         """See `StreamDecoder`."""
         return self._utf8.decode(b"".join(self._token_bytes(i) for i in token_ids if i not in self._skip))
-
-    def finish(self) -> str:
-        """See `StreamDecoder`."""
-        self._utf8.reset()
-        return ""
 
 
 class WindowStream:
@@ -79,7 +61,9 @@ class WindowStream:
         """Whether the U+FFFD at the end is what the model wrote."""
         return b"".join(map(self._token_bytes, self._held)).endswith("\ufffd".encode())
 
-    def finish(self) -> str:
-        """See `StreamDecoder`."""
-        self._held = []
-        return ""
+
+StreamDecoder = ByteStream | WindowStream
+"""Decodes the token ids of one text as they arrive. Not thread-safe.
+
+`step` returns the text completed by its tokens; "" while a character is incomplete. An incomplete character at the end has no text.
+"""

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from runtime.entrypoints.http.request_names import HEADER, new_request_id
 from runtime.entrypoints.http.responses import error_body
-from runtime.errors import ConfigError, StatusError
+from runtime.errors import ConfigError, ServingError, StatusError
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,17 @@ LINGER_SECONDS = 1.0
 """How long data from a refused client is read and discarded."""
 MAX_HEADER_BYTES = 32 * 1024
 """Request line and headers together."""
-HEADERS_TOO_LARGE = f"The headers are larger than {MAX_HEADER_BYTES} bytes."
+
+
+class HeadersTooLarge(ServingError):
+    """The headers are over the limit."""
+
+    status = 431
+    kind = "invalid_request_error"
+    code = "request_too_large"
+
+    def __init__(self) -> None:
+        super().__init__(f"The headers are larger than {MAX_HEADER_BYTES} bytes.")
 
 
 def check_version() -> None:
@@ -70,11 +80,14 @@ class BoundedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the header timer. If connections use all file descriptors, close one connection."""
         super().connection_made(transport)
-        sock: socket.socket | None = transport.get_extra_info("socket")
         self.opened = self.loop.time()
+        sock: socket.socket | None = transport.get_extra_info("socket")
         if sock is not None and sock.fileno() >= file_limit() - min(RESERVED_FILES, file_limit() // 4):
             self._make_room()
-        _send_at_once(transport)
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            # Nagle's algorithm makes a token wait up to 40 ms for the acknowledgement of the previous one. asyncio turns it off only for
+            # sockets that were created with an explicit protocol number.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -106,9 +119,7 @@ class BoundedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
         self._stop()
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
+        self._stop_stall_timer()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
@@ -143,12 +154,11 @@ class BoundedConnection(H11Protocol):
             self.transport.close()
             return
         large = len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES
-        status = 431 if large else 400
-        text = HEADERS_TOO_LARGE if large else "The request is not valid HTTP/1.1."
-        body = orjson.dumps(error_body(StatusError(status, text)))
+        error = HeadersTooLarge() if large else StatusError(400, "The request is not valid HTTP/1.1.")
+        body = orjson.dumps(error_body(error))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
         headers.append((HEADER.lower().encode(), new_request_id().encode()))
-        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+        for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         # Closing with unread data would reset the connection before the client sees the answer.
         self._refused = True
@@ -178,6 +188,9 @@ class BoundedConnection(H11Protocol):
     def resume_writing(self) -> None:
         """Stop the stall timer: the client has caught up."""
         super().resume_writing()
+        self._stop_stall_timer()
+
+    def _stop_stall_timer(self) -> None:
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
@@ -209,13 +222,3 @@ async def _answer(connection: BoundedConnection, app: ASGIApp, scope: Scope, rec
 def file_limit() -> int:
     """The number of files that this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def _send_at_once(transport: asyncio.Transport) -> None:
-    """Turn Nagle's algorithm off; asyncio does so only for sockets that were created with an explicit protocol number.
-
-    With it, a token waits up to 40 ms for the client to acknowledge the previous one.
-    """
-    sock: socket.socket | None = transport.get_extra_info("socket")
-    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -13,9 +12,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.entrypoints.http.body_cost import BodyCost
-from runtime.entrypoints.http.connection import HEADERS_TOO_LARGE, MAX_HEADER_BYTES
+from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, HeadersTooLarge
 from runtime.entrypoints.http.responses import error_response
-from runtime.errors import BodiesFull, BodyTooComplex, BodyTooLarge, ClientTooSlow, RequestError, ServingError
+from runtime.errors import BodiesFull, BodyTooComplex, BodyTooLarge, ClientTooSlow, RequestError
 
 MIB = 1 << 20
 MAX_DEPTH = 64
@@ -30,29 +29,19 @@ MAX_LARGE_BODIES = 32
 """How many bodies of the largest size may arrive at the same time."""
 
 
-class HeadersTooLarge(ServingError):
-    """The headers are over the limit."""
-
-    status = 431
-    kind = "invalid_request_error"
-    code = "request_too_large"
-
-
-@dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """The largest body, the most milliseconds that its validation may take, and the memory that all bodies share."""
+    """The limits of request bodies, and of the memory of all bodies that are being read.
 
-    max_mib: int
-    max_parse_ms: int
-    memory: BodyMemory
+    The first `THREAD_BYTES` of each body do not count, so small bodies always fit.
 
+    Attributes:
+        max_mib: size of the largest body.
+        max_parse_ms: the most milliseconds that the validation of a body may take.
+    """
 
-class BodyMemory:
-    """Limits the memory of all bodies that are being read. The first `THREAD_BYTES` of each are free, so small bodies always fit."""
-
-    def __init__(self, most: int) -> None:
-        """`most`: the limit in bytes."""
-        self._most, self._used = most, 0
+    def __init__(self, max_mib: int, max_parse_ms: int) -> None:
+        self.max_mib, self.max_parse_ms = max_mib, max_parse_ms
+        self._most, self._used = MAX_LARGE_BODIES * max_mib * MIB, 0
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[Callable[[int], None]]:
@@ -84,7 +73,7 @@ class HeaderLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on or answer 431."""
         if _head_bytes(scope) > MAX_HEADER_BYTES:
-            await error_response(HeadersTooLarge(HEADERS_TOO_LARGE), scope["path"])(scope, receive, send)
+            await error_response(HeadersTooLarge(), scope["path"])(scope, receive, send)
             return
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             # A proxy may disagree with this server about where the body ends, and pass on a hidden request (RFC 9112, 6.1).
@@ -131,7 +120,7 @@ async def read_json(request: Request, limits: BodyLimits) -> object:
         BodiesFull: too many large bodies are arriving.
     """
     try:
-        with limits.memory.reserve() as grow:
+        with limits.reserve() as grow:
             raw = await asyncio.wait_for(_read(request, limits, grow), BODY_SECONDS)
     except asyncio.TimeoutError:
         raise ClientTooSlow(f"The body did not end within {BODY_SECONDS:g} seconds.") from None

@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, Response
 FILE = Path(__file__).with_name("index.html")
 
 
-def chat_page() -> Response:
+async def chat_page() -> Response:
     """index.html with its headers."""
     html, headers = _page()
     return HTMLResponse(html, headers=headers)

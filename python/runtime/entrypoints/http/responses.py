@@ -62,16 +62,16 @@ def anthropic_error(error: ServingError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def error_response(error: ServingError, path: str, headers: dict[str, str] | None = None) -> Response:
+def error_response(error: ServingError, path: str, headers: dict[str, str] | None = None, form: type[Response] = Response) -> Response:
     """The answer to a request for `path` that failed before its first byte."""
     headers = headers or {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return json_response(error_body(error, path), error.status, headers)
+    return form(orjson.dumps(error_body(error, path)), error.status, headers, "application/json")
 
 
-def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(value: object) -> Response:
     """An answer with a JSON value as its body."""
-    return Response(orjson.dumps(value), status, headers, "application/json")
+    return Response(orjson.dumps(value), media_type="application/json")

@@ -75,11 +75,9 @@ class EventStream(Response):
             async for data in self.events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 self.latest = time.monotonic()
-        except ServingError as error:
-            await send({"type": "http.response.body", "body": event(error_body(error)), "more_body": True})
-        except Exception:
-            log.exception("a stream failed")
-            await send({"type": "http.response.body", "body": event(error_body(ServingError(INTERNAL))), "more_body": True})
+        except Exception as error:
+            failure = stream_failure(error)
+            await send({"type": "http.response.body", "body": event(error_body(failure)), "more_body": True})
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
@@ -88,6 +86,14 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
                 self.latest, silent = time.monotonic(), 0.0
             await asyncio.sleep(SILENCE_SECONDS - silent)
+
+
+def stream_failure(error: Exception) -> ServingError:
+    """The error that ends a stream. Log an unexpected one; call it while `error` is handled."""
+    if isinstance(error, ServingError):
+        return error
+    log.exception("a stream failed")
+    return ServingError(INTERNAL)
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

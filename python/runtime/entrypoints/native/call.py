@@ -28,6 +28,7 @@ def native_call(body: GenerateBody, defaults: SamplingDefaults) -> Call:
             continues_prompt=True,
             running_counts=body.stream,
         ),
+        prompt_only=[index for index, one in enumerate(body.samplings) if one.only_prompt],
         params={"prompt": body.prompt_field} | {name: f"sampling_params.{name}" for name in SamplingParams.__struct_fields__},
     )
 

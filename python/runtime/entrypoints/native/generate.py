@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.entrypoints.generations import Choice, Generations
 from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import DONE, EventStream, event, until_gone
-from runtime.entrypoints.native.call import native_call
 from runtime.entrypoints.native.output import Outputs
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.text.tokenizer import Tokenizer
 
 
 class GenerateApi:
     """Generates in SGLang's native form."""
 
-    def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
-        self._manager = manager
-        self._tokenizer = tokenizer
-        self._model = model
+    def __init__(self, manager: TokenizerManager, model: ServedModel) -> None:
+        self._manager, self._model = manager, model
 
     async def generate(self, request: Request, body: GenerateBody) -> Response:
         """Generate. Answers with an object, with an array for several prompts or n > 1, or with a stream of outputs so far."""
         self._model.check(body.model)
-        began = time.monotonic()
-        group = await until_gone(
-            request, Generations.start(self._manager, native_call(body, self._manager.config.model.preferred_sampling_params))
-        )
-        outputs = Outputs(self._tokenizer, body, group, began)
+        outputs = await until_gone(request, Outputs.start(self._manager, body))
         if body.stream:
-            return EventStream(_events(outputs), group.close)
-        async with group:
+            return EventStream(_events(outputs), outputs.group.close)
+        async with outputs.group as group:
             texts = await until_gone(request, group.texts())
-        pairs = [(prompt, choice) for prompt, choices in enumerate(texts) for choice in choices]
+        pairs = [(prompt, text) for prompt, of_prompt in enumerate(texts) for text in of_prompt]
         cells = sum(outputs.cells(*pair) for pair in pairs)
         shown = await off_loop(cells, lambda: [encoded(outputs.of(*pair)) for pair in pairs])
         return json_response(shown[0] if body.single else shown)
@@ -49,12 +39,9 @@ class GenerateApi:
 
 async def _events(outputs: Outputs) -> AsyncGenerator[bytes, None]:
     """Yield events, each with the whole text so far, as SGLang does."""
-    group, single, n = outputs.group, outputs.body.single, outputs.body.n
-    so_far = [[Choice() for _ in range(each.n)] for each in group.each]
-    async with group:
-        async for prompt, update in group.updates():
-            choice = so_far[prompt][update.index]
-            choice.add(update)
-            output = await off_loop(outputs.cells(prompt, choice), partial(outputs.of, prompt, choice))
-            yield event(output if single else {**output, "index": prompt * n + update.index})
+    single, n = outputs.body.single, outputs.body.n
+    async with outputs.group:
+        async for prompt, text in outputs.growing():
+            output = await off_loop(outputs.cells(prompt, text), partial(outputs.of, prompt, text))
+            yield event(output if single else {**output, "index": prompt * n + text.index})
     yield DONE

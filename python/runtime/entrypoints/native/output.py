@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from runtime.entrypoints.generations import Choice, Generations
-from runtime.entrypoints.native.meta_info import meta_info
+from msgspec import structs
+
+from runtime.entrypoints.generations import Generations
+from runtime.entrypoints.native.call import native_call
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.logprobs import Top, aligned, finite
+from runtime.managers.messages import TextOut, TokenLogprobs
+from runtime.managers.telemetry.spec_stats import SpecStats
+from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.text.tokenizer import Tokenizer
 
 
@@ -31,28 +36,42 @@ class Outputs:
     group: Generations
     began: float
 
-    def of(self, prompt: int, choice: Choice) -> Output:
+    @classmethod
+    async def start(cls, manager: TokenizerManager, body: GenerateBody) -> Outputs:
+        """Start the generations of a call. Raises the errors of `Generations.start`."""
+        began, call = time.monotonic(), native_call(body, manager.config.model.preferred_sampling_params)
+        return cls(manager.tokenizer, body, await Generations.start(manager, call), began)
+
+    async def growing(self) -> AsyncGenerator[tuple[int, TextOut], None]:
+        """Yield the index of a prompt and one of its texts so far, for each update. A text's lists grow in place, because copies would
+        cost more with each update.
+        """
+        texts: dict[tuple[int, int], TextOut] = {}
+        async for prompt, update in self.group.updates():
+            key = prompt, update.index
+            texts[key] = _grown(texts[key], update) if key in texts else update
+            yield prompt, texts[key]
+
+    def of(self, prompt: int, out: TextOut) -> Output:
         """The output of one text of a prompt so far."""
         generation, asked = self.group.each[prompt], self.body.logprobs[prompt]
-        choice = choice.prompt_only() if self.body.samplings[prompt].only_prompt else choice
-        assert choice.last is not None
-        meta = meta_info(generation.rid, choice.last)
-        if choice.last.finish is not None:
+        meta = meta_info(generation.rid, out)
+        if out.finish is not None:
             meta["e2e_latency"] = time.monotonic() - self.began
         if asked.top >= 0:
-            meta["output_token_logprobs"] = self._triples(choice.token_ids, choice.logprobs)
-            known, start = choice.prompt_logprobs if asked.start >= 0 else None, asked.start
-            chosen, top = aligned(len(generation.prompt_ids), known.chosen, known.top) if known is not None else ([], [])
-            if known is not None:
-                meta["input_token_logprobs"] = self._triples(generation.prompt_ids[start:], chosen[start:])
+            output, known, start = out.logprobs or TokenLogprobs(), TokenLogprobs(), max(asked.start, 0)
+            meta["output_token_logprobs"] = self._triples(out.token_ids, output.chosen)
+            if out.prompt_logprobs is not None and asked.start >= 0:
+                known = aligned(len(generation.prompt_ids), out.prompt_logprobs)
+                meta["input_token_logprobs"] = self._triples(generation.prompt_ids[start:], known.chosen[start:])
             if asked.top > 0:
-                meta["output_top_logprobs"] = [self._top(each[: asked.top]) for each in choice.top]
-                meta["input_top_logprobs"] = [self._top(each[: asked.top]) or None for each in top[max(start, 0) :]]
-        return {"text": choice.text, "output_ids": list(choice.token_ids), "meta_info": meta}
+                meta["output_top_logprobs"] = [self._top(each[: asked.top]) for each in output.top]
+                meta["input_top_logprobs"] = [self._top(each[: asked.top]) or None for each in known.top[start:]]
+        return {"text": out.text, "output_ids": list(out.token_ids), "meta_info": meta}
 
-    def cells(self, prompt: int, choice: Choice) -> int:
+    def cells(self, prompt: int, out: TextOut) -> int:
         """How many token ids and log-probabilities `of` returns."""
-        tokens = len(choice.token_ids) + len(self.group.each[prompt].prompt_ids) * (choice.prompt_logprobs is not None)
+        tokens = len(out.token_ids) + len(self.group.each[prompt].prompt_ids) * (out.prompt_logprobs is not None)
         return tokens * (2 + self.body.logprobs[prompt].top)
 
     def _triples(self, ids: Sequence[int], logprobs: Sequence[float | None]) -> list[list[Any]]:
@@ -62,3 +81,51 @@ class Outputs:
 
     def _top(self, top: Top) -> list[list[Any]]:
         return self._triples([token for token, _ in top], [value for _, value in top])
+
+
+def _grown(out: TextOut, update: TextOut) -> TextOut:
+    """`out` with an update appended to it, whose counts it then has."""
+    out.token_ids.extend(update.token_ids)
+    if out.logprobs is not None and update.logprobs is not None:
+        out.logprobs.extend(update.logprobs)
+    logprobs, prompt_logprobs = out.logprobs or update.logprobs, out.prompt_logprobs or update.prompt_logprobs
+    whole = out.text + update.text
+    return structs.replace(update, text=whole, token_ids=out.token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def meta_info(rid: str, last: TextOut) -> dict[str, Any]:
+    """Counts, finish reason and acceptance of generation `rid` after its update `last`."""
+    progress = last.progress
+    return {
+        "id": rid,
+        "finish_reason": _finish_reason(last),
+        "prompt_tokens": progress.prompt_tokens,
+        "completion_tokens": progress.completion_tokens,
+        "cached_tokens": progress.cached_tokens,
+        "queue_time": progress.queue_seconds,
+        **progress.decode.shares(),
+        **(_acceptance(progress.spec) if progress.spec is not None and progress.spec.verify_steps else {}),
+    }
+
+
+def _finish_reason(update: TextOut) -> dict[str, Any] | None:
+    finish = update.finish
+    if finish is None:
+        return None
+    if finish.reason == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    if finish.reason == "length":
+        return {"type": "length", "length": update.progress.completion_tokens}
+    return {"type": "abort", "message": finish.message or "aborted"}
+
+
+def _acceptance(spec: SpecStats) -> dict[str, Any]:
+    return {
+        "spec_verify_ct": spec.verify_steps,
+        "spec_accept_length": spec.accept_length,
+        "spec_accept_rate": spec.accept_rate,
+        "spec_accept_token_num": spec.accepted_tokens,
+        "spec_draft_token_num": spec.draft_tokens,
+        "spec_accepted_by_position": spec.accepted_by_position,
+        "spec_drafted_by_position": spec.drafted_by_position,
+    }

@@ -13,16 +13,13 @@ from runtime.entrypoints.native.protocol import DetokenizeBody, TokenizeBody
 from runtime.entrypoints.openai.chats import Chats
 from runtime.errors import UnknownToken
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.text.tokenizer import Tokenizer
 
 
 class TokenApi:
     """Turns texts and conversations into token ids, and back."""
 
-    def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer, chats: Chats) -> None:
-        self._manager = manager
-        self._tokenizer = tokenizer
-        self._chats = chats
+    def __init__(self, manager: TokenizerManager, chats: Chats) -> None:
+        self._manager, self._tokenizer, self._chats = manager, manager.tokenizer, chats
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a text, of several texts, or of a conversation."""

@@ -11,12 +11,13 @@ from starlette.responses import Response
 from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import EventStream, until_gone
-from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatFinish, ChatUpdate
+from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
 from runtime.entrypoints.openai.chats import Chat, Chats
 from runtime.entrypoints.openai.chunks import Chunks
-from runtime.entrypoints.openai.logprobs import Top, chat_logprobs
+from runtime.entrypoints.openai.logprobs import chat_logprobs
 from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.served_model import ServedModel
+from runtime.managers.messages import TokenLogprobs
 from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from runtime.text.tokenizer import Tokenizer
 
@@ -27,9 +28,7 @@ class ChatApi:
     """Answers conversations as JSON or as a stream."""
 
     def __init__(self, chats: Chats, tokenizer: Tokenizer, model: ServedModel) -> None:
-        self._chats = chats
-        self._tokenizer = tokenizer
-        self._model = model
+        self._chats, self._tokenizer, self._model = chats, tokenizer, model
 
     async def create(self, request: Request, body: ChatBody) -> Response:
         """Answer a conversation."""
@@ -45,25 +44,25 @@ class ChatApi:
     async def _answer(self, body: ChatBody, chat: Chat) -> Json:
         answers = await chat.answers()
         cells = sum(len(each.token_ids) for each in answers) * (2 + body.top)
-        choices = await off_loop(cells, lambda: [encoded(self._choice(body, index, each)) for index, each in enumerate(answers)])
+        choices = await off_loop(cells, lambda: [encoded(self._choice(body, answer)) for answer in answers])
         counts = chat.counts()
         shown = {"choices": choices, "usage": counts.usage(body), **counts.extension(body)}
         answer = {**self._model.head(chat.name, "chat.completion"), **shown}
         return {**answer, "prompt_token_ids": chat.prompt_ids} if body.return_token_ids else answer
 
-    def _choice(self, body: ChatBody, index: int, answer: ChatAnswer) -> Json:
+    def _choice(self, body: ChatBody, answer: ChatUpdate) -> Json:
         assert answer.finish is not None
         shown: Json = {
-            "index": index,
-            "message": _message(answer, older=bool(body.functions)),
-            "logprobs": self._logprobs(body, answer.token_ids, answer.logprobs, answer.top),
+            "index": answer.index,
+            "message": _message(answer.deltas, older=bool(body.functions)),
+            "logprobs": self._logprobs(body, answer.token_ids, answer.logprobs or TokenLogprobs()),
             "finish_reason": _reason(answer.finish, older=bool(body.functions)),
             "matched_stop": answer.finish.matched,
         }
         return {**shown, "token_ids": answer.token_ids} if body.return_token_ids else shown
 
-    def _logprobs(self, body: ChatBody, ids: Sequence[int], chosen: Sequence[float | None], top: Sequence[Top]) -> Json | None:
-        return chat_logprobs(self._tokenizer, ids, chosen, top, body.top) if body.logprobs else None
+    def _logprobs(self, body: ChatBody, ids: Sequence[int], logprobs: TokenLogprobs | None) -> Json | None:
+        return chat_logprobs(self._tokenizer, ids, logprobs, body.top) if logprobs is not None and body.logprobs else None
 
     # ---- streams
 
@@ -90,8 +89,7 @@ class ChatApi:
             deltas.append({})
         shown: list[Json] = [{"index": update.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
         if shown:
-            logprobs = update.logprobs
-            shown[0]["logprobs"] = logprobs and self._logprobs(body, update.token_ids, logprobs.chosen, logprobs.top)
+            shown[0]["logprobs"] = self._logprobs(body, update.token_ids, update.logprobs)
             if update.finish is not None:
                 shown[-1].update(finish_reason=_reason(update.finish, older), matched_stop=update.finish.matched)
             if body.return_token_ids:
@@ -103,22 +101,29 @@ def _reason(finish: ChatFinish, older: bool) -> str:
     return "function_call" if older and finish.reason == "tool_calls" else finish.reason
 
 
-def _message(answer: ChatAnswer, older: bool) -> Json:
-    """The message of an answer, with reasoning and calls if the model produced any.
+def _message(deltas: Sequence[Delta], older: bool) -> Json:
+    """The message of a complete answer, with reasoning and calls if the model produced any.
 
     Args:
         older: whether the request has `functions`, the older spelling of `tools`.
     """
-    message: Json = {"role": "assistant", "content": answer.content, "refusal": None}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.calls:
-        message["content"] = answer.content or None
-        calls = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in answer.calls]
-        if older:
-            message["function_call"] = calls[0][1]
-        else:
-            message["tool_calls"] = [{"id": call_id, "type": "function", "function": function} for call_id, function in calls]
+    content = reasoning = ""
+    calls: list[Json] = []
+    for delta in deltas:
+        match delta:
+            case Content(text):
+                content += text
+            case Reasoning(text):
+                reasoning += text
+            case CallStart(_, call_id, name):
+                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
+            case CallArguments(call, text):
+                calls[call]["function"]["arguments"] += text
+    message: Json = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message |= {"function_call": calls[0]["function"]} if older else {"tool_calls": calls}
     return message
 
 

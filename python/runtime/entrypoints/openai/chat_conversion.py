@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -10,15 +9,13 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from runtime.entrypoints.http.body_schema import BodySchema
-from runtime.entrypoints.http.responses import INTERNAL
-from runtime.entrypoints.http.sse import named_events
+from runtime.entrypoints.http.sse import named_events, stream_failure
 from runtime.entrypoints.openai.chat_updates import ChatUpdate
 from runtime.entrypoints.openai.chats import Chat
 from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.usage import TokenCounts
 from runtime.errors import RequestError, ServingError
 
-log = logging.getLogger(__name__)
 Events = list[dict[str, Any]]
 
 
@@ -53,11 +50,11 @@ class ChatConversion:
         self._names = dict(names)
         self._schema = BodySchema(ChatBody)
 
-    def body(self, fields: Mapping[str, Any]) -> ChatBody:
+    def body(self, fields: dict[str, Any]) -> ChatBody:
         """The chat body with these fields; None counts as absent."""
         with self.naming():
             try:
-                return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
+                return ChatBody.model_validate(fields)
             except ValidationError as error:
                 raise self._schema.refusal(error.errors()) from None
 
@@ -90,10 +87,7 @@ class ChatConversion:
                         if events := writer.update(update):
                             yield named_events(events)
             last = writer.end(chat.counts())
-        except ServingError as error:
-            last = writer.fail(error)
-        except Exception:
-            log.exception("a stream failed")
-            last = writer.fail(ServingError(INTERNAL))
+        except Exception as error:
+            last = writer.fail(stream_failure(error))
         ended()
         yield named_events(last)

@@ -1,15 +1,15 @@
-"""The updates of an answer, independent of the protocol, and the complete answer."""
+"""The updates of an answer, independent of the protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from runtime.managers.messages import TokenLogprobs
-from runtime.parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning
+from runtime.parsers.deltas import Delta
 
 ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
@@ -39,42 +39,13 @@ class ChatUpdate(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None = None
     finish: ChatFinish | None = None
 
-
-@dataclass(slots=True)
-class ToolCall:
-    """One complete tool call; `arguments` is the JSON text that the model wrote."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
-class ChatAnswer:
-    """One answer so far, accumulated from its updates."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
-    finish: ChatFinish | None = None
-
-    def add(self, update: ChatUpdate) -> None:
-        """Append an update."""
-        for delta in update.deltas:
-            match delta:
-                case Content(text):
-                    self.content += text
-                case Reasoning(text):
-                    self.reasoning += text
-                case CallStart(_, call_id, name):
-                    self.calls.append(ToolCall(call_id, name))
-                case CallArguments(call, text):
-                    self.calls[call].arguments += text
-        self.token_ids.extend(update.token_ids)
-        if update.logprobs is not None:
-            self.logprobs.extend(update.logprobs.chosen)
-            self.top.extend(update.logprobs.top)
-        self.finish = update.finish or self.finish
+    @staticmethod
+    def joined(updates: Sequence[ChatUpdate]) -> ChatUpdate:
+        """Consecutive updates of one answer as one."""
+        return ChatUpdate(
+            index=updates[-1].index,
+            deltas=[delta for update in updates for delta in update.deltas],
+            token_ids=[token for update in updates for token in update.token_ids],
+            logprobs=TokenLogprobs.joined([update.logprobs for update in updates]),
+            finish=updates[-1].finish,
+        )

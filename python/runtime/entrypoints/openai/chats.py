@@ -11,7 +11,7 @@ from functools import partial
 
 from runtime.entrypoints.generations import Call, Generations
 from runtime.entrypoints.openai.answer_reader import AnswerReader
-from runtime.entrypoints.openai.chat_updates import ChatAnswer, ChatUpdate
+from runtime.entrypoints.openai.chat_updates import ChatUpdate
 from runtime.entrypoints.openai.messages import rendered_messages
 from runtime.entrypoints.openai.protocol import ChatBody
 from runtime.entrypoints.openai.token_splitter import TokenSplitter
@@ -23,7 +23,6 @@ from runtime.parsers.output_format import OutputFormat, OutputRequest
 from runtime.parsers.registry import pick_think_format, pick_tool_format
 from runtime.sampling_params import GRAMMAR_KINDS
 from runtime.text.decode_stream import PROMPT_TAIL
-from runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -70,13 +69,13 @@ class Chat:
                 for part in parts:
                     yield self._readers[update.index].read(part)
 
-    async def answers(self) -> list[ChatAnswer]:
-        """Return the complete answers, once all have ended."""
-        done = [ChatAnswer() for _ in self._readers]
+    async def answers(self) -> list[ChatUpdate]:
+        """Return each answer as one update, once all have ended."""
+        parts: list[list[ChatUpdate]] = [[] for _ in self._readers]
         async with aclosing(self.updates()) as updates:
             async for update in updates:
-                done[update.index].add(update)
-        return done
+                parts[update.index].append(update)
+        return list(map(ChatUpdate.joined, parts))
 
 
 class Chats:
@@ -86,10 +85,9 @@ class Chats:
         ConfigError: the configured parsers do not match the model.
     """
 
-    def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer) -> None:
+    def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
-        self._tokenizer = tokenizer
-        self._format = output_format(manager, tokenizer)
+        self._format = output_format(manager)
 
     async def start(self, body: ChatBody, *, by_token: bool = False) -> Chat:
         """Render a conversation and start its answers. With `by_token`, each of their updates has one token.
@@ -132,7 +130,7 @@ class Chats:
         readers = [AnswerReader(parser, tools.parallel, body.stream_reasoning) for parser in parsers]
         group = await Generations.start(self._manager, call)
         tail = prompt_ids[-PROMPT_TAIL:] if body.continue_final_message else []
-        stream = partial(self._tokenizer.stream, adapted.skip_special_tokens, tail, adapted.shown_token_ids)
+        stream = partial(self._manager.tokenizer.stream, adapted.skip_special_tokens, tail, adapted.shown_token_ids)
         splitters = [TokenSplitter(stream(), sampling.stop) for _ in range(body.n)] if by_token else []
         return Chat(name, group, readers, thinks=self._format.thinks, splitters=splitters)
 
@@ -152,9 +150,10 @@ class Chats:
         )
 
 
-def output_format(manager: TokenizerManager, tokenizer: Tokenizer) -> OutputFormat:
+def output_format(manager: TokenizerManager) -> OutputFormat:
     """The configured output format, or the model's own."""
-    config, architecture, template = manager.config.model, manager.model_config.architecture, tokenizer.chat_template or ""
+    config, architecture, tokenizer = manager.config.model, manager.model_config.architecture, manager.tokenizer
+    template = tokenizer.chat_template or ""
     tools = pick_tool_format(config.tool_call_parser, architecture, template, tokenizer.describes_tools)
     thinking = pick_think_format(config.reasoning_parser, architecture, template, tokenizer.short_chat)
     log.info("tool calls are read as %s, thinking as %s", tools, thinking or "part of the text")

@@ -3,51 +3,37 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.entrypoints.generations import Call, Choice, Generations
+from runtime.entrypoints.generations import Call, Generations
 from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import EventStream, until_gone
 from runtime.entrypoints.openai.chunks import Chunks
-from runtime.entrypoints.openai.logprobs import CompletionLogprobs, EchoedPrompt, Top, aligned
+from runtime.entrypoints.openai.logprobs import CompletionLogprobs, aligned, prompt_offsets
 from runtime.entrypoints.openai.protocol import CompletionBody
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.openai.usage import UsageCounter
 from runtime.managers.generation import Generation, RequestOptions
-from runtime.managers.messages import TextOut
+from runtime.managers.messages import TextOut, TokenLogprobs
 from runtime.managers.tokenizer_manager import TokenizerManager
 from runtime.sampling_params import SamplingDefaults
 from runtime.text.decode_stream import PROMPT_TAIL
-from runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
-
-
-class _Piece(NamedTuple):
-    """A piece of text with its tokens and their log-probabilities."""
-
-    text: str
-    ids: Sequence[int]
-    chosen: Sequence[float | None]
-    top: Sequence[Top]
-
-
-_NOTHING = _Piece("", [], [], [])
 
 
 class CompletionApi:
     """Completes prompts."""
 
-    def __init__(self, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
-        self._manager = manager
-        self._tokenizer = tokenizer
-        self._model = model
+    def __init__(self, manager: TokenizerManager, model: ServedModel) -> None:
+        self._manager, self._tokenizer, self._model = manager, manager.tokenizer, model
 
     async def create(self, request: Request, body: CompletionBody) -> Response:
         """Complete one prompt or several, as JSON or as a stream."""
@@ -61,32 +47,27 @@ class CompletionApi:
 
     async def _answer(self, body: CompletionBody, group: Generations, name: str) -> Json:
         texts = await group.texts()
-        tokens = sum(len(choice.token_ids) for choices in texts for choice in choices)
+        tokens = sum(len(out.token_ids) for candidates in texts for out in candidates)
         tokens += body.echo * body.candidates * sum(len(each.prompt_ids) for each in group.each)
         return await off_loop(tokens * (2 + body.top), lambda: self._rendered(body, group, texts, name))
 
-    def _rendered(self, body: CompletionBody, group: Generations, texts: list[list[Choice]], name: str) -> Json:
-        counter = UsageCounter(group, output=not body.only_echo)
+    def _rendered(self, body: CompletionBody, group: Generations, texts: list[list[TextOut]], name: str) -> Json:
+        counter = UsageCounter(group)
         choices: list[Any] = []
         for prompt, (generation, candidates) in enumerate(zip(group.each, texts, strict=True)):
-            for last in filter(None, (choice.last for choice in candidates)):
-                counter.add(prompt, last)
+            for out in candidates:
+                counter.add(prompt, out)
             if body.candidates > body.n:
-                candidates.sort(key=lambda each: each.mean_logprob, reverse=True)
-            for choice in candidates[: body.n]:
-                choices.append(encoded(self._choice(body, prompt, generation, choice, len(choices))))
+                candidates.sort(key=_mean_logprob, reverse=True)
+            for out in candidates[: body.n]:
+                out = self._after_prompt(body, prompt, generation, out) if body.echo else out
+                shown = _shown(body, len(choices), out, self._logprobs(body, prompt, generation), generation.prompt_ids)
+                choices.append(encoded(shown))
         counts = counter.counts()
         return {**self._model.head(name, "text_completion"), "choices": choices, "usage": counts.usage(body), **counts.extension(body)}
 
-    def _choice(self, body: CompletionBody, prompt: int, generation: Generation, choice: Choice, index: int) -> Json:
-        assert choice.last is not None
-        piece = _Piece(choice.text, choice.token_ids, choice.logprobs, choice.top)
-        piece = self._visible(body, prompt, generation, choice.last, piece, first=True)
-        logprobs = self._logprobs(body, prompt, generation)
-        return _shown(body, index, piece, logprobs, choice.last, generation.prompt_ids)
-
     async def _events(self, body: CompletionBody, group: Generations, name: str) -> AsyncGenerator[bytes, None]:
-        counter = UsageCounter(group, output=not body.only_echo)
+        counter = UsageCounter(group)
         chunks = Chunks(self._model.head(name, "text_completion"), body, counter.counts)
         logprobs: dict[int, CompletionLogprobs] = {}
         async with group:
@@ -108,12 +89,10 @@ class CompletionApi:
         first = index not in logprobs
         if first:
             logprobs[index] = self._logprobs(body, prompt, generation)
-        chosen, top = (update.logprobs.chosen, update.logprobs.top) if update.logprobs else ([], [])
-        piece = _Piece(update.text, update.token_ids, chosen, top)
-        piece = self._visible(body, prompt, generation, update, piece, first=first)
-        if not piece.text and update.finish is None and not (piece.ids and (body.return_token_ids or body.top >= 0)):
+        out = self._after_prompt(body, prompt, generation, update) if body.echo and first else update
+        if not out.text and out.finish is None and not (out.token_ids and (body.return_token_ids or body.top >= 0)):
             return None
-        return _shown(body, index, piece, logprobs[index], update, generation.prompt_ids if first else None)
+        return _shown(body, index, out, logprobs[index], generation.prompt_ids if first else None)
 
     def _logprobs(self, body: CompletionBody, prompt: int, generation: Generation) -> CompletionLogprobs:
         """The log-probabilities of one choice; their text offsets count the echoed prompt."""
@@ -123,22 +102,18 @@ class CompletionApi:
             return CompletionLogprobs(self._tokenizer, body.top, output)
         # The BOS token that the tokenizer adds is not part of the text.
         begins = isinstance(given, str) and ids[0] == self._tokenizer.bos_id and not given.startswith(self._tokenizer.token_text(ids[0]))
-        decoder = self._tokenizer.stream(skip_special_tokens=False)
-        echoed = EchoedPrompt(len(self._prompt_text(given, ids)), decoder, len(ids), int(begins))
-        return CompletionLogprobs(self._tokenizer, body.top, output, echoed)
+        offsets = prompt_offsets(ids, self._tokenizer.stream(skip_special_tokens=False), hidden=int(begins))
+        return CompletionLogprobs(self._tokenizer, body.top, output, offsets, len(self._prompt_text(given, ids)))
 
     def _prompt_text(self, given: str | list[int], ids: list[int]) -> str:
         return given if isinstance(given, str) else self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _visible(self, body: CompletionBody, prompt: int, generation: Generation, update: TextOut, piece: _Piece, *, first: bool) -> _Piece:
-        """`piece` as the client sees it: without the output if `only_echo`, and with the echoed prompt before it."""
-        piece = _NOTHING if body.only_echo else piece
-        if not (body.echo and first):
-            return piece
+    def _after_prompt(self, body: CompletionBody, prompt: int, generation: Generation, out: TextOut) -> TextOut:
+        """A text, or its first update, with the echoed prompt before it."""
         given, ids = body.prompts[prompt], generation.prompt_ids
-        known = update.prompt_logprobs
-        chosen, top = aligned(len(ids), known.chosen, known.top) if known is not None else ([None] * len(ids), [()] * len(ids))
-        return _Piece(self._prompt_text(given, ids) + piece.text, [*ids, *piece.ids], [*chosen, *piece.chosen], [*top, *piece.top])
+        logprobs = aligned(len(ids), out.prompt_logprobs)
+        logprobs.extend(out.logprobs or TokenLogprobs())
+        return structs.replace(out, text=self._prompt_text(given, ids) + out.text, token_ids=[*ids, *out.token_ids], logprobs=logprobs)
 
 
 def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
@@ -159,21 +134,25 @@ def _call(body: CompletionBody, defaults: SamplingDefaults) -> Call:
             continues_prompt=True,
             running_counts=body.wants_running_counts,
         ),
+        prompt_only=range(len(prompts)) if body.only_echo else (),
         params={"input_ids": "prompt", "max_new_tokens": "max_tokens", **body.grammar_names()},
     )
 
 
-def _shown(
-    body: CompletionBody, index: int, piece: _Piece, logprobs: CompletionLogprobs, update: TextOut, prompt_ids: list[int] | None
-) -> Json:
+def _mean_logprob(out: TextOut) -> float:
+    """The score that ranks the candidates of `best_of`."""
+    known = [value for value in out.logprobs.chosen if value is not None] if out.logprobs is not None else []
+    return sum(known) / len(known) if known else float("-inf")
+
+
+def _shown(body: CompletionBody, index: int, out: TextOut, logprobs: CompletionLogprobs, prompt_ids: list[int] | None) -> Json:
     """One choice, or an update of one."""
-    lists = logprobs.take(piece.ids, piece.chosen, piece.top) if body.top >= 0 else None
-    finish = update.finish and ("length" if body.only_echo and update.finish.reason != "abort" else update.finish.reason)
-    shown: Json = {"index": index, "text": piece.text, "logprobs": lists, "finish_reason": finish}
-    if finish is not None:
-        shown["matched_stop"] = None if body.only_echo else update.finish and update.finish.matched
+    lists = logprobs.take(out.token_ids, out.logprobs or TokenLogprobs()) if body.top >= 0 else None
+    shown: Json = {"index": index, "text": out.text, "logprobs": lists, "finish_reason": out.finish and out.finish.reason}
+    if out.finish is not None:
+        shown["matched_stop"] = out.finish.matched
     if body.return_token_ids:
-        shown["token_ids"] = piece.ids
+        shown["token_ids"] = out.token_ids
         if prompt_ids is not None:
             shown["prompt_token_ids"] = prompt_ids
     return shown

@@ -117,10 +117,12 @@ def _tools(tool: ResponseTool) -> list[Json]:
     """The functions of a tool."""
     namespace = tool.name if tool.type == "namespace" else None
     given = {"function": [tool], "namespace": tool.tools}.get(tool.type, [])
-    functions = [function.model_dump(include={"description", "parameters", "strict"}, exclude_none=True) for function in given]
     return [
-        {"type": "function", "function": {"name": chat_name(namespace, each.name), **function}}
-        for each, function in zip(given, functions, strict=True)
+        {
+            "type": "function",
+            "function": {**each.model_dump(include={"description", "parameters", "strict"}), "name": chat_name(namespace, each.name)},
+        }
+        for each in given
     ]
 
 
@@ -132,4 +134,4 @@ def _response_format(wanted: TextFormat) -> Json | None:
     if wanted.schema_ is None:
         raise RequestError("text.format.schema is required for type json_schema.", "text.format.schema")
     schema = {"name": wanted.name or "answer", "description": wanted.description, "schema": wanted.schema_, "strict": wanted.strict}
-    return {"type": "json_schema", "json_schema": {name: value for name, value in schema.items() if value is not None}}
+    return {"type": "json_schema", "json_schema": schema}

@@ -158,13 +158,12 @@ class ResponseWriter:
 
 def usage(counts: TokenCounts) -> Json:
     """Token counts in the form of /v1/responses."""
-    chat = counts.usage()
     return {
-        "input_tokens": chat["prompt_tokens"],
+        "input_tokens": counts.prompt_tokens,
         "input_tokens_details": {"cached_tokens": counts.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": chat["completion_tokens"],
+        "output_tokens": counts.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens or 0},
-        "total_tokens": chat["total_tokens"],
+        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
     }
 
 

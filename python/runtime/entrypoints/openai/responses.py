@@ -26,7 +26,6 @@ from runtime.entrypoints.openai.response_writer import ITEM_PREFIX, ResponseWrit
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.errors import ContextTooLong, RequestError, shown
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 SHOWN = {"instructions", "max_output_tokens", "metadata", "previous_response_id", "store", "truncation", "user"}
@@ -49,8 +48,8 @@ class _Run:
 class ResponseApi:
     """Creates responses, and finds, cancels and deletes them later."""
 
-    def __init__(self, chats: Chats, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel) -> None:
-        self._chats, self._manager, self._tokenizer, self._model = chats, manager, tokenizer, model
+    def __init__(self, chats: Chats, manager: TokenizerManager, model: ServedModel) -> None:
+        self._chats, self._manager, self._model = chats, manager, model
         self._conversion = ChatConversion(CHAT_NAMES)
         self._store = ResponseStore()
         self._running: dict[str, _Run] = {}
@@ -59,16 +58,14 @@ class ResponseApi:
         """POST /v1/responses, as JSON or as a stream of events."""
         self._model.check(body.model)
         run = await until_gone(request, self._start(body))
-        response_id = run.writer.response["id"]
         if body.stream:
             events = self._conversion.events(run.chat, run.writer, lambda: self._keep(run))
             return EventStream(events, lambda: self._close(run))
         try:
-            async with run.chat:
-                await until_gone(request, self._conversion.collect(run.chat, run.writer))
-                self._keep(run)
+            await until_gone(request, self._conversion.collect(run.chat, run.writer))
+            self._keep(run)
         finally:
-            self._running.pop(response_id, None)
+            self._close(run)
         return json_response(run.writer.response)
 
     async def retrieve(self, response_id: str, stream: Streamed = False) -> Response:
@@ -182,10 +179,9 @@ class ResponseApi:
         }
 
     def _logprobs(self, body: ChatBody, update: ChatUpdate) -> list[Json]:
-        found = update.logprobs
-        if found is None or not body.logprobs:
+        if update.logprobs is None or not body.logprobs:
             return []
-        return chat_logprobs(self._tokenizer, update.token_ids, found.chosen, found.top, body.top)["content"]
+        return chat_logprobs(self._manager.tokenizer, update.token_ids, update.logprobs, body.top)["content"]
 
     def _close(self, run: _Run) -> None:
         run.chat.close()

@@ -27,10 +27,10 @@ class TokenCounts:
     spec: tuple[SpecStats, ...] = ()
     reasoning_tokens: int | None = None
 
-    def usage(self, body: OpenAIBody | None = None) -> dict[str, Any]:
+    def usage(self, body: OpenAIBody) -> dict[str, Any]:
         """The counts as OpenAI's `usage`, with `speculative` if `body` requests it."""
-        thought, told = self.reasoning_tokens, body is not None and body.return_spec_tokens_details and self.spec
-        spec = reduce(SpecStats.plus, self.spec, SpecStats()) if told else None
+        thought = self.reasoning_tokens
+        spec = reduce(SpecStats.plus, self.spec, SpecStats()) if body.return_spec_tokens_details and self.spec else None
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -52,10 +52,9 @@ class TokenCounts:
 
 
 class UsageCounter:
-    """Counts tokens. Without `output` the generated tokens are not counted, because the client does not see them."""
+    """Counts tokens."""
 
-    def __init__(self, group: Generations, *, output: bool = True) -> None:
-        self._output = output
+    def __init__(self, group: Generations) -> None:
         self._prompt_tokens = sum(len(each.prompt_ids) for each in group.each)
         self._cached: dict[int, int] = {}
         self._generated: dict[tuple[int, int], int] = {}
@@ -71,5 +70,5 @@ class UsageCounter:
 
     def counts(self) -> TokenCounts:
         """The counts so far."""
-        generated = sum(self._generated.values()) if self._output else 0
+        generated = sum(self._generated.values())
         return TokenCounts(self._prompt_tokens, generated, sum(self._cached.values()), tuple(self._spec[key] for key in sorted(self._spec)))

@@ -13,7 +13,6 @@ from runtime import __version__
 from runtime.batch import SpeculationChange
 from runtime.config.speculative import DEFAULT_STEPS
 from runtime.config.synthetic_acceptance import synthetic_acceptance
-from runtime.entrypoints.http.page import chat_page
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import until_gone
 from runtime.entrypoints.native.protocol import AbortBody, InternalState, ProfileBody, StateBody
@@ -39,10 +38,6 @@ class AdminApi:
     def __init__(self, manager: TokenizerManager, metrics: Metrics) -> None:
         self.manager = manager
         self.metrics = metrics
-
-    async def page(self) -> Response:
-        """The chat page."""
-        return chat_page()
 
     # ---- health
 

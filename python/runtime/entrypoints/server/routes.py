@@ -9,39 +9,28 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from runtime.entrypoints.anthropic import protocol as anthropic
 from runtime.entrypoints.anthropic.messages import MessagesApi
-from runtime.entrypoints.anthropic.protocol import AnthropicMessage, TokenCount
 from runtime.entrypoints.http.body_route import IGNORED_HEADER, BodyRoute
+from runtime.entrypoints.http.page import chat_page
 from runtime.entrypoints.http.responses import ANTHROPIC_PATH, AnthropicError, ErrorBody
+from runtime.entrypoints.native import protocol as native
 from runtime.entrypoints.native.generate import GenerateApi
-from runtime.entrypoints.native.protocol import (
-    Detokenized,
-    Done,
-    Flushed,
-    Generated,
-    ModelInfo,
-    ProfileStarted,
-    ProfileWritten,
-    Status,
-    Tokenized,
-    TokenizerInfo,
-)
 from runtime.entrypoints.native.tokens import TokenApi
+from runtime.entrypoints.openai import protocol as openai
+from runtime.entrypoints.openai import response_protocol
 from runtime.entrypoints.openai.chat import ChatApi
 from runtime.entrypoints.openai.chats import Chats
 from runtime.entrypoints.openai.completions import CompletionApi
-from runtime.entrypoints.openai.protocol import ChatCompletion, Completion, ModelCard, ModelList
-from runtime.entrypoints.openai.response_protocol import InputItemList, ResponseDeleted, ResponseObject
 from runtime.entrypoints.openai.responses import ResponseApi
 from runtime.entrypoints.openai.served_model import ServedModel
+from runtime.entrypoints.pooling import protocol as pooling
 from runtime.entrypoints.pooling.endpoints import EmbeddingApi, RerankApi, ScoreApi
-from runtime.entrypoints.pooling.protocol import EmbeddingList, Rank, Scores
 from runtime.entrypoints.server.admin import AdminApi
 from runtime.entrypoints.server.loads import LoadApi, Loads, RankLoad
 from runtime.entrypoints.server.openapi import SCHEMAS
 from runtime.managers.observers.metrics import Metrics
 from runtime.managers.tokenizer_manager import TokenizerManager
-from runtime.text.tokenizer import Tokenizer
 
 Handler = Callable[..., Awaitable[Response]]
 Responses = dict[int | str, dict[str, Any]]
@@ -70,69 +59,68 @@ STREAM = {"text/event-stream": {"schema": {"type": "object", "required": ["data"
 
 def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> None:
     """Add all endpoints."""
-    assert isinstance(manager.tokenizer, Tokenizer)
-    chats = Chats(manager, manager.tokenizer)
-    admin, model, tokens = AdminApi(manager, metrics), ServedModel(manager), TokenApi(manager, manager.tokenizer, chats)
+    chats = Chats(manager)
+    admin, model, tokens = AdminApi(manager, metrics), ServedModel(manager), TokenApi(manager, chats)
     load = LoadApi(manager, admin.fresh_stats)
-    app.add_api_route("/", admin.page, methods=["GET", "HEAD"], response_class=HTMLResponse, include_in_schema=False)
+    app.add_api_route("/", chat_page, methods=["GET", "HEAD"], response_class=HTMLResponse, include_in_schema=False)
     app.add_api_route("/metrics", admin.scrape, response_class=PlainTextResponse, responses=_errors(404))
     for path, handler, answer, statuses in (
-        ("/health", admin.health, Status, (503,)),
-        ("/ready", admin.ready, Status, (503,)),
-        ("/health_generate", admin.health_generate, Status, (429, 503)),
+        ("/health", admin.health, native.Status, (503,)),
+        ("/ready", admin.ready, native.Status, (503,)),
+        ("/health_generate", admin.health_generate, native.Status, (429, 503)),
         ("/get_server_info", admin.server_info, dict[str, Any], ()),
         ("/server_info", admin.server_info, dict[str, Any], ()),
-        ("/get_model_info", admin.model_info, ModelInfo, ()),
-        ("/model_info", admin.model_info, ModelInfo, ()),
+        ("/get_model_info", admin.model_info, native.ModelInfo, ()),
+        ("/model_info", admin.model_info, native.ModelInfo, ()),
         ("/get_load", load.get_load, list[RankLoad], ()),
         ("/v1/loads", load.loads, Loads, ()),
-        ("/tokenizer_info", tokens.info, TokenizerInfo, ()),
-        ("/v1/models", model.models, ModelList, ()),
-        ("/v1/models/{model:path}", model.one_model, ModelCard, (404,)),
+        ("/tokenizer_info", tokens.info, native.TokenizerInfo, ()),
+        ("/v1/models", model.models, openai.ModelList, ()),
+        ("/v1/models/{model:path}", model.one_model, openai.ModelCard, (404,)),
     ):
         app.add_api_route(path, handler, response_model=answer, responses=_errors(*statuses))
         app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
     for method in ("GET", "POST"):
-        app.add_api_route("/flush_cache", admin.flush_cache, methods=[method], response_model=Flushed, responses=_errors(409, 503))
+        app.add_api_route("/flush_cache", admin.flush_cache, methods=[method], response_model=native.Flushed, responses=_errors(409, 503))
     for path, handler, answer in (
-        ("/start_profile", admin.begin_profile, ProfileStarted),
-        ("/stop_profile", admin.end_profile, ProfileWritten),
+        ("/start_profile", admin.begin_profile, native.ProfileStarted),
+        ("/stop_profile", admin.end_profile, native.ProfileWritten),
     ):
         app.add_api_route(path, handler, response_model=answer, responses=_errors(404, 409, 503))
     _add_posts(app, admin, tokens)
-    _add_generation(app, manager, manager.tokenizer, model, chats)
+    _add_generation(app, manager, model, chats)
     _add_pooling(app, manager, model)
 
 
 def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
     for path, handler, answer, *statuses in (
-        ("/tokenize", tokens.tokenize, Tokenized),
-        ("/v1/tokenize", tokens.tokenize, Tokenized),
-        ("/detokenize", tokens.detokenize, Detokenized),
-        ("/v1/detokenize", tokens.detokenize, Detokenized),
-        ("/abort_request", admin.abort_request, Done),
-        ("/set_internal_state", admin.set_internal_state, Done),
-        ("/start_profile", admin.start_profile, ProfileStarted, 404, 409),
-        ("/stop_profile", admin.stop_profile, ProfileWritten, 404, 409),
+        ("/tokenize", tokens.tokenize, native.Tokenized),
+        ("/v1/tokenize", tokens.tokenize, native.Tokenized),
+        ("/detokenize", tokens.detokenize, native.Detokenized),
+        ("/v1/detokenize", tokens.detokenize, native.Detokenized),
+        ("/abort_request", admin.abort_request, native.Done),
+        ("/set_internal_state", admin.set_internal_state, native.Done),
+        ("/start_profile", admin.start_profile, native.ProfileStarted, 404, 409),
+        ("/stop_profile", admin.stop_profile, native.ProfileWritten, 404, 409),
     ):
         _add_body_route(app, path, handler, answer, _errors(408, 413, 415, 503, *statuses))
 
 
-def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenizer, model: ServedModel, chats: Chats) -> None:
-    responses = ResponseApi(chats, manager, tokenizer, model)
+def _add_generation(app: FastAPI, manager: TokenizerManager, model: ServedModel, chats: Chats) -> None:
+    responses = ResponseApi(chats, manager, model)
     for path, handler, answer in (
-        ("/v1/chat/completions", ChatApi(chats, tokenizer, model).create, ChatCompletion),
-        ("/v1/responses", responses.create, ResponseObject),
-        ("/v1/completions", CompletionApi(manager, tokenizer, model).create, Completion),
-        ("/generate", GenerateApi(manager, tokenizer, model).generate, Generated | list[Generated]),
+        ("/v1/chat/completions", ChatApi(chats, manager.tokenizer, model).create, openai.ChatCompletion),
+        ("/v1/responses", responses.create, response_protocol.ResponseObject),
+        ("/v1/completions", CompletionApi(manager, model).create, openai.Completion),
+        ("/generate", GenerateApi(manager, model).generate, native.Generated | list[native.Generated]),
     ):
         _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(404, 408, 413, 415, 429, 503, 504)})
     one = "/v1/responses/{response_id}"
     for path, handler, answer, method in (
-        (one, responses.retrieve, ResponseObject, "GET"),
-        (one, responses.delete, ResponseDeleted, "DELETE"),
-        (one + "/cancel", responses.cancel, ResponseObject, "POST"),
-        (one + "/input_items", responses.input_items, InputItemList, "GET"),
+        (one, responses.retrieve, response_protocol.ResponseObject, "GET"),
+        (one, responses.delete, response_protocol.ResponseDeleted, "DELETE"),
+        (one + "/cancel", responses.cancel, response_protocol.ResponseObject, "POST"),
+        (one + "/input_items", responses.input_items, response_protocol.InputItemList, "GET"),
     ):
         app.add_api_route(path, handler, methods=[method], response_model=answer, responses=_errors(404))
     _add_messages(app, MessagesApi(chats, manager, model))
@@ -140,15 +128,15 @@ def _add_generation(app: FastAPI, manager: TokenizerManager, tokenizer: Tokenize
 
 def _add_messages(app: FastAPI, messages: MessagesApi) -> None:
     errors = _errors(404, 408, 413, 415, 429, 503, 504, form=AnthropicError)
-    _add_body_route(app, ANTHROPIC_PATH, messages.create, AnthropicMessage, {200: {"content": STREAM}, **errors})
-    _add_body_route(app, ANTHROPIC_PATH + "/count_tokens", messages.count_tokens, TokenCount, errors)
+    _add_body_route(app, ANTHROPIC_PATH, messages.create, anthropic.AnthropicMessage, {200: {"content": STREAM}, **errors})
+    _add_body_route(app, ANTHROPIC_PATH + "/count_tokens", messages.count_tokens, anthropic.TokenCount, errors)
 
 
 def _add_pooling(app: FastAPI, manager: TokenizerManager, model: ServedModel) -> None:
     for path, handler, answer in (
-        ("/v1/embeddings", EmbeddingApi(manager, model).create, EmbeddingList),
-        ("/v1/score", ScoreApi(manager, model).create, Scores),
-        ("/v1/rerank", RerankApi(manager, model).create, list[Rank]),
+        ("/v1/embeddings", EmbeddingApi(manager, model).create, pooling.EmbeddingList),
+        ("/v1/score", ScoreApi(manager, model).create, pooling.Scores),
+        ("/v1/rerank", RerankApi(manager, model).create, list[pooling.Rank]),
     ):
         _add_body_route(app, path, handler, answer, _errors(404, 408, 413, 415, 429, 503, 504))
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import orjson
 import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -27,10 +26,10 @@ from runtime.entrypoints.http.auth import KeyGate
 from runtime.entrypoints.http.body_route import IGNORED_HEADER
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, BoundedConnection
 from runtime.entrypoints.http.key_ring import key_ring
-from runtime.entrypoints.http.limits import MAX_LARGE_BODIES, MIB, BodyLimits, BodyMemory, HeaderLimit, LingeringResponse
+from runtime.entrypoints.http.limits import BodyLimits, HeaderLimit, LingeringResponse
 from runtime.entrypoints.http.origin import OriginGate
 from runtime.entrypoints.http.request_names import HEADER, RequestNames
-from runtime.entrypoints.http.responses import INTERNAL, error_body, error_response
+from runtime.entrypoints.http.responses import INTERNAL, error_response
 from runtime.entrypoints.server.openapi import describe
 from runtime.entrypoints.server.routes import add_routes
 from runtime.errors import BodyTooLarge, RequestError, ServingError, StatusError
@@ -64,14 +63,12 @@ def create_app(manager: TokenizerManager, provider: TracerProvider | None = None
     metrics = Metrics(config.model.served_model_name)
     manager.observer = metrics
     app = FastAPI(title="Talon", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    memory = BodyMemory(MAX_LARGE_BODIES * config.server.max_body_mib * MIB)
-    app.state.body_limits = BodyLimits(config.server.max_body_mib, config.server.max_parse_ms, memory)
+    app.state.body_limits = BodyLimits(config.server.max_body_mib, config.server.max_parse_ms)
     app.state.strict_request_fields = config.server.strict_request_fields
     add_routes(app, manager, metrics)
     describe(app, manager)
     app.add_exception_handler(ServingError, _serving_error)
     app.add_exception_handler(RequestValidationError, _bad_parameter)
-    app.add_exception_handler(BodyTooLarge, _body_too_large)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnect, _client_left)
     app.add_exception_handler(Exception, _internal_error)
@@ -98,7 +95,7 @@ def create_app(manager: TokenizerManager, provider: TracerProvider | None = None
 
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    return error_response(error, request.url.path)
+    return error_response(error, request.url.path, form=LingeringResponse if isinstance(error, BodyTooLarge) else Response)
 
 
 async def _bad_parameter(request: Request, error: Exception) -> Response:
@@ -107,11 +104,6 @@ async def _bad_parameter(request: Request, error: Exception) -> Response:
     first = error.errors()[0]
     name = str(first["loc"][-1])
     return error_response(RequestError(f"{name}: {first['msg']}.", name), request.url.path)
-
-
-async def _body_too_large(request: Request, error: Exception) -> Response:
-    assert isinstance(error, BodyTooLarge)
-    return LingeringResponse(orjson.dumps(error_body(error, request.url.path)), error.status, media_type="application/json")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

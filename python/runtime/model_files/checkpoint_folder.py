@@ -80,10 +80,13 @@ def _no_weights(folder: Path, flags: SourceFlags) -> ConfigError:
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         return ConfigError(
-            f"{folder} holds weights only as pickles ({pickles[0]}), which can run code; convert them to safetensors, "
-            "for example with transformers' save_pretrained, or use a revision that has them"
+            f"{folder} holds weights only as pickles ({pickles[0]}), which can run code; use a revision with safetensors, or convert them: "
+            "a model with transformers' save_pretrained, a draft head as docs/speculation.md shows"
         )
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if ggufs:
         return ConfigError(f"{folder} holds GGUF files and no safetensors; give one as {flags.path}, for example {folder / ggufs[0]}")
-    return ConfigError(f"{folder} holds no .safetensors file; download the weights, or use {flags.load_format} dummy for random ones")
+    return ConfigError(
+        f"{folder} holds no .safetensors file; download the weights, or use {flags.load_format} dummy for random ones. "
+        "Weights published as pickles (.bin) are not read."
+    )

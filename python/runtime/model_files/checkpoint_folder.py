@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from runtime.errors import ConfigError
 from runtime.json_file import read_object
-from runtime.model_files.safetensors_header import is_whole_safetensors
+from runtime.model_files.safetensors_header import is_whole_safetensors, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -63,6 +63,16 @@ def safetensors_files(folder: Path, flags: SourceFlags = TARGET_FLAGS) -> list[P
     if missing:
         raise ConfigError(f"{folder} lacks {len(missing)} of {len(names)} weight files, the first is {missing[0]}; download it again")
     return [folder / name for name in names]
+
+
+def may_hold(folder: Path, prefix: str) -> bool:
+    """Whether the checkpoint has a tensor whose name starts with `prefix`. True if its weights are missing or damaged, for example with
+    dummy weights; an error is then reported when they are loaded.
+    """
+    try:
+        return any(entry.name.startswith(prefix) for file in safetensors_files(folder) for entry in read_header(file))
+    except (ConfigError, OSError, ValueError):
+        return True
 
 
 def _indexed_names(index: Path) -> list[str]:

@@ -100,7 +100,7 @@ def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[SpecAlgo
     """The algorithms that a draft of class `name` can serve, the most likely first: a head may look like a model of one
     layer.
     """
-    if name == DFLASH_CLASS or "dflash_config" in raw:
+    if "dflash" in name.lower() or "dflash_config" in raw:
         return ("DFLASH",)
     if name.endswith(("NextN", "MTP")):
         raise ConfigError(f"{where}: draft architecture {name} is not supported; {MTP_HINT}")

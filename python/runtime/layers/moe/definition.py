@@ -41,10 +41,13 @@ def route(x: torch.Tensor, router: Router) -> Routing:
 
 
 def row_products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x` [T, hidden] times `weight` [n, hidden] in float32, [T, n], as one small GEMM per row: in a GEMM of all rows, a CPU sums a row in
-    an order that depends on the number of rows.
+    """`x` [T, hidden] times `weight` [n, hidden] in float32, [T, n]. On a CPU it runs one GEMM per row, because in a GEMM of all rows
+    the order of a row's sums depends on the number of rows.
     """
-    return torch.bmm(x.float()[:, None], weight.float().t().expand(len(x), -1, -1))[:, 0]
+    x, columns = x.float(), weight.float().t()
+    if x.device.type != "cpu":
+        return x @ columns
+    return torch.bmm(x[:, None], columns.expand(len(x), -1, -1))[:, 0]
 
 
 def masks_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -207,6 +207,8 @@ def test_a_target_with_mixed_heads_gives_the_text_of_plain_decoding(
         ({"mask_token_id": None}, {}, "mask_token_id must be a token id below 96"),
         ({"mask_token_id": 96}, {}, "mask_token_id must be a token id below 96"),
         ({"selector_rank": 8}, {}, "selector_rank is given: drafts of DFlash 2 are not supported"),
+        ({}, {"transformer_layer_config": {}}, "transformer_layer_config is given: DFlash drafts of speculators are not supported"),
+        ({}, {"architectures": ["DFlashSpeculator"], "dflash_config": None, "transformer_layer_config": {}}, "of speculators"),
         ({}, {"hidden_size": 32}, "the draft head was made for a target of hidden size 32"),
         ({}, {"vocab_size": 97}, "the draft has a vocabulary of 97"),
     ],

@@ -525,6 +525,8 @@ WHOLE = draft_json("LlamaForCausalLM", num_hidden_layers=2)
         (WHOLE, "EAGLE3", "a whole model .*use --speculative-algorithm STANDALONE"),
         (draft_json("Qwen3ForCausalLM"), "EAGLE", "a whole model .*use --speculative-algorithm STANDALONE$"),
         (draft_json("Qwen3ForCausalLM", draft_vocab_size=4), "EAGLE3", "EAGLE3 head of class Qwen3ForCausalLM is not supported; supported"),
+        (draft_json("DeepseekV3ForCausalLM"), "EAGLE", "STANDALONE, or leave out --speculative-draft-model-path to draft"),
+        (draft_json("DeepseekV3ForCausalLMNextN"), "EAGLE", "is not supported; leave out --speculative-draft-model-path to draft with"),
         (draft_json("LlamaForCausalLM", vocab_size=100), "STANDALONE", "vocabulary of 100 and its target of 96"),
         (EAGLE | {"architectures": {"class": "LlamaForCausalLM"}}, "EAGLE", "architectures is .*; it must name exactly one model class"),
         (EAGLE | {"architectures": [["LlamaForCausalLM"]]}, "EAGLE", "architectures is .*; it must name exactly one model class"),

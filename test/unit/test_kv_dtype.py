@@ -49,7 +49,7 @@ def test_a_token_takes_one_byte_for_each_number() -> None:
 @pytest.mark.parametrize("name", ["{}_scale", "{}_proj.{}_scale"])
 def test_stored_keys_and_values_are_those_of_a_wide_cache_rounded_by_their_scales(name: str) -> None:
     scales = {f"model.layers.0.self_attn.{name.format(part, part)}": torch.tensor([value]) for part, value in (("k", 0.004), ("v", 0.5))}
-    narrow, wide = Runner(model(E4M3, scales), 16), Runner(model(None), 16)
+    narrow, wide = Runner(model(E4M3, scales), 16), Runner(model(None, scales), 16)
     ids = torch.arange(40)
     for runner in (narrow, wide):
         runner.logits(ids, 0, EXTEND)
@@ -62,6 +62,14 @@ def test_stored_keys_and_values_are_those_of_a_wide_cache_rounded_by_their_scale
         assert torch.equal(stored.view(torch.uint8)[slots].view(E4M3).float(), expected)
         if part == 0:
             assert expected.abs().max() == 448, "keys beyond the largest number are clamped, not NaN"
+
+
+def test_keys_and_values_may_have_one_scale_together() -> None:
+    together = {"model.layers.0.self_attn.kv_scale": torch.tensor(0.25)}
+    assert model(None, together).attention_specs[0].kv_scales is None
+    scales = model(E4M3, together).attention_specs[0].kv_scales
+    assert scales is not None
+    assert scales.tolist() == [0.25, 0.25]
 
 
 class RoundedOps(TorchOps):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from runtime.errors import ConfigError
 from runtime.models.config import LatentConfig, ModelConfig
-from runtime.models.registry import parse_hf_config
+from runtime.models.registry import load_hf_config, parse_hf_config
 
 DEEPSEEK: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
@@ -83,6 +87,17 @@ def test_the_layer_is_ignored_where_the_file_does_not_count_it(raw: dict[str, An
     config = parsed(raw, num_nextn_predict_layers=0)
     assert config.mtp is None
     assert config.unused_weights, "a checkpoint may hold it all the same"
+
+
+@pytest.mark.parametrize("raw", [DEEPSEEK, GLM, MIMO], ids=["deepseek", "glm", "mimo"])
+def test_the_layer_is_ignored_where_the_weights_lack_it(tmp_path: Path, raw: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    counted = load_hf_config(tmp_path)
+    assert counted.mtp is not None, "there are no weights yet"
+    save_file({"model.norm.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert load_hf_config(tmp_path).mtp is None
+    save_file({f"{counted.mtp.prefix}{counted.mtp.proj}.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert load_hf_config(tmp_path).mtp == counted.mtp
 
 
 @pytest.mark.parametrize("raw", [DEEPSEEK, GLM], ids=["deepseek", "glm"])

@@ -69,7 +69,7 @@ def test_wanted_tokens_are_given_or_a_valid_number_is_named(budget: Budget, want
         assert plan.num_pages == wanted // page
     except ConfigError as error:
         most = re.search(r"Lower it to (\d+)", str(error))
-        if most is None or int(most[1]) == 0:
+        if most is None:
             return
         assert plan_memory(budget, page, int(most[1]), None, 1).num_pages == int(most[1]) // page
         assert int(most[1]) < wanted
@@ -88,6 +88,15 @@ def test_too_little_memory_names_flag_and_amount(fraction: float | None, flag: s
     with pytest.raises(ConfigError, match=flag) as caught:
         plan_memory(budget, 16, None, fraction, 1024)
     assert re.search(r"[\d,]+ MiB short of the 1024 tokens", str(caught.value))
+
+
+def test_wanted_tokens_are_not_lowered_below_one_request() -> None:
+    budget = Budget(8 * GIB, 4 * GIB, 3 * GIB, {}, 1 << 20)
+    most = plan_memory(budget, 16, None, None, 1).num_pages * 16
+    with pytest.raises(ConfigError, match=f"--max-total-tokens 2048 .* Lower it to {most}"):
+        plan_memory(budget, 16, 2048, None, most)
+    with pytest.raises(ConfigError, match=f"short of the {most + 1} tokens"):
+        plan_memory(budget, 16, 2048, None, most + 1)
 
 
 @settings(deadline=None)

@@ -352,8 +352,13 @@ def test_folder_is_used_as_it_is(tmp_path: Path) -> None:
 
 
 def test_pickled_weights_are_refused_with_advice(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pickles \(pytorch_model.bin\).*safetensors"):
+    with pytest.raises(ConfigError, match=r"pickles \(pytorch_model.bin\).*safetensors.*docs/speculation.md"):
         resolve_weights(str(_folder(tmp_path, pytorch_model__bin=b"x")))
+
+
+def test_a_folder_without_weights_is_refused_with_advice(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no \.safetensors file.*pickles \(\.bin\) are not read"):
+        resolve_weights(str(_folder(tmp_path)))
 
 
 @pytest.mark.parametrize("state", ["missing", "truncated"])

@@ -395,6 +395,16 @@ def test_int8_stays_close_to_the_weights_it_stands_for(checkpoint: Checkpoint) -
     assert torch.equal(quantized.embed, exact.embed), "the lookup table is not quantised"
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "qwen2-moe"])
+def test_an_int8_model_gives_a_token_the_same_bits_in_every_window(tmp_path: Path, family: str) -> None:
+    checkpoint = Checkpoint(family, tmp_path, hidden_size=512, moe_intermediate_size=128, num_experts=16, initializer_range=0.05)
+    model = loaded(tmp_path, "int8")
+    alone = Runner(model, 16).in_pieces(checkpoint.ids, PIECES["decode"])[20:]
+    for width in (2, 4, 10):
+        pieces = [(20, EXTEND), *[(width, VERIFY)] * (20 // width)]
+        assert torch.equal(Runner(model, 16).in_pieces(checkpoint.ids, pieces)[20:], alone), width
+
+
 def test_dummy_weights_depend_on_the_seed_alone_and_stay_finite(checkpoint: Checkpoint) -> None:
     config = load_hf_config(checkpoint.folder)
 

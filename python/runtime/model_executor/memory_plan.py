@@ -102,12 +102,12 @@ def plan_memory(budget: Budget, page_size: int, wanted_tokens: int | None, fract
             raise ConfigError(
                 f"--max-total-tokens is {wanted_tokens}; one request needs {least}, in pages of {page_size}. Raise it or leave it out."
             )
-        if wanted_tokens // page_size > pages:
+        if wanted_tokens // page_size > pages >= least // page_size:
             raise ConfigError(
                 f"--max-total-tokens {wanted_tokens} needs {_mib((wanted_tokens // page_size + 1) * page_bytes):,} MiB of KV, "
-                f"but only {max(available, 0) // MIB:,} MiB are left. Lower it to {max(pages, 0) * page_size}."
+                f"but only {max(available, 0) // MIB:,} MiB are left. Lower it to {pages * page_size}."
             )
-        pages = wanted_tokens // page_size
+        pages = min(pages, wanted_tokens // page_size)
     if pages * page_size < least_tokens:
         short = _mib((-(-least_tokens // page_size) + 1) * page_bytes - available)
         flag = (

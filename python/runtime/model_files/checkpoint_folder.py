@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from runtime.errors import ConfigError
 from runtime.json_file import read_object
-from runtime.model_files.safetensors_header import is_whole_safetensors
+from runtime.model_files.safetensors_header import is_whole_safetensors, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -65,6 +65,16 @@ def safetensors_files(folder: Path, flags: SourceFlags = TARGET_FLAGS) -> list[P
     return [folder / name for name in names]
 
 
+def may_hold(folder: Path, prefix: str) -> bool:
+    """Whether the checkpoint has a tensor whose name starts with `prefix`. True if its weights are missing or damaged, for example with
+    dummy weights; an error is then reported when they are loaded.
+    """
+    try:
+        return any(entry.name.startswith(prefix) for file in safetensors_files(folder) for entry in read_header(file))
+    except (ConfigError, OSError, ValueError):
+        return True
+
+
 def _indexed_names(index: Path) -> list[str]:
     shards = read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
@@ -80,10 +90,13 @@ def _no_weights(folder: Path, flags: SourceFlags) -> ConfigError:
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         return ConfigError(
-            f"{folder} holds weights only as pickles ({pickles[0]}), which can run code; convert them to safetensors, "
-            "for example with transformers' save_pretrained, or use a revision that has them"
+            f"{folder} holds weights only as pickles ({pickles[0]}), which can run code; use a revision with safetensors, or convert them: "
+            "a model with transformers' save_pretrained, a draft head as docs/speculation.md shows"
         )
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if ggufs:
         return ConfigError(f"{folder} holds GGUF files and no safetensors; give one as {flags.path}, for example {folder / ggufs[0]}")
-    return ConfigError(f"{folder} holds no .safetensors file; download the weights, or use {flags.load_format} dummy for random ones")
+    return ConfigError(
+        f"{folder} holds no .safetensors file; download the weights, or use {flags.load_format} dummy for random ones. "
+        "Weights published as pickles (.bin) are not read."
+    )

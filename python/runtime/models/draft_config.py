@@ -16,7 +16,7 @@ from runtime.models.config_fields import ConfigFields
 from runtime.models.dflash_config import BlockDraft
 from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, flattened, is_eagle3, read_aux_layers
 from runtime.models.hf_config import read_hf_config, sliding_windows
-from runtime.models.registry import FAMILIES, Family, of_checkpoint, parse_family, parse_hf_config
+from runtime.models.registry import FAMILIES, MTP_FAMILIES, Family, of_checkpoint, parse_family, parse_hf_config
 
 DRAFT_FAMILIES: dict[str, Family] = {
     "LlamaForCausalLMEagle": llama,
@@ -28,6 +28,8 @@ DRAFT_FAMILIES: dict[str, Family] = {
 }
 """The family in whose format a head's config.json is written, by class name."""
 DFLASH_CLASS = "DFlashDraftModel"
+MTP_HINT = "leave out --speculative-draft-model-path to draft with the target's layer for multi-token prediction"
+"""For users of SGLang, which also takes the path of such a layer, or of the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,10 @@ def _algorithms(name: str, raw: Mapping[str, Any], where: str) -> tuple[SpecAlgo
     """The algorithms that a draft of class `name` can serve, the most likely first: a head may look like a model of one
     layer.
     """
-    if name == DFLASH_CLASS or "dflash_config" in raw:
+    if "dflash" in name.lower() or "dflash_config" in raw:
         return ("DFLASH",)
+    if name.endswith(("NextN", "MTP")):
+        raise ConfigError(f"{where}: draft architecture {name} is not supported; {MTP_HINT}")
     if name not in DRAFT_FAMILIES and name not in FAMILIES:
         known = ", ".join(dict.fromkeys([*DRAFT_FAMILIES, DFLASH_CLASS, *FAMILIES]))
         raise ConfigError(f"{where}: draft architecture {name} is not supported; supported are {known}")
@@ -117,8 +121,9 @@ def _of_another_algorithm(algorithm: SpecAlgorithm, name: str, raw: Mapping[str,
     if algorithm != "STANDALONE":
         return ConfigError(f"{where} is an {algorithm} head; use --speculative-algorithm {algorithm}")
     layers = raw.get("num_hidden_layers")
-    head = f", or name its class {name}Eagle in config.json if it is a head" if name in DRAFT_FAMILIES else ""
-    return ConfigError(f"{where} is a whole model ({name}, num_hidden_layers {layers}); use --speculative-algorithm STANDALONE{head}")
+    hint = f", or name its class {name}Eagle in config.json if it is a head" if name in DRAFT_FAMILIES else ""
+    hint = f", or {MTP_HINT}" if name in MTP_FAMILIES else hint
+    return ConfigError(f"{where} is a whole model ({name}, num_hidden_layers {layers}); use --speculative-algorithm STANDALONE{hint}")
 
 
 def _check_fit(draft: ModelConfig, target: ModelConfig, algorithm: SpecAlgorithm) -> None:

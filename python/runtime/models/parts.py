@@ -152,11 +152,12 @@ class ModelParts:
     def kv_scales(self, prefix: str) -> torch.Tensor:
         """Scales of an attention layer's keys and values, float32 [2]: 1 unless the checkpoint gives them."""
         scales = torch.ones(2, dtype=torch.float32, device=self.context.device)
+        targets = {prefix + "kv_scale": scales}  # older files have one scale for both
         for part, scale in zip("kv", scales, strict=True):
-            for name in (f"{prefix}{part}_scale", f"{prefix}{part}_proj.{part}_scale"):
-                self.weights.optional(
-                    name, WeightSlot((1,), (slice(None),), lambda value, to=scale: to.copy_(value.reshape(())), spread=True)
-                )
+            targets |= dict.fromkeys((f"{prefix}{part}_scale", f"{prefix}{part}_proj.{part}_scale"), scale)
+        for name, target in targets.items():
+            slot = WeightSlot((1,), (slice(None),), lambda value, to=target: to.copy_(value.reshape(())), spread=True)
+            self.weights.optional(name, slot)
         return scales
 
     def head_shards(self) -> tuple[Shard, Shard]:

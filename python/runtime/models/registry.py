@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.config.quant_config import with_flag
 from runtime.errors import ConfigError
+from runtime.model_files.checkpoint_folder import may_hold
 from runtime.model_files.tied_head import has_own_head
 from runtime.models import (
     deepseek,
@@ -110,8 +111,11 @@ def load_hf_config(folder: str | Path) -> ModelConfig:
 
 def of_checkpoint(config: ModelConfig, folder: str | Path) -> ModelConfig:
     """The architecture with the head that the weights in `folder` have, as in transformers: their own if it is not the embedding, whatever
-    `tie_word_embeddings` says.
+    `tie_word_embeddings` says. Without a layer for multi-token prediction if they lack it, as converted checkpoints do.
     """
+    if config.mtp is not None and not may_hold(Path(folder), config.mtp.prefix):
+        log.info("no layer for multi-token prediction, although config.json counts one: %s", folder)
+        config = replace(config, mtp=None)
     if not config.tie_embeddings or not has_own_head(Path(folder), config.weight_prefix + "embed_tokens.weight"):
         return config
     log.info("the LM head is not the embedding, although config.json has tie_word_embeddings: %s", folder)

@@ -16,7 +16,7 @@ from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantSchem
 from runtime.models.checkpoint_parts import Part, Sliceable, Staging, parts_of, wrong_shape
 from runtime.models.parallel_store import store_in_threads
 
-UNUSED_SCALES = (".input_scale", ".output_scale", "activation_scale", ".k_scale", ".v_scale")
+UNUSED_SCALES = (".input_scale", ".output_scale", "activation_scale", ".k_scale", ".v_scale", ".kv_scale")
 """Suffixes of activation and KV scales in quantised checkpoints. They are not read here: activations stay in 16 bits."""
 SHOWN = 8
 """How many names an error lists; it only counts the others."""

@@ -23,7 +23,8 @@ def route(x: torch.Tensor, router: Router) -> Routing:
     Source: Shazeer et al. 2017, arXiv:1701.06538; grouped choice with correction bias: DeepSeek-V3, arXiv:2412.19437.
     """
     rule = router.rule
-    logits = F.linear(x.float(), router.weight.float(), None if router.bias is None else router.bias.float())
+    logits = row_products(x, router.weight)
+    logits = logits if router.bias is None else logits + router.bias.float()
     scores = {"softmax": lambda: logits.softmax(dim=1), "sigmoid": logits.sigmoid, "topk_softmax": lambda: logits}[rule.scoring]()
     choice = scores if router.correction_bias is None else scores + router.correction_bias
     if rule.num_groups > 1:
@@ -37,6 +38,16 @@ def route(x: torch.Tensor, router: Router) -> Routing:
     ids, weights = F.pad(ids, (0, rule.shared), value=router.num_experts), F.pad(weights * rule.scaling, (0, rule.shared), value=1.0)
     masks, kept = masks_of(ids, router.num_experts + rule.shared), router.kept_masks(len(x))
     return Routing(ids.to(torch.int32), weights, masks if kept is None else kept.copy_(masks))
+
+
+def row_products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x` [T, hidden] times `weight` [n, hidden] in float32, [T, n]. On a CPU it runs one GEMM per row, because in a GEMM of all rows
+    the order of a row's sums depends on the number of rows.
+    """
+    x, columns = x.float(), weight.float().t()
+    if x.device.type != "cpu":
+        return x @ columns
+    return torch.bmm(x[:, None], columns.expand(len(x), -1, -1))[:, 0]
 
 
 def masks_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -17,7 +17,6 @@ from runtime.layers.ops import Stream
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import DraftConfig
 from runtime.models.draft_head import DraftHead, DraftModel, OptionalTensors, shared_if_equal
-from runtime.models.token_map import invert
 from runtime.models.weights import NamedTensors
 
 NUM_AUX = 3
@@ -116,9 +115,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
             if self._reduced:
                 raise ConfigError(f"the draft checkpoint lacks d2t, and its vocabulary of {self.vocab_size} is not the target's")
             return
-        to_target = offsets.to(self.embed.device, torch.int64) + torch.arange(self.vocab_size, device=self.embed.device)
-        self.to_draft = invert(to_target, self.config.vocab_size, "d2t of the draft checkpoint")
-        self.to_target = to_target
+        self.keep_tokens(offsets.to(torch.int64) + torch.arange(self.vocab_size, device=offsets.device), "d2t of the draft checkpoint")
 
     def project(self, aux_hidden: torch.Tensor) -> torch.Tensor:
         """The target's three states, concatenated [T, input_width], -> the head's state [T, hidden]."""

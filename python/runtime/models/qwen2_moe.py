@@ -39,9 +39,8 @@ def windows(fields: ConfigFields) -> tuple[int, ...] | None:
     return sliding_windows(fields, lambda layer: layer % 2 == 0 and layer < first)
 
 
-def block(parts: ModelParts, layer: int) -> Block:
+def block(parts: ModelParts, prefix: str, layer: int) -> Block:
     """Layer `layer`."""
     from runtime.models.sparse import SparseNames
 
-    prefix = f"model.layers.{layer}."
     return parts.usual_block(prefix, layer, SparseNames.usual(prefix + "mlp.", "shared_expert.", "shared_expert_gate"))

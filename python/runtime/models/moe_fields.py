@@ -79,5 +79,5 @@ def expert_groups(fields: ConfigFields, count: str, top_k: int) -> tuple[int, in
 
 def sparse_layers(fields: ConfigFields) -> tuple[bool, ...]:
     """Which layers are sparse in the Qwen families: every `decoder_sparse_step`-th except `mlp_only_layers`."""
-    step, dense = fields.positive("decoder_sparse_step"), set(fields.ids("mlp_only_layers"))
+    step, dense = fields.positive("decoder_sparse_step"), set(fields.ids("mlp_only_layers", "the number of a layer"))
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(fields.num_layers()))

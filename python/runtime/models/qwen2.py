@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from runtime.models import llama
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import decoder_config, sliding_windows
 
+Slides = Callable[[int, int], bool]
+"""Whether a layer has a window, by its number and `max_window_layers`."""
 DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
 
 
@@ -15,12 +19,12 @@ def parse(fields: ConfigFields) -> ModelConfig:
     return decoder_config(fields, qkv_bias=True, window=windows(fields))
 
 
-def windows(fields: ConfigFields) -> tuple[int, ...] | None:
-    """The window of each layer; None where `use_sliding_window` is off."""
+def windows(fields: ConfigFields, slides: Slides = lambda layer, bound: layer >= bound) -> tuple[int, ...] | None:
+    """The window of each layer if `use_sliding_window` is on: by `layer_types`, or else where `slides`."""
     if not fields.flag("use_sliding_window"):
         return None
-    full = fields.count("max_window_layers")
-    return sliding_windows(fields, lambda layer: layer >= full)
+    bound = fields.count("max_window_layers")
+    return sliding_windows(fields, lambda layer: slides(layer, bound))
 
 
 block = llama.block

@@ -54,10 +54,16 @@ PAGE_LOOKAHEAD_STEPS = 4
 """Steps by which a row's pages may exceed its length: one in flight, one submitted, and the same two of a request that has finished."""
 
 
+def no_drafter(context: WorkerContext, target: DecoderModel) -> Drafter:
+    """Plain decoding."""
+    assert context.config.speculative is None, "drafts need make_drafter"
+    return NoDrafter()
+
+
 def build_worker(
     config: RuntimeConfig,
     model_config: ModelConfig,
-    make_drafter: MakeDrafter = lambda context, target: NoDrafter(),
+    make_drafter: MakeDrafter = no_drafter,
     options: BuildOptions = AS_CONFIGURED,
     group: ParallelGroup = ALONE,
     followers: Followers | None = None,

@@ -111,10 +111,6 @@ class RunnerSpec:
         """Maximum tokens of a request in a ragged pass of `size`, since one prompt may have all of them; 0 for other passes."""
         return size if self.requests > 1 else self.max_queries
 
-    def output_bytes(self, size: int) -> int:
-        """Bytes of the outputs of a pass of `size`."""
-        return sum(spec.bytes(*self.shape(size)) for spec in self.outputs)
-
 
 @dataclass(frozen=True, slots=True)
 class GraphOptions:

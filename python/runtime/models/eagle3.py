@@ -66,7 +66,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         self._state_norms = [parts.norm(f"fc_norm.{i}.weight", state_width) for i in range(NUM_AUX if config.layout.fc_norm else 0)]
         self._own_head = c.draft_vocab_size is not None and not c.tie_embeddings
         if self._own_head:
-            self.lm_head = parts.weights.lm_head(self.vocab_size, c.hidden_size)
+            self.lm_head = parts.weights.head("lm_head", self.vocab_size, c.hidden_size)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that `load` requires. Any constant `d2t` is valid for dummy weights."""

@@ -20,12 +20,8 @@ PERIOD = 0.5
 SILENT_PERIODS = 10
 """Periods of half a second without a heartbeat after which a rank counts as lost: 5 s. Counting periods instead of reading a clock
 tolerates a suspended machine."""
-
-
 TELL_MS = 1000
 """Milliseconds that the last messages may take to be sent."""
-
-
 PAUSE = b"\0"
 """Rank 0's answer when it is about to stop sending heartbeats for a while."""
 PAUSE_PERIODS = 3

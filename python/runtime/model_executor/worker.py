@@ -93,8 +93,7 @@ class Worker:
         """
         self.parts, self.limits, self._info, self._followers = parts, limits, info, followers
         self._group, self._exchange = group, exchange
-        runners = parts.verifier.runners
-        self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
+        self.runners = tuple(runner for depth in parts.verifier.runners for runner in parts.runners(depth))
         self.iteration_runners, self.ragged_runners = tuple(parts.iterations.runners.values()), tuple(parts.verifier.ragged.values())
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
         self.eager_drafts = EagerDrafts(parts.target, parts.inputs, parts.drafter, parts.verifier)

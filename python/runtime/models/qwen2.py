@@ -9,8 +9,6 @@ from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import decoder_config, sliding_windows
 
-Slides = Callable[[int, int], bool]
-"""Whether a layer has a window, by its number and `max_window_layers`."""
 DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
 
 
@@ -19,8 +17,8 @@ def parse(fields: ConfigFields) -> ModelConfig:
     return decoder_config(fields, qkv_bias=True, window=windows(fields))
 
 
-def windows(fields: ConfigFields, slides: Slides = lambda layer, bound: layer >= bound) -> tuple[int, ...] | None:
-    """The window of each layer if `use_sliding_window` is on: by `layer_types`, or else where `slides`."""
+def windows(fields: ConfigFields, slides: Callable[[int, int], bool] = lambda layer, bound: layer >= bound) -> tuple[int, ...] | None:
+    """Each layer's window if `use_sliding_window` is on: by `layer_types`, or else by `slides` of its number and `max_window_layers`."""
     if not fields.flag("use_sliding_window"):
         return None
     bound = fields.count("max_window_layers")

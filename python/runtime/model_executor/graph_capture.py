@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -69,7 +69,7 @@ class CaptureReport:
 
 
 @contextmanager
-def paused_gc(freeze: bool):
+def paused_gc(freeze: bool) -> Iterator[None]:
     """Disable garbage collection: it is slow with many live objects, and during capture it may free tensors of the recording stream.
 
     `freeze` speeds up the collections that torch starts itself before it records a CUDA graph.

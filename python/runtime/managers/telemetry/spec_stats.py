@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import pairwise, zip_longest
+from typing import Literal
 
 import msgspec
 
@@ -72,19 +73,23 @@ class SpecStats(msgspec.Struct, array_like=True):
             for position in range(depth, max_accept_len - 1):
                 self.skipped_by_position[position] += times
 
-    def since(self, earlier: SpecStats) -> SpecStats:
-        """The difference to `earlier`, a copy of this one, in which an empty list counts as zeros."""
+    def plus(self, other: SpecStats, sign: Literal[1, -1] = 1) -> SpecStats:
+        """The sum; with `sign` -1 the difference. An empty list counts as zeros."""
 
-        def lists(now: list[int], before: list[int]) -> list[int]:
-            return [a - b for a, b in zip_longest(now, before, fillvalue=0)]
+        def lists(own: list[int], others: list[int]) -> list[int]:
+            return [a + sign * b for a, b in zip_longest(own, others, fillvalue=0)]
 
         return SpecStats(
-            self.verify_steps - earlier.verify_steps,
-            self.draft_tokens - earlier.draft_tokens,
-            self.accepted_tokens - earlier.accepted_tokens,
-            lists(self.accepted_by_position, earlier.accepted_by_position),
-            lists(self.skipped_by_position, earlier.skipped_by_position),
+            self.verify_steps + sign * other.verify_steps,
+            self.draft_tokens + sign * other.draft_tokens,
+            self.accepted_tokens + sign * other.accepted_tokens,
+            lists(self.accepted_by_position, other.accepted_by_position),
+            lists(self.skipped_by_position, other.skipped_by_position),
         )
+
+    def since(self, earlier: SpecStats) -> SpecStats:
+        """The difference to `earlier`, a copy of this one."""
+        return self.plus(earlier, -1)
 
     @property
     def accept_length(self) -> float | None:

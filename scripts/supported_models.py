@@ -21,9 +21,9 @@ from runtime.layers.quantization import registry as quantization
 from runtime.layers.quantization.scheme import QuantScheme
 from runtime.model_files import gguf_config
 from runtime.models.draft_config import DFLASH_CLASS, DRAFT_FAMILIES
-from runtime.models.eagle3_layout import EAGLE3_CLASS, EAGLE3_CLASSES, Eagle3Layout
+from runtime.models.eagle3_layout import EAGLE3_CLASS, Eagle3Layout
 from runtime.models.quant_fields import SUPPORTED
-from runtime.models.registry import FAMILIES, MTP_FAMILIES
+from runtime.models.registry import FAMILIES
 from runtime.models.rope_fields import REQUIRED
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -40,10 +40,20 @@ ROPE_NOTES = {
     "proportional": "Gemma 4 only: the pairs after `partial_rotary_factor` do not rotate.",
 }
 DRAFT_PLACES = {"folder": "a checkpoint of its own", "checkpoint": "in the target's checkpoint", "none": "no model"}
+MTP_CLASSES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "MiMoForCausalLM")
+"""The classes whose `parse` may return a `ModelConfig.mtp`."""
+EAGLE3_CLASSES = {
+    EAGLE3_CLASS: "SGLang, SpecForge, AngelSlim, NVIDIA",
+    "Eagle3LlamaForCausalLM": "vLLM",
+    "LlamaForCausalLM": "the first release, with draft_vocab_size",
+    "Eagle3Speculator": "speculators, with transformer_layer_config",
+    "Eagle3DraftModel": "speculators, with transformer_layer_config",
+}
+"""Class names of heads that are read as `EAGLE3_CLASS`, and their origin."""
 DRAFT_CLASSES: dict[SpecAlgorithm, str | Sequence[str]] = {
     "EAGLE": [name for name in DRAFT_FAMILIES if name != EAGLE3_CLASS],
     "EAGLE3": "the next table",
-    "MTP": list(MTP_FAMILIES),
+    "MTP": MTP_CLASSES,
     "DFLASH": [DFLASH_CLASS],
     "STANDALONE": "any model of the first table with the target's vocabulary",
     "NGRAM": "every target",
@@ -114,7 +124,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def architectures() -> list[tuple[str, str, str]]:
     """Every class of the registry, with the first paragraph of its family's module."""
     return [
-        (f"`{name}`", first_paragraph(family), "yes" if name in MTP_FAMILIES else "")
+        (f"`{name}`", first_paragraph(family), "yes" if name in MTP_CLASSES else "")
         for name, family in FAMILIES.items()
     ]  # fmt: skip
 

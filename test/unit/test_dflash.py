@@ -203,6 +203,7 @@ def test_a_target_with_mixed_heads_gives_the_text_of_plain_decoding(
     [
         ({"target_layer_ids": []}, {}, "target_layer_ids must name layers of the target"),
         ({"target_layer_ids": [1, 0]}, {}, "ascending"),
+        ({"target_layer_ids": "all"}, {}, "target_layer_ids is 'all'; it must be the number of a layer or a list of them"),
         ({"target_layer_ids": [0, 2]}, {}, "below its last of 3"),
         ({"mask_token_id": None}, {}, "mask_token_id must be a token id below 96"),
         ({"mask_token_id": 96}, {}, "mask_token_id must be a token id below 96"),

@@ -530,6 +530,7 @@ WHOLE = draft_json("LlamaForCausalLM", num_hidden_layers=2)
         (draft_json("LlamaForCausalLM", vocab_size=100), "STANDALONE", "vocabulary of 100 and its target of 96"),
         (EAGLE | {"architectures": {"class": "LlamaForCausalLM"}}, "EAGLE", "architectures is .*; it must name exactly one model class"),
         (EAGLE | {"architectures": [["LlamaForCausalLM"]]}, "EAGLE", "architectures is .*; it must name exactly one model class"),
+        (EAGLE | {"layer_types": 1}, "EAGLE", "layer_types must name full_attention or sliding_attention for each of 1 layers"),
     ],
 )
 def test_a_draft_of_another_algorithm_is_refused_with_the_one_to_ask_for(

@@ -388,6 +388,7 @@ def test_dummy_model_needs_only_a_config(tmp_path: Path) -> None:
     [
         ("/no/such/folder", {}, "neither a folder"),
         ("no-such-model", {}, "neither a folder"),
+        ("~no-such-user/model", {}, "neither a folder"),
         ("missing.gguf", {}, "no such file"),
         ("owner/name", {"load_format": "gguf"}, "takes a file"),
         (None, {"load_format": "dummy"}, "needs a --model-path"),

@@ -413,7 +413,8 @@ def test_graphs_end_at_the_chunk_and_the_context(
     assert runner.sizes == sizes
     assert [each.sizes for each in several] == ([found] if (found := shared_sizes(sizes)) else [])
     buffers = [*runner.outputs(sizes[-1]).values()]
-    assert runner.spec.output_bytes(sizes[-1]) == sum(b.nbytes for b in buffers) == sizes[-1] * 4 * 64 * (1 + len(LAYERS))
+    planned = sum(spec.bytes(*runner.spec.shape(sizes[-1])) for spec in runner.spec.outputs)
+    assert planned == sum(b.nbytes for b in buffers) == sizes[-1] * 4 * 64 * (1 + len(LAYERS))
     assert runner.batch(sizes[-1]).num_tokens == sizes[-1]
 
 

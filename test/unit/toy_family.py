@@ -32,8 +32,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     return decoder_config(fields)
 
 
-def block(parts: ModelParts, layer: int) -> Block:
-    prefix = f"model.layers.{layer}."
+def block(parts: ModelParts, prefix: str, layer: int) -> Block:
     if layer % 2 == 0:
         return parts.usual_block(prefix, layer)
     attn_norm, mlp_norm = (parts.norm(f"{prefix}{name}_layernorm.weight") for name in ("input", "post_attention"))

@@ -26,8 +26,7 @@ class RankSocket:
     """
 
     def __init__(self, kind: int, address: str, linger: int = 0) -> None:
-        self._context = zmq.Context()
-        self._socket = open_socket(self._context, kind, address)
+        self._socket = open_socket(kind, address)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, linger)
 
@@ -39,7 +38,7 @@ class RankSocket:
     def close(self) -> None:
         """Close."""
         self._socket.close()
-        self._context.term()
+        self._socket.context.term()
 
 
 class StepPublisher(RankSocket):

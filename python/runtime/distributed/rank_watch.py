@@ -20,12 +20,8 @@ PERIOD = 0.5
 SILENT_PERIODS = 10
 """Periods of half a second without a heartbeat after which a rank counts as lost: 5 s. Counting periods instead of reading a clock
 tolerates a suspended machine."""
-
-
 TELL_MS = 1000
 """Milliseconds that the last messages may take to be sent."""
-
-
 PAUSE = b"\0"
 """Rank 0's answer when it is about to stop sending heartbeats for a while."""
 PAUSE_PERIODS = 3
@@ -56,8 +52,7 @@ class RankWatch:
         self._silent = dict.fromkeys(ranks, 0)
         self._senders = dict[int, bytes]()
         self._lost, self._stuck = lost, stuck
-        self._context = zmq.Context()
-        self._socket = open_socket(self._context, zmq.ROUTER, address)
+        self._socket = open_socket(zmq.ROUTER, address)
         self._socket.bind(address)
         self._done = threading.Event()
         self._answer, self._ending = b"", ""
@@ -93,7 +88,7 @@ class RankWatch:
         self._done.set()
         if self._thread.ident is not None:
             self._thread.join()
-        self._context.destroy(linger=0)
+        self._socket.context.destroy(linger=0)
 
     def _run(self) -> None:
         while not self._done.wait(PERIOD):
@@ -109,7 +104,7 @@ class RankWatch:
         for sender in self._senders.values():
             self._socket.send_multipart((sender, why.encode()), zmq.NOBLOCK)
         self._socket.close(linger=TELL_MS)
-        self._context.term()
+        self._socket.context.term()
 
     def _hear_all(self) -> str:
         heard = set[int]()
@@ -143,8 +138,7 @@ class RankBeat:
 
     def __init__(self, address: str, rank: int, lost: Callable[[str], None], alive: Callable[[], None] = lambda: None) -> None:
         self._rank, self._lost, self._alive = rank, lost, alive
-        self._context = zmq.Context()
-        self._socket = open_socket(self._context, zmq.DEALER, address)
+        self._socket = open_socket(zmq.DEALER, address)
         self._socket.setsockopt(zmq.LINGER, TELL_MS)
         self._socket.connect(address)
         self._failure = ""
@@ -164,7 +158,7 @@ class RankBeat:
         if failure:
             self._send()
         self._socket.close()
-        self._context.term()
+        self._socket.context.term()
 
     def _run(self) -> None:
         silent, patience = 0, SILENT_PERIODS

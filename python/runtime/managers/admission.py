@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from runtime.batch import WorkerLimits
 from runtime.config.runtime_config import SchedulerConfig
-from runtime.managers import fair_share
 from runtime.managers import schedule_policy as policy
 from runtime.managers.fair_queue import FairQueue
 from runtime.managers.new_token_ratio import NewTokenRatio
@@ -117,7 +116,7 @@ class Admission:
             return
         ordered: Iterable[Req]
         if prefilling:
-            ordered = [req for req in self.queue.heads() if fair_share.overtakes(req, prefilling)]
+            ordered = [req for req in self.queue.heads() if policy.overtakes(req, prefilling)]
         else:
             ordered = self.queue.ordered(lambda reqs: policy.order(reqs, self._config.schedule_policy, self._cached_len))
         unfinished = [other for other in self.running if other.kv_len < other.prefill_len]
@@ -209,11 +208,18 @@ class Admission:
         log.info("KV cache is full: retracted a request of %d tokens; %d requests are running", req.length, len(self.running))
 
     def retraction_candidate(self) -> Req | None:
-        """The running request to retract so that a waiting one of another client gets its row or pages; None if there is none."""
+        """The running request to retract so that a waiting one of another client gets its row or pages; None if there is none.
+
+        Its client has at least two rows more than that of the waiting request, and was served more.
+        """
         first = self._short_of_pages if self._free_rows else next(iter(self.queue.heads()), None)
         if first is None or first.phase is not Phase.WAITING:
             return None
-        return fair_share.retraction_candidate(first, self.queue, self.running, self._rows_by_client)
+        rows = self._rows_by_client
+        client = max(rows, key=rows.__getitem__, default="")
+        if rows[client] < rows[first.request.client] + 2 or not self.queue.precedes(first, client):
+            return None
+        return policy.youngest(req for req in self.running if req.request.client == client)
 
     def retract_for_waiting(self) -> None:
         """Retract `retraction_candidate`, if there is one; no step may be in flight."""

@@ -22,6 +22,8 @@ EndName = Literal["scheduler", "detokenizer", "tokenizer"]
 
 LINGER_MS = 1000
 MAX_PATH = 107  # bytes in sockaddr_un.sun_path, the final NUL aside
+LARGE_FRAME = 1 << 16
+"""Bytes. Before a larger frame is decoded, other tasks of the event loop run."""
 
 M = TypeVar("M")
 
@@ -61,10 +63,6 @@ def address(folder: str | os.PathLike[str], name: EndName) -> str:
     if len(os.fsencode(path)) > MAX_PATH:
         raise ValueError(f"the socket path {path!r} is longer than {MAX_PATH} bytes; use a shorter folder")
     return f"ipc://{path}"
-
-
-LARGE_FRAME = 1 << 16
-"""Bytes. Before a larger frame is decoded, other tasks of the event loop run."""
 
 
 class _Bound(Generic[M]):

@@ -80,6 +80,20 @@ def defer_for_shared_prefix(req: Req, cached_len: int, prefilling: Iterable[Req]
     )
 
 
+def overtakes(req: Req, prefilling: Sequence[Req]) -> bool:
+    """Whether the waiting `req` runs before the prompts that are prefilling: they are of other clients and at least twice as long.
+
+    A prompt is overtaken by at most as many tokens as it has, so it takes at most twice as long.
+    """
+    slow = [other for other in prefilling if not other.overtook]
+    return bool(slow) and all(
+        other.request.client != req.request.client
+        and 2 * req.length <= other.prefill_len - other.kv_bound
+        and other.overtaken + req.length <= other.prefill_len
+        for other in slow
+    )
+
+
 def youngest(reqs: Iterable[Req]) -> Req:
     """The request to retract first: lowest priority, then latest arrival. Between clients only the shared priority counts."""
     reqs = list(reqs)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from msgspec import structs
 
-from runtime.batch import BatchResult, Int32, Logprobs, Worker
+from runtime.batch import BatchResult, Int32, Logprobs, Pending, Worker
 from runtime.config.runtime_config import CacheConfig, SchedulerConfig
 from runtime.constrained.compiler import GrammarCompiler
 from runtime.errors import (
@@ -49,7 +49,7 @@ from runtime.managers.messages import (
 )
 from runtime.managers.replies import collect_pooled, collect_prompt_logprobs, failure, refusal, request_info, tokens_out
 from runtime.managers.req import Phase, Req
-from runtime.managers.step_plan import InFlightStep, StepPlan
+from runtime.managers.step_plan import StepPlan
 from runtime.managers.telemetry.heartbeat import HeartbeatThread
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.telemetry.spec_stats import ContextAcceptance, SpecStats
@@ -102,7 +102,7 @@ class Scheduler:
         self._grammars = GrammarQueue(compiler)
         self._stats_log = StatsLog(self.current_stats, clock())
         self._reqs: dict[str, Req] = {}
-        self._in_flight: deque[InFlightStep] = deque()
+        self._in_flight: deque[tuple[list[StepPlan], Pending]] = deque()  # submitted steps, not read yet, with a plan for each group
         self._overlap = self.limits.overlap and config.overlap
         self._prompt_tokens = 0  # run since the last decode step
         self._draining = False
@@ -302,20 +302,20 @@ class Scheduler:
             return False
         for plan in plans:
             plan.mark_submitted(self.limits.max_accept_len)
-        self._in_flight.append(InFlightStep(plans, pending))
+        self._in_flight.append((plans, pending))
         return True
 
     # ---- collecting
 
     def _collect(self) -> None:
         """Read the oldest step in flight and send its tokens."""
-        step = self._in_flight.popleft()
+        plans, pending = self._in_flight.popleft()
         try:
-            result = step.pending.wait()
+            result = pending.wait()
         except Exception as error:  # as in `_submit`
-            self._step_failed(step.plans, error)
+            self._step_failed(plans, error)
             return
-        for plan, section in zip(step.plans, result.sections or [result], strict=True):
+        for plan, section in zip(plans, result.sections or [result], strict=True):
             self._apply(plan, section)
         self._send_replies()
 

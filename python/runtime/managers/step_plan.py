@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.batch import Int32, Pending, RowInit, ScheduleBatch, no_ints
+from runtime.batch import Int32, RowInit, ScheduleBatch, no_ints
 from runtime.managers.req import Req
 from runtime.pooling import Pooling
 
@@ -135,14 +135,6 @@ class StepPlan:
         for req in self.decodes:
             req.kv_bound += max_accept_len
             req.emits_in_flight += 1
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightStep:
-    """A submitted step whose result was not read yet, with a plan for each attention group."""
-
-    plans: Sequence[StepPlan]
-    pending: Pending
 
 
 def as_int32(values: Sequence[int] | np.ndarray) -> Int32:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from runtime.config.runtime_config import SpeculativeConfig
 from runtime.errors import RequestError
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.kernels.argmax import argmax
@@ -25,6 +25,7 @@ from runtime.model_executor.accept_rules import (
     tree_targets_sampled,
 )
 from runtime.model_executor.draft_window import DraftWindow
+from runtime.model_executor.drafter import DrafterSpec
 from runtime.model_executor.iteration import AcceptResult, Iteration, VerifyResult
 from runtime.model_executor.target_model import TargetModel
 
@@ -32,27 +33,22 @@ ROWS_ACCEPTED_TOGETHER = 256
 """Maximum window positions whose distributions are in memory at a time: 256 over a vocabulary of 128,256 take 0.13 GiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptPolicy:
-    """How drafts are accepted.
+class Accepter:
+    """Accepts drafts of a verified window. Launches kernels without synchronising with the device.
 
-    Attributes:
-        thresholds: lossless unless flags lower them.
-        synthetic: float32 [K], synthetic acceptance of a chain by position, or None.
-        to_target, to_draft: maps between the draft's vocabulary and the target's; None if they are the same.
+    Args:
+        spec: gives the windows, and the maps between the draft's vocabulary and the target's.
+        config: gives the thresholds, lossless unless flags lower them, and synthetic acceptance; None for plain decoding.
     """
 
-    thresholds: AcceptThresholds = LOSSLESS
-    synthetic: torch.Tensor | None = None
-    to_target: torch.Tensor | None = None
-    to_draft: torch.Tensor | None = None
-
-
-class Accepter:
-    """Accepts drafts of a verified window. Launches kernels without synchronising with the device."""
-
-    def __init__(self, target: TargetModel, policy: AcceptPolicy) -> None:
-        self._target, self._policy = target, policy
+    def __init__(self, target: TargetModel, spec: DrafterSpec, config: SpeculativeConfig | None) -> None:
+        self._target, self._spec, self._thresholds = target, spec, LOSSLESS
+        self._synthetic: torch.Tensor | None = None  # float32 [K], by position
+        if config is not None:
+            self._thresholds = AcceptThresholds(config.accept_threshold_single, config.accept_threshold_acc)
+            if config.synthetic_accept is not None:
+                assert spec.shape.topk == 1, "synthetic acceptance needs a chain"
+                self._synthetic = torch.tensor(config.synthetic_accept, dtype=torch.float32, device=target.device)
 
     def force(self, acceptance: Sequence[float]) -> None:
         """Replace synthetic acceptance, in place because graphs hold its address.
@@ -60,7 +56,7 @@ class Accepter:
         Raises:
             RequestError: the server was started without synthetic acceptance.
         """
-        if (forced := self._policy.synthetic) is None:
+        if (forced := self._synthetic) is None:
             why = "needs a server that was started with --speculative-synthetic-accept-length."
             raise RequestError(f"speculative_synthetic_accept_length {why}", "speculative_synthetic_accept_length")
         forced.copy_(torch.tensor(acceptance, dtype=forced.dtype))
@@ -150,21 +146,20 @@ class Accepter:
     def _decide_chain(
         self, iteration: Iteration, draft: DraftWindow, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
     ) -> AcceptResult:
-        policy, tokens, forced = self._policy, draft.tokens, self._forced(draft)
-        capped = iteration.caps is not None
+        tokens, forced, capped = draft.tokens, self._forced(draft), iteration.caps is not None
         if forced is not None:
             uniforms = self._uniforms(iteration, positions[:, :-1], RandomStream.SYNTHETIC)
             return AcceptResult(*accept_chain_synthetic(tokens, target, forced, uniforms, self._vocab, capped))
         if probs is None:
             return AcceptResult(*accept_chain_greedy(tokens, target))
         draw, final = self._target.rows.tables.ops.draw, self._uniforms(iteration, positions, RandomStream.TARGET)
-        if draft.probs is None and policy.thresholds.lossless:
+        if draft.probs is None and self._thresholds.lossless:
             # Deterministic drafts: draw the target's tokens as plain decoding does, so a seed gives the same text.
             chosen = draw(probs.flatten(0, 1), final.flatten()).view_as(target)
             return AcceptResult(*accept_chain_greedy(tokens, chosen))
-        q = None if draft.probs is None else DraftProbs(draft.probs, policy.to_target, policy.to_draft)
+        q = None if draft.probs is None else DraftProbs(draft.probs, self._spec.to_target, self._spec.to_draft)
         coins = self._uniforms(iteration, positions[:, :-1], RandomStream.ACCEPT)
-        return AcceptResult(*accept_chain_sampled(tokens, probs, coins, final, q, policy.thresholds, draw, capped))
+        return AcceptResult(*accept_chain_sampled(tokens, probs, coins, final, q, self._thresholds, draw, capped))
 
     def _decide_tree(
         self, iteration: Iteration, draft: DraftWindow, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
@@ -175,13 +170,13 @@ class Accepter:
             coins = self._uniforms(iteration, positions, RandomStream.ACCEPT)
             final = self._uniforms(iteration, positions, RandomStream.TARGET)
             draw = self._target.rows.tables.ops.draw
-            target = tree_targets_sampled(tokens, parents, probs, final, coins, self._policy.thresholds, draw)
+            target = tree_targets_sampled(tokens, parents, probs, final, coins, self._thresholds, draw)
         path, lens, out = accept_tree(tokens, parents, target, iteration.depth + 1)
         return AcceptResult(lens, _widen(out, D), _widen(path, D))
 
     def agrees(self, iteration: Iteration, guesses: torch.Tensor) -> torch.Tensor:
         """bool [live]: whether `guesses`, int64 [live], would have been accepted in an iteration without drafts that is committed now."""
-        live, forced = iteration.live, self._policy.synthetic
+        live, forced = iteration.live, self._synthetic
         if forced is None:
             return guesses == self._target.rows.last_tokens[iteration.rows[:live]]
         positions = iteration.kv_lens[:, None].to(torch.int64) + 1
@@ -208,8 +203,7 @@ class Accepter:
 
     def _forced(self, draft: DraftWindow) -> torch.Tensor | None:
         """Synthetic acceptance of each draft, float32 [K]; None if acceptance is not synthetic."""
-        synthetic = self._policy.synthetic
-        return None if synthetic is None or draft.width == 1 else synthetic[: draft.width - 1]
+        return None if self._synthetic is None or draft.width == 1 else self._synthetic[: draft.width - 1]
 
     def _uniforms(self, iteration: Iteration, positions: torch.Tensor, stream: RandomStream) -> torch.Tensor:
         tables = self._target.rows.tables

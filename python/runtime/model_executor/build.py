@@ -18,9 +18,8 @@ from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.layers.attention.registry import backend_class
 from runtime.layers.backend_selection import select_sampling
 from runtime.mem_cache.kv_pool import PageTable
-from runtime.model_executor.accept_rules import LOSSLESS, AcceptThresholds
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
-from runtime.model_executor.accepter import Accepter, AcceptPolicy
+from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.context import AS_CONFIGURED, BuildOptions, WorkerContext, make_context
 from runtime.model_executor.depth import DepthBatches, DepthControl, depths_to_drop, split_batch_sizes, split_by_depth
 from runtime.model_executor.depth_costs import start_controller
@@ -131,7 +130,7 @@ def make_parts(context: WorkerContext, model: DecoderModel, drafter: Drafter, de
     verifier = Verifier(target, spec.shape, spec.feature_width, depths, inputs, make)
     drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
-    stages = (target, inputs, drafter, verifier, Accepter(target, make_policy(context, spec)))
+    stages = (target, inputs, drafter, verifier, Accepter(target, spec, context.config.speculative))
     graph_depths = iteration_graph_depths(depths, context.config, model.active_parameters)
     graphs = IterationGraphs(IterationStages(*stages), graph_depths, graph_options(context, runner, ()))
     return WorkerParts(
@@ -178,17 +177,6 @@ def graph_options(context: WorkerContext, model: ModelRunner, sizes: Sequence[in
     padding, node_bytes = context.config.graphs.cuda_graph_padding, context.config.device.tuning.graph_node_bytes
     nccl_bytes = partial(nccl_bytes_of_graph, context, model.config)
     return GraphOptions(captured, padding, max_size, context.replay == "cuda", model.arena, node_bytes=node_bytes, nccl_bytes=nccl_bytes)
-
-
-def make_policy(context: WorkerContext, spec: DrafterSpec) -> AcceptPolicy:
-    """How drafts are accepted."""
-    config, thresholds, synthetic = context.config.speculative, LOSSLESS, None
-    if config is not None:
-        thresholds = AcceptThresholds(config.accept_threshold_single, config.accept_threshold_acc)
-        if config.synthetic_accept is not None:
-            assert spec.shape.topk == 1, "synthetic acceptance needs a chain"
-            synthetic = torch.tensor(config.synthetic_accept, dtype=torch.float32, device=context.device)
-    return AcceptPolicy(thresholds, synthetic, spec.to_target, spec.to_draft)
 
 
 # ---- tune
@@ -244,7 +232,7 @@ def size_memory(context: WorkerContext, parts: WorkerParts, models: list[ModelPa
     experts = sum(mlp.experts.num_bytes for mlp in parts.target.runner.model.sparse_mlps)
     plan = plan_kv(context, activations, reservations, bytes_per_slot, reach, experts)
     for model in models:
-        model.runner.allocate(plan.num_pages, parts.target.page_table, context.requests, model.width)
+        model.runner.resize(plan.num_pages)
         for runner in model.graphs:
             runner.rebind([model.runner.backend])
     return plan
@@ -280,7 +268,7 @@ def model_passes(context: WorkerContext, parts: WorkerParts) -> list[ModelPasses
     """The target, with graphs for short prompts, and the drafter's models."""
     verify = [*parts.verifier.runners.values(), *parts.verifier.ragged.values()]
     graphs = [*add_short_prompts(context, parts.target), *verify, *parts.iterations.runners.values()]
-    return [ModelPasses(parts.target.runner, graphs, parts.drafter.spec.shape.num_draft_tokens), *parts.drafter.models()]
+    return [ModelPasses(parts.target.runner, graphs), *parts.drafter.models()]
 
 
 def add_short_prompts(context: WorkerContext, target: TargetModel) -> list[GraphRunner]:

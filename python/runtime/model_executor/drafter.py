@@ -60,12 +60,10 @@ class ModelPasses:
     Attributes:
         runner: its weights, KV pool and backend.
         graphs: its graph runners.
-        width: maximum tokens per request of a fixed-width pass.
     """
 
     runner: ModelRunner
     graphs: list[GraphRunner]
-    width: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -14,14 +13,6 @@ GraphKey = tuple[int, int, str]
 """Requests, tokens and variant of a captured pass."""
 Replay = Callable[[], None]
 """Runs a captured pass over the persistent inputs."""
-
-
-class CapturePool(Protocol):
-    """Converts a function over persistent tensors into a replay."""
-
-    def capture(self, key: GraphKey, function: Callable[[], None]) -> Replay:
-        """Record `function`. Raises `RuntimeError` if that fails, `OutOfMemoryError` if memory does not suffice."""
-        ...
 
 
 class GraphPool:
@@ -32,7 +23,10 @@ class GraphPool:
         self.stream = torch.cuda.Stream()
 
     def capture(self, key: GraphKey, function: Callable[[], None]) -> Replay:
-        """Run `function` once on the pool's stream, which loads its kernels and allocates libraries' workspaces, then record it."""
+        """Run `function` once on the pool's stream, which loads its kernels and allocates libraries' workspaces, then record it.
+
+        Raises `RuntimeError` if that fails, `OutOfMemoryError` if memory does not suffice.
+        """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             function()
@@ -75,7 +69,7 @@ class CaptureReport:
 
 
 @contextmanager
-def paused_gc(freeze: bool):
+def paused_gc(freeze: bool) -> Iterator[None]:
     """Disable garbage collection: it is slow with many live objects, and during capture it may free tensors of the recording stream.
 
     `freeze` speeds up the collections that torch starts itself before it records a CUDA graph.

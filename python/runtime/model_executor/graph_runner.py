@@ -28,7 +28,7 @@ from runtime.batch import ForwardMode
 from runtime.config.host_memory import MIB
 from runtime.layers.attention.base import AttentionBackend, plan_pass
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.model_executor.graph_capture import CallPool, CapturePool, CaptureReport, GraphKey, GraphPool, Replay, device_bytes, paused_gc
+from runtime.model_executor.graph_capture import CallPool, CaptureReport, GraphKey, GraphPool, Replay, device_bytes, paused_gc
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.output_arena import OutputArena
 from runtime.progress_bar import progress_bar
@@ -110,10 +110,6 @@ class RunnerSpec:
     def most_queries(self, size: int) -> int:
         """Maximum tokens of a request in a ragged pass of `size`, since one prompt may have all of them; 0 for other passes."""
         return size if self.requests > 1 else self.max_queries
-
-    def output_bytes(self, size: int) -> int:
-        """Bytes of the outputs of a pass of `size`."""
-        return sum(spec.bytes(*self.shape(size)) for spec in self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +289,7 @@ class GraphRunner:
 
     # ---- capture
 
-    def capture(self, pool: CapturePool, progress: Callable[[], object] = lambda: None) -> list[int]:
+    def capture(self, pool: GraphPool | CallPool, progress: Callable[[], object] = lambda: None) -> list[int]:
         """Capture every size, largest first. A size that fails runs eagerly; a warning names it.
 
         Returns:
@@ -335,7 +331,7 @@ class GraphRunner:
             return "prompt lengths", ""
         return "batch sizes", f" or --cuda-graph-max-bs to {self._sizes[-1]}" if self._sizes else " or use --disable-cuda-graph"
 
-    def _captures(self, size: int, pool: CapturePool) -> bool:
+    def _captures(self, size: int, pool: GraphPool | CallPool) -> bool:
         """Capture all variants of a size; returns whether that succeeded."""
         try:
             for variant in self.spec.variants:

@@ -51,7 +51,11 @@ OTHER_LAUNCHES = 100
 
 @dataclass(frozen=True, slots=True)
 class IterationStages:
-    """The parts that run an iteration. Attributes as in `WorkerParts`."""
+    """The parts that run an iteration.
+
+    Attributes:
+        inputs: persistent inputs that the fixed-width passes of target and drafter share.
+    """
 
     target: TargetModel
     inputs: InputBuffers

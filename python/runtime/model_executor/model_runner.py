@@ -41,7 +41,7 @@ class ModelRunner:
         self.model, self.config, self.attention = model, model.config, attention
         self.dtype, self.device, self.prompt_sizes = dtype, device, list(prompt_sizes)
         self.arena = OutputArena(device)
-        self._tuning, self._choices, self._checked = tuning, KernelChoices(group), False
+        self._tuning, self._choices = tuning, KernelChoices(group)
         self.kv_pool: KVPool
         self.backend: AttentionBackend
 
@@ -51,14 +51,10 @@ class ModelRunner:
         return sum(layer.kv.bytes_per_slot for layer in self.model.attention_specs)
 
     def allocate(self, num_pages: int, page_table: PageTable, max_batch_size: int, max_width: int) -> None:
-        """Make the KV pool and the backend, and bind them to the model.
-
-        A second call replaces both, because dry runs use a small pool.
-        """
-        layers = self.model.attention_specs
-        self.kv_pool = KVPool([layer.kv for layer in layers], num_pages, page_table.page_size, self.device)
-        shape = AttentionShape(
-            layers=layers,
+        """Make the KV pool and the backend for passes of this size, and bind them to the model."""
+        self._page_table = page_table
+        self._shape = AttentionShape(
+            layers=self.model.attention_specs,
             max_batch_size=max_batch_size,
             max_tokens_per_req=max_width,
             max_context_len=page_table.max_pages * page_table.page_size,
@@ -67,10 +63,13 @@ class ModelRunner:
             choices=self._choices,
             dtype=self.dtype,
         )
-        if not self._checked:
-            check_backend(self.attention, shape, page_table.page_size, self.device)
-            self._checked = True
-        self.backend = build_backend(self.attention, shape, self.kv_pool, page_table)
+        check_backend(self.attention, self._shape, page_table.page_size, self.device)
+        self.resize(num_pages)
+
+    def resize(self, num_pages: int) -> None:
+        """Replace the KV pool and the backend: dry runs use a small pool."""
+        self.kv_pool = KVPool([layer.kv for layer in self._shape.layers], num_pages, self._page_table.page_size, self.device)
+        self.backend = build_backend(self.attention, self._shape, self.kv_pool, self._page_table)
         self.model.bind(self.kv_pool, self.backend)
 
     def extend(self, batch: ForwardBatch, aux_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,4 +1,4 @@
-"""Results of a step: log-probabilities on their way to the host, and one result of prompt chunks and decode rows."""
+"""Results of a step: on their way to the host, and joined from prompt chunks and decode rows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from runtime.batch import BatchResult, Logprobs
+from runtime.batch import BatchResult, Logprobs, ScheduleBatch
 from runtime.layers.sampler import top_logprobs
 from runtime.layers.token_mask import TokenMask
-from runtime.model_executor.staging import HostCopy
+from runtime.model_executor.staging import HostCopy, to_device
 
 Mask = npt.NDArray[np.bool_]
 
@@ -41,6 +41,29 @@ def copy_logprobs(
     if k < 0:
         return None
     return LogprobCopy(*top_logprobs(logits if mask is None else mask.apply(logits), tokens, k, index))
+
+
+def pool_chunks(batch: ScheduleBatch, hidden: torch.Tensor, logits: torch.Tensor) -> dict[int, HostCopy]:
+    """Start the copies of the results that `batch.pooling` requests, by index of the chunk.
+
+    Args:
+        hidden: [T, hidden], states after the final norm.
+        logits: float32 [E, V], after each chunk.
+
+    Returns:
+        float32 vectors: `mean` the sum over the chunk's tokens, `last` the state of its last token, `labels` the
+        log-probabilities of the labels after it.
+    """
+    found: dict[int, HostCopy] = {}
+    for i, pooling in batch.pooling.items():
+        if pooling.kind == "labels":
+            vector = logits[i].index_select(0, to_device(torch.tensor(pooling.label_ids), logits.device)) - logits[i].logsumexp(0)
+        elif pooling.kind == "last":
+            vector = hidden[batch.chunk(i)][-1].float()
+        else:
+            vector = hidden[batch.chunk(i)].sum(0, dtype=torch.float32)
+        found[i] = HostCopy(vector)
+    return found
 
 
 def join(prompts: BatchResult | None, decodes: BatchResult | None) -> BatchResult:

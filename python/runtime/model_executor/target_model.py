@@ -19,9 +19,8 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable, front_slots
 from runtime.model_executor.depth import DepthBatches
 from runtime.model_executor.graph_runner import Forward, GraphRunner, RunnerSpec
 from runtime.model_executor.model_runner import ModelRunner
-from runtime.model_executor.pooled import pool_chunks
 from runtime.model_executor.request_rows import RequestRows
-from runtime.model_executor.results import LogprobCopy, copy_logprobs
+from runtime.model_executor.results import LogprobCopy, copy_logprobs, pool_chunks
 from runtime.model_executor.short_prompts import ShortPrompts
 from runtime.model_executor.staging import HostCopy, StagingRing
 from runtime.model_executor.window import prompts_and_windows

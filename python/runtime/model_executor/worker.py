@@ -18,38 +18,33 @@ from runtime.errors import RanksDiffer, RequestError
 from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
-from runtime.model_executor.accepter import Accepter
 from runtime.model_executor.decodes_pending import DecodesPending, send_to_host
 from runtime.model_executor.depth import DepthControl
 from runtime.model_executor.depth_controller import Observed
 from runtime.model_executor.device_queue import DeviceQueue, Wait
-from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.eager_drafts import EagerDrafts, verified_chain
 from runtime.model_executor.expert_counter import ExpertCounter
 from runtime.model_executor.followers import Followers, GroupsPending, SharedPending
 from runtime.model_executor.grammar_rows import GrammarRows, GrammarStep
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
-from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration import Accepted, DraftCaps, Iteration
-from runtime.model_executor.iteration_graph import IterationGraphs
+from runtime.model_executor.iteration_graph import IterationGraphs, IterationStages
 from runtime.model_executor.profiler import Profiler
 from runtime.model_executor.ragged_windows import RaggedWindows
 from runtime.model_executor.results import join
 from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.staging import HostCopy
-from runtime.model_executor.target_model import Chunks, ExtendPass, PromptsPending, States, TargetModel
-from runtime.model_executor.verification import Verifier
+from runtime.model_executor.target_model import Chunks, ExtendPass, PromptsPending, States
 from runtime.worker_info import WorkerInfo
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """The parts of a worker.
+class WorkerParts(IterationStages):
+    """All parts of a worker.
 
     Attributes:
-        inputs: persistent inputs that the fixed-width passes of target and drafter share.
         depths: chooses the depth of each iteration.
         monitor: counts acceptance.
         grammars: computes grammar masks.
@@ -57,11 +52,6 @@ class WorkerParts:
         experts: counts the distinct experts of decode passes.
     """
 
-    target: TargetModel
-    inputs: InputBuffers
-    drafter: Drafter
-    verifier: Verifier
-    accepter: Accepter
     depths: DepthControl
     monitor: AcceptanceMonitor
     grammars: GrammarRows
@@ -103,8 +93,7 @@ class Worker:
         """
         self.parts, self.limits, self._info, self._followers = parts, limits, info, followers
         self._group, self._exchange = group, exchange
-        runners = parts.verifier.runners
-        self.runners = tuple(r for depth in runners for r in (runners[depth], *parts.drafter.runners(depth)))
+        self.runners = tuple(runner for depth in parts.verifier.runners for runner in parts.runners(depth))
         self.iteration_runners, self.ragged_runners = tuple(parts.iterations.runners.values()), tuple(parts.verifier.ragged.values())
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
         self.eager_drafts = EagerDrafts(parts.target, parts.inputs, parts.drafter, parts.verifier)

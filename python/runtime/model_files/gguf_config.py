@@ -131,13 +131,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensor_names,
     }
-    config.update(_token_ids(file))
-    config.update(_biases(file))
-    config.update(_window(file))
-    scaling = _rope_scaling(file, config)
-    if scaling:
-        config["rope_scaling"] = scaling
-    return config
+    return config | _token_ids(file) | _biases(file) | _window(file) | _rope_scaling(file, config)
 
 
 def eos_ids(file: GGUFFile) -> list[int]:
@@ -178,13 +172,13 @@ def _window(file: GGUFFile) -> dict[str, Any]:
     return {"architectures": [WINDOW_CLASS], "model_type": "mistral", "sliding_window": file.get(key, int)}
 
 
-def _rope_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     if ROPE_FACTORS in file.tensor_names:
-        return _llama3_scaling(file, config)
+        return {"rope_scaling": _llama3_scaling(file, config)}
     prefix = f"{file.architecture}.rope.scaling."
     kind = file.get(prefix + "type", str, "none")
     if kind == "none":
-        return None
+        return {}
     if kind not in ("linear", "yarn"):
         raise ConfigError(f"{file.path} scales positions by {kind!r}; supported are 'linear', 'yarn' and Llama 3.1's")
     factor = file.get(prefix + "factor", float)
@@ -193,7 +187,7 @@ def _rope_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any] | No
         scaling["original_max_position_embeddings"] = file.get(prefix + "original_context_length", int)
         # llama.cpp multiplies its own correction factor, in the parentheses, by attn_factor.
         scaling["attention_factor"] = file.get(prefix + "attn_factor", float, 1.0) * (1.0 + 0.1 * math.log(max(factor, 1.0)))
-    return scaling
+    return {"rope_scaling": scaling}
 
 
 def _llama3_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:

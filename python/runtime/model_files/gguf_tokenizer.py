@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from enum import IntEnum
 from pathlib import Path
 
+from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
@@ -14,17 +14,6 @@ from runtime.errors import ConfigError
 from runtime.model_files.gguf_file import GGUFFile
 
 logger = logging.getLogger(__name__)
-
-
-class TokenType(IntEnum):
-    """GGUF's kinds of vocabulary entries."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 # Regular expressions that split text into words before merging, from the tokenizer.json of the named models.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -97,7 +98,7 @@ def resolve_weights(
     Returns:
         A Hugging Face style folder, and the kind of its weights.
     """
-    path = Path(model_path).expanduser()
+    path = Path(os.path.expanduser(model_path))
     if path.is_dir():
         return str(path), _check_folder(path, load_format, flags)
     if path.is_file() and path.suffix in (".safetensors", ".json"):
@@ -121,7 +122,7 @@ def _refuse_for_embedded(load_format: str, revision: str | None) -> None:
 
 
 def _served_name(model_path: str) -> str:
-    path = Path(model_path).expanduser()
+    path = Path(os.path.expanduser(model_path))
     if path.is_dir():
         return path.resolve().name or model_path
     return path.stem if path.is_file() else model_path
@@ -164,7 +165,7 @@ def _tokenizer_folder(
 
 
 def _given_tokenizer(tokenizer_path: str, revision: str | None, download_dir: str | None) -> Path:
-    folder = Path(tokenizer_path).expanduser()
+    folder = Path(os.path.expanduser(tokenizer_path))
     if folder.is_file() and folder.name == "tokenizer.json":
         folder = folder.parent
     if not folder.is_dir():

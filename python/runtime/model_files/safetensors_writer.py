@@ -23,7 +23,8 @@ def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: Dty
         out.write(file_start((name, dtype, shape, _BYTES[dtype]) for name, shape in shapes.items()))
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
             assert tensor.shape == shape, f"{name}: {tensor.shape} is not {shape}"
-            out.write(np.ascontiguousarray(_as(tensor, dtype)).data.cast("B"))
+            values = tensor.astype("<f4", copy=False) if dtype == "F32" else to_bfloat16(tensor)
+            out.write(np.ascontiguousarray(values).data.cast("B"))
 
 
 def file_start(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> bytes:
@@ -37,12 +38,6 @@ def file_start(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> byte
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the data for memory mapping
     return len(text).to_bytes(8, "little") + text
-
-
-def _as(tensor: np.ndarray, dtype: Dtype) -> np.ndarray:
-    if dtype == "F32":
-        return tensor.astype("<f4", copy=False)
-    return to_bfloat16(tensor)
 
 
 def to_bfloat16(tensor: np.ndarray) -> np.ndarray:

@@ -31,11 +31,6 @@ class Block:
     mlp_norm: RMSNorm
 
     @property
-    def active_parameters(self) -> int:
-        """Number of weights that each token is multiplied with."""
-        return self.attention.active_parameters + self.mlp.active_parameters
-
-    @property
     def kernel_launches(self) -> int:
         """Kernels of an eager pass, approximately."""
         return self.attention.kernel_launches + self.mlp.kernel_launches
@@ -90,11 +85,6 @@ class SandwichBlock:
     mlp_out_norm: RMSNorm
     factor: torch.Tensor
     ops: BlockOps
-
-    @property
-    def active_parameters(self) -> int:
-        """Number of weights that each token is multiplied with."""
-        return self.attention.active_parameters + self.mlp.active_parameters
 
     @property
     def kernel_launches(self) -> int:

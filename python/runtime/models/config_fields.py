@@ -131,12 +131,12 @@ class ConfigFields:
         """These fields, overridden by those of an object in the file."""
         return ConfigFields({**self._raw, **self.mapping(name)._raw}, self.where)
 
-    def ids(self, name: str) -> list[int]:
-        """Numbers, of tokens or layers, from a field that may hold none, one or a list."""
+    def ids(self, name: str, kind: str = "a token id") -> list[int]:
+        """Numbers from a field that may hold none, one or a list. `kind`: what each of them is, for errors."""
         value = self._nullable(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) <= MAX_SIZE for i in ids):
-            raise self.error(f"{name} is {value!r}; it must be a token id or a list of them")
+            raise self.error(f"{name} is {value!r}; it must be {kind} or a list of them")
         return ids
 
     def architecture(self) -> str:

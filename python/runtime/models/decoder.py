@@ -19,6 +19,7 @@ from runtime.models.config import ModelConfig
 from runtime.models.parts import ModelContext, ModelParts
 from runtime.models.weights import NamedTensors
 
+MakeBlock = Callable[[ModelParts, str, int], DecoderBlock]
 OTHER_LAUNCHES = 10
 """Kernels of a pass outside the blocks, approximately: embedding, final norm, head, sampling."""
 
@@ -43,20 +44,20 @@ class DecoderModel:
         attention_specs: the attention of each layer, for the KV pool and the backend.
     """
 
-    def __init__(self, config: ModelConfig, context: ModelContext, block: Callable[[ModelParts, int], DecoderBlock]) -> None:
-        """`block`: makes layer i of its family."""
+    def __init__(self, config: ModelConfig, context: ModelContext, block: MakeBlock) -> None:
+        """`block`: makes a layer of its family from the common prefix of its tensors' names and its number."""
         self.config, self.context, self.dtype = config, context, context.dtype
         self._parts = parts = ModelParts(config, context)
         self.sparse_mlps = parts.sparse_mlps
         embedding = config.weight_prefix + "embed_tokens"
         self.embed = parts.weights.tensor(embedding + ".weight", (config.vocab_size, config.hidden_size))
         self._embed_scale = float(torch.tensor(config.embed_scale, dtype=context.dtype))
-        self.layers = [block(parts, i) for i in range(config.num_layers)]
+        self.layers = [block(parts, f"{config.weight_prefix}layers.{i}.", i) for i in range(config.num_layers)]
         self.final_norm = parts.norm(config.weight_prefix + "norm.weight")
         if config.tie_embeddings:
             self.lm_head = parts.weights.tied_linear(embedding, self.embed)
         else:
-            self.lm_head = parts.weights.lm_head(config.vocab_size, config.hidden_size)
+            self.lm_head = parts.weights.head("lm_head", config.vocab_size, config.hidden_size)
         self.attention_specs: tuple[AttentionSpec, ...] = tuple(layer.attention.spec for layer in self.layers)
         self._bound: tuple[KVPool, AttentionBackend] | None = None
 
@@ -75,7 +76,7 @@ class DecoderModel:
     @property
     def active_parameters(self) -> int:
         """Number of block weights that each token is multiplied with. Excludes the head, which only some rows need."""
-        return sum(layer.active_parameters for layer in self.layers)
+        return sum(layer.attention.active_parameters + layer.mlp.active_parameters for layer in self.layers)
 
     @property
     def kernel_launches(self) -> int:

@@ -87,18 +87,8 @@ def experts(fields: ConfigFields, sparse: tuple[bool, ...]) -> MoeConfig | None:
     return dataclasses.replace(moe, scaling=scaling, num_groups=groups, top_groups=top_groups)
 
 
-def block(parts: ModelParts, layer: int) -> Block:
+def block(parts: ModelParts, prefix: str, layer: int) -> Block:
     """Layer `layer`."""
-    return latent_block(parts, f"model.layers.{layer}.", layer)
-
-
-def mtp_block(parts: ModelParts, prefix: str) -> Block:
-    """The block of the layer for multi-token prediction."""
-    return latent_block(parts, prefix, 0)
-
-
-def latent_block(parts: ModelParts, prefix: str, layer_id: int) -> Block:
-    """The block of tensors `prefix`*."""
     from runtime.models.latent_parts import latent_attention
 
-    return parts.block(prefix, latent_attention(parts, prefix + "self_attn.", layer_id), parts.mlp(prefix + "mlp.", layer_id))
+    return parts.block(prefix, latent_attention(parts, prefix + "self_attn.", layer), parts.mlp(prefix + "mlp.", layer))

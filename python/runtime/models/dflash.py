@@ -30,7 +30,6 @@ class DFlashDraftModel(DraftHead):
         block: how blocks are filled.
         aux_layers: target layers whose input states the draft reads.
         input_width: width of these states, concatenated.
-        to_target, to_draft: None: it has the target's vocabulary.
     """
 
     def __init__(self, config: DraftConfig, target: DecoderModel, group: ParallelGroup | None = None) -> None:
@@ -38,9 +37,6 @@ class DFlashDraftModel(DraftHead):
         assert config.block is not None, "the configuration of a DFlash draft"
         super().__init__(config.model, target, group=group)
         self.block, self.aux_layers, parts = config.block, config.aux_layers, self.parts
-        self.vocab_size = self.config.vocab_size
-        self.to_target: torch.Tensor | None = None
-        self.to_draft: torch.Tensor | None = None
         hidden = self.config.hidden_size
         self.input_width = len(self.aux_layers) * hidden
         self.fc = parts.weights.linear({"fc": hidden}, self.input_width)

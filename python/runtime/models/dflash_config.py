@@ -78,7 +78,7 @@ def read_block(fields: ConfigFields, model: ModelConfig) -> BlockDraft:
 
 def read_aux_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
     """The target layers whose input the draft reads. The file numbers layers by output, which is the next layer's input."""
-    ids = _own_fields(fields).ids("target_layer_ids")
+    ids = _own_fields(fields).ids("target_layer_ids", "the number of a layer")
     if not ids or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < num_layers - 1:
         raise fields.error(f"target_layer_ids must name layers of the target, ascending, below its last of {num_layers}; got {ids}")
     return tuple(i + 1 for i in ids)

@@ -85,7 +85,8 @@ def _parse_head(name: str, fields: ConfigFields, algorithm: SpecAlgorithm) -> Mo
     if name not in DRAFT_FAMILIES:
         raise fields.error(f"an {algorithm} head of class {name} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
     model = parse_family(DRAFT_FAMILIES[name], fields)
-    if "sliding_attention" not in fields.get("layer_types", []):
+    kinds = fields.get("layer_types", [])
+    if isinstance(kinds, list) and "sliding_attention" not in kinds:
         return model
     return dataclasses.replace(model, window=sliding_windows(fields.with_defaults(mistral.DEFAULTS)) or model.window)
 

@@ -22,6 +22,7 @@ from runtime.models.checkpoint_parts import Sliceable, in_memory
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
 from runtime.models.parts import ModelContext, ModelParts
+from runtime.models.token_map import invert
 from runtime.models.weights import NamedTensors
 
 
@@ -117,16 +118,19 @@ class DraftHead:
         layers: the blocks.
         embed, lm_head: the head's own, or the target's.
         head_norm: the norm before the LM head; None if `forward` has applied it, or there is none.
+        vocab_size, to_target, to_draft: as in `DraftModel`.
     """
 
     layers: list[Block]
     head_norm: RMSNorm | None = None
+    to_target: torch.Tensor | None = None
+    to_draft: torch.Tensor | None = None
 
     def __init__(
         self, config: ModelConfig, target: DecoderModel, context: ModelContext | None = None, group: ParallelGroup | None = None
     ) -> None:
         """`group`: the ranks that share the head's blocks; by default those that share its target's."""
-        self.config = config
+        self.config, self.vocab_size = config, config.vocab_size
         self.parts = ModelParts(config, (context or target.context.for_draft(config.quant)).with_blocks_of(group))
         self.ops: BlockOps = target.context.ops
         self.dtype = target.dtype
@@ -147,6 +151,20 @@ class DraftHead:
         """The context of one pass."""
         assert self._bound is not None, "bind comes before forward"
         return PassContext(batch, *self._bound)
+
+    def keep_tokens(self, to_target: torch.Tensor | None, name: str = "--speculative-token-map") -> None:
+        """Let the head propose only these target ids, int64 [Vd]; None for all.
+
+        Raises:
+            ConfigError: they do not fit the vocabulary; the message calls them `name`.
+        """
+        if to_target is not None:
+            self.to_target, self.vocab_size = to_target.to(self.embed.device), len(to_target)
+            self.to_draft = invert(self.to_target, self.config.vocab_size, name)
+
+    def kept_rows(self, head: Linear) -> Linear:
+        """The rows of an LM head that score the tokens of `keep_tokens`: a copy, or `head` itself for all tokens."""
+        return head if self.to_target is None else head.select_rows(self.to_target)
 
     def own_head(self, own: torch.Tensor | None) -> Linear:
         """A checkpoint's own LM head, or the target's if there is none or they are equal."""

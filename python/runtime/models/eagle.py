@@ -15,7 +15,6 @@ from runtime.layers.ops import Stream
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import DraftConfig
 from runtime.models.draft_head import DraftHead, DraftModel, OptionalTensors, shared_if_equal
-from runtime.models.token_map import HotTokens
 from runtime.models.weights import NamedTensors
 
 OPTIONAL = frozenset({"embed_tokens.weight", "lm_head.weight", "fc.bias"})
@@ -42,16 +41,14 @@ class LlamaForCausalLMEagle(DraftHead, DraftModel):
         """
         super().__init__(config.model, target, group=group)
         self.aux_layers = config.aux_layers
-        hidden, vocab = self.config.hidden_size, self.config.vocab_size
-        self.input_width = self.hidden_width = hidden
+        self.input_width = self.hidden_width = hidden = self.config.hidden_size
         self.hidden_dtype = target.dtype
         self._input = DraftInput()
         self.fc = self.parts.weights.linear({"fc": hidden}, 2 * hidden)
         self.layers = [self.parts.usual_block(f"layers.{i}.", i, input_norm=i > 0) for i in range(self.config.num_layers)]
         self.attention_specs = tuple(layer.attention.spec for layer in self.layers)
-        self._hot = HotTokens(token_map, vocab, target.embed.device)
-        self.to_target, self.to_draft, self.vocab_size = self._hot.to_target, self._hot.to_draft, self._hot.size
-        self.lm_head = self._hot.head(target.lm_head)
+        self.keep_tokens(token_map)
+        self.lm_head = self.kept_rows(target.lm_head)
 
     def load(self, weights: NamedTensors) -> None:
         """Fill the weights; load the target first.
@@ -70,7 +67,7 @@ class LlamaForCausalLMEagle(DraftHead, DraftModel):
         bias = optional.take("fc.bias", (hidden,))
         if bias is not None:
             self.fc.bias = bias.to(self.embed.device, self._target.dtype)
-        self.lm_head = self._hot.head(self.own_head(optional.take("lm_head.weight", (vocab, hidden))))
+        self.lm_head = self.kept_rows(self.own_head(optional.take("lm_head.weight", (vocab, hidden))))
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Run the head: [T, hidden], or [N, hidden] with `wanted`, in the model's dtype. See `DraftModel.forward`."""

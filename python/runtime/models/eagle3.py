@@ -17,7 +17,6 @@ from runtime.layers.ops import Stream
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import DraftConfig
 from runtime.models.draft_head import DraftHead, DraftModel, OptionalTensors, shared_if_equal
-from runtime.models.token_map import invert
 from runtime.models.weights import NamedTensors
 
 NUM_AUX = 3
@@ -67,7 +66,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         self._state_norms = [parts.norm(f"fc_norm.{i}.weight", state_width) for i in range(NUM_AUX if config.layout.fc_norm else 0)]
         self._own_head = c.draft_vocab_size is not None and not c.tie_embeddings
         if self._own_head:
-            self.lm_head = parts.weights.lm_head(self.vocab_size, c.hidden_size)
+            self.lm_head = parts.weights.head("lm_head", self.vocab_size, c.hidden_size)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that `load` requires. Any constant `d2t` is valid for dummy weights."""
@@ -116,9 +115,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
             if self._reduced:
                 raise ConfigError(f"the draft checkpoint lacks d2t, and its vocabulary of {self.vocab_size} is not the target's")
             return
-        to_target = offsets.to(self.embed.device, torch.int64) + torch.arange(self.vocab_size, device=self.embed.device)
-        self.to_draft = invert(to_target, self.config.vocab_size, "d2t of the draft checkpoint")
-        self.to_target = to_target
+        self.keep_tokens(offsets.to(torch.int64) + torch.arange(self.vocab_size, device=offsets.device), "d2t of the draft checkpoint")
 
     def project(self, aux_hidden: torch.Tensor) -> torch.Tensor:
         """The target's three states, concatenated [T, input_width], -> the head's state [T, hidden]."""

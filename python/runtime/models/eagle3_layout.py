@@ -10,14 +10,7 @@ from runtime.errors import ConfigError
 from runtime.models.config import ModelConfig
 
 EAGLE3_CLASS = "LlamaForCausalLMEagle3"
-EAGLE3_CLASSES = {
-    EAGLE3_CLASS: "SGLang, SpecForge, AngelSlim, NVIDIA",
-    "Eagle3LlamaForCausalLM": "vLLM",
-    "LlamaForCausalLM": "the first release, with draft_vocab_size",
-    "Eagle3Speculator": "speculators, with transformer_layer_config",
-    "Eagle3DraftModel": "speculators, with transformer_layer_config",
-}
-"""Class names of heads that are read as `EAGLE3_CLASS`, and their origin. Any other name with "Eagle3" is read so too."""
+"""SGLang's class name of EAGLE-3 heads; heads of all classes with "Eagle3" in their name are read as this one."""
 AUX_FIELD = "eagle_aux_hidden_state_layer_ids"
 SPECULATORS_LAYER = "transformer_layer_config"
 COUNTED_BY_FIRST = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")

@@ -75,7 +75,8 @@ class FileTensor:
     @property
     def packed_strides(self) -> tuple[int, ...]:
         """The strides, in elements, of a copy without gaps; a transposed matrix stays transposed."""
-        return (1, self.shape[0]) if self._is_transposed else row_major(self.shape)
+        is_transposed = len(self.shape) == 2 and self.strides[0] < self.strides[1]
+        return (1, self.shape[0]) if is_transposed else row_major(self.shape)
 
     @property
     def is_packed(self) -> bool:
@@ -107,10 +108,6 @@ class FileTensor:
         if self.offset % self.dtype.itemsize:  # views of other dtypes must be aligned
             numbers = numbers.clone()
         return numbers.view(self.dtype).as_strided(self.shape, self.strides)
-
-    @property
-    def _is_transposed(self) -> bool:
-        return len(self.shape) == 2 and self.strides[0] < self.strides[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,12 +111,11 @@ def _layer_config(text: ConfigFields, model: ModelConfig) -> ConfigFields:
     return ConfigFields(own, text.where)
 
 
-def block(parts: ModelParts, layer: int) -> SandwichBlock:
+def block(parts: ModelParts, prefix: str, layer: int) -> SandwichBlock:
     """Layer `layer`."""
     from runtime.layers.activation import Activation
     from runtime.models.block import SandwichBlock
 
-    prefix = f"{parts.config.weight_prefix}layers.{layer}."
     attention = parts.of_layer(layer).attention(prefix + "self_attn.", layer)
     dense = parts.gated_mlp(prefix + "mlp.", Activation.GELU_TANH)
     mlp = dense if parts.config.moe is None else _with_experts(parts, prefix, dense)

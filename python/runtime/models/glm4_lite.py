@@ -24,4 +24,3 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 block = deepseek.block
-mtp_block = deepseek.mtp_block

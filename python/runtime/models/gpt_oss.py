@@ -38,13 +38,12 @@ def parse(fields: ConfigFields) -> ModelConfig:
     )
 
 
-def block(parts: ModelParts, layer: int) -> Block:
+def block(parts: ModelParts, prefix: str, layer: int) -> Block:
     """Layer `layer`."""
     from runtime.layers.activation import Activation
     from runtime.models.expert_weights import ExpertNames
     from runtime.models.sparse import SparseNames
 
-    prefix = f"model.layers.{layer}."
     names = SparseNames(ExpertNames(prefix + "mlp.experts.", interleaved=True, transposed=True), prefix + "mlp.router")
     attention = parts.attention(prefix + "self_attn.", layer)
     return parts.block(prefix, attention, parts.sparse_mlp(names, Activation.CLAMPED_SWIGLU))

@@ -96,7 +96,8 @@ def decoder_config(
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
     """
-    _check_activation(fields)
+    if fields.get("hidden_act", "silu") not in ACTIVATIONS:
+        raise fields.error(f"hidden_act is {fields.get('hidden_act', None)!r}; only 'silu' is supported")
     hidden, num_layers = fields.positive("hidden_size"), fields.num_layers()
     num_heads, num_kv_heads = _heads(fields)
     head_dim = head_dim or fields.positive("head_dim", hidden // num_heads)
@@ -125,11 +126,6 @@ def decoder_config(
         moe=moe,
         **flags,
     )
-
-
-def _check_activation(fields: ConfigFields) -> None:
-    if fields.get("hidden_act", "silu") not in ACTIVATIONS:
-        raise fields.error(f"hidden_act is {fields.get('hidden_act', None)!r}; only 'silu' is supported")
 
 
 def _heads(fields: ConfigFields) -> tuple[int, int]:

@@ -20,6 +20,6 @@ def parse(fields: ConfigFields) -> ModelConfig:
     return decoder_config(fields, **attention_bias(fields), mlp_bias=fields.flag("mlp_bias"))
 
 
-def block(parts: ModelParts, layer: int) -> Block:
+def block(parts: ModelParts, prefix: str, layer: int) -> Block:
     """Layer `layer`."""
-    return parts.usual_block(f"model.layers.{layer}.", layer)
+    return parts.usual_block(prefix, layer)

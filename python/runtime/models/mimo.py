@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from runtime.models import llama, qwen2
 from runtime.models.config import ModelConfig, MtpConfig
 from runtime.models.config_fields import ConfigFields
-
-if TYPE_CHECKING:  # the front process reads configurations without torch
-    from runtime.models.block import Block
-    from runtime.models.parts import ModelParts
 
 DEFAULTS = qwen2.DEFAULTS
 MTP_LAYERS = "model.mtp_layers."
@@ -35,8 +30,3 @@ def parse(fields: ConfigFields) -> ModelConfig:
 
 
 block = llama.block
-
-
-def mtp_block(parts: ModelParts, prefix: str) -> Block:
-    """The block of the layer for multi-token prediction."""
-    return parts.usual_block(prefix, 0)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from runtime.models import mixtral
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import decoder_config
 from runtime.models.moe_fields import moe_fields
-
-if TYPE_CHECKING:  # the front process reads configurations without torch
-    from runtime.models.block import Block
-    from runtime.models.parts import ModelParts
 
 DEFAULTS = {
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5e6,
@@ -35,7 +30,4 @@ def parse(fields: ConfigFields) -> ModelConfig:
     return replace(config, unused_weights=tuple(f"model.layers.{layer}." for layer in held))
 
 
-def block(parts: ModelParts, layer: int) -> Block:
-    """Layer `layer`, whose sparse MLP has Mixtral's names."""
-    prefix = f"model.layers.{layer}."
-    return parts.usual_block(prefix, layer, mixtral.names(prefix))
+block = mixtral.block

@@ -12,7 +12,6 @@ from runtime.models.moe_fields import moe_fields
 if TYPE_CHECKING:  # the front process reads configurations without torch
     from runtime.models.block import Block
     from runtime.models.parts import ModelParts
-    from runtime.models.sparse import SparseNames
 
 DEFAULTS = {
     "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
@@ -26,17 +25,11 @@ def parse(fields: ConfigFields) -> ModelConfig:
     return decoder_config(fields, window=same_window(fields), moe=moe)
 
 
-def names(prefix: str) -> SparseNames:
-    """The tensors of the sparse MLP of the block `prefix`*."""
+def block(parts: ModelParts, prefix: str, layer: int) -> Block:
+    """Layer `layer`."""
     from runtime.models.expert_weights import ExpertNames
     from runtime.models.sparse import SparseNames
 
     base = prefix + "block_sparse_moe."
     experts = ExpertNames(base + "experts.", gate="w1", up="w3", down="w2")
-    return SparseNames(experts, router=base + "gate", correction_bias=base + "e_score_correction_bias")
-
-
-def block(parts: ModelParts, layer: int) -> Block:
-    """Layer `layer`."""
-    prefix = f"model.layers.{layer}."
-    return parts.usual_block(prefix, layer, names(prefix))
+    return parts.usual_block(prefix, layer, SparseNames(experts, base + "gate", base + "e_score_correction_bias"))

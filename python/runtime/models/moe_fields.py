@@ -33,9 +33,12 @@ def moe_fields(
     Raises:
         ConfigError: a field is missing, not of its type, or does not fit the others.
     """
-    count, chosen = expert_counts(fields, fields.named(*counts), top_k)
+    count = fields.named(*counts)
+    experts, chosen = fields.positive(count), fields.positive(top_k)
+    if chosen > experts:
+        raise fields.error(f"{top_k} is {chosen}; it must be at most {count}, {experts}")
     return MoeConfig(
-        num_experts=count,
+        num_experts=experts,
         top_k=chosen,
         intermediate_size=fields.positive(inner),
         scoring=scoring,
@@ -44,18 +47,6 @@ def moe_fields(
         layers=layers or (True,) * fields.num_layers(),
         bias=bias,
     )
-
-
-def expert_counts(fields: ConfigFields, count: str, top_k: str) -> tuple[int, int]:
-    """The number of experts and how many of them a token is routed to, from the fields `count` and `top_k`.
-
-    Raises:
-        ConfigError: there are fewer experts than a token is routed to.
-    """
-    experts, chosen = fields.positive(count), fields.positive(top_k)
-    if chosen > experts:
-        raise fields.error(f"{top_k} is {chosen}; it must be at most {count}, {experts}")
-    return experts, chosen
 
 
 def expert_groups(fields: ConfigFields, count: str, top_k: int) -> tuple[int, int]:
@@ -79,5 +70,5 @@ def expert_groups(fields: ConfigFields, count: str, top_k: int) -> tuple[int, in
 
 def sparse_layers(fields: ConfigFields) -> tuple[bool, ...]:
     """Which layers are sparse in the Qwen families: every `decoder_sparse_step`-th except `mlp_only_layers`."""
-    step, dense = fields.positive("decoder_sparse_step"), set(fields.ids("mlp_only_layers"))
+    step, dense = fields.positive("decoder_sparse_step"), set(fields.ids("mlp_only_layers", "the number of a layer"))
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(fields.num_layers()))

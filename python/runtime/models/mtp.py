@@ -17,12 +17,12 @@ from runtime.errors import ConfigError
 from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.ops import Stream
+from runtime.models.block import Block
 from runtime.models.checkpoint_parts import Sliceable
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_head import DraftHead, DraftModel
-from runtime.models.registry import MTP_FAMILIES
-from runtime.models.token_map import HotTokens
+from runtime.models.registry import FAMILIES
 from runtime.models.weights import NamedTensors
 
 SHARED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
@@ -51,8 +51,7 @@ class MtpDraft(DraftHead, DraftModel):
         super().__init__(mtp_config(target.config), target, target.context, group)
         assert self.config.mtp is not None, "checked by mtp_config"
         self._names = names = self.config.mtp
-        hidden, vocab = self.config.hidden_size, self.config.vocab_size
-        self.input_width = self.hidden_width = hidden
+        self.input_width = self.hidden_width = hidden = self.config.hidden_size
         self.hidden_dtype = target.dtype if names.feeds_normed else torch.float32
         parts, prefix = self.parts, names.prefix
         token_norm, hidden_norm, self._final_norm = (
@@ -60,13 +59,13 @@ class MtpDraft(DraftHead, DraftModel):
         )
         self._input = DraftInput((token_norm, hidden_norm), names.hidden_first, names.blank_start)
         self.proj = parts.weights.linear({prefix + names.proj: hidden}, 2 * hidden)
-        self.layer = MTP_FAMILIES[self.config.architecture].mtp_block(parts, prefix)
-        self.layers = [self.layer]
+        layer = FAMILIES[self.config.architecture].block(parts, prefix, 0)
+        assert isinstance(layer, Block), "no family with such a layer norms the outputs of attention and MLP"
+        self.layer, self.layers = layer, [layer]
         self.head_norm = None if names.feeds_normed else self._final_norm
         self.attention_specs = (self.layer.attention.spec,)
-        self._hot = HotTokens(token_map, vocab, target.embed.device)
-        self.to_target, self.to_draft, self.vocab_size = self._hot.to_target, self._hot.to_draft, self._hot.size
-        self.lm_head = self._hot.head(target.lm_head)
+        self.keep_tokens(token_map)
+        self.lm_head = self.kept_rows(target.lm_head)
 
     def load(self, weights: NamedTensors) -> None:
         """Fill the weights; load the target first.
@@ -79,7 +78,7 @@ class MtpDraft(DraftHead, DraftModel):
         """
         self.parts.weights.load(self._own(weights), SHARED)
         self.layer.attention.weights_filled()
-        self.lm_head = self._hot.head(self._target.lm_head)
+        self.lm_head = self.kept_rows(self._target.lm_head)
 
     def _own(self, weights: NamedTensors) -> Iterator[tuple[str, Sliceable]]:
         return ((name, tensor) for name, tensor in weights if name.startswith(self._names.prefix))

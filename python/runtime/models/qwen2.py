@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from runtime.models import llama
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
@@ -15,12 +17,12 @@ def parse(fields: ConfigFields) -> ModelConfig:
     return decoder_config(fields, qkv_bias=True, window=windows(fields))
 
 
-def windows(fields: ConfigFields) -> tuple[int, ...] | None:
-    """The window of each layer; None where `use_sliding_window` is off."""
+def windows(fields: ConfigFields, slides: Callable[[int, int], bool] = lambda layer, bound: layer >= bound) -> tuple[int, ...] | None:
+    """Each layer's window if `use_sliding_window` is on: by `layer_types`, or else by `slides` of its number and `max_window_layers`."""
     if not fields.flag("use_sliding_window"):
         return None
-    full = fields.count("max_window_layers")
-    return sliding_windows(fields, lambda layer: layer >= full)
+    bound = fields.count("max_window_layers")
+    return sliding_windows(fields, lambda layer: slides(layer, bound))
 
 
 block = llama.block

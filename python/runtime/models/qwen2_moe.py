@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from runtime.models import qwen2
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.hf_config import decoder_config, sliding_windows
+from runtime.models.hf_config import decoder_config
 from runtime.models.moe_fields import moe_fields, sparse_layers
 
 if TYPE_CHECKING:  # the front process reads configurations without torch
@@ -28,20 +29,12 @@ def parse(fields: ConfigFields) -> ModelConfig:
         layers=sparse_layers(fields),
         shared=fields.positive("shared_expert_intermediate_size"),
     )
-    return decoder_config(fields, qkv_bias=fields.flag("qkv_bias"), window=windows(fields), moe=moe)
+    window = qwen2.windows(fields, lambda layer, bound: layer % 2 == 0 and layer < bound)
+    return decoder_config(fields, qkv_bias=fields.flag("qkv_bias"), window=window, moe=moe)
 
 
-def windows(fields: ConfigFields) -> tuple[int, ...] | None:
-    """The window of each layer if `use_sliding_window` is on: by `layer_types`, or else every second one of the first layers has it."""
-    if not fields.flag("use_sliding_window"):
-        return None
-    first = fields.count("max_window_layers")
-    return sliding_windows(fields, lambda layer: layer % 2 == 0 and layer < first)
-
-
-def block(parts: ModelParts, layer: int) -> Block:
+def block(parts: ModelParts, prefix: str, layer: int) -> Block:
     """Layer `layer`."""
     from runtime.models.sparse import SparseNames
 
-    prefix = f"model.layers.{layer}."
     return parts.usual_block(prefix, layer, SparseNames.usual(prefix + "mlp.", "shared_expert.", "shared_expert_gate"))

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from runtime.models import llama
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import attention_bias, decoder_config, same_window
 from runtime.models.moe_fields import moe_fields, sparse_layers
-
-if TYPE_CHECKING:  # the front process reads configurations without torch
-    from runtime.models.block import Block
-    from runtime.models.parts import ModelParts
 
 DEFAULTS = {
     "num_key_value_heads": 4, "max_position_embeddings": 32768, "sliding_window": 4096,
@@ -27,6 +22,4 @@ def parse(fields: ConfigFields) -> ModelConfig:
     return decoder_config(fields, **attention_bias(fields), qk_norm=True, window=window, moe=moe)
 
 
-def block(parts: ModelParts, layer: int) -> Block:
-    """Layer `layer`."""
-    return parts.usual_block(f"model.layers.{layer}.", layer)
+block = llama.block

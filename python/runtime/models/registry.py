@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from runtime.distributed.parallel_group import ParallelGroup
     from runtime.layers.moe.token_exchange import TokenExchange
     from runtime.layers.ops import BlockOps
-    from runtime.models.block import Block, DecoderBlock
+    from runtime.models.block import DecoderBlock
     from runtime.models.decoder import DecoderModel
     from runtime.models.parts import ModelParts
 
@@ -61,16 +61,8 @@ class Family(Protocol):
         """The architecture. Raises `ConfigError` for an unsupported variant."""
         ...
 
-    def block(self, parts: ModelParts, layer: int) -> DecoderBlock:
-        """Layer `layer`, made from `parts`. Layers may differ."""
-        ...
-
-
-class MtpFamily(Protocol):
-    """A family with a multi-token prediction layer; `ModelConfig.mtp` gives its tensor names."""
-
-    def mtp_block(self, parts: ModelParts, prefix: str) -> Block:
-        """The layer's block, of tensors `prefix`*, as layer 0 of the draft."""
+    def block(self, parts: ModelParts, prefix: str, layer: int) -> DecoderBlock:
+        """Layer `layer`, made from the tensors `prefix`*. Layers may differ. A layer for multi-token prediction is layer 0 of its draft."""
         ...
 
 
@@ -90,14 +82,6 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": glm4_lite,
     "MiMoForCausalLM": mimo,
 }
-
-
-MTP_FAMILIES: dict[str, MtpFamily] = {
-    "DeepseekV3ForCausalLM": deepseek,
-    "Glm4MoeLiteForCausalLM": glm4_lite,
-    "MiMoForCausalLM": mimo,
-}
-"""The families whose checkpoints may hold a multi-token prediction layer."""
 
 
 def load_hf_config(folder: str | Path) -> ModelConfig:

@@ -8,30 +8,9 @@ from pathlib import Path
 import torch
 
 from runtime.errors import ConfigError
-from runtime.layers.linear import Linear
 
 ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """Dtypes that a token map may have."""
-
-
-class HotTokens:
-    """The tokens that a draft head may propose: those of `--speculative-token-map`, or all.
-
-    Attributes:
-        size: Vd, their number.
-        to_target: int64 [Vd], the target's id of each; None for all tokens.
-        to_draft: int64 [V], the inverse, -1 for other tokens; None for all tokens.
-    """
-
-    def __init__(self, token_map: torch.Tensor | None, vocab_size: int, device: torch.device) -> None:
-        """Raises `ConfigError` if the map does not fit the vocabulary."""
-        self.to_target = None if token_map is None else token_map.to(device)
-        self.to_draft = None if self.to_target is None else invert(self.to_target, vocab_size, "--speculative-token-map")
-        self.size = vocab_size if self.to_target is None else len(self.to_target)
-
-    def head(self, head: Linear) -> Linear:
-        """The rows of an unsharded LM head that score these tokens: a copy, or `head` itself for all tokens."""
-        return head if self.to_target is None else head.select_rows(self.to_target)
 
 
 def invert(to_target: torch.Tensor, vocab_size: int, name: str) -> torch.Tensor:

@@ -151,9 +151,10 @@ class WeightTable:
         self._tensors += layer.tensors
         return layer
 
-    def lm_head(self, vocab: int, hidden: int) -> Linear:
-        """The LM head `lm_head` [vocab, hidden]: this rank's rows of it."""
-        return self._head("lm_head", vocab, hidden)
+    def head(self, name: str, vocab: int, hidden: int) -> Linear:
+        """The LM head `name` [vocab, hidden]: this rank's rows of it."""
+        scheme = self.scheme_of([name]).heads
+        return self.linear({name: vocab}, hidden, partition=Partition.COLUMN, group=self._head_group, scheme=scheme)
 
     def tied_linear(self, name: str, embed: torch.Tensor) -> Linear:
         """The LM head of a model that ties it to its embedding `name` [vocab, hidden]: this rank's rows of the same
@@ -161,7 +162,7 @@ class WeightTable:
         """
         if self.scheme_of([name]).gemm_caps.dense:
             return Linear.sharded(embed, self._head_group)
-        layer = self._head(name, *embed.shape)
+        layer = self.head(name, *embed.shape)
         slot = self._slots[name + ".weight"].pop()
         self.add(name + ".weight", replace(slot, put=lambda rows: slot.put(rows.to(self.dtype))))  # as the embedding holds them
         return layer
@@ -199,10 +200,6 @@ class WeightTable:
     def num_bytes(self) -> int:
         """Bytes of all parameters; a shared storage counts once."""
         return sum({t.data_ptr(): t.nbytes for t in self._tensors}.values())
-
-    def _head(self, name: str, vocab: int, hidden: int) -> Linear:
-        scheme = self.scheme_of([name]).heads
-        return self.linear({name: vocab}, hidden, partition=Partition.COLUMN, group=self._head_group, scheme=scheme)
 
     def _bias(self, pieces: Sequence[LinearPart], rows: int, partition: Partition) -> torch.Tensor | None:
         """The fused bias. With row partition only rank 0 adds it, since outputs are summed over ranks."""

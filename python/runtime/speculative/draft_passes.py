@@ -28,9 +28,8 @@ from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.request_rows import RequestRows
 from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
-from runtime.speculative.chain_start import start_chain
 from runtime.speculative.draft_mask import DraftMask
-from runtime.speculative.draft_state import DraftState, guess
+from runtime.speculative.draft_state import DraftState, guess, start_chain
 from runtime.speculative.draft_tree import begin, expand, select, top_log_probs
 
 GREEDY, SAMPLED = "greedy", "sampled"

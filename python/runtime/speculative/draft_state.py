@@ -1,6 +1,6 @@
 """Draft state by request row: the hidden state that the next draft pass reads, and the first guesses.
 
-Draft-extend writes it (after every verify pass and every prompt chunk); draft-decode of the next iteration reads it. It is indexed by
+Draft-extend writes it (after every verify pass and every prompt chunk); draft-decode of the next iteration starts from it. It is indexed by
 request row, because the batch may change in between. Row 0 is padding.
 """
 
@@ -37,6 +37,26 @@ class DraftState:
         """Set everything to zero."""
         for tensor in (self.hidden, self.tokens, self.scores, self.probs):
             tensor.zero_()
+
+
+def start_chain(rows: torch.Tensor, last_tokens: torch.Tensor, state: DraftState, tokens: torch.Tensor) -> torch.Tensor:
+    """Write last tokens and first guesses to the first two columns of `tokens`; one kernel on a GPU. In the graph.
+
+    Args:
+        rows: int64 [B], request rows.
+        last_tokens: int64 [R], by row.
+        tokens: int64 [B, D], D at least 2.
+
+    Returns:
+        [B, hidden], a copy of the rows' hidden states.
+    """
+    if rows.is_cuda:
+        from runtime.speculative.chain_start_kernel import start_chain_cuda
+
+        return start_chain_cuda(rows, last_tokens, state.tokens, state.hidden, tokens)
+    tokens[:, 0].copy_(last_tokens[rows])
+    tokens[:, 1].copy_(state.tokens[rows, 0])
+    return state.hidden[rows]
 
 
 def guess(

@@ -31,9 +31,8 @@ from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target_model import ExtendPass
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
-from runtime.speculative.chain_start import start_chain
 from runtime.speculative.draft_passes import GREEDY, KV_ONLY, SAMPLED, DraftPasses, decode_spec, extend_spec, variants
-from runtime.speculative.draft_state import DraftState, store_guesses
+from runtime.speculative.draft_state import DraftState, start_chain, store_guesses
 from runtime.speculative.draft_tree import begin, select
 from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting
 

@@ -82,7 +82,8 @@ class ModelDrafter(Drafter):
         """Make a KV pool of one page and the graph runners."""
         target, inputs = setup.target, setup.inputs
         self._target, self._inputs, self._depths = target, inputs, setup.depths
-        self.runner.allocate(1, target.page_table, setup.requests, self._width)
+        width = max(self.spec.max_width, WIDTH if 0 in setup.depths else 0)  # tokens per request of the widest pass
+        self.runner.allocate(1, target.page_table, setup.requests, width)
         for depth in setup.depths:
             if depth:
                 decode = self._decode_runner(setup, depth)
@@ -96,15 +97,10 @@ class ModelDrafter(Drafter):
         spec, wanted = self._extend_spec(depth), self._config.draft_extend_graph
         return setup.make_runner(spec, self._extend_forward(states, spec.width), self.runner, setup.depths[depth], wanted)
 
-    @property
-    def _width(self) -> int:
-        """Tokens per request of the draft's widest pass."""
-        return max(self.spec.max_width, WIDTH if 0 in self._depths else 0)
-
     def models(self) -> list[ModelPasses]:
         """The draft model."""
         graphs = [runner for depth in self._depths for runner in self.runners(depth)]
-        return [ModelPasses(self.runner, graphs, self._width)]
+        return [ModelPasses(self.runner, graphs)]
 
     def runners(self, depth: int) -> list[GraphRunner]:
         """The drafting runner, if there is one, and that of draft-extend."""

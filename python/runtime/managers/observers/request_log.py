@@ -15,17 +15,9 @@ def log_request(end: RequestEnd) -> None:
     if end.finish is None:
         log.info("%s: ended early after %.2f s", name, end.seconds, extra=_fields(end))
         return
-    log.info(
-        "%s: %d prompt tokens (%d cached), %d new, %s, %.2f s, queued %.2f s",
-        name,
-        progress.prompt_tokens,
-        progress.cached_tokens,
-        progress.completion_tokens,
-        end.finish.reason,
-        end.seconds,
-        progress.queue_seconds,
-        extra=_fields(end),
-    )
+    counts = f"{progress.prompt_tokens} prompt tokens ({progress.cached_tokens} cached), {progress.completion_tokens} new"
+    times = f"{end.seconds:.2f} s, queued {progress.queue_seconds:.2f} s"
+    log.info("%s: %s, %s, %s", name, counts, end.finish.reason, times, extra=_fields(end))
 
 
 class SlowRequestLog:

@@ -8,7 +8,6 @@ from pathlib import Path
 from runtime.models import qwen3
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.eagle3_layout import SPECULATORS_LAYER
 from runtime.models.hf_config import attention_bias, decoder_config, read_hf_config, sliding_windows
 
 BLOCK_SIZE = 16
@@ -51,8 +50,8 @@ def parse(fields: ConfigFields) -> ModelConfig:
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
     """
-    if fields.get(SPECULATORS_LAYER, None) is not None:
-        raise fields.error(f"{SPECULATORS_LAYER} is given: DFlash drafts of speculators are not supported")
+    if fields.get("transformer_layer_config", None) is not None:
+        raise fields.error("transformer_layer_config is given: DFlash drafts of speculators are not supported")
     fields = fields.with_defaults(qwen3.DEFAULTS)
     window = sliding_windows(fields) if fields.given("layer_types") else None
     return decoder_config(fields, **attention_bias(fields), qk_norm=True, window=window)

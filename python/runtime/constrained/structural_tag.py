@@ -142,7 +142,10 @@ def lark_of(format: Format, special: dict[str, int], whitespace: str, ebnf_to_la
     Raises:
         GrammarError: a part contradicts another, or any text is followed by what is no text.
     """
-    return _Writer(special, whitespace, ebnf_to_lark).grammar(format)
+    try:
+        return _Writer(special, whitespace, ebnf_to_lark).grammar(format)
+    except GrammarError as error:  # of a part, which has a kind of its own
+        raise GrammarError(KIND, error.message) from error
 
 
 class _Writer:

@@ -374,7 +374,7 @@ class Worker:
         self.parts.drafter.observe(batch.rows, result)
         for grammar, offset in zip(grammars, (0, batch.num_prompts), strict=True):
             if grammar is not None:
-                result.grammar_errors.update(grammar.errors(offset))
+                result.grammar_errors.update(grammar.errors(offset, result))
         return result
 
     def _observe(self, decodes: DecodesPending, decoded: BatchResult, now: float, with_prompts: bool, batch: ScheduleBatch) -> None:

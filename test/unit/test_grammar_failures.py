@@ -149,6 +149,26 @@ def test_a_grammar_that_fails_after_a_committed_token_ends_its_request(
     assert scheduler.stats.num_failed_steps_total == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("algorithm", "spec"), WORKERS)
+def test_a_grammar_that_fails_after_the_end_of_its_text_has_not_failed(
+    tmp_path: Path,
+    compiler: GrammarCompiler,
+    expected: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str,
+    spec: dict[str, Any],
+    overlap: bool,
+) -> None:
+    follow_only({path for path in prefixes(expected) if len(path) < 17}, False, monkeypatch)
+    asks = [structs.replace(ask, sampling=structs.replace(ask.sampling, max_new_tokens=17)) for ask in mixed_asks(FEW)]
+    worker = constrained_worker(tmp_path, algorithm, **spec)
+    served, _ = serve(worker, asks, compiler, overlap=overlap)
+    worker.close()
+    assert {end.reason for end in served.ends.values()} == {"stop", "length"}
+    assert served.tokens == {rid: tokens[:17] for rid, tokens in first(expected).items()}
+
+
 @pytest.mark.parametrize(("algorithm", "spec"), [(None, {}), *WORKERS])
 def test_masks_of_drafts_do_not_end_a_request_that_is_served_without_drafts(
     tmp_path: Path,

@@ -54,7 +54,7 @@ class Constraint:
     Attributes:
         restricts: whether the next token is restricted: the free text is over, and the text is not.
         ended: whether the text is over: what follows has no meaning.
-        error: why the grammar could not be followed to its end; empty where all is well.
+        error: that a token was committed which the grammar does not allow; empty where all is well.
         meter: bounds the time of its masks.
     """
 
@@ -67,7 +67,7 @@ class Constraint:
     def fork(self) -> Constraint:
         """An independent constraint in the same state, for drafts."""
         fork = Constraint(self._matcher if self.ended else self._matcher.fork(), self._eos_ids, self._after)
-        fork._latest, fork.restricts, fork.ended, fork.meter = self._latest, self.restricts, self.ended, self.meter
+        fork._latest, fork.restricts, fork.ended = self._latest, self.restricts, self.ended
         return fork
 
     def push(self, token: int) -> None:
@@ -86,10 +86,9 @@ class Constraint:
         if self.ended and not was_over and token not in self._eos_ids:
             self.error = self.error or f"Token {token} was chosen, which the grammar does not allow."
 
-    def fill(self, row: MaskRow) -> float:
-        """Write which tokens may come next; call it while `restricts`. Returns what the meter has to be charged with."""
-        began = self.meter.start()
-        self.error = self.error or self._matcher.fill(row)
-        if self.error:  # a request that commits a token here ends with this error; until then any valid row will do
+    def fill(self, row: MaskRow) -> str:
+        """As `Matcher.fill`; call it while `restricts`."""
+        reason = self._matcher.fill(row)
+        if reason:  # a request that commits a token here ends; until then any valid row will do
             row.fill(-1)
-        return self.meter.stop(began)
+        return reason

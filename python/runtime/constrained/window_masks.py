@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.constrained.constraint import Constraint
-from runtime.constrained.grammar import MaskRow, only_token
+from runtime.constrained.grammar import GrammarFailure, MaskRow, only_token
 
 TOO_SLOW = "It takes too long to tell which tokens may come next. Make it simpler."
 Path = tuple[int, ...]
@@ -46,10 +46,12 @@ class WindowMasks:
         constraint = self._move(path)
         if not constraint.restricts:
             return None
-        row = self._place(len(path))
-        self._costs.append(constraint.fill(row))
-        if constraint.error:
-            self._errors[path] = constraint.error
+        row, meter = self._place(len(path)), self._constraint.meter
+        began = meter.start()
+        reason = constraint.fill(row)
+        self._costs.append(meter.stop(began))
+        if reason:
+            self._errors[path] = reason
         return row
 
     def write(self, path: Path) -> bool:
@@ -67,8 +69,13 @@ class WindowMasks:
         forced = None if row is None else only_token(row)
         return token if forced is None else forced
 
-    def end_after(self, tokens: Path) -> str:
-        """Why the request ends with these committed tokens; empty if it goes on. Call it once.
+    @property
+    def clean(self) -> bool:
+        """Whether no mask failed or costs anything, so that no committed tokens end the request."""
+        return not (self._errors or self._constraint.error or any(self._costs))
+
+    def failure(self, tokens: Path) -> GrammarFailure | None:
+        """Why the request ends with these committed tokens; None if it goes on. Call it once.
 
         Only masks of committed tokens count, as without drafts: errors after rejected drafts do not end the request, and the meter is
         charged with the average mask of the window for each token.
@@ -77,8 +84,12 @@ class WindowMasks:
         if self._costs:
             masks = sum(self._known.get(path) is not None for path in paths)
             constraint.meter.charge(masks * sum(self._costs) / len(self._costs))
-        error = next((error for path in paths if (error := self._errors.get(path))), "")
-        return constraint.error or error or TOO_SLOW * constraint.meter.exceeded
+        for valid, path in enumerate(paths):
+            if path in self._errors:
+                return GrammarFailure(valid, self._errors[path])
+        if constraint.error:
+            return GrammarFailure(0, constraint.error)
+        return GrammarFailure(len(tokens), TOO_SLOW) if constraint.meter.exceeded else None
 
     def _place(self, length: int) -> MaskRow:
         """Memory for the mask row after `length` drafts."""

@@ -18,7 +18,7 @@ import torch
 
 from runtime.batch import BatchResult, Int32, RowInit
 from runtime.constrained.constraint import Constraint
-from runtime.constrained.grammar import Matcher, mask_words
+from runtime.constrained.grammar import GrammarFailure, Matcher, mask_words
 from runtime.constrained.window_masks import Path, WindowMasks
 from runtime.layers.token_mask import TokenMask
 from runtime.model_executor.draft_window import DraftWindow
@@ -120,18 +120,20 @@ class GrammarStep:
         if self._window is not None:
             wait([self._window])
 
-    def errors(self, offset: int, result: BatchResult) -> dict[int, str]:
+    def failures(self, offset: int, result: BatchResult) -> dict[int, GrammarFailure]:
         """Why requests end with the tokens that they committed in this step, by position in the batch. Call it once.
 
         Args:
             offset: the position in the batch of the first request of this step.
             result: of the batch.
         """
-        stops, found = result.accept_lens.cumsum(), dict[int, str]()
+        found = dict[int, GrammarFailure]()
         for window, request in zip(self._windows, self._selected, strict=True):
-            stop, count = stops[offset + request], result.accept_lens[offset + request]
-            if error := window.end_after(tuple(result.token_ids[stop - count : stop].tolist())):
-                found[offset + request] = error
+            if window.clean:
+                continue
+            stop, count = result.accept_lens[: offset + request + 1].sum(), result.accept_lens[offset + request]
+            if failure := window.failure(tuple(result.token_ids[stop - count : stop].tolist())):
+                found[offset + request] = failure
         return found
 
     def _compute(self, copies: HostCopy) -> Paths:

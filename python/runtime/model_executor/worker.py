@@ -375,7 +375,7 @@ class Worker:
         self.parts.drafter.observe(batch.rows, result)
         for grammar, offset in zip(grammars, (0, batch.num_prompts), strict=True):
             if grammar is not None:
-                result.grammar_errors.update(grammar.errors(offset, result))
+                result.grammar_failures.update(grammar.failures(offset, result))
         return result
 
     def _observe(

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from runtime.constrained.grammar import Matcher
+from runtime.constrained.grammar import GrammarFailure, Matcher
 from runtime.pooling import Pooling
 from runtime.sampling_params import SamplingParams
 from runtime.worker_info import WorkerInfo
@@ -309,7 +309,7 @@ class BatchResult:
         prompt_logprobs: by index in the batch: for each prompt token of the chunk the log-probability of the token
             after it (the last one's entry is the next prompt token's, or meaningless if a token was sampled there).
         stats: how the decode rows ran.
-        grammar_errors: by index in the batch, why a request's grammar cannot be followed; its tokens have no meaning.
+        grammar_failures: by index in the batch, why a request's grammar cannot be followed; only its valid tokens have a meaning.
         pooled: by index in the batch: what `pooling` asked for, float32 [hidden] or [labels]; for `mean`, the sum over the
             chunk's tokens.
         sections: the result of each attention group, if there are several; all other fields are then empty.
@@ -320,7 +320,7 @@ class BatchResult:
     logprobs: Logprobs | None = None
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     stats: StepStats = StepStats()
-    grammar_errors: dict[int, str] = field(default_factory=dict)
+    grammar_failures: dict[int, GrammarFailure] = field(default_factory=dict)
     pooled: dict[int, Float32] = field(default_factory=dict)
     sections: list[BatchResult] = field(default_factory=list)
 

@@ -48,7 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling of one request, under SGLang's names.
 
     `temperature == 0` means greedy. `top_k <= 0` means all tokens. If `seed` is None, the server draws one.
-    `shown_token_ids` are control tokens that appear in the text even if `skip_special_tokens` leaves out the others.
+    `shown_token_ids` are control tokens that appear in the text even if `skip_special_tokens` leaves out the others. Text from a token of
+    `header_begins` up to one of `header_ends` is not searched for stop strings.
 
     At most one of `json_schema` (the schema as JSON text), `regex`, `ebnf` and `structural_tag` (JSON text) is given: the
     output then follows that grammar. With `grammar_after` the output is free until these tokens appear in it one after
@@ -74,6 +75,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     speculative_num_steps: int | None = None
     shown_token_ids: tuple[int, ...] = ()
+    header_begins: tuple[int, ...] = ()
+    header_ends: tuple[int, ...] = ()
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None

@@ -239,7 +239,8 @@ class Driver:
         if prompt_len is None:
             self.out[row] = []
         seed = chosen.seed if chosen.seed is not None else row
-        return RowInit(row, prompt_len or len(prompt), chosen, seed, np.array([1], dtype=np.int32), history)
+        ends = [1] if chosen.min_new_tokens else []  # nothing ends these requests
+        return RowInit(row, prompt_len or len(prompt), chosen, seed, np.array(ends, dtype=np.int32), history)
 
     def _tick(self) -> int:
         self.step += 1

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from runtime.batch import BatchResult, Logprobs, StepStats
 from runtime.config.flag_parser import parse
+from runtime.constrained.grammar import GrammarFailure
 from runtime.distributed.step_messages import GroupResult, RankCodec
 from runtime.entrypoints.prepare import prepare
 from runtime.errors import ConfigError
@@ -216,10 +217,11 @@ def test_results_of_groups_arrive_as_they_were_sent() -> None:
     floats = np.arange(6, dtype=np.float32)
     logprobs = Logprobs(floats[:3], np.arange(6, dtype=np.int32).reshape(3, 2), floats.reshape(3, 2))
     tokens, lens = np.array([4, 5], dtype=np.int32), np.array([1, 1], dtype=np.int32)
-    result = BatchResult(tokens, lens, logprobs, {1: logprobs}, StepStats(True, 4, 3, 3), {0: "why"}, {1: floats})
+    failures = {0: GrammarFailure(1, "why")}
+    result = BatchResult(tokens, lens, logprobs, {1: logprobs}, StepStats(True, 4, 3, 3), failures, {1: floats})
     codec = RankCodec()
     found = codec.decode_result(codec.encode(GroupResult(7, 2, result)))
-    assert (found.step, found.group, found.result.stats, found.result.grammar_errors) == (7, 2, result.stats, {0: "why"})
+    assert (found.step, found.group, found.result.stats, found.result.grammar_failures) == (7, 2, result.stats, failures)
     assert found.result.logprobs is not None
     np.testing.assert_array_equal(found.result.token_ids, tokens)
     np.testing.assert_array_equal(found.result.logprobs.top_ids, logprobs.top_ids)

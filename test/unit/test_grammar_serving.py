@@ -19,7 +19,6 @@ from scipy import stats
 from runtime.constrained.backends import make_backend
 from runtime.constrained.compiler import GrammarCompiler
 from runtime.constrained.grammar import Matcher
-from runtime.constrained.llguidance_backend import LlguidanceMatcher
 from runtime.distributed.parallel_group import ALONE
 from runtime.managers.grammar_queue import GrammarQueue
 from runtime.managers.messages import AbortReq, GenerateReq
@@ -351,38 +350,4 @@ def test_a_server_without_a_backend_refuses_grammars(tmp_path: Path) -> None:
     scheduler.step()
     assert served.ends["a"].status == 400
     assert "--grammar-backend" in served.ends["a"].message
-    worker.close()
-
-
-def test_a_grammar_that_fails_on_its_way_ends_its_request_alone(
-    tmp_path: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill, calls = LlguidanceMatcher.fill, Counter[str]()
-
-    def failing(self: LlguidanceMatcher, row: Any) -> str:
-        calls["fill"] += 1
-        return "the parser gave up" if calls["fill"] > 40 and calls["fill"] < 42 else fill(self, row)
-
-    monkeypatch.setattr(LlguidanceMatcher, "fill", failing)
-    worker = constrained_worker(tmp_path, "EAGLE")
-    asks = [GenerateReq(rid=str(i), input_ids=[5 + i], sampling=constrained(GREEDY), seed=i) for i in range(4)]
-    served, scheduler = serve(worker, asks, compiler)
-    failed = [end for end in served.ends.values() if end.reason == "abort"]
-    assert [(end.status, "the parser gave up" in end.message) for end in failed] == [(400, True)]
-    assert sum(end.reason == "stop" for end in served.ends.values()) == 3
-    assert scheduler.stats.num_failed_steps_total == 0
-    worker.close()
-
-
-def test_a_grammar_that_slows_others_down_ends_its_request_alone(
-    tmp_path: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runtime.constrained.constraint.SLOW", -1.0)
-    monkeypatch.setattr("runtime.constrained.constraint.PER_MASK", -1.0)
-    worker, asks = constrained_worker(tmp_path, "EAGLE"), mixed_asks(FEW)
-    served, scheduler = serve(worker, asks, compiler)
-    for ask in asks:
-        end, slow = served.ends[ask.rid], ask.sampling.grammar is not None
-        assert (end.status, "takes too long" in end.message) == ((400, True) if slow else (0, False))
-    assert scheduler.stats.num_failed_steps_total == 0
     worker.close()

@@ -145,6 +145,8 @@ def test_control_tokens_in_tags_are_tokens(llguidance: GrammarBackend) -> None:
         ("structural_tag", {"format": {"type": "nope"}}, "Invalid value 'nope'"),
         ("structural_tag", {"format": {"type": "const_string"}}, "missing required field `value`"),
         ("structural_tag", structural({**TRIGGERED, "triggers": ["<g"]}), "begins with none of the triggers"),
+        ("structural_tag", structural({"type": "grammar", "grammar": 'root ::= "a"{x'}), "Expected integer"),
+        ("structural_tag", structural({"type": "json_schema", "json_schema": False}), "No value satisfies"),
     ],
 )
 def test_a_grammar_that_cannot_be_used_is_refused(llguidance: GrammarBackend, kind: str, grammar: Any, reason: str) -> None:
@@ -254,17 +256,18 @@ def test_masks_that_take_too_long_are_noticed_in_cpu_time(llguidance: GrammarBac
         took.update(seconds)
         constraint = Constraint(grammar.fork(), frozenset({0}))
         for _ in range(count):
-            constraint.fork().fill(row)
+            window = WindowMasks(constraint, row[None])
+            window.row(())
+            window.failure((1,))
         return constraint
 
-    assert not masks(1000, wall=0.009, cpu=0.009).too_slow, "no mask is slow"
-    assert not masks(1000, wall=0.5, cpu=0.009).too_slow, "the machine is busy"
-    assert not masks(3, wall=0.1, cpu=0.1).too_slow, "the first masks build what later ones use"
+    assert not masks(1000, wall=0.009, cpu=0.009).meter.exceeded, "no mask is slow"
+    assert not masks(1000, wall=0.5, cpu=0.009).meter.exceeded, "the machine is busy"
+    assert not masks(3, wall=0.1, cpu=0.1).meter.exceeded, "the first masks build what later ones use"
     slow = masks(8, wall=0.1, cpu=0.1)
-    assert slow.too_slow
-    slow.fill(row)
+    assert slow.meter.exceeded
+    assert not slow.fill(row)
     assert allowed_tokens(row).any()
-    assert not slow.error
 
 
 def test_an_object_may_have_hundreds_of_optional_properties(llguidance: GrammarBackend) -> None:

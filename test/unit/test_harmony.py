@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from runtime.entrypoints.openai.answer_reader import AnswerReader
 from runtime.errors import ConfigError
-from runtime.managers.messages import Finish, TextOut
+from runtime.managers.detokenizer_manager import DetokenizerManager
+from runtime.managers.messages import Finish, GenerateReq, TextOut, TokensOut, TokensOutBatch
+from runtime.managers.replies import request_info
 from runtime.managers.telemetry.progress import Progress
 from runtime.parsers.harmony import HarmonyParser, HarmonyTokens
 from runtime.parsers.output_format import OutputFormat, OutputRequest
@@ -99,6 +101,37 @@ def test_stop_strings_are_cut_from_the_text() -> None:
     read = answer(encode("<|channel|>final<|message|>Hello STOP"), stops=("STOP",))
     assert read == Answer("Hello ")
     assert answer(encode("<|channel|>final<|message|>Hello ST"), stops=("STOP",)) == Answer("Hello ST")
+
+
+def ended_by(stop: str, text: str, prompt: str = PROMPT) -> tuple[Answer, str | int | None]:
+    """The answer of a request with a stop string, and what ended it."""
+    form, request = OutputFormat(TOKENIZER, "gpt-oss", "gpt-oss"), OutputRequest(TOOLS, (stop,))
+    ids, shown = encode(prompt), list[TextOut]()
+    sampling = form.adapt(SamplingParams(stop=(stop,)), request, ids)
+    manager = DetokenizerManager(TOKENIZER, lambda message: shown.extend(message.outs), lambda message: None)  # type: ignore[union-attr]
+    manager.handle(request_info(GenerateReq(rid="r", input_ids=ids, sampling=sampling, seed=0)))
+    pieces = [encode(text)[at : at + 5] for at in range(0, len(encode(text)), 5)]
+    for at, piece in enumerate(pieces, 1):
+        finish = Finish(reason="length") if at == len(pieces) else None
+        manager.handle(TokensOutBatch(outs=[TokensOut(rid="r", token_ids=piece, progress=Progress(1), finish=finish)]))
+        if shown:
+            break
+    update = AnswerReader(form.parser(request, ids)).read(shown[0])
+    assert update.finish is not None
+    return Answer.of(list(update.deltas)), update.finish.matched
+
+
+def test_stop_strings_are_not_searched_in_headers() -> None:
+    text = f"{THOUGHT}<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>The final answer."
+    whole = Answer("I look.\nThe final answer.", "Let me - see.")
+    for stop in ("analysis", "assistant", "commentary", "see.I", "look.The"):
+        assert ended_by(stop, text) == (whole, None)
+    assert ended_by("final", text) == (Answer("I look.\nThe ", "Let me - see."), "final")
+    assert ended_by("- s", text) == (Answer("", "Let me "), "- s")
+    assert ended_by("functions", CALL)[1] is None
+    assert ended_by("tags", CALL)[1] == "tags"
+    assert ended_by("STOP", "plain STOP text") == (Answer("plain "), "STOP")
+    assert ended_by("STOP", " STOP text<|return|>", f"{PROMPT}<|channel|>final<|message|>I") == (Answer(" "), "STOP")
 
 
 def test_plain_text_and_long_headers_are_content() -> None:

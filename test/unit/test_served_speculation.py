@@ -319,3 +319,25 @@ def test_each_request_is_told_how_its_own_steps_ran_and_the_server_how_all_did(
     alone = serve(witness, asks, {}, hear=lambda out: said.append((out, out.progress.decode)))[1].stats.decode
     last = said[-1][0].progress.decode
     assert (last.graph_hit_rate, last.padding_waste) == (alone.graph_hit_rate, alone.padding_waste) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("algorithm", "spec"), WORKERS)
+def test_acceptance_is_that_of_steps_before_the_end_of_the_text(
+    tmp_path: Path, algorithm: str, spec: dict[str, Any], overlap: bool
+) -> None:
+    few = {"context_length": CONTEXT, "max_running_requests": 6}
+    worker = speculating(tmp_path, algorithm, runtime=few, **spec)
+    ends = SamplingParams(temperature=1.0, max_new_tokens=64, logit_bias={1: 4.0}, stop_token_ids=(5,))
+    reasons = Counter[str]()
+
+    def hear(out: TokensOut) -> None:
+        if out.finish is not None:
+            reasons[out.finish.reason] += 1
+
+    _, scheduler = serve(worker, asked(ends, [prompt[:20] for prompt in prompts()]), {}, hear=hear, overlap=overlap)
+    stats, counted = scheduler.stats.spec, worker.parts.monitor.counted()
+    worker.close()
+    assert reasons == {"stop": 16}
+    assert (counted.iterations, counted.draft_tokens) == (stats.verify_steps, stats.draft_tokens)
+    assert counted.accepted.sum() == stats.accepted_tokens

@@ -30,13 +30,17 @@ class MaskMeter:
         """Begin to time a mask; returns the argument of `stop`."""
         return thread_time() if self._metered else perf_counter()
 
-    def stop(self, began: float) -> None:
-        """End the timing of a mask."""
+    def stop(self, began: float) -> float:
+        """End the timing of a mask; returns the CPU seconds that it took beyond `PER_MASK`, 0 if it was not metered."""
         if self._metered:
-            self._left -= thread_time() - began - PER_MASK
-            self.exceeded = self.exceeded or self._left < 0
-        else:
-            self._metered = perf_counter() - began > SLOW
+            return thread_time() - began - PER_MASK
+        self._metered = perf_counter() - began > SLOW
+        return 0.0
+
+    def charge(self, seconds: float) -> None:
+        """Count time that masks took beyond `PER_MASK`."""
+        self._left -= seconds
+        self.exceeded = self.exceeded or self._left < 0
 
 
 class Constraint:
@@ -50,25 +54,20 @@ class Constraint:
     Attributes:
         restricts: whether the next token is restricted: the free text has ended and the grammar's text has not.
         ended: whether the text has ended; later tokens have no meaning.
-        error: why the grammar could not be followed to its end; empty without an error.
-        too_slow: whether its masks take so long that they delay other requests.
+        error: that a token was committed which the grammar does not allow; empty otherwise.
+        meter: bounds the time of its masks.
     """
 
     def __init__(self, matcher: Matcher, eos_ids: frozenset[int], after: tuple[int, ...] = ()) -> None:
         self._matcher, self._eos_ids, self._after = matcher, eos_ids, after
         self._latest: tuple[int, ...] = ()
-        self._meter = MaskMeter()
+        self.meter = MaskMeter()
         self.restricts, self.ended, self.error = not after, False, ""
-
-    @property
-    def too_slow(self) -> bool:
-        """See above."""
-        return self._meter.exceeded
 
     def fork(self) -> Constraint:
         """An independent constraint in the same state, for drafts."""
         fork = Constraint(self._matcher if self.ended else self._matcher.fork(), self._eos_ids, self._after)
-        fork._latest, fork.restricts, fork.ended, fork._meter = self._latest, self.restricts, self.ended, self._meter
+        fork._latest, fork.restricts, fork.ended = self._latest, self.restricts, self.ended
         return fork
 
     def push(self, token: int) -> None:
@@ -87,10 +86,9 @@ class Constraint:
         if self.ended and not was_over and token not in self._eos_ids:
             self.error = self.error or f"Token {token} was chosen, which the grammar does not allow."
 
-    def fill(self, row: MaskRow) -> None:
-        """Write which tokens may come next; call it while `restricts`."""
-        began = self._meter.start()
-        self.error = self.error or self._matcher.fill(row)
-        self._meter.stop(began)
-        if self.error:  # the request ends with this error; until then any row is valid
+    def fill(self, row: MaskRow) -> str:
+        """As `Matcher.fill`; call it while `restricts`."""
+        reason = self._matcher.fill(row)
+        if reason:  # a request that commits a token here ends; until then any row is valid
             row.fill(-1)
+        return reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,18 @@ def only_token(row: MaskRow) -> int | None:
         return None
     word = int(counts.argmax())
     return word * 32 + int(row.view(np.uint32)[word]).bit_length() - 1
+
+
+class GrammarFailure(NamedTuple):
+    """Why a request ends whose grammar cannot be followed.
+
+    Attributes:
+        valid: how many of the tokens that it committed in the step follow the grammar.
+        reason: a sentence.
+    """
+
+    valid: int
+    reason: str
 
 
 class Matcher(Protocol):

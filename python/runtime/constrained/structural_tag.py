@@ -152,7 +152,10 @@ class LarkWriter:
         Raises:
             GrammarError: a part contradicts another, or text is followed by something that cannot end it.
         """
-        start = self._part(format)
+        try:
+            start = self._part(format)
+        except GrammarError as error:  # of a part, which has a kind of its own
+            raise GrammarError(KIND, error.message) from error
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
 
     def _part(self, part: Format) -> str:

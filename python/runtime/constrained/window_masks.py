@@ -6,8 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.constrained.constraint import Constraint
-from runtime.constrained.grammar import MaskRow, only_token
+from runtime.constrained.grammar import GrammarFailure, MaskRow, only_token
 
+TOO_SLOW = "It takes too long to tell which tokens may come next. Make it simpler."
 Path = tuple[int, ...]
 """Drafts after the last committed token, in order."""
 
@@ -20,9 +21,6 @@ class WindowMasks:
     Args:
         constraint: the request's, at the last committed token.
         chain: int32 [D, ceil(V / 32)], the output rows; the first requested path of n drafts is written to row n.
-
-    Attributes:
-        error: why the grammar cannot be followed after some path; empty without an error.
     """
 
     def __init__(self, constraint: Constraint, chain: npt.NDArray[np.int32]) -> None:
@@ -31,19 +29,29 @@ class WindowMasks:
         self._fork = constraint
         self._known: dict[Path, MaskRow | None] = {}
         self._lengths = set[int]()
-        self.error = ""
+        self._errors: dict[Path, str] = {}
+        self._costs: list[float] = []  # of the masks, in seconds of the meter
 
     def row(self, path: Path) -> MaskRow | None:
         """The mask after `path`; None if every token is allowed or the grammar does not allow `path` itself."""
-        known = self._known
-        if path in known:
-            return known[path]
-        constraint, row = self._move(path), None
-        if constraint.restricts:
-            row = self._place(len(path))
-            constraint.fill(row)
-            self.error = self.error or constraint.error
-        known[path] = row
+        if path not in self._known:
+            try:
+                self._known[path] = self._mask(path)
+            except Exception as error:  # a library's fault is the grammar's
+                self._known[path], self._at = None, ()
+                self._errors[path] = f"The grammar library failed: {type(error).__name__}."
+        return self._known[path]
+
+    def _mask(self, path: Path) -> MaskRow | None:
+        constraint = self._move(path)
+        if not constraint.restricts:
+            return None
+        row, meter = self._place(len(path)), self._constraint.meter
+        began = meter.start()
+        reason = constraint.fill(row)
+        self._costs.append(meter.stop(began))
+        if reason:
+            self._errors[path] = reason
         return row
 
     def write(self, path: Path) -> bool:
@@ -60,6 +68,28 @@ class WindowMasks:
         row = self.row(path)
         forced = None if row is None else only_token(row)
         return token if forced is None else forced
+
+    @property
+    def clean(self) -> bool:
+        """Whether no mask failed or costs anything, so that no committed tokens end the request."""
+        return not (self._errors or self._constraint.error or any(self._costs))
+
+    def failure(self, tokens: Path) -> GrammarFailure | None:
+        """Why the request ends with these committed tokens; None if it goes on. Call it once.
+
+        Only masks of committed tokens count, as without drafts: errors after rejected drafts do not end the request, and the meter is
+        charged with the average mask of the window for each token.
+        """
+        constraint, paths = self._constraint, [tokens[:n] for n in range(len(tokens))]
+        if self._costs:
+            masks = sum(self._known.get(path) is not None for path in paths)
+            constraint.meter.charge(masks * sum(self._costs) / len(self._costs))
+        for valid, path in enumerate(paths):
+            if path in self._errors:
+                return GrammarFailure(valid, self._errors[path])
+        if constraint.error:
+            return GrammarFailure(0, constraint.error)
+        return GrammarFailure(len(tokens), TOO_SLOW) if constraint.meter.exceeded else None
 
     def _place(self, length: int) -> MaskRow:
         """Memory for the mask row after `length` drafts."""

@@ -33,11 +33,21 @@ MAX_CELLS = 4096
 class _Open:
     """One open request, and the replies collected for it if it does not stream."""
 
-    stream: bool
+    info: RequestInfo
     text: StreamDecoder
     stops: StopFinder
+    in_header: bool = False
     collected: list[TextOut] = field(default_factory=list)
     seconds: float = 0.0
+
+    def searched(self, token: int) -> str:
+        """The text to show with this token. Sets `stops.matched` if it ends with a stop string."""
+        text = self.text.step((token,))
+        if token in self.info.header_begins:
+            self.in_header, text = True, self.stops.flush() + text
+        shown = text if self.in_header else self.stops.push(text)
+        self.in_header = self.in_header and token not in self.info.header_ends
+        return shown
 
 
 class DetokenizerManager:
@@ -72,7 +82,7 @@ class DetokenizerManager:
         """Process one message, and send the results."""
         if isinstance(message, RequestInfo):
             text = self._tokenizer.stream(message.skip_special_tokens, message.prompt_tail, message.shown_token_ids)
-            self._open[message.rid] = _Open(message.stream, text, StopFinder(message.stop))
+            self._open[message.rid] = _Open(message, text, StopFinder(message.stop))
         elif isinstance(message, TokensOutBatch):
             outs = [shown for out in message.outs if (shown := self._step(out)) is not None]
             large = [out for out in outs if (out.logprobs or out.prompt_logprobs) is not None and _cells(out) > MAX_CELLS]
@@ -106,7 +116,7 @@ class DetokenizerManager:
         shown = _with_text(out, text, used, finish)
         if finish is not None:
             del self._open[out.rid]
-        if request.stream:
+        if request.info.stream:
             return shown
         request.collected.append(shown)
         return TextOut.joined(request.collected) if finish is not None else None
@@ -121,7 +131,7 @@ class DetokenizerManager:
         for index, token in enumerate(tokens):
             if token == stop_token and index == len(tokens) - 1:
                 break  # the stop token is not part of the text
-            shown.append(request.stops.push(request.text.step((token,))))
+            shown.append(request.searched(token))
             if request.stops.matched is not None:
                 return "".join(shown), index + 1
         if out.finish is not None:

@@ -195,6 +195,7 @@ class RequestInfo(Message, frozen=True, kw_only=True):
     """What the detokenizer needs to decode a request; sent before the first tokens.
 
     `prompt_tail`: the last tokens of a prompt whose text the output continues. `shown_token_ids`: control tokens that are part of the text.
+    `header_begins`, `header_ends`: as in `SamplingParams`.
     """
 
     rid: str
@@ -203,6 +204,8 @@ class RequestInfo(Message, frozen=True, kw_only=True):
     stream: bool
     prompt_tail: list[int] = []
     shown_token_ids: tuple[int, ...] = ()
+    header_begins: tuple[int, ...] = ()
+    header_ends: tuple[int, ...] = ()
 
 
 class CacheFlushed(Message, frozen=True, kw_only=True):

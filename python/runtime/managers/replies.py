@@ -22,6 +22,8 @@ def request_info(req: GenerateReq) -> RequestInfo:
         stream=req.stream,
         prompt_tail=req.input_ids[-PROMPT_TAIL:] if req.continues_prompt else [],
         shown_token_ids=req.sampling.shown_token_ids,
+        header_begins=req.sampling.header_begins,
+        header_ends=req.sampling.header_ends,
     )
 
 

@@ -321,10 +321,12 @@ class Scheduler:
 
     def _apply(self, plan: StepPlan, result: BatchResult) -> None:
         """Apply the results of one group's step to its requests."""
-        for index, reason in result.grammar_errors.items():
-            if (req := plan.reqs[index]).alive and (spec := req.request.sampling.grammar) is not None:
-                self._end(req, failure(GrammarError(spec.kind, reason)), keep=False)
         tokens, starts = result.token_ids.tolist(), [0, *result.accept_lens.cumsum().tolist()]
+        for index, (valid, reason) in result.grammar_failures.items():
+            req = plan.reqs[index]
+            self._emit([req], tokens, (starts[index], starts[index] + valid), result.logprobs)
+            if req.alive and (spec := req.request.sampling.grammar) is not None:
+                self._end(req, failure(GrammarError(spec.kind, reason)), keep=False)
         if plan.chunks:
             self._apply_chunks(plan, result, tokens, starts)
         if plan.decodes:

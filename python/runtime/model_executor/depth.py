@@ -13,6 +13,7 @@ import numpy as np
 from runtime.batch import BatchResult, Int32, RowInit, ScheduleBatch, no_ints
 from runtime.errors import InvalidField
 from runtime.model_executor.depth_controller import DecodeRows, DepthChooser, Windows
+from runtime.model_executor.ended_rows import EndedRows
 from runtime.model_executor.row_acceptance import RowAcceptance
 from runtime.model_executor.window_widths import assign_widths
 from runtime.sampling_params import MAX_DRAFT_STEPS
@@ -142,6 +143,7 @@ class DepthControl:
         limits: by depth, the largest batch that it serves.
         controller: None if the batch size decides.
         rows: acceptance by request row, for the controller.
+        ended: by attention group, the requests that had already ended when a step was read.
     """
 
     def __init__(self, limits: Mapping[int, int], rows: int, sizes: Sizes, groups: int = 1) -> None:
@@ -154,6 +156,7 @@ class DepthControl:
         self.limits, self._sizes = dict(limits), sizes
         self.controller: DepthChooser | None = None
         self.rows = RowAcceptance(rows)
+        self.ended = [EndedRows() for _ in range(groups)]
         self._forced: int | None = None
         self._fixed: int | None = None
         self._turn: int | None = None
@@ -260,16 +263,18 @@ class DepthControl:
         kinds = [(self._caps[rows], self._greedy[rows]) for rows in self._decode_rows(batch)[1:]] if controller else []
 
         def observe(results: Sequence[BatchResult]) -> None:
-            for section, (caps, greedy), result in zip(sections, kinds, results, strict=bool(kinds)):
-                if controller is not None and section.depth and len(caps):
-                    lens = result.accept_lens[section.num_prompts :]
-                    controller.observe_windows(Windows(section.depth, lens, np.minimum(caps, section.depth), greedy))
+            for section, (caps, greedy), result, ended in zip(sections, kinds, results, self.ended[1:], strict=bool(kinds)):
+                alive = ended.read(section.rows, result)[section.num_prompts :]
+                if controller is not None and section.depth and alive.any():
+                    lens = result.accept_lens[section.num_prompts :][alive]
+                    controller.observe_windows(Windows(section.depth, lens, np.minimum(caps, section.depth)[alive], greedy[alive]))
 
         return observe
 
     def _admit(self, new_rows: Sequence[RowInit], group: int, step: int) -> None:
         if not new_rows:
             return
+        self.ended[group].admit(new_rows)
         for init in new_rows:
             row = init.row + group * self._per_group
             self._caps[row], self._greedy[row] = init.sampling.most_drafts, init.sampling.greedy

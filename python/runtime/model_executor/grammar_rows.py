@@ -16,16 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from runtime.batch import Int32, RowInit
+from runtime.batch import BatchResult, Int32, RowInit
 from runtime.constrained.constraint import Constraint
-from runtime.constrained.grammar import Matcher, mask_words
+from runtime.constrained.grammar import GrammarFailure, Matcher, mask_words
 from runtime.constrained.window_masks import Path, WindowMasks
 from runtime.layers.token_mask import TokenMask
 from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.staging import HostCopy, to_device
 from runtime.sampling_params import GrammarSpec
 
-TOO_SLOW = "It takes too long to tell which tokens may come next. Make it simpler."
 Bool = npt.NDArray[np.bool_]
 Constraints = list[tuple[int, Constraint]]
 """Position in the batch and constraint of each constrained request, by increasing position."""
@@ -121,13 +120,21 @@ class GrammarStep:
         if self._window is not None:
             wait([self._window])
 
-    def errors(self, offset: int) -> dict[int, str]:
-        """The errors of grammars that cannot be followed any further, by position in the batch plus `offset`."""
-        pairs = zip(self.constraints, self._windows, strict=True)
-        found = {
-            offset + request: constraint.error or window.error or TOO_SLOW * constraint.too_slow for (request, constraint), window in pairs
-        }
-        return {request: error for request, error in found.items() if error}
+    def failures(self, offset: int, result: BatchResult) -> dict[int, GrammarFailure]:
+        """Why requests end with the tokens that they committed in this step, by position in the batch. Call it once.
+
+        Args:
+            offset: the position in the batch of the first request of this step.
+            result: of the batch.
+        """
+        found = dict[int, GrammarFailure]()
+        for window, request in zip(self._windows, self._selected, strict=True):
+            if window.clean:
+                continue
+            stop, count = result.accept_lens[: offset + request + 1].sum(), result.accept_lens[offset + request]
+            if failure := window.failure(tuple(result.token_ids[stop - count : stop].tolist())):
+                found[offset + request] = failure
+        return found
 
     def _compute(self, copies: HostCopy) -> Paths:
         """Compute the masks after all paths of a window, and return the paths. Runs in the thread, which uploads nothing to the device."""

@@ -352,29 +352,33 @@ class Worker:
             self._token_checks += 1
         decoded, prompted = None if decodes is None else decodes.wait(), None if prompts is None else prompts.wait()
         now = time.perf_counter()  # before work on the host: an iteration takes the time between the results of two
+        result = join(prompted, decoded)
+        alive = self.parts.depths.ended[0].read(batch.rows, result)[batch.num_prompts :]
         if decodes is not None and decoded is not None:
-            self._observe(decodes, decoded, now, prompts is not None, batch)
+            self._observe(decodes, decoded, alive, now, prompts is not None, batch)
         if decodes is not None and decodes.experts is not None:
             self.parts.experts.add(decodes.iteration.live * (decodes.stats.draft_tokens + 1), decodes.experts.wait()[0].astype(np.int64))
             if (controller := self.parts.depths.controller) is not None and (spread := self.parts.experts.spread) is not None:
                 controller.correct(spread)
-        result = join(prompted, decoded)
         self._read_at, self._prompts_read, self._samples_read = now, prompts is not None, self.eager_drafts.samples
         self.parts.drafter.observe(batch.rows, result)
         for grammar, offset in zip(grammars, (0, batch.num_prompts), strict=True):
             if grammar is not None:
-                result.grammar_errors.update(grammar.errors(offset))
+                result.grammar_failures.update(grammar.failures(offset, result))
         return result
 
-    def _observe(self, decodes: DecodesPending, decoded: BatchResult, now: float, with_prompts: bool, batch: ScheduleBatch) -> None:
-        """Count acceptance, and pass accepted tokens and time of the iteration on to the depth controller.
+    def _observe(
+        self, decodes: DecodesPending, decoded: BatchResult, alive: np.ndarray, now: float, with_prompts: bool, batch: ScheduleBatch
+    ) -> None:
+        """Count acceptance of the requests that are `alive`, bool [n], and pass accepted tokens and time of the iteration on to the depth
+        controller.
 
         Steps run one after another on the device, so an iteration took the time from the results of the previous step, or from
         its own start if that was later, until `now`, when its results had arrived.
         """
         iteration, lens, controller = decodes.iteration, decoded.accept_lens, self.parts.depths.controller
         caps = iteration.caps
-        whole = np.ones(len(lens), dtype=np.bool_) if caps is None else caps.host >= iteration.depth
+        whole = alive if caps is None else alive & (caps.host >= iteration.depth)
         self.parts.monitor.add(iteration, lens[whole], decoded.stats, decodes.pairs(whole))
         # Draft extend over prompts runs after their results are read.
         usual = not (with_prompts or self._prompts_read or iteration.grammar)
@@ -389,11 +393,11 @@ class Worker:
         most = np.full(iteration.live, iteration.depth) if caps is None else caps.host
         kv_tokens = batch.pad_kv or int(iteration.bounds.sum())
         width = 0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size
-        rows = iteration.host_rows if self.parts.depths.tracks(iteration.live) else no_ints()
-        sizes = iteration.depth, iteration.size
-        controller.observe(Observed(*sizes, lens, most, iteration.greedy, kv_tokens, timed, width, rows, batch.step))
+        rows = iteration.host_rows[alive] if self.parts.depths.tracks(iteration.live) else no_ints()
+        sizes, greedy = (iteration.depth, iteration.size), iteration.greedy[alive]
+        controller.observe(Observed(*sizes, lens[alive], most[alive], greedy, kv_tokens, timed, width, rows, batch.step))
         if decodes.guessed is not None:
-            controller.observe_guesses(iteration.greedy, decodes.guessed.wait()[0].astype(np.bool_))
+            controller.observe_guesses(greedy, decodes.guessed.wait()[0].astype(np.bool_)[alive])
 
 
 def _read_nothing() -> BatchResult:

@@ -49,6 +49,11 @@ class HarmonyTokens:
         return {getattr(self, field.name): f"<|{field.name.rstrip('_')}|>" for field in fields(self)}
 
     @property
+    def header_begins(self) -> tuple[int, ...]:
+        """The tokens after which there is no text up to the next `message`."""
+        return (self.start, self.channel, self.end)
+
+    @property
     def stops(self) -> tuple[int, int]:
         """The tokens that end an answer."""
         return (self.return_, self.call)
@@ -125,7 +130,7 @@ class HarmonyParser:
         tokens = self._tokens
         if self._header is None:
             self.reasoning_tokens += self._kind == "reasoning"
-            if token in (tokens.start, tokens.channel, tokens.end, *tokens.stops):
+            if token in (*tokens.header_begins, *tokens.stops):
                 self._close()
                 self._header = [token] if token == tokens.channel else []
             elif token not in self._spelled:

@@ -98,7 +98,8 @@ class OutputFormat:
         """
         if self._harmony is not None:
             stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._harmony.stops)))
-            sampling = structs.replace(sampling, stop_token_ids=stops)
+            begins, ends = self._harmony.header_begins, (self._harmony.message,)
+            sampling = structs.replace(sampling, stop_token_ids=stops, header_begins=begins, header_ends=ends)
         elif shown := self.shown_ids(request):
             sampling = structs.replace(sampling, shown_token_ids=shown)
         if sampling.grammar is None and request.rule == "free":

@@ -1,0 +1,194 @@
+"""Grammars that fail or are slow while their requests run: errors after rejected drafts, masks that take too long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from runtime.constrained.compiler import GrammarCompiler
+from runtime.constrained.grammar import Matcher
+from runtime.constrained.llguidance_backend import LlguidanceMatcher
+from runtime.managers.grammar_queue import GrammarQueue
+from runtime.managers.messages import GenerateReq
+from unit.grammars import Served, constrained_worker, make_compiler, serve
+from unit.test_grammar_serving import FEW, GREEDY, WORKERS, constrained, first, mixed_asks
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return make_compiler()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, compiler: GrammarCompiler) -> Served:
+    worker = constrained_worker(tmp_path_factory.mktemp("plain"), None)
+    served, _ = serve(worker, mixed_asks(FEW), compiler)
+    worker.close()
+    return served
+
+
+def test_a_grammar_that_fails_on_its_way_ends_its_request_alone(
+    tmp_path: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, calls = LlguidanceMatcher.fill, Counter[str]()
+
+    def failing(self: LlguidanceMatcher, row: Any) -> str:
+        calls["fill"] += 1
+        return "the parser gave up" if calls["fill"] > 40 and calls["fill"] < 42 else fill(self, row)
+
+    monkeypatch.setattr(LlguidanceMatcher, "fill", failing)
+    worker = constrained_worker(tmp_path, "EAGLE")
+    asks = [GenerateReq(rid=str(i), input_ids=[5 + i], sampling=constrained(GREEDY), seed=i) for i in range(4)]
+    served, scheduler = serve(worker, asks, compiler)
+    failed = [end for end in served.ends.values() if end.reason == "abort"]
+    assert [(end.status, "the parser gave up" in end.message) for end in failed] == [(400, True)]
+    assert sum(end.reason == "stop" for end in served.ends.values()) == 3
+    assert scheduler.stats.num_failed_steps_total == 0
+    worker.close()
+
+
+def test_a_grammar_that_slows_others_down_ends_its_request_alone(
+    tmp_path: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.constrained.constraint.SLOW", -1.0)
+    monkeypatch.setattr("runtime.constrained.constraint.PER_MASK", -1.0)
+    worker, asks = constrained_worker(tmp_path, "EAGLE"), mixed_asks(FEW)
+    served, scheduler = serve(worker, asks, compiler)
+    for ask in asks:
+        end, slow = served.ends[ask.rid], ask.sampling.grammar is not None
+        assert (end.status, "takes too long" in end.message) == ((400, True) if slow else (0, False))
+    assert scheduler.stats.num_failed_steps_total == 0
+    worker.close()
+
+
+class OnlyAlong:
+    """A grammar that can be followed along the texts `known` only: elsewhere masks give a reason or raise."""
+
+    def __init__(self, matcher: Matcher, known: set[tuple[int, ...]], raises: bool, path: tuple[int, ...] = ()) -> None:
+        self._matcher, self._known, self._raises, self._path = matcher, known, raises, path
+
+    def push(self, token: int) -> bool:
+        self._path = (*self._path, token)
+        return self._matcher.push(token)
+
+    def fork(self) -> Matcher:
+        return OnlyAlong(self._matcher.fork(), self._known, self._raises, self._path)
+
+    def fill(self, row: Any) -> str:
+        reason = self._matcher.fill(row)
+        if self._path not in self._known and self._raises:
+            raise ZeroDivisionError
+        return reason if self._path in self._known else "the parser gave up"
+
+
+def follow_only(known: set[tuple[int, ...]], raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all requests follow `OnlyAlong`."""
+    take_compiled = GrammarQueue.take
+
+    def take(self: GrammarQueue) -> Any:
+        for req, _ in (done := take_compiled(self)):
+            req.grammar = OnlyAlong(req.grammar, known, raises)  # type: ignore[arg-type]
+        return done
+
+    monkeypatch.setattr(GrammarQueue, "take", take)
+
+
+def prefixes(served: Served) -> set[tuple[int, ...]]:
+    """The texts before each token."""
+    return {tuple(tokens[:n]) for tokens in served.tokens.values() for n in range(len(tokens))}
+
+
+@pytest.mark.parametrize(("ragged", "raises"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("algorithm", "spec"), WORKERS)
+def test_a_grammar_that_fails_after_a_rejected_draft_goes_on(
+    tmp_path: Path,
+    compiler: GrammarCompiler,
+    expected: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str,
+    spec: dict[str, Any],
+    ragged: bool,
+    raises: bool,
+) -> None:
+    follow_only(prefixes(expected), raises, monkeypatch)
+    asks = mixed_asks(FEW)
+    if ragged:
+        asks = [structs.replace(ask, sampling=structs.replace(ask.sampling, speculative_num_steps=i % 4)) for i, ask in enumerate(asks)]
+    worker = constrained_worker(tmp_path, algorithm, **spec)
+    served, scheduler = serve(worker, asks, compiler)
+    worker.close()
+    assert served.tokens == first(expected)
+    assert {end.reason for end in served.ends.values()} == {"stop", "length"}
+    assert scheduler.stats.num_failed_steps_total == 0
+
+
+@pytest.mark.parametrize(("algorithm", "spec", "raises"), [(None, {}, False), (None, {}, True), *((*each, True) for each in WORKERS)])
+def test_a_grammar_that_fails_after_a_committed_token_ends_its_request(
+    tmp_path: Path,
+    compiler: GrammarCompiler,
+    expected: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str | None,
+    spec: dict[str, Any],
+    raises: bool,
+) -> None:
+    follow_only({path for path in prefixes(expected) if len(path) != 17}, raises, monkeypatch)
+    worker = constrained_worker(tmp_path, algorithm, **spec)
+    served, scheduler = serve(worker, mixed_asks(FEW), compiler)
+    worker.close()
+    for ask in mixed_asks(FEW):
+        end, tokens = served.ends[ask.rid], expected.tokens[ask.rid]
+        assert end.status == (400 if ask.sampling.grammar is not None and len(tokens) > 17 else 0)
+        if end.status:
+            assert len(served.tokens[ask.rid]) <= 17
+        assert served.tokens[ask.rid] == tokens[: len(served.tokens[ask.rid])]
+    assert scheduler.stats.num_failed_steps_total == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("algorithm", "spec"), WORKERS)
+def test_a_grammar_that_fails_after_the_end_of_its_text_has_not_failed(
+    tmp_path: Path,
+    compiler: GrammarCompiler,
+    expected: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str,
+    spec: dict[str, Any],
+    overlap: bool,
+) -> None:
+    follow_only({path for path in prefixes(expected) if len(path) < 17}, False, monkeypatch)
+    asks = [structs.replace(ask, sampling=structs.replace(ask.sampling, max_new_tokens=17)) for ask in mixed_asks(FEW)]
+    worker = constrained_worker(tmp_path, algorithm, **spec)
+    served, _ = serve(worker, asks, compiler, overlap=overlap)
+    worker.close()
+    assert {end.reason for end in served.ends.values()} == {"stop", "length"}
+    assert served.tokens == {rid: tokens[:17] for rid, tokens in first(expected).items()}
+
+
+@pytest.mark.parametrize(("algorithm", "spec"), [(None, {}), *WORKERS])
+def test_masks_of_drafts_do_not_end_a_request_that_is_served_without_drafts(
+    tmp_path: Path,
+    compiler: GrammarCompiler,
+    expected: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str | None,
+    spec: dict[str, Any],
+) -> None:
+    fill, seconds = LlguidanceMatcher.fill, [0.0]
+
+    def slow(self: LlguidanceMatcher, row: Any) -> str:
+        seconds[0] += 0.024  # 0.47 s above the limit for 34 masks
+        return fill(self, row)
+
+    monkeypatch.setattr(LlguidanceMatcher, "fill", slow)
+    monkeypatch.setattr("runtime.constrained.constraint.perf_counter", lambda: seconds[0])
+    monkeypatch.setattr("runtime.constrained.constraint.thread_time", lambda: seconds[0])
+    worker = constrained_worker(tmp_path, algorithm, **spec)
+    served, _ = serve(worker, mixed_asks(1), compiler)
+    worker.close()
+    assert served.tokens == first(expected, 1)
+    assert served.ends["0"].reason == "stop"

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -292,6 +293,30 @@ def test_damaged_gguf_is_refused_or_read_but_never_hangs(tmp_path: Path, good_gg
     with contextlib.suppress(ConfigError):  # any other exception fails the test
         found = resolve_model(str(path), cache_dir=tmp_path / "cache")
         assert is_whole_safetensors(Path(found.weights_folder) / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("llama.attention.head_count", 0, "llama.attention.head_count is 0; a model has at least one head"),
+        ("llama.attention.head_count", 7, "which 7 heads cannot share in pairs"),
+        ("llama.attention.head_count_kv", 0, "num_key_value_heads"),
+        ("llama.block_count", 2**31 - 1, "lacks .* tensors of the model"),
+    ],
+)
+def test_a_gguf_with_impossible_counts_is_refused(tmp_path: Path, good_gguf: Path, key: str, value: int, message: str) -> None:
+    data, name = bytearray(good_gguf.read_bytes()), struct.pack("<Q", len(key)) + key.encode()
+    at = data.index(name) + len(name) + 4  # after the type of the value
+    data[at : at + 4] = struct.pack("<I", value)
+    (tmp_path / "bad.gguf").write_bytes(data)
+    with pytest.raises(ConfigError, match=message):
+        load_hf_config(resolve_model(str(tmp_path / "bad.gguf"), cache_dir=tmp_path / "cache").weights_folder)
+
+
+def test_gguf_without_rotary_factors_in_their_tensor_is_refused(tmp_path: Path) -> None:
+    path = _write_gguf(tmp_path / "m.gguf", "llama", _hf_model("llama"), extra={"rope_freqs.weight": np.zeros(0, dtype=np.float32)})
+    with pytest.raises(ConfigError, match="rotary factors"):
+        resolve_model(str(path), cache_dir=tmp_path / "cache")
 
 
 def test_an_unsupported_architecture_is_named(tmp_path: Path) -> None:

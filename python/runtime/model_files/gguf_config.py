@@ -88,11 +88,14 @@ def _heads_to_unpermute(file: GGUFFile, name: str, config: dict[str, Any]) -> in
     if file.architecture != "llama":
         return 0
     key = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(name.split(".")[-2])
-    return config[key] if key else 0
+    heads, rows = config[key] if key else 0, file.shape(name)[0]
+    if heads and rows % (2 * heads):
+        raise ConfigError(f"{file.path}: tensor {name!r} has {rows} rows, which {heads} heads cannot share in pairs")
+    return heads
 
 
 def _require_all(file: GGUFFile, present: set[str], config: dict[str, Any]) -> None:
-    layers = range(config["num_hidden_layers"])
+    layers = range(min(config["num_hidden_layers"], len(present) + 1))  # a wrong count may be huge
     parts = [part for part in _BLOCK_NAMES if file.architecture == "qwen3" or not part.endswith(("q_norm", "k_norm"))]
     wanted = {"token_embd.weight", "output_norm.weight"} | {f"blk.{i}.{part}.weight" for i in layers for part in parts}
     missing = sorted(wanted - present)
@@ -113,7 +116,8 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         raise ConfigError(f"{file.path} is of architecture {arch!r}; supported are {', '.join(CLASSES)} (Mistral files are 'llama')")
     if file.get(f"{arch}.expert_count", int, 0):
         raise ConfigError(f"{file.path} is a mixture of experts; only dense models are supported")
-    heads = file.get(f"{arch}.attention.head_count", int)
+    if (heads := file.get(f"{arch}.attention.head_count", int)) < 1:
+        raise ConfigError(f"{file.path}: {arch}.attention.head_count is {heads}; a model has at least one head")
     hidden = file.get(f"{arch}.embedding_length", int)
     config: dict[str, Any] = {
         "architectures": [CLASSES[arch]],
@@ -193,14 +197,15 @@ def _rope_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
 def _llama3_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     """Recover Llama 3.1's parameters from the frequency factors, and check that they give the same factors."""
     stored = file.tensor(ROPE_FACTORS).astype(np.float64)
+    factor = float(stored.max(initial=1.0))
     scaling: dict[str, Any] = {
         "rope_type": "llama3",
-        "factor": round(float(stored.max()), 4),
+        "factor": round(factor, 4),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    expected = llama3_factors(config["rope_theta"], config["head_dim"], float(stored.max()))
+    expected = llama3_factors(config["rope_theta"], config["head_dim"], factor)
     if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
         raise ConfigError(f"{file.path} holds rotary factors that are not Llama 3.1's; use the safetensors checkpoint instead")
     return scaling

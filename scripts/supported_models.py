@@ -23,7 +23,7 @@ from runtime.model_files import gguf_config
 from runtime.models.draft_config import DFLASH_CLASS, DRAFT_FAMILIES
 from runtime.models.eagle3_layout import EAGLE3_CLASS, Eagle3Layout
 from runtime.models.quant_fields import SUPPORTED
-from runtime.models.registry import FAMILIES
+from runtime.models.registry import FAMILIES, MTP_CLASSES
 from runtime.models.rope_fields import REQUIRED
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -40,8 +40,6 @@ ROPE_NOTES = {
     "proportional": "Gemma 4 only: the pairs after `partial_rotary_factor` do not rotate.",
 }
 DRAFT_PLACES = {"folder": "a checkpoint of its own", "checkpoint": "in the target's checkpoint", "none": "no model"}
-MTP_CLASSES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "MiMoForCausalLM")
-"""The classes whose `parse` may return a `ModelConfig.mtp`."""
 EAGLE3_CLASSES = {
     EAGLE3_CLASS: "SGLang, SpecForge, AngelSlim, NVIDIA",
     "Eagle3LlamaForCausalLM": "vLLM",

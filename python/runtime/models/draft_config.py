@@ -16,7 +16,7 @@ from runtime.models.config_fields import ConfigFields
 from runtime.models.dflash_config import BlockDraft
 from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, flattened, is_eagle3, read_aux_layers
 from runtime.models.hf_config import read_hf_config, sliding_windows
-from runtime.models.registry import FAMILIES, Family, of_checkpoint, parse_family, parse_hf_config
+from runtime.models.registry import FAMILIES, MTP_CLASSES, Family, of_checkpoint, parse_family, parse_hf_config
 
 DRAFT_FAMILIES: dict[str, Family] = {
     "LlamaForCausalLMEagle": llama,
@@ -123,7 +123,7 @@ def _of_another_algorithm(algorithm: SpecAlgorithm, name: str, raw: Mapping[str,
         return ConfigError(f"{where} is an {algorithm} head; use --speculative-algorithm {algorithm}")
     layers = raw.get("num_hidden_layers")
     hint = f", or name its class {name}Eagle in config.json if it is a head" if name in DRAFT_FAMILIES else ""
-    hint = f", or {MTP_HINT}" if raw.get("num_nextn_predict_layers") else hint
+    hint = f", or {MTP_HINT}" if name in MTP_CLASSES else hint
     return ConfigError(f"{where} is a whole model ({name}, num_hidden_layers {layers}); use --speculative-algorithm STANDALONE{hint}")
 
 

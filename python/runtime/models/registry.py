@@ -82,6 +82,8 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": glm4_lite,
     "MiMoForCausalLM": mimo,
 }
+MTP_CLASSES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "MiMoForCausalLM")
+"""The classes whose `parse` may return a `ModelConfig.mtp`."""
 
 
 def load_hf_config(folder: str | Path) -> ModelConfig:

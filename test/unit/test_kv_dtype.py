@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmark.shapes import CONFIGS
+from small_tokenizer import write_small_tokenizer
 
 from runtime.batch import ForwardMode
+from runtime.config.flag_parser import parse
+from runtime.entrypoints.prepare import prepare
 from runtime.errors import ConfigError
 from runtime.layers.pass_context import PassContext
 from runtime.layers.rope import RotaryHeads
@@ -127,6 +132,14 @@ def test_greedy_text_with_drafts_is_the_plain_workers_with_the_same_cache(
     assert scheduler.stats.cached_tokens_total > 0
 
 
-def test_latent_attention_refuses_it() -> None:
-    with pytest.raises(ConfigError, match="one latent row for a token, in the model's dtype only; use auto"):
-        build_model(latent_model(), TorchOps(), torch.float32, CPU, kv_dtype=E4M3)
+def test_a_target_with_latent_attention_refuses_it_before_loading(tmp_path: Path) -> None:
+    shutil.copy(CONFIGS / "deepseek-v3" / "config.json", tmp_path)
+    write_small_tokenizer(tmp_path)
+    flags = ["--model-path", str(tmp_path), "--load-format", "dummy", "--device", "cpu", "--kv-cache-dtype", "fp8_e4m3"]
+    with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM stores latent rows, in the model's dtype only"):
+        prepare(parse(flags).args)
+
+
+def test_a_draft_with_latent_attention_has_a_cache_in_its_dtype() -> None:
+    model = build_model(latent_model(), TorchOps(), torch.float32, CPU, kv_dtype=E4M3)
+    assert {(spec.kv.kind, spec.kv.dtype, spec.kv.scaled) for spec in model.attention_specs} == {("mla", torch.float32, False)}

@@ -39,8 +39,6 @@ def latent_attention(parts: ModelParts, prefix: str, layer_id: int) -> LatentAtt
     kv_b = weights.linear(kv_rows, heads.kv_rank, False, Partition.COLUMN, [key_value])
     o = weights.linear({prefix + "o_proj": hidden}, value_columns, c.o_bias, Partition.ROW, [value])
     assert c.latent is not None, "a model with latent attention"
-    if parts.context.kv_dtype is not None:
-        raise ConfigError(f"--kv-cache-dtype: {c.architecture} stores one latent row for a token, in the model's dtype only; use auto")
     kv = KVSpec("mla", 1, heads.row_dim, heads.kv_rank, parts.context.dtype)
     spec = AttentionSpec(layer_id, heads.num_heads, kv, c.latent.scale, c.window[layer_id])
     return LatentAttention(spec, heads, down, q_proj, kv_b, o, parts.context.ops)

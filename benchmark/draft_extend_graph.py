@@ -271,8 +271,6 @@ def main() -> None:
     )
     add_model(parser)
     args = parse_or_answer(parser, measure)
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: the value must be at least 1")
     record = Record(NAME, KEYS, args.out, args.quick)
     served = served_model(args)
     backends = ["torch_native"] if args.quick else args.backends

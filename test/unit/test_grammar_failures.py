@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,33 @@ from runtime.constrained.grammar import Matcher
 from runtime.constrained.llguidance_backend import LlguidanceMatcher
 from runtime.managers.grammar_queue import GrammarQueue
 from runtime.managers.messages import GenerateReq
+from runtime.managers.scheduler import Scheduler
 from unit.grammars import Served, constrained_worker, make_compiler, serve
 from unit.test_grammar_serving import FEW, GREEDY, WORKERS, constrained, first, mixed_asks
+
+Answer = Callable[..., tuple[Served, Scheduler]]
+Drafts = tuple[str | None, dict[str, Any]]
+"""An algorithm, None for plain decoding, and the settings of its worker."""
+PLAIN: Drafts = (None, {})
 
 
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
     return make_compiler()
+
+
+@pytest.fixture
+def answer(tmp_path: Path, compiler: GrammarCompiler) -> Answer:
+    """Serves requests with a worker of its own."""
+
+    def answer(asks: list[GenerateReq], drafts: Drafts = ("EAGLE", {}), **settings: Any) -> tuple[Served, Scheduler]:
+        algorithm, spec = drafts
+        worker = constrained_worker(tmp_path, algorithm, **spec)
+        found = serve(worker, asks, compiler, **settings)
+        worker.close()
+        return found
+
+    return answer
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +52,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, compiler: GrammarCompiler
     return served
 
 
-def test_a_grammar_that_fails_on_its_way_ends_its_request_alone(
-    tmp_path: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_that_fails_on_its_way_ends_its_request_alone(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     fill, calls = LlguidanceMatcher.fill, Counter[str]()
 
     def failing(self: LlguidanceMatcher, row: Any) -> str:
@@ -41,28 +60,21 @@ def test_a_grammar_that_fails_on_its_way_ends_its_request_alone(
         return "the parser gave up" if calls["fill"] > 40 and calls["fill"] < 42 else fill(self, row)
 
     monkeypatch.setattr(LlguidanceMatcher, "fill", failing)
-    worker = constrained_worker(tmp_path, "EAGLE")
-    asks = [GenerateReq(rid=str(i), input_ids=[5 + i], sampling=constrained(GREEDY), seed=i) for i in range(4)]
-    served, scheduler = serve(worker, asks, compiler)
+    served, scheduler = answer([GenerateReq(rid=str(i), input_ids=[5 + i], sampling=constrained(GREEDY), seed=i) for i in range(4)])
     failed = [end for end in served.ends.values() if end.reason == "abort"]
     assert [(end.status, "the parser gave up" in end.message) for end in failed] == [(400, True)]
     assert sum(end.reason == "stop" for end in served.ends.values()) == 3
     assert scheduler.stats.num_failed_steps_total == 0
-    worker.close()
 
 
-def test_a_grammar_that_slows_others_down_ends_its_request_alone(
-    tmp_path: Path, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_that_slows_others_down_ends_its_request_alone(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.constrained.constraint.SLOW", -1.0)
     monkeypatch.setattr("runtime.constrained.constraint.PER_MASK", -1.0)
-    worker, asks = constrained_worker(tmp_path, "EAGLE"), mixed_asks(FEW)
-    served, scheduler = serve(worker, asks, compiler)
-    for ask in asks:
+    served, scheduler = answer(mixed_asks(FEW))
+    for ask in mixed_asks(FEW):
         end, slow = served.ends[ask.rid], ask.sampling.grammar is not None
         assert (end.status, "takes too long" in end.message) == ((400, True) if slow else (0, False))
     assert scheduler.stats.num_failed_steps_total == 0
-    worker.close()
 
 
 class OnlyAlong:
@@ -103,43 +115,26 @@ def prefixes(served: Served) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("ragged", "raises"), [(False, False), (True, True)])
-@pytest.mark.parametrize(("algorithm", "spec"), WORKERS)
+@pytest.mark.parametrize("drafts", WORKERS)
 def test_a_grammar_that_fails_after_a_rejected_draft_goes_on(
-    tmp_path: Path,
-    compiler: GrammarCompiler,
-    expected: Served,
-    monkeypatch: pytest.MonkeyPatch,
-    algorithm: str,
-    spec: dict[str, Any],
-    ragged: bool,
-    raises: bool,
+    answer: Answer, expected: Served, monkeypatch: pytest.MonkeyPatch, drafts: Drafts, ragged: bool, raises: bool
 ) -> None:
     follow_only(prefixes(expected), raises, monkeypatch)
     asks = mixed_asks(FEW)
     if ragged:
         asks = [structs.replace(ask, sampling=structs.replace(ask.sampling, speculative_num_steps=i % 4)) for i, ask in enumerate(asks)]
-    worker = constrained_worker(tmp_path, algorithm, **spec)
-    served, scheduler = serve(worker, asks, compiler)
-    worker.close()
+    served, scheduler = answer(asks, drafts)
     assert served.tokens == first(expected)
     assert {end.reason for end in served.ends.values()} == {"stop", "length"}
     assert scheduler.stats.num_failed_steps_total == 0
 
 
-@pytest.mark.parametrize(("algorithm", "spec", "raises"), [(None, {}, False), (None, {}, True), *((*each, True) for each in WORKERS)])
+@pytest.mark.parametrize(("drafts", "raises"), [(PLAIN, False), (PLAIN, True), *((each, True) for each in WORKERS)])
 def test_a_grammar_that_fails_after_a_committed_token_ends_its_request(
-    tmp_path: Path,
-    compiler: GrammarCompiler,
-    expected: Served,
-    monkeypatch: pytest.MonkeyPatch,
-    algorithm: str | None,
-    spec: dict[str, Any],
-    raises: bool,
+    answer: Answer, expected: Served, monkeypatch: pytest.MonkeyPatch, drafts: Drafts, raises: bool
 ) -> None:
     follow_only({path for path in prefixes(expected) if len(path) != 17}, raises, monkeypatch)
-    worker = constrained_worker(tmp_path, algorithm, **spec)
-    served, scheduler = serve(worker, mixed_asks(FEW), compiler)
-    worker.close()
+    served, scheduler = answer(mixed_asks(FEW), drafts)
     for ask in mixed_asks(FEW):
         end, tokens = served.ends[ask.rid], expected.tokens[ask.rid]
         assert end.status == (400 if ask.sampling.grammar is not None and len(tokens) > 17 else 0)
@@ -150,33 +145,20 @@ def test_a_grammar_that_fails_after_a_committed_token_ends_its_request(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("algorithm", "spec"), WORKERS)
+@pytest.mark.parametrize("drafts", WORKERS)
 def test_a_grammar_that_fails_after_the_end_of_its_text_has_not_failed(
-    tmp_path: Path,
-    compiler: GrammarCompiler,
-    expected: Served,
-    monkeypatch: pytest.MonkeyPatch,
-    algorithm: str,
-    spec: dict[str, Any],
-    overlap: bool,
+    answer: Answer, expected: Served, monkeypatch: pytest.MonkeyPatch, drafts: Drafts, overlap: bool
 ) -> None:
     follow_only({path for path in prefixes(expected) if len(path) < 17}, False, monkeypatch)
     asks = [structs.replace(ask, sampling=structs.replace(ask.sampling, max_new_tokens=17)) for ask in mixed_asks(FEW)]
-    worker = constrained_worker(tmp_path, algorithm, **spec)
-    served, _ = serve(worker, asks, compiler, overlap=overlap)
-    worker.close()
+    served, _ = answer(asks, drafts, overlap=overlap)
     assert {end.reason for end in served.ends.values()} == {"stop", "length"}
     assert served.tokens == {rid: tokens[:17] for rid, tokens in first(expected).items()}
 
 
-@pytest.mark.parametrize(("algorithm", "spec"), [(None, {}), *WORKERS])
+@pytest.mark.parametrize("drafts", [PLAIN, *WORKERS])
 def test_masks_of_drafts_do_not_end_a_request_that_is_served_without_drafts(
-    tmp_path: Path,
-    compiler: GrammarCompiler,
-    expected: Served,
-    monkeypatch: pytest.MonkeyPatch,
-    algorithm: str | None,
-    spec: dict[str, Any],
+    answer: Answer, expected: Served, monkeypatch: pytest.MonkeyPatch, drafts: Drafts
 ) -> None:
     fill, seconds = LlguidanceMatcher.fill, [0.0]
 
@@ -187,8 +169,6 @@ def test_masks_of_drafts_do_not_end_a_request_that_is_served_without_drafts(
     monkeypatch.setattr(LlguidanceMatcher, "fill", slow)
     monkeypatch.setattr("runtime.constrained.constraint.perf_counter", lambda: seconds[0])
     monkeypatch.setattr("runtime.constrained.constraint.thread_time", lambda: seconds[0])
-    worker = constrained_worker(tmp_path, algorithm, **spec)
-    served, _ = serve(worker, mixed_asks(1), compiler)
-    worker.close()
+    served, _ = answer(mixed_asks(1), drafts)
     assert served.tokens == first(expected, 1)
     assert served.ends["0"].reason == "stop"

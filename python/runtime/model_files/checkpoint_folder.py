@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from runtime.errors import ConfigError
 from runtime.json_file import read_object
-from runtime.model_files.safetensors_header import is_whole_safetensors, read_header
+from runtime.model_files.safetensors_header import Entry, is_whole_safetensors, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -65,14 +65,14 @@ def safetensors_files(folder: Path, flags: SourceFlags = TARGET_FLAGS) -> list[P
     return [folder / name for name in names]
 
 
-def may_hold(folder: Path, prefix: str) -> bool:
-    """Whether the checkpoint has a tensor whose name starts with `prefix`. True if its weights are missing or damaged, for example with
-    dummy weights; an error is then reported when they are loaded.
+def tensor_places(folder: Path) -> dict[str, tuple[Path, Entry]]:
+    """The file and the place of each tensor, by name. Empty if weights are missing or damaged, for example with dummy weights; an error is
+    then reported when they are loaded.
     """
     try:
-        return any(entry.name.startswith(prefix) for file in safetensors_files(folder) for entry in read_header(file))
+        return {entry.name: (file, entry) for file in safetensors_files(folder) for entry in read_header(file)}
     except (ConfigError, OSError, ValueError):
-        return True
+        return {}
 
 
 def _indexed_names(index: Path) -> list[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.errors import ConfigError
-from runtime.model_files.checkpoint_folder import safetensors_files
-from runtime.model_files.safetensors_header import Entry, read_header
+from runtime.model_files.checkpoint_folder import tensor_places
+from runtime.model_files.safetensors_header import Entry
 
 HEAD = "lm_head.weight"
 CHUNK_BYTES = 1 << 16
@@ -16,12 +15,9 @@ CHUNK_BYTES = 1 << 16
 def has_own_head(folder: Path, embedding: str) -> bool:
     """Whether tensor `lm_head.weight` of the checkpoint differs from tensor `embedding`.
 
-    Reads both tensors if both exist. Missing or damaged weights count as tied; the error is reported when they are loaded.
+    Reads both tensors if both exist. Missing or damaged weights count as tied.
     """
-    try:
-        places = {entry.name: (file, entry) for file in safetensors_files(folder) for entry in read_header(file)}
-    except (ConfigError, OSError, ValueError):
-        return False
+    places = tensor_places(folder)
     return HEAD in places and embedding in places and not _same(places[HEAD], places[embedding])
 
 

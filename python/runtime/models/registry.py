@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.config.quant_config import with_flag
 from runtime.errors import ConfigError
-from runtime.model_files.checkpoint_folder import may_hold
+from runtime.model_files.checkpoint_folder import tensor_places
 from runtime.model_files.tied_head import has_own_head
 from runtime.models import (
     deepseek,
@@ -99,7 +99,8 @@ def of_checkpoint(config: ModelConfig, folder: str | Path) -> ModelConfig:
     """The architecture with the head that the weights in `folder` have, as in transformers: their own if it is not the embedding, whatever
     `tie_word_embeddings` says. Without a layer for multi-token prediction if they lack it, as converted checkpoints do.
     """
-    if config.mtp is not None and not may_hold(Path(folder), config.mtp.prefix):
+    names = [] if config.mtp is None else list(tensor_places(Path(folder)))
+    if names and config.mtp is not None and not any(name.startswith(config.mtp.prefix) for name in names):
         log.info("no layer for multi-token prediction, although config.json counts one: %s", folder)
         config = replace(config, mtp=None)
     if not config.tie_embeddings or not has_own_head(Path(folder), config.weight_prefix + "embed_tokens.weight"):

@@ -4,21 +4,18 @@ weights.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
 from benchmark.agreement import Agreement, compare, greedy_answers
-from benchmark.machine import ROOT
 from benchmark.markdown import Result, percent, pick, provenance, table
 from benchmark.record import Record
-from benchmark.server import Server, bench, environment
+from benchmark.server import Server, bench
 from benchmark.sweep import arguments, positive, random_ids
+from benchmark.transformers_decode import decode_rates
 
 NAME = "cpu_serving"
 KEYS = ("system", "quantization", "batch")
@@ -40,21 +37,8 @@ def server_rows(server: Server, quantization: str, tokens: int) -> list[dict[str
 
 def transformers_rows(folder: str, threads: int, tokens: int) -> list[dict[str, Any]]:
     """Decode rates of transformers on the weights in `folder`."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmark.transformers_decode",
-        "--folder",
-        folder,
-        "--threads",
-        str(threads),
-        "--tokens",
-        str(tokens),
-    ]
-    print("+", " ".join(command[1:]), flush=True)
-    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=True)
-    rates = json.loads(done.stdout.strip().splitlines()[-1])
-    return [{"system": "transformers", "quantization": "none", "batch": int(b), "tokens_per_second": rate} for b, rate in rates.items()]
+    rates = zip(BATCHES, decode_rates(folder, BATCHES, tokens, threads), strict=True)
+    return [{"system": "transformers", "quantization": "none", "batch": batch, "tokens_per_second": rate} for batch, rate in rates]
 
 
 def render(result: Result) -> str:

@@ -23,7 +23,7 @@ from benchmark import picture, plots
 from benchmark.markdown import Result, cell, change, percent, pick, provenance, table
 from benchmark.phases import Phases
 from benchmark.record import Record
-from benchmark.server import apart, parse_or_answer
+from benchmark.server import apart
 from benchmark.shapes import Model, read_rate
 from benchmark.sweep import Setup, add_model, arguments, names, numbers, positive, random_ids, roof_share, served_model, sweep
 from runtime.model_executor.acceptance import AcceptanceCounters
@@ -252,8 +252,8 @@ def in_process(
     for backend in backends:
         setup = setups(served, [backend], ["on"])[-1]
         limit = [] if backend == "torch_native" else ["--cuda-graph-max-bs", str(max(concurrencies))]
-        order = {"flags": [*setup.flags, *limit], "concurrencies": concurrencies, "lens": lens, "overlaps": overlaps, "rounds": rounds}
-        for row in apart(NAME, order):
+        flags = [*setup.flags, *limit]
+        for row in apart(measure, flags=flags, concurrencies=concurrencies, lens=lens, overlaps=overlaps, rounds=rounds):
             labelled = {**setup.labels, "loop": "in-process", **row}
             record.add(labelled | (roof_share(labelled, served.shape.roof, speed) if served.shape else {}))
 
@@ -270,7 +270,7 @@ def main() -> None:
         "--rounds", type=positive, default=2, help="with --in-process: alternating runs with off and on (default %(default)s)"
     )
     add_model(parser)
-    args = parse_or_answer(parser, measure)
+    args = parser.parse_args()
     record = Record(NAME, KEYS, args.out, args.quick)
     served = served_model(args)
     backends = ["torch_native"] if args.quick else args.backends

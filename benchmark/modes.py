@@ -14,7 +14,7 @@ from typing import Any
 from benchmark import picture, plots
 from benchmark.markdown import Result, change, label, percent, pick, provenance, table
 from benchmark.record import Record, Row
-from benchmark.server import apart, parse_or_answer
+from benchmark.server import apart
 from benchmark.shapes import Model, read_rate
 from benchmark.sweep import add_model, arguments, names, numbers, positive, served_model
 from benchmark.trace import GPU_EVENTS, KINDS, OTHER_KIND, alone, covered, load
@@ -211,15 +211,14 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=60, help="timed steps per run; the faster of two runs counts")
     parser.add_argument("--flags", type=str.split, default=[], help="more flags of every process, in one argument")
     add_model(parser)
-    args = parse_or_answer(parser, measure)
+    args = parser.parse_args()
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
     speed = read_rate(record.data["machine"])
     batches, context, steps = ([1, 2], 16, 4) if args.quick else (args.batch_sizes, args.context, args.steps)
     for mode in args.modes:
         for backend in ["torch_native"] if args.quick else args.backends:
             flags = [*server_flags(served, mode, backend, max(batches)), *args.flags]
-            order = {"flags": flags, "batches": batches, "context": context, "steps": steps}
-            for row in apart(NAME, order):
+            for row in apart(measure, flags=flags, batches=batches, context=context, steps=steps):
                 labels = {"model": served.name, "mode": mode, "backend": backend}
                 record.add({**labels, **row, **roof(served, mode, row, speed)})
     plot(record.data, record.file.with_suffix(".png"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -14,14 +13,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmark.machine import ROOT
 from benchmark.ports import free_port
 
 _LOG_TAIL = 3000
+T = TypeVar("T")
 
 
 class ServerFailed(Exception):
@@ -174,34 +176,8 @@ def bench(server: Server, flags: Sequence[str]) -> dict[str, Any]:
     return figures
 
 
-def apart(script: str, order: dict[str, Any]) -> Any:
-    """Run `python -m benchmark.SCRIPT --child ORDER` in its own process, with an empty device, and return its answer.
-
-    The child reads its command line with `parse_or_answer`.
-
-    Raises:
-        ServerFailed: the child failed; the message has the end of its output.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "answer.json"
-        print("+", script, *order.get("flags", ()), flush=True)
-        command = [sys.executable, "-m", f"benchmark.{script}", "--child", json.dumps(order | {"out": str(out)})]
-        done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise ServerFailed(f"{script} failed:\n{done.stdout[-_LOG_TAIL:]}{done.stderr[-_LOG_TAIL:]}")
-        return json.loads(out.read_text(encoding="utf-8"))
-
-
-def parse_or_answer(parser: argparse.ArgumentParser, measure: Callable[..., Any]) -> argparse.Namespace:
-    """Parse the command line of a script that runs parts of itself with `apart`.
-
-    A child calls `measure` with the entries of its order, writes the result as JSON to the file named in the order, and exits.
-    """
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child is None:
-        return args
-    entries = json.loads(args.child)
-    out = Path(entries.pop("out"))
-    out.write_text(json.dumps(measure(**entries)), encoding="utf-8")
-    raise SystemExit(0)
+def apart(measure: Callable[..., T], **order: Any) -> T:
+    """Call `measure` in its own process, with an empty device; its errors are raised here."""
+    print("+", measure.__qualname__, *order.get("flags", ()), flush=True)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(measure, **order).result()

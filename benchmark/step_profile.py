@@ -18,7 +18,7 @@ from benchmark import picture, plots
 from benchmark.markdown import Result, cell, percent, pick, provenance, table
 from benchmark.phases import METHODS, Phases
 from benchmark.record import Record
-from benchmark.server import apart, parse_or_answer
+from benchmark.server import apart
 from benchmark.shapes import Model
 from benchmark.sweep import add_model, arguments, names, positive, served_model
 from benchmark.trace import analyse, load
@@ -42,7 +42,7 @@ def flags(served: Model, backend: str, concurrency: int) -> list[str]:
 
 
 def measure(
-    flags: Sequence[str], overlaps: Sequence[str], graphs: Sequence[str], concurrency: int, steps: int, keep: str | None
+    flags: Sequence[str], overlaps: Sequence[str], graphs: Sequence[str], concurrency: int, steps: int, keep: Path | None
 ) -> list[dict[str, Any]]:
     """Measure in this process; one row per overlap and choice of graphs. `keep` is a folder for the traces."""
     from benchmark.engine_loop import EngineLoop, build
@@ -70,7 +70,7 @@ def measure(
                 trace = Path(worker.stop_profile())
                 rows.append({**labels, **alone, **asdict(analyse(load(trace)))})
                 if keep:
-                    shutil.copy(trace, Path(keep) / f"{NAME}-{overlap}-{name}-{concurrency}{''.join(trace.suffixes[-3:])}")
+                    shutil.copy(trace, keep / f"{NAME}-{overlap}-{name}-{concurrency}{''.join(trace.suffixes[-3:])}")
             loop.stop()
     worker.close()
     return rows
@@ -181,13 +181,13 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=40, help="iterations per trace")
     parser.add_argument("--keep-traces", action="store_true", help="keep the traces next to the results (megabytes)")
     add_model(parser)
-    args = parse_or_answer(parser, measure)
+    args = parser.parse_args()
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
     record.file.parent.mkdir(parents=True, exist_ok=True)
+    order = {"overlaps": args.overlap, "graphs": args.graphs, "concurrency": args.concurrency, "steps": 4 if args.quick else args.steps}
+    order |= {"keep": record.file.parent if args.keep_traces else None}
     for backend in ["torch_native"] if args.quick else args.backends:
-        order = {"flags": flags(served, backend, args.concurrency), "overlaps": args.overlap, "graphs": args.graphs}
-        order |= {"concurrency": args.concurrency, "steps": 4 if args.quick else args.steps}
-        for row in apart(NAME, order | {"keep": str(record.file.parent) if args.keep_traces else None}):
+        for row in apart(measure, flags=flags(served, backend, args.concurrency), **order):
             record.add({"model": served.name, "backend": backend, **row})
     plot(record.data, record.file.with_suffix(".png"))
     print(render(record.data))

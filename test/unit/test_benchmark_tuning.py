@@ -15,8 +15,8 @@ from benchmark import machine, shapes
 from benchmark.machine import ROOT
 from benchmark.record import RESULTS, Record
 from benchmark.report import SCRIPTS
+from benchmark.sweep import numbers
 from benchmark.tuning import attention_backends, decode_step, experts, gemms, scaled_gemms, split_attention, step_choices, world
-from benchmark.tuning.command_line import counts
 from benchmark.tuning.split_attention import Case
 
 from runtime.config.kernel_configs import SplitConfig
@@ -81,7 +81,7 @@ def test_help_shows_purpose_and_command(tool: ModuleType, capsys: pytest.Capture
 
 
 def test_counts_start_at_one() -> None:
-    assert counts("1,4,16") == [1, 4, 16]
+    assert numbers("1,4,16") == [1, 4, 16]
 
 
 @pytest.mark.parametrize(

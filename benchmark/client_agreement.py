@@ -327,8 +327,7 @@ def main() -> None:
     for name in args.servers:
         with start(name, args.quick) as target:
             measure(record, target, args.backends[:1] if args.quick else args.backends, clients, rounds)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

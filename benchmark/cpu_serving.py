@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmark import picture, plots
 from benchmark.agreement import Agreement, compare, greedy_answers
-from benchmark.markdown import Result, percent, pick, provenance, table
+from benchmark.markdown import Result, percent, pick, table, with_provenance
 from benchmark.record import Record
 from benchmark.server import Server, bench
 from benchmark.sweep import arguments, positive, random_ids
@@ -41,11 +41,6 @@ def transformers_rows(folder: str, threads: int, tokens: int) -> list[dict[str, 
     return [{"system": "transformers", "quantization": "none", "batch": batch, "tokens_per_second": rate} for batch, rate in rates]
 
 
-def render(result: Result) -> str:
-    """The table and where it comes from."""
-    return "\n".join([summary(result), "", provenance(result)])
-
-
 def summary(result: Result) -> str:
     """Rates, ratios, and the share of greedy tokens and whole answers of quantised weights that equal those of float32."""
     rows = result["rows"]
@@ -65,6 +60,9 @@ def summary(result: Result) -> str:
         *("greedy tokens as in float32, each after float32's text", "whole answers as in float32"),
     ]
     return table(header, lines)
+
+
+render = with_provenance(summary)
 
 
 def plot(result: Result, file: Path) -> None:
@@ -109,8 +107,7 @@ def main() -> None:
         measure(record, tiny_model().target_flags[:-2], 8, 4, 1)
     else:
         measure(record, ("--device", "cpu", "--speculative-algorithm", "none"), args.tokens, args.prompts, args.threads)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

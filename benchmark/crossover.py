@@ -195,8 +195,7 @@ def main() -> None:
         real = [real_text(c, args.output_len, args.prompts) for c in args.concurrency] if REAL in args.accept_lengths else []
     for setup in found:
         measure(record, setup, random, real)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

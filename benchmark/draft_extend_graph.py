@@ -280,8 +280,7 @@ def main() -> None:
     else:
         bursts = [random_ids(c, *lens) for c in concurrencies]
         sweep(record, setups(served, backends, ["on"] if args.quick else args.overlap), bursts, served.shape and served.shape.roof)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, provenance, table
+from benchmark.markdown import Result, table, with_provenance
 from benchmark.record import Record, Row
 from benchmark.server import Server, bench
 from benchmark.shapes import named_model, tiny_model
@@ -43,11 +43,6 @@ def best(rows: Sequence[dict[str, Any]], system: str) -> float | None:
     return max((row["tokens_per_second"] for row in rows if row["system"].startswith(system)), default=None)
 
 
-def render(result: Result) -> str:
-    """The table and where it comes from."""
-    return "\n".join([summary(result), "", provenance(result)])
-
-
 def summary(result: Result) -> str:
     """Rates, and their ratios to the best rate of `transformers`."""
     base = best(result["rows"], "transformers")
@@ -57,6 +52,9 @@ def summary(result: Result) -> str:
     ]
     header = ["batch 1", "weights", "tokens/s", "times the best of transformers", "TTFT (ms)"]
     return table(header, lines)
+
+
+render = with_provenance(summary)
 
 
 def plot(result: Result, file: Path) -> None:
@@ -82,8 +80,7 @@ def main() -> None:
     if any(Path(folder).glob("*.safetensors")):
         for dtype in ("bfloat16", "float32"):
             record.add(transformers_row(folder, dtype, tokens // 2))
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -222,8 +222,7 @@ def main() -> None:
             labels |= {"text": EVERYDAY} if args.text == EVERYDAY else {}
             labels |= draft_head.label(args.head) if shape != OFF else {}
             record.add(labels | {"new_tokens": args.new_tokens, "threads": chosen.cpu_threads} | tally.figures())
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 def _options(args: Any, quantization: str) -> dict[str, Any]:

@@ -145,8 +145,7 @@ def main() -> None:
             spawn(one_rank, args=(ranks, folder, args.rows, args.columns), nprocs=ranks)
             for row in json.loads((Path(folder) / ROWS_FILE).read_text()):
                 record.add(row)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

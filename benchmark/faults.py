@@ -319,8 +319,7 @@ def main() -> None:
     else:
         measure(record, ("--device", "cpu"), 1000, 3)
         measure_deaths(record, ("--device", "cpu"))
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

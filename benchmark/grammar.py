@@ -284,8 +284,7 @@ def main() -> None:
         measure_hostile(record, flags, calm_seconds)
     if "process" in parts:
         measure_process(record, flags)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Result = dict[str, Any]
@@ -67,3 +67,8 @@ def provenance(result: Result, rows: Sequence[dict[str, Any]] | None = None) -> 
 def pick(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:
     """The first row with these values, or None."""
     return next((row for row in rows if all(row.get(key) == value for key, value in wanted.items())), None)
+
+
+def with_provenance(tables: Callable[[Result], str]) -> Callable[[Result], str]:
+    """`tables` followed by where their rows come from."""
+    return lambda result: f"{tables(result)}\n\n{provenance(result)}"

@@ -166,8 +166,7 @@ def main() -> int:
     rows = [{"case": case.name, **run(case, models[case.model])} for case in cases]
     for row in rows:
         record.add(row)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
     return 1 if any(map(faults, rows)) and not args.quick else 0
 
 

@@ -173,8 +173,7 @@ def main() -> None:
     else:
         for model in args.models:
             measure(record, model, args)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

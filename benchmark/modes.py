@@ -221,8 +221,7 @@ def main() -> None:
             for row in apart(measure, flags=flags, batches=batches, context=context, steps=steps):
                 labels = {"model": served.name, "mode": mode, "backend": backend}
                 record.add({**labels, **row, **roof(served, mode, row, speed)})
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

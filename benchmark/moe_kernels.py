@@ -140,8 +140,7 @@ def main() -> None:
             for row in measure(shape, args.rows, read_rate(record.data["machine"])):
                 record.add(row)
             torch.cuda.empty_cache()
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -122,8 +122,7 @@ def main() -> None:
             flags = server_flags(served, mode, sampler, batches, args.quick)
             for row in apart(measure, flags=flags, choices=choices, batches=batches, context=context, steps=steps):
                 record.add({"model": served.name, "mode": mode, "sampler": None if row["choice"] == GREEDY else sampler, **row})
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -135,8 +135,7 @@ def main() -> None:
     bursts = [random_ids(c, *lens) for c in ([1, 2] if args.quick else args.concurrency)]
     roof = served.shape.roof.of_ranks(args.tp_size) if served.shape else None
     sweep(record, setups(served, args.modes, backends, args.tp_size), bursts, roof)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

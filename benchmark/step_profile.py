@@ -189,8 +189,7 @@ def main() -> None:
     for backend in ["torch_native"] if args.quick else args.backends:
         for row in apart(measure, flags=flags(served, backend, args.concurrency), **order):
             record.add({"model": served.name, "backend": backend, **row})
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -109,8 +109,7 @@ def main() -> None:
         labels = {"model": Path(args.model).stem if args.model else "embedded", "device": args.device, "shape": shape, "batch": batch}
         facts = {"chosen": chosen, "tuning": tuning} if shape == TUNED else {}
         record.add(labels | tally.figures() | {"tokens_per_second": median(tally.rates), "rates": tally.rates} | facts)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

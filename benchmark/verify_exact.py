@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmark import draft_head, picture, plots
 from benchmark.chat_text import PROMPTS, chat_text
-from benchmark.markdown import Result, percent, pick, provenance, table
+from benchmark.markdown import Result, percent, pick, table, with_provenance
 from benchmark.record import Record
 from benchmark.shapes import Model
 from benchmark.sweep import Burst, Setup, add_model, arguments, positive, served_model, sweep
@@ -65,11 +65,6 @@ def standard_error(row: dict[str, Any]) -> float | None:
     return math.sqrt(max(variance, 0.0) / windows) / STEPS if windows > 0 else None
 
 
-def render(result: Result) -> str:
-    """The table and where it comes from."""
-    return "\n".join([summary(result), "", provenance(result)])
-
-
 def summary(result: Result) -> str:
     """Per model: acceptance rate with its standard error, accept length, throughput and acceptance by position, one column per rule."""
     parts = []
@@ -84,6 +79,9 @@ def summary(result: Result) -> str:
         ]
         parts.append(table([name, *(RULES[rule] for rule in found)], lines))
     return "\n\n".join(parts)
+
+
+render = with_provenance(summary)
 
 
 def _rate(row: dict[str, Any]) -> str | None:
@@ -127,8 +125,7 @@ def main() -> None:
     record = Record(NAME, KEYS, args.out, args.quick)
     load = burst(2, 4, 8, 4) if args.quick else burst(args.concurrency, args.num_prompts, args.output_len, args.prompts)
     sweep(record, setups(served_model(args)), [load])
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,15 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+
+import httpx
 
 from benchmark.machine import ROOT
 from benchmark.ports import free_port
@@ -47,6 +48,7 @@ class Server:
 
     Attributes:
         port: its TCP port.
+        http: sends requests to it, each on a connection of its own.
         ready_seconds: time from the start of the process until `/ready` answered 200.
     """
 
@@ -62,6 +64,8 @@ class Server:
         self._variables = dict(variables or {})
         self._program = list(program)
         self.port = free_port()
+        new_connections = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60.0, limits=new_connections)
         self.ready_seconds = 0.0
         self._timeout = timeout
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server runs
@@ -91,12 +95,11 @@ class Server:
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON answer of GET `path`."""
-        return self._call(urllib.request.Request(self._url(path)))
+        return self.http.get(path).raise_for_status().json()
 
     def post(self, path: str, body: Any = None, timeout: float = 600.0) -> dict[str, Any]:
         """The JSON answer of POST `path`."""
-        data = json.dumps({} if body is None else body).encode()
-        return self._call(urllib.request.Request(self._url(path), data, {"Content-Type": "application/json"}), timeout)
+        return self.http.post(path, json={} if body is None else body, timeout=timeout).raise_for_status().json()
 
     @property
     def pid(self) -> int:
@@ -119,25 +122,16 @@ class Server:
         self._log.seek(0)
         return self._log.read().decode("utf-8", "replace")[-_LOG_TAIL:]
 
-    def _url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
-
-    def _call(self, request: urllib.request.Request, timeout: float = 60.0) -> dict[str, Any]:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return json.loads(answer.read() or b"{}")
-
     def _wait_ready(self, started: float) -> None:
         assert self._process is not None
         while time.perf_counter() - started < self._timeout:
             if self._process.poll() is not None:
                 raise ServerFailed(f"the server ended with status {self._process.returncode}:\n{self.log_tail()}")
-            try:
+            with suppress(httpx.HTTPError):
                 self.get("/ready")
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.05)
-                continue
-            self.ready_seconds = time.perf_counter() - started
-            return
+                self.ready_seconds = time.perf_counter() - started
+                return
+            time.sleep(0.05)
         raise ServerFailed(f"the server was not ready after {self._timeout:.0f} s:\n{self.log_tail()}")
 
     def _end(self) -> None:
@@ -151,6 +145,7 @@ class Server:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        self.http.close()
         self._log.close()
 
 

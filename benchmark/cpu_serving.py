@@ -67,10 +67,11 @@ render = with_provenance(summary)
 
 def plot(result: Result, file: Path) -> None:
     """Tokens per second, one group per batch size."""
-    groups: dict[str, dict[str, float | None]] = {}
-    for row in result["rows"]:
-        kind = "float32" if row["quantization"] == "none" else row["quantization"]
-        groups.setdefault(str(row["batch"]), {})[f"{row['system']}, {kind}"] = row["tokens_per_second"]
+
+    def bar(row: dict[str, Any]) -> str:
+        return f"{row['system']}, {'float32' if row['quantization'] == 'none' else row['quantization']}"
+
+    groups = plots.grouped((str(row["batch"]), bar(row), row["tokens_per_second"]) for row in result["rows"])
     picture.draw(result, file, "Decoding with SmolLM2-135M", [plots.bars(groups, "", "decode tokens/s", kind="batch size")])
 
 

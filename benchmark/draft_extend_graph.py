@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, cell, change, percent, pick, provenance, table
+from benchmark.markdown import Result, cell, change, percent, pick, provenance, split, table
 from benchmark.phases import Phases
 from benchmark.record import Record
 from benchmark.server import apart
@@ -112,10 +112,9 @@ def measure(
 
 def render(result: Result) -> str:
     """One table per model, backend, overlap and answer length."""
-    rows, parts = result["rows"], []
-    found = pairs(rows)
-    for key in dict.fromkeys(_series(row) for row in rows):
-        parts += [f"**{key}**", "", _part([row for row in rows if _series(row) == key]), ""]
+    found, parts = pairs(result["rows"]), []
+    for key, rows in split(result["rows"], _series).items():
+        parts += [f"**{key}**", "", _part(rows), ""]
         hidden = _hidden(found.get(key, ()))
         parts += [hidden, ""] if hidden else []
     return "\n".join([*parts, provenance(result)])
@@ -229,9 +228,7 @@ def plot(result: Result, file: Path) -> None:
 
 def _panel(key: str, found: Sequence[tuple[int, dict[str, Any], dict[str, Any]]]) -> plots.Panel:
     rows = {(str(concurrency), f"graph {row['graph']}"): row for concurrency, off, on in found for row in (off, on)}
-    lengths: dict[str, dict[str, float | None]] = {}
-    for (concurrency, name), row in rows.items():
-        lengths.setdefault(concurrency, {})[name] = row["output_throughput"]
+    lengths = plots.grouped((*place, row["output_throughput"]) for place, row in rows.items())
 
     def text(concurrency: str, name: str) -> str:
         row, off = rows[concurrency, name], rows[concurrency, "graph off"]

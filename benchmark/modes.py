@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, change, label, percent, pick, provenance, table
+from benchmark.markdown import Result, change, label, percent, pick, provenance, split, table
 from benchmark.record import Record, Row
 from benchmark.server import apart
 from benchmark.shapes import Model, read_rate
@@ -186,18 +187,13 @@ def _steady(row: Row) -> str:
 
 def plot(result: Result, file: Path) -> None:
     """Step time by variant, one panel per model and mode."""
-    rows = result["rows"]
 
-    def panel(model: str, mode: str) -> plots.Panel:
-        groups: dict[str, dict[str, float | None]] = {}
-        for row in rows:
-            if (row["model"], row["mode"]) == (model, mode):
-                label = f"graphs {row['graphs']}, overlap {row['overlap']}"
-                groups.setdefault(f"{row['backend']}, batch {row['batch']}", {})[label] = row["step_ms"]
-        return plots.bars(groups, f"{model}, {mode}", "ms per step")
+    def bar(row: Row) -> tuple[str, str, float]:
+        return f"{row['backend']}, batch {row['batch']}", f"graphs {row['graphs']}, overlap {row['overlap']}", row["step_ms"]
 
-    panels = [panel(*key) for key in dict.fromkeys((row["model"], row["mode"]) for row in rows)]
-    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
+    series = split(result["rows"], itemgetter("model", "mode"))
+    panels = [plots.bars(plots.grouped(map(bar, rows)), f"{model}, {mode}", "ms per step") for (model, mode), rows in series.items()]
+    models = ", ".join(dict.fromkeys(model for model, _ in series))
     picture.draw(result, file, f"One steady decode step: {models}", panels, columns=2)
 
 

@@ -7,10 +7,11 @@ drafts' probabilities.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, change, pick, provenance, table
+from benchmark.markdown import Result, change, pick, provenance, split, table
 from benchmark.record import Record, Row
 from benchmark.server import apart
 from benchmark.shapes import Model
@@ -90,16 +91,10 @@ def summary(result: Result) -> str:
 
 def plot(result: Result, file: Path) -> None:
     """Step time by sampling parameters, one panel per model, mode and batch size."""
-    rows = result["rows"]
-
-    def panel(model: str, mode: str, batch: int) -> plots.Panel:
-        groups: dict[str, dict[str, float | None]] = {}
-        for row in rows:
-            if (row["model"], row["mode"], row["batch"]) == (model, mode, batch):
-                groups.setdefault(row["choice"], {})[row["sampler"] or GREEDY] = row["step_ms"]
-        return plots.bars(groups, f"{model}, {mode}, batch {batch}", "ms per step")
-
-    panels = [panel(*key) for key in dict.fromkeys((row["model"], row["mode"], row["batch"]) for row in rows)]
+    panels = []
+    for (model, mode, batch), rows in split(result["rows"], itemgetter("model", "mode", "batch")).items():
+        groups = plots.grouped((row["choice"], row["sampler"] or GREEDY, row["step_ms"]) for row in rows)
+        panels.append(plots.bars(groups, f"{model}, {mode}, batch {batch}", "ms per step"))
     picture.draw(result, file, "One steady decode step by sampling parameters", panels, columns=2)
 
 

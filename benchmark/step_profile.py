@@ -11,11 +11,12 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, cell, percent, pick, provenance, table
+from benchmark.markdown import Result, cell, percent, pick, provenance, split, table
 from benchmark.phases import METHODS, Phases
 from benchmark.record import Record
 from benchmark.server import apart
@@ -28,6 +29,8 @@ KEYS = ("model", "backend", "overlap", "graphs", "concurrency")
 STEPS = 3
 GRAPHS = ("eager", "decode", "both")
 """The draft graphs in use; the target's verify graph is always used."""
+GROUP = itemgetter("model", "backend", "overlap", "concurrency")
+"""What the rows of one table share."""
 PROMPT_LEN = 256
 TITLES = {"eager": "draft eager", "decode": "draft-decode graph", "both": "both draft graphs"}
 PHASES = ("draft_decode", "verify", "accept", "draft_extend", "plan", "sample")
@@ -79,10 +82,7 @@ def measure(
 def render(result: Result) -> str:
     """One table per model, backend, overlap and concurrency."""
     parts = []
-    groups = ("model", "backend", "overlap", "concurrency")
-    for group in dict.fromkeys(tuple(row[key] for key in groups) for row in result["rows"]):
-        rows = [row for row in result["rows"] if tuple(row[key] for key in groups) == group]
-        model, backend, overlap, concurrency = group
+    for (model, backend, overlap, concurrency), rows in split(result["rows"], GROUP).items():
         parts += [f"**{model}, {backend}, overlap {overlap}, concurrency {concurrency}**: one iteration", "", _part(rows), ""]
     return "\n".join([*parts, provenance(result)])
 
@@ -90,10 +90,8 @@ def render(result: Result) -> str:
 def summary(result: Result) -> str:
     """Length of an iteration and host time of both draft phases, without a profiler."""
     lines = []
-    groups = ("model", "backend", "overlap", "concurrency")
-    for group in dict.fromkeys(tuple(row[key] for key in groups) for row in result["rows"]):
-        model, backend, overlap, concurrency = group
-        found = [pick(result["rows"], **dict(zip(groups, group, strict=True)), graphs=graphs) for graphs in GRAPHS]
+    for (model, backend, overlap, concurrency), own in split(result["rows"], GROUP).items():
+        found = [pick(own, graphs=graphs) for graphs in GRAPHS]
         rows = [row if row and "step_us" in row else None for row in found]
         cells = [row and _cut(row, rows[0], name) for name in ("step_us", "draft_host_us") for row in rows]
         lines.append([f"{model}, {backend}, overlap {overlap}, c={concurrency}", *cells])
@@ -147,8 +145,8 @@ def _draft_host(row: dict[str, Any], eager: dict[str, Any] | None) -> str:
 
 def plot(result: Result, file: Path) -> None:
     """Per model: the phases of an iteration on the host and on the GPU, then its time without a profiler."""
-    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    panels = [panel for name in models for panel in _panels(name, [row for row in result["rows"] if row["model"] == name])]
+    models = split(result["rows"], itemgetter("model"))
+    panels = [panel for name, rows in models.items() for panel in _panels(name, rows)]
     picture.draw(result, file, f"One EAGLE iteration: {', '.join(models)}", panels)
 
 

@@ -8,12 +8,15 @@ acceptance would fall while the output stayed correct, so the last two columns m
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmark import draft_head, picture, plots
 from benchmark.chat_text import PROMPTS, chat_text
-from benchmark.markdown import Result, percent, pick, table, with_provenance
+from benchmark.markdown import Result, percent, pick, split, table, with_provenance
 from benchmark.record import Record
 from benchmark.shapes import Model
 from benchmark.sweep import Burst, Setup, add_model, arguments, positive, served_model, sweep
@@ -96,17 +99,14 @@ def _positions(shares: list[float] | None) -> str | None:
 def plot(result: Result, file: Path) -> None:
     """Acceptance of all drafts and by position, one bar per rule, one panel per model."""
 
-    def panel(name: str) -> plots.Panel:
-        groups: dict[str, dict[str, float | None]] = {}
-        for row in result["rows"]:
-            if row["model"] == name:
-                positions = {f"draft {i + 1}": share for i, share in enumerate(row["per_position_acceptance"] or [])}
-                for group, share in ({"all drafts": acceptance_rate(row)} | positions).items():
-                    groups.setdefault(group, {})[RULES[row["rule"]]] = share
-        return plots.bars(groups, name, "share accepted")
+    def shares(row: dict[str, Any]) -> Iterator[tuple[str, str, float | None]]:
+        yield "all drafts", RULES[row["rule"]], acceptance_rate(row)
+        for i, share in enumerate(row["per_position_acceptance"] or []):
+            yield f"draft {i + 1}", RULES[row["rule"]], share
 
-    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    picture.draw(result, file, f"Drafts accepted at temperature 1: {', '.join(models)}", [panel(name) for name in models])
+    models = split(result["rows"], itemgetter("model"))
+    panels = [plots.bars(plots.grouped(chain(*map(shares, rows))), name, "share accepted") for name, rows in models.items()]
+    picture.draw(result, file, f"Drafts accepted at temperature 1: {', '.join(models)}", panels)
 
 
 def main() -> None:

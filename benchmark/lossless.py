@@ -132,7 +132,8 @@ def main() -> None:
         for difference in row["differences"]:
             print(f"{row['shape']}: prompt {difference['prompt']} differs from token {difference['token']} on")
     if not args.default_start:
-        record.show(render, plot)
+        plot(record.data, record.file.with_suffix(".png"))
+    print(render(record.data))
     if any(row["differences"] for row in record.rows):
         raise SystemExit(1)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, pick, provenance, table
+from benchmark.markdown import Result, pick, table, with_provenance
 from benchmark.record import Record
 from benchmark.server import Server
 from benchmark.shapes import tiny_model
@@ -195,13 +195,8 @@ def ratio(rows: list[dict[str, Any]], row: dict[str, Any]) -> float | None:
     return row["ttft_p99_ms"] / base["ttft_p99_ms"] if base else None
 
 
-def render(result: Result) -> str:
-    """One row per kind of other clients."""
-    return f"{summary(result)}\n\n{provenance(result)}"
-
-
 def summary(result: Result) -> str:
-    """The table alone."""
+    """One row per kind of other clients."""
     header = [
         "four neighbours",
         "/health p50 ms",
@@ -217,6 +212,9 @@ def summary(result: Result) -> str:
     rows = result["rows"]
     lines = [[*(row[name] for name in names), ratio(rows, row), row["good_requests"], row["failed"]] for row in rows]
     return table(header, lines)
+
+
+render = with_provenance(summary)
 
 
 def plot(result: Result, file: Path) -> None:
@@ -241,8 +239,7 @@ def main() -> None:
         for label, load in loads.items():
             record.add(measure(server, label, load, seconds))
             print(json.dumps(record.rows[-1]), flush=True)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
     late = [row for row in record.rows if row["health_p99_ms"] > HEALTH_MS or (ratio(record.rows, row) or 0.0) > TTFT_RATIO]
     if (late and not args.quick) or any(row["failed"] for row in record.rows):
         raise SystemExit(f"a bound does not hold: {[row['neighbours'] for row in late]}")

@@ -97,8 +97,7 @@ def main() -> None:
     record = Record(NAME, KEYS, args.out, args.quick)
     for setup in setups(served_model(args), args.modes, ["torch_native"] if args.quick else args.backends):
         measure(record, dict(setup.labels), [*setup.flags])
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmark import picture, plots
 from benchmark.machine import ROOT
-from benchmark.markdown import Result, provenance, signed, table
+from benchmark.markdown import Result, provenance, signed, split, table
 from benchmark.record import Record
 from benchmark.server import Server, environment
 from benchmark.shapes import tiny_model, write_tiny
@@ -269,8 +270,7 @@ def render(result: Result) -> str:
 def summary(result: Result) -> str:
     """The largest difference of any median and load, by server."""
     lines = []
-    for server in dict.fromkeys(row["server"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["server"] == server]
+    for server, rows in split(result["rows"], itemgetter("server")).items():
         found = [{f"{i} {name}": v for i, row in enumerate(rows) for name, v in (row[kind] or {}).items()} for kind in KINDS]
         lines.append([server, *(signed(farthest(values)) for values in found)])
     return table(["largest difference of medians, %", "against SGLang's client", "against itself"], lines)
@@ -327,8 +327,7 @@ def main() -> None:
     for name in args.servers:
         with start(name, args.quick) as target:
             measure(record, target, args.backends[:1] if args.quick else args.backends, clients, rounds)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, provenance, table
+from benchmark.markdown import Result, table, with_provenance
 from benchmark.record import Record
 from benchmark.server import Server, bench, environment
 from benchmark.serving_matrix import TITLES, setups
@@ -58,11 +58,6 @@ def ratio(old: list[dict[str, Any]], new: list[dict[str, Any]], concurrency: str
     return f"{mean(new, concurrency, 'output_throughput') / mean(old, concurrency, 'output_throughput'):.3f}x"
 
 
-def render(result: Result) -> str:
-    """The table and where it comes from."""
-    return "\n".join([summary(result), "", provenance(result)])
-
-
 def summary(result: Result) -> str:
     """One row per mode: new throughput / old by concurrency, then start-up time and graph memory."""
     columns = sorted({int(c) for row in result["rows"] for c in row["old"][0]["runs"]})
@@ -77,6 +72,9 @@ def summary(result: Result) -> str:
         lines.append([name, *ratios, ready, graphs])
     header = ["new / old output tok/s", *(f"c={c}" for c in columns), "ready s (old / new)", "graphs MiB (old / new)"]
     return table(header, lines)
+
+
+render = with_provenance(summary)
 
 
 def plot(result: Result, file: Path) -> None:
@@ -111,8 +109,7 @@ def main() -> None:
             print(which, flush=True)
             found[which].append(measure(compared, args.old.resolve() if which == "old" else None, concurrencies, lens))
         record.add({**compared.labels, **found, "old_commit": args.old_commit, "server_flags": " ".join(compared.flags)})
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

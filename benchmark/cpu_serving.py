@@ -4,21 +4,18 @@ weights.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
 from benchmark.agreement import Agreement, compare, greedy_answers
-from benchmark.machine import ROOT
-from benchmark.markdown import Result, percent, pick, provenance, table
+from benchmark.markdown import Result, percent, pick, table, with_provenance
 from benchmark.record import Record
-from benchmark.server import Server, bench, environment
+from benchmark.server import Server, bench
 from benchmark.sweep import arguments, positive, random_ids
+from benchmark.transformers_decode import decode_rates
 
 NAME = "cpu_serving"
 KEYS = ("system", "quantization", "batch")
@@ -40,26 +37,8 @@ def server_rows(server: Server, quantization: str, tokens: int) -> list[dict[str
 
 def transformers_rows(folder: str, threads: int, tokens: int) -> list[dict[str, Any]]:
     """Decode rates of transformers on the weights in `folder`."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmark.transformers_decode",
-        "--folder",
-        folder,
-        "--threads",
-        str(threads),
-        "--tokens",
-        str(tokens),
-    ]
-    print("+", " ".join(command[1:]), flush=True)
-    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=True)
-    rates = json.loads(done.stdout.strip().splitlines()[-1])
-    return [{"system": "transformers", "quantization": "none", "batch": int(b), "tokens_per_second": rate} for b, rate in rates.items()]
-
-
-def render(result: Result) -> str:
-    """The table and where it comes from."""
-    return "\n".join([summary(result), "", provenance(result)])
+    rates = zip(BATCHES, decode_rates(folder, BATCHES, tokens, threads), strict=True)
+    return [{"system": "transformers", "quantization": "none", "batch": batch, "tokens_per_second": rate} for batch, rate in rates]
 
 
 def summary(result: Result) -> str:
@@ -83,12 +62,16 @@ def summary(result: Result) -> str:
     return table(header, lines)
 
 
+render = with_provenance(summary)
+
+
 def plot(result: Result, file: Path) -> None:
     """Tokens per second, one group per batch size."""
-    groups: dict[str, dict[str, float | None]] = {}
-    for row in result["rows"]:
-        kind = "float32" if row["quantization"] == "none" else row["quantization"]
-        groups.setdefault(str(row["batch"]), {})[f"{row['system']}, {kind}"] = row["tokens_per_second"]
+
+    def bar(row: dict[str, Any]) -> str:
+        return f"{row['system']}, {'float32' if row['quantization'] == 'none' else row['quantization']}"
+
+    groups = plots.grouped((str(row["batch"]), bar(row), row["tokens_per_second"]) for row in result["rows"])
     picture.draw(result, file, "Decoding with SmolLM2-135M", [plots.bars(groups, "", "decode tokens/s", kind="batch size")])
 
 
@@ -125,8 +108,7 @@ def main() -> None:
         measure(record, tiny_model().target_flags[:-2], 8, 4, 1)
     else:
         measure(record, ("--device", "cpu", "--speculative-algorithm", "none"), args.tokens, args.prompts, args.threads)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

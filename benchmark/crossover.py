@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmark import draft_head, picture, plots
 from benchmark.chat_text import PROMPTS, chat_text
-from benchmark.markdown import Result, cell, pick, provenance, table
+from benchmark.markdown import Result, cell, pick, provenance, split, table
 from benchmark.record import Record
 from benchmark.shapes import Model
 from benchmark.sweep import Burst, Setup, add_model, arguments, names, numbers, positive, random_ids, served_model, sweep
@@ -79,8 +80,7 @@ def crossing(points: list[tuple[int, float]]) -> float | None:
 def render(result: Result) -> str:
     """Ratios by accept length and concurrency, and where each crosses 1."""
     parts = []
-    for name in dict.fromkeys(row["model"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["model"] == name]
+    for name, rows in split(result["rows"], itemgetter("model")).items():
         columns = sorted({row["concurrency"] for row in rows})
         lines: list[list[Any]] = []
         for speculation, text in _series(rows):
@@ -96,8 +96,7 @@ def render(result: Result) -> str:
 def summary(result: Result) -> str:
     """The ratios of all models in one table."""
     columns, lines = sorted({row["concurrency"] for row in result["rows"]}), []
-    for name in dict.fromkeys(row["model"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["model"] == name]
+    for name, rows in split(result["rows"], itemgetter("model")).items():
         for speculation, text in _series(rows):
             points = ratios(rows, speculation, text)
             length = cell(measured(rows, speculation, text))
@@ -152,8 +151,7 @@ def same_texts(rows: list[dict[str, Any]]) -> str | None:
 def plot(result: Result, file: Path) -> None:
     """The ratios by concurrency; a star marks where a line falls below 1."""
     series = {}
-    for name in dict.fromkeys(row["model"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["model"] == name]
+    for name, rows in split(result["rows"], itemgetter("model")).items():
         for speculation, text in _series(rows):
             length = cell(measured(rows, speculation, text))
             label = f"real acceptance ({length})" if speculation == REAL else f"synthetic {speculation}"
@@ -195,8 +193,7 @@ def main() -> None:
         real = [real_text(c, args.output_len, args.prompts) for c in args.concurrency] if REAL in args.accept_lengths else []
     for setup in found:
         measure(record, setup, random, real)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

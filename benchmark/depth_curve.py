@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, provenance, table
+from benchmark.markdown import Result, table, with_provenance
 from benchmark.record import Record, Row
 from benchmark.server import Server, bench
 from benchmark.shapes import Model
@@ -157,7 +157,7 @@ def curves(rows: Sequence[Row], length: str) -> dict[str, list[tuple[int, float]
     return {name: sorted(points.items()) for name, points in found.items()}
 
 
-def render(result: Result) -> str:
+def summary(result: Result) -> str:
     """Throughput with the controller's choice, relative to no drafts and to the best fixed depth."""
     rows = result["rows"]
     columns = sorted({row["concurrency"] for row in rows})
@@ -170,12 +170,10 @@ def render(result: Result) -> str:
         lines.append([f"{title}: auto / no drafts", *(auto[c] / plain[c] if c in auto and c in plain else None for c in columns)])
         if any(name.startswith("K=") for name in by):
             lines.append([f"{title}: auto / best fixed depth", *(auto[c] / best[c] if c in best else None for c in columns)])
-    return f"{table(['accept length', *(f'c={c}' for c in columns)], lines)}\n\n{provenance(result)}"
+    return table(["accept length", *(f"c={c}" for c in columns)], lines)
 
 
-def summary(result: Result) -> str:
-    """The same table."""
-    return render(result).split("\n\n")[0]
+render = with_provenance(summary)
 
 
 def plot(result: Result, file: Any) -> None:
@@ -213,8 +211,7 @@ def main() -> None:
         args.concurrency, args.accept_lengths, args.fixed, args.changing = [1, 2], ["1.2", "3.5"], [1, 3], [2]
         args.input_len, args.output_len = 16, 8
     run(record, served, args)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, cell, change, percent, pick, provenance, table
+from benchmark.markdown import Result, cell, change, percent, pick, provenance, split, table
 from benchmark.phases import Phases
 from benchmark.record import Record
-from benchmark.server import apart, parse_or_answer
+from benchmark.server import apart
 from benchmark.shapes import Model, read_rate
 from benchmark.sweep import Setup, add_model, arguments, names, numbers, positive, random_ids, roof_share, served_model, sweep
 from runtime.model_executor.acceptance import AcceptanceCounters
@@ -112,10 +112,9 @@ def measure(
 
 def render(result: Result) -> str:
     """One table per model, backend, overlap and answer length."""
-    rows, parts = result["rows"], []
-    found = pairs(rows)
-    for key in dict.fromkeys(_series(row) for row in rows):
-        parts += [f"**{key}**", "", _part([row for row in rows if _series(row) == key]), ""]
+    found, parts = pairs(result["rows"]), []
+    for key, rows in split(result["rows"], _series).items():
+        parts += [f"**{key}**", "", _part(rows), ""]
         hidden = _hidden(found.get(key, ()))
         parts += [hidden, ""] if hidden else []
     return "\n".join([*parts, provenance(result)])
@@ -229,9 +228,7 @@ def plot(result: Result, file: Path) -> None:
 
 def _panel(key: str, found: Sequence[tuple[int, dict[str, Any], dict[str, Any]]]) -> plots.Panel:
     rows = {(str(concurrency), f"graph {row['graph']}"): row for concurrency, off, on in found for row in (off, on)}
-    lengths: dict[str, dict[str, float | None]] = {}
-    for (concurrency, name), row in rows.items():
-        lengths.setdefault(concurrency, {})[name] = row["output_throughput"]
+    lengths = plots.grouped((*place, row["output_throughput"]) for place, row in rows.items())
 
     def text(concurrency: str, name: str) -> str:
         row, off = rows[concurrency, name], rows[concurrency, "graph off"]
@@ -252,8 +249,8 @@ def in_process(
     for backend in backends:
         setup = setups(served, [backend], ["on"])[-1]
         limit = [] if backend == "torch_native" else ["--cuda-graph-max-bs", str(max(concurrencies))]
-        order = {"flags": [*setup.flags, *limit], "concurrencies": concurrencies, "lens": lens, "overlaps": overlaps, "rounds": rounds}
-        for row in apart(NAME, order):
+        flags = [*setup.flags, *limit]
+        for row in apart(measure, flags=flags, concurrencies=concurrencies, lens=lens, overlaps=overlaps, rounds=rounds):
             labelled = {**setup.labels, "loop": "in-process", **row}
             record.add(labelled | (roof_share(labelled, served.shape.roof, speed) if served.shape else {}))
 
@@ -270,7 +267,7 @@ def main() -> None:
         "--rounds", type=positive, default=2, help="with --in-process: alternating runs with off and on (default %(default)s)"
     )
     add_model(parser)
-    args = parse_or_answer(parser, measure)
+    args = parser.parse_args()
     record = Record(NAME, KEYS, args.out, args.quick)
     served = served_model(args)
     backends = ["torch_native"] if args.quick else args.backends
@@ -280,8 +277,7 @@ def main() -> None:
     else:
         bursts = [random_ids(c, *lens) for c in concurrencies]
         sweep(record, setups(served, backends, ["on"] if args.quick else args.overlap), bursts, served.shape and served.shape.roof)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

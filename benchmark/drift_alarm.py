@@ -43,7 +43,7 @@ from benchmark.drift_simulation import (
     replayed,
     start_cost,
 )
-from benchmark.markdown import Result, percent, provenance, table
+from benchmark.markdown import Result, percent, table, with_provenance
 from benchmark.record import Record
 from benchmark.sweep import arguments, positive
 from runtime.batch import EagerSample, RowInit, StepStats
@@ -232,11 +232,6 @@ def start_row(forced: bool, runs: int, cost: Cost, quick: bool) -> dict[str, Any
     return start_cost(forced, runs, cost, NEAR_TIES, requests) | {"fault": "forced" if forced else "real"}
 
 
-def render(result: Result) -> str:
-    """The table and where it comes from."""
-    return "\n".join([summary(result), "", provenance(result)])
-
-
 def summary(result: Result) -> str:
     """Detection by fault and requests, false alarms, the cost of a start, and the live run."""
     kinds = {kind: [row for row in result["rows"] if row["kind"] == kind] for kind in ("simulation", "false alarms", "start", "live")}
@@ -260,6 +255,9 @@ def summary(result: Result) -> str:
     for row in kinds["live"]:
         parts.append(f"Live, batch size {row['requests']}: alarm after {row['alarm']} iterations; {row.get('drift', 'none')}.")
     return "\n\n".join(part for part in parts if part)
+
+
+render = with_provenance(summary)
 
 
 def _rates(row: Mapping[str, Any]) -> str:
@@ -310,8 +308,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with ProcessPoolExecutor(None, get_context("spawn")) as pool:
             for job in [pool.submit(row) for row in rows]:
                 record.add(job.result())
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -4,20 +4,17 @@ weights.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.machine import ROOT
-from benchmark.markdown import Result, provenance, table
+from benchmark.markdown import Result, table, with_provenance
 from benchmark.record import Record, Row
-from benchmark.server import Server, bench, environment
+from benchmark.server import Server, bench
 from benchmark.shapes import named_model, tiny_model
 from benchmark.sweep import arguments, names, positive, random_ids
+from benchmark.transformers_decode import decode_rates
 
 NAME = "embedded_gpu"
 KEYS = ("system", "dtype")
@@ -35,25 +32,15 @@ def server_row(flags: Sequence[str], backend: str, tokens: int) -> tuple[Row, st
     return row | {name: figures[name] for name in ("output_throughput", "mean_ttft_ms", "mean_tpot_ms", "failed")}, folder
 
 
-def transformers_row(folder: str, dtype: str, device: str, tokens: int) -> Row:
+def transformers_row(folder: str, dtype: str, tokens: int) -> Row:
     """The decode rate of `transformers.generate`, without prompt time."""
-    command = [sys.executable, "-m", "benchmark.transformers_decode", "--folder", folder, "--threads", "4", "--tokens", str(tokens)]
-    command += ["--batches", "1", "--device", device, "--dtype", dtype]
-    print("+", " ".join(command[1:]), flush=True)
-    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    return {"system": "transformers", "dtype": dtype, "tokens_per_second": json.loads(done.stdout.strip().splitlines()[-1])["1"]}
+    (rate,) = decode_rates(folder, [1], tokens, threads=4, device="cuda", dtype=dtype)
+    return {"system": "transformers", "dtype": dtype, "tokens_per_second": rate}
 
 
 def best(rows: Sequence[dict[str, Any]], system: str) -> float | None:
     """The highest rate of a system."""
     return max((row["tokens_per_second"] for row in rows if row["system"].startswith(system)), default=None)
-
-
-def render(result: Result) -> str:
-    """The table and where it comes from."""
-    return "\n".join([summary(result), "", provenance(result)])
 
 
 def summary(result: Result) -> str:
@@ -65,6 +52,9 @@ def summary(result: Result) -> str:
     ]
     header = ["batch 1", "weights", "tokens/s", "times the best of transformers", "TTFT (ms)"]
     return table(header, lines)
+
+
+render = with_provenance(summary)
 
 
 def plot(result: Result, file: Path) -> None:
@@ -89,9 +79,8 @@ def main() -> None:
         record.add(row | {"dtype": dtype})
     if any(Path(folder).glob("*.safetensors")):
         for dtype in ("bfloat16", "float32"):
-            record.add(transformers_row(folder, dtype, "cuda", tokens // 2))
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+            record.add(transformers_row(folder, dtype, tokens // 2))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

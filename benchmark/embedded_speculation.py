@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmark import draft_head, picture, plots
 from benchmark.crossover import crossing
-from benchmark.markdown import Result, cell, pick, provenance, table
+from benchmark.markdown import Result, cell, pick, provenance, split, table
 from benchmark.record import Record
 from benchmark.sweep import arguments, names, numbers, positive
 from runtime import Engine
@@ -142,12 +142,12 @@ def ratios(rows: Sequence[Mapping[str, Any]], speculated: str) -> list[tuple[int
 
 def kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """Rows by device and weights."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
+
+    def kind(row: Mapping[str, Any]) -> str:
         weights = row["dtype"] if row["quantization"] == "none" else row["quantization"]
-        text = f", {row['text']} prompts" if row.get("text") else ""
-        found.setdefault(f"{row['device']}, {weights}{text}", []).append(row)
-    return found
+        return f"{row['device']}, {weights}" + (f", {row['text']} prompts" if row.get("text") else "")
+
+    return split(rows, kind)
 
 
 def render(result: Result) -> str:
@@ -222,8 +222,7 @@ def main() -> None:
             labels |= {"text": EVERYDAY} if args.text == EVERYDAY else {}
             labels |= draft_head.label(args.head) if shape != OFF else {}
             record.add(labels | {"new_tokens": args.new_tokens, "threads": chosen.cpu_threads} | tally.figures())
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 def _options(args: Any, quantization: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from benchmark import picture, plots
 from benchmark.embedded_speculation import OFF, chat_prompts, speculation
 from benchmark.lossless import compare, in_groups, options
-from benchmark.markdown import Result, change, pick, provenance, table
+from benchmark.markdown import Result, change, pick, table, with_provenance
 from benchmark.record import Record, Row
 from benchmark.shapes import big_model, tiny_model
 from benchmark.sweep import arguments, numbers
@@ -240,11 +240,6 @@ def _answers(result: Result) -> list[Row]:
     return [row for row in result["rows"] if row["setting"] not in SETTINGS]
 
 
-def render(result: Result) -> str:
-    """The tables and where they come from."""
-    return "\n".join([summary(result), "", provenance(result)])
-
-
 def summary(result: Result) -> str:
     """Times and differing tokens of the passes, then greedy answers that differ."""
     lines = []
@@ -259,6 +254,9 @@ def summary(result: Result) -> str:
     ]
     asked = ["greedy answers", "together", "prompts", "tokens", "accept length", "answers that differ"]
     return f"{table(['context, requests x tokens of a pass', 'rows', *columns], lines)}\n\n{table(asked, answers)}"
+
+
+render = with_provenance(summary)
 
 
 def plot(result: Result, file: Path) -> None:
@@ -294,8 +292,7 @@ def main() -> None:
         common |= {"model_path": args.model} if args.model else {}
         for row in answer_rows(common, 2 if quick else 64, 4 if quick else 64, (1, 2) if quick else TOGETHER):
             record.add({"model": "smollm2-135m", **row})
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

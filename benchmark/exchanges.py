@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, provenance, table
+from benchmark.markdown import Result, provenance, split, table
 from benchmark.record import Record, Row
 from benchmark.sweep import numbers, positive
 
@@ -93,8 +94,7 @@ def one_rank(rank: int, ranks: int, folder: str, rows: list[int], columns: int) 
 def render(result: Result) -> str:
     """One table for each number of ranks."""
     parts = []
-    for ranks in sorted({row["ranks"] for row in result["rows"]}):
-        rows = [row for row in result["rows"] if row["ranks"] == ranks]
+    for ranks, rows in sorted(split(result["rows"], itemgetter("ranks")).items()):
         header = ["exchange", "rows", "KiB per rank", "one shot, µs", "two shots, µs", "ours, µs", "GB/s", "NCCL, µs", "NCCL / ours"]
         lines = [[row["exchange"], row["rows"], row["bytes"] / 1024, *_times(row)] for row in sorted(rows, key=lambda row: row["exchange"])]
         parts += [f"**{ranks} GPUs, rows of {rows[0]['columns']:,} bfloat16 numbers**", "", table(header, lines), ""]
@@ -111,8 +111,8 @@ def summary(result: Result) -> str:
     sums = [row for row in result["rows"] if row["exchange"] == "sum"]
     counts = sorted({row["rows"] for row in sums})
     lines = []
-    for ranks in sorted({row["ranks"] for row in sums}):
-        by = {row["rows"]: row["nccl_us"] / row["us"] for row in sums if row["ranks"] == ranks}
+    for ranks, rows in sorted(split(sums, itemgetter("ranks")).items()):
+        by = {row["rows"]: row["nccl_us"] / row["us"] for row in rows}
         lines.append([f"{ranks} GPUs", *(by.get(count) for count in counts)])
     return table(["sums, NCCL's time / ours", *(f"{count} rows" for count in counts)], lines)
 
@@ -145,8 +145,7 @@ def main() -> None:
             spawn(one_rank, args=(ranks, folder, args.rows, args.columns), nprocs=ranks)
             for row in json.loads((Path(folder) / ROWS_FILE).read_text()):
                 record.add(row)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

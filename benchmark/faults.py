@@ -2,79 +2,36 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import signal
 import socket
 import statistics
-import threading
 import time
-import urllib.error
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 from benchmark import picture, plots
 from benchmark.markdown import Result, provenance, table
 from benchmark.record import Record
 from benchmark.server import Server
+from benchmark.streams import BODY, Stream
 from benchmark.sweep import arguments
 
 NAME = "faults"
 KEYS = ("what",)
-BODY = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "temperature": 0}
 STREAMS = 10
 """Streams that are requested at most until one comes in several pieces."""
 
 
-class Stream:
-    """One streamed completion and the arrival times of its pieces."""
-
-    def __init__(self, port: int, tokens: int) -> None:
-        self.times: list[float] = []
-        self.ended = 0.0
-        self.failed = False
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        self._connection.request("POST", "/v1/completions", json.dumps(BODY | {"max_tokens": tokens}), {"Content-Type": "application/json"})
-        self._answer = self._connection.getresponse()
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-        wait_for(lambda: len(self.times) > 1 or self._came_whole)
-
-    @property
-    def _came_whole(self) -> bool:
-        """Whether it ended successfully in one piece: the server joins pieces that it could not send in time."""
-        return self.ended > 0 and len(self.times) == 1 and not self.failed
-
-    def _read(self) -> None:
-        try:
-            for line in self._answer:
-                self.failed |= b'"error"' in line
-                if line.startswith(b"data: {"):
-                    self.times.append(time.perf_counter())
-        except (OSError, http.client.HTTPException, ValueError, AttributeError):
-            self.failed = True
-        self.ended = time.perf_counter()
-
-    def join(self) -> Stream:
-        """Wait until the stream ends."""
-        self._thread.join()
-        return self
-
-    def leave(self) -> None:
-        """Close the connection in the middle of the stream."""
-        with suppress(AttributeError, OSError):  # it has ended already
-            self._answer.fp.raw._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
-
-    @property
-    def gaps_ms(self) -> list[float]:
-        """Milliseconds between pieces."""
-        return [(b - a) * 1000 for a, b in pairwise(self.times)]
+def running(port: int, tokens: int) -> Stream:
+    """A stream that has begun, or has ended in one piece: the server joins pieces that it could not send in time."""
+    stream = Stream(port, tokens)
+    wait_for(lambda: len(stream.times) > 1 or (stream.ended > 0 and len(stream.times) == 1 and not stream.failed))
+    return stream
 
 
 def longest(server: Server) -> int:
@@ -95,30 +52,25 @@ def wait_for(true: Callable[[], bool], seconds: float = 60.0, pause: float = 0.0
 def status(server: Server, path: str) -> int:
     """HTTP status of GET `path`; 0 without an answer."""
     try:
-        server.get(path)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
+        return server.http.get(path).status_code
+    except httpx.HTTPError:
         return 0
-    return 200
 
 
-def ask_ms(port: int, path: str, count: int, body: Any = None) -> tuple[float, int]:
+def ask_ms(port: int, path: str, count: int, body: dict[str, Any] | None = None) -> tuple[float, int]:
     """Median milliseconds per answer on one connection, and the last status."""
-    connection, times, code = http.client.HTTPConnection("127.0.0.1", port, timeout=30), [], 0
-    for _ in range(count):
-        started = time.perf_counter()
-        connection.request("GET" if body is None else "POST", path, body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        answer.read()
-        code = answer.status
-        times.append((time.perf_counter() - started) * 1000)
+    times, code = [], 0
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        for _ in range(count):
+            started = time.perf_counter()
+            code = client.request("GET" if body is None else "POST", path, json=body).status_code
+            times.append((time.perf_counter() - started) * 1000)
     return statistics.median(times), code
 
 
 def health(server: Server) -> dict[str, Any]:
     """`/health` while eight streams run."""
-    streams = [Stream(server.port, 96) for _ in range(8)]
+    streams = [running(server.port, 96) for _ in range(8)]
     median, _ = ask_ms(server.port, "/health", 200)
     for stream in streams:
         stream.join()
@@ -129,7 +81,7 @@ def client_gone(server: Server) -> dict[str, Any]:
     """Time from closing a stream until its KV is free, polled without pause."""
     waits, gaps = [], []
     for _ in range(10):
-        stream = Stream(server.port, longest(server))
+        stream = running(server.port, longest(server))
         wait_for(lambda stream=stream: len(stream.times) > 8)
         stream.leave()
         waits.append(wait_for(lambda: server.get("/get_server_info")["internal_states"][0]["token_usage"] == 0, pause=0) * 1000)
@@ -140,9 +92,9 @@ def client_gone(server: Server) -> dict[str, Any]:
 
 def queue_full(server: Server) -> dict[str, Any]:
     """Time of a refusal by a server with one row and a queue of one."""
-    body, times, code = json.dumps(BODY | {"max_tokens": 4}), [], 0
+    body, times, code = BODY | {"max_tokens": 4}, [], 0
     for _ in range(20):
-        stream, waiting = Stream(server.port, longest(server)), _Waiting(server.port)
+        stream, waiting = running(server.port, longest(server)), Stream(server.port, 4)
         wait_for(lambda stream=stream: _queued(server) == 1 or stream.ended > 0)
         median, answer = ask_ms(server.port, "/v1/completions", 10, body)
         stream.leave()
@@ -158,17 +110,6 @@ def queue_full(server: Server) -> dict[str, Any]:
 
 def _queued(server: Server) -> int:
     return server.get("/get_server_info")["internal_states"][0]["num_queue_reqs"]
-
-
-class _Waiting:
-    """A request that waits in the queue."""
-
-    def __init__(self, port: int) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        self._connection.request("POST", "/v1/completions", json.dumps(BODY | {"max_tokens": 4}), {"Content-Type": "application/json"})
-
-    def leave(self) -> None:
-        self._connection.close()
 
 
 def gap_ms(server: Server) -> float:
@@ -194,7 +135,7 @@ def doubling(server: Server, runs: int) -> dict[str, Any]:
     process = psutil.Process(server.pid)
 
     def seconds(size: int) -> float:
-        body = json.dumps({"prompt": "many words and a number 12 " * (size // 27)})
+        body = {"prompt": "many words and a number 12 " * (size // 27)}
         repeats = (1 << 21) // size  # the clock counts hundredths of a second
         before = sum(process.cpu_times()[:2])
         ask_ms(server.port, "/tokenize", repeats, body)
@@ -211,7 +152,7 @@ def doubling(server: Server, runs: int) -> dict[str, Any]:
 
 def killed(server: Server, role: str) -> list[dict[str, Any]]:
     """Kill -9 of one child while a stream runs."""
-    stream = Stream(server.port, longest(server))
+    stream = running(server.port, longest(server))
     (child,) = (p for p in psutil.Process(server.pid).children() if p.cmdline()[:1] == [f"talon::{role}"])
     started = time.perf_counter()
     child.kill()
@@ -319,8 +260,7 @@ def main() -> None:
     else:
         measure(record, ("--device", "cpu"), 1000, 3)
         measure_deaths(record, ("--device", "cpu"))
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 from benchmark import picture, plots
 from benchmark.embedded_speculation import CONTEXT, Tally, chat_prompts, speculation
 from benchmark.hostile_grammars import CALM_SECONDS, hostile_table, measure_hostile, measure_process, process_table
-from benchmark.markdown import Result, cell, pick, provenance, table
+from benchmark.markdown import Result, pick, provenance, table
 from benchmark.record import Record
 from benchmark.shapes import tiny_model
 from benchmark.sweep import arguments, names, numbers, positive
@@ -241,10 +241,8 @@ def summary(result: Result) -> str:
 
 def plot(result: Result, file: Path) -> None:
     """Tokens per second with and without the schema, and accept lengths by grammar, if measured."""
-    groups: dict[str, dict[str, float | None]] = {}
-    for row in result["rows"]:
-        if row["what"] in ("free", "schema"):
-            groups.setdefault(f"{row['speculation']}, {cell(row['batch'])}", {})[row["what"]] = row["tokens_per_second"]
+    served = [row for row in result["rows"] if row["what"] in ("free", "schema")]
+    groups = plots.grouped((f"{row['speculation']}, {row['batch']}", row["what"], row["tokens_per_second"]) for row in served)
     panels = [plots.bars(groups, "", "tokens/s", kind="steps/topk/draft tokens, batch size")] if groups else []
     lengths = {row["grammar"]: {"accept length": row["accept_length"]} for row in result["rows"] if row["what"] == "acceptance"}
     panels += [plots.bars(lengths, "", "tokens per iteration", kind="grammar")] if lengths else []
@@ -284,8 +282,7 @@ def main() -> None:
         measure_hostile(record, flags, calm_seconds)
     if "process" in parts:
         measure_process(record, flags)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

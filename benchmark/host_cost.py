@@ -29,7 +29,7 @@ import uvloop
 from benchmark import picture, plots
 from benchmark.engine_loop import EngineLoop
 from benchmark.machine import ROOT
-from benchmark.markdown import Result, pick, provenance, table
+from benchmark.markdown import Result, pick, table, with_provenance
 from benchmark.record import Record
 from benchmark.sweep import arguments, positive
 from runtime.batch import BatchResult, ScheduleBatch, StepStats, WorkerLimits
@@ -262,11 +262,6 @@ def measured(checkout: Path, process: str, requests: int, drafts: int, quick: bo
     return json.loads(subprocess.run(command, env=env, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
 
 
-def render(result: Result) -> str:
-    """The table and where it comes from."""
-    return "\n".join([summary(result), "", provenance(result)])
-
-
 def summary(result: Result) -> str:
     """Microseconds per request and step, by number of requests; the value before an arrow is the base checkout's."""
     rows = result["rows"]
@@ -283,6 +278,9 @@ def summary(result: Result) -> str:
             table(["µs per request and step", *PARTS], by_part),
         ]
     )
+
+
+render = with_provenance(summary)
 
 
 def _cell(rows: Sequence[dict[str, Any]], process: str, drafts: int, requests: int) -> str:
@@ -327,8 +325,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for name, runs in found.items():
                     best = min(runs, key=lambda run: run["us"])
                     record.add({"process": process, "requests": requests, "drafts": drafts, "checkout": name, **best})
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

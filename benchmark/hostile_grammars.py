@@ -6,11 +6,8 @@ longest time between two events of the stream after the request. The CPU time is
 
 from __future__ import annotations
 
-import http.client
 import itertools
-import json
 import statistics
-import threading
 import time
 from typing import Any
 
@@ -19,6 +16,7 @@ import psutil
 from benchmark.markdown import Result, table
 from benchmark.record import Record
 from benchmark.server import Server
+from benchmark.streams import Stream
 
 HOSTILE: dict[str, dict[str, Any]] = {
     "repetitions in repetitions": {"regex": "^((((a{1,200}){1,200}){1,200}){1,200})$"},
@@ -34,58 +32,23 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "EBNF of 3,000 rules": {"ebnf": "root ::= r0\n" + "\n".join(f'r{i} ::= r{(i + 1) % 3000} | "y"' for i in range(3000))},
 }
 """Request fields by name; each is refused with 400."""
-PATH = "/v1/completions"
 CALM_SECONDS = 2.0
 """Time of the stream without grammars."""
 
 
-class Stream:
-    """A client that streams until it is closed, and records when each event arrives."""
-
-    def __init__(self, port: int) -> None:
-        self.times: list[float] = []
-        self._port, self._closed = port, threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def pauses(self, since: float) -> list[float]:
-        """Seconds between events after the time `since`, including the last event before it."""
-        times = self.times[:]
-        after = next((i for i, at in enumerate(times) if at > since), len(times))
-        times = times[max(0, after - 1) :]
-        return [later - earlier for earlier, later in itertools.pairwise(times)]
-
-    def close(self) -> None:
-        """End the stream."""
-        self._closed.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        body = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
-        while not self._closed.is_set():
-            connection = _post(self._port, body)
-            for line in iter(connection.getresponse().readline, b""):
-                if line.startswith(b"data: {"):
-                    self.times.append(time.perf_counter())
-                if self._closed.is_set():
-                    break
-            connection.close()
+def pauses(stream: Stream, since: float) -> list[float]:
+    """Seconds between the pieces of a stream after the time `since`, including the last piece before it."""
+    times = stream.times[:]
+    after = next((i for i, at in enumerate(times) if at > since), len(times))
+    times = times[max(0, after - 1) :]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
-def _post(port: int, body: dict[str, Any]) -> http.client.HTTPConnection:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json"})
-    return connection
-
-
-def ask(port: int, fields: dict[str, Any]) -> tuple[int, float]:
+def ask(server: Server, fields: dict[str, Any]) -> tuple[int, float]:
     """Send a request with the grammar `fields`; returns the status and the seconds until the whole answer."""
     began = time.perf_counter()
-    connection = _post(port, {"prompt": "x", "max_tokens": 64, **fields})
-    answer = connection.getresponse()
-    answer.read()
-    connection.close()
-    return answer.status, time.perf_counter() - began
+    status = server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 64, **fields}).status_code
+    return status, time.perf_counter() - began
 
 
 def trials_of(server: Server) -> psutil.Process:
@@ -103,19 +66,19 @@ def cpu_seconds(process: psutil.Process) -> float:
 def measure_hostile(record: Record, flags: list[str], calm_seconds: float = CALM_SECONDS) -> None:
     """Record one row per grammar, and one of the stream without grammars."""
     with Server(flags) as server:
-        ask(server.port, {"regex": "ab"})  # starts the process that runs grammar trials
-        trials, stream = trials_of(server), Stream(server.port)
+        ask(server, {"regex": "ab"})  # starts the process that runs grammar trials
+        trials, stream = trials_of(server), Stream(server.port, 400, forever=True)
         try:
             while len(stream.times) < 8:
                 time.sleep(0.01)
             began = time.perf_counter()
             time.sleep(calm_seconds)
-            pauses = stream.pauses(began)
-            record.add({"what": "hostile", "grammar": "none", "pause_ms": max(pauses) * 1e3, "median_ms": statistics.median(pauses) * 1e3})
+            calm = pauses(stream, began)
+            record.add({"what": "hostile", "grammar": "none", "pause_ms": max(calm) * 1e3, "median_ms": statistics.median(calm) * 1e3})
             for name, fields in HOSTILE.items():
                 began, used = time.perf_counter(), cpu_seconds(trials)
-                status, first = ask(server.port, fields)
-                again, second = ask(server.port, fields)
+                status, first = ask(server, fields)
+                again, second = ask(server, fields)
                 while stream.times[-1] < began + first:
                     time.sleep(0.01)
                 failed = int((status, again) != (400, 400))
@@ -124,11 +87,11 @@ def measure_hostile(record: Record, flags: list[str], calm_seconds: float = CALM
                     "cpu_ms": (cpu_seconds(trials) - used) * 1e3,
                     "answer_ms": first * 1e3,
                     "again_ms": second * 1e3,
-                    "pause_ms": max(stream.pauses(began)) * 1e3,
+                    "pause_ms": max(pauses(stream, began)) * 1e3,
                 }
                 record.add({"what": "hostile", "grammar": name, **figures, "failed": failed})
         finally:
-            stream.close()
+            stream.leave()
 
 
 def hostile_table(result: Result) -> str:
@@ -142,7 +105,7 @@ def hostile_table(result: Result) -> str:
 def measure_process(record: Record, flags: list[str]) -> None:
     """Record the process that runs grammar trials after its first grammar: vocabulary, resident memory and CPU time so far."""
     with Server(flags) as server:
-        ask(server.port, {"regex": "ab"})
+        ask(server, {"regex": "ab"})
         trials, vocabulary = trials_of(server), server.get("/get_model_info")["vocab_size"]
         times, memory = trials.cpu_times(), trials.memory_info().rss
         record.add({"what": "process", "vocabulary": vocabulary, "memory_mib": memory / 2**20, "cpu_s": times.user + times.system})

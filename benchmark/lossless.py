@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmark import draft_head, picture, plots
 from benchmark.embedded_speculation import OFF, chat_prompts, speculation
-from benchmark.markdown import Result, provenance, table
+from benchmark.markdown import Result, table, with_provenance
 from benchmark.record import Record
 from benchmark.sweep import arguments, names, positive
 from runtime import Engine
@@ -85,16 +85,14 @@ def options(device: str, threads: int | None) -> dict[str, Any]:
     return found if threads is None else found | {"cpu_threads": threads}
 
 
-def render(result: Result) -> str:
-    """The table and where it comes from."""
-    return "\n".join([summary(result), "", provenance(result)])
-
-
 def summary(result: Result) -> str:
     """One row per shape."""
     lines = [[row["shape"], row["prompts"], row["tokens"], row["accept_length"], len(row["differences"])] for row in result["rows"]]
     head = ["steps/topk/draft tokens", "prompts", "tokens", "accept length", "answers that differ"]
     return table(head, lines)
+
+
+render = with_provenance(summary)
 
 
 def plot(result: Result, file: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 Result = dict[str, Any]
+Row = TypeVar("Row", bound=Mapping[str, Any])
+K = TypeVar("K")
 
 _LABELS = {"tune_products": "autotune", "autotune_gemms": "autotune", "products": "GEMMs"}
 """Labels of recorded keys that differ from the key."""
@@ -64,6 +66,19 @@ def provenance(result: Result, rows: Sequence[dict[str, Any]] | None = None) -> 
     return f"{where}, {versions}; commit {commits}; {commands}."
 
 
+def split(rows: Iterable[Row], key: Callable[[Row], K]) -> dict[K, list[Row]]:
+    """The rows by `key`, in the order in which the keys appear."""
+    found: dict[K, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
 def pick(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:
     """The first row with these values, or None."""
     return next((row for row in rows if all(row.get(key) == value for key, value in wanted.items())), None)
+
+
+def with_provenance(tables: Callable[[Result], str]) -> Callable[[Result], str]:
+    """`tables` followed by where their rows come from."""
+    return lambda result: f"{tables(result)}\n\n{provenance(result)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from benchmark import picture, plots
 from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record, Row
-from benchmark.server import ServerFailed, apart, parse_or_answer
+from benchmark.server import apart
 from benchmark.shapes import TARGET, Model, big_model, named_model, tiny_model
 from benchmark.sweep import arguments, names
 
@@ -145,10 +146,10 @@ def run(case: Case, served: Model) -> Row:
     print("+", case.name, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return apart(NAME, {"flags": flags(case, served, Path(folder))})
-        except ServerFailed as error:
-            print(error)
-            return {"error": str(error).splitlines()[-1][:300]}
+            return apart(fill, flags=flags(case, served, Path(folder)))
+        except Exception as error:  # a worker that does not fit is a result
+            traceback.print_exception(error)
+            return {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
 def main() -> int:
@@ -156,7 +157,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--cases", type=names, help=f"some of {', '.join(case.name for case in CASES)}")
     parser.add_argument("--model", help="file of the embedded model; without it its cases are skipped")
-    args = parse_or_answer(parser, fill)
+    args = parser.parse_args()
     record = Record(NAME, KEYS, args.out, args.quick)
     models = {"8b": big_model()} | ({"embedded": named_model(args.model, None)} if args.model else {})
     cases: Sequence[Case] = [case for case in CASES if case.model in models and (not args.cases or case.name in args.cases)]
@@ -165,8 +166,7 @@ def main() -> int:
     rows = [{"case": case.name, **run(case, models[case.model])} for case in cases]
     for row in rows:
         record.add(row)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
     return 1 if any(map(faults, rows)) and not args.quick else 0
 
 

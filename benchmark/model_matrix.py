@@ -10,12 +10,13 @@ import dataclasses
 import shutil
 import tempfile
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmark import layer_times, picture, plots
 from benchmark.machine import gpu
-from benchmark.markdown import Result, on_gpus, percent, pick, provenance, table
+from benchmark.markdown import Result, on_gpus, percent, pick, provenance, split, table
 from benchmark.model_cases import CASES, Case, Served, prepare, prepare_tiny
 from benchmark.record import Record
 from benchmark.sweep import Setup, arguments, names, numbers, positive, random_ids, sweep
@@ -51,11 +52,12 @@ def summary(result: Result) -> str:
 
 def comparable(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """The rows of each table by its title: one model on as many GPUs, with prompts and answers of the same lengths."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
+
+    def title(row: dict[str, Any]) -> str:
         name = CASES[row["model"]].title if row["model"] in CASES else row["model"]
-        found.setdefault(f"{name}{on_gpus(row)}, {row['input_len']} → {row['output_len']} tokens", []).append(row)
-    return found
+        return f"{name}{on_gpus(row)}, {row['input_len']} → {row['output_len']} tokens"
+
+    return split(rows, title)
 
 
 def _title(mode: str, rows: list[dict[str, Any]]) -> str:
@@ -109,9 +111,8 @@ def plot(result: Result, file: Path) -> None:
     """Throughput by concurrency, one panel per table."""
 
     def panel(title: str, rows: list[dict[str, Any]]) -> plots.Panel:
-        groups: dict[str, dict[str, float | None]] = {}
-        for row in sorted(rows, key=lambda row: row["concurrency"]):
-            groups.setdefault(str(row["concurrency"]), {})[_title(row["mode"], [row])] = row["output_throughput"]
+        rows = sorted(rows, key=itemgetter("concurrency"))
+        groups = plots.grouped((str(row["concurrency"]), _title(row["mode"], [row]), row["output_throughput"]) for row in rows)
         return plots.bars(groups, title, "output tokens/s", kind="concurrency")
 
     panels = [panel("\n".join(title.rsplit(", ", 1)), rows) for title, rows in comparable(result["rows"]).items()]
@@ -173,8 +174,7 @@ def main() -> None:
     else:
         for model in args.models:
             measure(record, model, args)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

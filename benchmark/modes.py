@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, change, label, percent, pick, provenance, table
+from benchmark.markdown import Result, change, label, percent, pick, provenance, split, table
 from benchmark.record import Record, Row
-from benchmark.server import apart, parse_or_answer
+from benchmark.server import apart
 from benchmark.shapes import Model, read_rate
 from benchmark.sweep import add_model, arguments, names, numbers, positive, served_model
 from benchmark.trace import GPU_EVENTS, KINDS, OTHER_KIND, alone, covered, load
@@ -186,18 +187,13 @@ def _steady(row: Row) -> str:
 
 def plot(result: Result, file: Path) -> None:
     """Step time by variant, one panel per model and mode."""
-    rows = result["rows"]
 
-    def panel(model: str, mode: str) -> plots.Panel:
-        groups: dict[str, dict[str, float | None]] = {}
-        for row in rows:
-            if (row["model"], row["mode"]) == (model, mode):
-                label = f"graphs {row['graphs']}, overlap {row['overlap']}"
-                groups.setdefault(f"{row['backend']}, batch {row['batch']}", {})[label] = row["step_ms"]
-        return plots.bars(groups, f"{model}, {mode}", "ms per step")
+    def bar(row: Row) -> tuple[str, str, float]:
+        return f"{row['backend']}, batch {row['batch']}", f"graphs {row['graphs']}, overlap {row['overlap']}", row["step_ms"]
 
-    panels = [panel(*key) for key in dict.fromkeys((row["model"], row["mode"]) for row in rows)]
-    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
+    series = split(result["rows"], itemgetter("model", "mode"))
+    panels = [plots.bars(plots.grouped(map(bar, rows)), f"{model}, {mode}", "ms per step") for (model, mode), rows in series.items()]
+    models = ", ".join(dict.fromkeys(model for model, _ in series))
     picture.draw(result, file, f"One steady decode step: {models}", panels, columns=2)
 
 
@@ -211,19 +207,17 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=60, help="timed steps per run; the faster of two runs counts")
     parser.add_argument("--flags", type=str.split, default=[], help="more flags of every process, in one argument")
     add_model(parser)
-    args = parse_or_answer(parser, measure)
+    args = parser.parse_args()
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
     speed = read_rate(record.data["machine"])
     batches, context, steps = ([1, 2], 16, 4) if args.quick else (args.batch_sizes, args.context, args.steps)
     for mode in args.modes:
         for backend in ["torch_native"] if args.quick else args.backends:
             flags = [*server_flags(served, mode, backend, max(batches)), *args.flags]
-            order = {"flags": flags, "batches": batches, "context": context, "steps": steps}
-            for row in apart(NAME, order):
+            for row in apart(measure, flags=flags, batches=batches, context=context, steps=steps):
                 labels = {"model": served.name, "mode": mode, "backend": backend}
                 record.add({**labels, **row, **roof(served, mode, row, speed)})
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

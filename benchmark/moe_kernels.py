@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 import torch
 
 from benchmark import picture, plots
 from benchmark.expert_layers import BF16, SHAPES, ExpertLayers, ExpertShape, microseconds
-from benchmark.markdown import Result, percent, provenance, table
+from benchmark.markdown import Result, percent, provenance, split, table
 from benchmark.record import Record, Row
 from benchmark.shapes import read_rate
 from benchmark.sweep import numbers
@@ -110,19 +111,17 @@ def summary(result: Result) -> str:
     rows = result["rows"]
     counts = sorted({row["rows"] for row in rows if row["rows"] < PROMPT_ROWS})
     lines = []
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        by = {row["rows"]: row for row in rows if row["shape"] == shape}
+    for shape, own in split(rows, itemgetter("shape")).items():
+        by = {row["rows"]: row for row in own}
         lines.append([shape, *(percent(by[count].get("roof_share")) if count in by else None for count in counts)])
     return table(["experts, share of the roof", *(f"{count} tokens" for count in counts)], lines)
 
 
 def plot(result: Result, file: Path) -> None:
     """Shares of the roof by number of tokens."""
-    shares: dict[str, list[tuple[int, float]]] = {}
-    for row in result["rows"]:
-        if row["rows"] < PROMPT_ROWS and "roof_share" in row:
-            shares.setdefault(row["shape"], []).append((row["rows"], row["roof_share"]))
-    panel = plots.lines({name: sorted(points) for name, points in shares.items()}, "", "tokens", "share of the byte roof", 1.0)
+    few = [row for row in result["rows"] if row["rows"] < PROMPT_ROWS and "roof_share" in row]
+    shares = {shape: [(row["rows"], row["roof_share"]) for row in own] for shape, own in split(few, itemgetter("shape")).items()}
+    panel = plots.lines(shares, "", "tokens", "share of the byte roof", 1.0)
     picture.draw(result, file, "Experts of sparse layers against reading their weights once", [panel])
 
 
@@ -140,8 +139,7 @@ def main() -> None:
             for row in measure(shape, args.rows, read_rate(record.data["machine"])):
                 record.add(row)
             torch.cuda.empty_cache()
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -129,6 +129,14 @@ def stacks(groups: Groups, title: str, unit: str, *, kind: str = "") -> Panel:
         _frame(axes, groups, title, unit, kind)
 
     return Panel(names, _FRAME + 1.7 * _BAR * len(groups), paint)
+
+
+def grouped(lengths: Iterable[tuple[str, str, float | None]]) -> Groups:
+    """Lengths by group and bar, from (group, bar, length)."""
+    groups: dict[str, dict[str, float | None]] = {}
+    for group, bar, length in lengths:
+        groups.setdefault(group, {})[bar] = length
+    return groups
 
 
 def _names(groups: Groups) -> list[str]:

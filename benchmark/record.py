@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,11 @@ class Record:
         row: Row = {**figures, "commit": machine.commit(), "command": machine.command(), "at": _now()}
         put(self.rows, row, self._keys)
         write(self.data, self.file)
+
+    def show(self, render: Callable[[dict[str, Any]], str], plot: Callable[[dict[str, Any], Path], None]) -> None:
+        """Draw the plot next to the file, and print the tables."""
+        plot(self.data, self.file.with_suffix(".png"))
+        print(render(self.data))
 
 
 def put(rows: list[Row], row: Row, keys: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmark import picture, plots
 from benchmark.client_agreement import FIGURES, farthest, median
-from benchmark.markdown import Result, provenance, signed, table
+from benchmark.markdown import Result, signed, table, with_provenance
 from benchmark.record import Record
 from benchmark.server import Server, bench
 from benchmark.serving_matrix import TITLES, setups
@@ -47,11 +47,6 @@ def spread(runs: Sequence[Run]) -> dict[str, float | None]:
     return found
 
 
-def render(result: Result) -> str:
-    """The table and where it comes from."""
-    return "\n".join([summary(result), "", provenance(result)])
-
-
 def summary(result: Result) -> str:
     """One row per server and concurrency: per cent by metric, and the accept length of each run."""
     lines = []
@@ -61,6 +56,9 @@ def summary(result: Result) -> str:
         lines.append([title, *cells, f"**{signed(farthest(row['spread']))}**", len(row["runs"]), _accepted(row["runs"])])
     header = ["farthest run from the median, %", *FIGURES.values(), "farthest", "runs", "accept length"]
     return table(header, lines)
+
+
+render = with_provenance(summary)
 
 
 def _load(row: Run) -> str:
@@ -107,8 +105,7 @@ def main() -> None:
                 labels = {**setup.labels, "concurrency": concurrency, "input_len": lens[0], "output_len": lens[1], "num_prompts": requests}
                 record.add(labels | {"runs": runs, "spread": found, "server_flags": " ".join(setup.flags)})
                 print(f"  {setup.labels['mode']}, {concurrency} at a time: {signed(farthest(found))} %", flush=True)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

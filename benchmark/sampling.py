@@ -7,13 +7,13 @@ drafts' probabilities.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, change, pick, provenance, table
+from benchmark.markdown import Result, change, pick, provenance, split, table
 from benchmark.record import Record, Row
-from benchmark.server import apart, parse_or_answer
+from benchmark.server import apart
 from benchmark.shapes import Model
 from benchmark.sweep import add_model, arguments, names, numbers, positive, served_model
 
@@ -91,16 +91,10 @@ def summary(result: Result) -> str:
 
 def plot(result: Result, file: Path) -> None:
     """Step time by sampling parameters, one panel per model, mode and batch size."""
-    rows = result["rows"]
-
-    def panel(model: str, mode: str, batch: int) -> plots.Panel:
-        groups: dict[str, dict[str, float | None]] = {}
-        for row in rows:
-            if (row["model"], row["mode"], row["batch"]) == (model, mode, batch):
-                groups.setdefault(row["choice"], {})[row["sampler"] or GREEDY] = row["step_ms"]
-        return plots.bars(groups, f"{model}, {mode}, batch {batch}", "ms per step")
-
-    panels = [panel(*key) for key in dict.fromkeys((row["model"], row["mode"], row["batch"]) for row in rows)]
+    panels = []
+    for (model, mode, batch), rows in split(result["rows"], itemgetter("model", "mode", "batch")).items():
+        groups = plots.grouped((row["choice"], row["sampler"] or GREEDY, row["step_ms"]) for row in rows)
+        panels.append(plots.bars(groups, f"{model}, {mode}, batch {batch}", "ms per step"))
     picture.draw(result, file, "One steady decode step by sampling parameters", panels, columns=2)
 
 
@@ -113,18 +107,17 @@ def main() -> None:
     parser.add_argument("--context", type=positive, default=250, help="prompt tokens of each request")
     parser.add_argument("--steps", type=positive, default=25, help="timed steps per run; the faster of two runs counts")
     add_model(parser)
-    args = parse_or_answer(parser, measure)
+    args = parser.parse_args()
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
     batches, context, steps = ([1, 2], 16, 4) if args.quick else (args.batch_sizes, args.context, args.steps)
     samplers = ["pytorch"] if args.quick else args.samplers
     for mode in args.modes:
         for sampler in samplers:
             choices = [choice for choice in CHOICES if choice != GREEDY or sampler == samplers[0]]
-            order: dict[str, Any] = {"flags": server_flags(served, mode, sampler, batches, args.quick), "choices": choices}
-            for row in apart(NAME, order | {"batches": batches, "context": context, "steps": steps}):
+            flags = server_flags(served, mode, sampler, batches, args.quick)
+            for row in apart(measure, flags=flags, choices=choices, batches=batches, context=context, steps=steps):
                 record.add({"model": served.name, "mode": mode, "sampler": None if row["choice"] == GREEDY else sampler, **row})
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -11,17 +10,21 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+import httpx
 
 from benchmark.machine import ROOT
 from benchmark.ports import free_port
 
 _LOG_TAIL = 3000
+T = TypeVar("T")
 
 
 class ServerFailed(Exception):
@@ -45,6 +48,7 @@ class Server:
 
     Attributes:
         port: its TCP port.
+        http: sends requests to it, each on a connection of its own.
         ready_seconds: time from the start of the process until `/ready` answered 200.
     """
 
@@ -60,6 +64,8 @@ class Server:
         self._variables = dict(variables or {})
         self._program = list(program)
         self.port = free_port()
+        new_connections = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60.0, limits=new_connections)
         self.ready_seconds = 0.0
         self._timeout = timeout
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server runs
@@ -89,12 +95,11 @@ class Server:
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON answer of GET `path`."""
-        return self._call(urllib.request.Request(self._url(path)))
+        return self.http.get(path).raise_for_status().json()
 
     def post(self, path: str, body: Any = None, timeout: float = 600.0) -> dict[str, Any]:
         """The JSON answer of POST `path`."""
-        data = json.dumps({} if body is None else body).encode()
-        return self._call(urllib.request.Request(self._url(path), data, {"Content-Type": "application/json"}), timeout)
+        return self.http.post(path, json={} if body is None else body, timeout=timeout).raise_for_status().json()
 
     @property
     def pid(self) -> int:
@@ -117,25 +122,16 @@ class Server:
         self._log.seek(0)
         return self._log.read().decode("utf-8", "replace")[-_LOG_TAIL:]
 
-    def _url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
-
-    def _call(self, request: urllib.request.Request, timeout: float = 60.0) -> dict[str, Any]:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return json.loads(answer.read() or b"{}")
-
     def _wait_ready(self, started: float) -> None:
         assert self._process is not None
         while time.perf_counter() - started < self._timeout:
             if self._process.poll() is not None:
                 raise ServerFailed(f"the server ended with status {self._process.returncode}:\n{self.log_tail()}")
-            try:
+            with suppress(httpx.HTTPError):
                 self.get("/ready")
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.05)
-                continue
-            self.ready_seconds = time.perf_counter() - started
-            return
+                self.ready_seconds = time.perf_counter() - started
+                return
+            time.sleep(0.05)
         raise ServerFailed(f"the server was not ready after {self._timeout:.0f} s:\n{self.log_tail()}")
 
     def _end(self) -> None:
@@ -149,6 +145,7 @@ class Server:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        self.http.close()
         self._log.close()
 
 
@@ -174,34 +171,8 @@ def bench(server: Server, flags: Sequence[str]) -> dict[str, Any]:
     return figures
 
 
-def apart(script: str, order: dict[str, Any]) -> Any:
-    """Run `python -m benchmark.SCRIPT --child ORDER` in its own process, with an empty device, and return its answer.
-
-    The child reads its command line with `parse_or_answer`.
-
-    Raises:
-        ServerFailed: the child failed; the message has the end of its output.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "answer.json"
-        print("+", script, *order.get("flags", ()), flush=True)
-        command = [sys.executable, "-m", f"benchmark.{script}", "--child", json.dumps(order | {"out": str(out)})]
-        done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise ServerFailed(f"{script} failed:\n{done.stdout[-_LOG_TAIL:]}{done.stderr[-_LOG_TAIL:]}")
-        return json.loads(out.read_text(encoding="utf-8"))
-
-
-def parse_or_answer(parser: argparse.ArgumentParser, measure: Callable[..., Any]) -> argparse.Namespace:
-    """Parse the command line of a script that runs parts of itself with `apart`.
-
-    A child calls `measure` with the entries of its order, writes the result as JSON to the file named in the order, and exits.
-    """
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child is None:
-        return args
-    entries = json.loads(args.child)
-    out = Path(entries.pop("out"))
-    out.write_text(json.dumps(measure(**entries)), encoding="utf-8")
-    raise SystemExit(0)
+def apart(measure: Callable[..., T], **order: Any) -> T:
+    """Call `measure` in its own process, with an empty device; its errors are raised here."""
+    print("+", measure.__qualname__, *order.get("flags", ()), flush=True)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(measure, **order).result()

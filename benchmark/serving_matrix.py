@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
 from benchmark.machine import gpu
-from benchmark.markdown import Result, on_gpus, percent, provenance, table
+from benchmark.markdown import Result, on_gpus, percent, provenance, split, table
 from benchmark.record import Record
 from benchmark.shapes import Model
 from benchmark.sweep import Setup, arguments, names, numbers, positive, random_ids, served_model, sweep
@@ -75,8 +76,8 @@ def _mode_table(rows: list[dict[str, Any]], rivals: list[dict[str, Any]], mode: 
     columns = sorted({row["concurrency"] for row in rows})
     known = [row | {"system": "Talon"} for row in rows] + [row for row in rivals if row["mode"] == mode]
     lines = []
-    for system, backend in dict.fromkeys((row["system"], row["backend"]) for row in known):
-        by = {row["concurrency"]: row for row in known if (row["system"], row["backend"]) == (system, backend)}
+    for (system, backend), own in split(known, itemgetter("system", "backend")).items():
+        by = {row["concurrency"]: row for row in own}
         lines.append([f"{system}, {backend}", *(_cell(by.get(column)) for column in columns)])
     if rivals:
         lines.append(["Talon's best against the best peer", *(_against(rows, rivals, mode, column) for column in columns)])
@@ -109,9 +110,8 @@ def plot(result: Result, file: Path) -> None:
     known = [row | {"system": "Talon"} for row in result["rows"]] + peers(result)["rows"]
 
     def panel(mode: str) -> plots.Panel:
-        groups: dict[str, dict[str, float | None]] = {}
-        for row in sorted((row for row in known if row["mode"] == mode), key=lambda row: row["concurrency"]):
-            groups.setdefault(str(row["concurrency"]), {})[f"{row['system']}, {row['backend']}"] = row["output_throughput"]
+        own = sorted((row for row in known if row["mode"] == mode), key=itemgetter("concurrency"))
+        groups = plots.grouped((str(row["concurrency"]), f"{row['system']}, {row['backend']}", row["output_throughput"]) for row in own)
         return plots.bars(groups, TITLES[mode] + on_gpus(result["rows"][0]), "output tokens/s", kind="concurrency")
 
     panels = [panel(mode) for mode in TITLES if any(row["mode"] == mode for row in result["rows"])]
@@ -135,8 +135,7 @@ def main() -> None:
     bursts = [random_ids(c, *lens) for c in ([1, 2] if args.quick else args.concurrency)]
     roof = served.shape.roof.of_ranks(args.tp_size) if served.shape else None
     sweep(record, setups(served, args.modes, backends, args.tp_size), bursts, roof)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

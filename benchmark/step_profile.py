@@ -11,14 +11,15 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmark import picture, plots
-from benchmark.markdown import Result, cell, percent, pick, provenance, table
+from benchmark.markdown import Result, cell, percent, pick, provenance, split, table
 from benchmark.phases import METHODS, Phases
 from benchmark.record import Record
-from benchmark.server import apart, parse_or_answer
+from benchmark.server import apart
 from benchmark.shapes import Model
 from benchmark.sweep import add_model, arguments, names, positive, served_model
 from benchmark.trace import analyse, load
@@ -28,6 +29,8 @@ KEYS = ("model", "backend", "overlap", "graphs", "concurrency")
 STEPS = 3
 GRAPHS = ("eager", "decode", "both")
 """The draft graphs in use; the target's verify graph is always used."""
+GROUP = itemgetter("model", "backend", "overlap", "concurrency")
+"""What the rows of one table share."""
 PROMPT_LEN = 256
 TITLES = {"eager": "draft eager", "decode": "draft-decode graph", "both": "both draft graphs"}
 PHASES = ("draft_decode", "verify", "accept", "draft_extend", "plan", "sample")
@@ -42,7 +45,7 @@ def flags(served: Model, backend: str, concurrency: int) -> list[str]:
 
 
 def measure(
-    flags: Sequence[str], overlaps: Sequence[str], graphs: Sequence[str], concurrency: int, steps: int, keep: str | None
+    flags: Sequence[str], overlaps: Sequence[str], graphs: Sequence[str], concurrency: int, steps: int, keep: Path | None
 ) -> list[dict[str, Any]]:
     """Measure in this process; one row per overlap and choice of graphs. `keep` is a folder for the traces."""
     from benchmark.engine_loop import EngineLoop, build
@@ -70,7 +73,7 @@ def measure(
                 trace = Path(worker.stop_profile())
                 rows.append({**labels, **alone, **asdict(analyse(load(trace)))})
                 if keep:
-                    shutil.copy(trace, Path(keep) / f"{NAME}-{overlap}-{name}-{concurrency}{''.join(trace.suffixes[-3:])}")
+                    shutil.copy(trace, keep / f"{NAME}-{overlap}-{name}-{concurrency}{''.join(trace.suffixes[-3:])}")
             loop.stop()
     worker.close()
     return rows
@@ -79,10 +82,7 @@ def measure(
 def render(result: Result) -> str:
     """One table per model, backend, overlap and concurrency."""
     parts = []
-    groups = ("model", "backend", "overlap", "concurrency")
-    for group in dict.fromkeys(tuple(row[key] for key in groups) for row in result["rows"]):
-        rows = [row for row in result["rows"] if tuple(row[key] for key in groups) == group]
-        model, backend, overlap, concurrency = group
+    for (model, backend, overlap, concurrency), rows in split(result["rows"], GROUP).items():
         parts += [f"**{model}, {backend}, overlap {overlap}, concurrency {concurrency}**: one iteration", "", _part(rows), ""]
     return "\n".join([*parts, provenance(result)])
 
@@ -90,10 +90,8 @@ def render(result: Result) -> str:
 def summary(result: Result) -> str:
     """Length of an iteration and host time of both draft phases, without a profiler."""
     lines = []
-    groups = ("model", "backend", "overlap", "concurrency")
-    for group in dict.fromkeys(tuple(row[key] for key in groups) for row in result["rows"]):
-        model, backend, overlap, concurrency = group
-        found = [pick(result["rows"], **dict(zip(groups, group, strict=True)), graphs=graphs) for graphs in GRAPHS]
+    for (model, backend, overlap, concurrency), own in split(result["rows"], GROUP).items():
+        found = [pick(own, graphs=graphs) for graphs in GRAPHS]
         rows = [row if row and "step_us" in row else None for row in found]
         cells = [row and _cut(row, rows[0], name) for name in ("step_us", "draft_host_us") for row in rows]
         lines.append([f"{model}, {backend}, overlap {overlap}, c={concurrency}", *cells])
@@ -147,8 +145,8 @@ def _draft_host(row: dict[str, Any], eager: dict[str, Any] | None) -> str:
 
 def plot(result: Result, file: Path) -> None:
     """Per model: the phases of an iteration on the host and on the GPU, then its time without a profiler."""
-    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    panels = [panel for name in models for panel in _panels(name, [row for row in result["rows"] if row["model"] == name])]
+    models = split(result["rows"], itemgetter("model"))
+    panels = [panel for name, rows in models.items() for panel in _panels(name, rows)]
     picture.draw(result, file, f"One EAGLE iteration: {', '.join(models)}", panels)
 
 
@@ -181,16 +179,15 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=40, help="iterations per trace")
     parser.add_argument("--keep-traces", action="store_true", help="keep the traces next to the results (megabytes)")
     add_model(parser)
-    args = parse_or_answer(parser, measure)
+    args = parser.parse_args()
     record, served = Record(NAME, KEYS, args.out, args.quick), served_model(args)
     record.file.parent.mkdir(parents=True, exist_ok=True)
+    order = {"overlaps": args.overlap, "graphs": args.graphs, "concurrency": args.concurrency, "steps": 4 if args.quick else args.steps}
+    order |= {"keep": record.file.parent if args.keep_traces else None}
     for backend in ["torch_native"] if args.quick else args.backends:
-        order = {"flags": flags(served, backend, args.concurrency), "overlaps": args.overlap, "graphs": args.graphs}
-        order |= {"concurrency": args.concurrency, "steps": 4 if args.quick else args.steps}
-        for row in apart(NAME, order | {"keep": str(record.file.parent) if args.keep_traces else None}):
+        for row in apart(measure, flags=flags(served, backend, args.concurrency), **order):
             record.add({"model": served.name, "backend": backend, **row})
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -238,8 +238,7 @@ def main() -> None:
     args = parser.parse_args()
     record = Record(NAME, KEYS, args.out, args.quick)
     asyncio.run(storm(record, tiny_model().target_flags if args.quick else EMBEDDED, args.minutes, args.clients, args.seed, args.think))
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
     if wrong := failures(record.rows, args.minutes):
         raise SystemExit("\n".join(["failed:", *wrong]))
 

@@ -1,15 +1,31 @@
-"""The decode rate of `transformers.generate` on the weights of a folder; other scripts run it in its own process."""
+"""The decode rate of `transformers.generate` on the weights of a folder."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
+from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForCausalLM
+
+from benchmark.server import apart
 
 PROMPT_LEN = 32
+
+
+def decode_rates(
+    folder: str, batches: Sequence[int], tokens: int, threads: int, device: str = "cpu", dtype: str = "float32"
+) -> list[float]:
+    """Tokens per second of greedy `generate` at each batch size, measured in its own process."""
+    return apart(_rates, folder=folder, batches=batches, tokens=tokens, threads=threads, device=device, dtype=dtype)
+
+
+def _rates(folder: str, batches: Sequence[int], tokens: int, threads: int, device: str, dtype: str) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    with torch.inference_mode():
+        return [tokens_per_second(model, batch, tokens) for batch in batches]
 
 
 def tokens_per_second(model: torch.nn.Module, batch: int, tokens: int) -> float:
@@ -27,23 +43,3 @@ def tokens_per_second(model: torch.nn.Module, batch: int, tokens: int) -> float:
 
     seconds(4)
     return batch * (tokens - 1) / (seconds(tokens) - seconds(1))
-
-
-def main() -> None:
-    """Print one JSON object: {batch: tokens/s}."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8])
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=getattr(torch, args.dtype)).to(args.device).eval()
-    with torch.inference_mode():
-        print(json.dumps({str(batch): tokens_per_second(model, batch, args.tokens) for batch in args.batches}))
-
-
-if __name__ == "__main__":
-    main()

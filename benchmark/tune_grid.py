@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmark import picture, plots
 from benchmark.embedded_speculation import CONTEXT, OFF, measure, speculation
-from benchmark.markdown import Result, provenance, table
+from benchmark.markdown import Result, provenance, split, table
 from benchmark.record import Record, Row
 from benchmark.server import environment
 from benchmark.sweep import arguments, names, numbers, positive
@@ -56,10 +57,9 @@ def render(result: Result) -> str:
 def summary(result: Result) -> str:
     """Tokens per second by shape and batch, and the tuned server's share of the best point."""
     lines, batches = [], sorted({row["batch"] for row in result["rows"]})
-    for model, device in dict.fromkeys((row["model"], row["device"]) for row in result["rows"]):
-        rows = [row for row in result["rows"] if (row["model"], row["device"]) == (model, device)]
-        for shape in dict.fromkeys(row["shape"] for row in rows):
-            rates = {row["batch"]: row["tokens_per_second"] for row in rows if row["shape"] == shape}
+    for (model, device), rows in split(result["rows"], itemgetter("model", "device")).items():
+        for shape, own in split(rows, itemgetter("shape")).items():
+            rates = {row["batch"]: row["tokens_per_second"] for row in own}
             lines.append([f"{model}, {device}: {shape}, tok/s", *map(rates.get, batches)])
         lines.append([f"{model}, {device}: {TUNED} / best cell", *(share(rows, batch) for batch in batches)])
     return table(["steps/topk/draft tokens", *(f"batch {batch}" for batch in batches)], lines)
@@ -68,11 +68,8 @@ def summary(result: Result) -> str:
 def plot(result: Result, file: Path) -> None:
     """Tokens per second by batch, one bar per shape."""
     panels = []
-    for model, device in dict.fromkeys((row["model"], row["device"]) for row in result["rows"]):
-        groups: dict[str, dict[str, float | None]] = {}
-        for row in result["rows"]:
-            if (row["model"], row["device"]) == (model, device):
-                groups.setdefault(str(row["batch"]), {})[row["shape"]] = row["tokens_per_second"]
+    for (model, device), rows in split(result["rows"], itemgetter("model", "device")).items():
+        groups = plots.grouped((str(row["batch"]), row["shape"], row["tokens_per_second"]) for row in rows)
         panels.append(plots.bars(groups, f"{model}, {device}", "output tokens/s", kind="batch"))
     picture.draw(result, file, "The choice of runtime.tune and a grid of shapes", panels)
 
@@ -109,8 +106,7 @@ def main() -> None:
         labels = {"model": Path(args.model).stem if args.model else "embedded", "device": args.device, "shape": shape, "batch": batch}
         facts = {"chosen": chosen, "tuning": tuning} if shape == TUNED else {}
         record.add(labels | tally.figures() | {"tokens_per_second": median(tally.rates), "rates": tally.rates} | facts)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,15 @@ acceptance would fall while the output stayed correct, so the last two columns m
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmark import draft_head, picture, plots
 from benchmark.chat_text import PROMPTS, chat_text
-from benchmark.markdown import Result, percent, pick, provenance, table
+from benchmark.markdown import Result, percent, pick, split, table, with_provenance
 from benchmark.record import Record
 from benchmark.shapes import Model
 from benchmark.sweep import Burst, Setup, add_model, arguments, positive, served_model, sweep
@@ -65,11 +68,6 @@ def standard_error(row: dict[str, Any]) -> float | None:
     return math.sqrt(max(variance, 0.0) / windows) / STEPS if windows > 0 else None
 
 
-def render(result: Result) -> str:
-    """The table and where it comes from."""
-    return "\n".join([summary(result), "", provenance(result)])
-
-
 def summary(result: Result) -> str:
     """Per model: acceptance rate with its standard error, accept length, throughput and acceptance by position, one column per rule."""
     parts = []
@@ -86,6 +84,9 @@ def summary(result: Result) -> str:
     return "\n\n".join(parts)
 
 
+render = with_provenance(summary)
+
+
 def _rate(row: dict[str, Any]) -> str | None:
     share, error = acceptance_rate(row), standard_error(row)
     return None if share is None else percent(share, 1) + ("" if error is None else f" ± {error * 100:.1f}")
@@ -98,17 +99,14 @@ def _positions(shares: list[float] | None) -> str | None:
 def plot(result: Result, file: Path) -> None:
     """Acceptance of all drafts and by position, one bar per rule, one panel per model."""
 
-    def panel(name: str) -> plots.Panel:
-        groups: dict[str, dict[str, float | None]] = {}
-        for row in result["rows"]:
-            if row["model"] == name:
-                positions = {f"draft {i + 1}": share for i, share in enumerate(row["per_position_acceptance"] or [])}
-                for group, share in ({"all drafts": acceptance_rate(row)} | positions).items():
-                    groups.setdefault(group, {})[RULES[row["rule"]]] = share
-        return plots.bars(groups, name, "share accepted")
+    def shares(row: dict[str, Any]) -> Iterator[tuple[str, str, float | None]]:
+        yield "all drafts", RULES[row["rule"]], acceptance_rate(row)
+        for i, share in enumerate(row["per_position_acceptance"] or []):
+            yield f"draft {i + 1}", RULES[row["rule"]], share
 
-    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    picture.draw(result, file, f"Drafts accepted at temperature 1: {', '.join(models)}", [panel(name) for name in models])
+    models = split(result["rows"], itemgetter("model"))
+    panels = [plots.bars(plots.grouped(chain(*map(shares, rows))), name, "share accepted") for name, rows in models.items()]
+    picture.draw(result, file, f"Drafts accepted at temperature 1: {', '.join(models)}", panels)
 
 
 def main() -> None:
@@ -127,8 +125,7 @@ def main() -> None:
     record = Record(NAME, KEYS, args.out, args.quick)
     load = burst(2, 4, 8, 4) if args.quick else burst(args.concurrency, args.num_prompts, args.output_len, args.prompts)
     sweep(record, setups(served_model(args)), [load])
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

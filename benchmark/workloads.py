@@ -137,8 +137,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         served = served_model(args) if args.quick else with_long_context(served_model(args), Path(folder))
         sweep(record, setups(served, args.modes, args.quick), loads)
-    plot(record.data, record.file.with_suffix(".png"))
-    print(render(record.data))
+    record.show(render, plot)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ still the fastest. Results go to `results/MACHINE/tuning/`.
 - `scaled_gemms`: GEMMs with FP8 weights and with bfloat16; the fastest belong in config/device_tuning.py.
 - `split_attention`: configurations of split-KV attention compared with FA3, for the default configuration and the batch sizes at which it
   is used.
+- `latent_attention`: configurations of split-KV attention over latent rows compared with the cluster kernel and FA3.
 - `attention_backends`: one pass of each attention backend by page size.
 - `decode_step`: a whole step of 32 layers and the head, with one kind of kernel omitted at a time, to see whether a faster kernel makes the
   step faster.

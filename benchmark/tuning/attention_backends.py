@@ -13,9 +13,9 @@ import torch
 
 from benchmark.record import Record, Row
 from benchmark.shapes import read_rate
-from benchmark.sweep import names
+from benchmark.sweep import names, numbers
 from benchmark.tuning.clock import median_us
-from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
+from benchmark.tuning.command_line import arguments, parse_on_gpu
 from benchmark.tuning.world import BF16, D, H, attention_roof_us, attention_world, decode_batch
 from runtime.layers.attention.base import plan_pass
 from runtime.layers.attention.registry import build_backend
@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and record."""
     parser = arguments("attention_backends", __doc__)
     parser.add_argument("--backends", type=names, default=["fa3"], help="fa3, flashinfer")
-    parser.add_argument("--pages", type=counts, default=[1, 16], help="page sizes")
-    parser.add_argument("--widths", type=counts, default=[1, 4], help="queries per request")
-    parser.add_argument("--batch-sizes", type=counts, default=[1, 8, 32])
+    parser.add_argument("--pages", type=numbers, default=[1, 16], help="page sizes")
+    parser.add_argument("--widths", type=numbers, default=[1, 4], help="queries per request")
+    parser.add_argument("--batch-sizes", type=numbers, default=[1, 8, 32])
     parser.add_argument("--length", type=int, default=2000, help="keys per request")
     args = parse_on_gpu(parser, argv)
     record = Record(NAME, Case._fields, args.out)

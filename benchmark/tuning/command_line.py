@@ -28,15 +28,3 @@ def parse_on_gpu(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
     if not torch.cuda.is_available():
         raise SystemExit(f"{parser.prog}: a CUDA GPU is required, and torch finds none")
     return args
-
-
-def counts(text: str) -> list[int]:
-    """`1,4,16` as a list.
-
-    Raises:
-        argparse.ArgumentTypeError: an item is not an integer of at least 1.
-    """
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers such as 1,4,16")
-    return [int(part) for part in parts]

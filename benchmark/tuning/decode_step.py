@@ -17,9 +17,9 @@ import torch
 
 from benchmark.record import Record, Row
 from benchmark.shapes import read_rate
-from benchmark.sweep import names
+from benchmark.sweep import names, numbers
 from benchmark.tuning.clock import median_us
-from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
+from benchmark.tuning.command_line import arguments, parse_on_gpu
 from benchmark.tuning.world import BF16, SHAPE, D, G, H, attention_world, decode_batch, linear
 from runtime.config.device_tuning import H200
 from runtime.layers.attention.base import plan_pass
@@ -160,8 +160,8 @@ def measure(cases: Sequence[Case], record: Record) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and record."""
     parser = arguments("decode_step", __doc__)
-    parser.add_argument("--batch-sizes", type=counts, default=[1, 4, 16, 32])
-    parser.add_argument("--widths", type=counts, default=[1, 4], help="tokens per request in a pass: 1, or the width of a draft window")
+    parser.add_argument("--batch-sizes", type=numbers, default=[1, 4, 16, 32])
+    parser.add_argument("--widths", type=numbers, default=[1, 4], help="tokens per request in a pass: 1, or the width of a draft window")
     parser.add_argument("--length", type=int, default=2000, help="tokens per request in total")
     parser.add_argument("--layers", type=int, default=SHAPE.layers)
     parser.add_argument("--backends", type=names, default=["fa3"], help="fa3, flashinfer")

@@ -19,7 +19,8 @@ import torch
 from benchmark.expert_layers import SHAPES, ExpertLayers, ExpertShape, microseconds
 from benchmark.record import Record
 from benchmark.shapes import read_rate
-from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
+from benchmark.sweep import numbers
+from benchmark.tuning.command_line import arguments, parse_on_gpu
 from runtime.config.expert_tuning import H200_EXPERTS, WeightFormat
 from runtime.config.kernel_configs import GroupedConfig, StepConfig
 
@@ -192,7 +193,7 @@ def sweep(shape: ExpertShape, rows: Sequence[int], record: Record) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Sweep and record."""
     parser = arguments("experts", __doc__)
-    parser.add_argument("--rows", type=counts, default=[1, 4, 16, 32, 64, 128, 256, 1024, 8192], help="numbers of tokens")
+    parser.add_argument("--rows", type=numbers, default=[1, 4, 16, 32, 64, 128, 256, 1024, 8192], help="numbers of tokens")
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES[:3]), help="layers, by name (default %(default)s)")
     args = parse_on_gpu(parser, argv)
     record = Record(NAME, KEYS, args.out)

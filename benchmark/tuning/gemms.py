@@ -21,8 +21,9 @@ import torch
 
 from benchmark.record import Record, Row
 from benchmark.shapes import read_rate
+from benchmark.sweep import numbers
 from benchmark.tuning.clock import best_us
-from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
+from benchmark.tuning.command_line import arguments, parse_on_gpu
 from benchmark.tuning.world import BF16, SHAPE, WEIGHTS, linear
 from runtime.config.device_tuning import H200
 from runtime.layers.gemm.epilogue import Epilogue
@@ -277,7 +278,7 @@ def sweep(rows: Sequence[int], record: Record) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Sweep and record."""
     parser = arguments("gemms", __doc__)
-    parser.add_argument("--rows", type=counts, default=[1, 4, 16, 32], help="rows of x")
+    parser.add_argument("--rows", type=numbers, default=[1, 4, 16, 32], help="rows of x")
     args = parse_on_gpu(parser, argv)
     from runtime.layers.gemm.triton_gemm import MAX_ROWS
 

@@ -16,7 +16,8 @@ import torch
 from benchmark.expert_layers import ENOUGH_BYTES, microseconds
 from benchmark.record import Record
 from benchmark.shapes import read_rate
-from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
+from benchmark.sweep import numbers
+from benchmark.tuning.command_line import arguments, parse_on_gpu
 from runtime.config.device_tuning import H200
 from runtime.config.kernel_configs import FragmentConfig, TritonConfig, WideningConfig
 
@@ -88,7 +89,7 @@ def timed(calls: Mapping[str, Call], count: int) -> dict[str, float | str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Time and record."""
     parser = arguments("scaled_gemms", __doc__)
-    parser.add_argument("--rows", type=counts, default=[1, 4, 16, 32, 64, 128, 8192], help="rows of x")
+    parser.add_argument("--rows", type=numbers, default=[1, 4, 16, 32, 64, 128, 8192], help="rows of x")
     args = parse_on_gpu(parser, argv)
     record = Record(NAME, KEYS, args.out)
     rate = read_rate(record.data["machine"])

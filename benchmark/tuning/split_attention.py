@@ -21,8 +21,9 @@ import torch
 
 from benchmark.record import Record, Row
 from benchmark.shapes import read_rate
+from benchmark.sweep import numbers
 from benchmark.tuning.clock import median_us
-from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
+from benchmark.tuning.command_line import arguments, parse_on_gpu
 from benchmark.tuning.world import (
     BF16,
     CUDA,
@@ -226,9 +227,9 @@ def parser() -> argparse.ArgumentParser:
     """The flags."""
     found = arguments("split_attention", __doc__)
     found.add_argument("--pages", type=page_sizes, default=[64], help=f"page sizes, powers of two up to {POOL_PAGE}")
-    found.add_argument("--widths", type=counts, default=[1, 4], help="queries per request")
-    found.add_argument("--batch-sizes", type=counts, default=[1, 4, 8, 16, 32, 64])
-    found.add_argument("--lengths", type=counts, default=[128, 1000, 2000, 8000], help="keys per request")
+    found.add_argument("--widths", type=numbers, default=[1, 4], help="queries per request")
+    found.add_argument("--batch-sizes", type=numbers, default=[1, 4, 8, 16, 32, 64])
+    found.add_argument("--lengths", type=numbers, default=[128, 1000, 2000, 8000], help="keys per request")
     found.add_argument("--ragged", type=counts_or_none, default=[2000], help="mean lengths of ragged batches, or none")
     found.add_argument("--workers", type=int, default=12, help="processes for compilation")
     return found
@@ -236,12 +237,12 @@ def parser() -> argparse.ArgumentParser:
 
 def counts_or_none(text: str) -> list[int]:
     """`1,64` as a list, `none` as an empty one."""
-    return [] if text == "none" else counts(text)
+    return [] if text == "none" else numbers(text)
 
 
 def page_sizes(text: str) -> list[int]:
     """`1,64` as a list of page sizes that divide the unit of the pool."""
-    found = counts(text)
+    found = numbers(text)
     if wrong := [page for page in found if POOL_PAGE % page]:
         raise argparse.ArgumentTypeError(f"page size {wrong[0]}: the value must be a power of two up to {POOL_PAGE}")
     return found

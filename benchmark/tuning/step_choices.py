@@ -14,7 +14,8 @@ import torch
 from benchmark.exactness import Passes, load
 from benchmark.record import Record, Row
 from benchmark.shapes import big_model
-from benchmark.tuning.command_line import arguments, counts, parse_on_gpu
+from benchmark.sweep import numbers
+from benchmark.tuning.command_line import arguments, parse_on_gpu
 from runtime.config.flag_parser import parse
 from runtime.entrypoints.prepare import prepare
 from runtime.layers.gemm.timings import GemmTimings
@@ -48,7 +49,7 @@ def rows_of(passes: Passes, timings: GemmTimings, rows: int) -> Iterator[Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Time and record."""
     parser = arguments("step_choices", __doc__)
-    parser.add_argument("--rows", type=counts, default=[1, 4, 16], help="requests of a pass, each 1, 4, 16 or 64")
+    parser.add_argument("--rows", type=numbers, default=[1, 4, 16], help="requests of a pass, each 1, 4, 16 or 64")
     parser.add_argument("--context", type=int, default=1000, help="tokens of each request before the pass")
     args = parse_on_gpu(parser, argv)
     record = Record(NAME, KEYS, args.out)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 from tqdm import tqdm
@@ -29,6 +29,7 @@ from runtime.bench.options import parser
 from runtime.bench.records import BenchRequest, RequestRecord
 from runtime.bench.vocabulary import LocalVocabulary, Vocabulary, open_vocabulary
 
+T = TypeVar("T")
 _WARMUP_OUTPUT_LEN = 32
 _FLUSH_SECONDS = 5.0
 _ARGUMENTS = (
@@ -58,9 +59,9 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         model = args.served_model_name or args.model or await _served_model(client)
         info = await _get(client, "/get_model_info", "/model_info") or {}
         vocabulary = await open_vocabulary(client, args.tokenizer, args.model or model, info)
-        dataset = DatasetOptions(**{field.name: getattr(args, field.name) for field in fields(DatasetOptions)})
+        dataset = _options(DatasetOptions, args)
         requests = await load(dataset, vocabulary, chat_template(vocabulary) if args.apply_chat_template else None)
-        options = _generation(args, model)
+        options = _options(GenerationOptions, args, model=model)
         payload(backend, requests[0], options)
     except (ValueError, HttpFailure) as error:
         raise BenchError(str(error)) from error
@@ -168,16 +169,10 @@ def _headers(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     return ({"Authorization": f"Bearer {key}"} if key else {}) | dict(pairs)
 
 
-def _generation(args: argparse.Namespace, model: str) -> GenerationOptions:
-    return GenerationOptions(
-        model=model,
-        stream=not args.disable_stream,
-        ignore_eos=not args.disable_ignore_eos,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        return_logprob=args.return_logprob,
-        extra_body=args.extra_request_body,
-    )
+def _options(kind: type[T], args: argparse.Namespace, **own: object) -> T:
+    """A dataclass whose fields are flags, except `own`."""
+    flags = {field.name: getattr(args, field.name) for field in fields(kind) if field.name not in own}  # pyright: ignore[reportArgumentType]
+    return kind(**flags, **own)
 
 
 async def _wait_ready(client: HttpClient, seconds: float) -> None:

@@ -63,9 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_shared(rest)
         logging_setup.setup(args.log_level, "talon::check")
         config, model_config = prepare(args)
-        tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
-        prompts = tokenised(tokenizer, read_prompts(options.prompts, options.num_prompts))
-        prompts = fit(prompts, config, model_config.vocab_size, options.max_new_tokens)
+        texts = read_prompts(options.prompts, options.num_prompts)
+        prompts = prompt_ids(texts, config, model_config, options.max_new_tokens)
         return compare(config, model_config, prompts, options.max_new_tokens)
     except (ServingError, KeyboardInterrupt) as error:
         return report(error)
@@ -107,6 +106,12 @@ def _prompt_of(line: str) -> str:
     except (ValueError, RecursionError):
         return line
     return value["prompt"] if isinstance(value, dict) and isinstance(value.get("prompt"), str) else line
+
+
+def prompt_ids(texts: Sequence[str], config: RuntimeConfig, model_config: ModelConfig, max_new_tokens: int) -> list[list[int]]:
+    """Token ids of prompts that leave room for the output. Raises `ConfigError` as `tokenised` and `fit`."""
+    tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
+    return fit(tokenised(tokenizer, texts), config, model_config.vocab_size, max_new_tokens)
 
 
 def tokenised(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:

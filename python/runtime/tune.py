@@ -21,7 +21,7 @@ from msgspec import structs
 
 from runtime import __version__
 from runtime import log as logging_setup
-from runtime.check_acceptance import fit, open_worker, read_prompts, tokenised
+from runtime.check_acceptance import open_worker, prompt_ids, read_prompts
 from runtime.config.attention_caps import MAX_TREE_BITS
 from runtime.config.draft_algorithms import ALGORITHM_CAPS
 from runtime.config.flag_parser import parse_shared
@@ -41,7 +41,6 @@ from runtime.models.config import ModelConfig
 from runtime.models.dflash_config import read_block_size
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.shape_search import Plan, best_plan, chain_plan, tree_plan
-from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from runtime.model_executor.worker import Worker
@@ -129,7 +128,7 @@ def tune(options: Options, args: ServerArgs) -> SpeculativeTuning:
     """Measure chains, then trees, print both, and choose. Raises `ConfigError` if there is nothing to choose."""
     config, model_config = chain_config(args)
     sizes = batch_sizes(config, options)
-    prompts = prompt_ids(options, config, model_config)
+    prompts = prompt_ids(read_prompts(options.prompts), config, model_config, options.answer)
     opening = time.perf_counter()
     with _opened(config, model_config, sizes) as worker:
         bench = Bench.start(options, config, model_config, prompts, opening)
@@ -201,12 +200,6 @@ def batch_sizes(config: RuntimeConfig, options: Options) -> list[int]:
     if options.requests is not None and max(options.requests) > most:
         raise ConfigError(f"--batch-sizes must be at most {most}, the requests that run together. Raise --max-running-requests.")
     return list(options.requests or sorted({*(1 << i for i in range(most.bit_length())), most}))
-
-
-def prompt_ids(options: Options, config: RuntimeConfig, model_config: ModelConfig) -> list[list[int]]:
-    """The tokens of the prompts. Raises `ConfigError` if they cannot be read or leave no room for an answer."""
-    tokenizer = Tokenizer.load(config.model.tokenizer_path, chat_template=config.model.chat_template)
-    return fit(tokenised(tokenizer, read_prompts(options.prompts)), config, model_config.vocab_size, options.answer)
 
 
 @contextmanager

@@ -15,15 +15,25 @@ from benchmark import machine, shapes
 from benchmark.machine import ROOT
 from benchmark.record import RESULTS, Record
 from benchmark.report import SCRIPTS
-from benchmark.tuning import attention_backends, decode_step, experts, gemms, scaled_gemms, split_attention, step_choices, world
-from benchmark.tuning.command_line import counts
+from benchmark.sweep import numbers
+from benchmark.tuning import (
+    attention_backends,
+    decode_step,
+    experts,
+    gemms,
+    latent_attention,
+    scaled_gemms,
+    split_attention,
+    step_choices,
+    world,
+)
 from benchmark.tuning.split_attention import Case
 
 from runtime.config.kernel_configs import SplitConfig
 
 CPU = torch.device("cpu")
 RATE = 4.32e12
-TOOLS = (attention_backends, decode_step, experts, gemms, scaled_gemms, split_attention, step_choices)
+TOOLS = (attention_backends, decode_step, experts, gemms, latent_attention, scaled_gemms, split_attention, step_choices)
 MEASURED = RESULTS / "nvidia-h200" / "tuning" / "split_attention.json"
 
 
@@ -58,6 +68,7 @@ def test_tool_without_gpu_prints_one_line(tool: ModuleType, tmp_path: Path) -> N
         (decode_step, ["--batch-sizes", "few"]),
         (step_choices, ["--rows", "few"]),
         (attention_backends, ["--pages", ""]),
+        (latent_attention, ["--heads", "0"]),
         (split_attention, ["--widths", "-1"]),
         (split_attention, ["--pages", "48"]),
         (split_attention, ["--ragged", "some"]),
@@ -81,7 +92,7 @@ def test_help_shows_purpose_and_command(tool: ModuleType, capsys: pytest.Capture
 
 
 def test_counts_start_at_one() -> None:
-    assert counts("1,4,16") == [1, 4, 16]
+    assert numbers("1,4,16") == [1, 4, 16]
 
 
 @pytest.mark.parametrize(

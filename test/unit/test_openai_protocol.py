@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from runtime.constrained.json_schema import deeper_than
 from runtime.entrypoints.http.body import Body
 from runtime.entrypoints.http.body_schema import BodySchema
-from runtime.entrypoints.http.limits import deeper_than, parse_json
+from runtime.entrypoints.http.limits import parse_json
 from runtime.entrypoints.http.refused import HARMLESS, REFUSED
 from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
 from runtime.entrypoints.openai.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody

@@ -275,8 +275,9 @@ def test_text_of_a_schema_or_calls() -> None:
     assert accepts(ebnf, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
     with pytest.raises(RequestError, match="leave no room"):
         adapted("hermes", sampling=SamplingParams(regex="a+"), rule="required")
-    malformed = SamplingParams(json_schema="{")
-    assert adapted("hermes", sampling=malformed, rule="free") == malformed, "left to the compiler, which refuses it"
+    tag = '{"structures": [{"begin": "<a>"}], "triggers": ["<a>"]}'
+    for malformed in (SamplingParams(json_schema="{"), SamplingParams(structural_tag=tag), SamplingParams(structural_tag="[]")):
+        assert adapted("hermes", sampling=malformed, rule="free") == malformed, "left to the compiler, which refuses it"
 
 
 def test_harmony_calls_stand_in_the_commentary_channel() -> None:

@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client that timestamps every server-sent event when its bytes arrive.
 
-A general client spends more time per streamed token than the server under test. This one only reads a socket, splits lines and calls a
-callback. Each request has its own connection, like the requests of independent users.
+A general client spends more time per streamed token than the server under test. This one only reads a socket through h11, splits lines and
+calls a callback. Each request has its own connection, like the requests of independent users.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
+
+import h11
 
 OnEvent = Callable[[bytes, float], None]
 
-_MAX_HEADER_BYTES = 65536
+_MAX_HEADER_BYTES = _READ_BYTES = 65536
 
 
 class HttpFailure(Exception):
@@ -60,115 +62,18 @@ class Endpoint:
         return authority(self.host, self.port)
 
 
-class _Exchange(asyncio.Protocol):
-    """One request and its answer. `done` has the result (status, body) when the answer is complete.
+class _Events:
+    """Splits the body of a stream into server-sent events, and passes their data to `on_event`."""
 
-    With `on_event`, it is called with the events of a 200 answer as they arrive, and `body` stays empty.
-    """
+    def __init__(self, on_event: OnEvent) -> None:
+        self._on_event, self._line = on_event, b""
 
-    def __init__(self, request: bytes, on_event: OnEvent | None) -> None:
-        self._request = request
-        self._on_event = on_event
-        self._buffer = bytearray()
-        self._line = bytearray()
-        self._body = bytearray()
-        self._status = 0
-        self._chunked = False
-        self._left = -1  # remaining bytes of the body or of the current chunk; -1: unknown
-        self._in_body = False
-        self._transport: asyncio.WriteTransport | None = None
-        self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)
-        self._transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        now = time.perf_counter()
-        self._buffer += data
-        try:
-            if not self._in_body:
-                self._read_head()
-            if self._in_body:
-                self._read_body(now)
-        except HttpFailure as error:
-            self._fail(error)
-        except Exception as error:  # otherwise the event loop only logs the error, and the request hangs
-            self._fail(HttpFailure(f"malformed answer: {type(error).__name__}: {error}"))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self.done.done():
-            return
-        if self._in_body and not self._chunked and self._left < 0 and exc is None:
-            self._finish()
-        else:
-            self._fail(HttpFailure(f"connection closed before the answer ended{f': {exc}' if exc else ''}"))
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def _read_head(self) -> None:
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._buffer) > _MAX_HEADER_BYTES:
-                raise HttpFailure("answer header is longer than 64 KiB")
-            return
-        first, *rest = bytes(self._buffer[:end]).decode("latin-1").split("\r\n")
-        del self._buffer[: end + 4]
-        self._status = int(first.split(" ", 2)[1])
-        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in rest)}
-        self._chunked = "chunked" in fields.get("transfer-encoding", "").lower()
-        if not self._chunked and "content-length" in fields:
-            self._left = int(fields["content-length"])
-        self._in_body = True
-
-    def _read_body(self, now: float) -> None:
-        if not self._chunked:
-            self._take(bytes(self._buffer), now)
-            if self._left >= 0:
-                self._left -= len(self._buffer)
-            self._buffer.clear()
-            if self._left == 0:
-                self._finish()
-            return
-        while not self.done.done():
-            if self._left < 0:
-                end = self._buffer.find(b"\r\n")
-                if end < 0:
-                    return
-                self._left = int(bytes(self._buffer[:end]).split(b";")[0], 16)
-                del self._buffer[: end + 2]
-                if self._left == 0:
-                    self._finish()
-                    return
-            if len(self._buffer) < self._left + 2:
-                return
-            self._take(bytes(self._buffer[: self._left]), now)
-            del self._buffer[: self._left + 2]
-            self._left = -1
-
-    def _take(self, piece: bytes, now: float) -> None:
-        if self._on_event is None or self._status != 200:
-            self._body += piece
-            return
-        self._line += piece
-        *lines, rest = self._line.split(b"\n")
+    def feed(self, piece: bytes, at: float) -> None:
+        """Take a piece of the body that arrived at `at`."""
+        *lines, self._line = (self._line + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                self._on_event(bytes(line[5:].strip()), now)
-        self._line = bytearray(rest)
-
-    def _finish(self) -> None:
-        if not self.done.done():
-            self.done.set_result((self._status, bytes(self._body)))
-        self.close()
-
-    def _fail(self, error: HttpFailure) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-        self.close()
+                self._on_event(line[5:].strip(), at)
 
 
 class HttpClient:
@@ -198,7 +103,7 @@ class HttpClient:
             HttpFailure: no connection, a time-out, or an incomplete answer.
         """
         try:
-            return await asyncio.wait_for(self._exchange(self._render(method, path, body), on_event), timeout)
+            return await asyncio.wait_for(self._exchange(method, path, body, on_event), timeout)
         except (OSError, asyncio.TimeoutError) as error:
             why = str(error) or f"no answer within {timeout:.0f} s"
             raise HttpFailure(f"{self.endpoint.host}:{self.endpoint.port}: {why}") from error
@@ -215,16 +120,20 @@ class HttpClient:
         except ValueError:
             return text
 
-    async def _exchange(self, request: bytes, on_event: OnEvent | None) -> tuple[int, bytes]:
-        _, protocol = await asyncio.get_running_loop().create_connection(
-            lambda: _Exchange(request, on_event), self.endpoint.host, self.endpoint.port, ssl=self._ssl
-        )
+    async def _exchange(self, method: str, path: str, body: bytes, on_event: OnEvent | None) -> tuple[int, bytes]:
+        reader, writer = await asyncio.open_connection(self.endpoint.host, self.endpoint.port, ssl=self._ssl)
+        connection = h11.Connection(h11.CLIENT, _MAX_HEADER_BYTES)
         try:
-            return await protocol.done
+            request = (self._request(method, path, body), h11.Data(data=body), h11.EndOfMessage())
+            writer.write(b"".join(connection.send(event) or b"" for event in request))
+            return await _read(reader, connection, on_event and _Events(on_event))
+        except h11.ProtocolError as error:
+            _, closed = connection.trailing_data
+            raise HttpFailure("connection closed before the answer ended" if closed else f"malformed answer: {error}") from error
         finally:
-            protocol.close()
+            writer.close()
 
-    def _render(self, method: str, path: str, body: bytes) -> bytes:
+    def _request(self, method: str, path: str, body: bytes) -> h11.Request:
         fields = {
             "Host": self.endpoint.authority,
             "Connection": "close",
@@ -233,5 +142,21 @@ class HttpClient:
             "Content-Length": str(len(body)),
             **self._headers,
         }
-        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        return f"{method} {self.endpoint.prefix}{path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body
+        return h11.Request(method=method, target=f"{self.endpoint.prefix}{path}", headers=list(fields.items()))
+
+
+async def _read(reader: asyncio.StreamReader, connection: h11.Connection, events: _Events | None) -> tuple[int, bytes]:
+    """Read one answer; returns its status and its body, which is empty if it was passed to `events`."""
+    status, body, at = 0, bytearray(), 0.0
+    while not isinstance(event := connection.next_event(), h11.EndOfMessage):
+        if event is h11.NEED_DATA:
+            data = await reader.read(_READ_BYTES)
+            at = time.perf_counter()
+            connection.receive_data(data)
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data) and events is not None and status == 200:
+            events.feed(event.data, at)
+        elif isinstance(event, h11.Data):
+            body += event.data
+    return status, bytes(body)

@@ -120,12 +120,12 @@ def _load(group: argparse._ArgumentGroup) -> None:
 
 def _generation(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--disable-stream", action="store_true", help="request non-streaming answers; their TTFT is the whole latency")
-    add("--disable-ignore-eos", action="store_true", help="let the model stop its answers")
+    add("--disable-stream", dest="stream", action="store_false", help="request non-streaming answers; their TTFT is the whole latency")
+    add("--disable-ignore-eos", dest="ignore_eos", action="store_false", help="let the model stop its answers")
     add("--temperature", type=_finite, default=0.0, help="default %(default)s")
     add("--top-p", type=_finite, default=1.0, help="default %(default)s")
     add("--return-logprob", action="store_true", help="request log-probabilities")
-    add("--extra-request-body", type=_json_object, default={}, metavar="JSON", help="merged into every request")
+    add("--extra-request-body", dest="extra_body", type=_json_object, default={}, metavar="JSON", help="merged into every request")
 
 
 def _output(group: argparse._ArgumentGroup) -> None:

@@ -76,19 +76,20 @@ def load_json(kind: str, text: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise GrammarError(kind, f"It is not JSON: {error}.") from error
-    level, below = [value], 0
-    while level:
-        below += 1
-        if below > MAX_DEPTH:
-            raise GrammarError(kind, f"It is nested more than {MAX_DEPTH} levels deep.")
-        level = [child for part in level for child in _children(part)]
+    if deeper_than(value, MAX_DEPTH):
+        raise GrammarError(kind, f"It is nested more than {MAX_DEPTH} levels deep.")
     return value
 
 
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+def deeper_than(value: object, limit: int) -> bool:
+    """Whether arrays and objects are nested more than `limit` levels deep."""
+    level = [value] if isinstance(value, (list, dict)) else []
+    for _ in range(limit):
+        inner = (one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer))
+        level = [one for one in inner if isinstance(one, (list, dict))]
+        if not level:
+            return False
+    return bool(level)
 
 
 def referenced(root: Any, reference: str) -> Any:

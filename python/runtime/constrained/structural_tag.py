@@ -17,51 +17,51 @@ TEXT = r"/(.|\n)*/"
 MAX_RULES = 4096
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     """Base of the formats that a structural tag is made of."""
 
 
-class ConstString(Part, frozen=True, kw_only=True, tag="const_string"):
+class ConstString(Part, frozen=True, tag="const_string"):
     """This text."""
 
     value: str
 
 
-class JsonSchema(Part, frozen=True, kw_only=True, tag="json_schema"):
+class JsonSchema(Part, frozen=True, tag="json_schema"):
     """JSON that satisfies a schema."""
 
     json_schema: dict[str, Any] | bool
 
 
-class Regex(Part, frozen=True, kw_only=True, tag="regex"):
+class Regex(Part, frozen=True, tag="regex"):
     """Text that matches a regular expression."""
 
     pattern: str
 
 
-class Ebnf(Part, frozen=True, kw_only=True, tag="grammar"):
+class Ebnf(Part, frozen=True, tag="grammar"):
     """Text of an EBNF grammar."""
 
     grammar: str
 
 
-class AnyText(Part, frozen=True, kw_only=True, tag="any_text"):
+class AnyText(Part, frozen=True, tag="any_text"):
     """Any text, up to the text that follows it in the format."""
 
 
-class Sequenced(Part, frozen=True, kw_only=True, tag="sequence"):
+class Sequenced(Part, frozen=True, tag="sequence"):
     """One element after the other."""
 
     elements: list[Format]
 
 
-class Or(Part, frozen=True, kw_only=True, tag="or"):
+class Or(Part, frozen=True, tag="or"):
     """One of the elements."""
 
     elements: list[Format]
 
 
-class Tag(Part, frozen=True, kw_only=True, tag="tag"):
+class Tag(Part, frozen=True, tag="tag"):
     """Content between two texts; with a list as `end`, any of them ends it."""
 
     begin: str
@@ -74,7 +74,7 @@ class Tag(Part, frozen=True, kw_only=True, tag="tag"):
         return [self.end] if isinstance(self.end, str) else self.end
 
 
-class TriggeredTags(Part, frozen=True, kw_only=True, tag="triggered_tags"):
+class TriggeredTags(Part, frozen=True, tag="triggered_tags"):
     """Any text, in which a trigger is always the beginning of a tag.
 
     With `at_least_one` the text begins with a tag; with `stop_after_first` it ends after the first one.
@@ -86,7 +86,7 @@ class TriggeredTags(Part, frozen=True, kw_only=True, tag="triggered_tags"):
     stop_after_first: bool = False
 
 
-class TagsWithSeparator(Part, frozen=True, kw_only=True, tag="tags_with_separator"):
+class TagsWithSeparator(Part, frozen=True, tag="tags_with_separator"):
     """Only tags, with the separator between them."""
 
     tags: list[Tag]
@@ -109,8 +109,8 @@ class _OlderForm(msgspec.Struct, frozen=True):
     triggers: list[str]
 
     def format(self) -> Format:
-        tags = [Tag(begin=one.begin, content=JsonSchema(json_schema=one.schema), end=one.end) for one in self.structures]
-        return TriggeredTags(triggers=self.triggers, tags=tags)
+        tags = [Tag(one.begin, JsonSchema(one.schema), one.end) for one in self.structures]
+        return TriggeredTags(self.triggers, tags)
 
 
 class _CurrentForm(msgspec.Struct, frozen=True):

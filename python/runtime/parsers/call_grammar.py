@@ -5,49 +5,43 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from runtime.constrained.structural_tag import (
+    AnyText,
+    ConstString,
+    Format,
+    JsonSchema,
+    Or,
+    Regex,
+    Sequenced,
+    Tag,
+    TagsWithSeparator,
+    TriggeredTags,
+)
 from runtime.parsers.argument_schema import ArgumentSchema, Schema, fixed_values
 from runtime.text.tool_prompt import ARGUMENTS
 
-Part = dict[str, Any]
-"""One "format" node of a structural tag."""
-ANY_TEXT: Part = {"type": "any_text"}
+ANY_TEXT = AnyText()
 
 
-def const(text: str) -> Part:
-    """Exactly `text`."""
-    return {"type": "const_string", "value": text}
-
-
-def json_of(schema: Schema) -> Part:
+def json_of(schema: Schema) -> JsonSchema:
     """JSON that satisfies a schema."""
-    return {"type": "json_schema", "json_schema": dict(schema)}
+    return JsonSchema(dict(schema))
 
 
-def regex(pattern: str) -> Part:
-    """Text that matches a regular expression."""
-    return {"type": "regex", "pattern": pattern}
-
-
-def tag(begin: str, content: Part, end: str) -> Part:
-    """`content` between two fixed texts."""
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
-
-
-def sequence(*parts: Part) -> Part:
+def sequence(*parts: Format) -> Format:
     """One part after the other."""
-    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": list(parts)}
+    return parts[0] if len(parts) == 1 else Sequenced(list(parts))
 
 
-def one_of(*parts: Part) -> Part:
+def one_of(*parts: Format) -> Format:
     """Any of the parts."""
-    return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}
+    return parts[0] if len(parts) == 1 else Or(list(parts))
 
 
-def optional(part: Part) -> Part:
+def optional(part: Format) -> Format:
     """The part or nothing."""
-    return one_of(const(""), part)
+    return one_of(ConstString(""), part)
 
 
 def object_schema(schema: Schema) -> Schema:
@@ -55,7 +49,7 @@ def object_schema(schema: Schema) -> Schema:
     return {"type": "object", **schema} if schema else {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def members(node: Schema, write: Callable[[str, object], Part]) -> list[Part]:
+def members(node: Schema, write: Callable[[str, object], Format]) -> list[Format]:
     """The properties of an object, each converted by `write` from its name and schema; those that are not required are optional parts."""
     properties, required = node.get("properties"), node.get("required")
     found = properties.items() if isinstance(properties, Mapping) else ()
@@ -63,7 +57,7 @@ def members(node: Schema, write: Callable[[str, object], Part]) -> list[Part]:
     return [write(name, part) if name in names else optional(write(name, part)) for name, part in found]
 
 
-def text_value(given: object, schema: ArgumentSchema) -> Part:
+def text_value(given: object, schema: ArgumentSchema) -> Format:
     """A value in plain text, without quotes around strings. `given` is its schema, a part of `schema`."""
     types = schema.types(given)
     if types and "string" not in types:
@@ -72,31 +66,31 @@ def text_value(given: object, schema: ArgumentSchema) -> Part:
     return ANY_TEXT if ANY_TEXT in parts else one_of(*parts)
 
 
-def _text_of(node: Schema, schema: ArgumentSchema) -> Part:
+def _text_of(node: Schema, schema: ArgumentSchema) -> Format:
     """A value of a schema without unions."""
     if (values := fixed_values(node)) is not None:
-        return one_of(*(const(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for value in values))
+        return one_of(*(ConstString(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for value in values))
     types = schema.types(node)
     return string_text(node) if not types or "string" in types else json_of(schema.standalone(node))
 
 
-def string_text(node: Schema) -> Part:
+def string_text(node: Schema) -> Format:
     """A string without quotes; it must match the schema's pattern if that is anchored."""
     pattern = node.get("pattern") if node.get("type") == "string" else None
-    return regex(pattern) if isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$") else ANY_TEXT
+    return Regex(pattern) if isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$") else ANY_TEXT
 
 
-def _example(part: Part) -> str:
-    match part["type"]:
-        case "const_string":
-            return part["value"]
-        case "tag":
-            return part["begin"] + _example(part["content"]) + part["end"]
-        case "sequence":
-            return "".join(map(_example, part["elements"]))
-        case "or":
-            return _example(part["elements"][-1])
-        case "json_schema":
+def _example(part: Format) -> str:
+    match part:
+        case ConstString(text):
+            return text
+        case Tag():
+            return part.begin + _example(part.content) + part.ends[0]
+        case Sequenced(parts):
+            return "".join(map(_example, parts))
+        case Or(parts):
+            return _example(parts[-1])
+        case JsonSchema():
             return ARGUMENTS
     return "<value>"
 
@@ -112,7 +106,7 @@ class CallGrammar:
         single: whether an answer has at most one call.
     """
 
-    tags: Sequence[Part]
+    tags: Sequence[Tag]
     trigger: str
     begin: str = ""
     separator: str = ""
@@ -123,16 +117,15 @@ class CallGrammar:
         """One call, with placeholders for its variable parts."""
         return f"{self.begin}{_example(self.tags[0])}{self.end}"
 
-    def calls(self, parallel: bool) -> Part:
+    def calls(self, parallel: bool) -> Format:
         """Exactly one call, or one or more if `parallel`, without other text."""
         first_only = self.single or not parallel
-        tags = {"type": "tags_with_separator", "tags": list(self.tags), "separator": self.separator}
-        calls = {**tags, "at_least_one": True, "stop_after_first": first_only}
-        return sequence(const(self.begin), calls, const(self.end)) if self.begin else calls
+        calls = TagsWithSeparator(list(self.tags), self.separator, at_least_one=True, stop_after_first=first_only)
+        return sequence(ConstString(self.begin), calls, ConstString(self.end)) if self.begin else calls
 
-    def text_with_calls(self, parallel: bool) -> Part:
+    def text_with_calls(self, parallel: bool) -> Format:
         """Any text; calls in it follow the grammar."""
         tags = (
-            [tag(self.begin, CallGrammar(self.tags, "", separator=self.separator).calls(parallel), self.end)] if self.begin else self.tags
+            [Tag(self.begin, CallGrammar(self.tags, "", separator=self.separator).calls(parallel), self.end)] if self.begin else self.tags
         )
-        return {"type": "triggered_tags", "triggers": [self.trigger], "tags": list(tags), "stop_after_first": not parallel}
+        return TriggeredTags([self.trigger], list(tags), stop_after_first=not parallel)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from runtime.constrained.structural_tag import ConstString, Format, Tag, TagsWithSeparator
 from runtime.parsers.argument_schema import ArgumentSchema, Schema, fixed_values
 from runtime.parsers.argument_types import typed_json
-from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, const, json_of, members, one_of, sequence, string_text, tag
+from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, json_of, members, one_of, sequence, string_text
 from runtime.parsers.calls import ArgumentWriter, ToolFormat
 from runtime.parsers.json_reader import MAX_DEPTH
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
@@ -39,7 +40,7 @@ class Gemma4(ToolFormat):
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """See `ToolFormat`."""
         begin, schemas = "<|tool_call>call:", ArgumentSchema.of_tools(tools)
-        tags = [tag(f"{begin}{name}", _GrammarWriter(schema).members(schema.whole), "<tool_call|>") for name, schema in schemas.items()]
+        tags = [Tag(f"{begin}{name}", _GrammarWriter(schema).members(schema.whole), "<tool_call|>") for name, schema in schemas.items()]
         return CallGrammar(tags, begin)
 
 
@@ -98,33 +99,33 @@ class _GrammarWriter:
         self._schema = schema
         self._count = 0
 
-    def value(self, given: object, depth: int = 0) -> Part:
+    def value(self, given: object, depth: int = 0) -> Format:
         """A value of a schema."""
         nodes = self._schema.alternatives(given) if self._count < MAX_GRAMMAR_PARTS else ()
         parts = [part for node in nodes for part in self._parts(node, depth)]
-        return one_of(*(parts or [tag(QUOTE, ANY_TEXT, QUOTE)]))
+        return one_of(*(parts or [Tag(QUOTE, ANY_TEXT, QUOTE)]))
 
-    def _parts(self, node: Schema, depth: int) -> list[Part]:
+    def _parts(self, node: Schema, depth: int) -> list[Format]:
         """The parts for a value of a schema without unions, one per type."""
         self._count += 1
         values = fixed_values(node)
         if values is not None and not any(isinstance(value, dict | list) for value in values):
-            return [const(f"{QUOTE}{value}{QUOTE}" if isinstance(value, str) else json.dumps(value)) for value in values]
+            return [ConstString(f"{QUOTE}{value}{QUOTE}" if isinstance(value, str) else json.dumps(value)) for value in values]
         types = self._schema.types(node)
         nested = depth < MAX_GRAMMAR_DEPTH and self._count < MAX_GRAMMAR_PARTS
-        parts: list[Part] = []
+        parts: list[Format] = []
         if scalars := types & {"integer", "number", "boolean", "null"}:
             parts.append(json_of({"type": sorted(scalars), **{key: node[key] for key in BOUNDS if key in node}}))
         if "array" in types and nested:
-            item = {"type": "tags_with_separator", "tags": [tag("", self.value(node.get("items"), depth + 1), "")], "separator": ","}
-            parts.append(sequence(const("["), item, const("]")))
+            item = TagsWithSeparator([Tag("", self.value(node.get("items"), depth + 1), "")], ",")
+            parts.append(sequence(ConstString("["), item, ConstString("]")))
         if "object" in types and nested:
             parts.append(self.members(node, depth))
         if "string" in types or not types:
-            parts.append(tag(QUOTE, string_text(node), QUOTE))
+            parts.append(Tag(QUOTE, string_text(node), QUOTE))
         return parts
 
-    def members(self, node: Schema, depth: int = 0) -> Part:
+    def members(self, node: Schema, depth: int = 0) -> Format:
         """An object with its properties in the order of the schema."""
-        parts = members(node, lambda name, schema: sequence(const(f"{name}:"), self.value(schema, depth + 1), const(",")))
-        return sequence(const("{"), *parts, const("}"))
+        parts = members(node, lambda name, schema: sequence(ConstString(f"{name}:"), self.value(schema, depth + 1), ConstString(",")))
+        return sequence(ConstString("{"), *parts, ConstString("}"))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from runtime.parsers.call_grammar import CallGrammar, Part, Schema, json_of, object_schema, tag
+from runtime.constrained.structural_tag import Format, Tag
+from runtime.parsers.call_grammar import CallGrammar, Schema, json_of, object_schema
 from runtime.parsers.calls import read_named_call
 from runtime.parsers.deltas import Delta
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
@@ -66,13 +67,13 @@ THINKING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 def call_grammar(tools: Mapping[str, Schema]) -> CallGrammar:
     """The grammar of calls. A call ends the answer."""
     begin = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
-    tags = [tag(begin.format(name), json_of(object_schema(schema)), "") for name, schema in tools.items()]
+    tags = [Tag(begin.format(name), json_of(object_schema(schema)), "") for name, schema in tools.items()]
     return CallGrammar(tags, "<|channel|>commentary to=functions.", single=True)
 
 
-def text_part(part: Part) -> Part:
+def text_part(part: Format) -> Format:
     """Text in the user's channel, `final`."""
-    return tag("<|channel|>final<|message|>", part, "")
+    return Tag("<|channel|>final<|message|>", part, "")
 
 
 class HarmonyParser:

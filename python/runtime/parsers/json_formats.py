@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.parsers.call_grammar import CallGrammar, Part, Schema, json_of, object_schema, tag
+from runtime.constrained.structural_tag import Tag
+from runtime.parsers.call_grammar import CallGrammar, Schema, json_of, object_schema
 from runtime.parsers.calls import ToolFormat, read_block, read_json_call, read_named_call
 from runtime.parsers.reader import WHITE, Reader, Steps
 
@@ -110,13 +111,13 @@ class DeepSeek(ToolFormat):
         """See `ToolFormat`."""
         begin, end = ("function<｜tool▁sep｜>{}\n```json\n", "\n```") if self.fenced else ("{}<｜tool▁sep｜>", "")
         tags = [
-            tag(f"<｜tool▁call▁begin｜>{begin.format(name)}", json_of(object_schema(schema)), f"{end}<｜tool▁call▁end｜>")
+            Tag(f"<｜tool▁call▁begin｜>{begin.format(name)}", json_of(object_schema(schema)), f"{end}<｜tool▁call▁end｜>")
             for name, schema in tools.items()
         ]
         outer = "<｜tool▁calls▁begin｜>"
         return CallGrammar(tags, outer, outer, "\n" if self.fenced else "", "<｜tool▁calls▁end｜>")
 
 
-def _objects(tools: Mapping[str, Schema], begin: str, key: str, end: str) -> list[Part]:
+def _objects(tools: Mapping[str, Schema], begin: str, key: str, end: str) -> list[Tag]:
     """The tags of calls that are objects with a name and arguments."""
-    return [tag(f'{begin}{{"name": "{name}", "{key}": ', json_of(object_schema(schema)), f"}}{end}") for name, schema in tools.items()]
+    return [Tag(f'{begin}{{"name": "{name}", "{key}": ', json_of(object_schema(schema)), f"}}{end}") for name, schema in tools.items()]

@@ -12,9 +12,10 @@ from typing import Any
 
 from msgspec import structs
 
+from runtime.constrained.structural_tag import Format, Tag
 from runtime.errors import ConfigError
 from runtime.parsers import harmony
-from runtime.parsers.call_grammar import ANY_TEXT, Part, one_of, sequence, tag
+from runtime.parsers.call_grammar import ANY_TEXT, one_of, sequence
 from runtime.parsers.harmony import HarmonyParser, HarmonyTokens
 from runtime.parsers.output_grammar import LINE_BREAKS, CallRule, after_thinking, answer_part, with_part
 from runtime.parsers.output_parser import OutputParser, TextParser
@@ -110,7 +111,7 @@ class OutputFormat:
         part = answer_part(sampling.grammar, calls, request.rule, request.parallel, lambda text: text)
         return sampling if part is None else self._after_thinking(sampling, part, request, prompt_ids)
 
-    def _after_thinking(self, sampling: SamplingParams, part: Part, request: OutputRequest, prompt_ids: Sequence[int]) -> SamplingParams:
+    def _after_thinking(self, sampling: SamplingParams, part: Format, request: OutputRequest, prompt_ids: Sequence[int]) -> SamplingParams:
         """`sampling` with its grammar, or `part` instead, starting after the thinking."""
         thinking, opening = self._thinking_for(request), self.opening(prompt_ids)
         if thinking is None or opening == "closed":
@@ -119,7 +120,7 @@ class OutputFormat:
             return with_part(sampling, after_thinking(part, thinking.begin, thinking.end))
         end = self._tokenizer.token_id(thinking.end)
         if end is None:  # the end tag is not one token, so the model may split it differently than the tokenizer
-            return with_part(sampling, sequence(tag("", ANY_TEXT, thinking.end), LINE_BREAKS, part))
+            return with_part(sampling, sequence(Tag("", ANY_TEXT, thinking.end), LINE_BREAKS, part))
         return with_part(sampling, sequence(LINE_BREAKS, part), (end,))
 
     def parser(self, request: OutputRequest, prompt_ids: Sequence[int]) -> OutputParser | None:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
-from msgspec import structs
+from msgspec import structs, to_builtins
 
+from runtime.constrained.json_schema import load_json
+from runtime.constrained.structural_tag import Ebnf, Format, JsonSchema, Regex, Tag, parse_structural_tag
 from runtime.errors import GrammarError
-from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, json_of, one_of, optional, regex, sequence, tag
+from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, one_of, optional, sequence
 from runtime.sampling_params import GrammarSpec, SamplingParams
 
 CallRule = Literal["free", "strict", "required"]
 """free: calls are not constrained; strict: calls follow the schema of their function; required: the answer consists of such calls."""
-LINE_BREAKS = regex(r"\n{0,2}")
+LINE_BREAKS = Regex(r"\n{0,2}")
 """The line breaks that models write between thinking and the answer."""
 
 
 def answer_part(
-    spec: GrammarSpec | None, calls: CallGrammar | None, rule: CallRule, parallel: bool, as_text: Callable[[Part], Part]
-) -> Part | None:
+    spec: GrammarSpec | None, calls: CallGrammar | None, rule: CallRule, parallel: bool, as_text: Callable[[Format], Format]
+) -> Format | None:
     """The grammar of an answer without its thinking; None if the answer is not constrained.
 
     Args:
@@ -43,37 +45,25 @@ def answer_part(
     return calls.text_with_calls(parallel) if rule == "strict" else None
 
 
-def spec_part(spec: GrammarSpec) -> Part | None:
+def spec_part(spec: GrammarSpec) -> Format | None:
     """Convert a grammar to a part of a structural tag; None if it is invalid, which the compiler then reports."""
     if spec.kind == "regex":
-        return regex(spec.text)
+        return Regex(spec.text)
     if spec.kind == "ebnf":
-        return {"type": "grammar", "grammar": spec.text}
-    given = _json(spec.text)
-    if spec.kind == "json_schema" and isinstance(given, dict | bool):
-        return {"type": "json_schema", "json_schema": given}
-    if spec.kind == "json_schema" or not isinstance(given, dict):
-        return None
-    if "structures" not in given:
-        return given.get("format")
-    tags = [tag(one["begin"], json_of(one.get("schema", {})), one["end"]) for one in given["structures"]]
-    return {"type": "triggered_tags", "triggers": given.get("triggers", []), "tags": tags}
-
-
-def after_thinking(answer: Part, begin: str, end: str) -> Part:
-    """`answer`, optionally preceded by thinking."""
-    return sequence(optional(sequence(tag(begin, ANY_TEXT, end), LINE_BREAKS)), answer)
-
-
-def with_part(sampling: SamplingParams, part: Part, after: tuple[int, ...] = ()) -> SamplingParams:
-    """`sampling` with `part` instead of its own grammar. It starts after the tokens `after`, if there are any."""
-    text = json.dumps({"type": "structural_tag", "format": part}, ensure_ascii=False)
-    return structs.replace(sampling, json_schema=None, regex=None, ebnf=None, structural_tag=text, grammar_after=after)
-
-
-def _json(text: str) -> Any:
-    """The value of JSON text; None if the text is not JSON."""
+        return Ebnf(spec.text)
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        given = parse_structural_tag(spec.text) if spec.kind == "structural_tag" else load_json(spec.kind, spec.text)
+    except GrammarError:
         return None
+    return JsonSchema(given) if isinstance(given, dict | bool) else given
+
+
+def after_thinking(answer: Format, begin: str, end: str) -> Format:
+    """`answer`, optionally preceded by thinking."""
+    return sequence(optional(sequence(Tag(begin, ANY_TEXT, end), LINE_BREAKS)), answer)
+
+
+def with_part(sampling: SamplingParams, part: Format, after: tuple[int, ...] = ()) -> SamplingParams:
+    """`sampling` with `part` instead of its own grammar. It starts after the tokens `after`, if there are any."""
+    text = json.dumps({"type": "structural_tag", "format": to_builtins(part)}, ensure_ascii=False)
+    return structs.replace(sampling, json_schema=None, regex=None, ebnf=None, structural_tag=text, grammar_after=after)

@@ -6,8 +6,9 @@ import ast
 import json
 from collections.abc import Mapping
 
+from runtime.constrained.structural_tag import ConstString, Format, Tag
 from runtime.parsers.argument_schema import ArgumentSchema, Schema
-from runtime.parsers.call_grammar import CallGrammar, Part, const, json_of, members, sequence, tag
+from runtime.parsers.call_grammar import CallGrammar, json_of, members, sequence
 from runtime.parsers.calls import ArgumentWriter, ToolFormat, read_block
 from runtime.parsers.reader import MAX_NAME, WHITE, Malformed, Reader, Steps
 
@@ -27,7 +28,7 @@ class Pythonic(ToolFormat):
 
     def grammar(self, tools: Mapping[str, Schema]) -> CallGrammar:
         """See `ToolFormat`."""
-        tags = [tag(f"{name}(", _arguments(schema), ")") for name, schema in ArgumentSchema.of_tools(tools).items()]
+        tags = [Tag(f"{name}(", _arguments(schema), ")") for name, schema in ArgumentSchema.of_tools(tools).items()]
         return CallGrammar(tags, "[", "[", ", ", "]")
 
 
@@ -93,7 +94,7 @@ def _as_json(literal: str) -> str:
     raise Malformed
 
 
-def _arguments(schema: ArgumentSchema) -> Part:
+def _arguments(schema: ArgumentSchema) -> Format:
     """Keyword arguments in the order of the schema, each followed by a comma; their values are JSON."""
-    parts = members(schema.whole, lambda name, node: sequence(const(f"{name}="), json_of(schema.standalone(node)), const(", ")))
-    return sequence(*(parts or [const("")]))
+    parts = members(schema.whole, lambda name, node: sequence(ConstString(f"{name}="), json_of(schema.standalone(node)), ConstString(", ")))
+    return sequence(*(parts or [ConstString("")]))

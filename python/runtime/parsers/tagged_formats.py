@@ -6,9 +6,10 @@ import html
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from runtime.constrained.structural_tag import ConstString, Format, Tag
 from runtime.parsers.argument_schema import ArgumentSchema, Schema
 from runtime.parsers.argument_types import STRING, typed_json
-from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, Part, const, members, sequence, tag, text_value
+from runtime.parsers.call_grammar import ANY_TEXT, CallGrammar, members, sequence, text_value
 from runtime.parsers.calls import ArgumentWriter, ToolFormat, read_block
 from runtime.parsers.reader import WHITE, Malformed, Reader, Steps
 
@@ -105,20 +106,20 @@ class Tagged(ToolFormat):
         tags = [self._call_tag(name, schema, f"{self.begin}{line}", f"{line}{self.end}") for name, schema in schemas.items()]
         return CallGrammar(tags, self.begin, separator="\n")
 
-    def _call_tag(self, name: str, schema: ArgumentSchema, begin: str, end: str) -> Part:
+    def _call_tag(self, name: str, schema: ArgumentSchema, begin: str, end: str) -> Tag:
         name_end = self.name_ends[0].strip()
-        return tag(f"{begin}{self.function}{name}{name_end}\n", self._members(schema), f"{self.function_end}{end}")
+        return Tag(f"{begin}{self.function}{name}{name_end}\n", self._members(schema), f"{self.function_end}{end}")
 
-    def _members(self, schema: ArgumentSchema) -> Part:
+    def _members(self, schema: ArgumentSchema) -> Format:
         """All parameters in the order of the schema."""
         line = "\n" if self.line_breaks else ""
 
-        def parameter(name: str, node: object) -> Part:
+        def parameter(name: str, node: object) -> Format:
             value = text_value(node, schema)
             end = self.value_end if value is ANY_TEXT else f"{line}{self.value_end}"
-            return sequence(tag(f"{self.key}{name}{self.key_end}{self.value_begin}{line}", value, end), const("\n"))
+            return sequence(Tag(f"{self.key}{name}{self.key_end}{self.value_begin}{line}", value, end), ConstString("\n"))
 
-        return sequence(*(members(schema.whole, parameter) or [const("")]))
+        return sequence(*(members(schema.whole, parameter) or [ConstString("")]))
 
 
 QWEN3_CODER = Tagged(

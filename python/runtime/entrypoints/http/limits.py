@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from runtime.constrained.json_schema import deeper_than
 from runtime.entrypoints.http.body_cost import BodyCost
 from runtime.entrypoints.http.connection import MAX_HEADER_BYTES, HeadersTooLarge
 from runtime.entrypoints.http.responses import error_response
@@ -168,14 +169,3 @@ def _is_utf8(raw: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def deeper_than(value: object, limit: int) -> bool:
-    """Whether arrays and objects are nested more than `limit` levels deep."""
-    level = [value] if isinstance(value, (list, dict)) else []
-    for _ in range(limit):
-        inner = (one for outer in level for one in (outer.values() if isinstance(outer, dict) else outer))
-        level = [one for one in inner if isinstance(one, (list, dict))]
-        if not level:
-            return False
-    return bool(level)

@@ -1,28 +1,28 @@
 """Latent attention per layer: microseconds in graphs of several layers, for split-KV attention, the cluster kernel and FA3.
 
-    PYTHONPATH=python:. python -m benchmark.latent_attention [--quick] [--no-fa3] [--output FILE]
+    PYTHONPATH=python python -m benchmark.tuning.latent_attention --heads 20 --batch-sizes 1,8
 
-Keys have 512 + 64 columns in bfloat16. Each layer has its own keys, so that they are in L2 only if they would be in a real model. The
-result is one JSON object: a row for each number of heads, requests, queries and keys, with a time for each kernel.
+Keys have 512 + 64 columns in bfloat16. Each layer has its own keys, so that they are in L2 only if they would be in a real model. A row
+for each number of heads, requests, queries and keys has a time for each kernel.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
+import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
-from benchmark.machine import describe
+from benchmark.record import Record, Row
 from benchmark.shapes import read_rate
+from benchmark.sweep import numbers
+from benchmark.tuning.clock import median_us
+from benchmark.tuning.command_line import arguments, parse_on_gpu
 from runtime.config.kernel_configs import LatentConfig
 
-HEADS, BATCHES, WIDTHS, LENGTHS = (16, 20, 64, 128), (1, 4, 8, 16, 32, 64), (1, 4), (1024, 4096, 16384)
-QUICK = (20,), (1, 8), (1, 4), (1024,)
-LAYERS, REPLAYS, PAGE_SIZE = 8, 5, 64
+NAME = "tuning/latent_attention"
+KEYS = ("heads", "batch", "width", "keys")
+LAYERS, PAGE_SIZE = 8, 64
 MOST_ROWS = 1 << 21
 """Most keys of all requests together; larger combinations are skipped."""
 RANK, ROPE = 512, 64
@@ -38,31 +38,24 @@ CUTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Time every combination and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one number of heads, two batch sizes, 1k keys")
+    """Time every combination and record."""
+    parser = arguments("latent_attention", __doc__)
+    parser.add_argument("--heads", type=numbers, default=[16, 20, 64, 128], help="query heads")
+    parser.add_argument("--batch-sizes", type=numbers, default=[1, 4, 8, 16, 32, 64])
+    parser.add_argument("--widths", type=numbers, default=[1, 4], help="queries per request")
+    parser.add_argument("--lengths", type=numbers, default=[1024, 4096, 16384], help="keys per request")
     parser.add_argument("--no-fa3", action="store_true", help="leave FA3 out: a build without its latent kernels ends the process")
-    parser.add_argument("--output", type=Path, help="file for the JSON")
-    args = parser.parse_args(argv)
-    heads, batches, widths, lengths = QUICK if args.quick else (HEADS, BATCHES, WIDTHS, LENGTHS)
-    bytes_per_second = read_rate(describe())
+    args = parse_on_gpu(parser, argv)
+    record = Record(NAME, KEYS, args.out)
+    rate = read_rate(record.data["machine"])
     with torch.inference_mode():
-        rows = [
-            measure(h, batch, width, length, not args.no_fa3, bytes_per_second)
-            for h in heads
-            for batch in batches
-            for width in widths
-            for length in lengths
-            if batch * length * LAYERS <= MOST_ROWS
-        ]
-    report = {"device": torch.cuda.get_device_name(), "layers": LAYERS, "page_size": PAGE_SIZE, "rows": rows}
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    best = [row["split"] < row["fa3"] for row in rows if "fa3" in row]
-    print(f"{len(rows)} combinations; split attention is faster in {sum(best)} of {len(best)}")
+        for heads, batch, width, length in itertools.product(args.heads, args.batch_sizes, args.widths, args.lengths):
+            if batch * length * LAYERS <= MOST_ROWS:
+                record.add(measure(heads, batch, width, length, not args.no_fa3, rate))
+                print(record.rows[-1], flush=True)
 
 
-def measure(heads: int, batch: int, width: int, length: int, with_fa3: bool, bytes_per_second: float | None) -> dict[str, object]:
+def measure(heads: int, batch: int, width: int, length: int, with_fa3: bool, rate: float | None) -> Row:
     """Microseconds per layer of each kernel, and of reading the keys once if the machine's rate is known."""
     from runtime.layers.attention.kernels.latent_cluster import latent_cluster_attention, supports
     from runtime.layers.attention.kernels.latent_decode import LatentShape, LatentWorkspace, latent_attention, trial_inputs
@@ -84,31 +77,22 @@ def measure(heads: int, batch: int, width: int, length: int, with_fa3: bool, byt
         queries = CausalQueries.uniform(batch, width, device)
         runs["fa3"] = lambda i: flash_latent(*inputs[i], queries, 0.07)
     times = {name: time for name, run in runs.items() if (time := _micros(run)) is not None}
-    cut_times = [times[name] for name in cuts if name in times]
-    row: dict[str, object] = {"heads": heads, "batch": batch, "width": width, "keys": length, "times": times}
-    row["split"] = min(cut_times)
-    if bytes_per_second is not None:
-        row["roof"] = round(batch * length * (RANK + ROPE) * 2 / bytes_per_second * 1e6, 2)
-    row |= {name: times[name] for name in ("clusters", "fa3") if name in times}
-    print(row, flush=True)
-    return row
+    row: Row = {"heads": heads, "batch": batch, "width": width, "keys": length, "us": times}
+    return row if rate is None else row | {"roof_us": round(batch * length * (RANK + ROPE) * 2 / rate * 1e6, 2)}
 
 
 def _micros(run: Callable[[int], object]) -> float | None:
     """Microseconds of one layer, in a graph of all layers; None for a configuration that does not fit the GPU."""
     from triton.runtime.errors import OutOfResources
 
-    from runtime.layers.kernels.graph_timer import replay_times
-
     def layers() -> None:
         for i in range(LAYERS):
             run(i)
 
     try:
-        layers()
+        return round(median_us(layers) / LAYERS, 2)
     except OutOfResources:
         return None
-    return round(statistics.median(replay_times(layers, REPLAYS)) / LAYERS, 2)
 
 
 if __name__ == "__main__":

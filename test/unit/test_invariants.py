@@ -325,13 +325,13 @@ def test_6_eager_fallback_and_replay_fill_the_same_metadata(tmp_path: Path, refe
         worker = graphs(tmp_path)
         skipped: list[int] = []
 
-        def forgetful(self: Any, batch: Any, num_steps: int = 1, worker: Any = worker, skipped: Any = skipped) -> None:
+        def forgetful(self: Any, batch: Any, num_passes: int = 1, worker: Any = worker, skipped: Any = skipped) -> None:
             decoding = batch.tokens_per_req > 0 and self is worker.parts.drafter.runner.backend
-            if decoding and self._steps and len(skipped) % 2:  # what was planned last time will do
+            if decoding and self._passes and len(skipped) % 2:  # what was planned last time will do
                 skipped.append(1)
                 return
             skipped.append(1)
-            plan(self, batch, num_steps)
+            plan(self, batch, num_passes)
 
         with monkeypatch.context() as patch, noticed():
             patch.setattr(TorchNativeAttention, "prepare", forgetful)
@@ -366,10 +366,10 @@ def test_6_sampled_batches_are_replayed_too(tmp_path: Path, spec: dict[str, Any]
 def test_6_bounds_cover_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, widths = TorchNativeAttention.prepare, set[int]()
 
-    def checked(self: Any, batch: Any, num_steps: int = 1) -> None:
+    def checked(self: Any, batch: Any, num_passes: int = 1) -> None:
         widths.add(batch.tokens_per_req)
         assert bool((torch.from_numpy(batch.seq_len_bounds) >= batch.seq_lens).all())
-        plan(self, batch, num_steps)
+        plan(self, batch, num_passes)
 
     monkeypatch.setattr(TorchNativeAttention, "prepare", checked)
     for spec in ({}, TREE):
@@ -457,9 +457,9 @@ def unwatched_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch_native, which no graph captures, may look at pages."""
     plan = TorchNativeAttention.prepare
 
-    def quietly(self: Any, batch: Any, num_steps: int = 1) -> None:
+    def quietly(self: Any, batch: Any, num_passes: int = 1) -> None:
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
-            plan(self, batch, num_steps)
+            plan(self, batch, num_passes)
 
     monkeypatch.setattr(TorchNativeAttention, "prepare", quietly)
 

@@ -236,10 +236,10 @@ def test_bounds_include_padding(target: TargetModel, monkeypatch: pytest.MonkeyP
     prompts, backend, seen = short_prompts(target, shared=shared), target.runner.backend, list[int]()
     prepare = backend.prepare
 
-    def checked(batch: ForwardBatch, num_steps: int = 1) -> None:
+    def checked(batch: ForwardBatch, num_passes: int = 1) -> None:
         assert batch.seq_len_bounds.tolist() == batch.seq_lens.tolist()
         seen.extend(batch.seq_len_bounds.tolist())
-        prepare(batch, num_steps)
+        prepare(batch, num_passes)
 
     monkeypatch.setattr(backend, "prepare", checked)
     prompts.run(chunks(target, {3: (0, 5), 4: (30, 12)}))

@@ -81,7 +81,7 @@ class RunnerSpec:
             tokens.
         outputs: results, in the runner's arena.
         inputs: inputs in addition to those of every batch; the owner fills them before each run.
-        num_steps: passes per run, each with its own attention metadata; 0 for passes without attention.
+        num_passes: passes per run, each with its own attention metadata; 0 for passes without attention.
         tree_tail: keys that the tree mask covers; 0 for causal passes.
         variants: names of the function's variants, each captured for every size.
         launches: approximate number of kernels per run; each takes device memory in every graph.
@@ -95,7 +95,7 @@ class RunnerSpec:
     width: int
     outputs: tuple[BufferSpec, ...]
     inputs: tuple[BufferSpec, ...] = ()
-    num_steps: int = 1
+    num_passes: int = 1
     tree_tail: int = 0
     variants: tuple[str, ...] = ("",)
     launches: int = 0
@@ -265,7 +265,7 @@ class GraphRunner:
         """Bytes that capturing will take if the pool already has `pool_bytes`, without outputs, which are allocated already."""
         if not self.uses_cuda_graphs:
             return 0
-        passes = len(self.spec.variants) * max(self.spec.num_steps, 1)
+        passes = len(self.spec.variants) * max(self.spec.num_passes, 1)
         nodes = len(self._sizes) * len(self.spec.variants) * self.spec.launches
         nccl = passes * sum(self._nccl_bytes(self.spec.shape(size)[1]) for size in self._sizes)
         needed = max(self.pool_peak - pool_bytes, 0) + nodes * self._node_bytes + nccl
@@ -359,8 +359,8 @@ class GraphRunner:
         return batch
 
     def _plan(self, batch: ForwardBatch) -> None:
-        for backend in self._backends if self.spec.num_steps else ():
-            plan_pass(backend, batch, self.spec.num_steps)
+        for backend in self._backends if self.spec.num_passes else ():
+            plan_pass(backend, batch, self.spec.num_passes)
 
     def _outputs_for(self, requests: int, tokens: int) -> Outputs:
         buffers = self.buffers

@@ -144,7 +144,7 @@ class IterationGraphs:
             width=D,
             outputs=(BufferSpec("emitted", "req", torch.int64, 0, (D + 1 if D > 1 else 1,)),),
             inputs=(ROWS,),
-            num_steps=0,
+            num_passes=0,
             variants=tuple(VARIANTS),
             launches=OTHER_LAUNCHES + sum(runner.spec.launches for runner in runners),
             fallback="as several graphs",

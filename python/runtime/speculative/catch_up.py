@@ -32,10 +32,10 @@ PAD_SLOT = 0
 """The slot that window positions without a token write to."""
 
 
-def catch_up_spec(variants: tuple[str, ...], launches: int, num_steps: int = 1) -> RunnerSpec:
+def catch_up_spec(variants: tuple[str, ...], launches: int, num_passes: int = 1) -> RunnerSpec:
     """The runner over windows of stored positions, which its function reads itself. Input: `accept_lens` int32 [B], stored positions."""
     inputs = (BufferSpec("accept_lens", "req", torch.int32, 1),)
-    return RunnerSpec("draft extend K=0", ForwardMode.DRAFT_EXTEND, WIDTH, (), inputs, num_steps, 0, variants, launches)
+    return RunnerSpec("draft extend K=0", ForwardMode.DRAFT_EXTEND, WIDTH, (), inputs, num_passes, 0, variants, launches)
 
 
 class HeldStates:

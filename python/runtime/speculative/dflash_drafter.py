@@ -61,10 +61,10 @@ class DFlashDrafter(ModelDrafter):
     def _extend_spec(self, depth: int) -> RunnerSpec:
         launches = 2 * len(self.model.layers) + 4
         if depth == 0:
-            return catch_up_spec(("",), launches, num_steps=0)
+            return catch_up_spec(("",), launches, num_passes=0)
         full = self.spec.shape
         spec = extend_spec(full, full.at_depth(depth), self.model.input_width, self.runner.dtype, launches)
-        return replace(spec, inputs=spec.inputs[:1], num_steps=0, variants=("",))  # nothing attends: it writes KV only
+        return replace(spec, inputs=spec.inputs[:1], num_passes=0, variants=("",))  # nothing attends: it writes KV only
 
     def _extend_forward(self, states: ReadStates, width: int) -> Forward:
         return partial(self._write_context, states=states)

@@ -64,7 +64,7 @@ def decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: i
         mode=ForwardMode.DECODE,
         width=shape.topk,
         outputs=tuple(outputs),
-        num_steps=passes,
+        num_passes=passes,
         tree_tail=0 if chain else shape.topk,
         variants=variants(shape),
         launches=passes * launches,
@@ -169,12 +169,13 @@ class DraftPasses:
         Branch j writes slot `kv_len + step * topk + j`; all branches have sequence position `kv_len + step`.
         """
         topk = self.shape.topk
+        tail = 0 if mask is None else (step + 1) * topk
         depths = None if topk == 1 else self._back[step].expand(batch.batch_size, -1)
         fill_window(batch, self.page_table, self.inputs.kv_lens(batch.batch_size), tokens, depths, ahead=step * topk)
         if mask is not None:
             assert batch.tree_mask is not None
             batch.tree_mask.copy_(mask.flatten())
-        return self.draft.forward(replace(batch, step=step, hidden_states=hidden, tree_tail=(step + 1) * topk if mask is not None else 0))
+        return self.draft.forward(replace(batch, pass_index=step, hidden_states=hidden, tree_tail=tail))
 
 
 def extend_spec(full: TreeShape, shape: TreeShape, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:

@@ -15,7 +15,7 @@ from runtime.model_executor.depth import DepthBatches
 from runtime.model_executor.draft_window import NO_DRAFTS, DraftWindow, TreeShape
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.input_buffers import InputBuffers
-from runtime.model_executor.iteration import Accepted, Iteration
+from runtime.model_executor.iteration import CommittedWindow, Iteration
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target_model import ExtendPass, MakeRunner, TargetModel
 
@@ -99,7 +99,7 @@ class Drafter(Protocol):
         """The last committed token of each request and K = `iteration.depth` drafts after it."""
         ...
 
-    def follow(self, iteration: Iteration, accepted: Accepted) -> None:
+    def follow(self, iteration: Iteration, committed: CommittedWindow) -> None:
         """Advance the draft's state to the end of the committed tokens; at K = 0 this may be deferred to `before` of a later iteration."""
         ...
 
@@ -181,7 +181,7 @@ class NoDrafter(Drafter):
         """Windows of the last token alone."""
         return iteration.no_drafts
 
-    def follow(self, iteration: Iteration, accepted: Accepted) -> None:
+    def follow(self, iteration: Iteration, committed: CommittedWindow) -> None:
         """Do nothing: there is no draft state."""
 
     def follow_prompt(self, extend: ExtendPass) -> None:

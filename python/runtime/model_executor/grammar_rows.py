@@ -104,10 +104,10 @@ class GrammarStep:
                 drafts[request, column] = window.substitute_forced(path, token)
                 path = (*path, int(drafts[request, column]))
 
-    def start_masks(self, draft: DraftWindow) -> None:
+    def start_masks(self, window: DraftWindow) -> None:
         """Start computing the masks of a window in the thread."""
-        copies = HostCopy(draft.tokens) if draft.parents is None else HostCopy(draft.tokens, draft.parents)
-        self._window, self._is_tree = self._thread.submit(self._compute, copies), draft.parents is not None
+        copies = HostCopy(window.tokens) if window.parents is None else HostCopy(window.tokens, window.parents)
+        self._window, self._is_tree = self._thread.submit(self._compute, copies), window.parents is not None
 
     def window_mask(self) -> TokenMask | None:
         """Wait for the mask of the window given to `start_masks`: W = D. None if nothing is restricted."""

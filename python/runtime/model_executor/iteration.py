@@ -157,15 +157,15 @@ class AcceptResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """The committed tokens and the target's states over their window, which a drafter follows.
+class CommittedWindow:
+    """A window after its commit: what `Drafter.follow` reads.
 
     Attributes:
+        window: the window that the target verified.
         result: the committed tokens.
-        window: int64 [size, D]: the tokens that were verified.
         features: [size * D, feature]: the target's states over the window.
     """
 
+    window: DraftWindow
     result: AcceptResult
-    window: torch.Tensor
     features: torch.Tensor

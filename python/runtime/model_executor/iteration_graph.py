@@ -23,7 +23,7 @@ from runtime.model_executor.depth import USUAL_STEPS, thinned
 from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec, eagerly
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
-from runtime.model_executor.iteration import Accepted, Iteration, VerifyResult
+from runtime.model_executor.iteration import CommittedWindow, Iteration, VerifyResult
 from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.verification import Verifier
@@ -161,11 +161,11 @@ class IterationGraphs:
         state = inputs.rows(size), inputs.kv_lens(size), inputs.last_tokens(size)
         iteration = Iteration(depth, np.full(size, PAD_ROW, dtype=np.int32), *state, bounds, VARIANTS[variant])
         with eagerly(stages.runners(depth), RunMode.RECORDED):
-            draft = stages.drafter.propose(iteration)
-            window = stages.verifier.fill(iteration, draft)
-            verified = stages.verifier.run(iteration, window)
-            result = stages.accepter.accept(iteration, draft, verified, window)
-            stages.drafter.follow(iteration, Accepted(result, draft.tokens, verified.features))
+            window = stages.drafter.propose(iteration)
+            verify_batch = stages.verifier.fill(iteration, window)
+            verified = stages.verifier.run(iteration, verify_batch)
+            result = stages.accepter.accept(iteration, window, verified, verify_batch)
+            stages.drafter.follow(iteration, CommittedWindow(window, result, verified.features))
         stages.target.rows.kv_lens[PAD_ROW].zero_()  # all rows were committed, padding too
         result.emitted(outputs["emitted"])
 

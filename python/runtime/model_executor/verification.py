@@ -114,14 +114,14 @@ class Verifier:
 
     # ---- outside any graph
 
-    def fill(self, iteration: Iteration, draft: DraftWindow) -> ForwardBatch:
+    def fill(self, iteration: Iteration, window: DraftWindow) -> ForwardBatch:
         """Fill the inputs of the verify pass."""
         batch = self.runners[iteration.depth].batch(iteration.size)
-        batch.seq_len_bounds[:] = iteration.bounds + draft.width
-        fill_window(batch, self._target.page_table, iteration.kv_lens, draft.tokens, draft.depths)
+        batch.seq_len_bounds[:] = iteration.bounds + window.width
+        fill_window(batch, self._target.page_table, iteration.kv_lens, window.tokens, window.depths)
         if batch.tree_mask is not None:
-            assert draft.mask is not None
-            batch.tree_mask.copy_(draft.mask.flatten())
+            assert window.mask is not None
+            batch.tree_mask.copy_(window.mask.flatten())
         if (ragged := iteration.ragged) is not None:
             runner, full = self._runner(iteration), batch
             batch = runner.batch(iteration.size, ragged.tokens)

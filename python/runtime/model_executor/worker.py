@@ -27,7 +27,7 @@ from runtime.model_executor.expert_counter import ExpertCounter
 from runtime.model_executor.followers import Followers, GroupsPending, SharedPending
 from runtime.model_executor.grammar_rows import GrammarRows, GrammarStep
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
-from runtime.model_executor.iteration import Accepted, DraftCaps, Iteration
+from runtime.model_executor.iteration import CommittedWindow, DraftCaps, Iteration
 from runtime.model_executor.iteration_graph import IterationGraphs, IterationStages
 from runtime.model_executor.profiler import Profiler
 from runtime.model_executor.ragged_windows import RaggedWindows
@@ -170,7 +170,7 @@ class Worker:
         if change.depth is not None:
             self.parts.depths.fix(change.depth)
         if change.acceptance is not None:
-            self.parts.accepter.force(change.acceptance)
+            self.parts.accepter.set_synthetic(change.acceptance)
             self.parts.monitor.reset_alarm()  # pairs before and after the change are not comparable
 
     def start_profile(self, folder: str) -> None:
@@ -294,11 +294,11 @@ class Worker:
         """As `_iterate`, by one graph."""
         with self._profiler.span("iteration"):
             emitted, verified = self.parts.iterations.run(iteration)
-            hit = self.parts.experts.sample(iteration.live * (iteration.depth + 1))
+            experts = self.parts.experts.sample(iteration.live * (iteration.depth + 1))
             compared = self.eager_drafts.compare(iteration, emitted)
-            decodes = send_to_host(self.parts.target, iteration, emitted, verified, None, hit, compared)
+            decodes = send_to_host(self.parts.target, iteration, emitted, verified, None, experts, compared)
             if iteration.sample.taken:
-                self.eager_drafts.draft(iteration, *verified_chain(iteration, emitted, verified))
+                self.eager_drafts.draft(iteration, verified_chain(iteration, emitted, verified))
             return decodes
 
     def _iterate(
@@ -309,33 +309,33 @@ class Worker:
         load_rows(self.parts.inputs, iteration.rows, target.rows)
         extend, prompts = None, None
         with self._profiler.span("draft_decode"):
-            draft = drafter.propose(iteration)
+            window = drafter.propose(iteration)
         if iteration.grammar is not None:
-            iteration.grammar.start_masks(draft)
+            iteration.grammar.start_masks(window)
         with self._profiler.span("verify"):
-            window, hit = verifier.fill(iteration, draft), None
+            verify_batch, experts = verifier.fill(iteration, window), None
             if chunks is None:
-                verified = verifier.run(iteration, window)
-                hit = self.parts.experts.sample(iteration.live * draft.width if iteration.ragged is None else None)
+                verified = verifier.run(iteration, verify_batch)
+                experts = self.parts.experts.sample(iteration.live * window.width if iteration.ragged is None else None)
             else:
-                states, window_states = target.run(chunks, window, iteration.live)
+                states, window_states = target.run(chunks, verify_batch, iteration.live)
                 verified = verifier.result_of(iteration, window_states)
                 extend, prompts = self._sample_next(batch, chunks, prompt_grammar, states)
             if iteration.grammar is not None and (mask := iteration.grammar.window_mask()) is not None:  # waits for its thread
                 iteration = replace(iteration, mask=mask, needs=replace(iteration.needs, constrained=mask.selected))
-            result = self.parts.accepter.accept(iteration, draft, verified, window)
+            result = self.parts.accepter.accept(iteration, window, verified, verify_batch)
             compared = self.eager_drafts.compare(iteration, result.tokens)
-            decodes = send_to_host(target, iteration, result.emitted(), verified, result.path, hit, compared)
+            decodes = send_to_host(target, iteration, result.emitted(), verified, result.path, experts, compared)
             if iteration.grammar is not None:
                 self.parts.grammars.follow(iteration.grammar, result.tokens[: iteration.live], result.accept_lens[: iteration.live])
             target.agreement.commit(result.tokens[: iteration.live], result.accept_lens[: iteration.live])
         if extend is not None:
             drafter.follow_prompt(extend)
         with self._profiler.span("draft_extend"):
-            accepted = Accepted(result, draft.tokens, verified.features)
-            drafter.follow(iteration, accepted)
+            committed = CommittedWindow(window, result, verified.features)
+            drafter.follow(iteration, committed)
         if iteration.sample.taken:
-            self.eager_drafts.draft(iteration, draft, accepted)
+            self.eager_drafts.draft(iteration, committed)
         return prompts, decodes
 
     def _read(

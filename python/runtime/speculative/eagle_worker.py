@@ -26,7 +26,7 @@ from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.drafter import DrafterSpec, DraftSetup
 from runtime.model_executor.grammar_rows import GrammarStep
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
-from runtime.model_executor.iteration import Accepted, Iteration
+from runtime.model_executor.iteration import CommittedWindow, Iteration
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target_model import ExtendPass
 from runtime.models.draft_head import DraftModel
@@ -161,9 +161,9 @@ class EagleWorker(ModelDrafter):
             probs = probs if guessed is None else guessed
         return DraftWindow(tokens, probs=None if probs is None else probs[:, None])
 
-    def _followed(self, accepted: Accepted) -> torch.Tensor:
+    def _followed(self, committed: CommittedWindow) -> torch.Tensor:
         """The committed tokens; with lookahead shifted by one, so that each position has the token after it."""
-        return accepted.result.tokens if self.model.lookahead else accepted.window
+        return committed.result.tokens if self.model.lookahead else committed.window.tokens
 
     def follow_prompt(self, extend: ExtendPass) -> None:
         """Run the draft over prompt chunks.

@@ -76,7 +76,7 @@ def test_one_depth_is_chosen_from_the_requests_of_all_attention_groups() -> None
         return ScheduleBatch(1, rows, np.array(kv, dtype=np.int32), np.full(len(kv), -1, dtype=np.int32), new_rows=new)
 
     batch = ScheduleBatch.of_groups([section([20], 7, 0.0), section([30, 40], 1, 1.0), section([], 7, 0.0)])
-    control.plan(batch)
+    control.choose(batch)
     assert batch.depth == 2
     ((rows, sizes),) = chosen
     assert (rows.caps.tolist(), rows.greedy.tolist(), rows.left.tolist()) == ([7, 1, 1], [True, False, False], [90, 80, 70])
@@ -205,7 +205,7 @@ def test_the_controller_sees_how_much_each_request_may_still_write() -> None:
     control.controller = Recorder()  # type: ignore[assignment]
     new = [RowInit(row, 10 * row, SamplingParams(max_new_tokens=50), 0, no_ints()) for row in (1, 2)]
     rows, kv_lens = np.array([1, 2], dtype=np.int32), np.array([20, 75], dtype=np.int32)
-    control.plan(ScheduleBatch(1, rows, kv_lens, rows, new_rows=new))
+    control.choose(ScheduleBatch(1, rows, kv_lens, rows, new_rows=new))
     assert seen == [[40, 1]]
 
 

@@ -337,7 +337,7 @@ def test_no_sample_delays_the_first_time_of_a_depth() -> None:
     monitor = AcceptanceMonitor(3)
     monitor.schedule = EveryNth(1)  # type: ignore[assignment]
     steps = [(3, True), (3, True), (1, True), (1, True), (1, False), (0, True), (3, True)]
-    assert [monitor.next_iteration(*step).taken for step in steps] == [True, True, False, True, False, False, True]
+    assert [monitor.choose_sample(*step).taken for step in steps] == [True, True, False, True, False, False, True]
 
 
 def test_copies_of_a_request_count_once() -> None:

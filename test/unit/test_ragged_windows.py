@@ -32,10 +32,10 @@ ALGORITHMS = ["EAGLE", "EAGLE3", "STANDALONE", "DFLASH"]
 def forced(worker: Any, monkeypatch: pytest.MonkeyPatch, widths: list[int], depth: int = 3) -> None:
     """The next steps have windows of these widths."""
 
-    def plan(batch: ScheduleBatch) -> None:
+    def choose(batch: ScheduleBatch) -> None:
         batch.depth, batch.widths = depth, np.array(widths if batch.num_decodes else [], dtype=np.int32)
 
-    monkeypatch.setattr(worker.parts.depths, "plan", plan)
+    monkeypatch.setattr(worker.parts.depths, "choose", choose)
 
 
 def verified_tokens(worker: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:

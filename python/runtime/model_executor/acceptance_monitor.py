@@ -41,7 +41,7 @@ class AcceptanceMonitor:
         """Forget the evidence of a drift."""
         self.alarm, self._warned = DriftAlarm(self._num_steps), set[int]()
 
-    def next_iteration(self, depth: int, possible: bool) -> EagerSample:
+    def choose_sample(self, depth: int, possible: bool) -> EagerSample:
         """Count an iteration, and return what runs again eagerly after it.
 
         Nothing does after an iteration without drafts, because its draft extend may run later; nor after the first iteration at a new

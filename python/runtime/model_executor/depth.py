@@ -173,16 +173,16 @@ class DepthControl:
         """K at full depth."""
         return max(self.limits)
 
-    def plan(self, batch: ScheduleBatch) -> None:
+    def choose(self, batch: ScheduleBatch) -> None:
         """Set the depth of a step, 0 without decode rows, and what depends on it. Called once per step, in order."""
         for group, section in enumerate(batch.sections or [batch]):
             self._admit(section.new_rows, group, batch.step)
         if live := batch.most_decodes:  # all groups run passes of the size of the largest group
-            self._choose(batch, live)
+            self._choose_depth(batch, live)
             self._latest = batch.depth
         batch.defers_first_drafts = self._latest == 0
 
-    def _choose(self, batch: ScheduleBatch, live: int) -> None:
+    def _choose_depth(self, batch: ScheduleBatch, live: int) -> None:
         """Set the depth, and the widths of the windows if they differ."""
         if self._forced is not None:
             batch.depth = self._forced

@@ -100,7 +100,7 @@ class Drafter(Protocol):
         ...
 
     def follow(self, iteration: Iteration, committed: CommittedWindow) -> None:
-        """Advance the draft's state to the end of the committed tokens; at K = 0 this may be deferred to `before` of a later iteration."""
+        """Advance the draft's state to the end of the committed tokens; at K = 0 a later `before_iteration` may do it."""
         ...
 
     def follow_prompt(self, extend: ExtendPass) -> None:
@@ -115,7 +115,7 @@ class Drafter(Protocol):
     def admit(self, new_rows: Sequence[RowInit]) -> None:
         """Initialise the rows of new requests."""
 
-    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
+    def before_iteration(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
         """Prepare for an iteration, whose inputs are not filled yet.
 
         Args:
@@ -130,7 +130,7 @@ class Drafter(Protocol):
         return 0
 
     def guesses(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """The next token by the draft, if `before` just ran the catch-up window with guesses although no drafts follow.
+        """The next token by the draft, if `before_iteration` just ran the catch-up window with guesses although no drafts follow.
 
         Args:
             rows: int64 [live], the rows of the iteration that is about to run.
@@ -141,7 +141,7 @@ class Drafter(Protocol):
         return None
 
     def catch_up_eagerly(self) -> Callable[[], None] | None:
-        """A call that repeats eagerly what the latest `before` ran through graphs; None if it ran nothing."""
+        """A call that repeats eagerly what the latest `before_iteration` ran through graphs; None if it ran nothing."""
         return None
 
     def row_state(self, needs: SamplingNeeds) -> list[torch.Tensor]:

@@ -234,19 +234,19 @@ class GrammarRows:
             return None
         if self._latest is not None:
             self._latest.wait_for_masks()
-        late = partial(self._catch_up, len(self._unread))
+        late = partial(self._commit_unread, len(self._unread))
         if width > 1 or wanted is not None:
             late()
-            late = partial(self._catch_up, 0)
+            late = partial(self._commit_unread, 0)
         self._latest = GrammarStep(constraints, size, width, self._words, self._device, self._thread, late)
         return self._latest
 
-    def _catch_up(self, count: int) -> None:
+    def _commit_unread(self, count: int) -> None:
         """Wait for the `count` oldest of the unread tokens."""
         for _ in range(count):
             self._unread.popleft().commit()
 
-    def follow(self, step: GrammarStep, tokens: torch.Tensor, accept_lens: torch.Tensor | None = None) -> None:
+    def record(self, step: GrammarStep, tokens: torch.Tensor, accept_lens: torch.Tensor | None = None) -> None:
         """Record the tokens committed in `step`: the first `accept_lens`, or 1, of each request in int64 [B, D]."""
         copies = HostCopy(tokens) if accept_lens is None else HostCopy(tokens, accept_lens)
         self._unread.append(_Unread(step.constraints, copies))

@@ -110,9 +110,9 @@ class Worker:
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step and return immediately."""
         if self._group.rank == 0:
-            self.parts.depths.plan(batch)
+            self.parts.depths.choose(batch)
             possible = batch.depth > 0 and not batch.has_prompts and batch.longest + batch.depth < self.limits.max_context_len
-            batch.sample = self.parts.monitor.next_iteration(batch.depth, possible)
+            batch.sample = self.parts.monitor.choose_sample(batch.depth, possible)
             for section in batch.sections:
                 section.depth, section.sample = batch.depth, batch.sample
         # A batch without sections runs identically in all attention groups.
@@ -248,7 +248,7 @@ class Worker:
         mask = None if grammar is None else grammar.first()
         extend, prompts = self.parts.target.sample_next(batch, chunks, states, mask)
         if grammar is not None:
-            self.parts.grammars.follow(grammar, extend.next_tokens[:, None])
+            self.parts.grammars.record(grammar, extend.next_tokens[:, None])
         return extend, prompts
 
     def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
@@ -259,7 +259,7 @@ class Worker:
         bounds[: len(host_rows)] = len_bounds
         needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
         grammar = parts.grammars.step(host_rows, size, parts.drafter.spec.shape.at_depth(depth).num_draft_tokens)
-        unfollowed = parts.drafter.before(host_rows, len_bounds, depth, needs)
+        unfollowed = parts.drafter.before_iteration(host_rows, len_bounds, depth, needs)
         lens, last = parts.inputs.kv_lens(size), parts.inputs.last_tokens(size)
         iteration = Iteration(
             *(depth, host_rows, rows, lens, last, bounds, needs, k, batch.sample),
@@ -327,7 +327,7 @@ class Worker:
             compared = self.eager_drafts.compare(iteration, result.tokens)
             decodes = send_to_host(target, iteration, result.emitted(), verified, result.path, experts, compared)
             if iteration.grammar is not None:
-                self.parts.grammars.follow(iteration.grammar, result.tokens[: iteration.live], result.accept_lens[: iteration.live])
+                self.parts.grammars.record(iteration.grammar, result.tokens[: iteration.live], result.accept_lens[: iteration.live])
             target.agreement.commit(result.tokens[: iteration.live], result.accept_lens[: iteration.live])
         if extend is not None:
             drafter.follow_prompt(extend)

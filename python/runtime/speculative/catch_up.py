@@ -74,7 +74,7 @@ class CatchUp:
         runner: runs windows of `WIDTH` of them.
         in_step: whether the draft follows each step without drafts immediately, because attention groups share its experts.
         guessed: whether the latest window computed guesses although no drafts follow.
-        again: runs the window of the latest `before` once more, eagerly; None if it ran none.
+        again: runs the window of the latest `before_iteration` once more, eagerly; None if it ran none.
     """
 
     def __init__(self, target: TargetModel, inputs: InputBuffers, held: HeldStates, runner: GraphRunner) -> None:
@@ -101,7 +101,7 @@ class CatchUp:
 
     # ---- before an iteration, outside any graph
 
-    def before(self, rows: Int32, bounds: Int32, depth: int, variant: str) -> int:
+    def before_iteration(self, rows: Int32, bounds: Int32, depth: int, variant: str) -> int:
         """Run the window if an iteration of `rows` needs it, and count the position that it will store.
 
         Args:

@@ -119,12 +119,12 @@ class EagleWorker(ModelDrafter):
         self.state.reset()
         super().reset()
 
-    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
+    def before_iteration(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
         """Run the catch-up window if one is due, with guesses if drafts follow or if the depth controller needs some of greedy requests."""
         if self.catch_up is None:
             return 0
         guesses = depth > 0 or (bool(self._config.depths) and needs.any_greedy and self.catch_up.guesses_next)
-        return self.catch_up.before(rows, bounds, depth, self._variant(needs) if guesses else KV_ONLY)
+        return self.catch_up.before_iteration(rows, bounds, depth, self._variant(needs) if guesses else KV_ONLY)
 
     def guesses(self, rows: torch.Tensor) -> torch.Tensor | None:
         """The first guesses of `rows`, int64 [B]; None for a draft without lookahead, which has none."""

@@ -121,9 +121,9 @@ class ModelDrafter(Drafter):
         if self.catch_up is not None:
             self.catch_up.admit(new_rows)
 
-    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
+    def before_iteration(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
         """Run the catch-up window if one is due."""
-        return 0 if self.catch_up is None else self.catch_up.before(rows, bounds, depth, self._variant(needs))
+        return 0 if self.catch_up is None else self.catch_up.before_iteration(rows, bounds, depth, self._variant(needs))
 
     def catch_up_eagerly(self) -> Callable[[], None] | None:
         """A call that runs the latest catch-up window again without graphs; None if there was none."""

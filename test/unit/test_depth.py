@@ -256,7 +256,7 @@ def test_a_stale_graph_of_any_depth_raises_the_drift_alarm(tmp_path: Path, depth
     monitor, state = worker.parts.monitor, worker.parts.drafter.state
     monitor.schedule = EveryNth(5, verify=False)
     extend = worker.parts.drafter.graphs[depth].extend
-    extend._replays = {key: (lambda replay=replay: (replay(), state.tokens.zero_())) for key, replay in extend._replays.items()}
+    extend._replays = {key: (lambda replay=replay: (replay(), state.guesses.zero_())) for key, replay in extend._replays.items()}
     prompts = {r: np.random.default_rng(r).integers(0, VOCAB, 6).tolist() for r in range(1, 9)}
     found = list[bool]()
     for sound in (True, False):
@@ -335,7 +335,7 @@ def test_times_that_a_sample_changes_are_not_learned(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("full_measurement")
 def test_the_measurement_replays_graphs_and_leaves_nothing(tmp_path: Path) -> None:
     worker: Any = speculating(tmp_path, "EAGLE", "eager", [1, 4, 16, 40], **AUTO)
-    assert all(runner.run_eagerly == 0 for runner in worker.parts.verifier.runners.values()), "no eager sample, and padded to graphs"
+    assert all(runner.ran_eagerly == 0 for runner in worker.parts.verifier.runners.values()), "no eager sample, and padded to graphs"
     assert worker.parts.verifier.runners[0].replayed > 0
     assert worker.parts.monitor.counted().iterations == 0
     assert worker.parts.target.rows.kv_lens.sum() == worker.parts.target.page_table.pages.sum() == 0

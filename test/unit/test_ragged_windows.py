@@ -143,7 +143,7 @@ def test_a_life_of_capped_requests_is_the_same_in_full_and_ragged_windows_and_gr
         storm, worker = life(replay)
         same_life(full, storm)
         ran = [worker.parts.verifier.runners[3], *worker.ragged_runners]
-        assert sum(runner.replayed + runner.run_eagerly for runner in ran[1:]) > 3
+        assert sum(runner.replayed + runner.ran_eagerly for runner in ran[1:]) > 3
         assert all(runner.replayed for runner in ran[1:]) == (replay is not None)
 
 
@@ -226,7 +226,7 @@ def test_a_batch_without_caps_runs_full_windows(tmp_path: Path, monkeypatch: pyt
     seen.clear()
     assert driver.decode([1, 2, 3]).stats.drafts == ()
     assert seen == [12]
-    assert sum(runner.run_eagerly for runner in worker.ragged_runners) == 0
+    assert sum(runner.ran_eagerly for runner in worker.ragged_runners) == 0
 
 
 def test_prompts_beside_decoding_and_trees_keep_full_windows(tmp_path: Path) -> None:

@@ -442,7 +442,7 @@ def test_replayed_prompts_give_the_eager_answers(worker: Any, monkeypatch: pytes
     driver.prefill(prompts, chunk=20)
     assert driver.out == expected.out
     assert [runner.replayed for runner in runners] == [1, 2], "48, 30 and 12 tokens in chunks of 20: three, two, one"
-    assert sum(runner.run_eagerly for runner in runners) == 0
+    assert sum(runner.ran_eagerly for runner in runners) == 0
 
 
 def limits(target: TargetModel, **changes: object) -> Any:

@@ -142,7 +142,7 @@ class GraphRunner:
         mode: the run mode of the following runs.
         pool_peak: bytes of the graph pool that the largest size needs; set by `find_peak`.
         report: cost of the capture.
-        replayed, run_eagerly: number of runs so far.
+        replayed, ran_eagerly: number of runs so far.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class GraphRunner:
         self._outputs: dict[tuple[int, int], Outputs] = {}
         self._replays: dict[GraphKey, Replay] = {}
         self.mode = RunMode.REPLAY
-        self.replayed = self.run_eagerly = 0
+        self.replayed = self.ran_eagerly = 0
         self.pool_peak = 0
         largest = spec.shape(self._max_size)
         inputs.declare(spec.inputs, *largest)
@@ -225,7 +225,7 @@ class GraphRunner:
         outputs = self._outputs_for(requests, tokens)
         replay = self._replays.get((requests, tokens, variant))
         if replay is None or eager or forward is not None or self.mode is not RunMode.REPLAY:
-            self.run_eagerly += self.mode is not RunMode.RECORDED
+            self.ran_eagerly += self.mode is not RunMode.RECORDED
             (forward or self._forward)(batch, outputs, variant)
             return outputs, False
         self.replayed += 1
@@ -234,7 +234,7 @@ class GraphRunner:
 
     def runs(self) -> RunnerRuns:
         """Number of runs so far."""
-        return RunnerRuns(self.spec.name, self.replayed, self.run_eagerly)
+        return RunnerRuns(self.spec.name, self.replayed, self.ran_eagerly)
 
     def rebind(self, backends: Sequence[AttentionBackend]) -> None:
         """Use other backends from now on, after the KV pool was replaced. Before any capture."""

@@ -24,8 +24,8 @@ LEAST_REQUESTS = 32
 """The smallest batch with graphs over ragged windows: with fewer requests, a pass is bound by reading the weights."""
 
 
-def verify_spec(target: TargetModel, shape: TreeShape, name: str, feature: int) -> RunnerSpec:
-    """Outputs: `logits` float32 [B * D, this rank's columns], argmax `tokens` int64 [B * D], `features` [B * D, feature]."""
+def verify_spec(target: TargetModel, shape: TreeShape, name: str, feature_width: int) -> RunnerSpec:
+    """Outputs: `logits` float32 [B * D, this rank's columns], argmax `tokens` int64 [B * D], `features` [B * D, feature_width]."""
     D, model = shape.num_draft_tokens, target.runner.model
     return RunnerSpec(
         name=name,
@@ -34,7 +34,7 @@ def verify_spec(target: TargetModel, shape: TreeShape, name: str, feature: int) 
         outputs=(
             BufferSpec("logits", "token", torch.float32, 0, (model.lm_head.out_features,)),
             BufferSpec("tokens", "token", torch.int64, 0),
-            BufferSpec("features", "token", target.runner.dtype, 0, (feature,)),
+            BufferSpec("features", "token", target.runner.dtype, 0, (feature_width,)),
         ),
         tree_tail=0 if shape.topk == 1 else D,
         launches=model.kernel_launches,
@@ -57,7 +57,7 @@ class Verifier:
 
     Args:
         shape: the windows at full depth.
-        feature: width of the states that the drafter reads.
+        feature_width: width of the states that the drafter reads.
         make: makes a graph runner of the target's passes.
 
     Attributes:
@@ -70,7 +70,7 @@ class Verifier:
         self,
         target: TargetModel,
         shape: TreeShape,
-        feature: int,
+        feature_width: int,
         depths: Mapping[int, DepthBatches],
         inputs: InputBuffers,
         make: MakeRunner,
@@ -82,7 +82,7 @@ class Verifier:
         capable = shape.topk == 1 and runner.model.context.exchange is None and runner.backend.caps.ragged_windows
         for depth, batches in depths.items():
             name = "target decode" if depth == 0 else "verify" if depth == shape.num_steps else f"verify K={depth}"
-            spec = verify_spec(target, shape.at_depth(depth), name, feature)
+            spec = verify_spec(target, shape.at_depth(depth), name, feature_width)
             self.runners[depth] = make(spec, self._forward, runner, batches, True)
             if capable and depth == self.ragged_depth:
                 own = replace(batches, captured=thinned([size for size in batches.captured if size >= LEAST_REQUESTS]))

@@ -45,7 +45,7 @@ class DFlashDrafter(ModelDrafter):
     def __init__(self, model: DFlashDraftModel, runner: ModelRunner, config: SpeculativeConfig) -> None:
         self.model = model
         shape = TreeShape(config.num_steps, 1, config.num_draft_tokens)
-        aux, width = model.aux_layers, model.input_width
+        aux, width = model.aux_layers, model.feature_width
         spec = DrafterSpec(shape=shape, capturable=True, aux_layers=aux, feature_width=width, catch_up=WIDTH)
         super().__init__(spec, runner, config)
 
@@ -63,7 +63,7 @@ class DFlashDrafter(ModelDrafter):
         if depth == 0:
             return catch_up_spec(("",), launches, num_passes=0)
         full = self.spec.shape
-        spec = extend_spec(full, full.at_depth(depth), self.model.input_width, self.runner.dtype, launches)
+        spec = extend_spec(full, full.at_depth(depth), self.model.feature_width, self.runner.dtype, launches)
         return replace(spec, inputs=spec.inputs[:1], num_passes=0, variants=("",))  # nothing attends: it writes KV only
 
     def _extend_forward(self, states: ReadStates, width: int) -> Forward:

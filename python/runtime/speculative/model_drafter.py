@@ -24,7 +24,7 @@ from runtime.model_executor.iteration import CommittedWindow, Iteration
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.window import fill_window
-from runtime.speculative.catch_up import WIDTH, CatchUp, HeldStates
+from runtime.speculative.catch_up import WIDTH, CatchUp, StoredInputs
 
 ReadStates = Callable[[ForwardBatch], torch.Tensor]
 """The target's states at the tokens of a batch, [num_tokens, feature_width]."""
@@ -90,8 +90,8 @@ class ModelDrafter(Drafter):
                 extend = self._extend_runner(setup, depth, lambda batch: inputs.named("features", batch.num_tokens))
                 self.graphs[depth] = DraftRunners(decode, extend)
         if 0 in setup.depths:
-            held = HeldStates(len(target.rows.kv_lens), self.spec.feature_width, self.runner.dtype, inputs)
-            self.catch_up = CatchUp(target, inputs, held, self._extend_runner(setup, 0, held.states))
+            stored = StoredInputs(len(target.rows.kv_lens), self.spec.feature_width, self.runner.dtype, inputs)
+            self.catch_up = CatchUp(target, inputs, stored, self._extend_runner(setup, 0, stored.states))
 
     def _extend_runner(self, setup: DraftSetup, depth: int, states: ReadStates) -> GraphRunner:
         spec, wanted = self._extend_spec(depth), self._config.draft_extend_graph

@@ -23,7 +23,7 @@ from runtime.config.kernel_configs import LatentConfig
 HEADS, BATCHES, WIDTHS, LENGTHS = (16, 20, 64, 128), (1, 4, 8, 16, 32, 64), (1, 4), (1024, 4096, 16384)
 QUICK = (20,), (1, 8), (1, 4), (1024,)
 LAYERS, REPLAYS, PAGE_SIZE = 8, 5, 64
-MOST_ROWS = 1 << 21
+MAX_ROWS = 1 << 21
 """Most keys of all requests together; larger combinations are skipped."""
 RANK, ROPE = 512, 64
 CUTS = {
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for batch in batches
             for width in widths
             for length in lengths
-            if batch * length * LAYERS <= MOST_ROWS
+            if batch * length * LAYERS <= MAX_ROWS
         ]
     report = {"device": torch.cuda.get_device_name(), "layers": LAYERS, "page_size": PAGE_SIZE, "rows": rows}
     if args.output:

@@ -57,7 +57,7 @@ ANY_BATCH = 1 << 16
 """A batch size that no server reaches."""
 CHAIN_SHARE = 0.65
 """Share of `--seconds` that chains get if trees are also measured."""
-SWEEPS, MOST_ROUNDS, TREE_ROUNDS = 2, 4, 6
+SWEEPS, MAX_ROUNDS, TREE_ROUNDS = 2, 4, 6
 """Sweeps over all batch sizes, rounds per chain batch size in each sweep, and rounds per tree batch size; fewer if time is short. Several
 sweeps spread the effect of other load over all batch sizes.
 """
@@ -310,7 +310,7 @@ class Bench:
             if left <= 0 and i:
                 break
             until = self.elapsed + left / (len(turns) - i)
-            self._answer(worker, trial, size, MOST_ROUNDS, until)
+            self._answer(worker, trial, size, MAX_ROUNDS, until)
         if not trial.cells:
             raise ConfigError("--seconds is too short to measure anything. Raise it.")
         return Chains(trial, limits)

@@ -267,7 +267,7 @@ def test_all_passes_of_an_iteration_must_have_graphs(tmp_path: Path, monkeypatch
     assert not build(tmp_path, draft_extend_graph=False).iteration_runners
     assert not build(tmp_path, topk=3, num_draft_tokens=7).iteration_runners, "a tree"
     assert not build(tmp_path, "NGRAM").iteration_runners, "drafts are looked up on the host"
-    monkeypatch.setattr(iteration_graph, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(iteration_graph, "MAX_REQUESTS", 2)
     worker = build(tmp_path)
     assert [runner.sizes for runner in worker.iteration_runners] == [[1, 2]]
     on_gpu = IterationGraphs(worker.parts.iterations._stages, [3], GraphOptions(cuda=True, node_bytes=H200.graph_node_bytes))

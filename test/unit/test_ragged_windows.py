@@ -130,7 +130,7 @@ def test_a_life_of_capped_requests_is_the_same_in_full_and_ragged_windows_and_gr
 ) -> None:
     """Batches from 1 to 33, retracted, resumed, with shared prefixes and aborts; unused memory is poisoned between the steps."""
     monkeypatch.setattr(Linear, "__call__", exact_product)
-    monkeypatch.setattr(verification, "LEAST_REQUESTS", 4)
+    monkeypatch.setattr(verification, "MIN_REQUESTS", 4)
 
     def life(replay: str | None, ragged: bool = True) -> tuple[Storm, Any]:
         worker: Any = speculating(tmp_path, algorithm, replay, SIZES if replay else None, runtime={"page_size": 16}, num_steps=3)
@@ -149,7 +149,7 @@ def test_a_life_of_capped_requests_is_the_same_in_full_and_ragged_windows_and_gr
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_served_text_survives_retraction_and_prefix_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
-    monkeypatch.setattr(verification, "LEAST_REQUESTS", 2)
+    monkeypatch.setattr(verification, "MIN_REQUESTS", 2)
     roomy = {"context_length": CONTEXT, "max_running_requests": 8}
     sampling = SamplingParams(temperature=0.0, max_new_tokens=50)
     asks = [
@@ -173,7 +173,7 @@ def test_text_is_exact_where_the_controller_gives_each_request_its_width(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, replay: str | None
 ) -> None:
     """It takes windows that differ at least every second time, here, and goes by the acceptance that it measures for each request."""
-    monkeypatch.setattr(verification, "LEAST_REQUESTS", 2)
+    monkeypatch.setattr(verification, "MIN_REQUESTS", 2)
     monkeypatch.setattr(depth_controller, "RAGGED_GAIN", -1.0)
     monkeypatch.setattr(depth_controller, "RAGGED_EVERY", 1)
     # Times of this machine would decide how deep windows are: drafts are cheap here, whatever it is busy with.
@@ -207,7 +207,7 @@ def test_caps_save_tokens_of_the_pass(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_capped_batches_run_in_the_smallest_graph_that_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "LEAST_REQUESTS", 4)
+    monkeypatch.setattr(verification, "MIN_REQUESTS", 4)
     worker: Any = speculating(tmp_path, "EAGLE", "eager", [1, 2, 4, 8], num_steps=3, runtime={"max_running_requests": 8})
     rows = {r: PROMPTS[1 + r % 3] for r in range(1, 9)}
     driver, caps = Driver(worker), {r: 0 if r < 5 else 1 if r < 8 else None for r in rows}

@@ -133,7 +133,7 @@ def resolve_speculative(
         log.info("speculative decoding %s: each iteration runs at the best of the depths %s", algorithm, shape.depths)
     max_batch = args.speculative_disable_by_batch_size
     if tuning is not None and not shape.depths:
-        max_batch = max_batch or tuning.most_drafted
+        max_batch = max_batch or tuning.max_batch_with_drafts
     elif path == str(EMBEDDED_DRAFT) and not shape.depths:
         max_batch = _embedded_max_batch(args, shape, device, quantization)
     attention = _draft_attention(args, device, machine)

@@ -33,7 +33,7 @@ these numbers, faults of `MIN_GAP` and of 0.05 nearly always show.
 """
 PROBED = 0.25
 """Suspicion, in nats, if first drafts mismatch surprisingly often: less than that of one pair in which only the eager draft is right."""
-MOST_EVIDENCE = 50.0
+MAX_EVIDENCE = 50.0
 """Maximum evidence, in nats."""
 KEPT = 1e3
 """Maximum of the detector, in multiples of its limit, so that right drafts of graphs can end an alarm."""
@@ -128,7 +128,7 @@ class Comparison:
         """Count pairs: those in which only the eager draft is right, only the graph's is, and all. int64 [tests] each."""
         gain = eager[:, None] * EAGER_GAIN + graph[:, None] * GRAPH_GAIN
         self._detector = np.minimum((self._detector + self.iterations) * np.exp(gain), KEPT * self._limit)
-        self._evidence = np.clip(self._evidence + gain, 0.0, MOST_EVIDENCE)
+        self._evidence = np.clip(self._evidence + gain, 0.0, MAX_EVIDENCE)
         self._alike = np.where(eager + graph > 0, 0, self._alike + pairs)
         self._detector[self._alike > FORGET_PAIRS] = 0.0
         self._evidence[self._alike > CALM_PAIRS] = 0.0

@@ -30,7 +30,7 @@ from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.verification import Verifier
 
 SAMPLED = SamplingNeeds(False, False, False)
-MOST_BYTES = 128 << 20
+MAX_BYTES = 128 << 20
 """No sample is taken if more bytes than this must be restored after it. Prompt steps take more for activations."""
 
 
@@ -195,9 +195,9 @@ class EagerDrafts:
         return bool(self._drafter.models()) and self._verifier.has_graph(iteration.depth, iteration.size) and self._fits(iteration)
 
     def _fits(self, iteration: Iteration) -> bool:
-        """Whether at most `MOST_BYTES` must be restored."""
+        """Whether at most `MAX_BYTES` must be restored."""
         kv = self._reach * sum(spec.bytes_per_slot for pool in self._written(iteration.sample) for spec in pool.specs)
-        return iteration.size * (kv + sum(each[0].nbytes for each in self._drafter.row_state(SAMPLED))) <= MOST_BYTES
+        return iteration.size * (kv + sum(each[0].nbytes for each in self._drafter.row_state(SAMPLED))) <= MAX_BYTES
 
     def _written(self, sample: EagerSample) -> list[KVPool]:
         """The pools whose KV a sample overwrites: those of the draft, and the target's if verification runs again."""

@@ -107,7 +107,7 @@ class RunnerSpec:
         """Requests and tokens of a pass of `size`."""
         return (size, size * self.width) if self.width else (self.requests, size)
 
-    def most_queries(self, size: int) -> int:
+    def ragged_queries(self, size: int) -> int:
         """Maximum tokens of a request in a ragged pass of `size`, since one prompt may have all of them; 0 for other passes."""
         return size if self.requests > 1 else self.max_queries
 
@@ -200,7 +200,7 @@ class GraphRunner:
     def batch(self, size: int, tokens: int = 0) -> ForwardBatch:
         """The persistent inputs of a pass of `size`, including padding; with `tokens`, of a ragged pass of that many tokens."""
         requests, usual = self.spec.shape(size)
-        return self._inputs.view(self.spec.mode, requests, tokens or usual, self.spec.tree_tail, self.spec.most_queries(size))
+        return self._inputs.view(self.spec.mode, requests, tokens or usual, self.spec.tree_tail, self.spec.ragged_queries(size))
 
     def inputs(self, size: int) -> dict[str, torch.Tensor]:
         """The additional inputs, `spec.inputs`, of a pass of `size`, to be filled in place."""

@@ -37,7 +37,7 @@ VARIANTS = {
 """The sampling stages of each captured variant. Batches of greedy and sampled requests run the variant with filters, which does not change
 the bits of requests without filters.
 """
-MOST_REQUESTS = 32
+MAX_REQUESTS = 32
 """The largest batch with iteration graphs: above, the gaps between separate graphs are less than 1 % of an iteration of an 8B model."""
 ROWS = BufferSpec("iteration_rows", "req", torch.int64, 0)
 """The graphs' own input of request rows, which keeps its values until other rows run. Passes outside these graphs overwrite other
@@ -70,7 +70,7 @@ class IterationStages:
     def sizes(self, depth: int) -> list[int]:
         """Batch sizes that get an iteration graph: common sizes for which all its passes have graphs."""
         sizes = set.intersection(*(set(runner.sizes) for runner in self.runners(depth)))
-        return thinned([size for size in sizes if size <= MOST_REQUESTS])
+        return thinned([size for size in sizes if size <= MAX_REQUESTS])
 
 
 def iteration_graph_depths(depths: Iterable[int], config: RuntimeConfig, active_parameters: int) -> list[int]:

@@ -21,7 +21,7 @@ EVIDENT, PROBE_GAP = 0.4, 4
 """With at least `EVIDENT` nats, slightly less than one pair gives in which only the eager draft is right, every iteration may be sampled.
 With less, one in `PROBE_GAP`: a sample disturbs the times of three iterations, so one of four still shows the time of its depth.
 """
-LEAST_EXTRA = 0.05
+MIN_EXTRA = 0.05
 """Minimum extra time of a sample."""
 
 
@@ -34,7 +34,7 @@ class Kind:
         share: fraction of the running time for samples without evidence of a drift.
         saved: fraction of the running time for all samples.
         extra: initial estimate of the time that a sample takes.
-        most_extra: maximum time that a sample counts as, because the first may load kernels.
+        max_extra: maximum time that a sample counts as, because the first may load kernels.
         weak: part of the reserve that the weakest evidence may use.
         reserve: the reserve, which the strongest evidence may use.
     """
@@ -43,13 +43,13 @@ class Kind:
     share: float
     saved: float
     extra: float
-    most_extra: float
+    max_extra: float
     weak: float
     reserve: float
 
 
-DRAFTS = Kind(first=8, share=0.002, saved=0.004, extra=0.15, most_extra=4.0, weak=3.0, reserve=400.0)
-WHOLE = Kind(first=3000, share=0.001, saved=0.0015, extra=5.0, most_extra=16.0, weak=10.0, reserve=400.0)
+DRAFTS = Kind(first=8, share=0.002, saved=0.004, extra=0.15, max_extra=4.0, weak=3.0, reserve=400.0)
+WHOLE = Kind(first=3000, share=0.001, saved=0.0015, extra=5.0, max_extra=16.0, weak=10.0, reserve=400.0)
 
 
 class Samples:
@@ -110,7 +110,7 @@ class SampleSchedule:
 
     def observe(self, took: float) -> None:
         """Learn the time that a sample took."""
-        extra = min(max(took, LEAST_EXTRA), self._kind.most_extra)
+        extra = min(max(took, MIN_EXTRA), self._kind.max_extra)
         self._late += extra - self._extra
         self._extra += (extra - self._extra) / 4
 

@@ -24,7 +24,7 @@ from runtime.models.decoder import DecoderModel
 SMALLEST, LARGEST = 32, 2048
 """Tokens of the smallest and of the largest graph. For more tokens, attention's cost grows quadratically, and the graph pool would hold the
 activations of rare passes."""
-MOST_REQUESTS = 3
+MAX_REQUESTS = 3
 """Maximum number of prompts of a batch that are replayed one after another; for small models the number of kernels is the limit."""
 SLOTS = 8
 """Request slots of a pass over several prompts; the last one is for padding."""
@@ -75,7 +75,7 @@ class PromptCost:
         """
         if len(sizes) == 1:
             return True
-        return len(sizes) <= MOST_REQUESTS and sum(max(size, self.read_tokens) for size in sizes) <= self.free_tokens
+        return len(sizes) <= MAX_REQUESTS and sum(max(size, self.read_tokens) for size in sizes) <= self.free_tokens
 
 
 def prompt_spec(hidden: int, feature_width: int, dtype: torch.dtype, launches: int) -> RunnerSpec:

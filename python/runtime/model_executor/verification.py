@@ -20,7 +20,7 @@ from runtime.model_executor.window import fill_window
 
 EAGER_STEPS = 8
 """Eager ragged passes round their token count up to one of about this many values per window position."""
-LEAST_REQUESTS = 32
+MIN_REQUESTS = 32
 """The smallest batch with graphs over ragged windows: with fewer requests, a pass is bound by reading the weights."""
 
 
@@ -85,7 +85,7 @@ class Verifier:
             spec = verify_spec(target, shape.at_depth(depth), name, feature_width)
             self.runners[depth] = make(spec, self._forward, runner, batches, True)
             if capable and depth == self.ragged_depth:
-                own = replace(batches, captured=thinned([size for size in batches.captured if size >= LEAST_REQUESTS]))
+                own = replace(batches, captured=thinned([size for size in batches.captured if size >= MIN_REQUESTS]))
                 specs = {mean: ragged_spec(spec, mean) for mean in mean_widths(depth)}
                 self.ragged = {mean: make(spec, self._ragged_forward, runner, own, True) for mean, spec in specs.items()}
 

@@ -42,14 +42,14 @@ def variants(shape: TreeShape) -> tuple[str, ...]:
     return (GREEDY, SAMPLED) if shape.topk == 1 else (GREEDY,)
 
 
-def decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: int, passes: int) -> RunnerSpec:
+def decode_spec(shape: TreeShape, max_depth: int, draft_vocab: int, launches: int, passes: int) -> RunnerSpec:
     """The runner at one depth.
 
     Outputs, which are fields of `DraftWindow`: `tokens` int64 [B, D]; for trees `parents`, `depths`, `mask` [B, D]; for chains
     `probs` float32 [B, K, Vd], written if they are sampled.
 
     Args:
-        most_steps: K at full depth.
+        max_depth: K at full depth.
         launches: kernel launches of one draft pass, including those for its inputs, the guess and the tree.
         passes: K - 1, or K for a draft without lookahead.
     """
@@ -60,7 +60,7 @@ def decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: i
     else:
         outputs += [BufferSpec(name, "req", torch.int64, 0, (D,)) for name in ("parents", "depths", "mask")]
     return RunnerSpec(
-        name="draft decode" if shape.num_steps == most_steps else f"draft decode K={shape.num_steps}",
+        name="draft decode" if shape.num_steps == max_depth else f"draft decode K={shape.num_steps}",
         mode=ForwardMode.DECODE,
         width=shape.topk,
         outputs=tuple(outputs),

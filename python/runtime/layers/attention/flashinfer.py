@@ -127,7 +127,7 @@ class FlashInferAttention(AttentionBackend):
         indices = torch.empty(max(total, 1), dtype=torch.int32, device=self._device)
         scratch = torch.empty((2, batch.batch_size + 1), dtype=torch.int32, device=self._device)
         lists = PageLists(scratch[0], indices, scratch[1])
-        gather_pages(batch.page_rows, batch.seq_lens, self._table.pages, page_size, self._most_pages(lens), lists)
+        gather_pages(batch.page_rows, batch.seq_lens, self._table.pages, page_size, self._max_pages(lens), lists)
         assert batch.extend_lens is not None
         qo_indptr = offsets(batch.extend_lens)
         last_page_len = torch.from_numpy(((lens - 1) % page_size + 1).astype(np.int32))
@@ -151,7 +151,7 @@ class FlashInferAttention(AttentionBackend):
         if one.planned is None or not np.array_equal(one.planned[0], wanted):
             one.planned = wanted, one.prefill.plan(self._page_offsets(wanted), self._pinned)
         trim_plan(
-            batch.page_rows, at.key_lens(batch, pass_index), self._table.pages, self._table.page_size, self._most_pages(bounds),
+            batch.page_rows, at.key_lens(batch, pass_index), self._table.pages, self._table.page_size, self._max_pages(bounds),
             one.prefill.lists, one.planned[1], at.width, one.prefill.window,
         )  # fmt: skip
 
@@ -178,7 +178,7 @@ class FlashInferAttention(AttentionBackend):
         """int32 [B + 1] on the host: offsets of each request's pages if it has `lens` keys."""
         return offsets(-(-lens.astype(np.int64) // self._table.page_size))
 
-    def _most_pages(self, bounds: Int32) -> int:
+    def _max_pages(self, bounds: Int32) -> int:
         return -(-int(bounds.max()) // self._table.page_size)
 
     # ---- upper bounds of the planner's inputs

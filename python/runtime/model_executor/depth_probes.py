@@ -20,7 +20,7 @@ STALE, PATIENCE, MAX_STALE = 64, 8, 4096
 """A depth is probed after `STALE` iterations without a measured time. If the current depth has r times its expected rate, the wait is
 r ** `PATIENCE` times longer, so a slow depth is probed rarely, but not never. At depth 0 only the shallowest depth is probed, because its
 time also informs about deeper ones; the wait doubles with each probe, up to `MAX_STALE`."""
-TRIAL = 4
+PROBE_ITERATIONS = 4
 """Iterations of a probe of a depth that would be the best if its expected time were exact."""
 MAX_SAVED, FEW, MIN_SAVED = 8, 8, 2
 """Maximum time that can be saved up for probes, in iterations, with up to `FEW` requests; half of it is available at the start, because the
@@ -106,7 +106,7 @@ class DepthProbes:
         if best.depth == 0:
             self._waits[depth] = min(2 * self._waits[depth], MAX_STALE)
         promising = _may_be_best(next(option for option in options if option.depth == depth), best)
-        self._probed_at, self._left = self._steps, TRIAL - 1 if promising else int(best.depth > 0)
+        self._probed_at, self._left = self._steps, PROBE_ITERATIONS - 1 if promising else int(best.depth > 0)
         return depth
 
     def _is_due(self, option: Option, best: Option, shallowest: int) -> bool:
@@ -126,7 +126,7 @@ class DepthProbes:
             return 2 * (option.seconds - option.tokens / best.rate)
         spread_cost = best.seconds if spreads_ends else 0.0
         if _may_be_best(option, best):
-            return spread_cost + TRIAL * (option.seconds * (1 + option.margin + option.error) - option.tokens / best.rate)
+            return spread_cost + PROBE_ITERATIONS * (option.seconds * (1 + option.margin + option.error) - option.tokens / best.rate)
         return spread_cost + option.seconds - best.seconds
 
 

@@ -195,8 +195,8 @@ class DepthChooser(Protocol):
             hits: bool [n], whether the guess equals the committed token.
         """
 
-    def correct(self, spread: float) -> None:
-        """Update the cost model by the measured `DistinctExperts.spread` of a sparse model."""
+    def correct(self, independence: float) -> None:
+        """Update the cost model by the measured `DistinctExperts.independence` of a sparse model."""
 
     def info(self) -> DepthInfo | None:
         """The values behind the choice, for reports."""
@@ -352,9 +352,9 @@ class DepthController(DepthChooser):
                 start = (greedy * width + drafts) * width
                 averages.add(counts[start : start + width], drafts)
 
-    def correct(self, spread: float) -> None:
-        """Update the cost model by the measured `DistinctExperts.spread`."""
-        self.cost.correct(spread)
+    def correct(self, independence: float) -> None:
+        """Update the cost model by the measured `DistinctExperts.independence`."""
+        self.cost.correct(independence)
 
     def info(self) -> DepthInfo:
         """Counts, averages and expected times, for reports."""

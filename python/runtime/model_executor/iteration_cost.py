@@ -54,16 +54,16 @@ class DistinctExperts:
     """Estimates how many distinct experts of a sparse layer the tokens of a pass are routed to.
 
     Attributes:
-        spread: how independently tokens choose experts, 0 to 1; neighbouring tokens of a text share some.
+        independence: how independently tokens choose experts, 0 to 1; neighbouring tokens of a text share some.
     """
 
     num_experts: int
     top_k: int
-    spread: float = 1.0
+    independence: float = 1.0
 
     def distinct(self, tokens: int) -> float:
         """Expected number of distinct experts of `tokens` tokens in one layer."""
-        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** (1 + self.spread * (tokens - 1)))
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** (1 + self.independence * (tokens - 1)))
 
 
 class IterationCost:
@@ -152,10 +152,10 @@ class IterationCost:
             self._unseen[sizes] = self._cells[key]
         return True
 
-    def correct(self, spread: float) -> None:
-        """Update `DistinctExperts.spread` by a measurement."""
+    def correct(self, independence: float) -> None:
+        """Update `DistinctExperts.independence` by a measurement."""
         if self._experts is not None:
-            self._experts = replace(self._experts, spread=round(spread, 1))
+            self._experts = replace(self._experts, independence=round(independence, 1))
 
     def _at(self, size: int, depth: int, width: int) -> float:
         sizes = size.bit_length()

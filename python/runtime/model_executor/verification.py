@@ -44,12 +44,12 @@ def verify_spec(target: TargetModel, shape: TreeShape, name: str, feature_width:
 def ragged_spec(full: RunnerSpec, mean: int) -> RunnerSpec:
     """The runner over windows of up to D tokens, `mean` on average, with the outputs of full windows.
 
-    Input: `spread` int64 [B, D], from `RaggedWindows`.
+    Input: `ragged_index` int64 [B, D], from `RaggedWindows`.
     """
     D = full.width
     outputs = tuple(replace(output, rows="req", tail=(D, *output.tail)) for output in full.outputs)
-    spread = BufferSpec("spread", "req", torch.int64, 0, (D,))
-    return replace(full, name=f"{full.name} W={mean}", width=mean, max_queries=D, outputs=outputs, inputs=(spread,))
+    ragged_index = BufferSpec("ragged_index", "req", torch.int64, 0, (D,))
+    return replace(full, name=f"{full.name} W={mean}", width=mean, max_queries=D, outputs=outputs, inputs=(ragged_index,))
 
 
 class Verifier:
@@ -126,7 +126,7 @@ class Verifier:
             runner, full = self._runner(iteration), batch
             batch = runner.batch(iteration.size, ragged.tokens)
             ragged.fill(batch, full, iteration.kv_lens, iteration.bounds)
-            runner.inputs(iteration.size)["spread"].copy_(ragged.spread)
+            runner.inputs(iteration.size)["ragged_index"].copy_(ragged.ragged_index)
         return batch
 
     def run(self, iteration: Iteration, batch: ForwardBatch) -> VerifyResult:
@@ -166,8 +166,8 @@ class Verifier:
 
     def _ragged_forward(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         hidden, aux = self._target.runner.model.forward(batch, self._target.aux_layers)
-        spread = self._inputs.named("spread", batch.batch_size).flatten()
-        states = States(hidden[spread], None if aux is None else aux[spread])
+        ragged_index = self._inputs.named("ragged_index", batch.batch_size).flatten()
+        states = States(hidden[ragged_index], None if aux is None else aux[ragged_index])
         self._write(states, {name: tensor.flatten(0, 1) for name, tensor in outputs.items()})
 
     def _write(self, states: States, outputs: Outputs) -> None:

@@ -358,8 +358,8 @@ class Worker:
             self._observe(decodes, decoded, alive, now, prompts is not None, batch)
         if decodes is not None and decodes.experts is not None:
             self.parts.experts.add(decodes.iteration.live * (decodes.stats.draft_tokens + 1), decodes.experts.wait()[0].astype(np.int64))
-            if (controller := self.parts.depths.controller) is not None and (spread := self.parts.experts.spread) is not None:
-                controller.correct(spread)
+            if (controller := self.parts.depths.controller) is not None and (independence := self.parts.experts.independence) is not None:
+                controller.correct(independence)
         self._read_at, self._prompts_read, self._samples_read = now, prompts is not None, self.eager_drafts.samples
         self.parts.drafter.observe(batch.rows, result)
         for grammar, offset in zip(grammars, (0, batch.num_prompts), strict=True):

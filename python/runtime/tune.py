@@ -30,7 +30,7 @@ from runtime.config.refusals import check_output, flag_of
 from runtime.config.resolve import check
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
-from runtime.config.tuning import FLAG, Measurement, SpeculativeTuning, StepTime, write_tuning
+from runtime.config.speculative_tuning import FLAG, Measurement, SpeculativeTuning, StepTime, write_tuning
 from runtime.entrypoints.prepare import made_for, prepare
 from runtime.errors import ConfigError, ServingError, report
 from runtime.managers.messages import AbortReq, GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runtime.batch import Int32, ScheduleBatch
 from runtime.mem_cache.kv_page_manager import KVPageManager, RequestPages
-from runtime.mem_cache.radix_cache import MIN_COPIED, RadixCache, agreement, shortest_reusable
+from runtime.mem_cache.radix_cache import MIN_COPIED, RadixCache, common_prefix_len, shortest_reusable
 from runtime.model_executor import build, target_model
 from runtime.sampling_params import SamplingParams
 from unit import test_mtp
@@ -40,7 +40,7 @@ class WholeCache(SlowCache):
         start, ids = whole * self.page_size, ids[: max(0, len(ids) - 1 + self.lookahead)]
         follow = [(tokens, page) for (of, tokens), page in self.pages.items() if of == salt]
         width = start + self.page_size + self.lookahead
-        agreed = [(agreement(ints(list(t)), ints(ids)) - self.lookahead - start, page) for t, page in follow if len(t) == width]
+        agreed = [(common_prefix_len(ints(list(t)), ints(ids)) - self.lookahead - start, page) for t, page in follow if len(t) == width]
         most = max((count for count, _ in agreed), default=0)
         return (most, {page for count, page in agreed if count == most}) if most >= MIN_COPIED else (0, set())
 
@@ -111,8 +111,8 @@ def test_of_many_pages_the_one_that_agrees_longest_is_found() -> None:
         ids[cut] = 9
         found = cache.match(ids, "").partial
         assert found is not None
-        assert found.count == max(agreement(tokens, ids) for tokens in pages) == cut
-        assert agreement(found.node.tokens, ids) == cut
+        assert found.count == max(common_prefix_len(tokens, ids) for tokens in pages) == cut
+        assert common_prefix_len(found.node.tokens, ids) == cut
 
 
 def test_fewer_positions_than_pay_are_not_copied() -> None:

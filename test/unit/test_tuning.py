@@ -16,8 +16,17 @@ from runtime import tune
 from runtime.config.resolve import resolve
 from runtime.config.runtime_config import SpeculativeConfig
 from runtime.config.server_args import ServerArgs
+from runtime.config.speculative_tuning import (
+    BatchDepth,
+    MadeFor,
+    Measurement,
+    SpeculativeTuning,
+    StepTime,
+    fitting,
+    read_tuning,
+    write_tuning,
+)
 from runtime.config.synthetic_acceptance import synthetic_acceptance
-from runtime.config.tuning import BatchDepth, MadeFor, Measurement, SpeculativeTuning, StepTime, fitting, read_tuning, write_tuning
 from runtime.errors import BAD_USE, ConfigError
 from runtime.launch_server import main as launch_server
 from runtime.model_executor.depth_controller import AcceptanceAverages, DecodeRows, DepthController, Observed

@@ -16,8 +16,8 @@ from runtime.config.quant_config import Quantization
 from runtime.config.refusals import check_positive, check_ranges, flag_of
 from runtime.config.runtime_config import DeviceConfig, DeviceKind, SpeculativeConfig
 from runtime.config.server_args import SPECULATION, ServerArgs
+from runtime.config.speculative_tuning import SpeculativeTuning
 from runtime.config.synthetic_acceptance import synthetic_acceptance
-from runtime.config.tuning import SpeculativeTuning
 from runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -254,7 +254,7 @@ class RadixCache:
             node = node.children.get(ids[at : at + width].tobytes())
             if node is None:
                 break
-            count = (agreement(node.tokens, ids[at:]) - self.lookahead) // self.page_size
+            count = (common_prefix_len(node.tokens, ids[at:]) - self.lookahead) // self.page_size
             path.append((node, count))
             if count < len(node.pages):
                 break
@@ -273,7 +273,7 @@ class RadixCache:
         if end is None:
             return None, 0
         edges, start = ([end], skipped * self.page_size) if skipped < len(end.pages) else (end.children.neighbours(behind.tobytes()), 0)
-        found = [(agreement(edge.tokens[start:], behind) - self.lookahead, edge) for edge in edges]
+        found = [(common_prefix_len(edge.tokens[start:], behind) - self.lookahead, edge) for edge in edges]
         count, edge = max(found, key=lambda each: each[0], default=(0, None))
         return (edge, count) if count >= MIN_COPIED else (None, 0)
 
@@ -341,7 +341,7 @@ def shortest_reusable(positions: int, page_size: int) -> int:
     return positions if rest == 0 or rest >= MIN_COPIED else positions - rest + min(MIN_COPIED, page_size)
 
 
-def agreement(a: Int32, b: Int32) -> int:
+def common_prefix_len(a: Int32, b: Int32) -> int:
     """Number of equal leading entries of two int32 arrays."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]

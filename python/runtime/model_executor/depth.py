@@ -114,7 +114,7 @@ def depths_to_drop(graph_bytes: Mapping[int, int], max_bytes: int) -> list[int]:
     return dropped
 
 
-class Sizes(Protocol):
+class VerifySizes(Protocol):
     """The verifier's batch sizes.
 
     Attributes:
@@ -146,7 +146,7 @@ class DepthControl:
         ended: by attention group, the requests that had already ended when a step was read.
     """
 
-    def __init__(self, limits: Mapping[int, int], rows: int, sizes: Sizes, groups: int = 1) -> None:
+    def __init__(self, limits: Mapping[int, int], rows: int, sizes: VerifySizes, groups: int = 1) -> None:
         """
         Args:
             rows: number of request rows of each attention group.
@@ -243,7 +243,7 @@ class DepthControl:
         return bool(self._ragged_passes(live))
 
     def _ragged_passes(self, live: int) -> list[tuple[int, int]]:
-        """`Sizes.ragged_passes`; [] for one request."""
+        """`VerifySizes.ragged_passes`; [] for one request."""
         return [] if live < 2 else self._sizes.ragged_passes(live)
 
     def _padded(self, depths: Sequence[int], live: int) -> dict[int, int]:

@@ -257,12 +257,19 @@ class Worker:
         host_rows, len_bounds = batch.rows[batch.num_prompts :], batch.len_bounds[batch.num_prompts :]
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = len_bounds
-        needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
+        needs = parts.target.rows.needs(host_rows)
         grammar = parts.grammars.step(host_rows, size, parts.drafter.spec.shape.at_depth(depth).num_draft_tokens)
         unfollowed = parts.drafter.before_iteration(host_rows, len_bounds, depth, needs)
-        lens, last = parts.inputs.kv_lens(size), parts.inputs.last_tokens(size)
         iteration = Iteration(
-            *(depth, host_rows, rows, lens, last, bounds, needs, k, batch.sample),
+            depth=depth,
+            host_rows=host_rows,
+            rows=rows,
+            kv_lens=parts.inputs.kv_lens(size),
+            last_tokens=parts.inputs.last_tokens(size),
+            bounds=bounds,
+            needs=needs,
+            top_logprobs=int(batch.top_logprobs.max(initial=-1)),
+            sample=batch.sample,
             grammar=grammar,
             caps=self._caps(host_rows, depth, size, batch.widths),
             ragged=RaggedWindows.of(batch.widths, depth + 1, parts.target.staging.upload) if len(batch.widths) else None,
@@ -388,14 +395,23 @@ class Worker:
         self.parts.monitor.observe_time(iteration, decoded.stats.graph, seconds, disturbed)
         if controller is None:
             return
-        timed = None if disturbed else seconds
         assert iteration.greedy is not None
-        most = np.full(iteration.live, iteration.depth) if caps is None else caps.host
-        kv_tokens = batch.pad_kv or int(iteration.bounds.sum())
-        width = 0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size
-        rows = iteration.host_rows[alive] if self.parts.depths.tracks(iteration.live) else no_ints()
-        sizes, greedy = (iteration.depth, iteration.size), iteration.greedy[alive]
-        controller.observe(Observed(*sizes, lens[alive], most[alive], greedy, kv_tokens, timed, width, rows, batch.step))
+        drafts = np.full(iteration.live, iteration.depth) if caps is None else caps.host
+        greedy = iteration.greedy[alive]
+        controller.observe(
+            Observed(
+                depth=iteration.depth,
+                size=iteration.size,
+                accept_lens=lens[alive],
+                caps=drafts[alive],
+                greedy=greedy,
+                kv_tokens=batch.pad_kv or int(iteration.bounds.sum()),
+                seconds=None if disturbed else seconds,
+                width=0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size,
+                rows=iteration.host_rows[alive] if self.parts.depths.tracks(iteration.live) else no_ints(),
+                step=batch.step,
+            )
+        )
         if decodes.guessed is not None:
             controller.observe_guesses(greedy, decodes.guessed.wait()[0].astype(np.bool_)[alive])
 

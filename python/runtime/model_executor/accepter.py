@@ -62,7 +62,7 @@ class Accepter:
         self._synthetic.copy_(torch.tensor(acceptance, dtype=self._synthetic.dtype))
 
     def accept(self, iteration: Iteration, window: DraftWindow, verified: VerifyResult, batch: ForwardBatch) -> AcceptResult:
-        """Decide, move accepted KV to the front of its window (trees), and commit to the rows."""
+        """Decide, move accepted KV to the front of its window (trees), and commit to the rows. `batch`: the inputs of the verify pass."""
         if iteration.caps is not None:
             window = window.capped(iteration.caps.device)
         elif self.fusable(iteration, window):

@@ -27,21 +27,21 @@ class DFlashDraftModel(DraftHead):
     stores. `forward` writes KV of a block after them; it is overwritten once the target has verified the block.
 
     Attributes:
-        block: how blocks are filled.
+        draft_block: how blocks are filled.
         aux_layers: target layers whose input states the draft reads.
         feature_width: width of these states, concatenated.
     """
 
     def __init__(self, config: DraftConfig, target: DecoderModel, group: ParallelGroup | None = None) -> None:
         """Allocate the draft. `group`: the ranks that share its blocks; by default those that share the target's."""
-        assert config.block is not None, "the configuration of a DFlash draft"
+        assert config.draft_block is not None, "the configuration of a DFlash draft"
         super().__init__(config.model, target, group=group)
-        self.block, self.aux_layers, parts = config.block, config.aux_layers, self.parts
+        self.draft_block, self.aux_layers, parts = config.draft_block, config.aux_layers, self.parts
         hidden = self.config.hidden_size
         self.feature_width = len(self.aux_layers) * hidden
         self.fc = parts.weights.linear({"fc": hidden}, self.feature_width)
         self._context_norm, self._norm = parts.norm("hidden_norm.weight"), parts.norm("norm.weight")
-        self._attention = [parts.attention(f"layers.{i}.self_attn.", i, causal=causal) for i, causal in enumerate(self.block.causal)]
+        self._attention = [parts.attention(f"layers.{i}.self_attn.", i, causal=causal) for i, causal in enumerate(self.draft_block.causal)]
         self.layers = [
             parts.block(f"layers.{i}.", attention, parts.gated_mlp(f"layers.{i}.mlp.")) for i, attention in enumerate(self._attention)
         ]
@@ -82,7 +82,7 @@ class DFlashDraftModel(DraftHead):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Fill blocks: [T, hidden] in the model's dtype, after the final norm. Call `plan_pass` first."""
-        stream = self.ops.embed(batch.input_ids, self.embed, self.layers[0].attn_norm, self.block.embed_scale)
+        stream = self.ops.embed(batch.input_ids, self.embed, self.layers[0].attn_norm, self.draft_block.embed_scale)
         context = self.context(batch)
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             stream = layer.forward(stream, context, None if following is None else following.attn_norm)

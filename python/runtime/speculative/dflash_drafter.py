@@ -36,7 +36,7 @@ from runtime.models.dflash import DFlashDraftModel
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
 from runtime.speculative.draft_mask import DraftMask
 from runtime.speculative.draft_passes import extend_spec
-from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting
+from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting_grammar
 
 
 class DFlashDrafter(ModelDrafter):
@@ -84,7 +84,7 @@ class DFlashDrafter(ModelDrafter):
         """Fill the blocks."""
         if iteration.depth == 0:
             return iteration.no_drafts
-        runner, grammar = self.graphs[iteration.depth].decode, restricting(iteration)
+        runner, grammar = self.graphs[iteration.depth].decode, restricting_grammar(iteration)
         assert runner is not None, "every depth has blocks"
         outputs = self._decode(iteration, runner, None if grammar is None else partial(self._fill_block, grammar=grammar))
         return DraftWindow(**outputs)
@@ -97,7 +97,7 @@ class DFlashDrafter(ModelDrafter):
 
     def _fill_block(self, batch: ForwardBatch, outputs: Outputs, variant: str, grammar: GrammarStep | None = None) -> None:
         tokens = outputs["tokens"]
-        tokens.fill_(self.model.block.mask_id)
+        tokens.fill_(self.model.draft_block.mask_id)
         tokens[:, 0].copy_(self._target.rows.last_tokens[batch.req_pool_indices])
         fill_window(batch, self._target.page_table, self._inputs.kv_lens(batch.batch_size), tokens)
         hidden = self.model.forward(batch).view(*tokens.shape, -1)[:, 1:]

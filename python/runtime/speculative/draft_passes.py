@@ -30,7 +30,7 @@ from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_mask import DraftMask
 from runtime.speculative.draft_state import DraftState, guess, start_chain
-from runtime.speculative.draft_tree import begin, expand, select, top_log_probs
+from runtime.speculative.draft_tree import cut_tree, grow_tree, start_tree, top_log_probs
 
 GREEDY, SAMPLED = "greedy", "sampled"
 KV_ONLY = "kv"
@@ -146,17 +146,17 @@ class DraftPasses:
     def tree(self, batch: ForwardBatch, outputs: Outputs, variant: str, grammar: GrammarStep | None = None) -> None:
         """Draft a tree."""
         rows, topk, size = batch.req_pool_indices, self.shape.topk, batch.batch_size
-        beam = begin(*self.first_branches(rows, grammar))
+        beam = start_tree(*self.first_branches(rows, grammar))
         paths = beam.tokens[:, :, None]
         hidden = self.state.hidden[rows][:, None].expand(-1, topk, -1)
         for step in range(self.shape.num_steps - 1):
             flat = hidden.reshape(size * topk, -1).contiguous()
             hidden = self._forward(batch, step, beam.tokens, flat, beam.mask)
             children, scores = self._branches(hidden, self._mask(paths, grammar))
-            beam = expand(beam, children.view(size, topk, topk), scores.view(size, topk, topk))
+            beam = grow_tree(beam, children.view(size, topk, topk), scores.view(size, topk, topk))
             paths = torch.cat([paths.gather(1, beam.parents[:, :, None].expand_as(paths)), beam.tokens[:, :, None]], 2)
             hidden = hidden.view(size, topk, -1).gather(1, beam.parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
-        tree = select(beam, self.request_rows.last_tokens[rows], self.shape)
+        tree = cut_tree(beam, self.request_rows.last_tokens[rows], self.shape)
         for name, output in outputs.items():
             output.copy_(getattr(tree, name))
 

@@ -33,8 +33,8 @@ from runtime.models.draft_head import DraftModel
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
 from runtime.speculative.draft_passes import GREEDY, KV_ONLY, SAMPLED, DraftPasses, decode_spec, extend_spec, variants
 from runtime.speculative.draft_state import DraftState, start_chain, store_guesses
-from runtime.speculative.draft_tree import begin, select
-from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting
+from runtime.speculative.draft_tree import cut_tree, start_tree
+from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting_grammar
 
 
 class EagleWorker(ModelDrafter):
@@ -140,7 +140,7 @@ class EagleWorker(ModelDrafter):
         """Run draft-decode."""
         if iteration.depth == 0:
             return iteration.no_drafts
-        runner, passes, grammar = self.graphs[iteration.depth].decode, self._passes[iteration.depth], restricting(iteration)
+        runner, passes, grammar = self.graphs[iteration.depth].decode, self._passes[iteration.depth], restricting_grammar(iteration)
         if runner is None:
             return self._first_window(iteration, passes, grammar)
         outputs = self._decode(iteration, runner, None if grammar is None else passes.function(grammar))
@@ -150,7 +150,7 @@ class EagleWorker(ModelDrafter):
         """The window of the last token and the first guess or branches: the whole window if K = 1."""
         state, rows, sampled = self.state, iteration.rows, self._variant(iteration.needs) == SAMPLED
         if self.spec.shape.topk > 1:
-            return select(begin(*passes.first_branches(rows, grammar)), iteration.last_tokens, self.spec.shape)
+            return cut_tree(start_tree(*passes.first_branches(rows, grammar)), iteration.last_tokens, self.spec.shape)
         tokens = torch.empty((iteration.size, 2), dtype=torch.int64, device=rows.device)
         hidden = start_chain(rows, self._target.rows.last_tokens, state, tokens)
         probs = state.probs[rows] if sampled else None

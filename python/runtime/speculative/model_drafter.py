@@ -156,6 +156,6 @@ class ModelDrafter(Drafter):
         return runner.run(batch, self._variant(iteration.needs), iteration.eager, restricted)[0]
 
 
-def restricting(iteration: Iteration) -> GrammarStep | None:
+def restricting_grammar(iteration: Iteration) -> GrammarStep | None:
     """The grammars that the drafts must follow; None if none restricts the next token."""
     return iteration.grammar if iteration.grammar is not None and iteration.grammar.restricts else None

@@ -26,7 +26,7 @@ NAME = "depth_curve"
 KEYS = ("model", "speculation", "acceptance", "concurrency", "input_len", "output_len")
 OFF, AUTO, ARROW = "off", "auto", " → "
 CHANGING = ARROW.join(("3.5", "1.2", "3.5"))
-LEAST_PROMPTS = 16
+MIN_PROMPTS = 16
 """Prompts of the smallest bursts. With fewer, random acceptance would change throughput by several per cent."""
 POLL = 0.05
 """Seconds between two polls of the number of generated tokens."""
@@ -85,7 +85,7 @@ def run(record: Record, served: Model, args: argparse.Namespace) -> None:
     common = (*served.target_flags, "--disable-radix-cache")
     # The largest concurrency first: after a change of acceptance the controller adapts within its first iterations.
     loads = sorted(args.concurrency, reverse=True)
-    least = 4 if args.quick else LEAST_PROMPTS
+    least = 4 if args.quick else MIN_PROMPTS
     bursts = [random_ids(c, args.input_len, args.output_len, max(2 * c, least)) for c in loads]
     changing = [random_ids(c, args.input_len, 4 * args.output_len) for c in args.changing]
     with Server([*common, *(() if args.quick else ("--attention-backend", "fa3"))]) as server:

@@ -51,7 +51,7 @@ WATCHED = 64
 HIDDEN = 0.05
 """Launches are hidden if the GPU waits for them in less than this share of an iteration."""
 
-LEAST_TOKENS = 2048
+MIN_TOKENS = 2048
 """Minimum number of tokens in one run in process, up to eight answers per client."""
 REPEATED = ("mean_ttft_ms", "mean_tpot_ms")
 """Columns whose value of every round is in the result file, for the standard error."""
@@ -86,7 +86,7 @@ def measure(
     config, worker = build(flags)
     extend, rows = worker.runners[-1], []
     for concurrency in concurrencies:
-        requests = max(2 * concurrency, min(8 * concurrency, LEAST_TOKENS // lens[1]))
+        requests = max(2 * concurrency, min(8 * concurrency, MIN_TOKENS // lens[1]))
         for overlap in overlaps:
             runs: dict[str, list[Served]] = {"off": [], "on": []}
             counts = {graph: AcceptanceCounters(STEPS) for graph in runs}

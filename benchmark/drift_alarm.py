@@ -56,7 +56,7 @@ from runtime.model_executor.drift_alarm import DriftAlarm, Pairs
 from runtime.model_executor.eager_drafts import Compared
 from runtime.model_executor.graph_runner import eagerly
 from runtime.model_executor.iteration import Iteration
-from runtime.model_executor.sample_schedule import Samples
+from runtime.model_executor.sample_schedule import SampleSchedules
 from runtime.text.tokenizer import Tokenizer
 
 NAME = "drift_alarm"
@@ -92,11 +92,11 @@ class EveryIteration:
     """A sample schedule that drafts every window twice."""
 
     def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
-        """See `Samples.next`."""
+        """See `SampleSchedules.next`."""
         return EagerSample(taken=possible)
 
     def observe(self, seconds: float | None, disturbed: bool, after: EagerSample) -> None:
-        """See `Samples.observe`; times are ignored."""
+        """See `SampleSchedules.observe`; times are ignored."""
 
 
 def off_by_one(inputs: dict[str, torch.Tensor]) -> None:
@@ -181,7 +181,7 @@ def live(run: Session, requests: int, new_tokens: int) -> dict[str, Any]:
     found: dict[str, Any] = {"kind": "live", "fault": OFF_BY_ONE, "requests": requests, "draft": None, "alarm": None}
     seen, part = 0, replace(run, prompts=run.prompts[:requests], max_new_tokens=new_tokens)
     with faulty(part, off_by_one) as monitor:
-        count, monitor.schedule = monitor.add, Samples()
+        count, monitor.schedule = monitor.add, SampleSchedules()
 
         def add(iteration: Iteration, lens: np.ndarray, stats: StepStats, pairs: Pairs | None = None) -> None:
             nonlocal seen

@@ -10,7 +10,7 @@ import numpy as np
 
 from runtime.batch import NO_SAMPLE
 from runtime.model_executor.drift_alarm import DriftAlarm, Pairs
-from runtime.model_executor.sample_schedule import Samples
+from runtime.model_executor.sample_schedule import SampleSchedules
 
 STEPS = 3
 SPOILT = 0.01
@@ -107,7 +107,7 @@ class Simulation:
 
     def __init__(self, source: Source, batch: int, seed: int, cost: Cost) -> None:
         self._windows, self._cost = source(batch, np.random.default_rng(seed)), cost
-        self._alarm, self._schedule = DriftAlarm(STEPS), Samples()
+        self._alarm, self._schedule = DriftAlarm(STEPS), SampleSchedules()
         self._schedule.observe(1.0, False, NO_SAMPLE)  # all iterations without a sample take equally long
         self.sampled, self.spent = 0, [(0, 0.0)]
 

@@ -28,12 +28,12 @@ class FirstStep:
         self._iterations = 0
 
     def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
-        """See `Samples.next`."""
+        """See `SampleSchedules.next`."""
         self._iterations += 1
         return EagerSample(possible and self._iterations == 1, verify=True)
 
     def observe(self, seconds: float | None, disturbed: bool, after: EagerSample) -> None:
-        """See `Samples.observe`; times are ignored."""
+        """See `SampleSchedules.observe`; times are ignored."""
 
 
 class FullWorker:

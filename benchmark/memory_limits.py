@@ -28,9 +28,9 @@ LONG_CONTEXT = 131072
 STEPS = 4
 """Decode steps of each kind."""
 PENALISED = 8
-MOST_UNUSED = 0.02
+MAX_UNUSED = 0.02
 """Maximum share of the device memory that may stay unused."""
-MOST_APART_MIB = 64.0
+MAX_APART_MIB = 64.0
 """Maximum difference between the reserved and the used memory of a graph runner."""
 
 
@@ -95,9 +95,9 @@ def faults(row: Row) -> list[str]:
     if "error" in row:
         return [row["error"]]
     found = []
-    if row["unused"] >= MOST_UNUSED:
+    if row["unused"] >= MAX_UNUSED:
         found.append(f"{percent(row['unused'], 1)} unused")
-    apart = [g for g in row["graphs"] if abs(g["reserved_mib"] - g["used_mib"]) > MOST_APART_MIB]
+    apart = [g for g in row["graphs"] if abs(g["reserved_mib"] - g["used_mib"]) > MAX_APART_MIB]
     found += [f"{g['runner']}: {g['reserved_mib']:.0f} MiB reserved, {g['used_mib']:.0f} used" for g in apart]
     return found
 
@@ -133,7 +133,7 @@ def plot(result: Result, file: Path) -> None:
     memory = {
         f"{row['case']}: {g['runner']}": {"reserved": g["reserved_mib"], "used": g["used_mib"]} for row in rows for g in row["graphs"]
     }
-    most = MOST_UNUSED * 100
+    most = MAX_UNUSED * 100
     panels = [
         plots.bars(left, f"Unused memory when full; at most {most:g} % is allowed", "per cent of the device", bound=most),
         plots.bars(memory, "Graph runners", "MiB"),

@@ -41,7 +41,7 @@ SERIES_POINTS = 60
 RAMP = 0.05
 """The share of a phase during which its clients start one after the other."""
 MIB = 1 << 20
-LONG_MINUTES, MOST_SLOPE, MOST_RATIO = 30.0, 10.0, 3.0
+LONG_MINUTES, MAX_SLOPE, MAX_RATIO = 30.0, 10.0, 3.0
 """For runs of at least this many minutes: bounds of a process's growth in MiB per hour, and of good clients' 99th percentile relative to
 that in the calm phase."""
 
@@ -195,10 +195,10 @@ def failures(rows: Sequence[Mapping[str, Any]], minutes: float) -> list[str]:
     if minutes < LONG_MINUTES:
         return found
     calm, stormy = (next(one for one in rows if one["phase"] == phase) for phase in ("calm", "storm"))
-    if stormy["p99_s"] > MOST_RATIO * calm["p99_s"]:
+    if stormy["p99_s"] > MAX_RATIO * calm["p99_s"]:
         found.append(f"good clients wait {stormy['p99_s']} s in storm, {calm['p99_s']} s in calm (99th percentiles)")
     slopes = {role: figures["slope_mib_per_hour"] for role, figures in stormy["memory"].items()}
-    return found + [f"{role} grows by {slope} MiB an hour" for role, slope in slopes.items() if slope >= MOST_SLOPE]
+    return found + [f"{role} grows by {slope} MiB an hour" for role, slope in slopes.items() if slope >= MAX_SLOPE]
 
 
 def summary(result: Result) -> str:

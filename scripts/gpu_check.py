@@ -28,7 +28,7 @@ from benchmark.server import environment  # noqa: E402
 
 TAIL = 25
 """Number of lines shown from each log."""
-MOST_WORKERS = 10
+MAX_WORKERS = 10
 """Most processes that run test/gpu in parallel, since most tests wait for compilers. Tests that share a slow fixture run in one process."""
 WORKER_BYTES = 12 << 30
 """GPU memory for each of these processes."""
@@ -78,7 +78,7 @@ def workers() -> str:
     import torch
 
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    return str(max(1, min(MOST_WORKERS, memory // WORKER_BYTES)))
+    return str(max(1, min(MAX_WORKERS, memory // WORKER_BYTES)))
 
 
 def run_tests(folder: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from runtime.config.speculative import EMBEDDED_DRAFT  # noqa: E402
 DOCS = ROOT / "docs" / "train.md"
 BEGIN, END = "<!-- acceptance: scripts/install_head.py -->\n", "<!-- acceptance: end -->\n"
 FILES = ("config.json", "model.safetensors", "README.md", "evaluation.json", "training.json", "run.json", "held_out.jsonl", "curves.png")
-MOST_BYTES = 24_000_000
+MAX_BYTES = 24_000_000
 
 
 def acceptance(rows: list[dict[str, Any]], run: dict[str, Any]) -> str:
@@ -62,8 +62,8 @@ def install(results: Path) -> None:
     if missing:
         raise SystemExit(f"{results} lacks {', '.join(missing)}. Run all phases of train_eagle.py first.")
     size = sum((results / name).stat().st_size for name in FILES)
-    if size > MOST_BYTES:
-        raise SystemExit(f"{results} has {size:,} bytes; the limit is {MOST_BYTES:,}.")
+    if size > MAX_BYTES:
+        raise SystemExit(f"{results} has {size:,} bytes; the limit is {MAX_BYTES:,}.")
     for name in FILES:
         shutil.copyfile(results / name, EMBEDDED_DRAFT / name)
         (EMBEDDED_DRAFT / name).chmod(0o644)

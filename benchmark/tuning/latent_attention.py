@@ -23,7 +23,7 @@ from runtime.config.kernel_configs import LatentConfig
 NAME = "tuning/latent_attention"
 KEYS = ("heads", "batch", "width", "keys")
 LAYERS, PAGE_SIZE = 8, 64
-MOST_ROWS = 1 << 21
+MAX_ROWS = 1 << 21
 """Most keys of all requests together; larger combinations are skipped."""
 RANK, ROPE = 512, 64
 CUTS = {
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rate = read_rate(record.data["machine"])
     with torch.inference_mode():
         for heads, batch, width, length in itertools.product(args.heads, args.batch_sizes, args.widths, args.lengths):
-            if batch * length * LAYERS <= MOST_ROWS:
+            if batch * length * LAYERS <= MAX_ROWS:
                 record.add(measure(heads, batch, width, length, not args.no_fa3, rate))
                 print(record.rows[-1], flush=True)
 

@@ -246,7 +246,7 @@ class ScheduleBatch:
         return slice(stop - int(self.extend_lens[index]), stop)
 
     @property
-    def most_decodes(self) -> int:
+    def max_decodes(self) -> int:
         """The largest B - E of all attention groups."""
         return max((section.num_decodes for section in self.sections), default=self.num_decodes)
 

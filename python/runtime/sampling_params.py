@@ -89,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return next((GrammarSpec(kind, text) for kind in GRAMMAR_KINDS if (text := getattr(self, kind)) is not None), None)
 
     @property
-    def most_drafts(self) -> int:
+    def draft_limit(self) -> int:
         """Drafts of a window that it takes at most."""
         return MAX_DRAFT_STEPS if self.speculative_num_steps is None else self.speculative_num_steps
 

@@ -30,7 +30,7 @@ from runtime.config.refusals import check_output, flag_of
 from runtime.config.resolve import check
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
-from runtime.config.tuning import FLAG, Measurement, SpeculativeTuning, StepTime, write_tuning
+from runtime.config.speculative_tuning import FLAG, Measurement, SpeculativeTuning, StepTime, write_tuning
 from runtime.entrypoints.prepare import made_for, prepare
 from runtime.errors import ConfigError, ServingError, report
 from runtime.managers.messages import AbortReq, GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
@@ -56,7 +56,7 @@ ANY_BATCH = 1 << 16
 """A batch size that no server reaches."""
 CHAIN_SHARE = 0.65
 """Share of `--seconds` that chains get if trees are also measured."""
-SWEEPS, MOST_ROUNDS, TREE_ROUNDS = 2, 4, 6
+SWEEPS, MAX_ROUNDS, TREE_ROUNDS = 2, 4, 6
 """Sweeps over all batch sizes, rounds per chain batch size in each sweep, and rounds per tree batch size; fewer if time is short. Several
 sweeps spread the effect of other load over all batch sizes.
 """
@@ -303,7 +303,7 @@ class Bench:
             if left <= 0 and i:
                 break
             until = self.elapsed + left / (len(turns) - i)
-            self._answer(worker, trial, size, MOST_ROUNDS, until)
+            self._answer(worker, trial, size, MAX_ROUNDS, until)
         if not trial.cells:
             raise ConfigError("--seconds is too short to measure anything. Raise it.")
         return Chains(trial, limits)

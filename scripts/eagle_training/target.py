@@ -44,10 +44,10 @@ class WholeRows(AttentionBackend):
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
-    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def prepare(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         """Do nothing: this backend has no plan."""
 
-    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def plan_on_device(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         """Do nothing."""
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:

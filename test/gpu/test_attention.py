@@ -162,7 +162,7 @@ def random_mask(batch: ForwardBatch) -> torch.Tensor:
 def at_step(batch: ForwardBatch, step: int, masks: list[torch.Tensor]) -> ForwardBatch:
     """A later pass of the same plan; a tree has its own mask in `masks`."""
     ahead = step * batch.tokens_per_req
-    one = replace(batch, step=step, seq_lens=batch.seq_lens + ahead, positions=batch.positions + ahead)
+    one = replace(batch, pass_index=step, seq_lens=batch.seq_lens + ahead, positions=batch.positions + ahead)
     return one if batch.tree_mask is None else replace(one, tree_tail=batch.tree_tail + ahead, tree_mask=masks[step])
 
 
@@ -173,7 +173,7 @@ def check(world: World, batch: ForwardBatch, q: torch.Tensor, got: list[torch.Te
 
 
 def compare(world: World, batch: ForwardBatch, q: torch.Tensor, layer: int, out: torch.Tensor) -> None:
-    where, want = f"layer {layer}, pass {batch.step}", world.slow.forward(q.float(), world.slow_layers[layer], batch).double()
+    where, want = f"layer {layer}, pass {batch.pass_index}", world.slow.forward(q.float(), world.slow_layers[layer], batch).double()
     assert torch.isfinite(out).all(), f"{where}: not finite"
     per_token = (out.double() - want).norm(dim=1) / want.norm(dim=1)
     worst = per_token.max()
@@ -419,7 +419,7 @@ def test_one_plan_serves_every_pass_of_a_draft(name: str, tree: bool) -> None:
     plan_pass(world.fast, batch, steps)
     plan_pass(world.slow, batch, steps)
     for step in range(steps):
-        one = replace(batch, step=step, seq_lens=batch.seq_lens + step * width, positions=batch.positions + step * width)
+        one = replace(batch, pass_index=step, seq_lens=batch.seq_lens + step * width, positions=batch.positions + step * width)
         if tree:
             one = replace(one, tree_tail=width * (step + 1))
             one = replace(one, tree_mask=random_mask(one))

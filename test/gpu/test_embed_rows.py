@@ -122,9 +122,9 @@ def test_chains_start_by_one_kernel(size: int, hidden: int) -> None:
     rows = torch.tensor([3, 0, 8, 1, 0], device=DEVICE)[:size]
     last, state = torch.arange(9, device=DEVICE) + 50, DraftState(9, 1, hidden, 4, torch.float32, DEVICE)
     state.hidden.copy_(random(9, hidden, dtype=torch.float32))
-    state.tokens.copy_(torch.arange(9)[:, None] + 70)
+    state.guesses.copy_(torch.arange(9)[:, None] + 70)
     window = torch.full((size, 4), -7, device=DEVICE)
-    hidden_states = start_chain_cuda(rows, last, state.tokens, state.hidden, window)
+    hidden_states = start_chain_cuda(rows, last, state.guesses, state.hidden, window)
     assert torch.equal(hidden_states, state.hidden[rows])
     assert window.tolist() == [[50 + row, 70 + row, -7, -7] for row in rows.tolist()]
 

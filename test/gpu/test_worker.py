@@ -141,7 +141,7 @@ def test_replay_of_speculation_equals_eager_bit_for_bit(
 def test_ragged_windows_through_graphs_equal_eager_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int, temperature: float
 ) -> None:
-    monkeypatch.setattr(verification, "LEAST_REQUESTS", 2)
+    monkeypatch.setattr(verification, "MIN_REQUESTS", 2)
     spec, caps = speculation(tmp_path, "EAGLE3", "fa3", 1), dict(zip(PROMPTS, (0, 3, 0, 1, 2), strict=True))
     sampling = {r: SamplingParams(temperature=temperature, max_new_tokens=1 << 20, speculative_num_steps=caps[r]) for r in PROMPTS}
     runs = []

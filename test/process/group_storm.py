@@ -38,7 +38,7 @@ from unit.tiny import tiny_runtime
 
 CONTEXT, VOCAB, LONGEST = 512, 1024, 40
 """`LONGEST`: output tokens of a request at most."""
-PAUSE, LEAST_IDLE = 0.05, 1 / 3
+PAUSE, MIN_IDLE = 0.05, 1 / 3
 """Seconds between two looks at the groups, and the least share of looks at a busy server in which some groups are idle."""
 CLEAR = 1e-3
 """Prompts are left out where two tokens are closer than this in log-probability: partial sums of ranks round differently."""
@@ -202,7 +202,7 @@ def main() -> int:
     outcome = storm(args.seconds, args.groups, args.seed, args.device)
     print(json.dumps(outcome))
     samples = outcome["samples"]
-    seldom_idle = samples.get("some idle", 0) < LEAST_IDLE * (sum(samples.values()) - samples.get("all idle", 0))
+    seldom_idle = samples.get("some idle", 0) < MIN_IDLE * (sum(samples.values()) - samples.get("all idle", 0))
     return 1 if outcome["wrong"] or seldom_idle else 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from process.conftest import ROOT, Embedded, serve_embedded
-from runtime.config.tuning import read_tuning
+from runtime.config.speculative_tuning import read_tuning
 
 GREEDY = {
     "text": "1, 2, 3, 4, 5, 6, 7, 8,",

@@ -40,7 +40,7 @@ def planned(control: DepthControl, requests: int, new_rows: Sequence[RowInit] = 
     """The depth of a step in which the first rows decode."""
     rows = np.arange(1, requests + 1, dtype=np.int32)
     batch = ScheduleBatch(1, rows, rows, rows, new_rows=list(new_rows))
-    control.plan(batch)
+    control.choose(batch)
     return batch.depth
 
 
@@ -192,7 +192,7 @@ class Driver:
         """Let the draft follow steps without drafts, as before a step with some."""
         rows, bounds = np.array(list(self.kv), dtype=np.int32), np.array(list(self.kv.values()), dtype=np.int32)
         parts = self.worker.parts  # type: ignore[attr-defined]
-        self.worker.run_between_steps(lambda: parts.drafter.before(rows, bounds, 1, parts.target.rows.needs(rows)))  # type: ignore[attr-defined]
+        self.worker.run_between_steps(lambda: parts.drafter.before_iteration(rows, bounds, 1, parts.target.rows.needs(rows)))  # type: ignore[attr-defined]
 
     def release(self, row: int) -> None:
         """Give a row and its pages back."""

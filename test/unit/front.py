@@ -77,7 +77,7 @@ def top_of(token: int, k: int) -> list[tuple[int, float]]:
     return [((token + i) % VOCAB, logprob_of(token) - i) for i in range(k)]
 
 
-MOST_TURNS = 200
+MAX_TURNS = 200
 """Turns of the event loop that a step waits for its reader at most."""
 
 
@@ -190,7 +190,7 @@ class ScriptedScheduler:
 
     async def _read_by_handler(self) -> None:
         await asyncio.sleep(self.gap)
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_TURNS):
             if self.manager.unread_messages:
                 await asyncio.sleep(0)
 

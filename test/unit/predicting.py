@@ -123,7 +123,7 @@ def calm(model: Any, sharp: float) -> None:
 
 def teach_block_draft(draft: Any, target: Any) -> None:
     """The draft goes by the embedding of the block's first token, and a little by the context; it leaves masked tokens out."""
-    mask = target.embed[draft.block.mask_id]
+    mask = target.embed[draft.draft_block.mask_id]
     others = torch.eye(len(mask)) - torch.outer(mask, mask) / mask.dot(mask)
     draft._context_norm.weight.mul_(0.05)
     for layer in draft.layers:

@@ -15,7 +15,7 @@ import torch
 from runtime.batch import BatchResult
 from runtime.distributed.parallel_group import ALONE, split_ranks
 from runtime.distributed.step_messages import GroupResult, RankCodec
-from runtime.model_executor.follow import follow
+from runtime.model_executor.follower_loop import run_follower
 from runtime.model_executor.followers import Followers
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ def ranks(
         worker = build(group=groups[rank], followers=None)
         change(rank, worker)
         try:
-            follow(worker, QueueEnd(link.queues[rank - 1]), rank, results)
+            run_follower(worker, QueueEnd(link.queues[rank - 1]), rank, results)
         finally:
             worker.close()
 

@@ -66,7 +66,7 @@ class Poison:
         rows.last_tokens[idle] = -1
         state = draft_state(self.worker)
         if state is not None:
-            state.hidden[idle], state.scores[idle], state.probs[idle], state.tokens[idle] = torch.nan, torch.nan, torch.nan, -1
+            state.hidden[idle], state.scores[idle], state.probs[idle], state.guesses[idle] = torch.nan, torch.nan, torch.nan, -1
             state.hidden[0] = 1e4
         self._check_free_pages(free)
 
@@ -255,7 +255,7 @@ class Storm:
         rows, drafter, state = self.worker.parts.target.rows, self.worker.parts.drafter, draft_state(self.worker)
         kept = [rows.kv_lens, rows.last_tokens]
         if state is not None and drafter.model.lookahead:
-            kept += [state.hidden, state.tokens, *([state.scores] if state.topk > 1 else [])]
+            kept += [state.hidden, state.guesses, *([state.scores] if state.topk > 1 else [])]
         return [t for row in sorted(self.driver.kv) for t in (*self._kv(row), *(k[row] for k in kept))]
 
 

@@ -114,9 +114,9 @@ class SlightlyWrong(Checked):
 class Uncausal(Checked):
     """Wrong in ragged passes only: queries see the whole request."""
 
-    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def prepare(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         longer = batch.seq_lens if batch.tokens_per_req else batch.seq_lens + 1
-        super().prepare(replace(batch, seq_lens=longer), num_steps)
+        super().prepare(replace(batch, seq_lens=longer), num_passes)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])

@@ -16,7 +16,7 @@ from benchmark.client_agreement import FIGURES
 from matplotlib.figure import Figure
 
 MACHINE = {"device": "NVIDIA H200", "gpus": ["NVIDIA H200"], "cpu": "x", "cores": 16, "python": "3.12", "packages": {"torch": "2.11.0"}}
-MOST_BYTES = 100_000
+MAX_BYTES = 100_000
 
 
 def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def test_every_script_draws_a_small_plot(script: str, tmp_path: Path) -> None:
     file = tmp_path / "plot.png"
     importlib.import_module(f"benchmark.{script}").plot(result(ROWS[script]), file)
     assert file.read_bytes().startswith(b"\x89PNG")
-    assert file.stat().st_size < MOST_BYTES
+    assert file.stat().st_size < MAX_BYTES
 
 
 @pytest.mark.parametrize("script", ["serving_matrix", "step_profile", "crossover"])

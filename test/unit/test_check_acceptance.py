@@ -326,7 +326,7 @@ def test_graphs_of_short_prompts_are_compared_too(tmp_path: Path, fault: str) ->
     target.short_prompts = ShortPrompts(prompts, target.page_table, PromptCost(1 << 20, 128))
     if fault == "nothing":
         check_parity(worker)
-        assert prompts.replayed == prompts.run_eagerly == 4
+        assert prompts.replayed == prompts.ran_eagerly == 4
         assert [run.runner for run in worker.info().graph_runs][-1] == "short prompts"
         return
     replay = prompts._replays[1, 32, ""]

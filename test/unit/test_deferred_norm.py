@@ -83,7 +83,7 @@ def test_the_target_defers_every_norm_but_the_first(biases: bool) -> None:
 def test_a_head_defers_the_norm_inside_each_block(tmp_path: Path, raw: dict[str, Any], computed: int) -> None:
     folder, deferring = save(tmp_path, raw, checkpoint(raw)), DeferringOps()
     heads = [load_head(folder, target(ops)) for ops in (deferring, TorchOps())]
-    states = [torch.randn(2, heads[0].input_width, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    states = [torch.randn(2, heads[0].feature_width, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     got, want = (Rig(head, 1).run([[3, 4], [5, 6]], states, [0, 0]) for head in heads)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -76,7 +76,7 @@ def test_one_depth_is_chosen_from_the_requests_of_all_attention_groups() -> None
         return ScheduleBatch(1, rows, np.array(kv, dtype=np.int32), np.full(len(kv), -1, dtype=np.int32), new_rows=new)
 
     batch = ScheduleBatch.of_groups([section([20], 7, 0.0), section([30, 40], 1, 1.0), section([], 7, 0.0)])
-    control.plan(batch)
+    control.choose(batch)
     assert batch.depth == 2
     ((rows, sizes),) = chosen
     assert (rows.caps.tolist(), rows.greedy.tolist(), rows.left.tolist()) == ([7, 1, 1], [True, False, False], [90, 80, 70])
@@ -205,7 +205,7 @@ def test_the_controller_sees_how_much_each_request_may_still_write() -> None:
     control.controller = Recorder()  # type: ignore[assignment]
     new = [RowInit(row, 10 * row, SamplingParams(max_new_tokens=50), 0, no_ints()) for row in (1, 2)]
     rows, kv_lens = np.array([1, 2], dtype=np.int32), np.array([20, 75], dtype=np.int32)
-    control.plan(ScheduleBatch(1, rows, kv_lens, rows, new_rows=new))
+    control.choose(ScheduleBatch(1, rows, kv_lens, rows, new_rows=new))
     assert seen == [[40, 1]]
 
 
@@ -256,7 +256,7 @@ def test_a_stale_graph_of_any_depth_raises_the_drift_alarm(tmp_path: Path, depth
     monitor, state = worker.parts.monitor, worker.parts.drafter.state
     monitor.schedule = EveryNth(5, verify=False)
     extend = worker.parts.drafter.graphs[depth].extend
-    extend._replays = {key: (lambda replay=replay: (replay(), state.tokens.zero_())) for key, replay in extend._replays.items()}
+    extend._replays = {key: (lambda replay=replay: (replay(), state.guesses.zero_())) for key, replay in extend._replays.items()}
     prompts = {r: np.random.default_rng(r).integers(0, VOCAB, 6).tolist() for r in range(1, 9)}
     found = list[bool]()
     for sound in (True, False):
@@ -335,7 +335,7 @@ def test_times_that_a_sample_changes_are_not_learned(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("full_measurement")
 def test_the_measurement_replays_graphs_and_leaves_nothing(tmp_path: Path) -> None:
     worker: Any = speculating(tmp_path, "EAGLE", "eager", [1, 4, 16, 40], **AUTO)
-    assert all(runner.run_eagerly == 0 for runner in worker.parts.verifier.runners.values()), "no eager sample, and padded to graphs"
+    assert all(runner.ran_eagerly == 0 for runner in worker.parts.verifier.runners.values()), "no eager sample, and padded to graphs"
     assert worker.parts.verifier.runners[0].replayed > 0
     assert worker.parts.monitor.counted().iterations == 0
     assert worker.parts.target.rows.kv_lens.sum() == worker.parts.target.page_table.pages.sum() == 0

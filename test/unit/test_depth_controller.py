@@ -366,9 +366,9 @@ def test_a_row_that_takes_no_drafts_is_tried_again() -> None:
 QWEN3_30B = DistinctExperts(num_experts=128, top_k=8)
 
 
-def sparse_seconds(size: int, depth: int, spread: float = 1.0) -> float:
+def sparse_seconds(size: int, depth: int, independence: float = 1.0) -> float:
     """Seconds of an iteration of Qwen3-30B-A3B by bytes at 4.3 TB/s: 2.3 GB read always, 0.42 GB an expert, 0.35 GB a draft pass."""
-    distinct = replace(QWEN3_30B, spread=spread).distinct(size * (depth + 1))
+    distinct = replace(QWEN3_30B, independence=independence).distinct(size * (depth + 1))
     return (2.3 + 0.42 * distinct + 0.35 * depth) / 4300
 
 
@@ -380,7 +380,7 @@ def test_distinct_experts_follow_random_routing() -> None:
     assert QWEN3_30B.distinct(1) == pytest.approx(8)
     assert QWEN3_30B.distinct(4) == pytest.approx(29.1, abs=0.1)
     assert QWEN3_30B.distinct(4096) == pytest.approx(128)
-    assert replace(QWEN3_30B, spread=0.5).distinct(9) == pytest.approx(QWEN3_30B.distinct(5))
+    assert replace(QWEN3_30B, independence=0.5).distinct(9) == pytest.approx(QWEN3_30B.distinct(5))
 
 
 @pytest.mark.parametrize("size", [2, 4, 6, 32, 64])
@@ -389,13 +389,13 @@ def test_experts_are_counted_between_the_points_that_were_measured(size: int, de
     assert sparse_cost().seconds(size, depth) == pytest.approx(sparse_seconds(size, depth), rel=0.06)
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.5])
-def test_tokens_that_share_experts_make_windows_cheaper(spread: float) -> None:
+@pytest.mark.parametrize("independence", [0.0, 0.5])
+def test_tokens_that_share_experts_make_windows_cheaper(independence: float) -> None:
     cost = sparse_cost()
-    cost.correct(spread)
+    cost.correct(independence)
     for size, depth in [(1, 3), (4, 3), (8, 1)]:
-        assert cost.seconds(size, depth) == pytest.approx(sparse_seconds(size, depth, spread), rel=0.1)
-    IterationCost([CostPoint(1, 0, 1e-3)]).correct(spread)  # a dense model has none
+        assert cost.seconds(size, depth) == pytest.approx(sparse_seconds(size, depth, independence), rel=0.1)
+    IterationCost([CostPoint(1, 0, 1e-3)]).correct(independence)  # a dense model has none
 
 
 @pytest.mark.parametrize(("size", "best"), [(1, 0), (2, 0), (16, 3), (64, 3)])

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runtime.model_executor.draft_window import TreeShape
-from runtime.speculative.draft_tree import Beam, ancestor_masks, begin, expand, select, top_log_probs
+from runtime.speculative.draft_tree import Beam, ancestor_masks, cut_tree, grow_tree, start_tree, top_log_probs
 
 
 @dataclass
@@ -83,9 +83,9 @@ def random_inputs(shape: TreeShape, batch: int, seed: int, coarse: bool) -> tupl
 
 
 def grow(shape: TreeShape, first: torch.Tensor, first_scores: torch.Tensor, tokens: list, scores: list) -> list[Beam]:
-    beams = [begin(first, first_scores)]
+    beams = [start_tree(first, first_scores)]
     for child_tokens, child_scores in zip(tokens, scores, strict=True):
-        beams.append(expand(beams[-1], child_tokens, child_scores))
+        beams.append(grow_tree(beams[-1], child_tokens, child_scores))
     return beams
 
 
@@ -99,7 +99,7 @@ def test_the_tree_is_the_slow_tree(shape: TreeShape, coarse: bool) -> None:
         first, first_scores, tokens, scores = random_inputs(shape, 3, seed, coarse)
         last = torch.tensor([7, 8, 9])
         beams = grow(shape, first, first_scores, tokens, scores)
-        tree = select(beams[-1], last, shape)
+        tree = cut_tree(beams[-1], last, shape)
         for b in range(3):
             # float32 sums, as the device adds them; in Python floats ties could break differently.
             children = [(t[b].tolist(), s[b].numpy()) for t, s in zip(tokens, scores, strict=True)]
@@ -140,7 +140,7 @@ def test_a_child_never_comes_without_its_parent(rounding_up: float) -> None:
     first, first_scores, tokens, scores = random_inputs(shape, 8, 2, True)
     scores = [s + rounding_up for s in scores]
     scores[0][0] = -torch.inf
-    tree = select(grow(shape, first, first_scores, tokens, scores)[-1], torch.zeros(8, dtype=torch.int64), shape)
+    tree = cut_tree(grow(shape, first, first_scores, tokens, scores)[-1], torch.zeros(8, dtype=torch.int64), shape)
     below = tree.parents[:, 1:]
     assert (below < torch.arange(1, 9)).all()
     assert (below >= 0).all()
@@ -150,12 +150,12 @@ def test_a_child_never_comes_without_its_parent(rounding_up: float) -> None:
 def test_poisoned_rows_give_valid_indices_and_leave_the_others_alone() -> None:
     shape = TreeShape(4, 3, 9)
     first, first_scores, tokens, scores = random_inputs(shape, 4, 3, False)
-    clean = select(grow(shape, first, first_scores, tokens, scores)[-1], torch.arange(4), shape)
+    clean = cut_tree(grow(shape, first, first_scores, tokens, scores)[-1], torch.arange(4), shape)
     for tensor in (first_scores, *scores):
         tensor[2:] = torch.nan
     for tensor in (first, *tokens):
         tensor[2:] = -1
-    tree = select(grow(shape, first, first_scores, tokens, scores)[-1], torch.arange(4), shape)
+    tree = cut_tree(grow(shape, first, first_scores, tokens, scores)[-1], torch.arange(4), shape)
     for name in ("tokens", "parents", "depths", "mask"):
         assert torch.equal(getattr(tree, name)[:2], getattr(clean, name)[:2])
     assert ((tree.parents >= -1) & (tree.parents < 9)).all()
@@ -188,9 +188,9 @@ def test_nothing_reads_from_the_device() -> None:
     """Tensors without values raise where a host would need one."""
     shape = TreeShape(3, 2, 6)
     with FakeTensorMode():
-        beam = begin(*top_log_probs(torch.zeros(4, 20), 2))
+        beam = start_tree(*top_log_probs(torch.zeros(4, 20), 2))
         for _ in range(2):
             ids, scores = top_log_probs(torch.zeros(8, 20), 2)
-            beam = expand(beam, ids.view(4, 2, 2), scores.view(4, 2, 2))
-        tree = select(beam, torch.zeros(4, dtype=torch.int64), shape)
+            beam = grow_tree(beam, ids.view(4, 2, 2), scores.view(4, 2, 2))
+        tree = cut_tree(beam, torch.zeros(4, dtype=torch.int64), shape)
         assert tree.mask.shape == (4, 6)

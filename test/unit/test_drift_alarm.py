@@ -13,7 +13,7 @@ from runtime.model_executor.acceptance_monitor import AcceptanceMonitor
 from runtime.model_executor.drift_alarm import EAGER_GAIN, FORGET_PAIRS, GRAPH_GAIN, DriftAlarm, Pairs
 from runtime.model_executor.eager_drafts import first_of_equal
 from runtime.model_executor.mismatch_detector import MismatchDetector
-from runtime.model_executor.sample_schedule import DRAFTS, GROWTH, WHOLE, Kind, Samples, SampleSchedule
+from runtime.model_executor.sample_schedule import DRAFTS, GROWTH, VERIFY, SampleKind, SampleSchedule, SampleSchedules
 from runtime.sampling_params import SamplingParams
 from unit.driver import Driver, EveryNth
 from unit.predicting import speculating
@@ -44,7 +44,7 @@ class Traffic:
     """
 
     def __init__(self, batch: int, seed: int = 0, draft: float = 0.15, whole: float = 5.0) -> None:
-        self.alarm, self.samples = DriftAlarm(3), Samples()
+        self.alarm, self.samples = DriftAlarm(3), SampleSchedules()
         self.extra = list[float]()
         self._batch, self._rng, self._draft, self._whole = batch, np.random.default_rng(seed), draft, whole
 
@@ -112,7 +112,7 @@ def test_a_fall_of_five_points_is_reported_within_five_thousand_iterations(batch
 
 @pytest.mark.parametrize("batch", [8, 32])
 def test_an_error_that_only_verification_shows_is_reported_too(batch: int) -> None:
-    assert iterations(batch, loses(FAULTY, in_verify=True), 2 * WHOLE.first, 6).max() <= 2 * WHOLE.first
+    assert iterations(batch, loses(FAULTY, in_verify=True), 2 * VERIFY.first, 6).max() <= 2 * VERIFY.first
 
 
 @pytest.mark.parametrize("batch", [1, 32])
@@ -239,8 +239,8 @@ def test_a_worker_without_drafts_has_no_alarm() -> None:
     assert alarm.suspicion(verify=False) == 0
 
 
-@pytest.mark.parametrize("kind", [DRAFTS, WHOLE])
-def test_samples_are_rare_without_suspicion_and_frequent_with_it(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [DRAFTS, VERIFY])
+def test_samples_are_rare_without_suspicion_and_frequent_with_it(kind: SampleKind) -> None:
     schedule = SampleSchedule(kind)
     assert not any(schedule.next(0.0) for _ in range(kind.first - 1))
     assert schedule.next(0.0), "one early"
@@ -327,7 +327,7 @@ def test_an_alarm_that_was_reported_asks_for_no_more_samples() -> None:
 
 
 def test_samples_with_verification_come_before_those_without() -> None:
-    samples, alarm = Samples(), DriftAlarm(3)
+    samples, alarm = SampleSchedules(), DriftAlarm(3)
     kinds = [samples.next(alarm) for _ in range(4_000)]
     assert {EagerSample(taken=True), EagerSample(taken=True, verify=True), NO_SAMPLE} == set(kinds)
     assert sum(sample.verify for sample in kinds) == 1
@@ -337,7 +337,7 @@ def test_no_sample_delays_the_first_time_of_a_depth() -> None:
     monitor = AcceptanceMonitor(3)
     monitor.schedule = EveryNth(1)  # type: ignore[assignment]
     steps = [(3, True), (3, True), (1, True), (1, True), (1, False), (0, True), (3, True)]
-    assert [monitor.next_iteration(*step).taken for step in steps] == [True, True, False, True, False, False, True]
+    assert [monitor.choose_sample(*step).taken for step in steps] == [True, True, False, True, False, False, True]
 
 
 def test_copies_of_a_request_count_once() -> None:
@@ -348,7 +348,7 @@ def test_copies_of_a_request_count_once() -> None:
 @pytest.mark.parametrize("seconds", [(0.005, 0.005, 0.0065), (0.0065, 0.002, 0.008), (0.011, 0.0, 0.0055)])
 def test_a_sample_takes_what_all_times_that_it_disturbs_show(seconds: tuple[float, ...]) -> None:
     """Launching it may make the iteration before seem long, and the sampled one short."""
-    samples, sample = Samples(), EagerSample(taken=True)
+    samples, sample = SampleSchedules(), EagerSample(taken=True)
     samples.observe(0.005, False, NO_SAMPLE)
     for _ in range(40):
         for time, after in zip(seconds, (NO_SAMPLE, NO_SAMPLE, sample), strict=True):

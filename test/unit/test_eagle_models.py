@@ -289,7 +289,7 @@ def test_heads_compute_their_definition(tmp_path: Path, raw: dict[str, Any], ext
         before = [len(i) for i in ids]
         new = [torch.randint(0, 96, (n,), generator=g).tolist() for n in lens]
         feeds_back = lens == [1, 1]
-        given = own if feeds_back else [torch.randn(n, head.input_width, generator=g) for n in lens]
+        given = own if feeds_back else [torch.randn(n, head.feature_width, generator=g) for n in lens]
         for row in range(2):
             ids[row] += new[row]
             states[row] += list(given[row])
@@ -313,7 +313,7 @@ def test_bfloat16_heads_stay_near_float32_and_take_states_of_either(tmp_path: Pa
     outs: list[torch.Tensor] = []
     for dtype in (torch.float32, torch.bfloat16):
         head = load_head(folder, make_target(dtype=dtype))
-        states = [torch.randn(6, head.input_width, generator=g.manual_seed(i)) for i in range(2)]
+        states = [torch.randn(6, head.feature_width, generator=g.manual_seed(i)) for i in range(2)]
         rig = Rig(head, 1, dtype)
         out = rig.run(ids, states, [0, 0])
         assert torch.equal(torch.cat(rig.run(ids, [s.to(dtype) for s in states], [0, 0])), torch.cat(out))
@@ -345,7 +345,7 @@ def test_speculators_layout_is_the_same_head(tmp_path: Path, flags: dict[str, bo
     config = load_draft_config(folder, "EAGLE3", target.config)
     head = LlamaForCausalLMEagle3(config, target)
     head.load(safetensors_weights(folder, progress=False))
-    hidden = [torch.randn(2, head.input_width, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    hidden = [torch.randn(2, head.feature_width, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     outs = [torch.cat(Rig(one, 1).run([[1, 2], [3, 4]], hidden, [0, 0])) for one in (plain, head)]
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(plain.logits(outs[0]), head.logits(outs[1]))
@@ -442,7 +442,7 @@ def test_dummy_weights_make_a_working_head(tmp_path: Path, architecture: str) ->
     config = load_draft_config(tmp_path / "head", "EAGLE3" if architecture.endswith("3") else "EAGLE", target.config)
     head = (LlamaForCausalLMEagle3 if architecture.endswith("3") else LlamaForCausalLMEagle)(config, target)
     head.load(dummy_weights(head.expected_weights(), torch.float32, CPU))
-    out = Rig(head, 1).run([[1, 2, 3], [4, 5, 6]], [torch.randn(3, head.input_width) for _ in range(2)], [0, 0])
+    out = Rig(head, 1).run([[1, 2, 3], [4, 5, 6]], [torch.randn(3, head.feature_width) for _ in range(2)], [0, 0])
     ids = head.map_to_target(head.logits(torch.cat(out)).argmax(-1))
     assert ((ids >= 0) & (ids < 96)).all()
 

@@ -336,7 +336,7 @@ def check_first_states(driver: Driver, fresh: Any, sampling: SamplingParams) -> 
 
 def first_state(worker: Any, row: int) -> tuple[torch.Tensor, ...]:
     state = worker.parts.drafter.state
-    return tuple(t[row].clone() for t in (state.tokens, state.hidden, state.scores, state.probs))
+    return tuple(t[row].clone() for t in (state.guesses, state.hidden, state.scores, state.probs))
 
 
 # ---- the draft's own passes

@@ -250,7 +250,7 @@ def test_a_masked_draft_is_accepted_more_often_than_a_free_one(
     rates = []
     for masked in (True, False):
         if not masked:
-            monkeypatch.setattr("runtime.speculative.eagle_worker.restricting", lambda iteration: None)
+            monkeypatch.setattr("runtime.speculative.eagle_worker.restricting_grammar", lambda iteration: None)
         worker = constrained_worker(tmp_path / str(masked), algorithm, **spec)
         _, scheduler = serve(worker, mixed_asks(FEW), compiler)
         worker.close()

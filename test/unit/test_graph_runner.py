@@ -34,7 +34,7 @@ SPEC = RunnerSpec(
     width=WIDTH,
     outputs=(BufferSpec("sums", "token", torch.int64, 0), BufferSpec("rows", "req", torch.float32, 0, (2,))),
     inputs=(BufferSpec("bias", "req", torch.int64, 5),),
-    num_steps=2,
+    num_passes=2,
     variants=("", "twice"),
 )
 
@@ -51,13 +51,13 @@ class Recorder:
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         return []
 
-    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def prepare(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         assert len(self.plans) == self.planned, "a pass is prepared, then planned"
-        self.plans.append((batch.batch_size, num_steps, batch.seq_lens.tolist()))
+        self.plans.append((batch.batch_size, num_passes, batch.seq_lens.tolist()))
         self.bounds.append(batch.seq_len_bounds.tolist())
         self.collecting.append(gc.isenabled())
 
-    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def plan_on_device(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         self.planned = len(self.plans)
 
 
@@ -140,7 +140,7 @@ def test_every_run_is_planned_once_by_the_same_call(table: PageTable, mode: RunM
     batch = load(runner, inputs, table, [1, 2, 5], torch.ones(3, WIDTH, dtype=torch.int64))
     _, replayed = runner.run(batch)
     lens = [4 + WIDTH, 8 + WIDTH, 20 + WIDTH] + ([WIDTH] if mode is not RunMode.EAGER else [])
-    assert backend.plans == [(len(lens), SPEC.num_steps, lens)]
+    assert backend.plans == [(len(lens), SPEC.num_passes, lens)]
     assert replayed == (mode is RunMode.REPLAY)
 
 
@@ -152,7 +152,7 @@ def test_capture_plans_padding_rows_largest_size_first() -> None:
     poison(inputs.tensors)
     capture_all([runner])
     sizes = [size for size in (8, 4, 2) for _ in SPEC.variants]
-    assert backend.plans == [(size, SPEC.num_steps, [WIDTH] * size) for size in sizes]
+    assert backend.plans == [(size, SPEC.num_passes, [WIDTH] * size) for size in sizes]
     assert backend.bounds == [[WIDTH] * size for size in sizes]
 
 

@@ -588,7 +588,7 @@ def test_a_dead_process_ends_streams_with_errors_and_requests_with_503() -> None
             stream = asyncio.create_task(f.events("/v1/chat/completions", STREAM))
             whole = asyncio.create_task(f.post("/generate", {"text": "x"}))
             await until(lambda: f.manager.open_requests == 2)
-            f.manager.fail_all("scheduler")
+            f.manager.process_died("scheduler")
             assert str(WorkerDied("scheduler")) in (await stream)[-1]["error"]["message"]
             assert (await whole).status_code == 503
             await refused(f, 503)

@@ -63,7 +63,7 @@ def test_a_head_and_its_table_are_installed(tmp_path: Path, places: tuple[Path, 
 
 def test_an_incomplete_or_large_head_is_refused(tmp_path: Path, places: tuple[Path, Path]) -> None:
     results = write_results(tmp_path / "results")
-    (results / "model.safetensors").write_bytes(bytes(install_head.MOST_BYTES))
+    (results / "model.safetensors").write_bytes(bytes(install_head.MAX_BYTES))
     with pytest.raises(SystemExit, match="the limit is 24,000,000"):
         install_head.main([str(results)])
     (results / "run.json").unlink()

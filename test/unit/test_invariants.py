@@ -67,7 +67,7 @@ def in_graphs(worker: Any) -> dict[str, torch.Tensor]:
     named = {f"input {n}": t for n, t in inputs.tensors.items()}
     named |= {f"table {f.name}": getattr(rows.tables, f.name) for f in dataclasses.fields(rows.tables) if f.name != "ops"}
     named |= {"kv_lens": rows.kv_lens, "last_tokens": rows.last_tokens, "pages": worker.parts.target.page_table.pages}
-    named |= {f"draft {n}": getattr(draft, n) for n in ("hidden", "tokens", "scores", "probs")}
+    named |= {f"draft {n}": getattr(draft, n) for n in ("hidden", "guesses", "scores", "probs")}
     for runner in worker.runners:
         named |= {f"{runner.spec.name} {n}": t for n, t in runner.buffers.items()}
     for which, pool in enumerate(pools(worker)):
@@ -104,7 +104,7 @@ def test_1_forgetting_every_request_moves_nothing(tmp_path: Path) -> None:
     assert not moved(before, worker)
 
 
-@pytest.mark.parametrize("owner", ["rows.kv_lens", "rows.tables.seeds", "draft.tokens", "inputs", "outputs"])
+@pytest.mark.parametrize("owner", ["rows.kv_lens", "rows.tables.seeds", "draft.guesses", "inputs", "outputs"])
 def test_1_a_rebound_tensor_is_noticed(tmp_path: Path, owner: str) -> None:
     worker = graphs(tmp_path)
     before = in_graphs(worker)
@@ -113,8 +113,8 @@ def test_1_a_rebound_tensor_is_noticed(tmp_path: Path, owner: str) -> None:
         rows.kv_lens = rows.kv_lens.clone()
     elif owner == "rows.tables.seeds":
         rows.tables = dataclasses.replace(rows.tables, seeds=rows.tables.seeds.clone())
-    elif owner == "draft.tokens":
-        state.tokens = state.tokens.clone()
+    elif owner == "draft.guesses":
+        state.guesses = state.guesses.clone()
     elif owner == "inputs":
         worker.parts.inputs.tensors["kv_lens"] = worker.parts.inputs.tensors["kv_lens"].clone()
     else:
@@ -325,13 +325,13 @@ def test_6_eager_fallback_and_replay_fill_the_same_metadata(tmp_path: Path, refe
         worker = graphs(tmp_path)
         skipped: list[int] = []
 
-        def forgetful(self: Any, batch: Any, num_steps: int = 1, worker: Any = worker, skipped: Any = skipped) -> None:
+        def forgetful(self: Any, batch: Any, num_passes: int = 1, worker: Any = worker, skipped: Any = skipped) -> None:
             decoding = batch.tokens_per_req > 0 and self is worker.parts.drafter.runner.backend
-            if decoding and self._steps and len(skipped) % 2:  # what was planned last time will do
+            if decoding and self._passes and len(skipped) % 2:  # what was planned last time will do
                 skipped.append(1)
                 return
             skipped.append(1)
-            plan(self, batch, num_steps)
+            plan(self, batch, num_passes)
 
         with monkeypatch.context() as patch, noticed():
             patch.setattr(TorchNativeAttention, "prepare", forgetful)
@@ -349,7 +349,7 @@ def test_6_eager_batches_and_runners_give_the_same_results(tmp_path: Path, refer
     spec = spec if off is None else {**spec, off: False}
     worker = speculating(tmp_path, replay="eager", sizes=[1, 2, 4, 8], **spec)
     same_life(reference(**spec), storm(worker))
-    assert all(runner.run_eagerly for runner in worker.runners), "no batch was too large"
+    assert all(runner.ran_eagerly for runner in worker.runners), "no batch was too large"
     assert [name for name, runner in runners(worker).items() if not runner.replayed] == (
         [] if off is None else [off.removesuffix("_graph")]
     )
@@ -360,16 +360,16 @@ def test_6_sampled_batches_are_replayed_too(tmp_path: Path, spec: dict[str, Any]
     for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9)):
         worker = graphs(tmp_path, **spec)
         Driver(worker).generate(PROMPTS, 12, sampling=sampling)
-        assert all(runner.replayed and not runner.run_eagerly for runner in worker.runners)
+        assert all(runner.replayed and not runner.ran_eagerly for runner in worker.runners)
 
 
 def test_6_bounds_cover_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, widths = TorchNativeAttention.prepare, set[int]()
 
-    def checked(self: Any, batch: Any, num_steps: int = 1) -> None:
+    def checked(self: Any, batch: Any, num_passes: int = 1) -> None:
         widths.add(batch.tokens_per_req)
         assert bool((torch.from_numpy(batch.seq_len_bounds) >= batch.seq_lens).all())
-        plan(self, batch, num_steps)
+        plan(self, batch, num_passes)
 
     monkeypatch.setattr(TorchNativeAttention, "prepare", checked)
     for spec in ({}, TREE):
@@ -457,9 +457,9 @@ def unwatched_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch_native, which no graph captures, may look at pages."""
     plan = TorchNativeAttention.prepare
 
-    def quietly(self: Any, batch: Any, num_steps: int = 1) -> None:
+    def quietly(self: Any, batch: Any, num_passes: int = 1) -> None:
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
-            plan(self, batch, num_steps)
+            plan(self, batch, num_passes)
 
     monkeypatch.setattr(TorchNativeAttention, "prepare", quietly)
 
@@ -583,7 +583,7 @@ def lose_drafts(worker: Any, replay: Callable[[], None]) -> None:
 def lose_first_guesses(worker: Any, replay: Callable[[], None]) -> None:
     """What the next drafts start from does not arrive: a first guess that is always the same."""
     replay()
-    worker.parts.drafter.state.tokens.zero_()
+    worker.parts.drafter.state.guesses.zero_()
 
 
 def blur_features(worker: Any, replay: Callable[[], None]) -> None:
@@ -619,7 +619,7 @@ def test_10_a_stale_graph_raises_the_drift_alarm(
     assert bool(info.drift) == seen
     assert all(drift.graph < drift.eager for drift in info.drift)
     assert ("acceptance of draft" in caplog.text) == seen
-    assert (runners(worker)["verify"].run_eagerly > 0) == verify
+    assert (runners(worker)["verify"].ran_eagerly > 0) == verify
 
 
 def test_10_eager_iterations_are_not_counted_as_graph_traffic(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def same_as_three_graphs(tmp_path: Path, algorithm: str | None, samplings: tuple
     life = Storm(worker, 3, samplings).run(3)
     same_life(Storm(build(tmp_path, algorithm, False, SIZES), 3, samplings).run(3), life)
     assert replays(worker) > 0
-    assert not any(runner.replayed or runner.run_eagerly for runner in worker.runners), "no iteration needs three graphs"
+    assert not any(runner.replayed or runner.ran_eagerly for runner in worker.runners), "no iteration needs three graphs"
     assert worker.parts.target.rows.kv_lens[0] == 0, "the padding row stays empty"
 
 
@@ -267,7 +267,7 @@ def test_all_passes_of_an_iteration_must_have_graphs(tmp_path: Path, monkeypatch
     assert not build(tmp_path, draft_extend_graph=False).iteration_runners
     assert not build(tmp_path, topk=3, num_draft_tokens=7).iteration_runners, "a tree"
     assert not build(tmp_path, "NGRAM").iteration_runners, "drafts are looked up on the host"
-    monkeypatch.setattr(iteration_graph, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(iteration_graph, "MAX_REQUESTS", 2)
     worker = build(tmp_path)
     assert [runner.sizes for runner in worker.iteration_runners] == [[1, 2]]
     on_gpu = IterationGraphs(worker.parts.iterations._stages, [3], GraphOptions(cuda=True, node_bytes=H200.graph_node_bytes))
@@ -282,7 +282,7 @@ def test_the_check_at_start_up_finds_a_faulty_iteration_graph(tmp_path: Path) ->
 
         def forgetful(replay: Any = replay) -> None:
             replay()
-            worker.parts.drafter.state.tokens.zero_()
+            worker.parts.drafter.state.guesses.zero_()
 
         runner._replays[key] = forgetful
     with pytest.raises(ConfigError, match="Graphs of whole iterations and"):

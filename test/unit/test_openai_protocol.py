@@ -414,8 +414,8 @@ def test_harmless_values_of_refused_fields_are_accepted() -> None:
 @pytest.mark.parametrize("parse", [lambda **f: parse_chat(chat(**f)), lambda **f: parse_completion(completion(**f))])
 def test_a_request_may_cap_its_drafts(parse: Callable[..., ChatBody | CompletionBody]) -> None:
     assert parse(speculative_num_steps=2).sampling(8, 0).speculative_num_steps == 2
-    assert parse(speculative_num_steps=0).sampling(8, 0).most_drafts == 0
-    assert parse(speculative_num_steps=None).sampling(8, 0).most_drafts == parse().sampling(8, 0).most_drafts == MAX_DRAFT_STEPS
+    assert parse(speculative_num_steps=0).sampling(8, 0).draft_limit == 0
+    assert parse(speculative_num_steps=None).sampling(8, 0).draft_limit == parse().sampling(8, 0).draft_limit == MAX_DRAFT_STEPS
     for wrong in (-1, 64, "two", 1.5, True):
         with pytest.raises(RequestError) as refused:
             parse(speculative_num_steps=wrong)

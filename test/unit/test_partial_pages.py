@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runtime.batch import Int32, ScheduleBatch
 from runtime.mem_cache.kv_page_manager import KVPageManager, RequestPages
-from runtime.mem_cache.radix_cache import LEAST_COPIED, RadixCache, agreement, least_reusable
+from runtime.mem_cache.radix_cache import MIN_COPIED, RadixCache, common_prefix_len, shortest_reusable
 from runtime.model_executor import build, target_model
 from runtime.sampling_params import SamplingParams
 from unit import test_mtp
@@ -40,9 +40,9 @@ class WholeCache(SlowCache):
         start, ids = whole * self.page_size, ids[: max(0, len(ids) - 1 + self.lookahead)]
         follow = [(tokens, page) for (of, tokens), page in self.pages.items() if of == salt]
         width = start + self.page_size + self.lookahead
-        agreed = [(agreement(ints(list(t)), ints(ids)) - self.lookahead - start, page) for t, page in follow if len(t) == width]
+        agreed = [(common_prefix_len(ints(list(t)), ints(ids)) - self.lookahead - start, page) for t, page in follow if len(t) == width]
         most = max((count for count, _ in agreed), default=0)
-        return (most, {page for count, page in agreed if count == most}) if most >= LEAST_COPIED else (0, set())
+        return (most, {page for count, page in agreed if count == most}) if most >= MIN_COPIED else (0, set())
 
     def touch(self, page: int) -> None:
         self.used[next(key for key, own in self.pages.items() if own == page)] = self.clock
@@ -107,21 +107,21 @@ def test_of_many_pages_the_one_that_agrees_longest_is_found() -> None:
         cache.insert(tokens, ints([number]), "")
     for _ in range(50):
         ids = pages[rng.integers(len(pages))].copy()
-        cut = int(rng.integers(LEAST_COPIED, 63))
+        cut = int(rng.integers(MIN_COPIED, 63))
         ids[cut] = 9
         found = cache.match(ids, "").partial
         assert found is not None
-        assert found.count == max(agreement(tokens, ids) for tokens in pages) == cut
-        assert agreement(found.node.tokens, ids) == cut
+        assert found.count == max(common_prefix_len(tokens, ids) for tokens in pages) == cut
+        assert common_prefix_len(found.node.tokens, ids) == cut
 
 
 def test_fewer_positions_than_pay_are_not_copied() -> None:
-    for page_size in (LEAST_COPIED, 64):
-        for shared in (LEAST_COPIED - 1, LEAST_COPIED):
+    for page_size in (MIN_COPIED, 64):
+        for shared in (MIN_COPIED - 1, MIN_COPIED):
             cache = RadixCache(page_size, 0)
             cache.insert(ints(range(64)), ints(range(1, 64 // page_size + 1)), "")
             reused = cache.cached_len(ints([*range(shared), 99, 99]), "")
-            assert reused == (shared if shared == LEAST_COPIED else 0)
+            assert reused == (shared if shared == MIN_COPIED else 0)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 8, 16, 64])
@@ -130,7 +130,7 @@ def test_the_least_reusable_prefix_is_the_shortest_that_a_cache_gives(page_size:
     cache.insert(ints(range(256)), ints(range(1, 256 // page_size + 1)), "")
     given = [cache.cached_len(ints([*range(shared), 999, 999]), "") for shared in range(200)]
     for least in range(1, 120):
-        assert least_reusable(least, page_size) == next(length for length in given if length >= least)
+        assert shortest_reusable(least, page_size) == next(length for length in given if length >= least)
 
 
 def test_a_page_just_copied_is_evicted_last() -> None:
@@ -358,7 +358,7 @@ def warm(worker: Any, page: int, monkeypatch: pytest.MonkeyPatch, **settings: An
     assert got == uncached(page)
     assert scheduler.stats.num_failed_steps_total == 0
     agreed = [n - worker.limits.prefix_lookahead for n in LENGTHS[page]]
-    wanted = [n // page * page + (n % page if n % page >= LEAST_COPIED else 0) for n in agreed]
+    wanted = [n // page * page + (n % page if n % page >= MIN_COPIED else 0) for n in agreed]
     assert all(cached[str(i)] >= n for i, n in enumerate(wanted, 1))
     assert len(copies(batches)) >= (3 if page > 1 else 0)
 

@@ -164,7 +164,7 @@ def test_draft_kv_is_complete_after_steps_without_drafts(tmp_path: Path, kind: s
 def draft_of(driver: Driver) -> list[torch.Tensor]:
     """All that the draft knows of the requests: its KV, and what it goes on from."""
     state, rows = draft_state(driver.worker), sorted(driver.kv)
-    own = [] if state is None else [t[rows] for t in (state.hidden, state.tokens, state.scores, state.probs)]
+    own = [] if state is None else [t[rows] for t in (state.hidden, state.guesses, state.scores, state.probs)]
     slots = [torch.from_numpy(driver.slots(row, driver.kv[row])) for row in rows]
     return own + [t.flatten(0, 1)[at] for at in slots for pool in pools(driver.worker)[1:] for t in (*pool.k, *pool.v)]
 
@@ -246,9 +246,9 @@ def test_first_drafts_after_prompts_during_a_pause_wait_until_they_are_needed(
     driver.prefill({1: PROMPTS[1], 2: PROMPTS[2]}, sampling=sampling)
     driver.decode([1, 2])
     draft = worker.parts.drafter
-    computed = [draft.state.tokens[[3, 5]].clone(), draft.state.hidden[[3, 5]].clone()]
+    computed = [draft.state.guesses[[3, 5]].clone(), draft.state.hidden[[3, 5]].clone()]
     driver.prefill({3: PROMPTS[3], 5: PROMPTS[5]}, chunk=9, sampling=sampling)
-    assert torch.equal(draft.state.tokens[[3, 5]], computed[0])
+    assert torch.equal(draft.state.guesses[[3, 5]], computed[0])
     assert torch.equal(draft.state.hidden[[3, 5]], computed[1])
     for _ in range(steps):
         driver.decode([5, 1, 2, 3])
@@ -484,8 +484,8 @@ def test_steps_without_drafts_replay_whatever_is_sampled(tmp_path: Path) -> None
     for _ in range(3):
         assert driver.decode(list(PROMPTS)).stats.graph
     driver.decode([1, 2])
-    assert by_name["target decode"].run_eagerly == 0
-    assert by_name["draft extend K=0"].run_eagerly == 1
+    assert by_name["target decode"].ran_eagerly == 0
+    assert by_name["draft extend K=0"].ran_eagerly == 1
     assert monitor.stats().eager_sample.iterations == 2
 
 

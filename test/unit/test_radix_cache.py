@@ -9,7 +9,7 @@ import pytest
 
 from runtime.batch import Int32
 from runtime.mem_cache.kv_page_manager import KVPageManager, RequestPages
-from runtime.mem_cache.radix_cache import Node, RadixCache, agreement
+from runtime.mem_cache.radix_cache import Node, RadixCache, common_prefix_len
 
 
 def ints(values: list[int] | range) -> Int32:
@@ -152,10 +152,10 @@ def test_unlocking_twice_is_caught() -> None:
 
 
 def test_agreement_counts_leading_equals() -> None:
-    assert agreement(ints([1, 2, 3]), ints([1, 2, 4, 5])) == 2
-    assert agreement(ints([1, 2]), ints([1, 2, 3])) == 2
-    assert agreement(ints([]), ints([1])) == 0
-    assert agreement(ints([2]), ints([1])) == 0
+    assert common_prefix_len(ints([1, 2, 3]), ints([1, 2, 4, 5])) == 2
+    assert common_prefix_len(ints([1, 2]), ints([1, 2, 3])) == 2
+    assert common_prefix_len(ints([]), ints([1])) == 0
+    assert common_prefix_len(ints([2]), ints([1])) == 0
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

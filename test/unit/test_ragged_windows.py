@@ -32,10 +32,10 @@ ALGORITHMS = ["EAGLE", "EAGLE3", "STANDALONE", "DFLASH"]
 def forced(worker: Any, monkeypatch: pytest.MonkeyPatch, widths: list[int], depth: int = 3) -> None:
     """The next steps have windows of these widths."""
 
-    def plan(batch: ScheduleBatch) -> None:
+    def choose(batch: ScheduleBatch) -> None:
         batch.depth, batch.widths = depth, np.array(widths if batch.num_decodes else [], dtype=np.int32)
 
-    monkeypatch.setattr(worker.parts.depths, "plan", plan)
+    monkeypatch.setattr(worker.parts.depths, "choose", choose)
 
 
 def verified_tokens(worker: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -130,7 +130,7 @@ def test_a_life_of_capped_requests_is_the_same_in_full_and_ragged_windows_and_gr
 ) -> None:
     """Batches from 1 to 33, retracted, resumed, with shared prefixes and aborts; unused memory is poisoned between the steps."""
     monkeypatch.setattr(Linear, "__call__", exact_product)
-    monkeypatch.setattr(verification, "LEAST_REQUESTS", 4)
+    monkeypatch.setattr(verification, "MIN_REQUESTS", 4)
 
     def life(replay: str | None, ragged: bool = True) -> tuple[Storm, Any]:
         worker: Any = speculating(tmp_path, algorithm, replay, SIZES if replay else None, runtime={"page_size": 16}, num_steps=3)
@@ -143,13 +143,13 @@ def test_a_life_of_capped_requests_is_the_same_in_full_and_ragged_windows_and_gr
         storm, worker = life(replay)
         same_life(full, storm)
         ran = [worker.parts.verifier.runners[3], *worker.ragged_runners]
-        assert sum(runner.replayed + runner.run_eagerly for runner in ran[1:]) > 3
+        assert sum(runner.replayed + runner.ran_eagerly for runner in ran[1:]) > 3
         assert all(runner.replayed for runner in ran[1:]) == (replay is not None)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_served_text_survives_retraction_and_prefix_hits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
-    monkeypatch.setattr(verification, "LEAST_REQUESTS", 2)
+    monkeypatch.setattr(verification, "MIN_REQUESTS", 2)
     roomy = {"context_length": CONTEXT, "max_running_requests": 8}
     sampling = SamplingParams(temperature=0.0, max_new_tokens=50)
     asks = [
@@ -173,7 +173,7 @@ def test_text_is_exact_where_the_controller_gives_each_request_its_width(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, replay: str | None
 ) -> None:
     """It takes windows that differ at least every second time, here, and goes by the acceptance that it measures for each request."""
-    monkeypatch.setattr(verification, "LEAST_REQUESTS", 2)
+    monkeypatch.setattr(verification, "MIN_REQUESTS", 2)
     monkeypatch.setattr(depth_controller, "RAGGED_GAIN", -1.0)
     monkeypatch.setattr(depth_controller, "RAGGED_EVERY", 1)
     # Times of this machine would decide how deep windows are: drafts are cheap here, whatever it is busy with.
@@ -207,7 +207,7 @@ def test_caps_save_tokens_of_the_pass(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_capped_batches_run_in_the_smallest_graph_that_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "LEAST_REQUESTS", 4)
+    monkeypatch.setattr(verification, "MIN_REQUESTS", 4)
     worker: Any = speculating(tmp_path, "EAGLE", "eager", [1, 2, 4, 8], num_steps=3, runtime={"max_running_requests": 8})
     rows = {r: PROMPTS[1 + r % 3] for r in range(1, 9)}
     driver, caps = Driver(worker), {r: 0 if r < 5 else 1 if r < 8 else None for r in rows}
@@ -226,7 +226,7 @@ def test_a_batch_without_caps_runs_full_windows(tmp_path: Path, monkeypatch: pyt
     seen.clear()
     assert driver.decode([1, 2, 3]).stats.drafts == ()
     assert seen == [12]
-    assert sum(runner.run_eagerly for runner in worker.ragged_runners) == 0
+    assert sum(runner.ran_eagerly for runner in worker.ragged_runners) == 0
 
 
 def test_prompts_beside_decoding_and_trees_keep_full_windows(tmp_path: Path) -> None:

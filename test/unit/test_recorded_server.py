@@ -29,7 +29,7 @@ ITERATIONS = {
     7: {1: 6.9, 4: 7.2, 16: 8.3, 32: 10.3},
 }
 """Milliseconds of an iteration of the 8B shape on an H200 by requests, without context. Depths 2 and 7 did not run: they lie between."""
-CONTEXT_TOKEN, CLIENT, MOST_PROMPTS = 0.043e-6, 3e-3, 64
+CONTEXT_TOKEN, CLIENT, MAX_PROMPTS = 0.043e-6, 3e-3, 64
 """Seconds of a token of context in an iteration, and between an answer and the next request of its client; prompts of a step."""
 CATCH_UP, CATCH_UP_ROW, GUESSES = 0.15e-3, 6.6e-6, 0.25e-3
 """Seconds of a window in which the draft follows several steps, more for each request, and more if it guesses: 1.05 GB of its head are read
@@ -131,7 +131,7 @@ def serve(concurrency: int, acceptance: str, seed: int, control: DepthController
     server, waiting = Server(np.random.default_rng(seed), control, fixed), requests - concurrency
     arrivals, total = [0.0] * concurrency, requests * LENGTH
     while arrivals or len(server.left):
-        if ready := min(sum(at <= server.clock for at in arrivals), MOST_PROMPTS):
+        if ready := min(sum(at <= server.clock for at in arrivals), MAX_PROMPTS):
             arrivals = sorted(arrivals)[ready:]
             server.prefill(ready)
         elif len(server.left):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runtime.batch import RowInit
-from runtime.model_executor.request_rows import MAX_EOS, MOST_COUNTED, RequestRows
+from runtime.model_executor.request_rows import MAX_COUNT, MAX_EOS, RequestRows
 from runtime.sampling_params import MAX_LOGIT_BIAS, TOP_K_ALL, SamplingParams
 
 CPU = torch.device("cpu")
@@ -122,10 +122,10 @@ def test_counting_adds_what_is_valid_and_repeats() -> None:
 
 def test_a_count_ends_where_its_number_does() -> None:
     rows = RequestRows(4, VOCAB, CPU)
-    rows.tables.output_counts[2, 7] = MOST_COUNTED - 2
+    rows.tables.output_counts[2, 7] = MAX_COUNT - 2
     for _ in range(3):
         rows.count(torch.tensor([2]), torch.tensor([[7, 7, 1]]), torch.ones((1, 3), dtype=torch.bool))
-    assert rows.tables.output_counts[2, [7, 1]].tolist() == [MOST_COUNTED, 3]
-    long = np.array([1, *[5] * (MOST_COUNTED + 9)], dtype=np.int32)
+    assert rows.tables.output_counts[2, [7, 1]].tolist() == [MAX_COUNT, 3]
+    long = np.array([1, *[5] * (MAX_COUNT + 9)], dtype=np.int32)
     rows.admit([RowInit(1, 1, SamplingParams(frequency_penalty=0.1), 0, np.empty(0, dtype=np.int32), long)])
-    assert rows.tables.output_counts[1, 5] == MOST_COUNTED
+    assert rows.tables.output_counts[1, 5] == MAX_COUNT

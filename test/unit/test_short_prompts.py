@@ -236,10 +236,10 @@ def test_bounds_include_padding(target: TargetModel, monkeypatch: pytest.MonkeyP
     prompts, backend, seen = short_prompts(target, shared=shared), target.runner.backend, list[int]()
     prepare = backend.prepare
 
-    def checked(batch: ForwardBatch, num_steps: int = 1) -> None:
+    def checked(batch: ForwardBatch, num_passes: int = 1) -> None:
         assert batch.seq_len_bounds.tolist() == batch.seq_lens.tolist()
         seen.extend(batch.seq_len_bounds.tolist())
-        prepare(batch, num_steps)
+        prepare(batch, num_passes)
 
     monkeypatch.setattr(backend, "prepare", checked)
     prompts.run(chunks(target, {3: (0, 5), 4: (30, 12)}))
@@ -442,7 +442,7 @@ def test_replayed_prompts_give_the_eager_answers(worker: Any, monkeypatch: pytes
     driver.prefill(prompts, chunk=20)
     assert driver.out == expected.out
     assert [runner.replayed for runner in runners] == [1, 2], "48, 30 and 12 tokens in chunks of 20: three, two, one"
-    assert sum(runner.run_eagerly for runner in runners) == 0
+    assert sum(runner.ran_eagerly for runner in runners) == 0
 
 
 def limits(target: TargetModel, **changes: object) -> Any:

@@ -136,15 +136,15 @@ def test_a_shared_expert_in_the_stack_is_none_of_the_distinct_experts(monkeypatc
     assert found[0] == found[1]
 
 
-def test_spread_says_how_independently_tokens_choose() -> None:
+def test_independence_is_counted_from_the_masks() -> None:
     counter = ExpertCounter(plain(model=sparse_config()).parts.target.runner.model.sparse_mlps)
     assert counter.by_layer == []
     counter.add(1, np.array([2, 2]))
-    assert (counter.mean, counter.spread) == (2.0, None)
+    assert (counter.mean, counter.independence) == (2.0, None)
     counter.add(4, np.array([1, 3]))
-    assert counter.spread == 0.0, "all tokens chose alike"
+    assert counter.independence == 0.0, "all tokens chose alike"
     counter.add(4, np.array([9, 7]))
-    assert (counter.mean, counter.spread) == (4.0, 0.5)
+    assert (counter.mean, counter.independence) == (4.0, 0.5)
     assert counter.by_layer == [4.0, 4.0]
     counter.add(1, np.array([4, 0]))
     assert (counter.mean, counter.by_layer) == (3.5, [4.0, 3.0])
@@ -156,7 +156,7 @@ def test_distinct_experts_of_an_earlier_load_are_forgotten(uncounted: int | None
     counter = ExpertCounter(plain(model=sparse_config()).parts.target.runner.model.sparse_mlps)
     counter.add(4, np.array([9, 7]))
     assert counter.sample(uncounted) is None
-    assert (counter.mean, counter.by_layer, counter.spread) == (None, [], 1.0)
+    assert (counter.mean, counter.by_layer, counter.independence) == (None, [], 1.0)
     counter.add(4, np.array([3, 3]))
     assert counter.sample(uncounted) is None
     assert counter.mean == 3.0, "only every second pass is due"
@@ -167,7 +167,7 @@ def test_a_reset_forgets_the_experts_of_earlier_passes(monkeypatch: pytest.Monke
     worker = plain(model=sparse_config())
     Driver(worker).generate({1: PROMPTS[1]}, 4)
     worker.reset()
-    assert (worker.info().distinct_experts, worker.parts.experts.spread) == (None, None)
+    assert (worker.info().distinct_experts, worker.parts.experts.independence) == (None, None)
 
 
 def test_dense_models_have_no_distinct_experts() -> None:

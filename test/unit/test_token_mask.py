@@ -99,7 +99,7 @@ def test_only_a_step_with_drafts_waits_for_the_step_before_it(monkeypatch: pytes
     rows.admit([RowInit(1, 1, SamplingParams(), 0, np.array([0, 1], np.int32), np.array([5], np.int32), grammar)])
     first = rows.step(row, 1, wanted=np.array([True]))
     assert first is not None
-    rows.follow(first, torch.tensor([[q]]))
+    rows.record(first, torch.tensor([[q]]))
     wait = HostCopy.wait
     monkeypatch.setattr(HostCopy, "wait", lambda copy: waited.append(threading.current_thread() is threading.main_thread()) or wait(copy))
     step = rows.step(row, 1, width=1 + drafts)
@@ -135,7 +135,7 @@ def test_a_step_waits_for_the_tokens_that_a_failed_one_was_waiting_for(monkeypat
     assert first is not None
     monkeypatch.setattr(grammar_rows, "HostCopy", GatedCopy)
     monkeypatch.setattr(GatedCopy, "gate", gate := threading.Event(), raising=False)
-    rows.follow(first, torch.tensor([[q]]))
+    rows.record(first, torch.tensor([[q]]))
     failed = rows.step(row, 1)
     assert failed is not None
     failed.start_masks(DraftWindow(torch.tensor([[q]])))  # and then the pass raises, so its mask is not read

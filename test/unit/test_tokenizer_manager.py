@@ -439,7 +439,7 @@ def test_updates_before_a_failure_are_still_delivered() -> None:
         desk = Desk()
         generation = await desk.manager.generate([1], SamplingParams(), RequestOptions(stream=True))
         desk.reply(desk.requests[0].rid, "half")
-        desk.manager.fail_all("scheduler")
+        desk.manager.process_died("scheduler")
         assert (await generation.__anext__()).text == "half"
         with pytest.raises(WorkerDied, match="scheduler"):
             await generation.__anext__()
@@ -454,7 +454,7 @@ def test_a_dead_process_fails_open_and_new_requests() -> None:
         reader = asyncio.create_task(collect(generation))
         call = asyncio.create_task(desk.manager.fetch_stats())
         await asyncio.sleep(0.01)
-        desk.manager.fail_all("detokenizer")
+        desk.manager.process_died("detokenizer")
         for waiting in (reader, call):
             with pytest.raises(WorkerDied):
                 await waiting
@@ -540,7 +540,7 @@ def test_draining_refuses_new_work_and_waits_for_the_old() -> None:
         desk.reply(desk.requests[0].rid, "done", finish=LENGTH)
         assert await desk.manager.drain(1.0)
         assert [update.text for update in await collect(generation)] == ["done"]
-        desk.manager.dismiss()
+        desk.manager.drain_scheduler()
         assert isinstance(desk.sent[-1], DrainReq)
 
     run(body)

@@ -163,7 +163,7 @@ def test_neighbouring_pages_read_in_place_give_the_same(page_size: int) -> None:
     world = World.make(rng, page_size, neighbours=True)
     batch = make_batch(ForwardMode.DECODE, [3], [21], [1], world.table)
     check(world, batch, rng)
-    assert isinstance(world.backend._steps[0][0].pages, slice), "the fast path was taken"
+    assert isinstance(world.backend._passes[0][0].pages, slice), "the fast path was taken"
     check(world, make_batch(ForwardMode.EXTEND, [3, 4], [9, 30], [9, 5], world.table), rng)
 
 
@@ -199,9 +199,9 @@ def test_each_step_of_a_plan_sees_earlier_steps(tree: bool) -> None:
     rng = np.random.default_rng(1)
     world = World.make(rng, 4)
     first = make_batch(ForwardMode.DECODE, [2, 3], [11, 5], [2, 2], world.table, slack=3)
-    plan_pass(world.backend, replace(first, tree_mask=torch.zeros(4, dtype=torch.int64), tree_tail=2) if tree else first, num_steps=3)
+    plan_pass(world.backend, replace(first, tree_mask=torch.zeros(4, dtype=torch.int64), tree_tail=2) if tree else first, num_passes=3)
     for step in range(3):
-        batch = replace(first, step=step)
+        batch = replace(first, pass_index=step)
         if tree:
             tail = 2 * (step + 1)
             own = 1 << torch.tensor([tail - 2, tail - 1] * 2)

@@ -16,8 +16,17 @@ from runtime import tune
 from runtime.config.resolve import resolve
 from runtime.config.runtime_config import SpeculativeConfig
 from runtime.config.server_args import ServerArgs
+from runtime.config.speculative_tuning import (
+    BatchDepth,
+    MadeFor,
+    Measurement,
+    SpeculativeTuning,
+    StepTime,
+    fitting,
+    read_tuning,
+    write_tuning,
+)
 from runtime.config.synthetic_acceptance import synthetic_acceptance
-from runtime.config.tuning import BatchDepth, MadeFor, Measurement, SpeculativeTuning, StepTime, fitting, read_tuning, write_tuning
 from runtime.errors import BAD_USE, ConfigError
 from runtime.launch_server import main as launch_server
 from runtime.model_executor.depth_controller import AcceptanceAverages, DecodeRows, DepthController, Observed
@@ -74,7 +83,7 @@ def simulated(table: Table, sizes: list[int], acceptance: tuple[float, ...], rou
 @pytest.mark.parametrize(("table", "sizes"), [(FAST, [1, 2, 4, 8, 16, 32, 64, 128, 256]), (SLOW, [1, 2, 4, 8, 16])])
 def test_the_choice_is_within_three_percent_of_the_full_grid(table: Table, sizes: list[int], accept_length: str) -> None:
     acceptance = synthetic_acceptance(accept_length, max(DEPTHS), 3)
-    chains = simulated(table, sizes, acceptance, tune.SWEEPS * tune.MOST_ROUNDS)
+    chains = simulated(table, sizes, acceptance, tune.SWEEPS * tune.MAX_ROUNDS)
     plan = chain_plan(chains.rates())
     tokens = {depth: 1 + np.cumprod(acceptance[:depth]).sum() for depth in range(max(DEPTHS) + 1)}
     for size in sizes:
@@ -90,8 +99,8 @@ def test_other_load_on_the_machine_changes_the_choice_by_three_percent_at_most(s
     for size in sizes * tune.SWEEPS:
         trial.begin(size)
         rows = DecodeRows(np.full(size, 99), np.ones(size, dtype=np.bool_), 300 * size)
-        slow = 1.0 + 3.0 * rng.random(tune.MOST_ROUNDS)
-        while (at := trial.rounds) < tune.MOST_ROUNDS:
+        slow = 1.0 + 3.0 * rng.random(tune.MAX_ROUNDS)
+        while (at := trial.rounds) < tune.MAX_ROUNDS:
             depth = trial.choose(rows, dict.fromkeys(DEPTHS, size)).depth
             lens = 1 + (rng.random((size, depth)) < np.array(acceptance[:depth])).cumprod(axis=1).sum(axis=1)
             once = 1.0 + 8.0 * rng.random() * (rng.random() < 0.1)
@@ -175,7 +184,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_tuning(CHAIN, tmp_path / "t.json")
     assert read_tuning(str(tmp_path / "t.json")) == CHAIN
     assert CHAIN.lines() == "1-4 requests K=5, 5-8 requests K=2, 9 and more requests K=0"
-    assert CHAIN.most_drafted == 8
+    assert CHAIN.max_batch_with_drafts == 8
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets"
 EMBEDDED_OUTPUT_LEN = 128
 ASSISTANT_SUFFIX = "Assistant:"
 _FIT_ROUNDS = 8
-MOST_TOKENS = 1 << 26
+MAX_TOKENS = 1 << 26
 """Maximum number of tokens in all generated prompts: as lists of ids they take about 2.4 GB."""
 
 DATASETS = ("random", "random-ids", "sharegpt", "generated-shared-prefix", "custom", "embedded")
@@ -55,10 +55,10 @@ async def load(options: DatasetOptions, vocabulary: Vocabulary, template: Templa
         template: converts a user message to a chat prompt; used for datasets of real text.
 
     Raises:
-        ValueError: a file is missing or has no usable prompt, or the prompts have more than `MOST_TOKENS` tokens.
+        ValueError: a file is missing or has no usable prompt, or the prompts have more than `MAX_TOKENS` tokens.
     """
-    if (tokens := _most_tokens(options)) > MOST_TOKENS:
-        raise ValueError(f"the prompts may have up to {tokens:,} tokens; the limit is {MOST_TOKENS:,}: ask for fewer or shorter prompts")
+    if (tokens := _max_tokens(options)) > MAX_TOKENS:
+        raise ValueError(f"the prompts may have up to {tokens:,} tokens; the limit is {MAX_TOKENS:,}: ask for fewer or shorter prompts")
     if options.dataset_name == "random-ids":
         return _random_ids(options, vocabulary)
     if options.dataset_name == "random":
@@ -69,7 +69,7 @@ async def load(options: DatasetOptions, vocabulary: Vocabulary, template: Templa
     return await _conversations(pairs, options, vocabulary, template)
 
 
-def _most_tokens(options: DatasetOptions) -> int:
+def _max_tokens(options: DatasetOptions) -> int:
     """Maximum number of prompt tokens of a dataset that is not read from a file; 0 for the others."""
     if options.dataset_name.startswith("random"):
         return options.num_prompts * options.random_input_len

@@ -138,10 +138,10 @@ def per_second(good: Sequence[RequestRecord]) -> Timeline:
     for record in good:
         for at, count in _token_times(record):
             tokens[int(at - start)] += count
-    return Timeline(tokens, _most_open(good, start, length))
+    return Timeline(tokens, _max_open(good, start, length))
 
 
-def _most_open(good: Sequence[RequestRecord], start: float, length: int) -> list[int]:
+def _max_open(good: Sequence[RequestRecord], start: float, length: int) -> list[int]:
     """The most requests open at once in each second after `start`."""
     starts, ends = sorted(record.start - start for record in good), sorted(record.start + record.latency - start for record in good)
     most = [0] * length

@@ -13,7 +13,7 @@ from runtime.bench.records import RequestRecord
 
 WIDTH = 50
 _CHART_ROWS = 24
-MOST_ERRORS = 5
+MAX_ERRORS = 5
 _SECTIONS = (
     ("End-to-End Latency", "E2E Latency", "e2e_latency"),
     ("Time to First Token", "TTFT", "ttft"),
@@ -80,9 +80,9 @@ def _row(label: str, value: Any) -> str:
 def failures(records: Sequence[RequestRecord]) -> str:
     """The errors of a run with their counts; empty if there were none."""
     counts = Counter(record.error for record in records if record.error)
-    lines = [f"{count} x {error}" for error, count in counts.most_common(MOST_ERRORS)]
-    if len(counts) > MOST_ERRORS:
-        lines.append(f"and {len(counts) - MOST_ERRORS} other errors (--output-details writes all of them)")
+    lines = [f"{count} x {error}" for error, count in counts.most_common(MAX_ERRORS)]
+    if len(counts) > MAX_ERRORS:
+        lines.append(f"and {len(counts) - MAX_ERRORS} other errors (--output-details writes all of them)")
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from runtime.config.served_model import check_model, resolve_served_model
 from runtime.config.server import check_server, resolve_server
 from runtime.config.server_args import ServerArgs
 from runtime.config.speculative import asks_for_embedded_draft, check_draft, check_speculative, resolve_speculative
-from runtime.config.tuning import SpeculativeTuning
+from runtime.config.speculative_tuning import SpeculativeTuning
 
 
 def resolve(

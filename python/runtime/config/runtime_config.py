@@ -12,7 +12,7 @@ from runtime.config.draft_algorithms import SpecAlgorithm
 from runtime.config.machine import Gpu
 from runtime.config.quant_config import Quantization
 from runtime.config.server_args import GrammarBackendName
-from runtime.config.tuning import SpeculativeTuning
+from runtime.config.speculative_tuning import SpeculativeTuning
 from runtime.log import LogFormat
 from runtime.pooling import PoolingName
 from runtime.sampling_params import NO_DEFAULTS, SamplingDefaults

@@ -16,8 +16,8 @@ from runtime.config.quant_config import Quantization
 from runtime.config.refusals import check_positive, check_ranges, flag_of
 from runtime.config.runtime_config import DeviceConfig, DeviceKind, SpeculativeConfig
 from runtime.config.server_args import SPECULATION, ServerArgs
+from runtime.config.speculative_tuning import SpeculativeTuning
 from runtime.config.synthetic_acceptance import synthetic_acceptance
-from runtime.config.tuning import SpeculativeTuning
 from runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def resolve_speculative(
         log.info("speculative decoding %s: each iteration runs at the best of the depths %s", algorithm, shape.depths)
     max_batch = args.speculative_disable_by_batch_size
     if tuning is not None and not shape.depths:
-        max_batch = max_batch or tuning.most_drafted
+        max_batch = max_batch or tuning.max_batch_with_drafts
     elif path == str(EMBEDDED_DRAFT) and not shape.depths:
         max_batch = _embedded_max_batch(args, shape, device, quantization)
     attention = _draft_attention(args, device, machine)

@@ -16,7 +16,7 @@ from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.server_args import ServerArgs
 from runtime.config.speculative import with_embedded_draft
-from runtime.config.tuning import MadeFor, fitting, read_tuning
+from runtime.config.speculative_tuning import MadeFor, fitting, read_tuning
 from runtime.entrypoints.memory_check import check_memory
 from runtime.errors import ConfigError
 from runtime.model_files.embedded import SAMPLING as EMBEDDED_SAMPLING

@@ -119,13 +119,13 @@ class Runtime:
         """
         self.health.draining = True
         if self._tasks and not self.died.is_set():
-            self.manager.dismiss()
+            self.manager.drain_scheduler()
             ends = [asyncio.gather(*(child.gone.wait() for child in self._children)), asyncio.create_task(self.died.wait())]
             await asyncio.wait(ends, timeout=EXIT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             for end in ends:
                 end.cancel()
         if self._manager is not None:
-            self._manager.give_up(ServerDraining)
+            self._manager.fail_all(ServerDraining)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -185,7 +185,7 @@ class Runtime:
             await duty
         except Exception:
             log.exception("a task of the HTTP process failed")
-            self.manager.fail_all("http")
+            self.manager.process_died("http")
             self.died.set()
 
     async def _receive(self) -> None:
@@ -217,5 +217,5 @@ class Runtime:
                 return
 
     def _fail(self, role: Role) -> None:
-        self.manager.fail_all(role)
+        self.manager.process_died(role)
         self.died.set()

@@ -24,7 +24,7 @@ from runtime.entrypoints.grammars import eos_ids_of, make_compiler
 from runtime.errors import ConfigError, RankFailed
 from runtime.model_executor.build import build_worker
 from runtime.model_executor.context import AS_CONFIGURED, BuildOptions
-from runtime.model_executor.follow import follow
+from runtime.model_executor.follower_loop import run_follower
 from runtime.model_executor.followers import Followers, StepWait
 from runtime.model_executor.weight_sample import weight_sample
 from runtime.model_executor.worker import Worker
@@ -120,7 +120,7 @@ def follow_rank_0(
     beat.start()
     ready()
     try:
-        follow(worker, receiver, place.rank, ResultPusher(sockets.results) if worker.answering_group is not None else None)
+        run_follower(worker, receiver, place.rank, ResultPusher(sockets.results) if worker.answering_group is not None else None)
     except RankFailed as error:
         beat.close(str(error))
         raise

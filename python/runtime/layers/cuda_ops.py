@@ -56,7 +56,7 @@ from runtime.layers.row_norms import RowNorms
 log = logging.getLogger(__name__)
 TRIAL_PARTS = 128
 """Partial sums of squares per row in the timing of a GEMM after a deferred norm."""
-MOST_DEFERRED = 512
+MAX_DEFERRED = 512
 """Maximum rows of a norm that an all-reduce kernel prepares. cuBLAS, which needs a kernel for the norm, runs most GEMMs of more rows."""
 
 
@@ -416,7 +416,7 @@ class CudaOps:
         self, part: torch.Tensor, h: torch.Tensor, norm: RMSNorm | None, fused: FusedExchange | None
     ) -> DeferredNorm | None:
         """Buffers for a norm that the all-reduce kernel prepares; None if it does not, or if there are too many rows."""
-        if fused is None or not fused.fits(part) or len(h) > MOST_DEFERRED:
+        if fused is None or not fused.fits(part) or len(h) > MAX_DEFERRED:
             return None
         return self._deferred(h, norm, fused.parts(h.shape[1]))
 

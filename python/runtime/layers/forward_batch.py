@@ -31,7 +31,7 @@ class ForwardBatch:
         seq_len_bounds: int32 [B], on the host, upper bounds of `seq_lens`; exact for prompts and if no step is in flight.
         extend_lens: int32 [B], on the host, ragged passes only: the queries of each request.
         max_queries: maximum queries of a request in a capturable ragged pass, in which a request may also have none; 0 in all other passes.
-        step: index of the pass in a plan of several passes (draft decode: 0..K-2).
+        pass_index: index of the pass in a plan of several passes (draft decode: 0..K-2).
         tree_mask: int64 [T], or None for a causal pass. If bit t is set, the query sees the t-th of the last
             `tree_tail` keys of its request. Every query sees all earlier keys.
         tree_tail: number of keys at the end of each request that `tree_mask` covers, at most 64.
@@ -51,7 +51,7 @@ class ForwardBatch:
     seq_len_bounds: npt.NDArray[np.int32]
     extend_lens: npt.NDArray[np.int32] | None = None
     max_queries: int = 0
-    step: int = 0
+    pass_index: int = 0
     tree_mask: torch.Tensor | None = None
     tree_tail: int = 0
     hidden_states: torch.Tensor | None = None

@@ -17,7 +17,7 @@ class PassContext:
     Attributes:
         batch: positions, slots and lengths.
         kv_pool: the model's KV pool.
-        backend: its `plan` has been called for `batch`.
+        backend: planned for `batch` (`plan_pass`).
     """
 
     batch: ForwardBatch

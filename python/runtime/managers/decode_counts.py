@@ -35,7 +35,7 @@ def count_decodes(plan: StepPlan, ran: StepStats, accept_lens: Sequence[int], ma
         req.decode_collected(accept_len, max_accept_len, unfollowed)
         if pure:
             req.counts.decode_steps[step] += 1
-        if depth := most if most <= req.most_drafts else req.most_drafts:
+        if depth := most if most <= req.draft_limit else req.draft_limit:
             drafts = ran.draft_tokens if depth == deepest else depth
             verify_step = (accept_len, drafts, max_accept_len, depth, context_class(req.kv_len))
             req.counts.verify_steps[verify_step] += 1

@@ -15,7 +15,7 @@ from runtime.mem_cache.kv_page_manager import RequestPages
 
 NEVER = 1 << 62
 """A number of tokens that no request reaches."""
-MOST_UNWRITTEN = 64
+MAX_UNWRITTEN = 64
 """Maximum number of new tokens kept in a list before they are written to the token array, because each write to it has a fixed cost."""
 
 
@@ -51,7 +51,7 @@ class Req:
         retracted_for_fairness: whether it waits again because another client had fewer rows.
         overtook: whether its prompt ran before longer prompts of other clients that had begun.
         overtaken: tokens of the prompts that ran before its own after its own had begun.
-        most_drafts: maximum number of drafts per window.
+        draft_limit: maximum number of drafts per window.
         grammar: the compiled grammar of the output; None for free text.
         prefill_len: tokens to prefill: the prompt, and after a retraction also the output so far.
         emits_in_flight: steps in flight that emit at least one token of it.
@@ -80,7 +80,7 @@ class Req:
         self.request, self.rid = request, request.rid
         self.seq = seq
         self.arrived = arrived
-        self.most_drafts = sampling.most_drafts
+        self.draft_limit = sampling.draft_limit
         self.prompt_len = self.length = self.prefill_len = len(request.input_ids)
         self.total_limit = min(self.prompt_len + sampling.max_new_tokens, max_len)
         self._ids = prompt  # shared with the other texts of its call until it is admitted
@@ -219,7 +219,7 @@ class Req:
         self.length += len(tokens)
         self.unsent += tokens
         self._unwritten += tokens
-        if len(self._unwritten) >= MOST_UNWRITTEN:
+        if len(self._unwritten) >= MAX_UNWRITTEN:
             self._write()
         return finish
 

@@ -9,7 +9,7 @@ from runtime.batch import WorkerLimits
 from runtime.errors import ContextTooLong, NeverFits, RequestError
 from runtime.managers.messages import GenerateReq
 from runtime.managers.req import Req
-from runtime.mem_cache.radix_cache import agreement, least_reusable
+from runtime.mem_cache.radix_cache import common_prefix_len, shortest_reusable
 
 LPM_QUEUE_LIMIT = 128
 """A longer queue is served in order of arrival: matching every prompt against the cache would take too long."""
@@ -72,10 +72,12 @@ def defer_for_shared_prefix(req: Req, cached_len: int, prefilling: Iterable[Req]
     and at least one token of `req` must remain to compute.
     """
     size = limits.page_size
-    shared = least_reusable(cached_len + SHARED_PREFIX_TOKENS, size)
+    shared = shortest_reusable(cached_len + SHARED_PREFIX_TOKENS, size)
     end, ids, salt = shared + limits.prefix_lookahead, req.ids, req.request.cache_salt
     return len(ids) > shared and any(
-        other.request.cache_salt == salt and shared <= other.prefill_len // size * size and agreement(other.ids[:end], ids[:end]) == end
+        other.request.cache_salt == salt
+        and shared <= other.prefill_len // size * size
+        and common_prefix_len(other.ids[:end], ids[:end]) == end
         for other in prefilling
     )
 

@@ -307,16 +307,16 @@ class TokenizerManager:
             return False
         return True
 
-    def dismiss(self) -> None:
+    def drain_scheduler(self) -> None:
         """Tell the scheduler to exit after its last request."""
         self._send(DrainReq())
 
-    def fail_all(self, process: str) -> None:
+    def process_died(self, process: str) -> None:
         """Fail every open request and call with `WorkerDied`, because `process` died."""
         self.health.dead = self.health.dead or process
-        self.give_up(lambda: WorkerDied(process))
+        self.fail_all(lambda: WorkerDied(process))
 
-    def give_up(self, error: Callable[[], ServingError]) -> None:
+    def fail_all(self, error: Callable[[], ServingError]) -> None:
         """Fail every open request and call, each with a new `error()`."""
         for choice_rid, choice in list(self._open.items()):
             choice.generation.fail(error())
@@ -338,7 +338,7 @@ class TokenizerManager:
                 self.handle(await receive())
         except Exception:
             log.exception("the tokenizer manager failed")
-            self.fail_all("tokenizer")
+            self.process_died("tokenizer")
             raise
 
     def handle(self, message: ToTokenizer) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from runtime.batch import Int32, no_ints
 
-LEAST_COPIED = 8
+MIN_COPIED = 8
 """Minimum number of matching positions for which a page is copied. Prompts that share fewer have little in common except the begin-of-text
 token and the start of a chat template, and would all copy those."""
 
@@ -254,7 +254,7 @@ class RadixCache:
             node = node.children.get(ids[at : at + width].tobytes())
             if node is None:
                 break
-            count = (agreement(node.tokens, ids[at:]) - self.lookahead) // self.page_size
+            count = (common_prefix_len(node.tokens, ids[at:]) - self.lookahead) // self.page_size
             path.append((node, count))
             if count < len(node.pages):
                 break
@@ -267,15 +267,15 @@ class RadixCache:
         The page is the next one on the path's last edge, or the first page of an edge below.
         """
         behind = ids[whole_pages(path) * self.page_size :][: self.page_size + self.lookahead]
-        if min(self.page_size - 1, len(behind) - self.lookahead) < LEAST_COPIED:
+        if min(self.page_size - 1, len(behind) - self.lookahead) < MIN_COPIED:
             return None, 0
         end, skipped = path[-1] if path else (self._roots.get(salt), 0)
         if end is None:
             return None, 0
         edges, start = ([end], skipped * self.page_size) if skipped < len(end.pages) else (end.children.neighbours(behind.tobytes()), 0)
-        found = [(agreement(edge.tokens[start:], behind) - self.lookahead, edge) for edge in edges]
+        found = [(common_prefix_len(edge.tokens[start:], behind) - self.lookahead, edge) for edge in edges]
         count, edge = max(found, key=lambda each: each[0], default=(0, None))
-        return (edge, count) if count >= LEAST_COPIED else (None, 0)
+        return (edge, count) if count >= MIN_COPIED else (None, 0)
 
     def _cut(self, node: Node, count: int) -> Node:
         """Split `node` after its first `count` pages if it has more; returns the node with these pages."""
@@ -335,13 +335,13 @@ def whole_pages(path: list[tuple[Node, int]]) -> int:
     return sum(count for _, count in path)
 
 
-def least_reusable(positions: int, page_size: int) -> int:
+def shortest_reusable(positions: int, page_size: int) -> int:
     """The shortest prefix of at least `positions` that can be reused completely: its last page is full or has enough positions to copy."""
     rest = positions % page_size
-    return positions if rest == 0 or rest >= LEAST_COPIED else positions - rest + min(LEAST_COPIED, page_size)
+    return positions if rest == 0 or rest >= MIN_COPIED else positions - rest + min(MIN_COPIED, page_size)
 
 
-def agreement(a: Int32, b: Int32) -> int:
+def common_prefix_len(a: Int32, b: Int32) -> int:
     """Number of equal leading entries of two int32 arrays."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]

@@ -12,7 +12,7 @@ from runtime.batch import NO_SAMPLE, EagerSample, StepStats
 from runtime.model_executor.acceptance import AcceptanceCounters, total
 from runtime.model_executor.drift_alarm import DriftAlarm, Pairs
 from runtime.model_executor.iteration import Iteration
-from runtime.model_executor.sample_schedule import Samples
+from runtime.model_executor.sample_schedule import SampleSchedules
 from runtime.worker_info import AcceptanceStats
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class AcceptanceMonitor:
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._sampling, self._depth = num_steps > 0, 0  # depth of the previous iteration
-        self.schedule = Samples()
+        self.schedule = SampleSchedules()
         self.reset()
 
     def reset(self) -> None:
@@ -41,7 +41,7 @@ class AcceptanceMonitor:
         """Forget the evidence of a drift."""
         self.alarm, self._warned = DriftAlarm(self._num_steps), set[int]()
 
-    def next_iteration(self, depth: int, possible: bool) -> EagerSample:
+    def choose_sample(self, depth: int, possible: bool) -> EagerSample:
         """Count an iteration, and return what runs again eagerly after it.
 
         Nothing does after an iteration without drafts, because its draft extend may run later; nor after the first iteration at a new

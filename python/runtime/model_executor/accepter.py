@@ -50,43 +50,43 @@ class Accepter:
                 assert spec.shape.topk == 1, "synthetic acceptance needs a chain"
                 self._synthetic = torch.tensor(config.synthetic_accept, dtype=torch.float32, device=target.device)
 
-    def force(self, acceptance: Sequence[float]) -> None:
+    def set_synthetic(self, acceptance: Sequence[float]) -> None:
         """Replace synthetic acceptance, in place because graphs hold its address.
 
         Raises:
             RequestError: the server was started without synthetic acceptance.
         """
-        if (forced := self._synthetic) is None:
+        if self._synthetic is None:
             why = "needs a server that was started with --speculative-synthetic-accept-length."
             raise RequestError(f"speculative_synthetic_accept_length {why}", "speculative_synthetic_accept_length")
-        forced.copy_(torch.tensor(acceptance, dtype=forced.dtype))
+        self._synthetic.copy_(torch.tensor(acceptance, dtype=self._synthetic.dtype))
 
-    def accept(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult, window: ForwardBatch) -> AcceptResult:
-        """Decide, move accepted KV to the front of its window (trees), and commit to the rows."""
+    def accept(self, iteration: Iteration, window: DraftWindow, verified: VerifyResult, batch: ForwardBatch) -> AcceptResult:
+        """Decide, move accepted KV to the front of its window (trees), and commit to the rows. `batch`: the inputs of the verify pass."""
         if iteration.caps is not None:
-            draft = draft.capped(iteration.caps.device)
-        elif self.fusable(iteration, draft):
-            return self.accept_fused(iteration, draft, verified)
-        result = self.decide(iteration, draft, verified)
-        self._commit(iteration, result, window)
+            window = window.capped(iteration.caps.device)
+        elif self.fusable(iteration, window):
+            return self.accept_fused(iteration, window, verified)
+        result = self.decide(iteration, window, verified)
+        self._commit(iteration, result, batch)
         return result
 
     # ---- one kernel for all of it
 
-    def fusable(self, iteration: Iteration, draft: DraftWindow) -> bool:
+    def fusable(self, iteration: Iteration, window: DraftWindow) -> bool:
         """Whether one kernel can decide and commit: a chain on a GPU, with synthetic acceptance or greedy with unchanged logits."""
         needs = iteration.needs
-        forced = self._forced(draft) is not None and not needs.penalised
+        synthetic = self._synthetic_rates(window) is not None and not needs.penalised
         greedy = needs.all_greedy and not needs.adjusts
-        return iteration.rows.is_cuda and draft.parents is None and not needs.constrained and (forced or greedy)
+        return iteration.rows.is_cuda and window.parents is None and not needs.constrained and (synthetic or greedy)
 
-    def accept_fused(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult) -> AcceptResult:
+    def accept_fused(self, iteration: Iteration, window: DraftWindow, verified: VerifyResult) -> AcceptResult:
         """Decide and commit in one kernel."""
         from runtime.model_executor.accept_kernel import accept_chain
 
         state = self._target.rows
         lens, tokens = accept_chain(
-            draft.tokens,
+            window.tokens,
             verified.tokens,
             iteration.kv_lens,
             iteration.rows,
@@ -94,23 +94,23 @@ class Accepter:
             state.kv_lens,
             state.last_tokens,
             self._vocab,
-            self._forced(draft),
+            self._synthetic_rates(window),
             state.tables.seeds,
         )
         return AcceptResult(lens, tokens)
 
     # ---- the decision
 
-    def decide(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult) -> AcceptResult:
+    def decide(self, iteration: Iteration, window: DraftWindow, verified: VerifyResult) -> AcceptResult:
         """Decide which tokens are committed, at most `ROWS_ACCEPTED_TOGETHER` window positions at a time to limit memory."""
-        needs, D = iteration.needs, draft.width
+        needs, D = iteration.needs, window.width
         if D == 1:
             return self._choose(iteration, verified)
         most = max(ROWS_ACCEPTED_TOGETHER // D, 1)
         if iteration.size <= most or (needs.all_greedy and not needs.adjusts):
-            return self._decide_part(iteration, draft, verified)
+            return self._decide_part(iteration, window, verified)
         spans = [(start, min(start + most, iteration.size)) for start in range(0, iteration.size, most)]
-        parts = [self._decide_part(iteration.part(*span), draft.part(*span), verified.part(*span)) for span in spans]
+        parts = [self._decide_part(iteration.part(*span), window.part(*span), verified.part(*span)) for span in spans]
         paths = [part.path for part in parts if part.path is not None]
         lens, tokens = torch.cat([part.accept_lens for part in parts]), torch.cat([part.tokens for part in parts])
         return AcceptResult(lens, tokens, torch.cat(paths) if paths else None)
@@ -125,46 +125,46 @@ class Accepter:
             tokens[:live, 0] = sample(logits, tables, iteration.rows[:live], positions, needs, iteration.mask)
         return AcceptResult(torch.ones_like(iteration.kv_lens), tokens)
 
-    def _decide_part(self, iteration: Iteration, draft: DraftWindow, verified: VerifyResult) -> AcceptResult:
+    def _decide_part(self, iteration: Iteration, window: DraftWindow, verified: VerifyResult) -> AcceptResult:
         """`decide` for few enough requests."""
         needs, tables = iteration.needs, self._target.rows.tables
         target, probs = verified.tokens, None
-        positions = draft.positions(iteration.kv_lens)
+        positions = window.positions(iteration.kv_lens)
         if needs.adjusts or not needs.all_greedy:
-            path = draft.drafts_before() if needs.penalised else None
-            window = verified.all_logits(iteration.size * draft.width).view(iteration.size, draft.width, -1)
-            logits = process_logits(window, LogitsContext(tables, iteration.rows, positions, path, iteration.mask), needs)
+            path = window.drafts_before() if needs.penalised else None
+            logits = verified.all_logits(iteration.size * window.width).view(iteration.size, window.width, -1)
+            logits = process_logits(logits, LogitsContext(tables, iteration.rows, positions, path, iteration.mask), needs)
             if needs.adjusts:
                 target = argmax(logits.flatten(0, 1)).view_as(target)
             if not needs.all_greedy:
-                rows = iteration.rows.repeat_interleave(draft.width)
+                rows = iteration.rows.repeat_interleave(window.width)
                 probs = target_probs(logits.flatten(0, 1), tables, rows, needs.filtered, needs.any_greedy).view_as(logits)
-        if draft.parents is not None:
-            return self._decide_tree(iteration, draft, target, probs, positions)
-        return self._decide_chain(iteration, draft, target, probs, positions)
+        if window.parents is not None:
+            return self._decide_tree(iteration, window, target, probs, positions)
+        return self._decide_chain(iteration, window, target, probs, positions)
 
     def _decide_chain(
-        self, iteration: Iteration, draft: DraftWindow, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
+        self, iteration: Iteration, window: DraftWindow, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
     ) -> AcceptResult:
-        tokens, forced, capped = draft.tokens, self._forced(draft), iteration.caps is not None
-        if forced is not None:
+        tokens, synthetic, capped = window.tokens, self._synthetic_rates(window), iteration.caps is not None
+        if synthetic is not None:
             uniforms = self._uniforms(iteration, positions[:, :-1], RandomStream.SYNTHETIC)
-            return AcceptResult(*accept_chain_synthetic(tokens, target, forced, uniforms, self._vocab, capped))
+            return AcceptResult(*accept_chain_synthetic(tokens, target, synthetic, uniforms, self._vocab, capped))
         if probs is None:
             return AcceptResult(*accept_chain_greedy(tokens, target))
         draw, final = self._target.rows.tables.ops.draw, self._uniforms(iteration, positions, RandomStream.TARGET)
-        if draft.probs is None and self._thresholds.lossless:
+        if window.probs is None and self._thresholds.lossless:
             # Deterministic drafts: draw the target's tokens as plain decoding does, so a seed gives the same text.
             chosen = draw(probs.flatten(0, 1), final.flatten()).view_as(target)
             return AcceptResult(*accept_chain_greedy(tokens, chosen))
-        q = None if draft.probs is None else DraftProbs(draft.probs, self._spec.to_target, self._spec.to_draft)
+        q = None if window.probs is None else DraftProbs(window.probs, self._spec.to_target, self._spec.to_draft)
         coins = self._uniforms(iteration, positions[:, :-1], RandomStream.ACCEPT)
         return AcceptResult(*accept_chain_sampled(tokens, probs, coins, final, q, self._thresholds, draw, capped))
 
     def _decide_tree(
-        self, iteration: Iteration, draft: DraftWindow, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
+        self, iteration: Iteration, window: DraftWindow, target: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor
     ) -> AcceptResult:
-        tokens, parents, D = draft.tokens, draft.parents, draft.width
+        tokens, parents, D = window.tokens, window.parents, window.width
         assert parents is not None
         if probs is not None:
             coins = self._uniforms(iteration, positions, RandomStream.ACCEPT)
@@ -176,19 +176,19 @@ class Accepter:
 
     def agrees(self, iteration: Iteration, guesses: torch.Tensor) -> torch.Tensor:
         """bool [live]: whether `guesses`, int64 [live], would have been accepted in an iteration without drafts that is committed now."""
-        live, forced = iteration.live, self._synthetic
-        if forced is None:
+        live = iteration.live
+        if self._synthetic is None:
             return guesses == self._target.rows.last_tokens[iteration.rows[:live]]
         positions = iteration.kv_lens[:, None].to(torch.int64) + 1
-        return self._uniforms(iteration, positions, RandomStream.SYNTHETIC)[:live, 0] < forced[0]
+        return self._uniforms(iteration, positions, RandomStream.SYNTHETIC)[:live, 0] < self._synthetic[0]
 
     # ---- the commit
 
-    def _commit(self, iteration: Iteration, result: AcceptResult, window: ForwardBatch) -> None:
+    def _commit(self, iteration: Iteration, result: AcceptResult, batch: ForwardBatch) -> None:
         state, live, D = self._target.rows, iteration.live, result.tokens.shape[1]
         rows, lens, tokens = iteration.rows[:live], result.accept_lens[:live], result.tokens[:live]
         if result.path is not None:
-            slots = window.out_cache_loc.view(-1, D)[:live]
+            slots = batch.out_cache_loc.view(-1, D)[:live]
             self._target.runner.kv_pool.move(*compaction(slots, result.path[:live], lens), group=D)
         state.kv_lens[rows] = iteration.kv_lens[:live] + lens
         state.last_tokens[rows] = tokens.gather(1, lens.to(torch.int64)[:, None] - 1)[:, 0]
@@ -201,9 +201,9 @@ class Accepter:
     def _vocab(self) -> int:
         return self._target.runner.config.vocab_size
 
-    def _forced(self, draft: DraftWindow) -> torch.Tensor | None:
+    def _synthetic_rates(self, window: DraftWindow) -> torch.Tensor | None:
         """Synthetic acceptance of each draft, float32 [K]; None if acceptance is not synthetic."""
-        return None if self._synthetic is None or draft.width == 1 else self._synthetic[: draft.width - 1]
+        return None if self._synthetic is None or window.width == 1 else self._synthetic[: window.width - 1]
 
     def _uniforms(self, iteration: Iteration, positions: torch.Tensor, stream: RandomStream) -> torch.Tensor:
         tables = self._target.rows.tables

@@ -48,7 +48,7 @@ from runtime.worker_info import GraphInfo, RankInfo, SpeculativeInfo
 
 log = logging.getLogger(__name__)
 MakeDrafter = Callable[[WorkerContext, DecoderModel], Drafter]
-MOST_GRAPH_SHARE = 0.05
+MAX_GRAPH_SHARE = 0.05
 """Fraction of the free memory that the graphs of all depths may take."""
 PAGE_LOOKAHEAD_STEPS = 4
 """Steps by which a row's pages may exceed its length: one in flight, one submitted, and the same two of a request that has finished."""
@@ -244,7 +244,7 @@ def _drop_depths(parts: WorkerParts, reservations: Mapping[str, int]) -> None:
     graph_bytes = {depth: sum(reservations[runner.spec.name] for runner in own) for depth, own in runners.items()}
     log.info("graphs by depth, MiB: %s", ", ".join(f"K={depth} {size / MIB:.0f}" for depth, size in sorted(graph_bytes.items())))
     free = torch.cuda.mem_get_info()[0] if parts.target.device.type == "cuda" else 0
-    for depth in depths_to_drop(graph_bytes, int(free * MOST_GRAPH_SHARE)):
+    for depth in depths_to_drop(graph_bytes, int(free * MAX_GRAPH_SHARE)):
         log.warning("no graphs for depth %d: they would take %.0f MiB", depth, graph_bytes[depth] / MIB)
         for runner in runners[depth]:
             runner.leave_out()

@@ -21,7 +21,7 @@ from runtime.sampling_params import MAX_DRAFT_STEPS
 log = logging.getLogger(__name__)
 USUAL_STEPS, FEW = 3, 3
 """The depth that, like depth 0, has graphs for all batch sizes. If there are at most `FEW` depths, all of them do."""
-MOST_DRAFTED = {5: 64, 7: 32}
+MAX_BATCH = {5: 64, 7: 32}
 """The largest batch for deep windows: with more requests they are slower than shallow ones at any acceptance."""
 ROUND = {1 << shift for shift in range(16)} | {3 << shift for shift in range(4, 14)}
 """Common batch sizes: other depths have graphs for these, so they run without padding."""
@@ -49,9 +49,9 @@ class DepthBatches:
 
 
 def split_batch_sizes(
-    num_steps: int, most_with_drafts: int | None, running: int, sizes: Sequence[int], padding: bool
+    num_steps: int, max_batch_with_drafts: int | None, running: int, sizes: Sequence[int], padding: bool
 ) -> dict[int, DepthBatches]:
-    """The depth table: K = `num_steps`, and K = 0 if there can be batches of more than `most_with_drafts` requests.
+    """The depth table: K = `num_steps`, and K = 0 if there can be batches of more than `max_batch_with_drafts` requests.
 
     Args:
         running: maximum number of requests that decode together.
@@ -59,25 +59,25 @@ def split_batch_sizes(
         padding: whether smaller batches are padded to them.
     """
     largest = max(running, max(sizes, default=1))
-    if num_steps == 0 or most_with_drafts is None or most_with_drafts >= running:
-        if most_with_drafts is not None:
+    if num_steps == 0 or max_batch_with_drafts is None or max_batch_with_drafts >= running:
+        if max_batch_with_drafts is not None:
             log.info("drafting is never disabled: at most %d requests run at once", running)
         return {num_steps: DepthBatches(running, largest, list(sizes), list(sizes) or [1, running])}
-    few = captured_up_to(most_with_drafts, sizes, padding)
-    many = [size for size in sorted(sizes) if size > most_with_drafts]
+    few = captured_up_to(max_batch_with_drafts, sizes, padding)
+    many = [size for size in sorted(sizes) if size > max_batch_with_drafts]
     return {
-        num_steps: DepthBatches(most_with_drafts, max([most_with_drafts, *few]), few, few or [1, most_with_drafts]),
-        0: DepthBatches(running, largest, many, many or [most_with_drafts + 1, running]),
+        num_steps: DepthBatches(max_batch_with_drafts, max([max_batch_with_drafts, *few]), few, few or [1, max_batch_with_drafts]),
+        0: DepthBatches(running, largest, many, many or [max_batch_with_drafts + 1, running]),
     }
 
 
 def split_by_depth(
-    depths: Sequence[int], most_with_drafts: int | None, running: int, sizes: Sequence[int], padding: bool
+    depths: Sequence[int], max_batch_with_drafts: int | None, running: int, sizes: Sequence[int], padding: bool
 ) -> dict[int, DepthBatches]:
     """The depth table for a controller, deepest first. Arguments as for `split_batch_sizes`."""
     table = dict[int, DepthBatches]()
     for depth in sorted(depths, reverse=True):
-        most = min(running, MOST_DRAFTED.get(depth, running), most_with_drafts or running) if depth else running
+        most = min(running, MAX_BATCH.get(depth, running), max_batch_with_drafts or running) if depth else running
         own = captured_up_to(most, sizes, padding)
         if depth not in (0, USUAL_STEPS) and len(depths) > FEW:
             own = thinned(own, LARGE if depth == 1 else None)
@@ -101,20 +101,20 @@ def thinned(sizes: Sequence[int], up_to: int | None = None) -> list[int]:
     return kept
 
 
-def depths_to_drop(graph_bytes: Mapping[int, int], most_bytes: int) -> list[int]:
-    """Depths to drop so that the remaining graphs take at most `most_bytes`: the deepest first, but never 0 or `USUAL_STEPS`.
+def depths_to_drop(graph_bytes: Mapping[int, int], max_bytes: int) -> list[int]:
+    """Depths to drop so that the remaining graphs take at most `max_bytes`: the deepest first, but never 0 or `USUAL_STEPS`.
 
     Args:
         graph_bytes: bytes of the graphs by depth.
     """
     dropped: list[int] = []
     for depth in sorted(set(graph_bytes) - {0, USUAL_STEPS}, reverse=True):
-        if sum(size for other, size in graph_bytes.items() if other not in dropped) > most_bytes:
+        if sum(size for other, size in graph_bytes.items() if other not in dropped) > max_bytes:
             dropped.append(depth)
     return dropped
 
 
-class Sizes(Protocol):
+class VerifySizes(Protocol):
     """The verifier's batch sizes.
 
     Attributes:
@@ -146,7 +146,7 @@ class DepthControl:
         ended: by attention group, the requests that had already ended when a step was read.
     """
 
-    def __init__(self, limits: Mapping[int, int], rows: int, sizes: Sizes, groups: int = 1) -> None:
+    def __init__(self, limits: Mapping[int, int], rows: int, sizes: VerifySizes, groups: int = 1) -> None:
         """
         Args:
             rows: number of request rows of each attention group.
@@ -173,16 +173,16 @@ class DepthControl:
         """K at full depth."""
         return max(self.limits)
 
-    def plan(self, batch: ScheduleBatch) -> None:
+    def choose(self, batch: ScheduleBatch) -> None:
         """Set the depth of a step, 0 without decode rows, and what depends on it. Called once per step, in order."""
         for group, section in enumerate(batch.sections or [batch]):
             self._admit(section.new_rows, group, batch.step)
-        if live := batch.most_decodes:  # all groups run passes of the size of the largest group
-            self._choose(batch, live)
+        if live := batch.max_decodes:  # all groups run passes of the size of the largest group
+            self._choose_depth(batch, live)
             self._latest = batch.depth
         batch.defers_first_drafts = self._latest == 0
 
-    def _choose(self, batch: ScheduleBatch, live: int) -> None:
+    def _choose_depth(self, batch: ScheduleBatch, live: int) -> None:
         """Set the depth, and the widths of the windows if they differ."""
         if self._forced is not None:
             batch.depth = self._forced
@@ -204,15 +204,15 @@ class DepthControl:
         serving = [depth for depth in serving if self._fixed is None or depth <= self._fixed] or [min(serving)]
         if len(serving) == 1:
             return serving[0]
-        most_wanted = int(self._caps[np.concatenate(self._decode_rows(batch))].max())
-        return min((depth for depth in serving if depth >= most_wanted), default=max(serving))
+        max_wanted = int(self._caps[np.concatenate(self._decode_rows(batch))].max())
+        return min((depth for depth in serving if depth >= max_wanted), default=max(serving))
 
     def _best(self, controller: DepthChooser, batch: ScheduleBatch, serving: Sequence[int], live: int) -> tuple[int, Int32]:
         """The depth that the controller chooses, and the widths of the windows if they differ."""
         rows, sections = np.concatenate(self._decode_rows(batch)), batch.sections or [batch]
         caps = self._caps[rows]
-        most_wanted = int(caps.max())
-        serving = [depth for depth in serving if depth <= most_wanted] or [min(serving)]
+        max_wanted = int(caps.max())
+        serving = [depth for depth in serving if depth <= max_wanted] or [min(serving)]
         if len(serving) == 1:
             return serving[0], no_ints()
         kv_lens = np.concatenate([section.len_bounds[section.num_prompts :] for section in sections])
@@ -243,7 +243,7 @@ class DepthControl:
         return bool(self._ragged_passes(live))
 
     def _ragged_passes(self, live: int) -> list[tuple[int, int]]:
-        """`Sizes.ragged_passes`; [] for one request."""
+        """`VerifySizes.ragged_passes`; [] for one request."""
         return [] if live < 2 else self._sizes.ragged_passes(live)
 
     def _padded(self, depths: Sequence[int], live: int) -> dict[int, int]:
@@ -277,7 +277,7 @@ class DepthControl:
         self.ended[group].admit(new_rows)
         for init in new_rows:
             row = init.row + group * self._per_group
-            self._caps[row], self._greedy[row] = init.sampling.most_drafts, init.sampling.greedy
+            self._caps[row], self._greedy[row] = init.sampling.draft_limit, init.sampling.greedy
             self._ends[row] = init.prompt_len + init.sampling.max_new_tokens
             if not group:
                 self.rows.admit(row, step)

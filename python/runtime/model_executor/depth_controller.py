@@ -37,7 +37,7 @@ MEASURED = 64
 """Weight, in windows, of acceptance that was measured before the start."""
 SHORT, LONG = 16, 512
 """Length of the two acceptance averages, in windows."""
-LEAST_KEEP_SHORT, LEAST_KEEP_LONG = 0.5, 1 - 1 / 16
+MIN_KEEP_SHORT, MIN_KEEP_LONG = 0.5, 1 - 1 / 16
 """Minimum weight of the past in an iteration with many windows, for both averages."""
 SHIFT, SHIFT_DEVIATIONS = 0.1, 3.5
 """Acceptance has changed if the averages differ by `SHIFT` and by this many standard deviations."""
@@ -54,12 +54,12 @@ class AcceptanceAverages:
     In plain Python numbers, because a call of numpy takes longer than one position.
     """
 
-    def __init__(self, most_steps: int, measured: Sequence[float] = ()) -> None:
+    def __init__(self, max_depth: int, measured: Sequence[float] = ()) -> None:
         """`measured`: conditional acceptance of the first positions, which counts as `MEASURED` windows."""
-        self._most = most_steps
-        reach = [MEASURED * share for share in accumulate(measured[:most_steps], mul, initial=1.0)]
-        unknown = [(0.0, 0.0)] * most_steps  # reached, accepted
-        self._short, self._long = unknown, [*pairwise(reach), *unknown][:most_steps]
+        self._max_depth = max_depth
+        reach = [MEASURED * share for share in accumulate(measured[:max_depth], mul, initial=1.0)]
+        unknown = [(0.0, 0.0)] * max_depth  # reached, accepted
+        self._short, self._long = unknown, [*pairwise(reach), *unknown][:max_depth]
 
     @property
     def expected(self) -> list[float]:
@@ -77,9 +77,9 @@ class AcceptanceAverages:
         at_least = list(accumulate(counts[depth + 1 : 0 : -1]))[::-1]
         if not at_least[0]:
             return
-        new = [*pairwise(at_least), *[(0, 0)] * (self._most - depth)]
-        self._short = self._added(self._short, new, depth, max(1 - at_least[0] / SHORT, LEAST_KEEP_SHORT))
-        long = self._added(self._long, new, depth, max(1 - at_least[0] / LONG, LEAST_KEEP_LONG))
+        new = [*pairwise(at_least), *[(0, 0)] * (self._max_depth - depth)]
+        self._short = self._added(self._short, new, depth, max(1 - at_least[0] / SHORT, MIN_KEEP_SHORT))
+        long = self._added(self._long, new, depth, max(1 - at_least[0] / LONG, MIN_KEEP_LONG))
         self._long = self._short if self._shifted(long[0]) else long
 
     def rates(self) -> list[float]:
@@ -195,8 +195,8 @@ class DepthChooser(Protocol):
             hits: bool [n], whether the guess equals the committed token.
         """
 
-    def correct(self, spread: float) -> None:
-        """Update the cost model by the measured `DistinctExperts.spread` of a sparse model."""
+    def correct(self, independence: float) -> None:
+        """Update the cost model by the measured `DistinctExperts.independence` of a sparse model."""
 
     def info(self) -> DepthInfo | None:
         """The values behind the choice, for reports."""
@@ -224,8 +224,8 @@ class DepthController(DepthChooser):
         self.cost, self.rows = cost, rows or RowAcceptance(0)
         self._ragged = False
         self.chosen, self.ragged = dict.fromkeys(sorted(depths), 0), 0
-        self._most = max(depths)
-        self._averages = {greedy: AcceptanceAverages(self._most, acceptance) for greedy in (True, False)}
+        self._max_depth = max(depths)
+        self._averages = {greedy: AcceptanceAverages(self._max_depth, acceptance) for greedy in (True, False)}
         self._current: int | None = None
         self._probes = DepthProbes(depths)
         self._steps = self._changed_at = 0
@@ -308,8 +308,8 @@ class DepthController(DepthChooser):
     def _gains(self, rows: DecodeRows) -> Floats:
         """Expected accepted tokens of each draft of each request, [n, most steps]; 0 beyond its limit."""
         usual = np.where(rows.greedy, self._averages[True].first, self._averages[False].first)
-        gains = self.rows.gains(rows.rows, usual, self._most)
-        return gains if rows.caps.min() >= self._most else np.where(np.arange(self._most) < rows.caps[:, None], gains, 0.0)
+        gains = self.rows.gains(rows.rows, usual, self._max_depth)
+        return gains if rows.caps.min() >= self._max_depth else np.where(np.arange(self._max_depth) < rows.caps[:, None], gains, 0.0)
 
     def observe(self, read: Observed) -> None:
         """Learn from an iteration."""
@@ -352,9 +352,9 @@ class DepthController(DepthChooser):
                 start = (greedy * width + drafts) * width
                 averages.add(counts[start : start + width], drafts)
 
-    def correct(self, spread: float) -> None:
-        """Update the cost model by the measured `DistinctExperts.spread`."""
-        self.cost.correct(spread)
+    def correct(self, independence: float) -> None:
+        """Update the cost model by the measured `DistinctExperts.independence`."""
+        self.cost.correct(independence)
 
     def info(self) -> DepthInfo:
         """Counts, averages and expected times, for reports."""
@@ -375,7 +375,7 @@ class DepthController(DepthChooser):
 
     def _tokens(self, rows: DecodeRows) -> list[float]:
         """Expected tokens that all requests commit in one iteration, by depth 0..K."""
-        most, total = self._most, [0.0] * (self._most + 1)
+        most, total = self._max_depth, [0.0] * (self._max_depth + 1)
         for greedy, averages in self._averages.items():
             count = np.bincount(np.minimum(rows.caps[rows.greedy == greedy], most)).tolist()
             expected = averages.expected if count else []

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from runtime.batch import Pending, ScheduleBatch
-from runtime.config.tuning import SpeculativeTuning
+from runtime.config.speculative_tuning import SpeculativeTuning
 from runtime.model_executor.depth_controller import DepthController
 from runtime.model_executor.iteration_cost import CostPoint, DistinctExperts, IterationCost
 from runtime.model_executor.scratch_prompts import scratch_prompts

@@ -16,15 +16,15 @@ DISTANCE, BLIND_DISTANCE = 8, 32
 """Minimum iterations between two probes; the second number applies at depth 0."""
 EVIDENCE = 8
 """If at least this many windows showed acceptance within `BLIND_DISTANCE` iterations, no probe is needed for it."""
-STALE, PATIENCE, MOST_STALE = 64, 8, 4096
+STALE, PATIENCE, MAX_STALE = 64, 8, 4096
 """A depth is probed after `STALE` iterations without a measured time. If the current depth has r times its expected rate, the wait is
 r ** `PATIENCE` times longer, so a slow depth is probed rarely, but not never. At depth 0 only the shallowest depth is probed, because its
-time also informs about deeper ones; the wait doubles with each probe, up to `MOST_STALE`."""
-TRIAL = 4
+time also informs about deeper ones; the wait doubles with each probe, up to `MAX_STALE`."""
+PROBE_ITERATIONS = 4
 """Iterations of a probe of a depth that would be the best if its expected time were exact."""
-MOST_SAVED, FEW, LEAST_SAVED = 8, 8, 2
+MAX_SAVED, FEW, MIN_SAVED = 8, 8, 2
 """Maximum time that can be saved up for probes, in iterations, with up to `FEW` requests; half of it is available at the start, because the
-start-up measurement may be wrong. With more requests a probe shows more windows, so less is saved up, but at least `LEAST_SAVED`."""
+start-up measurement may be wrong. With more requests a probe shows more windows, so less is saved up, but at least `MIN_SAVED`."""
 
 
 class DepthProbes:
@@ -38,7 +38,7 @@ class DepthProbes:
         self._timed_at, self._waits = dict.fromkeys(depths, 0), dict.fromkeys(depths, STALE)
         self._last = -1  # depth of the previous iteration
         self._left = 0  # remaining iterations of a probe
-        self._saved = self._most_saved = 0.0  # seconds that probes may lose
+        self._saved = self._max_saved = 0.0  # seconds that probes may lose
         self._gained = self._gained_before = 0.0  # total seconds that probes gained
         self._overcharged = self._overcharged_before = 0
 
@@ -74,10 +74,10 @@ class DepthProbes:
     def accrue(self, best: Option, live: int) -> None:
         """Save up a fraction of the time of an iteration of `live` requests, and the time that probes gained."""
         self._steps += 1
-        gained, most = self._gained, max(MOST_SAVED * min(FEW / live, 1.0), LEAST_SAVED)
+        gained, most = self._gained, max(MAX_SAVED * min(FEW / live, 1.0), MIN_SAVED)
         share = SHARE if self._steps > 1 else most / 2
-        self._most_saved = most * best.seconds
-        self._saved = min(self._saved + share * best.seconds + gained - self._gained_before, self._most_saved)
+        self._max_saved = most * best.seconds
+        self._saved = min(self._saved + share * best.seconds + gained - self._gained_before, self._max_saved)
         self._gained_before = gained
 
     def _probe(self, options: Sequence[Option], best: Option, spreads_ends: bool) -> int:
@@ -100,13 +100,13 @@ class DepthProbes:
         if not candidates:
             return best.depth
         loss, depth = min(candidates)
-        if loss > self._saved and not (best.depth == 0 and depth == shallowest and self._saved == self._most_saved):
+        if loss > self._saved and not (best.depth == 0 and depth == shallowest and self._saved == self._max_saved):
             return best.depth
         self._saved -= max(loss, 0.0)
         if best.depth == 0:
-            self._waits[depth] = min(2 * self._waits[depth], MOST_STALE)
+            self._waits[depth] = min(2 * self._waits[depth], MAX_STALE)
         promising = _may_be_best(next(option for option in options if option.depth == depth), best)
-        self._probed_at, self._left = self._steps, TRIAL - 1 if promising else int(best.depth > 0)
+        self._probed_at, self._left = self._steps, PROBE_ITERATIONS - 1 if promising else int(best.depth > 0)
         return depth
 
     def _is_due(self, option: Option, best: Option, shallowest: int) -> bool:
@@ -126,7 +126,7 @@ class DepthProbes:
             return 2 * (option.seconds - option.tokens / best.rate)
         spread_cost = best.seconds if spreads_ends else 0.0
         if _may_be_best(option, best):
-            return spread_cost + TRIAL * (option.seconds * (1 + option.margin + option.error) - option.tokens / best.rate)
+            return spread_cost + PROBE_ITERATIONS * (option.seconds * (1 + option.margin + option.error) - option.tokens / best.rate)
         return spread_cost + option.seconds - best.seconds
 
 

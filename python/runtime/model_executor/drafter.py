@@ -15,7 +15,7 @@ from runtime.model_executor.depth import DepthBatches
 from runtime.model_executor.draft_window import NO_DRAFTS, DraftWindow, TreeShape
 from runtime.model_executor.graph_runner import GraphRunner
 from runtime.model_executor.input_buffers import InputBuffers
-from runtime.model_executor.iteration import Accepted, Iteration
+from runtime.model_executor.iteration import CommittedWindow, Iteration
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target_model import ExtendPass, MakeRunner, TargetModel
 
@@ -99,8 +99,8 @@ class Drafter(Protocol):
         """The last committed token of each request and K = `iteration.depth` drafts after it."""
         ...
 
-    def follow(self, iteration: Iteration, accepted: Accepted) -> None:
-        """Advance the draft's state to the end of the committed tokens; at K = 0 this may be deferred to `before` of a later iteration."""
+    def follow(self, iteration: Iteration, committed: CommittedWindow) -> None:
+        """Advance the draft's state to the end of the committed tokens; at K = 0 a later `before_iteration` may do it."""
         ...
 
     def follow_prompt(self, extend: ExtendPass) -> None:
@@ -115,7 +115,7 @@ class Drafter(Protocol):
     def admit(self, new_rows: Sequence[RowInit]) -> None:
         """Initialise the rows of new requests."""
 
-    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
+    def before_iteration(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
         """Prepare for an iteration, whose inputs are not filled yet.
 
         Args:
@@ -130,7 +130,7 @@ class Drafter(Protocol):
         return 0
 
     def guesses(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """The next token by the draft, if `before` just ran the catch-up window with guesses although no drafts follow.
+        """The next token by the draft, if `before_iteration` just ran the catch-up window with guesses although no drafts follow.
 
         Args:
             rows: int64 [live], the rows of the iteration that is about to run.
@@ -141,7 +141,7 @@ class Drafter(Protocol):
         return None
 
     def catch_up_eagerly(self) -> Callable[[], None] | None:
-        """A call that repeats eagerly what the latest `before` ran through graphs; None if it ran nothing."""
+        """A call that repeats eagerly what the latest `before_iteration` ran through graphs; None if it ran nothing."""
         return None
 
     def row_state(self, needs: SamplingNeeds) -> list[torch.Tensor]:
@@ -181,7 +181,7 @@ class NoDrafter(Drafter):
         """Windows of the last token alone."""
         return iteration.no_drafts
 
-    def follow(self, iteration: Iteration, accepted: Accepted) -> None:
+    def follow(self, iteration: Iteration, committed: CommittedWindow) -> None:
         """Do nothing: there is no draft state."""
 
     def follow_prompt(self, extend: ExtendPass) -> None:

@@ -31,9 +31,9 @@ FORGET_PAIRS, CALM_PAIRS = 300, 80
 """After `FORGET_PAIRS` pairs without a difference earlier pairs are forgotten; after `CALM_PAIRS` they ask for no more samples. Within
 these numbers, faults of `MIN_GAP` and of 0.05 nearly always show.
 """
-PROBED = 0.25
+MISMATCH_SUSPICION = 0.25
 """Suspicion, in nats, if first drafts mismatch surprisingly often: less than that of one pair in which only the eager draft is right."""
-MOST_EVIDENCE = 50.0
+MAX_EVIDENCE = 50.0
 """Maximum evidence, in nats."""
 KEPT = 1e3
 """Maximum of the detector, in multiples of its limit, so that right drafts of graphs can end an alarm."""
@@ -72,27 +72,27 @@ class DriftAlarm:
     """
 
     def __init__(self, num_steps: int) -> None:
-        self._drafts, self._whole = Comparison(num_steps), Comparison(num_steps)
+        self._drafts, self._verify = Comparison(num_steps), Comparison(num_steps)
 
     def count_iteration(self) -> None:
         """Count an iteration, sampled or not."""
         self._drafts.iterations += 1
-        self._whole.iterations += 1
+        self._verify.iterations += 1
 
     def add(self, pairs: Pairs) -> None:
         """Count the pairs of a sample."""
-        (self._whole if pairs.verify else self._drafts).add(pairs)
+        (self._verify if pairs.verify else self._drafts).add(pairs)
 
     def check(self) -> list[Drift]:
         """The positions that drifted."""
         found = self._drafts.drifts()
-        return found + [drift for drift in self._whole.drifts() if drift.position not in {one.position for one in found}]
+        return found + [drift for drift in self._verify.drifts() if drift.position not in {one.position for one in found}]
 
     def suspicion(self, verify: bool) -> float:
         """Evidence of a drift, in nats, from samples with or without eager verification; 0 after an alarm, when more samples are
         useless.
         """
-        return (self._whole if verify else self._drafts).suspicion
+        return (self._verify if verify else self._drafts).suspicion
 
 
 class Comparison:
@@ -121,14 +121,14 @@ class Comparison:
         open_tests = self._evidence.any(axis=1) | self._reported()
         self._counts = np.where(open_tests[:-1] | open_tests[-1:], self._counts + counts, 0)
         self._mismatched.add(int(pairs.mismatched.sum()), len(pairs.mismatched))
-        probed = PROBED if self._mismatched.surprising else 0.0
-        self.suspicion = 0.0 if self._reported().any() else max(_nats(self._evidence), probed)
+        mismatch = MISMATCH_SUSPICION if self._mismatched.surprising else 0.0
+        self.suspicion = 0.0 if self._reported().any() else max(_nats(self._evidence), mismatch)
 
     def _count_alone(self, eager: Int64, graph: Int64, pairs: Int64) -> None:
         """Count pairs: those in which only the eager draft is right, only the graph's is, and all. int64 [tests] each."""
         gain = eager[:, None] * EAGER_GAIN + graph[:, None] * GRAPH_GAIN
         self._detector = np.minimum((self._detector + self.iterations) * np.exp(gain), KEPT * self._limit)
-        self._evidence = np.clip(self._evidence + gain, 0.0, MOST_EVIDENCE)
+        self._evidence = np.clip(self._evidence + gain, 0.0, MAX_EVIDENCE)
         self._alike = np.where(eager + graph > 0, 0, self._alike + pairs)
         self._detector[self._alike > FORGET_PAIRS] = 0.0
         self._evidence[self._alike > CALM_PAIRS] = 0.0

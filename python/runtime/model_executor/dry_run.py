@@ -82,14 +82,14 @@ def accept_padding(parts: WorkerParts, depth: int, count: int) -> None:
     load_rows(parts.inputs, rows, parts.target.rows)
     lens, last = parts.inputs.kv_lens(count).zero_(), parts.inputs.last_tokens(count)
     iteration = Iteration(depth, zeros, rows, lens, last, zeros, SamplingNeeds.every(count), MAX_TOP_LOGPROBS)
-    draft, verified = parts.drafter.propose(iteration), parts.verifier.latest(iteration)
-    result = parts.accepter.decide(iteration, draft, verified)
+    window, verified = parts.drafter.propose(iteration), parts.verifier.latest(iteration)
+    result = parts.accepter.decide(iteration, window, verified)
     pending = send_to_host(parts.target, iteration, result.emitted(), verified)
     if parts.target.reads_results:
         pending.wait()
     greedy = Iteration(depth, zeros[:0], rows, lens, last, zeros, SamplingNeeds(True, True, False))
-    if parts.accepter.fusable(greedy, draft):  # compile its kernel now, not at the first batch
-        parts.accepter.accept_fused(greedy, draft, verified)
+    if parts.accepter.fusable(greedy, window):  # compile its kernel now, not at the first batch
+        parts.accepter.accept_fused(greedy, window, verified)
 
 
 def sample_padding(target: TargetModel, logits: torch.Tensor) -> None:

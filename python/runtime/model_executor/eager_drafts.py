@@ -23,14 +23,14 @@ from runtime.model_executor.draft_window import DraftWindow
 from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.drift_alarm import Pairs
 from runtime.model_executor.input_buffers import InputBuffers
-from runtime.model_executor.iteration import Accepted, AcceptResult, Iteration, VerifyResult
+from runtime.model_executor.iteration import AcceptResult, CommittedWindow, Iteration, VerifyResult
 from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.verification import Verifier
 
 SAMPLED = SamplingNeeds(False, False, False)
-MOST_BYTES = 128 << 20
+MAX_BYTES = 128 << 20
 """No sample is taken if more bytes than this must be restored after it. Prompt steps take more for activations."""
 
 
@@ -128,14 +128,14 @@ class EagerDrafts:
         hits = self._hits(rows, committed[: iteration.live], depth)
         return Compared(depth, compared, HostCopy(hits, self._mismatched[rows]), self._verified)
 
-    def draft(self, iteration: Iteration, window: DraftWindow, accepted: Accepted) -> None:
-        """Draft the next window eagerly after a sampled iteration that verified `window` and committed `accepted`."""
+    def draft(self, iteration: Iteration, committed: CommittedWindow) -> None:
+        """Draft the next window eagerly after a sampled iteration that verified and committed the window `committed`."""
         eager = replace(iteration, eager=True)
 
         def follow() -> None:
-            seen = accepted
+            seen = committed
             if iteration.sample.verify:
-                seen = replace(accepted, features=self._verifier.run(eager, self._verifier.fill(eager, window)).features)
+                seen = replace(committed, features=self._verifier.run(eager, self._verifier.fill(eager, committed.window)).features)
             self._drafter.follow(eager, seen)
 
         self._draft(iteration, follow)
@@ -195,9 +195,9 @@ class EagerDrafts:
         return bool(self._drafter.models()) and self._verifier.has_graph(iteration.depth, iteration.size) and self._fits(iteration)
 
     def _fits(self, iteration: Iteration) -> bool:
-        """Whether at most `MOST_BYTES` must be restored."""
+        """Whether at most `MAX_BYTES` must be restored."""
         kv = self._reach * sum(spec.bytes_per_slot for pool in self._written(iteration.sample) for spec in pool.specs)
-        return iteration.size * (kv + sum(each[0].nbytes for each in self._drafter.row_state(SAMPLED))) <= MOST_BYTES
+        return iteration.size * (kv + sum(each[0].nbytes for each in self._drafter.row_state(SAMPLED))) <= MAX_BYTES
 
     def _written(self, sample: EagerSample) -> list[KVPool]:
         """The pools whose KV a sample overwrites: those of the draft, and the target's if verification runs again."""
@@ -217,10 +217,11 @@ class EagerDrafts:
         return hits
 
 
-def verified_chain(iteration: Iteration, emitted: torch.Tensor, verified: VerifyResult) -> tuple[DraftWindow, Accepted]:
-    """The window and the committed tokens of an iteration graph, from its `emitted`, int64 [size, D + 1]. Beyond the accepted drafts the
+def verified_chain(iteration: Iteration, emitted: torch.Tensor, verified: VerifyResult) -> CommittedWindow:
+    """The committed window of an iteration graph, from its `emitted`, int64 [size, D + 1]. Beyond the accepted drafts the
     window has arbitrary valid tokens.
     """
     tokens = emitted[:, :-1]
-    window = torch.cat([iteration.last_tokens[:, None], tokens[:, :-1]], dim=1)
-    return DraftWindow(window), Accepted(AcceptResult(emitted[:, -1].to(torch.int32), tokens), window, verified.features)
+    drafts = torch.cat([iteration.last_tokens[:, None], tokens[:, :-1]], dim=1)
+    result = AcceptResult(emitted[:, -1].to(torch.int32), tokens)
+    return CommittedWindow(DraftWindow(drafts), result, verified.features)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 HALF_SPAN = 1.35
 """Standard deviations in the shortest interval with half of a normal distribution."""
-LEAST_LEFT = 16
+MIN_LEFT = 16
 """Lower bound for the tokens left: up to 8 tokens in flight are not counted, so smaller numbers would be mostly error."""
 
 
@@ -33,7 +33,7 @@ def share_lost(left: npt.NDArray[np.integer], rate: float) -> float:
     half, mean = n // 2, 1 + rate
     spans = ordered[half:] - ordered[: n - half]
     first = int(spans.argmin())
-    middle, spread = max(int(ordered[first + half // 2]), LEAST_LEFT), float(spans[first]) / HALF_SPAN
+    middle, spread = max(int(ordered[first + half // 2]), MIN_LEFT), float(spans[first]) / HALF_SPAN
     drift = math.sqrt(rate * (1 - rate) * middle / mean)
     return last_of(n) * (math.hypot(spread, drift) - spread) / middle
 

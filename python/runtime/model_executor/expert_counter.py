@@ -68,15 +68,15 @@ class ExpertCounter:
         return float(np.mean(list(self._layers))) if self._layers else None
 
     @property
-    def spread(self) -> float | None:
+    def independence(self) -> float | None:
         """How independently tokens choose experts, from the last counted passes: 1 if each is routed at random, 0 if all choose the same.
 
         None before the first pass of several tokens.
         """
-        found = [self._spread(tokens, hit) for tokens, hit in self._recent if tokens > 1]
+        found = [self._independence(tokens, hit) for tokens, hit in self._recent if tokens > 1]
         return sum(found) / len(found) if found else None
 
-    def _spread(self, tokens: int, hit: float) -> float:
+    def _independence(self, tokens: int, hit: float) -> float:
         rule, total = self._routers[0].rule, self._routers[0].num_experts
         if rule.top_k >= total or hit >= total:
             return 1.0

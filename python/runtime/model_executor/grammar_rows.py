@@ -104,10 +104,10 @@ class GrammarStep:
                 drafts[request, column] = window.substitute_forced(path, token)
                 path = (*path, int(drafts[request, column]))
 
-    def start_masks(self, draft: DraftWindow) -> None:
+    def start_masks(self, window: DraftWindow) -> None:
         """Start computing the masks of a window in the thread."""
-        copies = HostCopy(draft.tokens) if draft.parents is None else HostCopy(draft.tokens, draft.parents)
-        self._window, self._is_tree = self._thread.submit(self._compute, copies), draft.parents is not None
+        copies = HostCopy(window.tokens) if window.parents is None else HostCopy(window.tokens, window.parents)
+        self._window, self._is_tree = self._thread.submit(self._compute, copies), window.parents is not None
 
     def window_mask(self) -> TokenMask | None:
         """Wait for the mask of the window given to `start_masks`: W = D. None if nothing is restricted."""
@@ -234,19 +234,19 @@ class GrammarRows:
             return None
         if self._latest is not None:
             self._latest.wait_for_masks()
-        late = partial(self._catch_up, len(self._unread))
+        late = partial(self._commit_unread, len(self._unread))
         if width > 1 or wanted is not None:
             late()
-            late = partial(self._catch_up, 0)
+            late = partial(self._commit_unread, 0)
         self._latest = GrammarStep(constraints, size, width, self._words, self._device, self._thread, late)
         return self._latest
 
-    def _catch_up(self, count: int) -> None:
+    def _commit_unread(self, count: int) -> None:
         """Wait for the `count` oldest of the unread tokens."""
         for _ in range(count):
             self._unread.popleft().commit()
 
-    def follow(self, step: GrammarStep, tokens: torch.Tensor, accept_lens: torch.Tensor | None = None) -> None:
+    def record(self, step: GrammarStep, tokens: torch.Tensor, accept_lens: torch.Tensor | None = None) -> None:
         """Record the tokens committed in `step`: the first `accept_lens`, or 1, of each request in int64 [B, D]."""
         copies = HostCopy(tokens) if accept_lens is None else HostCopy(tokens, accept_lens)
         self._unread.append(_Unread(step.constraints, copies))

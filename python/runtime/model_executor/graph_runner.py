@@ -81,7 +81,7 @@ class RunnerSpec:
             tokens.
         outputs: results, in the runner's arena.
         inputs: inputs in addition to those of every batch; the owner fills them before each run.
-        num_steps: passes per run, each with its own attention metadata; 0 for passes without attention.
+        num_passes: passes per run, each with its own attention metadata; 0 for passes without attention.
         tree_tail: keys that the tree mask covers; 0 for causal passes.
         variants: names of the function's variants, each captured for every size.
         launches: approximate number of kernels per run; each takes device memory in every graph.
@@ -95,7 +95,7 @@ class RunnerSpec:
     width: int
     outputs: tuple[BufferSpec, ...]
     inputs: tuple[BufferSpec, ...] = ()
-    num_steps: int = 1
+    num_passes: int = 1
     tree_tail: int = 0
     variants: tuple[str, ...] = ("",)
     launches: int = 0
@@ -107,7 +107,7 @@ class RunnerSpec:
         """Requests and tokens of a pass of `size`."""
         return (size, size * self.width) if self.width else (self.requests, size)
 
-    def most_queries(self, size: int) -> int:
+    def ragged_queries(self, size: int) -> int:
         """Maximum tokens of a request in a ragged pass of `size`, since one prompt may have all of them; 0 for other passes."""
         return size if self.requests > 1 else self.max_queries
 
@@ -142,7 +142,7 @@ class GraphRunner:
         mode: the run mode of the following runs.
         pool_peak: bytes of the graph pool that the largest size needs; set by `find_peak`.
         report: cost of the capture.
-        replayed, run_eagerly: number of runs so far.
+        replayed, ran_eagerly: number of runs so far.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class GraphRunner:
         self._outputs: dict[tuple[int, int], Outputs] = {}
         self._replays: dict[GraphKey, Replay] = {}
         self.mode = RunMode.REPLAY
-        self.replayed = self.run_eagerly = 0
+        self.replayed = self.ran_eagerly = 0
         self.pool_peak = 0
         largest = spec.shape(self._max_size)
         inputs.declare(spec.inputs, *largest)
@@ -200,7 +200,7 @@ class GraphRunner:
     def batch(self, size: int, tokens: int = 0) -> ForwardBatch:
         """The persistent inputs of a pass of `size`, including padding; with `tokens`, of a ragged pass of that many tokens."""
         requests, usual = self.spec.shape(size)
-        return self._inputs.view(self.spec.mode, requests, tokens or usual, self.spec.tree_tail, self.spec.most_queries(size))
+        return self._inputs.view(self.spec.mode, requests, tokens or usual, self.spec.tree_tail, self.spec.ragged_queries(size))
 
     def inputs(self, size: int) -> dict[str, torch.Tensor]:
         """The additional inputs, `spec.inputs`, of a pass of `size`, to be filled in place."""
@@ -225,7 +225,7 @@ class GraphRunner:
         outputs = self._outputs_for(requests, tokens)
         replay = self._replays.get((requests, tokens, variant))
         if replay is None or eager or forward is not None or self.mode is not RunMode.REPLAY:
-            self.run_eagerly += self.mode is not RunMode.RECORDED
+            self.ran_eagerly += self.mode is not RunMode.RECORDED
             (forward or self._forward)(batch, outputs, variant)
             return outputs, False
         self.replayed += 1
@@ -234,7 +234,7 @@ class GraphRunner:
 
     def runs(self) -> RunnerRuns:
         """Number of runs so far."""
-        return RunnerRuns(self.spec.name, self.replayed, self.run_eagerly)
+        return RunnerRuns(self.spec.name, self.replayed, self.ran_eagerly)
 
     def rebind(self, backends: Sequence[AttentionBackend]) -> None:
         """Use other backends from now on, after the KV pool was replaced. Before any capture."""
@@ -265,7 +265,7 @@ class GraphRunner:
         """Bytes that capturing will take if the pool already has `pool_bytes`, without outputs, which are allocated already."""
         if not self.uses_cuda_graphs:
             return 0
-        passes = len(self.spec.variants) * max(self.spec.num_steps, 1)
+        passes = len(self.spec.variants) * max(self.spec.num_passes, 1)
         nodes = len(self._sizes) * len(self.spec.variants) * self.spec.launches
         nccl = passes * sum(self._nccl_bytes(self.spec.shape(size)[1]) for size in self._sizes)
         needed = max(self.pool_peak - pool_bytes, 0) + nodes * self._node_bytes + nccl
@@ -359,8 +359,8 @@ class GraphRunner:
         return batch
 
     def _plan(self, batch: ForwardBatch) -> None:
-        for backend in self._backends if self.spec.num_steps else ():
-            plan_pass(backend, batch, self.spec.num_steps)
+        for backend in self._backends if self.spec.num_passes else ():
+            plan_pass(backend, batch, self.spec.num_passes)
 
     def _outputs_for(self, requests: int, tokens: int) -> Outputs:
         buffers = self.buffers

@@ -111,7 +111,7 @@ class VerifyResult:
     Attributes:
         logits: float32 [size * D, V], or this rank's columns of them.
         tokens: int64 [size, D], the argmax at each position.
-        features: [size * D, feature], the states that the drafter reads.
+        features: [size * D, feature_width], the states that the drafter reads.
         graph: whether a graph was replayed.
         head: the LM head that computed the logits.
     """
@@ -157,15 +157,15 @@ class AcceptResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """The committed tokens and the target's states over their window, which a drafter follows.
+class CommittedWindow:
+    """A window after its commit: what `Drafter.follow` reads.
 
     Attributes:
+        window: the window that the target verified.
         result: the committed tokens.
-        window: int64 [size, D]: the tokens that were verified.
-        features: [size * D, feature]: the target's states over the window.
+        features: [size * D, feature_width]: the target's states over the window.
     """
 
+    window: DraftWindow
     result: AcceptResult
-    window: torch.Tensor
     features: torch.Tensor

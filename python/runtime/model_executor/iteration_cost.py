@@ -19,7 +19,7 @@ size. Differences between depths that ran at least `SURE` times recently are kep
 depths, decay within about `FORGET` iterations, and the scale absorbs what remains. Such a correction may come from a temporary delay of the
 machine, which makes one depth seem slow compared with depths that do not run and would never be corrected.
 """
-MOST_CELL, MOST_LATE = math.log(3.0), math.log(1.25)
+MAX_CELL, MAX_LATE = math.log(3.0), math.log(1.25)
 """Logarithms of the largest correction of a single batch size and depth, and of the largest positive error that one iteration counts as: a
 delay of the machine only adds time, and a depth that seems slow is rarely tried again."""
 CLEARLY_SHORT = 1.1
@@ -34,7 +34,7 @@ PRIOR_SCALE, PRIOR_CONTEXT = 1.0, 0.1
 START_ERROR = 0.03
 """Relative error of a time measured at start-up from few iterations, without the host's work for real requests."""
 
-LEAST_FIXED = 0.1
+MIN_FIXED = 0.1
 """Minimum constant term of the fit, as a fraction of the shortest measured time."""
 SWEEPS = 100
 """Coordinate-descent iterations of the fit to the start-up measurements."""
@@ -54,16 +54,16 @@ class DistinctExperts:
     """Estimates how many distinct experts of a sparse layer the tokens of a pass are routed to.
 
     Attributes:
-        spread: how independently tokens choose experts, 0 to 1; neighbouring tokens of a text share some.
+        independence: how independently tokens choose experts, 0 to 1; neighbouring tokens of a text share some.
     """
 
     num_experts: int
     top_k: int
-    spread: float = 1.0
+    independence: float = 1.0
 
     def distinct(self, tokens: int) -> float:
         """Expected number of distinct experts of `tokens` tokens in one layer."""
-        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** (1 + self.spread * (tokens - 1)))
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** (1 + self.independence * (tokens - 1)))
 
 
 class IterationCost:
@@ -120,8 +120,8 @@ class IterationCost:
         self._forget(key[0])
         cell = self._cells[key]
         runs = self._runs[key] = self._runs.get(key, 0.0) + 1
-        cell += max(CELL_RATE, 1 / (runs + FIRST_RUNS)) * min(math.log(seconds / expected), MOST_LATE)
-        self._cells[key] = min(max(cell, -MOST_CELL), MOST_CELL)
+        cell += max(CELL_RATE, 1 / (runs + FIRST_RUNS)) * min(math.log(seconds / expected), MAX_LATE)
+        self._cells[key] = min(max(cell, -MAX_CELL), MAX_CELL)
 
     def _forget(self, sizes: int) -> None:
         """Decay the corrections of single depths at similar batch sizes, as described at `FORGET`. `sizes`: `size.bit_length()`."""
@@ -142,7 +142,7 @@ class IterationCost:
         if not depth or key in self._runs or self._runs.get((sizes, 0, 0), 0) < FIRST_RUNS:
             return False
         expected = self._scale * self._measured(size, depth, width) + self._context * self._unit * kv_tokens
-        before, error = self._short.pop(key, None), max(math.log(max(seconds, 1e-9) / expected), -MOST_CELL)
+        before, error = self._short.pop(key, None), max(math.log(max(seconds, 1e-9) / expected), -MAX_CELL)
         if error > -math.log(CLEARLY_SHORT):
             return False
         if before is None:
@@ -152,10 +152,10 @@ class IterationCost:
             self._unseen[sizes] = self._cells[key]
         return True
 
-    def correct(self, spread: float) -> None:
-        """Update `DistinctExperts.spread` by a measurement."""
+    def correct(self, independence: float) -> None:
+        """Update `DistinctExperts.independence` by a measurement."""
         if self._experts is not None:
-            self._experts = replace(self._experts, spread=round(spread, 1))
+            self._experts = replace(self._experts, independence=round(independence, 1))
 
     def _at(self, size: int, depth: int, width: int) -> float:
         sizes = size.bit_length()
@@ -189,10 +189,10 @@ class IterationCost:
         return np.array([1.0, rows, depth, depth * size, experts])
 
     def _fitted(self) -> npt.NDArray[np.float64]:
-        """Non-negative least squares of relative errors by coordinate descent; the constant term is at least `LEAST_FIXED`."""
+        """Non-negative least squares of relative errors by coordinate descent; the constant term is at least `MIN_FIXED`."""
         x = np.array([self._features(p.size, p.depth) / p.seconds for p in self.points])
         gram, wanted = x.T @ x, x.sum(0)
-        least = np.array([LEAST_FIXED * min(p.seconds for p in self.points), 0.0, 0.0, 0.0, 0.0])
+        least = np.array([MIN_FIXED * min(p.seconds for p in self.points), 0.0, 0.0, 0.0, 0.0])
         fit = least.copy()
         for _ in range(SWEEPS):
             for i, step in enumerate(gram.diagonal()):

@@ -23,7 +23,7 @@ from runtime.model_executor.depth import USUAL_STEPS, thinned
 from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec, eagerly
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
-from runtime.model_executor.iteration import Accepted, Iteration, VerifyResult
+from runtime.model_executor.iteration import CommittedWindow, Iteration, VerifyResult
 from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.verification import Verifier
@@ -37,7 +37,7 @@ VARIANTS = {
 """The sampling stages of each captured variant. Batches of greedy and sampled requests run the variant with filters, which does not change
 the bits of requests without filters.
 """
-MOST_REQUESTS = 32
+MAX_REQUESTS = 32
 """The largest batch with iteration graphs: above, the gaps between separate graphs are less than 1 % of an iteration of an 8B model."""
 ROWS = BufferSpec("iteration_rows", "req", torch.int64, 0)
 """The graphs' own input of request rows, which keeps its values until other rows run. Passes outside these graphs overwrite other
@@ -70,7 +70,7 @@ class IterationStages:
     def sizes(self, depth: int) -> list[int]:
         """Batch sizes that get an iteration graph: common sizes for which all its passes have graphs."""
         sizes = set.intersection(*(set(runner.sizes) for runner in self.runners(depth)))
-        return thinned([size for size in sizes if size <= MOST_REQUESTS])
+        return thinned([size for size in sizes if size <= MAX_REQUESTS])
 
 
 def iteration_graph_depths(depths: Iterable[int], config: RuntimeConfig, active_parameters: int) -> list[int]:
@@ -144,7 +144,7 @@ class IterationGraphs:
             width=D,
             outputs=(BufferSpec("emitted", "req", torch.int64, 0, (D + 1 if D > 1 else 1,)),),
             inputs=(ROWS,),
-            num_steps=0,
+            num_passes=0,
             variants=tuple(VARIANTS),
             launches=OTHER_LAUNCHES + sum(runner.spec.launches for runner in runners),
             fallback="as several graphs",
@@ -161,11 +161,11 @@ class IterationGraphs:
         state = inputs.rows(size), inputs.kv_lens(size), inputs.last_tokens(size)
         iteration = Iteration(depth, np.full(size, PAD_ROW, dtype=np.int32), *state, bounds, VARIANTS[variant])
         with eagerly(stages.runners(depth), RunMode.RECORDED):
-            draft = stages.drafter.propose(iteration)
-            window = stages.verifier.fill(iteration, draft)
-            verified = stages.verifier.run(iteration, window)
-            result = stages.accepter.accept(iteration, draft, verified, window)
-            stages.drafter.follow(iteration, Accepted(result, draft.tokens, verified.features))
+            window = stages.drafter.propose(iteration)
+            verify_batch = stages.verifier.fill(iteration, window)
+            verified = stages.verifier.run(iteration, verify_batch)
+            result = stages.accepter.accept(iteration, window, verified, verify_batch)
+            stages.drafter.follow(iteration, CommittedWindow(window, result, verified.features))
         stages.target.rows.kv_lens[PAD_ROW].zero_()  # all rows were committed, padding too
         result.emitted(outputs["emitted"])
 

@@ -78,13 +78,13 @@ def _mib(size: int) -> int:
     return -(-size // MIB)
 
 
-def plan_memory(budget: Budget, page_size: int, wanted_tokens: int | None, fraction: float | None, least_tokens: int) -> MemoryPlan:
+def plan_memory(budget: Budget, page_size: int, wanted_tokens: int | None, fraction: float | None, min_tokens: int) -> MemoryPlan:
     """Divide the device's memory.
 
     Args:
         wanted_tokens: KV slots that the user asked for (--max-total-tokens), or None for all that fit.
         fraction: share of the device for weights and KV (--mem-fraction-static), or None to derive it.
-        least_tokens: slots that one request needs.
+        min_tokens: slots that one request needs.
 
     Raises:
         ConfigError: the KV cache would be too small; the message names the flag and the amount.
@@ -98,7 +98,7 @@ def plan_memory(budget: Budget, page_size: int, wanted_tokens: int | None, fract
     page_bytes = budget.bytes_per_slot * page_size
     pages = max(available, 0) // page_bytes - 1  # page 0 is padding
     if wanted_tokens is not None:
-        if wanted_tokens < (least := -(-least_tokens // page_size) * page_size):
+        if wanted_tokens < (least := -(-min_tokens // page_size) * page_size):
             raise ConfigError(
                 f"--max-total-tokens is {wanted_tokens}; one request needs {least}, in pages of {page_size}. Raise it or leave it out."
             )
@@ -108,14 +108,14 @@ def plan_memory(budget: Budget, page_size: int, wanted_tokens: int | None, fract
                 f"but only {max(available, 0) // MIB:,} MiB are left. Lower it to {pages * page_size}."
             )
         pages = min(pages, wanted_tokens // page_size)
-    if pages * page_size < least_tokens:
-        short = _mib((-(-least_tokens // page_size) + 1) * page_bytes - available)
+    if pages * page_size < min_tokens:
+        short = _mib((-(-min_tokens // page_size) + 1) * page_bytes - available)
         flag = (
             "Raise --mem-fraction-static."
             if fraction is not None
             else "Lower --chunked-prefill-size, --cuda-graph-max-bs or --context-length."
         )
-        raise ConfigError(f"The KV cache is {short:,} MiB short of the {least_tokens} tokens that one request needs. {flag}")
+        raise ConfigError(f"The KV cache is {short:,} MiB short of the {min_tokens} tokens that one request needs. {flag}")
     kv = (pages + 1) * page_bytes
     held = {"weights and context": weights - budget.experts} | ({"expert weights": budget.experts} if budget.experts else {})
     table = {**held, "activations": budget.activations, **budget.reservations, "KV cache": kv}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 
-FIRST_SHARE, FIRST_PAIRS, MOST_PAIRS = 0.02, 2.0, 200.0
+FIRST_SHARE, FIRST_PAIRS, MAX_PAIRS = 0.02, 2.0, 200.0
 """Initial usual share, its weight in pairs, and the maximum weight of the past."""
 ALLOWANCE = 0.2
 """Nats by which each pair lowers the statistic, so that it falls again even if all pairs mismatch."""
-SURPRISING, MOST_SURPRISE = 2.0, 3.0
-"""The share is surprising from `SURPRISING` nats on; the statistic is at most `MOST_SURPRISE`."""
+SURPRISING, MAX_SURPRISE = 2.0, 3.0
+"""The share is surprising from `SURPRISING` nats on; the statistic is at most `MAX_SURPRISE`."""
 
 
 class MismatchDetector:
@@ -31,7 +31,7 @@ class MismatchDetector:
         """Count the pairs of a sample, `mismatched` of which have different first drafts."""
         usual = self._mismatched / self._pairs
         gain = mismatched * math.log((1 + usual) / (2 * usual)) - (pairs - mismatched) * math.log(2) - pairs * ALLOWANCE
-        self._surprise = min(max(self._surprise + gain, 0.0), MOST_SURPRISE)
+        self._surprise = min(max(self._surprise + gain, 0.0), MAX_SURPRISE)
         self.surprising = self._surprise >= SURPRISING
-        keep = min(MOST_PAIRS / (self._pairs + pairs), 1.0)
+        keep = min(MAX_PAIRS / (self._pairs + pairs), 1.0)
         self._mismatched, self._pairs = keep * (self._mismatched + mismatched), keep * (self._pairs + pairs)

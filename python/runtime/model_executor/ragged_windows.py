@@ -28,26 +28,26 @@ class RaggedWindows:
         host: int32 [B], the widths.
         widths: int32 [B], on the device.
         offsets: int32 [B + 1], where each window begins among the T tokens.
-        index: int64 [T], the index of each token in full windows [B * D].
-        spread: int64 [B, D], the index among the T tokens of each position of a full window; beyond a window's width, that of its last
-            token.
+        full_index: int64 [T], the index of each token in full windows [B * D].
+        ragged_index: int64 [B, D], the index among the T tokens of each position of a full window; beyond a window's width, that of its
+            last token.
     """
 
     host: Int32
     widths: torch.Tensor
     offsets: torch.Tensor
-    index: torch.Tensor
-    spread: torch.Tensor
+    full_index: torch.Tensor
+    ragged_index: torch.Tensor
 
     @classmethod
     def of(cls, widths: Int32, D: int, upload: Upload) -> RaggedWindows:
         """Make the windows of these widths, int32 [B], each in 1..D, with one upload."""
         offsets = np.concatenate([np.zeros(1, dtype=np.int32), widths.cumsum(dtype=np.int32)])
         columns = np.arange(D, dtype=np.int32)
-        index = np.flatnonzero(columns < widths[:, None])
-        spread = (offsets[:-1, None] + np.minimum(columns, widths[:, None] - 1)).flatten().astype(np.int64)
-        widths_d, offsets_d, index_d, spread_d = upload(widths, offsets, index, spread)
-        return cls(widths, widths_d, offsets_d, index_d, spread_d.view(-1, D))
+        full_index = np.flatnonzero(columns < widths[:, None])
+        ragged_index = (offsets[:-1, None] + np.minimum(columns, widths[:, None] - 1)).flatten().astype(np.int64)
+        widths_d, offsets_d, full_index_d, ragged_index_d = upload(widths, offsets, full_index, ragged_index)
+        return cls(widths, widths_d, offsets_d, full_index_d, ragged_index_d.view(-1, D))
 
     @property
     def tokens(self) -> int:
@@ -64,9 +64,9 @@ class RaggedWindows:
             bounds: int32 [B], on the host, upper bounds of `kv_lens`.
         """
         assert batch.extend_lens is not None
-        batch.input_ids.copy_(full.input_ids[self.index])
-        batch.positions.copy_(full.positions[self.index])
-        batch.out_cache_loc.copy_(full.out_cache_loc[self.index])
+        batch.input_ids.copy_(full.input_ids[self.full_index])
+        batch.positions.copy_(full.positions[self.full_index])
+        batch.out_cache_loc.copy_(full.out_cache_loc[self.full_index])
         torch.add(kv_lens, self.widths, out=batch.seq_lens)
         batch.qo_indptr.copy_(self.offsets)
         batch.extend_lens[:] = self.host

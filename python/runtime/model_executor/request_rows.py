@@ -19,13 +19,13 @@ from runtime.sampling_params import MAX_DRAFT_STEPS, MAX_LOGIT_BIAS, MAX_STOP_ID
 
 MAX_EOS = MAX_STOP_IDS + 16
 GREEDY = SamplingParams(temperature=0.0)
-MOST_COUNTED = 32767
+MAX_COUNT = 32767
 """The largest count of one token in the output: the largest int16."""
 COMMON = np.dtype([("row", "i8"), ("seed", "i8"), ("least", "i8"), ("floats", "f4", 6), ("top_k", "i4"), ("unused", "i4")])
 """The state that is written for every row, in one copy."""
-LEAST_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 """Lower temperatures are raised to this, which does not change the draw but keeps logits finite."""
-LEAST_REPETITION = 1e-20
+MIN_REPETITION = 1e-20
 """Lower repetition penalties are raised to this, which does not change the choice but keeps logits finite."""
 
 
@@ -83,7 +83,7 @@ class RequestRows:
         t.seeds[rows], t.min_positions[rows] = seeds[:, 0], least[:, 0]
         for init in new_rows:
             self._stages[init.row] = stages_of(init.sampling)
-            self._draft_caps[init.row] = init.sampling.most_drafts
+            self._draft_caps[init.row] = init.sampling.draft_limit
             self._admit_rare(init)
 
     def needs(self, rows: np.ndarray) -> SamplingNeeds:
@@ -109,12 +109,12 @@ class RequestRows:
     def count(self, rows: torch.Tensor, tokens: torch.Tensor, valid: torch.Tensor) -> None:
         """Add committed output tokens to the counts. rows int64 [N], tokens int64 [N, W], valid bool [N, W].
 
-        A count stays at `MOST_COUNTED` instead of wrapping to a negative number.
+        A count stays at `MAX_COUNT` instead of wrapping to a negative number.
         """
         counts, at = self.tables.output_counts, (rows.repeat_interleave(tokens.shape[1]), tokens.flatten())
         counts.index_put_(at, valid.to(torch.int16).flatten(), accumulate=True)
         held = counts[at]
-        counts[at] = torch.where(held < 0, MOST_COUNTED, held)
+        counts[at] = torch.where(held < 0, MAX_COUNT, held)
 
     def _admit_rare(self, init: RowInit) -> None:
         t, p, row = self.tables, init.sampling, init.row
@@ -129,7 +129,7 @@ class RequestRows:
             t.bias_ids[row], t.bias_values[row] = self._upload(ids), self._upload(values)
         if p.penalised and init.history is not None:
             vocab = t.output_counts.shape[1]
-            output = np.minimum(np.bincount(init.history[init.prompt_len :], minlength=vocab), MOST_COUNTED).astype(np.int16)
+            output = np.minimum(np.bincount(init.history[init.prompt_len :], minlength=vocab), MAX_COUNT).astype(np.int16)
             prompt = np.zeros(vocab, dtype=np.bool_)
             prompt[init.history[: init.prompt_len]] = True
             t.output_counts[row], t.in_prompt[row] = self._upload(output), self._upload(prompt)
@@ -142,8 +142,8 @@ def _common(init: RowInit) -> tuple[object, ...]:
     """One item of `COMMON`."""
     p = init.sampling
     least = init.prompt_len + p.min_new_tokens if p.min_new_tokens else 0
-    warmth = 0.0 if p.greedy else max(p.temperature, LEAST_TEMPERATURE)
-    floats = (warmth, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, max(p.repetition_penalty, LEAST_REPETITION))
+    warmth = 0.0 if p.greedy else max(p.temperature, MIN_TEMPERATURE)
+    floats = (warmth, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, max(p.repetition_penalty, MIN_REPETITION))
     return init.row, init.seed, least, floats, p.top_k if p.top_k > 0 else TOP_K_ALL, 0
 
 

@@ -17,16 +17,16 @@ from runtime.model_executor.drift_alarm import DriftAlarm
 
 GROWTH = 1.0
 """The part of the reserve that evidence may use grows as exp(`GROWTH` * nats)."""
-EVIDENT, PROBE_GAP = 0.4, 4
+EVIDENT, SAMPLE_GAP = 0.4, 4
 """With at least `EVIDENT` nats, slightly less than one pair gives in which only the eager draft is right, every iteration may be sampled.
-With less, one in `PROBE_GAP`: a sample disturbs the times of three iterations, so one of four still shows the time of its depth.
+With less, one in `SAMPLE_GAP`: a sample disturbs the times of three iterations, so one of four still shows the time of its depth.
 """
-LEAST_EXTRA = 0.05
+MIN_EXTRA = 0.05
 """Minimum extra time of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class SampleKind:
     """The parameters of one kind of sample. Times are in replays.
 
     Attributes:
@@ -34,7 +34,7 @@ class Kind:
         share: fraction of the running time for samples without evidence of a drift.
         saved: fraction of the running time for all samples.
         extra: initial estimate of the time that a sample takes.
-        most_extra: maximum time that a sample counts as, because the first may load kernels.
+        max_extra: maximum time that a sample counts as, because the first may load kernels.
         weak: part of the reserve that the weakest evidence may use.
         reserve: the reserve, which the strongest evidence may use.
     """
@@ -43,26 +43,26 @@ class Kind:
     share: float
     saved: float
     extra: float
-    most_extra: float
+    max_extra: float
     weak: float
     reserve: float
 
 
-DRAFTS = Kind(first=8, share=0.002, saved=0.004, extra=0.15, most_extra=4.0, weak=3.0, reserve=400.0)
-WHOLE = Kind(first=3000, share=0.001, saved=0.0015, extra=5.0, most_extra=16.0, weak=10.0, reserve=400.0)
+DRAFTS = SampleKind(first=8, share=0.002, saved=0.004, extra=0.15, max_extra=4.0, weak=3.0, reserve=400.0)
+VERIFY = SampleKind(first=3000, share=0.001, saved=0.0015, extra=5.0, max_extra=16.0, weak=10.0, reserve=400.0)
 
 
-class Samples:
+class SampleSchedules:
     """Owner of both schedules: samples with verification, and samples of the draft alone. If both are due, verification runs too."""
 
     def __init__(self) -> None:
-        self._whole, self._drafts = SampleSchedule(WHOLE), SampleSchedule(DRAFTS)
+        self._verify, self._drafts = SampleSchedule(VERIFY), SampleSchedule(DRAFTS)
         self._replay, self._late = 0.0, 0.0  # time of a usual iteration in seconds; extra time of the disturbed ones, in replays
 
     def next(self, alarm: DriftAlarm, possible: bool = True) -> EagerSample:
         """Count an iteration; `possible`: whether it can be sampled."""
         drafts = self._drafts.next(alarm.suspicion(verify=False), possible)
-        if self._whole.next(alarm.suspicion(verify=True), possible):
+        if self._verify.next(alarm.suspicion(verify=True), possible):
             return EagerSample(taken=True, verify=True)
         return EagerSample(taken=True) if drafts else NO_SAMPLE
 
@@ -82,7 +82,7 @@ class Samples:
         elif self._replay:
             self._late += seconds / self._replay - 1
             if after.taken:
-                (self._whole if after.verify else self._drafts).observe(self._late)
+                (self._verify if after.verify else self._drafts).observe(self._late)
                 self._late = 0.0
 
 
@@ -92,7 +92,7 @@ class SampleSchedule:
     `next` runs on the thread that submits steps and `observe` on the one that reads them; each writes only its own fields.
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: SampleKind) -> None:
         self._kind, self._wait = kind, kind.extra / kind.share - kind.first  # iterations since the previous sample
         self._used = 0.0  # replays used of the reserve
         self._extra = kind.extra
@@ -110,7 +110,7 @@ class SampleSchedule:
 
     def observe(self, took: float) -> None:
         """Learn the time that a sample took."""
-        extra = min(max(took, LEAST_EXTRA), self._kind.most_extra)
+        extra = min(max(took, MIN_EXTRA), self._kind.max_extra)
         self._late += extra - self._extra
         self._extra += (extra - self._extra) / 4
 
@@ -118,6 +118,6 @@ class SampleSchedule:
         kind, used = self._kind, self._used + self._extra
         if self._wait >= self._extra / kind.share:
             return used <= kind.reserve
-        if suspicion == 0 or self._wait < (1 if suspicion >= EVIDENT else PROBE_GAP):
+        if suspicion == 0 or self._wait < (1 if suspicion >= EVIDENT else SAMPLE_GAP):
             return False
         return used <= min(kind.weak * math.exp(GROWTH * suspicion), kind.reserve)

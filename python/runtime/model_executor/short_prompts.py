@@ -24,7 +24,7 @@ from runtime.models.decoder import DecoderModel
 SMALLEST, LARGEST = 32, 2048
 """Tokens of the smallest and of the largest graph. For more tokens, attention's cost grows quadratically, and the graph pool would hold the
 activations of rare passes."""
-MOST_REQUESTS = 3
+MAX_REQUESTS = 3
 """Maximum number of prompts of a batch that are replayed one after another; for small models the number of kernels is the limit."""
 SLOTS = 8
 """Request slots of a pass over several prompts; the last one is for padding."""
@@ -75,16 +75,16 @@ class PromptCost:
         """
         if len(sizes) == 1:
             return True
-        return len(sizes) <= MOST_REQUESTS and sum(max(size, self.read_tokens) for size in sizes) <= self.free_tokens
+        return len(sizes) <= MAX_REQUESTS and sum(max(size, self.read_tokens) for size in sizes) <= self.free_tokens
 
 
-def prompt_spec(hidden: int, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
-    """Passes over the tokens of one request. Outputs: `hidden` [T, hidden], `aux` [T, feature] of the wanted layers."""
+def prompt_spec(hidden: int, feature_width: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
+    """Passes over the tokens of one request. Outputs: `hidden` [T, hidden], `aux` [T, feature_width] of the wanted layers."""
     return RunnerSpec(
         name="short prompts",
         mode=ForwardMode.EXTEND,
         width=0,
-        outputs=(BufferSpec("hidden", "token", dtype, 0, (hidden,)), BufferSpec("aux", "token", dtype, 0, (feature,))),
+        outputs=(BufferSpec("hidden", "token", dtype, 0, (hidden,)), BufferSpec("aux", "token", dtype, 0, (feature_width,))),
         launches=launches,
     )
 
@@ -137,7 +137,7 @@ class ShortPrompts:
         """Outside the graph. Fill, plan and replay a ragged EXTEND batch.
 
         Returns:
-            Hidden states [T, hidden] and auxiliary states [T, feature] or None, valid until the next run. None, without having run
+            Hidden states [T, hidden] and auxiliary states [T, feature_width] or None, valid until the next run. None, without having run
             anything, if there is no graph for the batch, if the padding of a chunk does not fit the page table, or if one eager pass is
             faster.
         """

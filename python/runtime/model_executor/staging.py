@@ -16,9 +16,9 @@ DEPTH = 8
 times, and one step is queued ahead."""
 ALIGNMENT = 4
 """Align arrays to 4 words, 16 bytes: Triton recompiles a kernel for a different pointer alignment."""
-MOST_ARRAYS = 32
+MAX_ARRAYS = 32
 """Maximum arrays per upload."""
-MOST_LAYOUTS = 64
+MAX_LAYOUTS = 64
 """Maximum cached layouts per slot."""
 
 
@@ -59,7 +59,7 @@ class _Slot:
         """
         if sizes in self._layouts:
             return self._layouts[sizes]
-        if len(self._layouts) >= MOST_LAYOUTS:
+        if len(self._layouts) >= MAX_LAYOUTS:
             self._layouts.clear()
         ends = list(accumulate((-(-words // ALIGNMENT) * ALIGNMENT for words, _ in sizes), initial=0))
         places = [slice(start, start + words) for start, (words, _) in zip(ends, sizes, strict=False)]
@@ -83,13 +83,13 @@ class StagingRing:
     def __init__(self, capacity: int, device: torch.device) -> None:
         """`capacity`: 4-byte words of the largest upload."""
         self.device, self._next, self._capacity = device, 0, capacity
-        aligned = capacity + MOST_ARRAYS * (ALIGNMENT - 1)
+        aligned = capacity + MAX_ARRAYS * (ALIGNMENT - 1)
         self._slots = [_Slot(aligned, device) for _ in range(DEPTH)] if device.type == "cuda" else []
 
     def upload(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
         """Device copies of 1-D `arrays` of int32 or int64, by one asynchronous transfer."""
         assert all(a.dtype in (np.int32, np.int64) for a in arrays), f"upload of {[a.dtype.name for a in arrays]}"
-        assert len(arrays) <= MOST_ARRAYS, f"{len(arrays)} arrays in one upload"
+        assert len(arrays) <= MAX_ARRAYS, f"{len(arrays)} arrays in one upload"
         assert sum(a.nbytes for a in arrays) <= 4 * self._capacity, f"upload of {[len(a) for a in arrays]} numbers"
         if not self._slots:
             return [torch.from_numpy(a.copy()) for a in arrays]

@@ -20,12 +20,12 @@ from runtime.model_executor.window import fill_window
 
 EAGER_STEPS = 8
 """Eager ragged passes round their token count up to one of about this many values per window position."""
-LEAST_REQUESTS = 32
+MIN_REQUESTS = 32
 """The smallest batch with graphs over ragged windows: with fewer requests, a pass is bound by reading the weights."""
 
 
-def verify_spec(target: TargetModel, shape: TreeShape, name: str, feature: int) -> RunnerSpec:
-    """Outputs: `logits` float32 [B * D, this rank's columns], argmax `tokens` int64 [B * D], `features` [B * D, feature]."""
+def verify_spec(target: TargetModel, shape: TreeShape, name: str, feature_width: int) -> RunnerSpec:
+    """Outputs: `logits` float32 [B * D, this rank's columns], argmax `tokens` int64 [B * D], `features` [B * D, feature_width]."""
     D, model = shape.num_draft_tokens, target.runner.model
     return RunnerSpec(
         name=name,
@@ -34,7 +34,7 @@ def verify_spec(target: TargetModel, shape: TreeShape, name: str, feature: int) 
         outputs=(
             BufferSpec("logits", "token", torch.float32, 0, (model.lm_head.out_features,)),
             BufferSpec("tokens", "token", torch.int64, 0),
-            BufferSpec("features", "token", target.runner.dtype, 0, (feature,)),
+            BufferSpec("features", "token", target.runner.dtype, 0, (feature_width,)),
         ),
         tree_tail=0 if shape.topk == 1 else D,
         launches=model.kernel_launches,
@@ -44,12 +44,12 @@ def verify_spec(target: TargetModel, shape: TreeShape, name: str, feature: int) 
 def ragged_spec(full: RunnerSpec, mean: int) -> RunnerSpec:
     """The runner over windows of up to D tokens, `mean` on average, with the outputs of full windows.
 
-    Input: `spread` int64 [B, D], from `RaggedWindows`.
+    Input: `ragged_index` int64 [B, D], from `RaggedWindows`.
     """
     D = full.width
     outputs = tuple(replace(output, rows="req", tail=(D, *output.tail)) for output in full.outputs)
-    spread = BufferSpec("spread", "req", torch.int64, 0, (D,))
-    return replace(full, name=f"{full.name} W={mean}", width=mean, max_queries=D, outputs=outputs, inputs=(spread,))
+    ragged_index = BufferSpec("ragged_index", "req", torch.int64, 0, (D,))
+    return replace(full, name=f"{full.name} W={mean}", width=mean, max_queries=D, outputs=outputs, inputs=(ragged_index,))
 
 
 class Verifier:
@@ -57,7 +57,7 @@ class Verifier:
 
     Args:
         shape: the windows at full depth.
-        feature: width of the states that the drafter reads.
+        feature_width: width of the states that the drafter reads.
         make: makes a graph runner of the target's passes.
 
     Attributes:
@@ -70,7 +70,7 @@ class Verifier:
         self,
         target: TargetModel,
         shape: TreeShape,
-        feature: int,
+        feature_width: int,
         depths: Mapping[int, DepthBatches],
         inputs: InputBuffers,
         make: MakeRunner,
@@ -82,10 +82,10 @@ class Verifier:
         capable = shape.topk == 1 and runner.model.context.exchange is None and runner.backend.caps.ragged_windows
         for depth, batches in depths.items():
             name = "target decode" if depth == 0 else "verify" if depth == shape.num_steps else f"verify K={depth}"
-            spec = verify_spec(target, shape.at_depth(depth), name, feature)
+            spec = verify_spec(target, shape.at_depth(depth), name, feature_width)
             self.runners[depth] = make(spec, self._forward, runner, batches, True)
             if capable and depth == self.ragged_depth:
-                own = replace(batches, captured=thinned([size for size in batches.captured if size >= LEAST_REQUESTS]))
+                own = replace(batches, captured=thinned([size for size in batches.captured if size >= MIN_REQUESTS]))
                 specs = {mean: ragged_spec(spec, mean) for mean in mean_widths(depth)}
                 self.ragged = {mean: make(spec, self._ragged_forward, runner, own, True) for mean, spec in specs.items()}
 
@@ -114,19 +114,19 @@ class Verifier:
 
     # ---- outside any graph
 
-    def fill(self, iteration: Iteration, draft: DraftWindow) -> ForwardBatch:
+    def fill(self, iteration: Iteration, window: DraftWindow) -> ForwardBatch:
         """Fill the inputs of the verify pass."""
         batch = self.runners[iteration.depth].batch(iteration.size)
-        batch.seq_len_bounds[:] = iteration.bounds + draft.width
-        fill_window(batch, self._target.page_table, iteration.kv_lens, draft.tokens, draft.depths)
+        batch.seq_len_bounds[:] = iteration.bounds + window.width
+        fill_window(batch, self._target.page_table, iteration.kv_lens, window.tokens, window.depths)
         if batch.tree_mask is not None:
-            assert draft.mask is not None
-            batch.tree_mask.copy_(draft.mask.flatten())
+            assert window.mask is not None
+            batch.tree_mask.copy_(window.mask.flatten())
         if (ragged := iteration.ragged) is not None:
             runner, full = self._runner(iteration), batch
             batch = runner.batch(iteration.size, ragged.tokens)
             ragged.fill(batch, full, iteration.kv_lens, iteration.bounds)
-            runner.inputs(iteration.size)["spread"].copy_(ragged.spread)
+            runner.inputs(iteration.size)["ragged_index"].copy_(ragged.ragged_index)
         return batch
 
     def run(self, iteration: Iteration, batch: ForwardBatch) -> VerifyResult:
@@ -166,8 +166,8 @@ class Verifier:
 
     def _ragged_forward(self, batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
         hidden, aux = self._target.runner.model.forward(batch, self._target.aux_layers)
-        spread = self._inputs.named("spread", batch.batch_size).flatten()
-        states = States(hidden[spread], None if aux is None else aux[spread])
+        ragged_index = self._inputs.named("ragged_index", batch.batch_size).flatten()
+        states = States(hidden[ragged_index], None if aux is None else aux[ragged_index])
         self._write(states, {name: tensor.flatten(0, 1) for name, tensor in outputs.items()})
 
     def _write(self, states: States, outputs: Outputs) -> None:

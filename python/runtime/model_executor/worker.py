@@ -27,7 +27,7 @@ from runtime.model_executor.expert_counter import ExpertCounter
 from runtime.model_executor.followers import Followers, GroupsPending, SharedPending
 from runtime.model_executor.grammar_rows import GrammarRows, GrammarStep
 from runtime.model_executor.graph_runner import GraphRunner, RunMode
-from runtime.model_executor.iteration import Accepted, DraftCaps, Iteration
+from runtime.model_executor.iteration import CommittedWindow, DraftCaps, Iteration
 from runtime.model_executor.iteration_graph import IterationGraphs, IterationStages
 from runtime.model_executor.profiler import Profiler
 from runtime.model_executor.ragged_windows import RaggedWindows
@@ -110,9 +110,9 @@ class Worker:
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step and return immediately."""
         if self._group.rank == 0:
-            self.parts.depths.plan(batch)
+            self.parts.depths.choose(batch)
             possible = batch.depth > 0 and not batch.has_prompts and batch.longest + batch.depth < self.limits.max_context_len
-            batch.sample = self.parts.monitor.next_iteration(batch.depth, possible)
+            batch.sample = self.parts.monitor.choose_sample(batch.depth, possible)
             for section in batch.sections:
                 section.depth, section.sample = batch.depth, batch.sample
         # A batch without sections runs identically in all attention groups.
@@ -170,7 +170,7 @@ class Worker:
         if change.depth is not None:
             self.parts.depths.fix(change.depth)
         if change.acceptance is not None:
-            self.parts.accepter.force(change.acceptance)
+            self.parts.accepter.set_synthetic(change.acceptance)
             self.parts.monitor.reset_alarm()  # pairs before and after the change are not comparable
 
     def start_profile(self, folder: str) -> None:
@@ -248,7 +248,7 @@ class Worker:
         mask = None if grammar is None else grammar.first()
         extend, prompts = self.parts.target.sample_next(batch, chunks, states, mask)
         if grammar is not None:
-            self.parts.grammars.follow(grammar, extend.next_tokens[:, None])
+            self.parts.grammars.record(grammar, extend.next_tokens[:, None])
         return extend, prompts
 
     def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
@@ -257,12 +257,19 @@ class Worker:
         host_rows, len_bounds = batch.rows[batch.num_prompts :], batch.len_bounds[batch.num_prompts :]
         bounds = np.zeros(size, dtype=np.int32)
         bounds[: len(host_rows)] = len_bounds
-        needs, k = parts.target.rows.needs(host_rows), int(batch.top_logprobs.max(initial=-1))
+        needs = parts.target.rows.needs(host_rows)
         grammar = parts.grammars.step(host_rows, size, parts.drafter.spec.shape.at_depth(depth).num_draft_tokens)
-        unfollowed = parts.drafter.before(host_rows, len_bounds, depth, needs)
-        lens, last = parts.inputs.kv_lens(size), parts.inputs.last_tokens(size)
+        unfollowed = parts.drafter.before_iteration(host_rows, len_bounds, depth, needs)
         iteration = Iteration(
-            *(depth, host_rows, rows, lens, last, bounds, needs, k, batch.sample),
+            depth=depth,
+            host_rows=host_rows,
+            rows=rows,
+            kv_lens=parts.inputs.kv_lens(size),
+            last_tokens=parts.inputs.last_tokens(size),
+            bounds=bounds,
+            needs=needs,
+            top_logprobs=int(batch.top_logprobs.max(initial=-1)),
+            sample=batch.sample,
             grammar=grammar,
             caps=self._caps(host_rows, depth, size, batch.widths),
             ragged=RaggedWindows.of(batch.widths, depth + 1, parts.target.staging.upload) if len(batch.widths) else None,
@@ -294,11 +301,11 @@ class Worker:
         """As `_iterate`, by one graph."""
         with self._profiler.span("iteration"):
             emitted, verified = self.parts.iterations.run(iteration)
-            hit = self.parts.experts.sample(iteration.live * (iteration.depth + 1))
+            experts = self.parts.experts.sample(iteration.live * (iteration.depth + 1))
             compared = self.eager_drafts.compare(iteration, emitted)
-            decodes = send_to_host(self.parts.target, iteration, emitted, verified, None, hit, compared)
+            decodes = send_to_host(self.parts.target, iteration, emitted, verified, None, experts, compared)
             if iteration.sample.taken:
-                self.eager_drafts.draft(iteration, *verified_chain(iteration, emitted, verified))
+                self.eager_drafts.draft(iteration, verified_chain(iteration, emitted, verified))
             return decodes
 
     def _iterate(
@@ -309,33 +316,33 @@ class Worker:
         load_rows(self.parts.inputs, iteration.rows, target.rows)
         extend, prompts = None, None
         with self._profiler.span("draft_decode"):
-            draft = drafter.propose(iteration)
+            window = drafter.propose(iteration)
         if iteration.grammar is not None:
-            iteration.grammar.start_masks(draft)
+            iteration.grammar.start_masks(window)
         with self._profiler.span("verify"):
-            window, hit = verifier.fill(iteration, draft), None
+            verify_batch, experts = verifier.fill(iteration, window), None
             if chunks is None:
-                verified = verifier.run(iteration, window)
-                hit = self.parts.experts.sample(iteration.live * draft.width if iteration.ragged is None else None)
+                verified = verifier.run(iteration, verify_batch)
+                experts = self.parts.experts.sample(iteration.live * window.width if iteration.ragged is None else None)
             else:
-                states, window_states = target.run(chunks, window, iteration.live)
+                states, window_states = target.run(chunks, verify_batch, iteration.live)
                 verified = verifier.result_of(iteration, window_states)
                 extend, prompts = self._sample_next(batch, chunks, prompt_grammar, states)
             if iteration.grammar is not None and (mask := iteration.grammar.window_mask()) is not None:  # waits for its thread
                 iteration = replace(iteration, mask=mask, needs=replace(iteration.needs, constrained=mask.selected))
-            result = self.parts.accepter.accept(iteration, draft, verified, window)
+            result = self.parts.accepter.accept(iteration, window, verified, verify_batch)
             compared = self.eager_drafts.compare(iteration, result.tokens)
-            decodes = send_to_host(target, iteration, result.emitted(), verified, result.path, hit, compared)
+            decodes = send_to_host(target, iteration, result.emitted(), verified, result.path, experts, compared)
             if iteration.grammar is not None:
-                self.parts.grammars.follow(iteration.grammar, result.tokens[: iteration.live], result.accept_lens[: iteration.live])
+                self.parts.grammars.record(iteration.grammar, result.tokens[: iteration.live], result.accept_lens[: iteration.live])
             target.agreement.commit(result.tokens[: iteration.live], result.accept_lens[: iteration.live])
         if extend is not None:
             drafter.follow_prompt(extend)
         with self._profiler.span("draft_extend"):
-            accepted = Accepted(result, draft.tokens, verified.features)
-            drafter.follow(iteration, accepted)
+            committed = CommittedWindow(window, result, verified.features)
+            drafter.follow(iteration, committed)
         if iteration.sample.taken:
-            self.eager_drafts.draft(iteration, draft, accepted)
+            self.eager_drafts.draft(iteration, committed)
         return prompts, decodes
 
     def _read(
@@ -358,8 +365,8 @@ class Worker:
             self._observe(decodes, decoded, alive, now, prompts is not None, batch)
         if decodes is not None and decodes.experts is not None:
             self.parts.experts.add(decodes.iteration.live * (decodes.stats.draft_tokens + 1), decodes.experts.wait()[0].astype(np.int64))
-            if (controller := self.parts.depths.controller) is not None and (spread := self.parts.experts.spread) is not None:
-                controller.correct(spread)
+            if (controller := self.parts.depths.controller) is not None and (independence := self.parts.experts.independence) is not None:
+                controller.correct(independence)
         self._read_at, self._prompts_read, self._samples_read = now, prompts is not None, self.eager_drafts.samples
         self.parts.drafter.observe(batch.rows, result)
         for grammar, offset in zip(grammars, (0, batch.num_prompts), strict=True):
@@ -388,14 +395,23 @@ class Worker:
         self.parts.monitor.observe_time(iteration, decoded.stats.graph, seconds, disturbed)
         if controller is None:
             return
-        timed = None if disturbed else seconds
         assert iteration.greedy is not None
-        most = np.full(iteration.live, iteration.depth) if caps is None else caps.host
-        kv_tokens = batch.pad_kv or int(iteration.bounds.sum())
-        width = 0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size
-        rows = iteration.host_rows[alive] if self.parts.depths.tracks(iteration.live) else no_ints()
-        sizes, greedy = (iteration.depth, iteration.size), iteration.greedy[alive]
-        controller.observe(Observed(*sizes, lens[alive], most[alive], greedy, kv_tokens, timed, width, rows, batch.step))
+        drafts = np.full(iteration.live, iteration.depth) if caps is None else caps.host
+        greedy = iteration.greedy[alive]
+        controller.observe(
+            Observed(
+                depth=iteration.depth,
+                size=iteration.size,
+                accept_lens=lens[alive],
+                caps=drafts[alive],
+                greedy=greedy,
+                kv_tokens=batch.pad_kv or int(iteration.bounds.sum()),
+                seconds=None if disturbed else seconds,
+                width=0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size,
+                rows=iteration.host_rows[alive] if self.parts.depths.tracks(iteration.live) else no_ints(),
+                step=batch.step,
+            )
+        )
         if decodes.guessed is not None:
             controller.observe_guesses(greedy, decodes.guessed.wait()[0].astype(np.bool_)[alive])
 

@@ -112,7 +112,7 @@ class DecoderModel:
         self._bound = kv_pool, backend
 
     def forward(self, batch: ForwardBatch, aux_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run every block over the batch. The backend's `plan` has been called for it.
+        """Run every block over the batch. `plan_pass` has been called for it.
 
         Args:
             aux_layers: layers whose *input*, the residual stream, is wanted, ascending; `num_layers` means the last

@@ -27,21 +27,21 @@ class DFlashDraftModel(DraftHead):
     stores. `forward` writes KV of a block after them; it is overwritten once the target has verified the block.
 
     Attributes:
-        block: how blocks are filled.
+        draft_block: how blocks are filled.
         aux_layers: target layers whose input states the draft reads.
-        input_width: width of these states, concatenated.
+        feature_width: width of these states, concatenated.
     """
 
     def __init__(self, config: DraftConfig, target: DecoderModel, group: ParallelGroup | None = None) -> None:
         """Allocate the draft. `group`: the ranks that share its blocks; by default those that share the target's."""
-        assert config.block is not None, "the configuration of a DFlash draft"
+        assert config.draft_block is not None, "the configuration of a DFlash draft"
         super().__init__(config.model, target, group=group)
-        self.block, self.aux_layers, parts = config.block, config.aux_layers, self.parts
+        self.draft_block, self.aux_layers, parts = config.draft_block, config.aux_layers, self.parts
         hidden = self.config.hidden_size
-        self.input_width = len(self.aux_layers) * hidden
-        self.fc = parts.weights.linear({"fc": hidden}, self.input_width)
+        self.feature_width = len(self.aux_layers) * hidden
+        self.fc = parts.weights.linear({"fc": hidden}, self.feature_width)
         self._context_norm, self._norm = parts.norm("hidden_norm.weight"), parts.norm("norm.weight")
-        self._attention = [parts.attention(f"layers.{i}.self_attn.", i, causal=causal) for i, causal in enumerate(self.block.causal)]
+        self._attention = [parts.attention(f"layers.{i}.self_attn.", i, causal=causal) for i, causal in enumerate(self.draft_block.causal)]
         self.layers = [
             parts.block(f"layers.{i}.", attention, parts.gated_mlp(f"layers.{i}.mlp.")) for i, attention in enumerate(self._attention)
         ]
@@ -72,7 +72,7 @@ class DFlashDraftModel(DraftHead):
     # ---- passes: may be captured in a graph, so they never synchronise with the device
 
     def write_context(self, batch: ForwardBatch) -> None:
-        """Store keys and values of committed tokens, from the target's states `batch.hidden_states` [T, input_width]."""
+        """Store keys and values of committed tokens, from the target's states `batch.hidden_states` [T, feature_width]."""
         assert batch.hidden_states is not None, "the context is made of the target's states"
         ops, dtype, context = self.ops, self.dtype, self.context(batch)
         states = ops.norm(ops.linear(batch.hidden_states.to(dtype), self.fc).float(), self._context_norm, dtype)
@@ -81,8 +81,8 @@ class DFlashDraftModel(DraftHead):
             ops.rope_and_cache(ops.linear(states, kv_proj), keys_only, attention.spec.layer_id, context)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Fill blocks: [T, hidden] in the model's dtype, after the final norm. Call the backend's `plan` first."""
-        stream = self.ops.embed(batch.input_ids, self.embed, self.layers[0].attn_norm, self.block.embed_scale)
+        """Fill blocks: [T, hidden] in the model's dtype, after the final norm. Call `plan_pass` first."""
+        stream = self.ops.embed(batch.input_ids, self.embed, self.layers[0].attn_norm, self.draft_block.embed_scale)
         context = self.context(batch)
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             stream = layer.forward(stream, context, None if following is None else following.attn_norm)

@@ -17,7 +17,7 @@ SECOND_VERSION = ("conv_kernel_size", "selector_rank")
 
 
 @dataclass(frozen=True, slots=True)
-class BlockDraft:
+class DraftBlock:
     """How a draft fills blocks.
 
     Attributes:
@@ -57,7 +57,7 @@ def parse(fields: ConfigFields) -> ModelConfig:
     return decoder_config(fields, **attention_bias(fields), qk_norm=True, window=window)
 
 
-def read_block(fields: ConfigFields, model: ModelConfig) -> BlockDraft:
+def read_draft_block(fields: ConfigFields, model: ModelConfig) -> DraftBlock:
     """How the draft `model` fills blocks.
 
     Raises:
@@ -72,7 +72,7 @@ def read_block(fields: ConfigFields, model: ModelConfig) -> BlockDraft:
     mask_id = own.count("mask_token_id", model.vocab_size)
     if mask_id >= model.vocab_size:
         raise fields.error(f"mask_token_id must be a token id below {model.vocab_size}")
-    return BlockDraft(own.positive("block_size", BLOCK_SIZE), mask_id, own.number("input_embedding_scale", 1.0), each)
+    return DraftBlock(own.positive("block_size", BLOCK_SIZE), mask_id, own.number("input_embedding_scale", 1.0), each)
 
 
 def read_aux_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from runtime.errors import ConfigError
 from runtime.models import dflash_config, llama, mistral, qwen2
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
-from runtime.models.dflash_config import BlockDraft
+from runtime.models.dflash_config import DraftBlock
 from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, flattened, is_eagle3, read_aux_layers
 from runtime.models.hf_config import read_hf_config, sliding_windows
 from runtime.models.registry import FAMILIES, MTP_CLASSES, Family, of_checkpoint, parse_family, parse_hf_config
@@ -40,13 +40,13 @@ class DraftConfig:
         model: its decoder; `max_context_len` is the target's, since published heads state their training length instead.
         aux_layers: EAGLE-3 and DFlash: target layers whose input the draft reads, for `DecoderModel.forward`; () for others.
         layout: EAGLE-3: the options in which published heads differ.
-        block: DFlash: how blocks are filled; None for other drafts.
+        draft_block: DFlash: how blocks are filled; None for other drafts.
     """
 
     model: ModelConfig
     aux_layers: tuple[int, ...] = ()
     layout: Eagle3Layout = FIRST_LAYOUT
-    block: BlockDraft | None = None
+    draft_block: DraftBlock | None = None
 
 
 def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: ModelConfig) -> DraftConfig:
@@ -73,8 +73,8 @@ def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: Mode
     _check_fit(model, target, algorithm)
     if algorithm == "DFLASH":
         fields = ConfigFields(raw, where)
-        layers, block = dflash_config.read_aux_layers(fields, target.num_layers), dflash_config.read_block(fields, model)
-        return DraftConfig(model, layers, block=block)
+        layers, block = dflash_config.read_aux_layers(fields, target.num_layers), dflash_config.read_draft_block(fields, model)
+        return DraftConfig(model, layers, draft_block=block)
     if algorithm != "EAGLE3":
         return DraftConfig(model)
     return DraftConfig(model, read_aux_layers(raw, target, where), Eagle3Layout.read(flat))

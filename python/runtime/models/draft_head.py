@@ -31,12 +31,12 @@ class DraftModel(Protocol):
     and never synchronise with the device.
 
     Attributes:
-        lookahead: 1 for a head, which reads the hidden state at a position and the token after it; 0 for a model that
-            reads the token at the position.
+        lookahead: 1 for a head, which reads the hidden state at a position and the token after it; 0 for a standalone model, which reads
+            the token at the position.
         config: the draft's decoder.
         attention_specs: its attention layers, for the draft's KV pool and backend.
         aux_layers: target layers whose input stream the draft reads; () if it reads the target's last hidden state.
-        input_width: width of the target's hidden state that draft-extend is fed.
+        feature_width: width of the target's states that draft-extend reads; 0 for a standalone model.
         hidden_width, hidden_dtype: of the state that `forward` returns and the next draft step reads.
         vocab_size: Vd, the number of ids that `logits` scores.
         to_target: int64 [Vd], the target's id of each draft id; None when they share one vocabulary.
@@ -47,7 +47,7 @@ class DraftModel(Protocol):
     config: ModelConfig
     attention_specs: tuple[AttentionSpec, ...]
     aux_layers: tuple[int, ...] = ()
-    input_width: int
+    feature_width: int
     hidden_width: int
     hidden_dtype: torch.dtype
     vocab_size: int
@@ -55,10 +55,8 @@ class DraftModel(Protocol):
     to_draft: torch.Tensor | None = None
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the draft. `batch.input_ids[t]` is the token after the one that `batch.hidden_states[t]` belongs to.
-
-        `hidden_states` has `input_width` columns when it comes from the target, `hidden_width` when it is the draft's
-        own; any float dtype.
+        """Run the draft. For a head, `batch.hidden_states[t]` belongs to the position of the token before `batch.input_ids[t]`: it has
+        `feature_width` columns from the target or `hidden_width` of the draft itself, in any float dtype. A standalone model reads none.
 
         Args:
             wanted: int64 [N], the tokens whose states are returned. KV is written for all tokens, but everything after
@@ -71,13 +69,11 @@ class DraftModel(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores of the token after next: [N, hidden_width] -> float32 [N, Vd], written to `out` where given."""
+        """Scores of the token after the last one that was read: [N, hidden_width] -> float32 [N, Vd], written to `out` where given."""
         ...
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The draft id of the most likely token after next, int64 [N]: the argmax of `logits(hidden)`, the first of
-        equal entries.
-        """
+        """The draft id of the most likely token, int64 [N]: the argmax of `logits(hidden)`, the first of equal entries."""
         ...
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ class LlamaForCausalLMEagle(DraftHead, DraftModel):
         """
         super().__init__(config.model, target, group=group)
         self.aux_layers = config.aux_layers
-        self.input_width = self.hidden_width = hidden = self.config.hidden_size
+        self.feature_width = self.hidden_width = hidden = self.config.hidden_size
         self.hidden_dtype = target.dtype
         self._input = DraftInput()
         self.fc = self.parts.weights.linear({"fc": hidden}, 2 * hidden)

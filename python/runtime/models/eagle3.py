@@ -44,15 +44,15 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         self.aux_layers = config.aux_layers
         if c.num_layers != 1:
             raise ConfigError(f"the EAGLE-3 draft head has {c.num_layers} layers; only heads of one layer are supported")
-        self.input_width = NUM_AUX * (c.target_hidden_size or c.hidden_size)
+        self.feature_width = NUM_AUX * (c.target_hidden_size or c.hidden_size)
         self.hidden_width = c.hidden_size
-        if self.input_width == self.hidden_width:
-            raise ConfigError(f"the EAGLE-3 draft head is as wide as three of its target's hidden states, {self.input_width}")
+        if self.feature_width == self.hidden_width:
+            raise ConfigError(f"the EAGLE-3 draft head is as wide as three of its target's hidden states, {self.feature_width}")
         self.hidden_dtype = torch.float32
         self.vocab_size = c.draft_vocab_size or c.vocab_size
         self._reduced = self.vocab_size != c.vocab_size
         self._layout = config.layout
-        self.fc = parts.weights.linear({"fc": c.hidden_size}, self.input_width)
+        self.fc = parts.weights.linear({"fc": c.hidden_size}, self.feature_width)
         self.layer = parts.usual_block("midlayer.", 0, in_features=2 * c.hidden_size, input_norm=False)
         self.layers = [self.layer]
         self.attention_specs = (self.layer.attention.spec,)
@@ -61,8 +61,8 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         self._input = DraftInput(norms, stream=stream)
         self._norm = parts.norm("norm.weight")
         self.head_norm = None if config.layout.norm_output else self._norm
-        self._input_norm = parts.norm("input_norm.weight", self.input_width) if config.layout.norm_before_fc else None
-        state_width = self.input_width // NUM_AUX
+        self._input_norm = parts.norm("input_norm.weight", self.feature_width) if config.layout.norm_before_fc else None
+        state_width = self.feature_width // NUM_AUX
         self._state_norms = [parts.norm(f"fc_norm.{i}.weight", state_width) for i in range(NUM_AUX if config.layout.fc_norm else 0)]
         self._own_head = c.draft_vocab_size is not None and not c.tie_embeddings
         if self._own_head:
@@ -118,7 +118,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         self.keep_tokens(offsets.to(torch.int64) + torch.arange(self.vocab_size, device=offsets.device), "d2t of the draft checkpoint")
 
     def project(self, aux_hidden: torch.Tensor) -> torch.Tensor:
-        """The target's three states, concatenated [T, input_width], -> the head's state [T, hidden]."""
+        """The target's three states, concatenated [T, feature_width], -> the head's state [T, hidden]."""
         ops, dtype = self.ops, self.dtype
         x = aux_hidden.to(dtype)
         if self._input_norm is not None:
@@ -130,11 +130,11 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Run the head: the residual stream, float32 [T, hidden], or [N, hidden] with `wanted`; final-normed if the layout
-        feeds it back so. Projects states of `input_width` first. See `DraftModel.forward`.
+        feeds it back so. Projects states of `feature_width` first. See `DraftModel.forward`.
         """
         hidden = batch.hidden_states
         assert hidden is not None, "a draft head needs hidden states"
-        states = self.project(hidden) if hidden.shape[1] == self.input_width else hidden
+        states = self.project(hidden) if hidden.shape[1] == self.feature_width else hidden
         rows, stream = self.ops.join(batch.input_ids, self.embed, states, batch.positions, self._input)
         assert stream is not None, "the stream begins with the states"
         h = self.layer.forward(Stream(stream), self.context(batch), rows=rows, wanted=wanted).h

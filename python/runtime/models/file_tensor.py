@@ -14,7 +14,7 @@ import torch
 
 from runtime.errors import ConfigError
 
-MOST_BUFFERS = 1024
+MAX_BUFFERS = 1024
 """The maximum that one system call fills: Linux' IOV_MAX."""
 
 
@@ -40,7 +40,7 @@ class WeightFile:
         left = list(buffers)[::-1]
         while left:
             try:
-                count = os.preadv(self._descriptor, left[: -MOST_BUFFERS - 1 : -1], offset)
+                count = os.preadv(self._descriptor, left[: -MAX_BUFFERS - 1 : -1], offset)
             except OSError as error:
                 raise ConfigError(f"{self.path} cannot be read: {error}") from error
             if not count:

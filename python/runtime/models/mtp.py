@@ -51,7 +51,7 @@ class MtpDraft(DraftHead, DraftModel):
         super().__init__(mtp_config(target.config), target, target.context, group)
         assert self.config.mtp is not None, "checked by mtp_config"
         self._names = names = self.config.mtp
-        self.input_width = self.hidden_width = hidden = self.config.hidden_size
+        self.feature_width = self.hidden_width = hidden = self.config.hidden_size
         self.hidden_dtype = target.dtype if names.feeds_normed else torch.float32
         parts, prefix = self.parts, names.prefix
         token_norm, hidden_norm, self._final_norm = (

@@ -156,7 +156,7 @@ class ModelParts:
         for part, scale in zip("kv", scales, strict=True):
             targets |= dict.fromkeys((f"{prefix}{part}_scale", f"{prefix}{part}_proj.{part}_scale"), scale)
         for name, target in targets.items():
-            slot = WeightSlot((1,), (slice(None),), lambda value, to=target: to.copy_(value.reshape(())), spread=True)
+            slot = WeightSlot((1,), (slice(None),), lambda value, to=target: to.copy_(value.reshape(())), broadcast=True)
             self.weights.optional(name, slot)
         return scales
 

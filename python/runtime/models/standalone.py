@@ -16,7 +16,7 @@ class StandaloneDraft(DraftModel):
         model: the decoder, whose methods it has except `forward`.
     """
 
-    lookahead, input_width = 0, 0
+    lookahead, feature_width = 0, 0
 
     def __init__(self, model: DecoderModel) -> None:
         self.model, self.config, self.attention_specs = model, model.config, model.attention_specs

@@ -32,13 +32,13 @@ PAD_SLOT = 0
 """The slot that window positions without a token write to."""
 
 
-def catch_up_spec(variants: tuple[str, ...], launches: int, num_steps: int = 1) -> RunnerSpec:
+def catch_up_spec(variants: tuple[str, ...], launches: int, num_passes: int = 1) -> RunnerSpec:
     """The runner over windows of stored positions, which its function reads itself. Input: `accept_lens` int32 [B], stored positions."""
     inputs = (BufferSpec("accept_lens", "req", torch.int32, 1),)
-    return RunnerSpec("draft extend K=0", ForwardMode.DRAFT_EXTEND, WIDTH, (), inputs, num_steps, 0, variants, launches)
+    return RunnerSpec("draft extend K=0", ForwardMode.DRAFT_EXTEND, WIDTH, (), inputs, num_passes, 0, variants, launches)
 
 
-class HeldStates:
+class StoredInputs:
     """Owner of the stored inputs of the draft, by request row: position p is at index p % `WIDTH`. Row 0 is padding."""
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype, inputs: InputBuffers) -> None:
@@ -70,15 +70,15 @@ class CatchUp:
     """Counts how many positions the draft lags in each row, and runs the window over them.
 
     Attributes:
-        held: the stored positions.
+        stored: the stored positions.
         runner: runs windows of `WIDTH` of them.
         in_step: whether the draft follows each step without drafts immediately, because attention groups share its experts.
         guessed: whether the latest window computed guesses although no drafts follow.
-        again: runs the window of the latest `before` once more, eagerly; None if it ran none.
+        again: runs the window of the latest `before_iteration` once more, eagerly; None if it ran none.
     """
 
-    def __init__(self, target: TargetModel, inputs: InputBuffers, held: HeldStates, runner: GraphRunner) -> None:
-        self.runner, self._target, self._inputs, self.held = runner, target, inputs, held
+    def __init__(self, target: TargetModel, inputs: InputBuffers, stored: StoredInputs, runner: GraphRunner) -> None:
+        self.runner, self._target, self._inputs, self.stored = runner, target, inputs, stored
         self.again: Callable[[], None] | None = None
         self.in_step = target.runner.model.context.exchange is not None
         self._behind = np.zeros(len(target.rows.kv_lens), dtype=np.int32)
@@ -101,7 +101,7 @@ class CatchUp:
 
     # ---- before an iteration, outside any graph
 
-    def before(self, rows: Int32, bounds: Int32, depth: int, variant: str) -> int:
+    def before_iteration(self, rows: Int32, bounds: Int32, depth: int, variant: str) -> int:
         """Run the window if an iteration of `rows` needs it, and count the position that it will store.
 
         Args:
@@ -136,11 +136,11 @@ class CatchUp:
         self._windows += depth == 0
 
     def add(self, iteration: Iteration, tokens: torch.Tensor, states: torch.Tensor, variant: str) -> None:
-        """Store the inputs of the draft after an iteration without drafts; arguments as for `HeldStates.add`.
+        """Store the inputs of the draft after an iteration without drafts; arguments as for `StoredInputs.add`.
 
         Attention groups run their draft immediately, in windows of one size.
         """
-        self.held.add(iteration.rows, iteration.kv_lens, tokens, states)
+        self.stored.add(iteration.rows, iteration.kv_lens, tokens, states)
         if self.in_step:
             live = iteration.live
             one = np.ones(live, dtype=np.int32)
@@ -148,12 +148,12 @@ class CatchUp:
             self._run(iteration.host_rows, bounds, one, variant, eager=iteration.eager, size=iteration.size)
 
     def add_prompts(self, ended: Int32, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, states: torch.Tensor) -> None:
-        """Store the last position of each prompt chunk instead of computing its first draft; arguments as for `HeldStates.add`.
+        """Store the last position of each prompt chunk instead of computing its first draft; arguments as for `StoredInputs.add`.
 
         Args:
             ended: int32, the rows whose prompt ends; only their positions will be read.
         """
-        self.held.add(rows, positions, tokens, states)
+        self.stored.add(rows, positions, tokens, states)
         self._behind[ended] = 1
 
     def _run(self, rows: Int32, bounds: Int32, behind: Int32, variant: str, eager: bool, size: int) -> None:
@@ -167,7 +167,7 @@ class CatchUp:
         starts = inputs.kv_lens(size)
         load_rows(inputs, padded_d, self._target.rows)
         starts.sub_(lens_d).clamp_(min=0)  # padding has no KV
-        fill_window(batch, self._target.page_table, starts, self.held.tokens(inputs.rows(size)))
+        fill_window(batch, self._target.page_table, starts, self.stored.tokens(inputs.rows(size)))
         unused = torch.arange(WIDTH, device=lens_d.device) >= lens_d[:, None]
         batch.out_cache_loc.view(size, WIDTH).masked_fill_(unused, PAD_SLOT)
         runner.inputs(size)["accept_lens"].copy_(lens_d)

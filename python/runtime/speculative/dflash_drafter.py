@@ -36,7 +36,7 @@ from runtime.models.dflash import DFlashDraftModel
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
 from runtime.speculative.draft_mask import DraftMask
 from runtime.speculative.draft_passes import extend_spec
-from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting
+from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting_grammar
 
 
 class DFlashDrafter(ModelDrafter):
@@ -45,7 +45,7 @@ class DFlashDrafter(ModelDrafter):
     def __init__(self, model: DFlashDraftModel, runner: ModelRunner, config: SpeculativeConfig) -> None:
         self.model = model
         shape = TreeShape(config.num_steps, 1, config.num_draft_tokens)
-        aux, width = model.aux_layers, model.input_width
+        aux, width = model.aux_layers, model.feature_width
         spec = DrafterSpec(shape=shape, capturable=True, aux_layers=aux, feature_width=width, catch_up=WIDTH)
         super().__init__(spec, runner, config)
 
@@ -61,10 +61,10 @@ class DFlashDrafter(ModelDrafter):
     def _extend_spec(self, depth: int) -> RunnerSpec:
         launches = 2 * len(self.model.layers) + 4
         if depth == 0:
-            return catch_up_spec(("",), launches, num_steps=0)
+            return catch_up_spec(("",), launches, num_passes=0)
         full = self.spec.shape
-        spec = extend_spec(full, full.at_depth(depth), self.model.input_width, self.runner.dtype, launches)
-        return replace(spec, inputs=spec.inputs[:1], num_steps=0, variants=("",))  # nothing attends: it writes KV only
+        spec = extend_spec(full, full.at_depth(depth), self.model.feature_width, self.runner.dtype, launches)
+        return replace(spec, inputs=spec.inputs[:1], num_passes=0, variants=("",))  # nothing attends: it writes KV only
 
     def _extend_forward(self, states: ReadStates, width: int) -> Forward:
         return partial(self._write_context, states=states)
@@ -84,7 +84,7 @@ class DFlashDrafter(ModelDrafter):
         """Fill the blocks."""
         if iteration.depth == 0:
             return iteration.no_drafts
-        runner, grammar = self.graphs[iteration.depth].decode, restricting(iteration)
+        runner, grammar = self.graphs[iteration.depth].decode, restricting_grammar(iteration)
         assert runner is not None, "every depth has blocks"
         outputs = self._decode(iteration, runner, None if grammar is None else partial(self._fill_block, grammar=grammar))
         return DraftWindow(**outputs)
@@ -97,7 +97,7 @@ class DFlashDrafter(ModelDrafter):
 
     def _fill_block(self, batch: ForwardBatch, outputs: Outputs, variant: str, grammar: GrammarStep | None = None) -> None:
         tokens = outputs["tokens"]
-        tokens.fill_(self.model.block.mask_id)
+        tokens.fill_(self.model.draft_block.mask_id)
         tokens[:, 0].copy_(self._target.rows.last_tokens[batch.req_pool_indices])
         fill_window(batch, self._target.page_table, self._inputs.kv_lens(batch.batch_size), tokens)
         hidden = self.model.forward(batch).view(*tokens.shape, -1)[:, 1:]

@@ -30,7 +30,7 @@ from runtime.model_executor.window import fill_window
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.draft_mask import DraftMask
 from runtime.speculative.draft_state import DraftState, guess, start_chain
-from runtime.speculative.draft_tree import begin, expand, select, top_log_probs
+from runtime.speculative.draft_tree import cut_tree, grow_tree, start_tree, top_log_probs
 
 GREEDY, SAMPLED = "greedy", "sampled"
 KV_ONLY = "kv"
@@ -42,14 +42,14 @@ def variants(shape: TreeShape) -> tuple[str, ...]:
     return (GREEDY, SAMPLED) if shape.topk == 1 else (GREEDY,)
 
 
-def decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: int, passes: int) -> RunnerSpec:
+def decode_spec(shape: TreeShape, max_depth: int, draft_vocab: int, launches: int, passes: int) -> RunnerSpec:
     """The runner at one depth.
 
     Outputs, which are fields of `DraftWindow`: `tokens` int64 [B, D]; for trees `parents`, `depths`, `mask` [B, D]; for chains
     `probs` float32 [B, K, Vd], written if they are sampled.
 
     Args:
-        most_steps: K at full depth.
+        max_depth: K at full depth.
         launches: kernel launches of one draft pass, including those for its inputs, the guess and the tree.
         passes: K - 1, or K for a draft without lookahead.
     """
@@ -60,11 +60,11 @@ def decode_spec(shape: TreeShape, most_steps: int, draft_vocab: int, launches: i
     else:
         outputs += [BufferSpec(name, "req", torch.int64, 0, (D,)) for name in ("parents", "depths", "mask")]
     return RunnerSpec(
-        name="draft decode" if shape.num_steps == most_steps else f"draft decode K={shape.num_steps}",
+        name="draft decode" if shape.num_steps == max_depth else f"draft decode K={shape.num_steps}",
         mode=ForwardMode.DECODE,
         width=shape.topk,
         outputs=tuple(outputs),
-        num_steps=passes,
+        num_passes=passes,
         tree_tail=0 if chain else shape.topk,
         variants=variants(shape),
         launches=passes * launches,
@@ -78,30 +78,30 @@ class DraftPasses:
     """
 
     def __init__(
-        self, draft: DraftModel, shape: TreeShape, rows: RequestRows, state: DraftState, page_table: PageTable, inputs: InputBuffers
+        self, draft: DraftModel, shape: TreeShape, request_rows: RequestRows, state: DraftState, page_table: PageTable, inputs: InputBuffers
     ) -> None:
-        self.draft, self.shape, self.rows, self.state = draft, shape, rows, state
+        self.draft, self.shape, self.request_rows, self.state = draft, shape, request_rows, state
         self.page_table, self.inputs = page_table, inputs
         # A pass advances slots by topk but positions by 1; this difference maps a slot to its position.
         steps = torch.arange(shape.num_steps, device=inputs.device)[:, None]
         self._back = (steps * (1 - shape.topk)).expand(-1, shape.topk).contiguous()
 
-    def forward(self, grammar: GrammarStep | None = None) -> Forward:
+    def function(self, grammar: GrammarStep | None = None) -> Forward:
         """The function that the graph records; with `grammar` only for eager runs, restricted to drafts that it allows."""
         return partial(self.chain if self.shape.topk == 1 else self.tree, grammar=grammar)
 
     def chain(self, batch: ForwardBatch, outputs: Outputs, variant: str, grammar: GrammarStep | None = None) -> None:
         """Draft a chain."""
-        index, K = batch.req_pool_indices, self.shape.num_steps
+        rows, K = batch.req_pool_indices, self.shape.num_steps
         tokens, sampled, known = outputs["tokens"], variant == SAMPLED, self.draft.lookahead
         kv_lens = self.inputs.kv_lens(batch.batch_size)
-        hidden = start_chain(index, self.rows.last_tokens, self.state, tokens)
+        hidden = start_chain(rows, self.request_rows.last_tokens, self.state, tokens)
         token = tokens[:, known]
 
         def write_guess(at: int) -> torch.Tensor:
             """The guess at window position `at`, from `hidden`."""
             positions = kv_lens.to(torch.int64) + at if sampled else None
-            token, probs = self.guess(hidden, index, positions, tokens[:, 1:at], grammar)
+            token, probs = self.guess(hidden, rows, positions, tokens[:, 1:at], grammar)
             tokens[:, at].copy_(token)
             if probs is not None:
                 outputs["probs"][:, at - 1].copy_(probs)
@@ -110,17 +110,17 @@ class DraftPasses:
         if known and grammar is not None:
             token = write_guess(1)
         elif known and sampled:
-            outputs["probs"][:, 0].copy_(self.state.probs[index])
+            outputs["probs"][:, 0].copy_(self.state.probs[rows])
         for step in range(K - known):
             hidden = self._forward(batch, step, token[:, None], hidden)
             token = write_guess(step + known + 1)
 
     def guess(
-        self, hidden: torch.Tensor, index: torch.Tensor, positions: torch.Tensor | None, drafts: torch.Tensor, grammar: GrammarStep | None
+        self, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor | None, drafts: torch.Tensor, grammar: GrammarStep | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`guess` after `drafts`, int64 [B, n], restricted by `grammar`; the token as the target's id."""
         mask = self._mask(drafts[:, None], grammar)
-        ids, probs = guess(self.draft, hidden, self.rows.tables, index, positions, mask)
+        ids, probs = guess(self.draft, hidden, self.request_rows.tables, rows, positions, mask)
         token = self.draft.map_to_target(ids)
         return (token if mask is None else mask.tokens(token)), probs
 
@@ -129,12 +129,12 @@ class DraftPasses:
         allowed = None if grammar is None else grammar.after(paths)
         return None if allowed is None else DraftMask(allowed, self.draft)
 
-    def first_branches(self, index: torch.Tensor, grammar: GrammarStep | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def first_branches(self, rows: torch.Tensor, grammar: GrammarStep | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The branches from the last committed token: int64 [B, topk] and their log-probabilities."""
-        mask = self._mask(self.rows.last_tokens[index][:, None, None][..., :0], grammar)
+        mask = self._mask(self.request_rows.last_tokens[rows][:, None, None][..., :0], grammar)
         if mask is None:
-            return self.state.tokens[index], self.state.scores[index]
-        return self._branches(self.state.hidden[index], mask)
+            return self.state.guesses[rows], self.state.scores[rows]
+        return self._branches(self.state.hidden[rows], mask)
 
     def _branches(self, hidden: torch.Tensor, mask: DraftMask | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The `topk` most likely continuations, as the target's ids, and their log-probabilities."""
@@ -145,18 +145,18 @@ class DraftPasses:
 
     def tree(self, batch: ForwardBatch, outputs: Outputs, variant: str, grammar: GrammarStep | None = None) -> None:
         """Draft a tree."""
-        index, topk, size = batch.req_pool_indices, self.shape.topk, batch.batch_size
-        beam = begin(*self.first_branches(index, grammar))
+        rows, topk, size = batch.req_pool_indices, self.shape.topk, batch.batch_size
+        beam = start_tree(*self.first_branches(rows, grammar))
         paths = beam.tokens[:, :, None]
-        hidden = self.state.hidden[index][:, None].expand(-1, topk, -1)
+        hidden = self.state.hidden[rows][:, None].expand(-1, topk, -1)
         for step in range(self.shape.num_steps - 1):
             flat = hidden.reshape(size * topk, -1).contiguous()
             hidden = self._forward(batch, step, beam.tokens, flat, beam.mask)
             children, scores = self._branches(hidden, self._mask(paths, grammar))
-            beam = expand(beam, children.view(size, topk, topk), scores.view(size, topk, topk))
+            beam = grow_tree(beam, children.view(size, topk, topk), scores.view(size, topk, topk))
             paths = torch.cat([paths.gather(1, beam.parents[:, :, None].expand_as(paths)), beam.tokens[:, :, None]], 2)
             hidden = hidden.view(size, topk, -1).gather(1, beam.parents[:, :, None].expand(-1, -1, hidden.shape[-1]))
-        tree = select(beam, self.rows.last_tokens[index], self.shape)
+        tree = cut_tree(beam, self.request_rows.last_tokens[rows], self.shape)
         for name, output in outputs.items():
             output.copy_(getattr(tree, name))
 
@@ -169,18 +169,19 @@ class DraftPasses:
         Branch j writes slot `kv_len + step * topk + j`; all branches have sequence position `kv_len + step`.
         """
         topk = self.shape.topk
+        tail = 0 if mask is None else (step + 1) * topk
         depths = None if topk == 1 else self._back[step].expand(batch.batch_size, -1)
         fill_window(batch, self.page_table, self.inputs.kv_lens(batch.batch_size), tokens, depths, ahead=step * topk)
         if mask is not None:
             assert batch.tree_mask is not None
             batch.tree_mask.copy_(mask.flatten())
-        return self.draft.forward(replace(batch, step=step, hidden_states=hidden, tree_tail=(step + 1) * topk if mask is not None else 0))
+        return self.draft.forward(replace(batch, pass_index=step, hidden_states=hidden, tree_tail=tail))
 
 
-def extend_spec(full: TreeShape, shape: TreeShape, feature: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
+def extend_spec(full: TreeShape, shape: TreeShape, feature_width: int, dtype: torch.dtype, launches: int) -> RunnerSpec:
     """The runner over windows of `shape`; `full` is the shape at full depth.
 
-    Inputs: `features` [B * D, feature], the target's hidden states, and `accept_lens` int32 [B]. No outputs: results go
+    Inputs: `features` [B * D, feature_width], the target's hidden states, and `accept_lens` int32 [B]. No outputs: results go
     to `DraftState`.
     """
     return RunnerSpec(
@@ -188,7 +189,7 @@ def extend_spec(full: TreeShape, shape: TreeShape, feature: int, dtype: torch.dt
         mode=ForwardMode.DRAFT_EXTEND,
         width=shape.num_draft_tokens,
         outputs=(),
-        inputs=(BufferSpec("features", "token", dtype, 0, (feature,)), BufferSpec("accept_lens", "req", torch.int32, 1)),
+        inputs=(BufferSpec("features", "token", dtype, 0, (feature_width,)), BufferSpec("accept_lens", "req", torch.int32, 1)),
         variants=variants(full),
         launches=launches,
     )

@@ -21,7 +21,7 @@ class DraftState:
 
     Attributes:
         hidden: [R, hidden] in the draft's dtype: the draft's own state at the last committed position.
-        tokens: int64 [R, topk]: guesses for the position after the last token, as target ids.
+        guesses: int64 [R, topk]: drafts for the position after the last token, as target ids.
         scores: float32 [R, topk]: their log-probabilities (trees).
         probs: float32 [R, Vd]: the distribution that a sampled first guess was drawn from (chains).
     """
@@ -29,13 +29,13 @@ class DraftState:
     def __init__(self, rows: int, topk: int, hidden: int, draft_vocab: int, dtype: torch.dtype, device: torch.device) -> None:
         self.topk = topk
         self.hidden = torch.zeros((rows, hidden), dtype=dtype, device=device)
-        self.tokens = torch.zeros((rows, topk), dtype=torch.int64, device=device)
+        self.guesses = torch.zeros((rows, topk), dtype=torch.int64, device=device)
         self.scores = torch.zeros((rows, topk), dtype=torch.float32, device=device)
         self.probs = torch.zeros((rows, draft_vocab if topk == 1 else 0), dtype=torch.float32, device=device)
 
     def reset(self) -> None:
         """Set everything to zero."""
-        for tensor in (self.hidden, self.tokens, self.scores, self.probs):
+        for tensor in (self.hidden, self.guesses, self.scores, self.probs):
             tensor.zero_()
 
 
@@ -53,9 +53,9 @@ def start_chain(rows: torch.Tensor, last_tokens: torch.Tensor, state: DraftState
     if rows.is_cuda:
         from runtime.speculative.chain_start_kernel import start_chain_cuda
 
-        return start_chain_cuda(rows, last_tokens, state.tokens, state.hidden, tokens)
+        return start_chain_cuda(rows, last_tokens, state.guesses, state.hidden, tokens)
     tokens[:, 0].copy_(last_tokens[rows])
-    tokens[:, 1].copy_(state.tokens[rows, 0])
+    tokens[:, 1].copy_(state.guesses[rows, 0])
     return state.hidden[rows]
 
 
@@ -105,4 +105,4 @@ def store_guesses(
     else:
         ids, scores = top_log_probs(draft.logits(hidden), state.topk)
         state.scores[rows] = scores
-    state.tokens[rows] = draft.map_to_target(ids)
+    state.guesses[rows] = draft.map_to_target(ids)

@@ -50,16 +50,16 @@ def top_log_probs(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.
     return ids, values - logits.logsumexp(-1, keepdim=True)
 
 
-def begin(tokens: torch.Tensor, scores: torch.Tensor) -> Beam:
+def start_tree(tokens: torch.Tensor, scores: torch.Tensor) -> Beam:
     """A tree of the first guesses: int64 [B, topk] and their log-probabilities float32 [B, topk], best first."""
-    batch, topk = tokens.shape
+    B, topk = tokens.shape
     root = torch.zeros_like(tokens)
-    ids = (torch.arange(topk, device=tokens.device) + 1).expand(batch, topk)
+    ids = (torch.arange(topk, device=tokens.device) + 1).expand(B, topk)
     scores = scores.float().clamp(max=0.0)
-    return Beam(0, tokens, scores, ids, root, _bits(0, topk, tokens).expand(batch, topk), tokens, root, scores)
+    return Beam(0, tokens, scores, ids, root, _bits(0, topk, tokens).expand(B, topk), tokens, root, scores)
 
 
-def expand(beam: Beam, child_tokens: torch.Tensor, child_scores: torch.Tensor) -> Beam:
+def grow_tree(beam: Beam, child_tokens: torch.Tensor, child_scores: torch.Tensor) -> Beam:
     """Extend the tree by the results of one draft pass over `beam.tokens`.
 
     Args:
@@ -69,11 +69,11 @@ def expand(beam: Beam, child_tokens: torch.Tensor, child_scores: torch.Tensor) -
     Returns:
         the beam of the `topk` best of the new candidates; ties go to the better parent, then to the better child.
     """
-    batch, topk = beam.tokens.shape
-    # A child never scores above its parent, so `select` keeps the parent of every node that it keeps.
+    B, topk = beam.tokens.shape
+    # A child never scores above its parent, so `cut_tree` keeps the parent of every node that it keeps.
     scores = (beam.scores[:, :, None] + child_scores.float().clamp(max=0.0)).flatten(1)
     tokens = child_tokens.flatten(1)
-    parent_ids = beam.ids[:, :, None].expand(batch, topk, topk).flatten(1)
+    parent_ids = beam.ids[:, :, None].expand(B, topk, topk).flatten(1)
     best, chosen = scores.sort(dim=1, descending=True, stable=True)
     best, chosen = best[:, :topk], chosen[:, :topk]
     parents = chosen // topk
@@ -91,7 +91,7 @@ def expand(beam: Beam, child_tokens: torch.Tensor, child_scores: torch.Tensor) -
     )
 
 
-def select(beam: Beam, last_tokens: torch.Tensor, shape: TreeShape) -> DraftWindow:
+def cut_tree(beam: Beam, last_tokens: torch.Tensor, shape: TreeShape) -> DraftWindow:
     """Cut the tree to its D - 1 most likely candidates under the root `last_tokens` int64 [B].
 
     Ties go to the smaller candidate number, hence to the parent.

@@ -26,15 +26,15 @@ from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.drafter import DrafterSpec, DraftSetup
 from runtime.model_executor.grammar_rows import GrammarStep
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
-from runtime.model_executor.iteration import Accepted, Iteration
+from runtime.model_executor.iteration import CommittedWindow, Iteration
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target_model import ExtendPass
 from runtime.models.draft_head import DraftModel
 from runtime.speculative.catch_up import WIDTH, catch_up_spec
 from runtime.speculative.draft_passes import GREEDY, KV_ONLY, SAMPLED, DraftPasses, decode_spec, extend_spec, variants
 from runtime.speculative.draft_state import DraftState, start_chain, store_guesses
-from runtime.speculative.draft_tree import begin, select
-from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting
+from runtime.speculative.draft_tree import cut_tree, start_tree
+from runtime.speculative.model_drafter import ModelDrafter, ReadStates, restricting_grammar
 
 
 class EagleWorker(ModelDrafter):
@@ -51,7 +51,7 @@ class EagleWorker(ModelDrafter):
             prefix_lookahead=model.lookahead,
             capturable=config.topk == 1,
             aux_layers=model.aux_layers,
-            feature_width=model.input_width,
+            feature_width=model.feature_width,
             catch_up=WIDTH,
             to_target=model.to_target,
             to_draft=model.to_draft,
@@ -71,33 +71,33 @@ class EagleWorker(ModelDrafter):
 
     def _decode_runner(self, setup: DraftSetup, depth: int) -> GraphRunner | None:
         shape, model, target = self.spec.shape.at_depth(depth), self.model, setup.target
-        drafting = DraftPasses(model, shape, target.rows, self.state, target.page_table, setup.inputs)
-        self._passes[depth] = drafting
-        passes = depth - model.lookahead
-        if passes == 0:
+        passes = DraftPasses(model, shape, target.rows, self.state, target.page_table, setup.inputs)
+        self._passes[depth] = passes
+        count = depth - model.lookahead
+        if count == 0:
             return None
-        spec = decode_spec(shape, self.spec.shape.num_steps, model.vocab_size, model.kernel_launches, passes)
-        return setup.make_runner(spec, drafting.forward(), self.runner, setup.depths[depth], self._config.draft_decode_graph)
+        spec = decode_spec(shape, self.spec.shape.num_steps, model.vocab_size, model.kernel_launches, count)
+        return setup.make_runner(spec, passes.function(), self.runner, setup.depths[depth], self._config.draft_decode_graph)
 
     def _extend_spec(self, depth: int) -> RunnerSpec:
         full, model = self.spec.shape, self.model
         if depth == 0:
             return catch_up_spec((*variants(full), KV_ONLY), model.kernel_launches)
-        return extend_spec(full, full.at_depth(depth), model.input_width, self.runner.dtype, model.kernel_launches)
+        return extend_spec(full, full.at_depth(depth), model.feature_width, self.runner.dtype, model.kernel_launches)
 
     def _extend_forward(self, states: ReadStates, width: int) -> Forward:
         draft, state, inputs, tables = self.model, self.state, self._inputs, self._target.rows.tables
-        before = torch.arange(inputs.max_requests, device=inputs.device) * width - 1
+        offsets = torch.arange(inputs.max_requests, device=inputs.device) * width - 1
 
         def forward(batch: ForwardBatch, outputs: Outputs, variant: str) -> None:
-            index, accepted = batch.req_pool_indices, inputs.named("accept_lens", batch.batch_size)
-            last = before[: batch.batch_size] + accepted
+            rows, accept_lens = batch.req_pool_indices, inputs.named("accept_lens", batch.batch_size)
+            last = offsets[: batch.batch_size] + accept_lens
             guesses = bool(draft.lookahead) and variant != KV_ONLY
             hidden = draft.forward(replace(batch, hidden_states=states(batch)), last if guesses else last[:0])
             if guesses:
-                positions = (inputs.kv_lens(batch.batch_size) + accepted).to(torch.int64) + 1 if variant == SAMPLED else None
-                state.hidden[index] = hidden
-                store_guesses(state, draft, hidden, tables, index, positions)
+                positions = (inputs.kv_lens(batch.batch_size) + accept_lens).to(torch.int64) + 1 if variant == SAMPLED else None
+                state.hidden[rows] = hidden
+                store_guesses(state, draft, hidden, tables, rows, positions)
 
         return forward
 
@@ -119,38 +119,38 @@ class EagleWorker(ModelDrafter):
         self.state.reset()
         super().reset()
 
-    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
+    def before_iteration(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
         """Run the catch-up window if one is due, with guesses if drafts follow or if the depth controller needs some of greedy requests."""
         if self.catch_up is None:
             return 0
         guesses = depth > 0 or (bool(self._config.depths) and needs.any_greedy and self.catch_up.guesses_next)
-        return self.catch_up.before(rows, bounds, depth, self._variant(needs) if guesses else KV_ONLY)
+        return self.catch_up.before_iteration(rows, bounds, depth, self._variant(needs) if guesses else KV_ONLY)
 
     def guesses(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """The first guesses of `rows`, int64 [B]; None for a draft without lookahead, which has none."""
+        """The first guesses of `rows`, int64 [B], if the latest catch-up window computed some to compare; else None."""
         known = self.model.lookahead and bool(self._config.depths) and self.catch_up is not None and self.catch_up.guessed
-        return self.state.tokens[rows, 0] if known else None
+        return self.state.guesses[rows, 0] if known else None
 
     def row_state(self, needs: SamplingNeeds) -> list[torch.Tensor]:
         """The state that draft-extend writes."""
         state = self.state
-        return [state.hidden, state.tokens, state.scores, *([state.probs] if self._variant(needs) == SAMPLED else [])]
+        return [state.hidden, state.guesses, state.scores, *([state.probs] if self._variant(needs) == SAMPLED else [])]
 
     def propose(self, iteration: Iteration) -> DraftWindow:
         """Run draft-decode."""
         if iteration.depth == 0:
             return iteration.no_drafts
-        runner, passes, grammar = self.graphs[iteration.depth].decode, self._passes[iteration.depth], restricting(iteration)
+        runner, passes, grammar = self.graphs[iteration.depth].decode, self._passes[iteration.depth], restricting_grammar(iteration)
         if runner is None:
             return self._first_window(iteration, passes, grammar)
-        outputs = self._decode(iteration, runner, None if grammar is None else passes.forward(grammar))
+        outputs = self._decode(iteration, runner, None if grammar is None else passes.function(grammar))
         return DraftWindow(**outputs)
 
     def _first_window(self, iteration: Iteration, passes: DraftPasses, grammar: GrammarStep | None) -> DraftWindow:
         """The window of the last token and the first guess or branches: the whole window if K = 1."""
         state, rows, sampled = self.state, iteration.rows, self._variant(iteration.needs) == SAMPLED
         if self.spec.shape.topk > 1:
-            return select(begin(*passes.first_branches(rows, grammar)), iteration.last_tokens, self.spec.shape)
+            return cut_tree(start_tree(*passes.first_branches(rows, grammar)), iteration.last_tokens, self.spec.shape)
         tokens = torch.empty((iteration.size, 2), dtype=torch.int64, device=rows.device)
         hidden = start_chain(rows, self._target.rows.last_tokens, state, tokens)
         probs = state.probs[rows] if sampled else None
@@ -161,9 +161,9 @@ class EagleWorker(ModelDrafter):
             probs = probs if guessed is None else guessed
         return DraftWindow(tokens, probs=None if probs is None else probs[:, None])
 
-    def _followed(self, accepted: Accepted) -> torch.Tensor:
+    def _followed(self, committed: CommittedWindow) -> torch.Tensor:
         """The committed tokens; with lookahead shifted by one, so that each position has the token after it."""
-        return accepted.result.tokens if self.model.lookahead else accepted.window
+        return committed.result.tokens if self.model.lookahead else committed.window.tokens
 
     def follow_prompt(self, extend: ExtendPass) -> None:
         """Run the draft over prompt chunks.

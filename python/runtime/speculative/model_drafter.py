@@ -20,11 +20,11 @@ from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup, Mod
 from runtime.model_executor.grammar_rows import GrammarStep
 from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, RunnerSpec
 from runtime.model_executor.input_buffers import InputBuffers
-from runtime.model_executor.iteration import Accepted, Iteration
+from runtime.model_executor.iteration import CommittedWindow, Iteration
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.window import fill_window
-from runtime.speculative.catch_up import WIDTH, CatchUp, HeldStates
+from runtime.speculative.catch_up import WIDTH, CatchUp, StoredInputs
 
 ReadStates = Callable[[ForwardBatch], torch.Tensor]
 """The target's states at the tokens of a batch, [num_tokens, feature_width]."""
@@ -68,9 +68,9 @@ class ModelDrafter(Drafter):
         """The function of draft-extend over windows of `width`."""
         raise NotImplementedError
 
-    def _followed(self, accepted: Accepted) -> torch.Tensor:
+    def _followed(self, committed: CommittedWindow) -> torch.Tensor:
         """int64 [B, width]: the tokens that draft-extend reads."""
-        return accepted.window
+        return committed.window.tokens
 
     def _variant(self, needs: SamplingNeeds) -> str:
         """The variant of the graphs."""
@@ -90,8 +90,8 @@ class ModelDrafter(Drafter):
                 extend = self._extend_runner(setup, depth, lambda batch: inputs.named("features", batch.num_tokens))
                 self.graphs[depth] = DraftRunners(decode, extend)
         if 0 in setup.depths:
-            held = HeldStates(len(target.rows.kv_lens), self.spec.feature_width, self.runner.dtype, inputs)
-            self.catch_up = CatchUp(target, inputs, held, self._extend_runner(setup, 0, held.states))
+            stored = StoredInputs(len(target.rows.kv_lens), self.spec.feature_width, self.runner.dtype, inputs)
+            self.catch_up = CatchUp(target, inputs, stored, self._extend_runner(setup, 0, stored.states))
 
     def _extend_runner(self, setup: DraftSetup, depth: int, states: ReadStates) -> GraphRunner:
         spec, wanted = self._extend_spec(depth), self._config.draft_extend_graph
@@ -121,17 +121,17 @@ class ModelDrafter(Drafter):
         if self.catch_up is not None:
             self.catch_up.admit(new_rows)
 
-    def before(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
+    def before_iteration(self, rows: Int32, bounds: Int32, depth: int, needs: SamplingNeeds) -> int:
         """Run the catch-up window if one is due."""
-        return 0 if self.catch_up is None else self.catch_up.before(rows, bounds, depth, self._variant(needs))
+        return 0 if self.catch_up is None else self.catch_up.before_iteration(rows, bounds, depth, self._variant(needs))
 
     def catch_up_eagerly(self) -> Callable[[], None] | None:
         """A call that runs the latest catch-up window again without graphs; None if there was none."""
         return None if self.catch_up is None else self.catch_up.again
 
-    def follow(self, iteration: Iteration, accepted: Accepted) -> None:
+    def follow(self, iteration: Iteration, committed: CommittedWindow) -> None:
         """Run draft-extend over the whole window, including rejected positions; after a step without drafts only store its inputs."""
-        tokens, features, variant = self._followed(accepted), accepted.features, self._variant(iteration.needs)
+        tokens, features, variant = self._followed(committed), committed.features, self._variant(iteration.needs)
         if iteration.depth == 0:
             assert self.catch_up is not None, "depth 0 is in the table"
             self.catch_up.add(iteration, tokens[:, 0], features, variant)
@@ -141,10 +141,10 @@ class ModelDrafter(Drafter):
         batch.seq_len_bounds[:] = iteration.bounds + width
         fill_window(batch, self._target.page_table, iteration.kv_lens, tokens)
         if "accept_lens" in inputs:
-            inputs["accept_lens"].copy_(accepted.result.accept_lens)
-        if accepted.result.path is not None:
+            inputs["accept_lens"].copy_(committed.result.accept_lens)
+        if committed.result.path is not None:
             first = torch.arange(iteration.size, device=features.device)[:, None] * width
-            features = features[(first + accepted.result.path).flatten()]
+            features = features[(first + committed.result.path).flatten()]
         inputs["features"].copy_(features)
         runner.run(batch, variant, iteration.eager)
 
@@ -156,6 +156,6 @@ class ModelDrafter(Drafter):
         return runner.run(batch, self._variant(iteration.needs), iteration.eager, restricted)[0]
 
 
-def restricting(iteration: Iteration) -> GrammarStep | None:
+def restricting_grammar(iteration: Iteration) -> GrammarStep | None:
     """The grammars that the drafts must follow; None if none restricts the next token."""
     return iteration.grammar if iteration.grammar is not None and iteration.grammar.restricts else None

@@ -78,7 +78,7 @@ def dflash(context: WorkerContext, target: DecoderModel) -> Drafter:
     """The drafter of a DFlash draft. Raises `ConfigError` also if the depth exceeds its blocks."""
     config = _config(context, "DFLASH", target)
     draft = DFlashDraftModel(config, target, _group(context, config.model, target))
-    check_depth(draft.block.size, context.speculative.num_steps)
+    check_depth(draft.draft_block.size, context.speculative.num_steps)
     return DFlashDrafter(*_loaded(context, draft))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from runtime.config.tuning import BatchDepth
+from runtime.config.speculative_tuning import BatchDepth
 
 CLOSE = 0.01
 """Depths this close to the best count as equal: measured times are no more accurate, and fewer depths need fewer graphs."""

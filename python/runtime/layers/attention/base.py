@@ -103,16 +103,16 @@ class AttentionBackend(Protocol):
         """Allocate buffers for passes up to `shape`, which `build_backend` has checked against `caps`."""
         ...
 
-    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
-        """On the host, outside any graph: choose the buffers of `num_steps` passes, and plan from host bounds.
+    def prepare(self, batch: ForwardBatch, num_passes: int = 1) -> None:
+        """On the host, outside any graph: choose the buffers of `num_passes` passes, and plan from host bounds.
 
-        Pass `i` runs with `seq_lens + i * tokens_per_req` and `batch.step == i`. With a tree mask its tail is `tree_tail + i *
+        Pass `i` runs with `seq_lens + i * tokens_per_req` and `batch.pass_index == i`. With a tree mask its tail is `tree_tail + i *
         tokens_per_req`, so the keys before the tail are the same in every pass. Ragged passes are planned here completely, except captured
         ones (`max_queries`), which are planned like fixed-width passes.
         """
         ...
 
-    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def plan_on_device(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         """Plan fixed-width passes from the lengths on the device; by default `prepare` plans them. With `caps.plan_on_device` it may be
         captured.
         """
@@ -140,7 +140,7 @@ class AttentionBackend(Protocol):
         return []
 
 
-def plan_pass(backend: AttentionBackend, batch: ForwardBatch, num_steps: int = 1) -> None:
-    """Plan `num_steps` passes over `batch`, outside any graph."""
-    backend.prepare(batch, num_steps)
-    backend.plan_on_device(batch, num_steps)
+def plan_pass(backend: AttentionBackend, batch: ForwardBatch, num_passes: int = 1) -> None:
+    """Plan `num_passes` passes over `batch`, outside any graph."""
+    backend.prepare(batch, num_passes)
+    backend.plan_on_device(batch, num_passes)

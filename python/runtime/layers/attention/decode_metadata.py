@@ -18,8 +18,8 @@ class FixedLengths:
     Attributes:
         size, width: requests, and queries per request.
         tail: tree tail of the first pass; 0 for causal passes.
-        steps: int32 [steps, 1], number of keys by which each pass exceeds the batch's `seq_lens`.
-        lens: int32 [steps, B], KV lengths of each pass; None for a single causal pass.
+        steps: int32 [num_passes, 1], number of keys by which each pass exceeds the batch's `seq_lens`.
+        lens: int32 [num_passes, B], KV lengths of each pass; None for a single causal pass.
         prefix: int32 [B], number of keys before the tail, equal for all passes of a tree; None for causal passes.
     """
 
@@ -31,14 +31,14 @@ class FixedLengths:
     prefix: torch.Tensor | None
 
     @classmethod
-    def empty(cls, size: int, width: int, num_steps: int, tail: int, device: torch.device) -> FixedLengths:
+    def empty(cls, size: int, width: int, num_passes: int, tail: int, device: torch.device) -> FixedLengths:
         """Buffers of zeros."""
 
         def ints(*dims: int) -> torch.Tensor:
             return torch.zeros(dims, dtype=torch.int32, device=device)
 
-        steps = (torch.arange(num_steps, dtype=torch.int32, device=device) * width)[:, None].contiguous()
-        lens = ints(num_steps, size) if tail or num_steps > 1 else None
+        steps = (torch.arange(num_passes, dtype=torch.int32, device=device) * width)[:, None].contiguous()
+        lens = ints(num_passes, size) if tail or num_passes > 1 else None
         return cls(size, width, tail, steps, lens, ints(size) if tail else None)
 
     def fill(self, batch: ForwardBatch) -> None:
@@ -48,13 +48,13 @@ class FixedLengths:
         if self.prefix is not None:
             torch.sub(batch.seq_lens, self.tail, out=self.prefix).clamp_(min=0)
 
-    def seq_lens(self, batch: ForwardBatch, step: int) -> torch.Tensor:
+    def seq_lens(self, batch: ForwardBatch, pass_index: int) -> torch.Tensor:
         """int32 [B]: KV lengths of one pass."""
-        return batch.seq_lens if self.lens is None else self.lens[step]
+        return batch.seq_lens if self.lens is None else self.lens[pass_index]
 
-    def key_lens(self, batch: ForwardBatch, step: int) -> torch.Tensor:
+    def key_lens(self, batch: ForwardBatch, pass_index: int) -> torch.Tensor:
         """int32 [B]: number of keys of one pass's causal attention, or for trees of the keys before the tail."""
-        return self.seq_lens(batch, step) if self.prefix is None else self.prefix
+        return self.seq_lens(batch, pass_index) if self.prefix is None else self.prefix
 
 
 def first_tail(batch: ForwardBatch, windows: Sequence[int], backend: str) -> int:

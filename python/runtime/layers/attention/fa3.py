@@ -34,7 +34,7 @@ class _FixedPlan:
         cu_seqlens_q: int32 [B + 1]; for ragged windows filled before each pass.
         split: the kind of pass for split-KV attention; None if FA3 runs the pass.
         schedule: the split-KV schedule of the first pass, which all passes share; None if the split is static.
-        metadata: FA3's tile schedules, int32, by step, window and whether the layer is causal.
+        metadata: FA3's tile schedules, int32, by pass index, window and whether the layer is causal.
     """
 
     at: FixedLengths
@@ -78,9 +78,9 @@ class FlashAttention(AttentionBackend):
 
     # ---- outside the graph
 
-    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def prepare(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         """Select the buffers of the passes. No host read."""
-        self._plan = self._fixed_plan(batch, num_steps) if batch.tokens_per_req or batch.max_queries else self._groups(batch)
+        self._plan = self._fixed_plan(batch, num_passes) if batch.tokens_per_req or batch.max_queries else self._groups(batch)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """One run per kernel of split-KV attention and key conversion; FA3 is precompiled."""
@@ -108,7 +108,7 @@ class FlashAttention(AttentionBackend):
 
     # ---- inside or outside the graph
 
-    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def plan_on_device(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         """Compute lengths and the tile or split-KV schedules, in place."""
         plan = self._plan
         if isinstance(plan, list):
@@ -119,9 +119,9 @@ class FlashAttention(AttentionBackend):
         if batch.max_queries:
             plan.cu_seqlens_q.copy_(batch.qo_indptr)
         if plan.split is None:
-            for step in range(1 if plan.at.tail else num_steps):
+            for pass_index in range(1 if plan.at.tail else num_passes):
                 for window, causal in self._kinds:
-                    self._schedule(plan, batch, step, window, causal and not plan.at.tail)
+                    self._schedule(plan, batch, pass_index, window, causal and not plan.at.tail)
         elif plan.schedule is not None:
             schedule_work(plan.at.key_lens(batch, 0), plan.split.splits, plan.split.config.tile, plan.schedule)
 
@@ -143,7 +143,7 @@ class FlashAttention(AttentionBackend):
             return None
         if not cluster_decode.takes_rows(layer.heads, plan.split, page_size, qkv, k_cache, layer.sinks):
             return None
-        keys = PagedKeys(self._table.pages, batch.page_rows, plan.at.seq_lens(batch, batch.step), page_size)
+        keys = PagedKeys(self._table.pages, batch.page_rows, plan.at.seq_lens(batch, batch.pass_index), page_size)
         return cluster_decode.cluster_attention(
             qkv, k_cache, self._pool.v[layer.layer_id], keys, plan.split, layer.scale, causal=layer.causal, window=layer.window,
             sinks=layer.sinks, new=cluster_decode.NewTokens(layer.heads, batch.positions, batch.out_cache_loc), pdl=self._pdl,
@@ -162,18 +162,18 @@ class FlashAttention(AttentionBackend):
         keys = PagedKeys(pages, batch.page_rows, batch.seq_lens, self._table.page_size)
         return [PromptGroup(keys, pages, batch.qo_indptr, slice(None), int(batch.extend_lens.max()))]
 
-    def _fixed_plan(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
+    def _fixed_plan(self, batch: ForwardBatch, num_passes: int) -> _FixedPlan:
         width, tail = batch.tokens_per_req or batch.max_queries, first_tail(batch, self._shape.windows, "fa3")
-        key = (batch.batch_size, width, num_steps, tail, batch.max_queries > 0)
+        key = (batch.batch_size, width, num_passes, tail, batch.max_queries > 0)
         plan = self._fixed.get(key)
         if plan is None:
             plan = self._fixed[key] = self._empty_plan(*key)
         return plan
 
-    def _empty_plan(self, size: int, width: int, num_steps: int, tail: int, ragged: bool) -> _FixedPlan:
+    def _empty_plan(self, size: int, width: int, num_passes: int, tail: int, ragged: bool) -> _FixedPlan:
         split = None if ragged else self._split_shape(size, width)
         return _FixedPlan(
-            at=FixedLengths.empty(size, width, num_steps, tail, self._device),
+            at=FixedLengths.empty(size, width, num_passes, tail, self._device),
             cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=self._device) * width,
             split=split,
             schedule=None if split is None else split.empty_schedule(self._device),
@@ -196,13 +196,13 @@ class FlashAttention(AttentionBackend):
         supported = [shape for shape in shapes if shape is not None]
         return SplitWorkspace(supported, self._device) if supported else None
 
-    def _schedule(self, plan: _FixedPlan, batch: ForwardBatch, step: int, window: int, causal: bool) -> None:
+    def _schedule(self, plan: _FixedPlan, batch: ForwardBatch, pass_index: int, window: int, causal: bool) -> None:
         """Compute one tile schedule into its static buffer."""
         at = plan.at
-        fresh = self._tiles(self._table.pages, at.key_lens(batch, step), plan.cu_seqlens_q, at.width, window, causal)
-        static = plan.metadata.get((step, window, causal))
+        fresh = self._tiles(self._table.pages, at.key_lens(batch, pass_index), plan.cu_seqlens_q, at.width, window, causal)
+        static = plan.metadata.get((pass_index, window, causal))
         if static is None:
-            plan.metadata[step, window, causal] = fresh
+            plan.metadata[pass_index, window, causal] = fresh
         else:
             static.copy_(fresh)
 
@@ -228,17 +228,17 @@ class FlashAttention(AttentionBackend):
     def _causal(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
         at = plan.at
         if plan.split is not None:
-            return self._split(q, layer, plan, plan.split, batch.page_rows, at.seq_lens(batch, batch.step))
+            return self._split(q, layer, plan, plan.split, batch.page_rows, at.seq_lens(batch, batch.pass_index))
         return flash_attn_with_kvcache(
-            q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=at.seq_lens(batch, batch.step),
+            q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=at.seq_lens(batch, batch.pass_index),
             page_table=self._table.pages, cache_batch_idx=batch.page_rows, cu_seqlens_q=plan.cu_seqlens_q,
             max_seqlen_q=at.width, softmax_scale=layer.scale, causal=layer.causal, window_size=_window_size(layer.window, layer.causal),
-            scheduler_metadata=plan.metadata[batch.step, layer.window, layer.causal], num_splits=0, sinks=self._sinks[layer.layer_id],
+            scheduler_metadata=plan.metadata[batch.pass_index, layer.window, layer.causal], num_splits=0, sinks=self._sinks[layer.layer_id],
         )  # fmt: skip
 
     def _tree(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
         at = plan.at
-        tail = at.tail + batch.step * at.width
+        tail = at.tail + batch.pass_index * at.width
         assert batch.tree_mask is not None, "another batch was planned"
         assert batch.tree_tail == tail, "another batch was planned"
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
@@ -253,7 +253,7 @@ class FlashAttention(AttentionBackend):
                 return_softmax_lse=True,
             )  # fmt: skip
             lse = lse.transpose(0, 1)
-        keys = PagedKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size)
+        keys = PagedKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.pass_index), self._table.page_size)
         in_bits = plan.split is not None
         return merge_tree_tail(
             q, k_cache, v_cache, keys, tail, batch.tree_mask, layer.scale, out, lse, lse_in_bits=in_bits, sinks=layer.sinks,

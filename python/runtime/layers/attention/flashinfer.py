@@ -48,7 +48,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class _FixedPlan:
-    """Persistent metadata of fixed-width passes of one size: their lengths, and passes by (step, window)."""
+    """Persistent metadata of fixed-width passes of one size: their lengths, and passes by (pass index, window)."""
 
     at: FixedLengths
     passes: dict[tuple[int, int], _Pass] = field(default_factory=dict)
@@ -88,10 +88,10 @@ class FlashInferAttention(AttentionBackend):
 
     # ---- outside the graph
 
-    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def prepare(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         """Plan from the bounds on the host and trim the plan on the device, in place. Never waits for the device."""
         if batch.tokens_per_req:
-            self._plan = self._plan_fixed(batch, num_steps)
+            self._plan = self._plan_fixed(batch, num_passes)
         else:
             self._plan = None
             self._plan_extend(batch)
@@ -108,13 +108,13 @@ class FlashInferAttention(AttentionBackend):
         at = plan.at
         assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "another batch was planned"
         if not at.tail:
-            plan.passes[batch.step, layer.window].prefill.run(q, kv, out)
+            plan.passes[batch.pass_index, layer.window].prefill.run(q, kv, out)
             return out.flatten(1)
-        tail = at.tail + batch.step * at.width
+        tail = at.tail + batch.pass_index * at.width
         assert batch.tree_mask is not None, "another batch was planned"
         assert batch.tree_tail == tail, "another batch was planned"
         lse = plan.passes[0, layer.window].prefill.run_with_lse(q, kv, out)
-        keys = PagedKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size)
+        keys = PagedKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.pass_index), self._table.page_size)
         return merge_tree_tail(q, *kv, keys, tail, batch.tree_mask, layer.scale, out, lse, lse_in_bits=True).flatten(1)
 
     # ---- planning
@@ -127,46 +127,46 @@ class FlashInferAttention(AttentionBackend):
         indices = torch.empty(max(total, 1), dtype=torch.int32, device=self._device)
         scratch = torch.empty((2, batch.batch_size + 1), dtype=torch.int32, device=self._device)
         lists = PageLists(scratch[0], indices, scratch[1])
-        gather_pages(batch.page_rows, batch.seq_lens, self._table.pages, page_size, self._most_pages(lens), lists)
+        gather_pages(batch.page_rows, batch.seq_lens, self._table.pages, page_size, self._max_pages(lens), lists)
         assert batch.extend_lens is not None
         qo_indptr = offsets(batch.extend_lens)
         last_page_len = torch.from_numpy(((lens - 1) % page_size + 1).astype(np.int32))
         for prefill in self._eager.values():
             prefill.plan(qo_indptr, kv_indptr, indices[:total], last_page_len, self._eager_pinned)
 
-    def _plan_fixed(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
+    def _plan_fixed(self, batch: ForwardBatch, num_passes: int) -> _FixedPlan:
         tail = first_tail(batch, self._shape.windows, "flashinfer")
-        key = (batch.batch_size, batch.tokens_per_req, num_steps, tail)
+        key = (batch.batch_size, batch.tokens_per_req, num_passes, tail)
         plan = self._fixed.get(key)
         if plan is None:
             plan = self._fixed[key] = self._empty_plan(*key)
         plan.at.fill(batch)
-        for (step, _), one in plan.passes.items():
-            bounds = np.maximum(batch.seq_len_bounds - tail, 0) if tail else batch.seq_len_bounds + step * plan.at.width
-            self._plan_pass(plan.at, batch, step, one, bounds)
+        for (pass_index, _), one in plan.passes.items():
+            bounds = np.maximum(batch.seq_len_bounds - tail, 0) if tail else batch.seq_len_bounds + pass_index * plan.at.width
+            self._plan_pass(plan.at, batch, pass_index, one, bounds)
         return plan
 
-    def _plan_pass(self, at: FixedLengths, batch: ForwardBatch, step: int, one: _Pass, bounds: Int32) -> None:
+    def _plan_pass(self, at: FixedLengths, batch: ForwardBatch, pass_index: int, one: _Pass, bounds: Int32) -> None:
         wanted = -(-bounds // PLANNED_KEYS) * PLANNED_KEYS
         if one.planned is None or not np.array_equal(one.planned[0], wanted):
             one.planned = wanted, one.prefill.plan(self._page_offsets(wanted), self._pinned)
         trim_plan(
-            batch.page_rows, at.key_lens(batch, step), self._table.pages, self._table.page_size, self._most_pages(bounds),
+            batch.page_rows, at.key_lens(batch, pass_index), self._table.pages, self._table.page_size, self._max_pages(bounds),
             one.prefill.lists, one.planned[1], at.width, one.prefill.window,
         )  # fmt: skip
 
-    def _empty_plan(self, size: int, width: int, num_steps: int, tail: int) -> _FixedPlan:
-        plan = _FixedPlan(FixedLengths.empty(size, width, num_steps, tail, self._device))
-        for step in range(1 if tail else num_steps):
+    def _empty_plan(self, size: int, width: int, num_passes: int, tail: int) -> _FixedPlan:
+        plan = _FixedPlan(FixedLengths.empty(size, width, num_passes, tail, self._device))
+        for pass_index in range(1 if tail else num_passes):
             for window in self._shape.windows:
-                plan.passes[step, window] = _Pass(self._empty_pass(size, width, step, width > 1 and not tail, window))
+                plan.passes[pass_index, window] = _Pass(self._empty_pass(size, width, pass_index, width > 1 and not tail, window))
         return plan
 
-    def _empty_pass(self, B: int, width: int, step: int, causal: bool, window: int) -> FixedPrefill:
+    def _empty_pass(self, B: int, width: int, pass_index: int, causal: bool, window: int) -> FixedPrefill:
         plan_bytes = self._plan_bytes(B, width)
         fits = plan_bytes <= self._pinned.size and self._partial_bytes(B, width) <= self._workspace.numel()
         assert fits, "the pass is larger than the shape for which the backend was built"
-        key = (step, width)
+        key = (pass_index, width)
         if key not in self._indices:
             pages = (self._shape.max_batch_size if width <= self._shape.max_tokens_per_req else 1) * self._table.max_pages
             self._indices[key] = torch.zeros(pages, dtype=torch.int32, device=self._device)
@@ -178,7 +178,7 @@ class FlashInferAttention(AttentionBackend):
         """int32 [B + 1] on the host: offsets of each request's pages if it has `lens` keys."""
         return offsets(-(-lens.astype(np.int64) // self._table.page_size))
 
-    def _most_pages(self, bounds: Int32) -> int:
+    def _max_pages(self, bounds: Int32) -> int:
         return -(-int(bounds.max()) // self._table.page_size)
 
     # ---- upper bounds of the planner's inputs

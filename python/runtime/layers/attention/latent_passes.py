@@ -83,13 +83,13 @@ class LatentBackend(AttentionBackend):
 
     # ---- outside the graph
 
-    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def prepare(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         """Find the buffers of fixed-width passes, without a host read, or plan a ragged one."""
         if not batch.tokens_per_req:
             self._plan = None
             self._plan_ragged(batch)
             return
-        key = (batch.batch_size, batch.tokens_per_req, num_steps, first_tail(batch, self._shape.windows, self._name))
+        key = (batch.batch_size, batch.tokens_per_req, num_passes, first_tail(batch, self._shape.windows, self._name))
         if key not in self._plans:
             self._plans[key] = self._empty_plan(*key)
         self._plan = self._plans[key]
@@ -104,7 +104,7 @@ class LatentBackend(AttentionBackend):
 
     # ---- inside or outside the graph
 
-    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def plan_on_device(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         """Compute lengths of fixed-width passes, in place."""
         if self._plan is not None:
             self._plan.at.fill(batch)
@@ -117,21 +117,21 @@ class LatentBackend(AttentionBackend):
     def _attend(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch, plan: _Plan) -> torch.Tensor:
         at, cache = plan.at, self._pool.k[layer.layer_id]
         assert (batch.batch_size, batch.tokens_per_req) == (at.size, at.width), "another batch was planned"
-        keys = PagedKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.step), self._table.page_size)
+        keys = PagedKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.pass_index), self._table.page_size)
         if plan.kernel == OTHER:
             assert self._other is not None, "only existing kernels are chosen"
             return self._other(q, cache, keys, plan.queries, layer.scale)
         if plan.kernel == CLUSTER:
             return latent_cluster.latent_cluster_attention(q, cache, keys, plan.shape, layer.scale, pdl=self._pdl)
-        tail = at.tail + batch.step * at.width if at.tail else 0
+        tail = at.tail + batch.pass_index * at.width if at.tail else 0
         mask = batch.tree_mask if at.tail else None
         return latent_attention(q, cache, keys, plan.shape, self._workspace, layer.scale, tree_mask=mask, tail=tail, pdl=self._pdl)
 
     # ---- choice
 
-    def _empty_plan(self, size: int, width: int, num_steps: int, tail: int) -> _Plan:
+    def _empty_plan(self, size: int, width: int, num_passes: int, tail: int) -> _Plan:
         queries = CausalQueries.uniform(size, width, self._device)
-        at = FixedLengths.empty(size, width, num_steps, tail, self._device)
+        at = FixedLengths.empty(size, width, num_passes, tail, self._device)
         return _Plan(at, queries, self._cut(size, width), SPLIT if tail else self._chosen(size, width))
 
     def _cut(self, size: int, width: int) -> LatentShape:

@@ -19,15 +19,15 @@ class MixedHeadsAttention(AttentionBackend):
         self.caps = replace(backends[0].caps, ragged_windows=all(backend.caps.ragged_windows for backend in backends))
         self._backends, self._by_layer = list(backends), list(by_layer)
 
-    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def prepare(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         """Choose the buffers of the passes."""
         for backend in self._backends:
-            backend.prepare(batch, num_steps)
+            backend.prepare(batch, num_passes)
 
-    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def plan_on_device(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         """Plan from the lengths on the device."""
         for backend in self._backends:
-            backend.plan_on_device(batch, num_steps)
+            backend.plan_on_device(batch, num_passes)
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, key_dim] -> [T, H * value_dim]."""

@@ -57,26 +57,26 @@ class TorchNativeAttention(AttentionBackend):
         self._table = page_table
         self._windows = shape.windows
         self._shapes = find_stable_shapes(head_kinds(shape)) if page_table.pages.device.type == "cpu" else any_shapes()
-        self._steps: list[list[Segment]] = []
+        self._passes: list[list[Segment]] = []
 
-    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def prepare(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         """Find the pages of the passes. The first layer computes the masks, because a draft's tree is known only then."""
         if not batch.tokens_per_req:
-            self._steps = [self._extend_segments(batch)]
+            self._passes = [self._extend_segments(batch)]
             return
-        self._steps = [[] for _ in range(num_steps)]
+        self._passes = [[] for _ in range(num_passes)]
         width, bounds = batch.tokens_per_req, batch.seq_len_bounds
         count = 1 if uneven(bounds) else len(bounds)
         for first in range(0, len(bounds), count):
             rows, tokens = slice(first, first + count), slice(first * width, (first + count) * width)
-            pages, num_keys = self._pages(batch.req_pool_indices[rows], int(bounds[rows].max()) + (num_steps - 1) * width)
-            for step, segments in enumerate(self._steps):
-                positions = query_positions(batch.seq_lens[rows] + step * width, width)
+            pages, num_keys = self._pages(batch.req_pool_indices[rows], int(bounds[rows].max()) + (num_passes - 1) * width)
+            for pass_index, segments in enumerate(self._passes):
+                positions = query_positions(batch.seq_lens[rows] + pass_index * width, width)
                 segments.append(Segment(tokens, pages, num_keys, positions))
 
     def forward(self, q: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor:
         """Attend. q [T, H, key_dim] -> [T, H * value_dim]."""
-        outs = [self._attend(q, layer, segment, batch) for segment in self._steps[batch.step]]
+        outs = [self._attend(q, layer, segment, batch) for segment in self._passes[batch.pass_index]]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _extend_segments(self, batch: ForwardBatch) -> list[Segment]:

@@ -50,9 +50,9 @@ class WideAttention(AttentionBackend):
 
     # ---- outside the graph
 
-    def prepare(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def prepare(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         """Select the buffers of the passes. No host read."""
-        self._plan = self._fixed_plan(batch, num_steps) if batch.tokens_per_req else self._extend_plan(batch)
+        self._plan = self._fixed_plan(batch, num_passes) if batch.tokens_per_req else self._extend_plan(batch)
 
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """One run per kernel of split-KV attention."""
@@ -66,7 +66,7 @@ class WideAttention(AttentionBackend):
 
     # ---- inside or outside the graph
 
-    def plan_on_device(self, batch: ForwardBatch, num_steps: int = 1) -> None:
+    def plan_on_device(self, batch: ForwardBatch, num_passes: int = 1) -> None:
         """Compute lengths in place."""
         if isinstance(self._plan, _FixedPlan):
             self._plan.at.fill(batch)
@@ -77,7 +77,7 @@ class WideAttention(AttentionBackend):
         assert plan is not None, "prepare comes before forward"
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
         if isinstance(plan, _FixedPlan):
-            keys = PagedKeys(self._table.pages, batch.page_rows, plan.at.seq_lens(batch, batch.step), self._table.page_size)
+            keys = PagedKeys(self._table.pages, batch.page_rows, plan.at.seq_lens(batch, batch.pass_index), self._table.page_size)
             queries, split = plan.queries, plan.split
         else:
             keys, queries, split = *plan, None
@@ -94,14 +94,14 @@ class WideAttention(AttentionBackend):
         keys = PagedKeys(self._table.pages, batch.page_rows, batch.seq_lens, self._table.page_size)
         return keys, CausalQueries(batch.qo_indptr, int(batch.extend_lens.max()))
 
-    def _fixed_plan(self, batch: ForwardBatch, num_steps: int) -> _FixedPlan:
+    def _fixed_plan(self, batch: ForwardBatch, num_passes: int) -> _FixedPlan:
         assert not first_tail(batch, (0,), "fa3"), "trees are refused"
         size, width = batch.batch_size, batch.tokens_per_req
-        plan = self._fixed.get((size, width, num_steps))
+        plan = self._fixed.get((size, width, num_passes))
         if plan is None:
             queries = CausalQueries.uniform(size, width, self._device)
-            at = FixedLengths.empty(size, width, num_steps, 0, self._device)
-            plan = self._fixed[size, width, num_steps] = _FixedPlan(at, queries, self._split_shape(size, width))
+            at = FixedLengths.empty(size, width, num_passes, 0, self._device)
+            plan = self._fixed[size, width, num_passes] = _FixedPlan(at, queries, self._split_shape(size, width))
         return plan
 
     def _split_shape(self, size: int, width: int) -> SplitShape | None:

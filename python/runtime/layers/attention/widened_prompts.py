@@ -13,7 +13,7 @@ from runtime.layers.attention.kernels.widen_keys import widen_keys
 from runtime.layers.attention.prompt_groups import grouped
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 
-LEAST_TOKENS = 8192
+MIN_TOKENS = 8192
 """Minimum number of keys in the buffer: the prompts of a usual pass."""
 
 
@@ -43,7 +43,7 @@ class WidenedPrompts:
 
     def __init__(self, kv_pool: KVPool, page_table: PageTable, dtype: torch.dtype) -> None:
         self._pool, self._table = kv_pool, page_table
-        self._pages = max(page_table.max_pages, -(-LEAST_TOKENS // page_table.page_size))
+        self._pages = max(page_table.max_pages, -(-MIN_TOKENS // page_table.page_size))
         self._wide = torch.empty((2, self._pages, *kv_pool.k[0].shape[1:]), dtype=dtype, device=kv_pool.k[0].device)
 
     def warm_up(self) -> None:

@@ -101,7 +101,7 @@ class RowFp8(QuantScheme):
         """`prefix.weight` and its scales: [out, 1], [out], or one number."""
         weight, scale = storage.weight[part.rows], storage.scales[part.rows]
         put = lambda scales: scale.copy_(scales.reshape(-1))  # noqa: E731
-        slot = WeightSlot((part.shape[0], 1), (part.index[0], slice(None)), put, spread=True, finite=True)
+        slot = WeightSlot((part.shape[0], 1), (part.index[0], slice(None)), put, broadcast=True, finite=True)
         return {
             part.prefix + ".weight": WeightSlot(part.shape, part.index, weight.copy_, E4M3),
             f"{part.prefix}.{self.scale_name}": slot,

@@ -18,7 +18,8 @@ GROUP_BYTES = GROUP // 2 + 4
 LARGEST_CODE = 15
 PACKED_ROWS = 64
 """Rows that are packed together in the kernel's format. A part that starts within such a group cannot be packed separately."""
-N_MULTIPLE = 16
+ROW_MULTIPLE = 16
+"""The kernel takes a multiple of this number of rows."""
 LARGEST = 65504
 """The largest number of float16."""
 _HEADS = Int8()
@@ -54,7 +55,7 @@ class Int4(QuantScheme):
         if columns % GROUP:
             raise ConfigError(f"an int4 weight has {columns} columns; only multiples of {GROUP} are supported. Use --quantization int8.")
         weight = new.empty(out, columns // GROUP * GROUP_BYTES, dtype=torch.uint8)
-        if out % N_MULTIPLE or any(part.start % PACKED_ROWS for part in new.parts):
+        if out % ROW_MULTIPLE or any(part.start % PACKED_ROWS for part in new.parts):
             return Storage(weight)
         scale = new.empty(columns // GROUP, out, 2, dtype=torch.bfloat16)
         return Storage(weight, scale, new.empty(out, columns // 2, dtype=torch.uint8))
@@ -114,7 +115,7 @@ class Int4(QuantScheme):
 
 def storage_of(groups: torch.Tensor) -> Storage:
     """The storage of a whole weight of these groups, packed if its number of rows allows it."""
-    return Storage(groups) if len(groups) % N_MULTIPLE else Storage(groups, *kernel_form(groups))
+    return Storage(groups) if len(groups) % ROW_MULTIPLE else Storage(groups, *kernel_form(groups))
 
 
 def quantize_groups(rows: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,8 @@ HEAD_SIZE = 2**23
 QUANTIZED_AT_ONCE = 2**18
 """Weights quantised at a time: the float32 values of a whole matrix would not stay in the caches, which we measured to be 5 times
 slower."""
-K_MULTIPLE = 32
-N_MULTIPLE = 4
+COLUMN_MULTIPLE, ROW_MULTIPLE = 32, 4
+"""The packed kernel reads whole vectors: with other shapes it would read beyond the rows."""
 
 
 class Int8(QuantScheme):
@@ -70,8 +70,7 @@ class Int8(QuantScheme):
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_prompt: bool) -> torch.Tensor:
-    # The kernel reads whole vectors: with other shapes it would read beyond the rows.
-    packable = weight.shape[1] % K_MULTIPLE == 0 and weight.shape[0] % N_MULTIPLE == 0
+    packable = weight.shape[1] % COLUMN_MULTIPLE == 0 and weight.shape[0] % ROW_MULTIPLE == 0
     most = DIRECT_HEAD_ROWS if weight.numel() >= HEAD_SIZE else DIRECT_ROWS
     if packable and x.shape[0] <= most and not in_prompt:
         return torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight, scale)

@@ -22,7 +22,7 @@ class WeightSlot:
         index: the part of it that this process loads.
         put: stores that part, given as a tensor of `dtype` on any device.
         dtype: required dtype of the tensor; None for any floating-point dtype.
-        spread: whether one number may be broadcast to all, and dimensions of 1 may be missing.
+        broadcast: whether one number may be broadcast to all, and dimensions of 1 may be missing.
         finite: whether all numbers must be finite.
         largest: the largest allowed number; None for any.
     """
@@ -31,7 +31,7 @@ class WeightSlot:
     index: Index
     put: Callable[[torch.Tensor], object]
     dtype: torch.dtype | None = None
-    spread: bool = False
+    broadcast: bool = False
     finite: bool = False
     largest: int | None = None
 
@@ -39,9 +39,9 @@ class WeightSlot:
         """The part to read of a tensor of `shape`; None if the shape is wrong."""
         if shape == self.shape:
             return self.index
-        if self.spread and math.prod(shape) == 1:
+        if self.broadcast and math.prod(shape) == 1:
             return (slice(None),) * len(shape)
-        return self.index[: len(shape)] if self.spread and shape == self.shape[: len(shape)] else None
+        return self.index[: len(shape)] if self.broadcast and shape == self.shape[: len(shape)] else None
 
 
 @dataclass(frozen=True, slots=True)

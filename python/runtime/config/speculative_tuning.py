@@ -103,7 +103,7 @@ class SpeculativeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError("num_steps, topk, num_draft_tokens, depths, table, acceptance and steps do not belong together")
 
     @property
-    def most_drafted(self) -> int | None:
+    def max_batch_with_drafts(self) -> int | None:
         """The largest batch with drafts; None if the table does not end with depth 0."""
         last = self.table[-1]
         return last.requests - 1 if last.depth == 0 else None

@@ -213,7 +213,7 @@ def test_decode_passes_of_many_rows_have_a_choice_and_prompts_keep_theirs() -> N
     head, qkv, o_proj = scaled_linear(4096, 2048), scaled_linear(5120, 2048), scaled_linear(2048, 4096)
     gemms = Gemm("linear", qkv, norm), Gemm("linear_add", o_proj, norm), Gemm("logits", head, norm)
     groups = group_gemms(gemms, (16, 32, 64, 128, 256, 512, 2048))
-    offered = {(group.op, group.rows): [type(choice) for choice in candidates(group, 132, H200)] for group in groups}
+    offered = {(group.gemm.op, group.rows): [type(choice) for choice in candidates(group, 132, H200)] for group in groups}
     widening = {key for key, choices in offered.items() if WideningConfig in choices}
     assert widening == {(op, rows) for op in ("linear", "linear_add") for rows in (32, 64, 128, 256, 512)}
     assert not any(rows > 128 for op, rows in offered if op == "logits")

@@ -257,7 +257,7 @@ class CudaOps:
         return (lambda choice: lambda call: (pause(self.pdl), run(choice)(call))) if group.behind_pause else run
 
     def _trial_alone(self, group: GemmGroup) -> Callable[[GemmChoice], Run]:
-        linear, rows, norm = group.linears[0], group.rows, group.norm
+        gemm, linear, rows, norm = group.gemm, group.gemm.linear, group.rows, group.gemm.norm
         device = linear.weight.device
         x = torch.randn((rows, linear.in_features), device=device).to(input_dtype(linear, norm))
         if norm is None:
@@ -266,15 +266,15 @@ class CudaOps:
         h = torch.randn((rows, norm.weight.shape[0]), device=device)
         deferred = DeferredNorm(norm.weight, h.to(dtype), torch.full((rows, TRIAL_PARTS), h.shape[1] / TRIAL_PARTS, device=device))
         stream = Stream(h, norm, deferred if dtype is torch.bfloat16 else None)
-        scores = torch.empty((rows, linear.out_features if group.op == "logits" else 1), device=device)
+        scores = torch.empty((rows, linear.out_features if gemm.op == "logits" else 1), device=device)
         tokens = torch.empty(rows, dtype=torch.int64, device=device)
 
         def run(choice: GemmChoice, layer: Linear) -> object:
-            if group.op == "linear":
+            if gemm.op == "linear":
                 return self._linear(*self._normed(stream, norm, choice), layer, choice)
-            if group.op == "gate_up":
-                return self._gate_up(*self._normed(stream, norm, choice), layer, choice, group.activation)
-            if group.op == "logits":
+            if gemm.op == "gate_up":
+                return self._gate_up(*self._normed(stream, norm, choice), layer, choice, gemm.activation)
+            if gemm.op == "logits":
                 return self._greedy(x, layer, tokens, scores, choice)
             if layer.is_partial:  # without the all-reduce, because ranks do not time together
                 return self._linear(x, None, layer, choice)
@@ -287,7 +287,7 @@ class CudaOps:
         """Runs of all kernels that a model uses with these choices: its GEMMs with and without deferred norms, the head with and without
         logits.
         """
-        for rows, head in ((group.rows, head) for group in groups if group.op == "logits" for head in group.linears):
+        for rows, head in ((group.rows, head) for group in groups if group.gemm.op == "logits" for head in group.linears):
             x = torch.zeros((rows, head.in_features), dtype=input_dtype(head), device=head.weight.device)
             yield lambda _, x=x, head=head: self.logits(x, head)
             yield lambda _, x=x, head=head: self.greedy(x, head)

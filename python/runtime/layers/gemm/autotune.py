@@ -19,7 +19,6 @@ from triton.runtime.jit import JITFunction
 
 from runtime.config.device_tuning import DeviceTuning
 from runtime.config.kernel_configs import ResidentConfig
-from runtime.layers.activation import Activation
 from runtime.layers.gemm.few_rows_output import MAX_ROWS as FEW_ROWS
 from runtime.layers.gemm.fragment_gemm import supports as fragments_support
 from runtime.layers.gemm.gemm import Gemm, GemmKey, GemmOp, takes_kernels
@@ -36,7 +35,6 @@ from runtime.layers.gemm.widening_gemm import widening_configs
 from runtime.layers.kernels.graph_timer import median_micros
 from runtime.layers.kernels.triton_threads import kernels_once, launchers_apart
 from runtime.layers.linear import Linear
-from runtime.layers.norm import RMSNorm
 
 log = logging.getLogger(__name__)
 REPLAYS = 5
@@ -52,38 +50,35 @@ Run = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class GemmGroup:
-    """The layers of a model whose GEMMs share one kernel, at one m bucket."""
+    """The layers of a model whose GEMMs share one kernel, at one m bucket. `gemm`: the GEMM of the first of them."""
 
-    op: GemmOp
+    gemm: Gemm
     linears: Sequence[Linear]
-    norm: RMSNorm | None
     rows: int
-    activation: Activation = Activation.SILU
-    after_attention: bool = False
 
     def __str__(self) -> str:
-        behind = " behind a pause" if self.behind_pause else ""
-        return f"{self.op} {self.linears[0].out_features}x{self.linears[0].in_features} rows {self.rows}{behind}"
+        linear, behind = self.gemm.linear, " behind a pause" if self.behind_pause else ""
+        return f"{self.gemm.op} {linear.out_features}x{linear.in_features} rows {self.rows}{behind}"
 
     @property
     def takes_residents(self) -> bool:
         """Whether the resident GEMM, which prefetches its weights into shared memory, supports it."""
-        return self.op in ("linear", "linear_add") and self.rows <= FEW_ROWS and can_be_resident(self.linears[0].weight)
+        return self.gemm.op in SPLITTABLE and self.rows <= FEW_ROWS and can_be_resident(self.gemm.linear.weight)
 
     @property
     def behind_pause(self) -> bool:
         """Whether it is timed after a kernel that leaves the memory idle, as in a pass: only then can resident weights be faster."""
-        return self.after_attention and self.takes_residents
+        return self.gemm.after_attention and self.takes_residents
 
     @property
     def key(self) -> GemmKey:
         """The key by which its kernel is chosen."""
-        return Gemm(self.op, self.linears[0], self.norm).key(self.rows)
+        return self.gemm.key(self.rows)
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
-        return self.linears[0].weight.dtype
+        return self.gemm.linear.weight.dtype
 
 
 def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int], prompts: Collection[int] = ()) -> list[GemmGroup]:
@@ -96,7 +91,7 @@ def group_gemms(gemms: Iterable[Gemm], buckets: Sequence[int], prompts: Collecti
     for gemm in filter(lambda gemm: takes_kernels(gemm.linear), gemms):
         kinds.setdefault(gemm.key(0), []).append(gemm)
     return [
-        GemmGroup(kind[0].op, [gemm.linear for gemm in kind], kind[0].norm, rows, kind[0].activation, kind[0].after_attention)
+        GemmGroup(kind[0], [gemm.linear for gemm in kind], rows)
         for kind in kinds.values()
         for rows in buckets
         if rows <= MAX_ROWS or (_takes_many_rows(kind[0], rows) and not (kind[0].op == "logits" and rows in prompts))
@@ -107,22 +102,22 @@ def _takes_many_rows(gemm: Gemm, rows: int) -> bool:
     """Whether a kernel other than cuBLAS supports `rows`, more than `MAX_ROWS`."""
     weight = gemm.linear.weight
     if gemm.linear.is_scaled:
-        return rows <= MOST_WIDENED_ROWS and _takes_bfloat16(gemm.op, gemm.linear, gemm.norm, widening_supports)
+        return rows <= MOST_WIDENED_ROWS and _takes_bfloat16(gemm, widening_supports)
     return weight.dtype is torch.bfloat16 and supports(weight, silu=gemm.op == "gate_up")
 
 
 def candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
     """The choices worth timing, cuBLAS first."""
-    linear, rows = group.linears[0], group.rows
+    op, linear, rows = group.gemm.op, group.gemm.linear, group.rows
     if linear.is_scaled:
         return None, *_scaled_candidates(group, num_sms, tuning)
     if rows > MAX_ROWS:
-        size = GemmSize(rows, linear.out_features, linear.in_features, gated=group.op == "gate_up")
-        split = split_config(size, tuning.clusters_at_once) if group.op in SPLITTABLE else None
+        size = GemmSize(rows, linear.out_features, linear.in_features, gated=op == "gate_up")
+        split = split_config(size, tuning.clusters_at_once) if op in SPLITTABLE else None
         return None, many_rows_config(size, num_sms), *(() if split is None else (split,))
-    found: tuple[GemmChoice, ...] = tuning.gemm_configs(group.op, rows)
-    if supports(linear.weight, silu=group.op == "gate_up"):
-        wgmma = wgmma_configs(group.op, rows, linear.out_features, num_sms, tuning)
+    found: tuple[GemmChoice, ...] = tuning.gemm_configs(op, rows)
+    if supports(linear.weight, silu=op == "gate_up"):
+        wgmma = wgmma_configs(op, rows, linear.out_features, num_sms, tuning)
         found = wgmma if wgmma and rows > tuning.wgmma_only_rows else (*found, *wgmma)
     return None, *found, *_resident_configs(group, num_sms)
 
@@ -135,26 +130,27 @@ def _resident_configs(group: GemmGroup, num_sms: int) -> tuple[ResidentConfig, .
     """
     if not group.takes_residents:
         return ()
-    linear = group.linears[0]
+    linear = group.gemm.linear
     config = resident_config(linear.out_features, linear.in_features, num_sms)
-    return () if config is None or (config.blocks > 1 and not group.after_attention) else (config,)
+    return () if config is None or (config.blocks > 1 and not group.gemm.after_attention) else (config,)
 
 
 def _scaled_candidates(group: GemmGroup, num_sms: int, tuning: DeviceTuning) -> tuple[GemmChoice, ...]:
     """Candidates for e4m3 weights."""
-    linear, rows = group.linears[0], group.rows
+    linear, rows = group.gemm.linear, group.rows
     found: tuple[GemmChoice, ...] = tuning.scaled_configs(rows) if rows <= MAX_ROWS else ()
-    if _takes_bfloat16(group.op, linear, group.norm, fragments_support):
+    if _takes_bfloat16(group.gemm, fragments_support):
         found += tuning.fragment_configs(rows)
-    if _takes_bfloat16(group.op, linear, group.norm, widening_supports):
+    if _takes_bfloat16(group.gemm, widening_supports):
         found += widening_configs(rows, linear.out_features, linear.in_features, num_sms, tuning)
     return found
 
 
-def _takes_bfloat16(op: GemmOp, linear: Linear, norm: RMSNorm | None, supports: Callable[[torch.Tensor, torch.Tensor, bool], bool]) -> bool:
+def _takes_bfloat16(gemm: Gemm, supports: Callable[[torch.Tensor, torch.Tensor, bool], bool]) -> bool:
     """Whether a CUDA C++ kernel that `supports` the e4m3 weight is a candidate: rows are bfloat16, and there is no argmax."""
-    narrow, scale = linear.weight.dtype if norm is None else norm.weight.dtype, linear.storage.scale
-    return op != "logits" and narrow is torch.bfloat16 and scale is not None and supports(linear.weight, scale, op == "gate_up")
+    linear, norm, scale = gemm.linear, gemm.norm, gemm.linear.storage.scale
+    narrow = linear.weight.dtype if norm is None else norm.weight.dtype
+    return gemm.op != "logits" and narrow is torch.bfloat16 and scale is not None and supports(linear.weight, scale, gemm.op == "gate_up")
 
 
 def autotune_gemms(

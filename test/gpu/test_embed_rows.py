@@ -89,13 +89,12 @@ def test_rows_are_loaded_by_one_kernel(size: int) -> None:
     rows = torch.randint(0, 400, (size,), generator=torch.Generator().manual_seed(size))
     plain = InputBuffers(size, max_tokens=size, device=CPU)
     load_rows(plain, rows, request_rows(400, CPU))
-    named = [
-        torch.full_like(plain.tensors[name], -1, device=DEVICE) for name in ("req_pool_indices", "page_rows", "kv_lens", "last_tokens")
-    ]
-    state = request_rows(400, DEVICE)
-    load_rows_cuda(rows.to(DEVICE), state.kv_lens, state.last_tokens, *named)
-    for own, name in zip(named, ("req_pool_indices", "page_rows", "kv_lens", "last_tokens"), strict=True):
-        assert torch.equal(own.cpu(), plain.tensors[name]), name
+    found, names = InputBuffers(size, max_tokens=size, device=DEVICE), ("req_pool_indices", "page_rows", "kv_lens", "last_tokens")
+    for name in names:
+        found.tensors[name].fill_(-1)
+    load_rows_cuda(found, rows.to(DEVICE), request_rows(400, DEVICE))
+    for name in names:
+        assert torch.equal(found.tensors[name].cpu(), plain.tensors[name]), name
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 5])

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -386,7 +387,9 @@ def test_the_fused_acceptance_is_the_plain_one(synthetic: bool) -> None:
     lens_by_row, tokens_by_row = torch.full((R,), -5, dtype=torch.int32).cuda(), torch.full((R,), -5).cuda()
     p = torch.tensor([0.9, 0.5, 0.2]).cuda() if synthetic else None
     live = B - 5
-    lens, tokens = accept_chain(draft, target, kv_lens, rows, live, lens_by_row, tokens_by_row, V, p, seeds)
+    iteration = SimpleNamespace(kv_lens=kv_lens, rows=rows, live=live)
+    state = SimpleNamespace(kv_lens=lens_by_row, last_tokens=tokens_by_row, tables=SimpleNamespace(seeds=seeds))
+    lens, tokens = accept_chain(draft, target, iteration, state, V, p)
     if p is None:
         want_lens, want = accept_chain_greedy(draft, target)
     else:

@@ -141,13 +141,7 @@ class CudaOps:
         return run_experts(expert_pass(x, experts, routing, torch.empty_like(x), self.pdl), self._timings.tuning.experts)
 
     def experts_add(
-        self,
-        x: torch.Tensor,
-        experts: Experts,
-        routing: Routing,
-        stream: Stream,
-        next_norm: RMSNorm | None = None,
-        addend: torch.Tensor | None = None,
+        self, x: torch.Tensor, experts: Experts, routing: Routing, stream: Stream, next_norm: RMSNorm | None, addend: torch.Tensor | None
     ) -> Stream:
         """`h` plus the sum over the ranks of `experts(x)` and `addend`, in the storage of `h`; on one rank the last kernel adds it."""
         h = stream.h
@@ -167,7 +161,7 @@ class CudaOps:
         experts_few_rows(own, few, add=True, deferred=deferred)
         return Stream(h, next_norm, deferred, in_prompt=stream.in_prompt)
 
-    def add_scattered(self, part: torch.Tensor, exchange: TokenExchange, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
+    def add_scattered(self, part: torch.Tensor, exchange: TokenExchange, stream: Stream, next_norm: RMSNorm | None) -> Stream:
         """`h` plus this group's rows of the sum of `part`, in the storage of `h`."""
         return self._add_of_ranks(part, exchange.group, stream.h, next_norm, stream.in_prompt, exchange)
 

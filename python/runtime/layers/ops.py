@@ -139,13 +139,7 @@ class BlockOps(Protocol):
         ...
 
     def experts_add(
-        self,
-        x: torch.Tensor,
-        experts: Experts,
-        routing: Routing,
-        stream: Stream,
-        next_norm: RMSNorm | None = None,
-        addend: torch.Tensor | None = None,
+        self, x: torch.Tensor, experts: Experts, routing: Routing, stream: Stream, next_norm: RMSNorm | None, addend: torch.Tensor | None
     ) -> Stream:
         """Experts, all-reduce, add: `h` plus the sum over the ranks of `experts(x)` and `addend` [T, hidden], possibly in the storage of
         `h`.
@@ -154,7 +148,7 @@ class BlockOps(Protocol):
         """
         ...
 
-    def add_scattered(self, part: torch.Tensor, exchange: TokenExchange, stream: Stream, next_norm: RMSNorm | None = None) -> Stream:
+    def add_scattered(self, part: torch.Tensor, exchange: TokenExchange, stream: Stream, next_norm: RMSNorm | None) -> Stream:
         """`h` plus the sum over the attention groups of this group's rows of `part`, possibly in the storage of `h`.
 
         Args:

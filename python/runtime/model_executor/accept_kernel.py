@@ -14,6 +14,8 @@ import triton.language as tl
 
 from runtime.layers.kernels.sampling import hashed_uniform
 from runtime.layers.random_streams import POSITION_STEP, STREAM_STEP, RandomStream, signed
+from runtime.model_executor.iteration import Iteration
+from runtime.model_executor.request_rows import RequestRows
 
 
 @triton.jit(do_not_specialize=["live"])
@@ -44,27 +46,16 @@ def _accept(
 
 
 def accept_chain(
-    draft: torch.Tensor,
-    target: torch.Tensor,
-    kv_lens: torch.Tensor,
-    rows: torch.Tensor,
-    live: int,
-    row_lens: torch.Tensor,
-    row_tokens: torch.Tensor,
-    vocab_size: int,
-    probabilities: torch.Tensor | None,
-    seeds: torch.Tensor,
+    draft: torch.Tensor, target: torch.Tensor, iteration: Iteration, state: RequestRows, vocab_size: int, probabilities: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept drafts, and commit lengths and tokens to the rows of the first `live` requests.
+    """Accept drafts, and commit lengths and tokens to the rows of an iteration's live requests.
 
     Args:
         draft: int64 [B, D], rows may be strided; column 0 is the last committed token.
         target: int64 [B, D] contiguous: the target's choice after each column.
-        kv_lens: int32 [B], KV lengths before the iteration.
-        rows: int64 [B]; padding: 0.
-        row_lens, row_tokens: int32 and int64 [R]: KV length and last token by row, written.
+        iteration: its rows, and KV lengths before it.
+        state: KV lengths and last tokens by row are written.
         probabilities: float32 [K], synthetic acceptance regardless of the tokens; None for greedy acceptance.
-        seeds: int64 [R], seeds of the synthetic acceptance by row.
 
     Returns:
         accept_lens int32 [B] and tokens int64 [B, D]: up to the accept length those of `accept_chain_greedy` or
@@ -74,8 +65,8 @@ def accept_chain(
     accept_lens = torch.empty(B, dtype=torch.int32, device=draft.device)
     tokens = torch.empty((B, D), dtype=torch.int64, device=draft.device)
     _accept[(B,)](
-        draft, draft.stride(0), target, kv_lens, rows, accept_lens, tokens, row_lens, row_tokens, live, vocab_size, D - 1,
-        target if probabilities is None else probabilities, seeds,
+        draft, draft.stride(0), target, iteration.kv_lens, iteration.rows, accept_lens, tokens, state.kv_lens, state.last_tokens,
+        iteration.live, vocab_size, D - 1, target if probabilities is None else probabilities, state.tables.seeds,
         signed(STREAM_STEP * (RandomStream.SYNTHETIC + 1)), signed(POSITION_STEP),
         SYNTHETIC=probabilities is not None, BLOCK=max(triton.next_power_of_2(D), 2), num_warps=1,
     )  # fmt: skip

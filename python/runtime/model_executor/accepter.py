@@ -84,20 +84,8 @@ class Accepter:
         """Decide and commit in one kernel."""
         from runtime.model_executor.accept_kernel import accept_chain
 
-        state = self._target.rows
-        lens, tokens = accept_chain(
-            window.tokens,
-            verified.tokens,
-            iteration.kv_lens,
-            iteration.rows,
-            iteration.live,
-            state.kv_lens,
-            state.last_tokens,
-            self._vocab,
-            self._synthetic_rates(window),
-            state.tables.seeds,
-        )
-        return AcceptResult(lens, tokens)
+        rates = self._synthetic_rates(window)
+        return AcceptResult(*accept_chain(window.tokens, verified.tokens, iteration, self._target.rows, self._vocab, rates))
 
     # ---- the decision
 

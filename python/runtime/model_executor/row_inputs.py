@@ -13,15 +13,13 @@ def load_rows(inputs: InputBuffers, rows: torch.Tensor, state: RequestRows) -> N
 
     Outside or inside a graph.
     """
-    size = len(rows)
-    indices, page_rows = inputs.rows(size), inputs.named("page_rows", size)
-    kv_lens, last_tokens = inputs.kv_lens(size), inputs.last_tokens(size)
     if rows.is_cuda:
         from runtime.model_executor.window_kernel import load_rows_cuda
 
-        load_rows_cuda(rows, state.kv_lens, state.last_tokens, indices, page_rows, kv_lens, last_tokens)
+        load_rows_cuda(inputs, rows, state)
         return
-    indices.copy_(rows)
-    page_rows.copy_(rows)
-    torch.index_select(state.kv_lens, 0, rows, out=kv_lens)
-    torch.index_select(state.last_tokens, 0, rows, out=last_tokens)
+    size = len(rows)
+    inputs.rows(size).copy_(rows)
+    inputs.named("page_rows", size).copy_(rows)
+    torch.index_select(state.kv_lens, 0, rows, out=inputs.kv_lens(size))
+    torch.index_select(state.last_tokens, 0, rows, out=inputs.last_tokens(size))

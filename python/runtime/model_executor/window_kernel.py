@@ -12,6 +12,8 @@ import triton.language as tl
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.kernels.pdl import launch_options, pdl_wait_first, starts_early
 from runtime.mem_cache.kv_pool import PageTable
+from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.request_rows import RequestRows
 
 ROWS = 128
 """Requests of one program of `_load`."""
@@ -56,20 +58,13 @@ def _fill(
     tl.store(seq_lens + request, length + width)
 
 
-def load_rows_cuda(
-    rows: torch.Tensor,
-    row_lens: torch.Tensor,
-    row_tokens: torch.Tensor,
-    indices: torch.Tensor,
-    page_rows: torch.Tensor,
-    kv_lens: torch.Tensor,
-    last_tokens: torch.Tensor,
-) -> None:
-    """See `load_rows`: `rows` int64 [B] and the tables int32 and int64 [R] are read; int64, int32, int32 and int64 [B] are written."""
+def load_rows_cuda(inputs: InputBuffers, rows: torch.Tensor, state: RequestRows) -> None:
+    """See `load_rows`."""
     size, pdl = len(rows), starts_early(rows.device)
     _load[(triton.cdiv(size, ROWS),)](
-        rows, row_lens, row_tokens, indices, page_rows, kv_lens, last_tokens, size, BLOCK=ROWS, PDL=pdl, **launch_options(pdl)
-    )
+        rows, state.kv_lens, state.last_tokens, inputs.rows(size), inputs.named("page_rows", size), inputs.kv_lens(size),
+        inputs.last_tokens(size), size, BLOCK=ROWS, PDL=pdl, **launch_options(pdl),
+    )  # fmt: skip
 
 
 def fill_window_cuda(

@@ -139,21 +139,14 @@ def latent_attention(
         BLOCK_M=shape.block_m, TREE=tree_mask is not None, **shared, num_warps=config.num_warps, num_stages=config.stages,
     )  # fmt: skip
     if splits > 1:
-        _merge_splits(out, keys.seq_lens, shape, splits, workspace, shared)
+        few = splits <= FEW_SPLITS
+        padded = FEW_SPLITS if few else MAX_SPLITS  # two kernels instead of one per power of two
+        columns = shape.rank if few else min(shape.rank, MERGED_COLUMNS)
+        _merge_kernel[(shape.rows, shape.batch, shape.rank // columns)](
+            keys.seq_lens, out, workspace.out, workspace.top, workspace.total, splits, shape.rows, **shared, SPLITS=padded,
+            COLUMNS=columns, num_warps=min(max(padded * columns // 2048, 2), 8),
+        )  # fmt: skip
     return out
-
-
-def _merge_splits(
-    out: torch.Tensor, seq_lens: torch.Tensor, shape: LatentShape, splits: int, workspace: LatentWorkspace, shared: dict[str, int | bool]
-) -> None:
-    """Merge the parts of each query and head."""
-    few = splits <= FEW_SPLITS
-    padded = FEW_SPLITS if few else MAX_SPLITS  # two kernels instead of one per power of two
-    columns = shape.rank if few else min(shape.rank, MERGED_COLUMNS)
-    _merge_kernel[(shape.rows, shape.batch, shape.rank // columns)](
-        seq_lens, out, workspace.out, workspace.top, workspace.total, splits, shape.rows, **shared, SPLITS=padded,
-        COLUMNS=columns, num_warps=min(max(padded * columns // 2048, 2), 8),
-    )  # fmt: skip
 
 
 def trial_inputs(

@@ -28,9 +28,6 @@ PREFETCH_TILES = 2
 """Tiles that each program prefetches into L2 while the previous kernel is still running."""
 LN_2 = 0.6931471805599453
 
-Tensors = tuple[torch.Tensor | None, ...]
-Options = dict[str, int | bool]
-
 
 class SplitWorkspace:
     """Partial results, shared by all passes of one stream. Owned by the backend.
@@ -93,11 +90,26 @@ def split_attention(
     assert causal or window < 0 or lse is None, "a window requires a causal pass"
     if lse is None and cluster_decode.supports(shape, keys.page_size, q, k_cache, sinks):
         return cluster_decode.cluster_attention(q, k_cache, v_cache, keys, shape, scale, causal=causal, window=window, sinks=sinks, pdl=pdl)
-    out, splits, shared = torch.empty_like(q), shape.splits, _shared_arguments(shape, window >= 0, lse is not None, pdl)
-    inputs, outputs = (q, k_cache, v_cache, kv_scales, sinks), (out, lse, workspace.out, workspace.top, workspace.total)
-    _attend_shares(inputs, outputs, keys, shape, splits, scale, causal, window, shared)
-    if splits > 1 and not shape.config.scheduled:
-        _merge_shares(outputs, keys.seq_lens, shape, splits, window, shared)
+    config, schedule, splits, out = shape.config, keys.schedule, shape.splits, torch.empty_like(q)
+    items, arrived, space = (None, None, 0) if schedule is None else (schedule.items, schedule.arrived, len(schedule.items))
+    outputs = out, lse, workspace.out, workspace.top, workspace.total
+    group = shape.num_q_heads // shape.num_kv_heads
+    shared = dict(
+        WIDTH=shape.width, GROUP=group, NUM_KV=shape.num_kv_heads, D=shape.head_dim, TILE=config.tile, ALONE=config.alone, ROWS=shape.rows,
+        WINDOW=window >= 0, LSE=lse is not None, PDL=pdl, **launch_options(pdl),
+    )  # fmt: skip
+    _split_kernel[(shape.parts, shape.programs, 1) if config.scheduled else (shape.parts, splits, shape.batch)](
+        q, k_cache, v_cache, kv_scales, sinks, keys.pages, keys.rows, keys.seq_lens, items, arrived, *outputs, scale / LN_2, splits, window,
+        keys.pages.stride(0), space, **shared, BLOCK_M=shape.block_rows, PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES,
+        SCHEDULED=config.scheduled, SINKS=sinks is not None, SCALED=kv_scales is not None, AT_ONCE=MERGED_AT_ONCE,
+        num_warps=config.num_warps, num_stages=config.stages,
+    )  # fmt: skip
+    if splits > 1 and not config.scheduled:
+        padded = triton.next_power_of_2(splits)
+        _merge_kernel[(shape.num_kv_heads, shape.width * group, shape.batch)](
+            keys.seq_lens, *outputs, splits, window, **shared,
+            SPLITS=padded, num_warps=min(max(padded * shape.head_dim // 1024, 1), 8),  # 32 values per thread
+        )  # fmt: skip
     return out
 
 
@@ -107,53 +119,6 @@ def _check(q: torch.Tensor, keys: PagedKeys, shape: SplitShape, workspace: Split
     assert shape.partial_rows <= workspace.top.numel(), "the workspace was made for smaller passes"
     assert q.is_contiguous(), "queries must be contiguous"
     assert (keys.schedule is not None) == shape.config.scheduled, "a schedule must be given exactly if the config is scheduled"
-
-
-def _attend_shares(
-    inputs: Tensors,
-    outputs: Tensors,
-    keys: PagedKeys,
-    shape: SplitShape,
-    splits: int,
-    scale: float,
-    causal: bool,
-    window: int,
-    shared: Options,
-) -> None:
-    """Attend to each share of the keys; with a schedule, merge the shares too.
-
-    Args:
-        inputs: queries, keys, values, scales and sinks.
-        outputs: output, log-sum-exp, and the workspace's tensors.
-    """
-    *_, kv_scales, sinks = inputs
-    config, schedule = shape.config, keys.schedule
-    items, arrived, space = (None, None, 0) if schedule is None else (schedule.items, schedule.arrived, len(schedule.items))
-    _split_kernel[(shape.parts, shape.programs, 1) if config.scheduled else (shape.parts, splits, shape.batch)](
-        *inputs, keys.pages, keys.rows, keys.seq_lens, items, arrived, *outputs, scale / LN_2, splits, window, keys.pages.stride(0),
-        space, **shared,
-        BLOCK_M=shape.block_rows, PAGE=keys.page_size, CAUSAL=causal, PREFETCH=PREFETCH_TILES, SCHEDULED=config.scheduled,
-        SINKS=sinks is not None, SCALED=kv_scales is not None, AT_ONCE=MERGED_AT_ONCE, num_warps=config.num_warps,
-        num_stages=config.stages,
-    )  # fmt: skip
-
-
-def _merge_shares(outputs: Tensors, seq_lens: torch.Tensor, shape: SplitShape, splits: int, window: int, shared: Options) -> None:
-    """Merge the shares of each query and head."""
-    padded = triton.next_power_of_2(splits)
-    _merge_kernel[(shape.num_kv_heads, shape.width * shared["GROUP"], shape.batch)](
-        seq_lens, *outputs, splits, window, **shared,
-        SPLITS=padded, num_warps=min(max(padded * shape.head_dim // 1024, 1), 8),  # 32 values per thread
-    )  # fmt: skip
-
-
-def _shared_arguments(shape: SplitShape, window: bool, lse: bool, pdl: bool) -> Options:
-    """The compile-time constants and launch options of both kernels."""
-    return dict(
-        WIDTH=shape.width, GROUP=shape.num_q_heads // shape.num_kv_heads, NUM_KV=shape.num_kv_heads, D=shape.head_dim,
-        TILE=shape.config.tile, ALONE=shape.config.alone, ROWS=shape.rows, WINDOW=window, LSE=lse, PDL=pdl,
-        **launch_options(pdl),
-    )  # fmt: skip
 
 
 def warm_up(

@@ -31,8 +31,8 @@ def test_rows_are_normed_as_defined(q: int, k: int, v: int, rows: int) -> None:
     torch.manual_seed(q)
     weights = [torch.rand(size, device=DEVICE).to(DTYPE) + 0.5 for size in (q, k)]
     for norms in (
-        RowNorms(weights[0], weights[1], 1e-6, q, k),
-        RowNorms(weights[0], weights[1], 1e-6, 2 * q, k, 2, TwoRanks()),  # type: ignore[arg-type]
+        RowNorms(weights[0], weights[1], 1e-6, (q, k)),
+        RowNorms(weights[0], weights[1], 1e-6, (2 * q, 2 * k), TwoRanks()),  # type: ignore[arg-type]
     ):
         qkv = torch.randn((rows, q + k + v), device=DEVICE).to(DTYPE)
         want = norms(qkv.clone())

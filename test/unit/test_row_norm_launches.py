@@ -19,4 +19,4 @@ from runtime.layers.row_norms import RowNorms
 )
 def test_launches_count_an_nccl_call_only_where_nccl_sums(group: Any, launches: int) -> None:
     gain = torch.ones(8)
-    assert RowNorms(gain, gain, 1e-6, 8 * group.size, 8 * group.size, group=group).kernel_launches == launches
+    assert RowNorms(gain, gain, 1e-6, (8 * group.size, 8 * group.size), group).kernel_launches == launches

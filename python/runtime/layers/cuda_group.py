@@ -160,7 +160,7 @@ class CudaGroup:
             gain = torch.randn(3072, generator=_seeded(device, 98), device=device).to(torch.bfloat16)
             qkv = torch.randn((rows, COLUMNS), generator=_seeded(device, self.rank), device=device).to(torch.bfloat16)
             gains = gain[:2048], gain[2048:]
-            norms = RowNorms(*gains, 1e-6, 2048 * self.size, 1024 * self.size, group=self)
+            norms = RowNorms(*gains, 1e-6, (2048 * self.size, 1024 * self.size), self)
             expected = norms(qkv.clone())
             right &= fused.norm_rows(qkv, gains, norms.columns, norms.eps)
             right &= torch.allclose(qkv.float(), expected.float(), rtol=TOLERANCE, atol=TOLERANCE)

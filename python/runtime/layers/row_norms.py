@@ -17,16 +17,13 @@ class RowNorms:
 
     Attributes:
         q_weight, k_weight: this rank's shard of the weights, in the model's dtype.
-        q_width, k_width: columns of all ranks together.
-        key_copies: number of ranks with the same keys.
+        columns: columns of q and of k on all ranks, counting copies: the divisors of their sums of squares.
     """
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
     eps: float
-    q_width: int
-    k_width: int
-    key_copies: int = 1
+    columns: tuple[int, int]
     group: ParallelGroup = ALONE
 
     @property
@@ -38,18 +35,10 @@ class RowNorms:
 
     def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
         """Norm q and k in qkv rows [T, q + k + v columns] of this rank, in place. Does not synchronise with the device."""
-        q, k = (part.float() for part in qkv.split([len(self.q_weight), len(self.k_weight), qkv.shape[1] - self._own], dim=1)[:2])
+        first, own = len(self.q_weight), len(self.q_weight) + len(self.k_weight)
+        q, k = qkv[:, :first].float(), qkv[:, first:own].float()
         squares = torch.stack([part.square().sum(dim=1) / columns for part, columns in zip((q, k), self.columns, strict=True)], dim=1)
         scale = torch.rsqrt(self.group.all_reduce(squares) + self.eps)
-        qkv[:, : len(self.q_weight)] = (q * scale[:, :1]) * self.q_weight
-        qkv[:, len(self.q_weight) : self._own] = (k * scale[:, 1:]) * self.k_weight
+        qkv[:, :first] = (q * scale[:, :1]) * self.q_weight
+        qkv[:, first:own] = (k * scale[:, 1:]) * self.k_weight
         return qkv
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        """Columns of q and of k on all ranks, counting copies: the divisors of their sums of squares."""
-        return self.q_width, self.k_width * self.key_copies
-
-    @property
-    def _own(self) -> int:
-        return len(self.q_weight) + len(self.k_weight)

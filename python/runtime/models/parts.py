@@ -147,7 +147,8 @@ class ModelParts:
         q_width, k_width = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
         q_weight = self.weights.tensor(prefix + "q_norm.weight", (q_width,))[query.of(q_width)]
         k_weight = self.weights.tensor(prefix + "k_norm.weight", (k_width,))[key.of(k_width)]
-        return RowNorms(q_weight, k_weight, c.rms_eps, q_width, k_width, max(group.size // c.num_kv_heads, 1), group)
+        key_copies = max(group.size // c.num_kv_heads, 1)
+        return RowNorms(q_weight, k_weight, c.rms_eps, (q_width, k_width * key_copies), group)
 
     def kv_scales(self, prefix: str) -> torch.Tensor:
         """Scales of an attention layer's keys and values, float32 [2]: 1 unless the checkpoint gives them."""

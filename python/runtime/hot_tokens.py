@@ -105,7 +105,8 @@ def write(engine: Engine, options: Options, texts: Sequence[str]) -> Iterable[li
     tokenizer = Tokenizer.load(config.tokenizer_path, chat_template=config.chat_template)
     room = config.context_length - options.answer
     if room < 1:
-        raise ConfigError(f"--max-new-tokens {options.answer} leaves no room for a prompt in a context of {config.context_length}")
+        context = f"the context holds {config.context_length} tokens"
+        raise ConfigError(f"--max-new-tokens {options.answer} leaves no room for a prompt: {context}; give a smaller number")
     prompts = [ids[-room:] for ids in tokenised(tokenizer, texts)]
     written, seeds = 0, itertools.count()
     for start in itertools.count(0, SIDE_BY_SIDE):

@@ -244,9 +244,10 @@ def serving(model: Path, *flags: str, behaviour: str = "0.01", ready: bool = Tru
 
 def _keep(process: subprocess.Popen[str], server: Server) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        server.output.append(line)
-        server.lines.put(line)
+    with process.stdout as lines:
+        for line in lines:
+            server.output.append(line)
+            server.lines.put(line)
     server.all_read.set()
 
 

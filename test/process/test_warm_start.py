@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def test_a_program_with_another_number_of_threads_starts_cold(monkeypatch: pytes
 
 
 def test_processes_that_run_tests_begin_as_forks() -> None:
-    program = program_of(popen_args(XSpec("popen//execmodel=main_thread_only")), fake.ENV, "/", new_session=False)
+    program = program_of(popen_args(XSpec("popen//execmodel=main_thread_only")), os.environ, "/", new_session=False)
     assert program is not None
     assert program.runs_tests
 

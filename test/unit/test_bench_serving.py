@@ -20,7 +20,7 @@ from runtime.bench import backends, metrics, summary
 from runtime.bench.backends import BACKENDS, Answer, GenerationOptions, payload, send
 from runtime.bench.chat_template import chat_template
 from runtime.bench.datasets import DatasetOptions, embedded_prompts, load, random_lens
-from runtime.bench.http_stream import Endpoint, HttpClient, authority
+from runtime.bench.http_stream import Endpoint, HttpClient, HttpFailure, authority
 from runtime.bench.load import Load, arrivals, run_load
 from runtime.bench.options import parser
 from runtime.bench.records import BenchRequest, Chunk, RequestRecord
@@ -314,6 +314,28 @@ def test_vocabulary_size_of_a_multimodal_config_is_found(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 7}}))
     client = HttpClient("http://127.0.0.1:1")  # no server
     assert asyncio.run(open_vocabulary(client, None, str(tmp_path), {})).size == 7
+
+
+def test_headers_and_paths_beyond_ascii_are_sent() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + head)
+        writer.close()
+
+    async def ask() -> bytes:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return (await HttpClient(f"http://127.0.0.1:{port}/é", {"X-Name": "é"}).exchange("GET", "/v1"))[1]
+
+    head = asyncio.run(ask())
+    assert head.startswith(b"GET /%C3%A9/v1 HTTP/1.1\r\n")
+    assert "x-name: é\r\n".encode("latin-1") in head.replace(b"X-Name", b"x-name")
+
+
+@pytest.mark.parametrize("header", [("a b", "1"), ("X", "1\n2"), ("X", "€")])
+def test_headers_that_http_does_not_allow_are_refused(header: tuple[str, str]) -> None:
+    with pytest.raises(HttpFailure, match="the request cannot be sent: "):
+        asyncio.run(HttpClient("http://127.0.0.1:1", dict([header])).exchange("GET", "/"))
 
 
 def test_prompts_of_a_group_share_a_prefix(vocabulary: LocalVocabulary) -> None:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import string
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import h11
 
 OnEvent = Callable[[bytes, float], None]
 
 _MAX_HEADER_BYTES = _READ_BYTES = 65536
+_ASCII = string.punctuation  # of a URL; other characters are percent-encoded
 
 
 class HttpFailure(Exception):
@@ -121,19 +123,20 @@ class HttpClient:
             return text
 
     async def _exchange(self, method: str, path: str, body: bytes, on_event: OnEvent | None) -> tuple[int, bytes]:
-        reader, writer = await asyncio.open_connection(self.endpoint.host, self.endpoint.port, ssl=self._ssl)
         connection = h11.Connection(h11.CLIENT, _MAX_HEADER_BYTES)
+        request = self._render(connection, method, path, body)
+        reader, writer = await asyncio.open_connection(self.endpoint.host, self.endpoint.port, ssl=self._ssl)
         try:
-            request = (self._request(method, path, body), h11.Data(data=body), h11.EndOfMessage())
-            writer.write(b"".join(connection.send(event) or b"" for event in request))
+            writer.write(request)
             return await _read(reader, connection, on_event and _Events(on_event))
-        except h11.ProtocolError as error:
+        except h11.RemoteProtocolError as error:
             _, closed = connection.trailing_data
             raise HttpFailure("connection closed before the answer ended" if closed else f"malformed answer: {error}") from error
         finally:
             writer.close()
 
-    def _request(self, method: str, path: str, body: bytes) -> h11.Request:
+    def _render(self, connection: h11.Connection, method: str, path: str, body: bytes) -> bytes:
+        """The bytes of a request. Raises `HttpFailure` for headers that HTTP does not allow."""
         fields = {
             "Host": self.endpoint.authority,
             "Connection": "close",
@@ -142,7 +145,13 @@ class HttpClient:
             "Content-Length": str(len(body)),
             **self._headers,
         }
-        return h11.Request(method=method, target=f"{self.endpoint.prefix}{path}", headers=list(fields.items()))
+        target = quote(f"{self.endpoint.prefix}{path}", safe=_ASCII)
+        try:
+            headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
+            events = h11.Request(method=method, target=target, headers=headers), h11.Data(data=body), h11.EndOfMessage()
+            return b"".join(connection.send(event) or b"" for event in events)
+        except (h11.LocalProtocolError, UnicodeEncodeError) as error:
+            raise HttpFailure(f"the request cannot be sent: {error}") from error
 
 
 async def _read(reader: asyncio.StreamReader, connection: h11.Connection, events: _Events | None) -> tuple[int, bytes]:

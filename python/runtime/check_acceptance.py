@@ -137,10 +137,16 @@ def fit(prompts: list[list[int]], config: RuntimeConfig, vocab_size: int, max_ne
     for number, ids in enumerate(prompts, 1):
         if max(ids) >= vocab_size:
             raise ConfigError(f"--prompts: prompt {number} has the token id {max(ids)}, but the model has {vocab_size} tokens")
-    room = config.model.context_length - max_new_tokens
-    if room < 1:
-        raise ConfigError(f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in a context of {config.model.context_length}")
+    room = prompt_room(config.model.context_length, max_new_tokens)
     return [ids[:room] for ids in prompts]
+
+
+def prompt_room(context_length: int, max_new_tokens: int) -> int:
+    """The most tokens of a prompt beside its answer. Raises `ConfigError` if there is no room."""
+    if max_new_tokens >= context_length:
+        context = f"the context holds {context_length} tokens"
+        raise ConfigError(f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: {context}; give a smaller number")
+    return context_length - max_new_tokens
 
 
 def compare(config: RuntimeConfig, model_config: ModelConfig, prompts: list[list[int]], max_new_tokens: int) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from runtime.check_acceptance import read_prompts, tokenised
+from runtime.check_acceptance import prompt_room, read_prompts, tokenised
 from runtime.config.flag_parser import parse_shared
 from runtime.config.refusals import check_output
 from runtime.config.server_args import ServerArgs
@@ -103,10 +103,7 @@ def write(engine: Engine, options: Options, texts: Sequence[str]) -> Iterable[li
     """Answers to the prompts `texts`, again and again with other seeds, until the model has written enough."""
     config = engine.config.model
     tokenizer = Tokenizer.load(config.tokenizer_path, chat_template=config.chat_template)
-    room = config.context_length - options.answer
-    if room < 1:
-        context = f"the context holds {config.context_length} tokens"
-        raise ConfigError(f"--max-new-tokens {options.answer} leaves no room for a prompt: {context}; give a smaller number")
+    room = prompt_room(config.context_length, options.answer)
     prompts = [ids[-room:] for ids in tokenised(tokenizer, texts)]
     written, seeds = 0, itertools.count()
     for start in itertools.count(0, SIDE_BY_SIDE):

@@ -21,9 +21,9 @@ from runtime.model_executor.graph_runner import Forward, GraphRunner, Outputs, R
 from runtime.model_executor.input_buffers import BufferSpec
 from runtime.models.decoder import DecoderModel
 
-SMALLEST, LARGEST = 32, 2048
-"""Tokens of the smallest and of the largest graph. For more tokens, attention's cost grows quadratically, and the graph pool would hold the
-activations of rare passes."""
+SIZES = (32, 64, 128, 192, *range(256, 1024, 128), *range(1024, 2049, 256))
+"""Token counts that may be captured. Padding to the next one costs less than launching kernels one by one. With more tokens, attention's
+cost grows quadratically, and the graph pool would hold the activations of rare passes."""
 MAX_REQUESTS = 3
 """Maximum number of prompts of a batch that are replayed one after another; for small models the number of kernels is the limit."""
 SLOTS = 8
@@ -51,21 +51,13 @@ class PromptCost:
 
     @property
     def saturating_tokens(self) -> int:
-        """Tokens at which a pass is compute-bound: twice `free_tokens`, at least four times `read_tokens`."""
-        return max(2 * self.free_tokens, 4 * self.read_tokens)
+        """Tokens at which a pass is compute-bound, whether it is launched or replayed: `free_tokens`, at least four times `read_tokens`."""
+        return max(self.free_tokens, 4 * self.read_tokens)
 
     def sizes(self, most: int) -> list[int]:
-        """Token counts to capture: powers of two up to `free_tokens` and `most`, and then `most` if `free_tokens` allows it, otherwise 1.5
-        times the largest power if that fits.
-        """
-        limit = min(self.free_tokens, LARGEST)
-        sizes, size = {most} if most <= limit else set[int](), SMALLEST
-        while size <= min(limit, most):
-            sizes.add(size)
-            size *= 2
-        if SMALLEST < size <= most and size * 3 // 4 <= limit:
-            sizes.add(size * 3 // 4)
-        return sorted(sizes)
+        """Token counts to capture: those of `SIZES` up to `free_tokens` and `most`, and `most` if it is not longer than these."""
+        limit = min(self.free_tokens, SIZES[-1])
+        return sorted({size for size in (*SIZES, most) if size <= min(limit, most)})
 
     def replays_win(self, sizes: list[int]) -> bool:
         """Whether replaying prompts padded to `sizes` one by one takes no longer than launching them as one eager pass.

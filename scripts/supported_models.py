@@ -44,8 +44,8 @@ EAGLE3_CLASSES = {
     EAGLE3_CLASS: "SGLang, SpecForge, AngelSlim, NVIDIA",
     "Eagle3LlamaForCausalLM": "vLLM",
     "LlamaForCausalLM": "the first release, with draft_vocab_size",
-    "Eagle3Speculator": "speculators, with transformer_layer_config",
-    "Eagle3DraftModel": "speculators, with transformer_layer_config",
+    "Eagle3Speculator": "speculators, with transformer_layer_config of Llama or Qwen 3",
+    "Eagle3DraftModel": "speculators, with transformer_layer_config of Llama or Qwen 3",
 }
 """Class names of heads that are read as `EAGLE3_CLASS`, and their origin."""
 DRAFT_CLASSES: dict[SpecAlgorithm, str | Sequence[str]] = {

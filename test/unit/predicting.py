@@ -142,7 +142,7 @@ def teach(head: Any, target_head: torch.Tensor) -> None:
         head.layers[0].attention.o_proj.weight.mul_(12.0)
         return
     assert isinstance(head, LlamaForCausalLMEagle3)
-    layer = head.layer
+    layer = head.layers[0]
     q, k, v = layer.attention.qkv_proj.weight.split(hidden)  # as many KV heads as query heads
     for part, gain in ((q, 1.6), (k, 1.6), (v, 1.0)):
         part.mul_(2.0)

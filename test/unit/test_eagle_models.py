@@ -77,9 +77,10 @@ def checkpoint(raw: dict[str, Any], fc_bias: bool = False, qkv_bias: bool = Fals
     if fc_bias:
         tensors["fc.bias"] = vector(hidden)
     for i in range(layers):
-        name = "midlayer." if eagle3 else f"layers.{i}."
+        name = "midlayer." if eagle3 and i == 0 else f"layers.{i}."
+        width_in = 2 * hidden if name == "midlayer." else hidden
         for part, rows in (("q", heads), ("k", kv), ("v", kv)):
-            tensors[f"{name}self_attn.{part}_proj.weight"] = matrix(rows, 2 * hidden if eagle3 else hidden)
+            tensors[f"{name}self_attn.{part}_proj.weight"] = matrix(rows, width_in)
             if qkv_bias:
                 tensors[f"{name}self_attn.{part}_proj.bias"] = vector(rows)
         tensors[f"{name}self_attn.o_proj.weight"] = matrix(hidden, heads)
@@ -151,6 +152,8 @@ class SlowHead:
             .unflatten(-1, (-1, self.raw.get("head_dim", self.raw["hidden_size"] // heads)))
             for p in "qkv"
         )  # fmt: skip
+        if f"{name}self_attn.q_norm.weight" in self.t:
+            q, k = (self.norm(a, f"{name}self_attn.{p}_norm.weight") for p, a in (("q", q), ("k", k)))
         q, k = self.rotate(q), self.rotate(k)
         k, v = (a.repeat_interleave(heads // kv_heads, 1) for a in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
@@ -169,6 +172,8 @@ class SlowHead:
             normed = self.norm(h, "midlayer.hidden_norm.weight")
             x = torch.cat([self.norm(embeds, "midlayer.input_layernorm.weight"), normed], 1)
             h = self.block("midlayer.", x, normed if self.raw.get("norm_before_residual") else h)
+            for i in range(1, self.raw["num_hidden_layers"]):
+                h = self.block(f"layers.{i}.", self.norm(h, f"layers.{i}.input_layernorm.weight"), h)
             return self.norm(h, "norm.weight") if self.raw.get("norm_output") else h
         h = self.project(torch.cat([embeds, torch.stack(states)], 1))
         for i in range(self.raw["num_hidden_layers"]):
@@ -262,11 +267,17 @@ def variants() -> list[Any]:
             id="EAGLE-3, narrow, states normed twice",
         ),
         pytest.param(draft_json(eagle3, norm_before_residual=True), {}, id="EAGLE-3, normed residual"),
+        pytest.param(draft_json(eagle3, draft_vocab_size=40, num_hidden_layers=3), d2t, id="EAGLE-3, three layers"),
         pytest.param(draft_json(eagle3, draft_vocab_size=40, norm_output=True), d2t, id="EAGLE-3, normed states fed back"),
         pytest.param(
             draft_json(eagle3, norm_before_fc=True, norm_before_residual=True, norm_output=True, head_dim=8),
             {},
             id="EAGLE-3, as speculators train them, small heads",
+        ),
+        pytest.param(
+            draft_json(eagle3, draft_vocab_size=40, head_dim=8, transformer_layer_config={"model_type": "qwen3"}),
+            d2t | {f"midlayer.self_attn.{part}_norm.weight": 1 + 0.3 * torch.randn(8, generator=g) for part in "qk"},
+            id="EAGLE-3, Qwen3's layer in speculators",
         ),
     ]
     return params
@@ -350,6 +361,14 @@ def test_speculators_layout_is_the_same_head(tmp_path: Path, flags: dict[str, bo
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(plain.logits(outs[0]), head.logits(outs[1]))
     assert torch.equal(head.map_to_target(torch.arange(40)), picks)
+
+
+def test_the_type_of_a_nested_layer_says_whether_it_has_a_window(tmp_path: Path) -> None:
+    windowed = draft_json("LlamaForCausalLMEagle3", draft_vocab_size=4, sliding_window=8, max_window_layers=0)
+    for i, (kind, uses, window) in enumerate((("llama", True, (-1,)), ("qwen3", False, (-1,)), ("qwen3", True, (7,)))):
+        raw = nested(windowed | {"model_type": kind, "use_sliding_window": uses})
+        config = load_draft_config(save(tmp_path / str(i), raw, {}), "EAGLE3", make_target().config).model
+        assert (config.window, config.qk_norm) == (window, kind == "qwen3")
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM", "GptOssForCausalLMEagle3"])
@@ -482,7 +501,7 @@ def without(tensors: Tensors, name: str) -> Tensors:
         (EAGLE3, checkpoint(EAGLE3, d2t=torch.tensor([0, 0, 0, 93])), "outside 0..95"),
         (EAGLE3, checkpoint(EAGLE3, d2t=torch.tensor([1, 0, 0, 0])), "twice"),
         (EAGLE3, checkpoint(EAGLE3, d2t=torch.zeros(5, dtype=torch.int64)), "d2t has shape"),
-        (EAGLE3 | {"num_hidden_layers": 2}, {}, "2 layers"),
+        (EAGLE3 | {"num_hidden_layers": 2}, checkpoint(EAGLE3, d2t=torch.zeros(4, dtype=torch.int64)), "lacks layers.1.input_layernorm"),
         (EAGLE3 | {"hidden_size": 32, "target_hidden_size": 64}, None, "lacks embed_tokens"),
         (EAGLE | {"vocab_size": 100}, {}, "vocabulary of 100"),
         (EAGLE | {"hidden_size": 32}, {}, "hidden size 32"),
@@ -530,6 +549,11 @@ WHOLE = draft_json("LlamaForCausalLM", num_hidden_layers=2)
         (draft_json("LlamaForCausalLM", vocab_size=100), "STANDALONE", "vocabulary of 100 and its target of 96"),
         (EAGLE | {"architectures": {"class": "LlamaForCausalLM"}}, "EAGLE", "architectures is .*; it must name exactly one model class"),
         (EAGLE | {"architectures": [["LlamaForCausalLM"]]}, "EAGLE", "architectures is .*; it must name exactly one model class"),
+        (
+            EAGLE3 | {"transformer_layer_config": {"model_type": "mixtral"}},
+            "EAGLE3",
+            "a decoder layer of model_type mixtral is not supported",
+        ),
         (EAGLE | {"layer_types": 1}, "EAGLE", "layer_types must name full_attention or sliding_attention for each of 1 layers"),
     ],
 )

@@ -10,11 +10,11 @@ from typing import Any
 
 from runtime.config.draft_algorithms import SpecAlgorithm
 from runtime.errors import ConfigError
-from runtime.models import dflash_config, llama, mistral, qwen2
+from runtime.models import dflash_config, llama, mistral, qwen2, qwen3
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.dflash_config import DraftBlock
-from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, flattened, is_eagle3, read_aux_layers
+from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, flattened, is_eagle3, layer_type, read_aux_layers
 from runtime.models.hf_config import read_hf_config, sliding_windows
 from runtime.models.registry import FAMILIES, MTP_CLASSES, Family, of_checkpoint, parse_family, parse_hf_config
 
@@ -27,6 +27,8 @@ DRAFT_FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": qwen2,
 }
 """The family in whose format a head's config.json is written, by class name."""
+LAYER_FAMILIES: dict[str, Family] = {"llama": llama, "qwen3": qwen3}
+"""The family of a nested decoder layer, by its `model_type`."""
 DFLASH_CLASS = "DFlashDraftModel"
 MTP_HINT = "leave out --speculative-draft-model-path to draft with the target's layer for multi-token prediction"
 """For users of SGLang, which also takes the path of such a layer, or of the target."""
@@ -68,7 +70,7 @@ def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: Mode
     elif algorithm == "DFLASH":
         model = dflash_config.parse(ConfigFields({**raw, "architectures": [name]}, where))
     else:
-        model = _parse_head(name, ConfigFields({**flat, "architectures": [name]}, where), algorithm)
+        model = _parse_head(name, ConfigFields({**flat, "architectures": [name]}, where), algorithm, layer_type(raw))
     model = dataclasses.replace(model, max_context_len=target.max_context_len)
     _check_fit(model, target, algorithm)
     if algorithm == "DFLASH":
@@ -80,10 +82,14 @@ def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: Mode
     return DraftConfig(model, read_aux_layers(raw, target, where), Eagle3Layout.read(flat))
 
 
-def _parse_head(name: str, fields: ConfigFields, algorithm: SpecAlgorithm) -> ModelConfig:
-    """The decoder of a head. Raises `ConfigError` if its class is not supported."""
+def _parse_head(name: str, fields: ConfigFields, algorithm: SpecAlgorithm, nested: str | None) -> ModelConfig:
+    """The decoder of a head. Raises `ConfigError` if its class, or the type of its `nested` layer, is not supported."""
     if name not in DRAFT_FAMILIES:
         raise fields.error(f"an {algorithm} head of class {name} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
+    if nested is not None:
+        if nested not in LAYER_FAMILIES:
+            raise fields.error(f"a decoder layer of model_type {nested} is not supported; supported are {', '.join(LAYER_FAMILIES)}")
+        return parse_family(LAYER_FAMILIES[nested], fields)
     model = parse_family(DRAFT_FAMILIES[name], fields)
     kinds = fields.get("layer_types", [])
     if isinstance(kinds, list) and "sliding_attention" not in kinds:

@@ -14,7 +14,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.layers.lm_head import all_logits, greedy
 from runtime.layers.norm import RMSNorm
-from runtime.layers.ops import BlockOps
+from runtime.layers.ops import BlockOps, Stream
 from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.block import Block
@@ -147,6 +147,13 @@ class DraftHead:
         """The context of one pass."""
         assert self._bound is not None, "bind comes before forward"
         return PassContext(batch, *self._bound)
+
+    def run_layers(self, rows: torch.Tensor, stream: Stream, batch: ForwardBatch, wanted: torch.Tensor | None) -> torch.Tensor:
+        """The residual stream after all layers, float32 [T, hidden], or [N, hidden] with `wanted`; the first attention reads `rows`."""
+        context, last = self.context(batch), len(self.layers) - 1
+        for i, layer in enumerate(self.layers):  # all layers but the last must output every token
+            stream = layer.forward(stream, context, rows=rows if i == 0 else None, wanted=wanted if i == last else None)
+        return stream.h
 
     def keep_tokens(self, to_target: torch.Tensor | None, name: str = "--speculative-token-map") -> None:
         """Let the head propose only these target ids, int64 [Vd]; None for all.

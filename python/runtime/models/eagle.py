@@ -72,11 +72,6 @@ class LlamaForCausalLMEagle(DraftHead, DraftModel):
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Run the head: [T, hidden], or [N, hidden] with `wanted`, in the model's dtype. See `DraftModel.forward`."""
         assert batch.hidden_states is not None, "a draft head needs hidden states"
-        context, dtype = self.context(batch), self.hidden_dtype
         rows, _ = self.ops.join(batch.input_ids, self.embed, batch.hidden_states, batch.positions, self._input)
         x = self.ops.linear(rows, self.fc)
-        last = [*[None] * (len(self.layers) - 1), wanted]  # all layers but the last must output every token
-        stream = Stream(x.to(torch.float32, copy=True))
-        for i, layer in enumerate(self.layers):
-            stream = layer.forward(stream, context, rows=x if i == 0 else None, wanted=last[i])
-        return stream.h.to(dtype)
+        return self.run_layers(x, Stream(x.to(torch.float32, copy=True)), batch, wanted).to(self.hidden_dtype)

@@ -1,4 +1,4 @@
-"""The EAGLE-3 draft head: one decoder layer that reads the token's embedding and a projection of three of the target's
+"""The EAGLE-3 draft head: usually one decoder layer, which reads the token's embedding and a projection of three of the target's
 hidden states.
 
 Source: EAGLE-3, Li et al. 2025, arXiv:2503.01840; tensor names follow the published checkpoints.
@@ -30,20 +30,17 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
 
     Attributes:
         fc: the target's three states -> hidden.
-        layer: the block.
     """
 
     def __init__(self, config: DraftConfig, target: DecoderModel, group: ParallelGroup | None = None) -> None:
         """Allocate the head. `group`: the ranks that share its block; by default those that share the target's.
 
         Raises:
-            ConfigError: there is more than one layer, or three target states together are as wide as the head's own.
+            ConfigError: three target states together are as wide as the head's own.
         """
         super().__init__(config.model, target, group=group)
         c, parts = config.model, self.parts
         self.aux_layers = config.aux_layers
-        if c.num_layers != 1:
-            raise ConfigError(f"the EAGLE-3 draft head has {c.num_layers} layers; only heads of one layer are supported")
         self.feature_width = NUM_AUX * (c.target_hidden_size or c.hidden_size)
         self.hidden_width = c.hidden_size
         if self.feature_width == self.hidden_width:
@@ -53,9 +50,9 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         self._reduced = self.vocab_size != c.vocab_size
         self._layout = config.layout
         self.fc = parts.weights.linear({"fc": c.hidden_size}, self.feature_width)
-        self.layer = parts.usual_block("midlayer.", 0, in_features=2 * c.hidden_size, input_norm=False)
-        self.layers = [self.layer]
-        self.attention_specs = (self.layer.attention.spec,)
+        first = parts.usual_block("midlayer.", 0, in_features=2 * c.hidden_size, input_norm=False)
+        self.layers = [first, *(parts.usual_block(f"layers.{i}.", i) for i in range(1, c.num_layers))]
+        self.attention_specs = tuple(layer.attention.spec for layer in self.layers)
         norms = parts.norm("midlayer.input_layernorm.weight"), parts.norm("midlayer.hidden_norm.weight")
         stream = StreamStart.NORMED_STATE if config.layout.norm_before_residual else StreamStart.STATE
         self._input = DraftInput(norms, stream=stream)
@@ -137,7 +134,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         states = self.project(hidden) if hidden.shape[1] == self.feature_width else hidden
         rows, stream = self.ops.join(batch.input_ids, self.embed, states, batch.positions, self._input)
         assert stream is not None, "the stream begins with the states"
-        h = self.layer.forward(Stream(stream), self.context(batch), rows=rows, wanted=wanted).h
+        h = self.run_layers(rows, Stream(stream), batch, wanted)
         return self.ops.norm(h, self._norm, torch.float32) if self._layout.norm_output else h
 
 

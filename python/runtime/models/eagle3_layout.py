@@ -69,6 +69,11 @@ def flattened(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**layer, **outer}
 
 
+def layer_type(raw: Mapping[str, Any]) -> str | None:
+    """The `model_type` of a nested decoder layer; None if there is none."""
+    return str(raw[SPECULATORS_LAYER].get("model_type", "llama")) if raw.get(SPECULATORS_LAYER) else None
+
+
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """The target layers whose input EAGLE-3 heads read unless their config.json says otherwise: low, middle, high.
 

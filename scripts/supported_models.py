@@ -52,7 +52,7 @@ DRAFT_CLASSES: dict[SpecAlgorithm, str | Sequence[str]] = {
     "EAGLE": [name for name in DRAFT_FAMILIES if name != EAGLE3_CLASS],
     "EAGLE3": "the next table",
     "MTP": MTP_CLASSES,
-    "DFLASH": [DFLASH_CLASS],
+    "DFLASH": [DFLASH_CLASS, "DFlashSpeculator"],
     "STANDALONE": "any model of the first table with the target's vocabulary",
     "NGRAM": "every target",
 }

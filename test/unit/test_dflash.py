@@ -144,21 +144,77 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+PASSES = pytest.mark.parametrize(("page", "chunk", "steps", "replay"), [(1, 1 << 30, 7, None), (16, 5, 7, "eager"), (64, 5, 3, None)])
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("page", "chunk", "steps", "replay"), [(1, 1 << 30, 7, None), (16, 5, 7, "eager"), (64, 5, 3, None)])
+@PASSES
 def test_a_block_is_what_the_definition_proposes(tmp_path: Path, variant: str, page: int, chunk: int, steps: int, replay: Any) -> None:
     own, changes = VARIANTS[variant]
     raw, tensors = draft_json(own, **changes), weights(bool(changes.get("attention_bias")))
-    spec = tiny_speculative(
-        saved_draft(tmp_path, raw, tensors), algorithm="DFLASH", draft_load_format="auto", num_steps=steps, num_draft_tokens=steps + 1
-    )
+    folder = saved_draft(tmp_path, raw, tensors)
+    check_blocks(folder, raw, tensors, page, chunk, steps, replay, scale=own.get("input_embedding_scale", 1.0))
+
+
+def of_speculators(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The same draft as speculators publish it."""
+    own = {"block_size", "dflash_config", "architectures", "model_type"}
+    layer = {"model_type": "qwen3", **{name: value for name, value in raw.items() if name not in own}}
+    return {
+        "architectures": ["DFlashSpeculator"], "model_type": "speculators", "speculators_model_type": "dflash",
+        "block_size": BLOCK, "mask_token_id": MASK, "aux_hidden_state_layer_ids": [1, 2], "projector_type": "dflash",
+        "sample_from_anchor": False, "draft_vocab_size": VOCAB, "transformer_layer_config": layer, **changes,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "causal"), [({}, False), ({"sliding_window_non_causal": False}, True), ({"sliding_window_non_causal": True}, False)]
+)
+@PASSES
+def test_a_draft_of_speculators_with_its_own_vocabulary(
+    tmp_path: Path, changes: dict[str, Any], causal: bool, page: int, chunk: int, steps: int, replay: Any
+) -> None:
+    raw, tensors = draft_json(**SLIDING, **({} if causal else {"is_causal": False})), weights()
+    picks = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))[:40].sort().values
+    head = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(6))
+    extra = {"lm_head.weight": head, "d2t": picks - torch.arange(40), "t2d": torch.zeros(VOCAB, dtype=torch.bool).scatter(0, picks, True)}
+    saved = of_speculators(draft_json(**SLIDING), draft_vocab_size=40, **changes)
+    check_blocks(saved_draft(tmp_path, saved, tensors | extra), raw, tensors, page, chunk, steps, replay, head=head, to_target=picks)
+
+
+def test_a_draft_of_speculators_may_ship_the_matrices_that_it_shares(tmp_path: Path) -> None:
+    tensors, target = weights(), fresh_target()
+    copies = {"embed_tokens.weight": target.embed.clone(), "lm_head.weight": target.lm_head.weight.clone()}
+    saved = saved_draft(tmp_path, of_speculators(draft_json()), tensors | copies)
+    check_blocks(saved, draft_json(), tensors, 16, 5, 7, None)
+
+
+def test_greedy_text_with_a_draft_of_speculators_is_the_targets(tmp_path: Path) -> None:
+    changes = of_speculators({}, draft_vocab_size=40, aux_hidden_state_layer_ids=[0, 1])
+    driver = Driver(speculating(tmp_path, "DFLASH", num_steps=7, head={**changes, "transformer_layer_config": {"model_type": "qwen3"}}))
+    assert driver.generate(PROMPTS, 24) == Driver(plain()).generate(PROMPTS, 24)
+
+
+def check_blocks(
+    folder: str,
+    raw: dict[str, Any],
+    tensors: Tensors,
+    page: int,
+    chunk: int,
+    steps: int,
+    replay: Any,
+    scale: float = 1.0,
+    head: torch.Tensor | None = None,
+    to_target: torch.Tensor | None = None,
+) -> None:
+    """The draft in `folder` fills blocks like the definition of `raw`, whose LM head scores the tokens `to_target`."""
+    spec = tiny_speculative(folder, algorithm="DFLASH", draft_load_format="auto", num_steps=steps, num_draft_tokens=steps + 1)
     options = BuildOptions(replay, [2, 4] if replay else None)
     worker = build_worker(tiny_runtime(spec, page_size=page), tiny_model(), make_drafter, options)
     made: list[DraftWindow] = []
     watch_drafts(worker, lambda draft: made.append(copy_of(draft)))
     driver, target = Driver(worker), fresh_target()
     driver.prefill(PROMPTS, chunk=chunk)
-    scale = own.get("input_embedding_scale", 1.0)
     for _ in range(4):
         before = {row: (driver.kv[row], PROMPTS[row] + driver.out[row]) for row in PROMPTS}
         driver.decode(list(PROMPTS))
@@ -166,7 +222,8 @@ def test_a_block_is_what_the_definition_proposes(tmp_path: Path, variant: str, p
             states = Runner(target, 16).hidden(torch.tensor(text[:kv_len]), 0, ForwardMode.EXTEND, aux=(1, 2))[1]
             assert states is not None
             embeds = target.embed[torch.tensor([text[kv_len], *[MASK] * steps])] * scale
-            expected = block_logits(tensors, raw, embeds, states, target.lm_head.weight)[1:].argmax(-1)
+            expected = block_logits(tensors, raw, embeds, states, target.lm_head.weight if head is None else head)[1:].argmax(-1)
+            expected = expected if to_target is None else to_target[expected]
             assert made[-1].tokens[i].tolist() == [text[kv_len], *expected.tolist()]
 
 
@@ -208,8 +265,11 @@ def test_a_target_with_mixed_heads_gives_the_text_of_plain_decoding(
         ({"mask_token_id": None}, {}, "mask_token_id must be a token id below 96"),
         ({"mask_token_id": 96}, {}, "mask_token_id must be a token id below 96"),
         ({"selector_rank": 8}, {}, "selector_rank is given: drafts of DFlash 2 are not supported"),
-        ({}, {"transformer_layer_config": {}}, "transformer_layer_config is given: DFlash drafts of speculators are not supported"),
-        ({}, {"architectures": ["DFlashSpeculator"], "dflash_config": None, "transformer_layer_config": {}}, "of speculators"),
+        ({}, of_speculators({}, speculators_model_type="dspark"), "speculators_model_type is 'dspark'; supported are eagle3, dflash"),
+        ({}, of_speculators({}, projector_type="domino"), "projector_type is 'domino'; only 'dflash' is supported"),
+        ({}, of_speculators({}, sample_from_anchor=True), "sample_from_anchor is True; only False is supported"),
+        ({}, of_speculators({}, aux_hidden_state_layer_ids=[1, 4]), "aux_hidden_state_layer_ids must name layers of the target"),
+        ({}, of_speculators({}, transformer_layer_config={"model_type": "llama"}), "a decoder layer of model_type llama is not supported"),
         ({}, {"hidden_size": 32}, "the draft head was made for a target of hidden size 32"),
         ({}, {"vocab_size": 97}, "the draft has a vocabulary of 97"),
     ],

@@ -53,6 +53,7 @@ WORKERS: list[tuple[str, dict[str, Any]]] = [
     ("EAGLE3", {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}),
     ("STANDALONE", {"num_steps": 2}),
     ("DFLASH", {"num_steps": 7}),
+    ("DFLASH", {"num_steps": 7, "head": {"draft_vocab_size": 150}}),
     ("NGRAM", {}),
 ]
 

@@ -16,12 +16,12 @@ from runtime.layers.gemm.gemm import Gemm
 from runtime.layers.linear import Linear
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import DraftConfig
-from runtime.models.draft_head import DraftHead
+from runtime.models.draft_head import DraftHead, OptionalTensors, shared_if_equal
 from runtime.models.weights import NamedTensors
 
 
 class DFlashDraftModel(DraftHead):
-    """Weights and passes of one draft, which uses its target's embeddings and LM head.
+    """Weights and passes of one draft, which uses its target's embeddings and LM head unless it has its own.
 
     At positions of committed tokens its KV cache holds keys and values of the target's projected states, which `write_context`
     stores. `forward` writes KV of a block after them; it is overwritten once the target has verified the block.
@@ -47,18 +47,28 @@ class DFlashDraftModel(DraftHead):
         ]
         self.attention_specs = tuple(attention.spec for attention in self._attention)
         self._kv_projs: list[Linear] = []
+        self.vocab_size = self.config.draft_vocab_size or self.config.vocab_size
+        self.has_map = self.vocab_size != self.config.vocab_size
+        if self.has_map:
+            self.lm_head = parts.weights.head("lm_head", self.vocab_size, hidden)
 
     def load(self, weights: NamedTensors) -> None:
         """Fill the weights; load the target first.
 
         Args:
-            weights: (published name, tensor of any float dtype), in any order, each once; a leading `model.` is ignored.
+            weights: (published name, tensor of any float dtype), in any order, each once; a leading `model.` is ignored. `d2t` as for
+                `load_map`.
 
         Raises:
             ConfigError: tensors are missing, unexpected or have the wrong shape; the message names them.
         """
-        named = ((name.removeprefix("model."), tensor) for name, tensor in weights)
-        self.parts.weights.load(named, ("rotary_emb.inv_freq",))
+        optional = OptionalTensors(frozenset({"embed_tokens.weight", "d2t", "t2d"} | (set() if self.has_map else {"lm_head.weight"})))
+        self.parts.weights.load(optional.split(weights), ("rotary_emb.inv_freq",))
+        shape = self.config.vocab_size, self.config.hidden_size
+        self.embed = shared_if_equal(optional.take("embed_tokens.weight", shape), self._target.embed)
+        if not self.has_map:
+            self.lm_head = self.own_head(optional.take("lm_head.weight", shape))
+        self.load_map(optional)
         self._kv_projs = [layer.qkv_proj.tail(layer.heads.num_q_heads * layer.heads.head_dim) for layer in self._attention]
 
     def gemms(self) -> Iterator[Gemm]:

@@ -9,11 +9,14 @@ from runtime.models import qwen3
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.hf_config import attention_bias, decoder_config, read_hf_config, sliding_windows
+from runtime.models.speculators_layout import KIND
 
 BLOCK_SIZE = 16
 """The block size if the file gives none."""
 SECOND_VERSION = ("conv_kernel_size", "selector_rank")
 """Fields by which drafts of DFlash 2, which have other layers, are recognised."""
+OTHER_DRAFTERS: dict[str, object] = {"projector_type": "dflash", "sample_from_anchor": False}
+"""Fields of drafts of speculators whose other values mean another way of drafting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,9 @@ def parse(fields: ConfigFields) -> ModelConfig:
     Raises:
         ConfigError: a field is missing, not of its type, or not supported.
     """
-    if fields.get("transformer_layer_config", None) is not None:
-        raise fields.error("transformer_layer_config is given: DFlash drafts of speculators are not supported")
+    for name, supported in OTHER_DRAFTERS.items():
+        if (value := fields.get(name, supported)) != supported:
+            raise fields.error(f"{name} is {value!r}; only {supported!r} is supported")
     fields = fields.with_defaults(qwen3.DEFAULTS)
     window = sliding_windows(fields) if fields.given("layer_types") else None
     return decoder_config(fields, **attention_bias(fields), qk_norm=True, window=window)
@@ -67,8 +71,10 @@ def read_draft_block(fields: ConfigFields, model: ModelConfig) -> DraftBlock:
     for name in SECOND_VERSION:
         if own.get(name, None) is not None:
             raise fields.error(f"{name} is given: drafts of DFlash 2 are not supported")
+    # Older drafts of speculators, which lack the field, were trained without causal layers.
+    windowed = not fields.get("sliding_window_non_causal", fields.given(KIND))
     causal = fields.get("is_causal", None)
-    each = tuple(window >= 0 for window in model.window) if causal is None else (bool(causal),) * model.num_layers
+    each = tuple(windowed and window >= 0 for window in model.window) if causal is None else (bool(causal),) * model.num_layers
     mask_id = own.count("mask_token_id", model.vocab_size)
     if mask_id >= model.vocab_size:
         raise fields.error(f"mask_token_id must be a token id below {model.vocab_size}")
@@ -76,11 +82,14 @@ def read_draft_block(fields: ConfigFields, model: ModelConfig) -> DraftBlock:
 
 
 def read_aux_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
-    """The target layers whose input the draft reads. The file numbers layers by output, which is the next layer's input."""
-    ids = _own_fields(fields).ids("target_layer_ids", "the number of a layer")
-    if not ids or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < num_layers - 1:
-        raise fields.error(f"target_layer_ids must name layers of the target, ascending, below its last of {num_layers}; got {ids}")
-    return tuple(i + 1 for i in ids)
+    """The target layers whose input the draft reads. `target_layer_ids` numbers layers by output, which is the next layer's input; drafts
+    of speculators number them by input.
+    """
+    name, shift = ("aux_hidden_state_layer_ids", 0) if fields.given(KIND) else ("target_layer_ids", 1)
+    ids = _own_fields(fields).ids(name, "the number of a layer")
+    if not ids or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < num_layers - shift:
+        raise fields.error(f"{name} must name layers of the target, ascending, below its last of {num_layers}; got {ids}")
+    return tuple(i + shift for i in ids)
 
 
 def _own_fields(fields: ConfigFields) -> ConfigFields:

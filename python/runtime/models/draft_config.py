@@ -14,9 +14,10 @@ from runtime.models import dflash_config, llama, mistral, qwen2, qwen3
 from runtime.models.config import ModelConfig
 from runtime.models.config_fields import ConfigFields
 from runtime.models.dflash_config import DraftBlock
-from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, flattened, is_eagle3, layer_type, read_aux_layers
+from runtime.models.eagle3_layout import EAGLE3_CLASS, FIRST_LAYOUT, Eagle3Layout, is_eagle3, read_aux_layers
 from runtime.models.hf_config import read_hf_config, sliding_windows
 from runtime.models.registry import FAMILIES, MTP_CLASSES, Family, of_checkpoint, parse_family, parse_hf_config
+from runtime.models.speculators_layout import flattened, layer_type
 
 DRAFT_FAMILIES: dict[str, Family] = {
     "LlamaForCausalLMEagle": llama,
@@ -28,7 +29,7 @@ DRAFT_FAMILIES: dict[str, Family] = {
 }
 """The family in whose format a head's config.json is written, by class name."""
 LAYER_FAMILIES: dict[str, Family] = {"llama": llama, "qwen3": qwen3}
-"""The family of a nested decoder layer, by its `model_type`."""
+"""The family of a head's nested decoder layer, by its `model_type`."""
 DFLASH_CLASS = "DFlashDraftModel"
 MTP_HINT = "leave out --speculative-draft-model-path to draft with the target's layer for multi-token prediction"
 """For users of SGLang, which also takes the path of such a layer, or of the target."""
@@ -68,13 +69,15 @@ def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: Mode
     if algorithm == "STANDALONE":
         model = of_checkpoint(parse_hf_config(raw, where), folder)
     elif algorithm == "DFLASH":
-        model = dflash_config.parse(ConfigFields({**raw, "architectures": [name]}, where))
+        layer_type(raw, "qwen3", ("qwen3",), where)
+        model = dflash_config.parse(ConfigFields({**flat, "architectures": [name]}, where))
     else:
-        model = _parse_head(name, ConfigFields({**flat, "architectures": [name]}, where), algorithm, layer_type(raw))
+        nested = layer_type(raw, "llama", LAYER_FAMILIES, where)
+        model = _parse_head(name, ConfigFields({**flat, "architectures": [name]}, where), algorithm, nested)
     model = dataclasses.replace(model, max_context_len=target.max_context_len)
     _check_fit(model, target, algorithm)
     if algorithm == "DFLASH":
-        fields = ConfigFields(raw, where)
+        fields = ConfigFields(flat, where)
         layers, block = dflash_config.read_aux_layers(fields, target.num_layers), dflash_config.read_draft_block(fields, model)
         return DraftConfig(model, layers, draft_block=block)
     if algorithm != "EAGLE3":
@@ -83,12 +86,10 @@ def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: Mode
 
 
 def _parse_head(name: str, fields: ConfigFields, algorithm: SpecAlgorithm, nested: str | None) -> ModelConfig:
-    """The decoder of a head. Raises `ConfigError` if its class, or the type of its `nested` layer, is not supported."""
+    """The decoder of a head. `nested`: the type of its nested layer. Raises `ConfigError` if its class is not supported."""
     if name not in DRAFT_FAMILIES:
         raise fields.error(f"an {algorithm} head of class {name} is not supported; supported are {', '.join(DRAFT_FAMILIES)}")
     if nested is not None:
-        if nested not in LAYER_FAMILIES:
-            raise fields.error(f"a decoder layer of model_type {nested} is not supported; supported are {', '.join(LAYER_FAMILIES)}")
         return parse_family(LAYER_FAMILIES[nested], fields)
     model = parse_family(DRAFT_FAMILIES[name], fields)
     kinds = fields.get("layer_types", [])

@@ -78,7 +78,7 @@ class DraftModel(Protocol):
 
     def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
         """The target's ids of draft ids, int64 of any shape."""
-        return ids if self.to_target is None else self.to_target[ids]
+        ...
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that `load` requires."""
@@ -115,10 +115,12 @@ class DraftHead:
         embed, lm_head: the head's own, or the target's.
         head_norm: the norm before the LM head; None if `forward` has applied it, or there is none.
         vocab_size, to_target, to_draft: as in `DraftModel`.
+        has_map: whether its checkpoint must have `d2t`, because its vocabulary is a part of the target's.
     """
 
     layers: list[Block]
     head_norm: RMSNorm | None = None
+    has_map = False
     to_target: torch.Tensor | None = None
     to_draft: torch.Tensor | None = None
 
@@ -136,8 +138,8 @@ class DraftHead:
         self._bound: tuple[KVPool, AttentionBackend] | None = None
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that `load` requires."""
-        return self.parts.weights.expected()
+        """Name and shape of every tensor that `load` requires. Any constant `d2t` is valid for dummy weights."""
+        return self.parts.weights.expected() | ({"d2t": (self.vocab_size,)} if self.has_map else {})
 
     def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
         """Give the blocks their KV pool and attention backend."""
@@ -164,6 +166,18 @@ class DraftHead:
         if to_target is not None:
             self.to_target, self.vocab_size = to_target.to(self.embed.device), len(to_target)
             self.to_draft = invert(self.to_target, self.config.vocab_size, name)
+
+    def load_map(self, optional: OptionalTensors) -> None:
+        """Read `d2t` int64 [Vd], which holds what is added to a draft id to get the target's; its inverse `t2d` is not read."""
+        offsets = optional.take("d2t", (self.vocab_size,))
+        if offsets is not None:
+            self.keep_tokens(offsets.to(torch.int64) + torch.arange(self.vocab_size, device=offsets.device), "d2t of the draft checkpoint")
+        elif self.has_map:
+            raise ConfigError(f"the draft checkpoint lacks d2t, and its vocabulary of {self.vocab_size} is not the target's")
+
+    def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
+        """The target's ids of draft ids, int64 of any shape."""
+        return ids if self.to_target is None else self.to_target[ids]
 
     def kept_rows(self, head: Linear) -> Linear:
         """The rows of an LM head that score the tokens of `keep_tokens`: a copy, or `head` itself for all tokens."""

@@ -47,7 +47,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
             raise ConfigError(f"the EAGLE-3 draft head is as wide as three of its target's hidden states, {self.feature_width}")
         self.hidden_dtype = torch.float32
         self.vocab_size = c.draft_vocab_size or c.vocab_size
-        self._reduced = self.vocab_size != c.vocab_size
+        self.has_map = self.vocab_size != c.vocab_size
         self._layout = config.layout
         self.fc = parts.weights.linear({"fc": c.hidden_size}, self.feature_width)
         first = parts.usual_block("midlayer.", 0, in_features=2 * c.hidden_size, input_norm=False)
@@ -64,10 +64,6 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         self._own_head = c.draft_vocab_size is not None and not c.tie_embeddings
         if self._own_head:
             self.lm_head = parts.weights.head("lm_head", self.vocab_size, c.hidden_size)
-
-    def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that `load` requires. Any constant `d2t` is valid for dummy weights."""
-        return super().expected_weights() | ({"d2t": (self.vocab_size,)} if self._reduced else {})
 
     def load(self, weights: NamedTensors) -> None:
         """Fill the weights; load the target first.
@@ -92,7 +88,7 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         if bias is not None:
             self.fc.bias = bias.to(self.embed.device, target.dtype)
         self._load_head(optional)
-        self._load_map(optional)
+        self.load_map(optional)
 
     def _load_head(self, optional: OptionalTensors) -> None:
         if self._own_head:
@@ -105,14 +101,6 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         if own is None and self._target.config.hidden_size != c.hidden_size:
             raise ConfigError("the draft checkpoint lacks lm_head.weight, and its target's head has another width")
         self.lm_head = self.own_head(own)
-
-    def _load_map(self, optional: OptionalTensors) -> None:
-        offsets = optional.take("d2t", (self.vocab_size,))
-        if offsets is None:
-            if self._reduced:
-                raise ConfigError(f"the draft checkpoint lacks d2t, and its vocabulary of {self.vocab_size} is not the target's")
-            return
-        self.keep_tokens(offsets.to(torch.int64) + torch.arange(self.vocab_size, device=offsets.device), "d2t of the draft checkpoint")
 
     def project(self, aux_hidden: torch.Tensor) -> torch.Tensor:
         """The target's three states, concatenated [T, feature_width], -> the head's state [T, hidden]."""

@@ -8,11 +8,11 @@ from typing import Any
 
 from runtime.errors import ConfigError
 from runtime.models.config import ModelConfig
+from runtime.models.speculators_layout import LAYER
 
 EAGLE3_CLASS = "LlamaForCausalLMEagle3"
 """SGLang's class name of EAGLE-3 heads; heads of all classes with "Eagle3" in their name are read as this one."""
 AUX_FIELD = "eagle_aux_hidden_state_layer_ids"
-SPECULATORS_LAYER = "transformer_layer_config"
 COUNTED_BY_FIRST = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 """Targets whose heads count layer inputs, unless the first layer that they name is 1."""
 
@@ -54,26 +54,6 @@ def is_eagle3(name: str, raw: Mapping[str, Any]) -> bool:
     return "eagle3" in name.lower() or "draft_vocab_size" in raw
 
 
-def flattened(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a head, with those of a nested decoder layer moved to the top level.
-
-    Raises:
-        ConfigError: `transformer_layer_config` is not an object.
-    """
-    layer = raw.get(SPECULATORS_LAYER)
-    if layer is None:
-        return dict(raw)
-    if not isinstance(layer, dict):
-        raise ConfigError(f"{where}: {SPECULATORS_LAYER} is {layer!r}; it must be an object")
-    outer = {name: value for name, value in raw.items() if value is not None and name != SPECULATORS_LAYER}
-    return {**layer, **outer}
-
-
-def layer_type(raw: Mapping[str, Any]) -> str | None:
-    """The `model_type` of a nested decoder layer; None if there is none."""
-    return str(raw[SPECULATORS_LAYER].get("model_type", "llama")) if raw.get(SPECULATORS_LAYER) else None
-
-
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """The target layers whose input EAGLE-3 heads read unless their config.json says otherwise: low, middle, high.
 
@@ -95,7 +75,7 @@ def read_aux_layers(raw: Mapping[str, Any], target: ModelConfig, where: str) -> 
     """
     nested = raw.get("eagle_config") or {}
     ids = nested.get(AUX_FIELD) if isinstance(nested, dict) else nested
-    ids, by_output = (ids, True) if ids else (raw.get(AUX_FIELD), SPECULATORS_LAYER not in raw)
+    ids, by_output = (ids, True) if ids else (raw.get(AUX_FIELD), LAYER not in raw)
     if ids and not (isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)):
         raise ConfigError(f"{where}: {AUX_FIELD} is {ids!r}; it must be a list of layer numbers")
     num_layers = target.num_layers

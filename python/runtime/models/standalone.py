@@ -29,6 +29,10 @@ class StandaloneDraft(DraftModel):
         hidden = self.model.forward(batch)[0]
         return hidden if wanted is None else hidden[wanted]
 
+    def map_to_target(self, ids: torch.Tensor) -> torch.Tensor:
+        """The same ids: both models have one vocabulary."""
+        return ids
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of the model."""

@@ -102,11 +102,13 @@ class DFlashDrafter(ModelDrafter):
         fill_window(batch, self._target.page_table, self._inputs.kv_lens(batch.batch_size), tokens)
         hidden = self.model.forward(batch).view(*tokens.shape, -1)[:, 1:]
         if grammar is None:
-            tokens[:, 1:].copy_(self.model.greedy(hidden.flatten(0, 1)).view(len(tokens), -1))
+            tokens[:, 1:].copy_(self.model.map_to_target(self.model.greedy(hidden.flatten(0, 1))).view(len(tokens), -1))
             return
         for at in range(1, tokens.shape[1]):
             allowed, logits = grammar.after(tokens[:, None, 1:at]), self.model.logits(hidden[:, at - 1])
-            tokens[:, at].copy_(argmax(logits if allowed is None else DraftMask(allowed, self.model).logits(logits)))
+            mask = None if allowed is None else DraftMask(allowed, self.model)
+            token = self.model.map_to_target(argmax(logits if mask is None else mask.logits(logits)))
+            tokens[:, at].copy_(token if mask is None else mask.tokens(token))
 
     def _write_context(self, batch: ForwardBatch, outputs: Outputs, variant: str, states: ReadStates) -> None:
         self.model.write_context(replace(batch, hidden_states=states(batch)))

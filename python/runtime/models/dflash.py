@@ -72,7 +72,7 @@ class DFlashDraftModel(DraftHead):
         self._kv_projs = [layer.qkv_proj.tail(layer.heads.num_q_heads * layer.heads.head_dim) for layer in self._attention]
 
     def gemms(self) -> Iterator[Gemm]:
-        """The GEMMs to autotune, in order, without the LM head, which is the target's."""
+        """The GEMMs to autotune, in order, without the LM head."""
         yield Gemm("linear", self.fc, None)
         for proj in self._kv_projs:
             yield Gemm("linear", proj, None)

@@ -111,16 +111,25 @@ class Plan:
 
 
 class Notes:
-    """Notes of the phases for the model card, in `run.json` next to the head."""
+    """Notes of the phases for the model card, in `run.json` next to the head; in the work folder only the model."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, flag: str = "--output") -> None:
         """Raises `ConfigError` if the folder cannot be created."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--output {folder} cannot be written: {unreadable(error)}") from error
+            raise ConfigError(f"{flag} {folder} cannot be written: {unreadable(error)}") from error
         self._file = folder / "run.json"
         self.all: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else {}
+
+    @classmethod
+    def of_model(cls, folder: Path, flag: str, model: str) -> Notes:
+        """The notes of a folder for `model`. Raises `ConfigError` if it was made for another one."""
+        notes = cls(folder, flag)
+        if (other := notes.all.get("model", model)) != model:
+            raise ConfigError(f"{flag} {folder} was made for {other}, not for {model}. Name another folder.")
+        notes.put("model", model)
+        return notes
 
     def put(self, name: str, value: object) -> None:
         """Add a note."""
@@ -132,13 +141,12 @@ def run(plan: Plan, phases: Sequence[str]) -> None:
     """Run those of generate, train and evaluate that are in `phases`, in this order.
 
     Raises:
-        ConfigError: no server can run the head, or the folder has another model's head, whose text would be trained on.
+        ConfigError: no server can run the head, or a folder was made for another model, whose text would be trained on.
     """
     check_head(plan)
-    notes = Notes(plan.output)
-    if (model := notes.all.get("model", plan.source.served_name)) != plan.source.served_name:
-        raise ConfigError(f"--output {plan.output} has a head of {model}, not of {plan.source.served_name}. Name another folder.")
-    notes.put("model", plan.source.served_name)
+    notes = Notes.of_model(plan.output, "--output", plan.source.served_name)
+    if {"generate", "train"} & set(phases):
+        Notes.of_model(plan.work, "--work", plan.source.served_name)
     steps: dict[str, Callable[[Plan, Notes], None]] = {"generate": generate, "train": train, "evaluate": evaluate}
     for name, step in steps.items():
         if name in phases:

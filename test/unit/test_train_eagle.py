@@ -520,13 +520,16 @@ def test_layers_that_a_head_cannot_name_are_refused(tmp_path: Path) -> None:
         train_eagle.main(["--model-path", str(tmp_path), "--output", str(tmp_path / "head"), "--aux-layers", "1", "2", "3"])
 
 
-def test_the_folder_of_another_models_head_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--output", "--work"])
+def test_the_folder_of_another_model_is_refused(tmp_path: Path, flag: str) -> None:
     Checkpoint("qwen3", tmp_path / "target")
     write_small_tokenizer(tmp_path / "target")
-    (tmp_path / "head").mkdir()
-    (tmp_path / "head" / "run.json").write_text('{"model": "another"}')
-    with pytest.raises(SystemExit, match="has a head of another, not of target"):
-        train_eagle.main(["--model-path", str(tmp_path / "target"), "--output", str(tmp_path / "head"), "--phases", "train"])
+    folders = {"--output": tmp_path / "head", "--work": tmp_path / "data"}
+    folders[flag].mkdir()
+    (folders[flag] / "run.json").write_text('{"model": "another"}')
+    flags = [part for name, folder in folders.items() for part in (name, str(folder))]
+    with pytest.raises(SystemExit, match=f"{flag} .* was made for another, not for target"):
+        train_eagle.main(["--model-path", str(tmp_path / "target"), *flags, "--phases", "train"])
 
 
 def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path: Path, target: FrozenTarget) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from runtime.config.attention_caps import ATTENTION_CAPS, AttentionName
-from runtime.config.refusals import check_ranges
 from runtime.config.runtime_config import CacheConfig, part_of_flags
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
@@ -16,7 +15,6 @@ MAX_PAGE_SIZE = 1024
 
 def check_cache(args: ServerArgs) -> None:
     """Raise `ConfigError` for values that are invalid on any machine."""
-    check_ranges(args, max_total_tokens=(1, 1 << 31))
     share, size = args.mem_fraction_static, args.page_size
     if share is not None and not 0.0 < share < 1.0:
         raise ConfigError(f"--mem-fraction-static must be above 0 and below 1; got {share}.")

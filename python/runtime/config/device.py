@@ -10,9 +10,8 @@ from runtime.config.attention_caps import ATTENTION_CAPS
 from runtime.config.device_tuning import log_tuning
 from runtime.config.machine import Gpu, MachineFacts
 from runtime.config.model_facts import ModelFacts
-from runtime.config.refusals import check_ranges
 from runtime.config.runtime_config import DeviceConfig, DeviceKind, DType, KVDType, SamplingName
-from runtime.config.server_args import ServerArgs
+from runtime.config.server_args import MAX_THREADS, ServerArgs
 from runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -21,13 +20,11 @@ MIN_CAPABILITY = (8, 0)
 """Minimum compute capability: older GPUs have no bfloat16, and neither FA3 nor FlashInfer supports them."""
 FP8_CAPABILITY = (8, 9)
 """Minimum compute capability for e4m3 in kernels for 16-bit activations: older GPUs do not have the dtype."""
-MAX_THREADS = 1024
 _SPELLINGS: dict[str, DType] = {"float": "float32", "half": "float16"}
 
 
 def check_device(args: ServerArgs) -> None:
     """Raise `ConfigError` for values that are invalid on any machine."""
-    check_ranges(args, cpu_threads=(1, MAX_THREADS))
     if args.sampling_backend == "flashinfer":
         raise ConfigError("--sampling-backend flashinfer is not supported. Use triton or pytorch, or leave the flag out.")
 

@@ -241,7 +241,8 @@ def _flag(field: Field[Any], hint: Any, help: str) -> Flag:
     choices = typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else None
     kind = str if choices else typing.get_origin(plain) or plain
     words = tuple(word for other in others for word in typing.get_args(other))
-    return Flag(field.name, hint, kind, choices, words, help=help, **field.metadata)
+    shown = {name: field.metadata[name] for name in ("group", "metavar", "aliases")}
+    return Flag(field.name, hint, kind, choices, words, help=help, **shown)
 
 
 def _docstrings() -> dict[str, str]:

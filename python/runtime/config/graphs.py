@@ -5,19 +5,14 @@ from __future__ import annotations
 import logging
 
 from runtime.config.attention_caps import ATTENTION_CAPS
-from runtime.config.refusals import check_ranges, flag_of
+from runtime.config.refusals import flag_of
 from runtime.config.runtime_config import DeviceConfig, GraphConfig
-from runtime.config.server_args import ServerArgs
+from runtime.config.server_args import MAX_GRAPH_SIZE, ServerArgs
 from runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MAX_SIZE, DEFAULT_LARGEST = 4096, 256
-
-
-def check_graphs(args: ServerArgs) -> None:
-    """Raise `ConfigError` for batch sizes out of range."""
-    check_ranges(args, cuda_graph_max_bs=(1, MAX_SIZE))
+DEFAULT_LARGEST = 256
 
 
 def resolve_graphs(args: ServerArgs, device: DeviceConfig) -> GraphConfig:
@@ -71,8 +66,8 @@ def _no_graphs(args: ServerArgs, device: DeviceConfig) -> str:
 
 def _given_sizes(args: ServerArgs, given: tuple[int, ...]) -> tuple[int, ...]:
     sizes = tuple(sorted(set(given)))
-    if not sizes or sizes[0] < 1 or sizes[-1] > MAX_SIZE:
-        raise ConfigError(f"--cuda-graph-bs must list batch sizes between 1 and {MAX_SIZE}; got {' '.join(map(str, given))}.")
+    if not sizes or sizes[0] < 1 or sizes[-1] > MAX_GRAPH_SIZE:
+        raise ConfigError(f"--cuda-graph-bs must list batch sizes between 1 and {MAX_GRAPH_SIZE}; got {' '.join(map(str, given))}.")
     if args.cuda_graph_max_bs is not None and sizes[-1] > args.cuda_graph_max_bs:
         raise ConfigError(f"--cuda-graph-bs lists {sizes[-1]}, above --cuda-graph-max-bs {args.cuda_graph_max_bs}. Give one of the two.")
     return sizes

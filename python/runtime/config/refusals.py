@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import os
+from dataclasses import fields
 from pathlib import Path
 
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
 
 
-def check_ranges(args: ServerArgs, **bounds: tuple[int, int]) -> None:
-    """Raise `ConfigError` for given values outside `bounds`, by field name; both ends are allowed."""
-    for name, (low, high) in bounds.items():
-        value = getattr(args, name)
-        if value is not None and not low <= value <= high:
-            raise ConfigError(f"{flag_of(name)} must be between {low} and {high}; got {value}.")
+def check_bounds(args: ServerArgs) -> None:
+    """Raise `ConfigError` for given numbers outside the bounds of their flags."""
+    for field in fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, int | float) and field.metadata["bounds"] is not None:
+            check_range(field.name, value, *field.metadata["bounds"])
 
 
-def check_positive(args: ServerArgs, **limits: float) -> None:
-    """Raise `ConfigError` for given values that are not above 0 or exceed their limit."""
-    for name, limit in limits.items():
-        value = getattr(args, name)
-        if value is not None and not (math.isfinite(value) and 0.0 < value <= limit):
-            raise ConfigError(f"{flag_of(name)} must be above 0 and at most {limit:g}; got {value}.")
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raise `ConfigError` if the value of field `name` is outside its bounds. Both are allowed, except the lower one of real numbers, 0."""
+    if isinstance(high, float):
+        valid, limit = low < value <= high, f"above {low:g} and at most {high:g}"
+    else:
+        valid, limit = low <= value <= high, f"between {low} and {high}"
+    if not valid:
+        raise ConfigError(f"{flag_of(name)} must be {limit}; got {value}.")
 
 
 def check_output(path: Path) -> None:

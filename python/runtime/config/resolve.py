@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from runtime.config.cache import check_cache, resolve_cache
 from runtime.config.device import check_device, resolve_device
-from runtime.config.graphs import check_graphs, resolve_graphs
+from runtime.config.graphs import resolve_graphs
 from runtime.config.machine import MachineFacts
 from runtime.config.model_facts import DraftFacts, ModelFacts
 from runtime.config.parallel import check_parallel, resolve_parallel
+from runtime.config.refusals import check_bounds
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.config.scheduler import check_scheduler, resolve_scheduler
 from runtime.config.served_model import check_model, resolve_served_model
@@ -53,13 +54,13 @@ def resolve(
 
 def check(args: ServerArgs) -> None:
     """Raise `ConfigError` for options that are invalid for any machine and model, before anything is fetched or loaded."""
+    check_speculative(args)
+    check_bounds(args)
     check_model(args)
     check_device(args)
     check_parallel(args)
     check_cache(args)
     check_scheduler(args)
-    check_graphs(args)
-    check_speculative(args)
     check_server(args)
     # Without a model path the embedded model is served, and `with_embedded_draft` fills in its draft.
     if args.model_path is not None or not asks_for_embedded_draft(args):

@@ -8,7 +8,6 @@ import logging
 from runtime.config.attention_caps import ATTENTION_CAPS, AttentionName
 from runtime.config.device_tuning import CPU
 from runtime.config.draft_algorithms import ALGORITHM_CAPS
-from runtime.config.refusals import check_positive, check_ranges
 from runtime.config.runtime_config import DeviceConfig, DeviceKind, SchedulerConfig, SpeculativeConfig, part_of_flags
 from runtime.config.server_args import GrammarBackendName, ServerArgs
 from runtime.errors import ConfigError
@@ -21,17 +20,7 @@ MIN_CHUNK = 16
 
 
 def check_scheduler(args: ServerArgs) -> None:
-    """Raise `ConfigError` for values out of range."""
-    check_ranges(
-        args,
-        max_queued_requests=(1, 1 << 20),
-        max_queued_tokens=(1, 1 << 40),
-        max_priority=(-(1 << 63), (1 << 63) - 1),
-        max_running_requests=(1, 1 << 16),
-        max_prefill_tokens=(1, 1 << 31),
-        stream_interval=(1, 1 << 16),
-    )
-    check_positive(args, watchdog_timeout=86400.0, schedule_conservativeness=100.0, queue_timeout=86400.0, request_timeout=86400.0)
+    """Raise `ConfigError` for a chunk size out of range."""
     chunk = args.chunked_prefill_size
     if chunk is not None and chunk != -1 and chunk < MIN_CHUNK:
         raise ConfigError(f"--chunked-prefill-size must be at least {MIN_CHUNK}, or -1 for no chunks; got {chunk}.")

@@ -10,7 +10,7 @@ from pathlib import Path
 from runtime.config.device import asked_dtype, check_fp8
 from runtime.config.model_facts import ModelFacts
 from runtime.config.quant_config import CPU_ONLY, Quantization, with_flag
-from runtime.config.refusals import check_ranges
+from runtime.config.refusals import check_range
 from runtime.config.runtime_config import DeviceConfig, ServedModelConfig, part_of_flags
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError, InvalidField
@@ -24,7 +24,6 @@ EMBEDDED_CPU_QUANTIZATION: Quantization = "int4"
 
 def check_model(args: ServerArgs) -> None:
     """Raise `ConfigError` for values that are invalid for any model."""
-    check_ranges(args, random_seed=(0, (1 << 63) - 1))
     template = args.chat_template
     if template is not None and "{" not in template and not Path(template).is_file():
         raise ConfigError(f"--chat-template {template} is neither a file nor the text of a template.")
@@ -33,7 +32,8 @@ def check_model(args: ServerArgs) -> None:
 
 def resolve_served_model(args: ServerArgs, device: DeviceConfig, model: ModelFacts) -> ServedModelConfig:
     """Combine the model's facts with the flags."""
-    check_ranges(args, context_length=(2, model.max_context_len))
+    if args.context_length is not None:
+        check_range("context_length", args.context_length, 2, model.max_context_len)
     if args.trust_remote_code:  # command lines written for other servers have it
         log.warning("--trust-remote-code has no effect: code in model folders is never run")
     preferred = _preferred(args)

@@ -10,7 +10,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from runtime.config.key_file import key_problem, read_key_file
-from runtime.config.refusals import check_positive, check_ranges
 from runtime.config.runtime_config import ServerConfig, part_of_flags
 from runtime.config.server_args import ServerArgs
 from runtime.errors import ConfigError
@@ -24,9 +23,7 @@ LOGPROB_CELLS_PER_TOKEN = 128
 
 
 def check_server(args: ServerArgs) -> None:
-    """Raise `ConfigError` for values out of range, keys that no client can send, and a profile folder that is a file."""
-    check_ranges(args, port=(0, 65535), max_body_mib=(1, 1 << 10), max_parse_ms=(1, 1 << 20), max_logprob_cells=(1, 1 << 40))
-    check_positive(args, shutdown_timeout=86400.0, log_slow_requests=86400.0)
+    """Raise `ConfigError` for invalid addresses, keys that no client can send, and a profile folder that is a file."""
     for name, key in (("--api-key", args.api_key), ("--admin-api-key", args.admin_api_key), (KEY_VARIABLE, _api_key(args))):
         if key is not None and (problem := key_problem(key)):
             raise ConfigError(f"{name} {problem}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from runtime.config.attention_caps import AttentionName
+from runtime.config.attention_caps import MAX_TREE_BITS, AttentionName
 from runtime.config.draft_algorithms import SpecAlgorithm
 from runtime.config.quant_config import Quantization
 from runtime.log import LogFormat
@@ -14,6 +14,11 @@ from runtime.pooling import PoolingName
 
 MODEL, SERVER, DEVICE, SCHEDULING = "model", "server", "device and memory", "scheduling"
 GRAPHS, SPECULATION, OBSERVING = "CUDA graphs", "speculative decoding", "observing"
+MAX_THREADS = 1024
+MAX_RANKS = 64
+MAX_GRAPH_SIZE = 4096
+A_DAY = (0.0, 86400.0)
+"""Bounds of time-outs in seconds."""
 GrammarBackendName = Literal["llguidance", "xgrammar", "none"]
 FormatChoice = Literal["auto", "safetensors", "gguf", "dummy"]
 ToolParserChoice = Literal[
@@ -23,9 +28,11 @@ ToolParserChoice = Literal[
 ReasoningParserChoice = Literal["auto", "none", "deepseek-r1", "qwen3", "gpt-oss", "glm45", "mimo", "minimax", "gemma4"]
 
 
-def _flag(group: str, default: object, metavar: str | None = None, *aliases: str) -> Any:
-    """A field with its `--help` group, default, metavar and aliases."""
-    return field(default=default, metadata={"group": group, "metavar": metavar, "aliases": aliases})
+def _flag(
+    group: str, default: object, metavar: str | None = None, *aliases: str, bounds: tuple[int, int] | tuple[float, float] | None = None
+) -> Any:
+    """A field with its `--help` group, default, metavar, aliases and `bounds` (see `check_range`)."""
+    return field(default=default, metadata={"group": group, "metavar": metavar, "aliases": aliases, "bounds": bounds})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +80,7 @@ class ServerArgs:
 
     host: str = _flag(SERVER, "127.0.0.1")
     """Address to listen on; 0.0.0.0 opens the server to the network."""
-    port: int = _flag(SERVER, 30000)
+    port: int = _flag(SERVER, 30000, bounds=(0, 65535))
     """TCP port to listen on; 0 picks a free one."""
     uds: str | None = _flag(SERVER, None, "PATH")
     """Unix socket to listen on instead of a TCP port."""
@@ -95,21 +102,21 @@ class ServerArgs:
     """Origins whose web pages may use the API, separated by commas, such as https://app.example; * allows all."""
     allowed_hosts: str | None = _flag(SERVER, None, "HOSTS")
     """Public host names by which clients without a key reach the server, separated by commas; * allows all."""
-    max_queued_requests: int = _flag(SERVER, 4096, "N")
+    max_queued_requests: int = _flag(SERVER, 4096, "N", bounds=(1, 1 << 20))
     """Maximum number of waiting requests; further requests get status 429."""
-    max_queued_tokens: int | None = _flag(SERVER, None, "TOKENS")
+    max_queued_tokens: int | None = _flag(SERVER, None, "TOKENS", bounds=(1, 1 << 40))
     """Maximum prompt tokens that may wait, or that one call may send; default: 524288 on a CPU, 8388608 on CUDA."""
-    max_body_mib: int = _flag(SERVER, 8, "MIB")
+    max_body_mib: int = _flag(SERVER, 8, "MIB", bounds=(1, 1 << 10))
     """Largest request body; larger bodies get status 413."""
-    max_parse_ms: int = _flag(SERVER, 50, "MS")
+    max_parse_ms: int = _flag(SERVER, 50, "MS", bounds=(1, 1 << 20))
     """Largest estimated time to parse a body, which blocks other requests; larger bodies get status 413."""
-    max_logprob_cells: int | None = _flag(SERVER, None, "N")
+    max_logprob_cells: int | None = _flag(SERVER, None, "N", bounds=(1, 1 << 40))
     """Maximum number of log-probabilities in all answers of one call; default: 128 times the context length."""
-    queue_timeout: float | None = _flag(SERVER, None, "SECONDS")
+    queue_timeout: float | None = _flag(SERVER, None, "SECONDS", bounds=A_DAY)
     """Seconds that a request may wait for its first step before it gets status 503; default: no limit."""
-    request_timeout: float | None = _flag(SERVER, None, "SECONDS")
+    request_timeout: float | None = _flag(SERVER, None, "SECONDS", bounds=A_DAY)
     """Seconds that a request may take in total before it ends with status 504; default: no limit."""
-    max_priority: int = _flag(SERVER, 0, "N")
+    max_priority: int = _flag(SERVER, 0, "N", bounds=(-(1 << 63), (1 << 63) - 1))
     """Caps `priority` when comparing requests of different clients; requests of one client are compared uncapped."""
     trust_request_chat_template: bool = _flag(SERVER, False)
     """Allow requests to include their own chat template (it runs in a sandbox)."""
@@ -123,9 +130,9 @@ class ServerArgs:
     """How /v1/embeddings reduces a prompt: to the mean of its hidden states, or to the state of its last token."""
     skip_server_warmup: bool = _flag(SERVER, False)
     """Report ready without running a warm-up request."""
-    shutdown_timeout: float = _flag(SERVER, 30.0, "SECONDS")
+    shutdown_timeout: float = _flag(SERVER, 30.0, "SECONDS", bounds=A_DAY)
     """Seconds that open requests may take after SIGTERM."""
-    watchdog_timeout: float = _flag(SERVER, 300.0, "SECONDS")
+    watchdog_timeout: float = _flag(SERVER, 300.0, "SECONDS", bounds=A_DAY)
     """Seconds that one scheduler step may take before the server counts as hung and exits."""
 
     device: Literal["cpu", "cuda"] | None = _flag(DEVICE, None)
@@ -138,21 +145,21 @@ class ServerArgs:
     """Library that compiles JSON schemas and other grammars; none refuses requests with a grammar."""
     mem_fraction_static: float | None = _flag(DEVICE, None, "SHARE")
     """Fraction of device memory for weights and KV cache; default: all that is left after activations and graphs."""
-    max_total_tokens: int | None = _flag(DEVICE, None, "TOKENS")
+    max_total_tokens: int | None = _flag(DEVICE, None, "TOKENS", bounds=(1, 1 << 31))
     """KV slots; default: as many as fit."""
-    max_running_requests: int | None = _flag(DEVICE, None, "N")
+    max_running_requests: int | None = _flag(DEVICE, None, "N", bounds=(1, 1 << 16))
     """Requests that run together; default: the largest captured batch, or 16 without graphs."""
     page_size: int | None = _flag(DEVICE, None, "SLOTS")
     """KV slots per page; default: 64 with fa3 (128 for contexts of 16,384 tokens and more, if the head dimension is 128), else 16."""
-    tp_size: int = _flag(DEVICE, 1, "N", "--tensor-parallel-size", "--tp")
+    tp_size: int = _flag(DEVICE, 1, "N", "--tensor-parallel-size", "--tp", bounds=(1, MAX_RANKS))
     """Tensor-parallel size: the number of GPUs, or CPU processes, that share one model."""
-    nnodes: int = _flag(DEVICE, 1, "N")
+    nnodes: int = _flag(DEVICE, 1, "N", bounds=(1, MAX_RANKS))
     """Hosts that share one model, each with the same number of its ranks; start the same command on all of them."""
     node_rank: int = _flag(DEVICE, 0, "I")
     """Number of this host, from 0; node 0 serves HTTP, the others run until it exits."""
     dist_init_addr: str | None = _flag(DEVICE, None, "HOST:PORT", "--nccl-init-addr")
     """Rendezvous address on node 0, for IPv6 [HOST]:PORT; use a private network, because nothing is encrypted."""
-    dist_timeout: float = _flag(DEVICE, 600.0, "SECONDS")
+    dist_timeout: float = _flag(DEVICE, 600.0, "SECONDS", bounds=A_DAY)
     """Seconds that the ranks wait for each other at start-up."""
     distributed_executor_backend: Literal["mp", "ray"] = _flag(DEVICE, "mp")
     """How ranks are started: by the server on each node (mp), or as Ray actors from node 0 (needs talon-runtime[ray])."""
@@ -164,26 +171,26 @@ class ServerArgs:
     """Expert-parallel size: the number of rank groups over which experts are distributed, a divisor of --tp-size."""
     disable_custom_all_reduce: bool = _flag(DEVICE, False)
     """Exchange data between GPUs by NCCL alone, not by our own kernels, which are checked and timed at start-up."""
-    cpu_threads: int | None = _flag(DEVICE, None, "N")
+    cpu_threads: int | None = _flag(DEVICE, None, "N", bounds=(1, MAX_THREADS))
     """Threads per CPU operation; default: OMP_NUM_THREADS, or the number of cores, divided among the ranks of a sharded model."""
 
     chunked_prefill_size: int | None = _flag(SCHEDULING, None, "TOKENS")
     """Prompt tokens per step; longer prompts run in chunks, -1 disables chunking; default: 512 on a CPU, 2048 on CUDA."""
-    max_prefill_tokens: int | None = _flag(SCHEDULING, None, "TOKENS")
+    max_prefill_tokens: int | None = _flag(SCHEDULING, None, "TOKENS", bounds=(1, 1 << 31))
     """Maximum prompt tokens, over all requests, that run before a decode step; default: one chunk on a CPU, 8192 on CUDA."""
     enable_mixed_chunk: bool = _flag(SCHEDULING, False)
     """Run decoding requests in the same pass as prompt chunks; output stalls less, TTFT increases."""
     schedule_policy: Literal["fcfs", "lpm"] = _flag(SCHEDULING, "fcfs")
     """Queue order: first come first served, or longest prefix match."""
-    schedule_conservativeness: float = _flag(SCHEDULING, 1.0, "FACTOR")
+    schedule_conservativeness: float = _flag(SCHEDULING, 1.0, "FACTOR", bounds=(0.0, 100.0))
     """A larger factor admits requests later and causes fewer retractions."""
     disable_radix_cache: bool = _flag(SCHEDULING, False)
     """Never reuse the KV cache of earlier prompts."""
     disable_overlap_schedule: bool = _flag(SCHEDULING, False)
     """Prepare a step only after the previous one has ended."""
-    stream_interval: int = _flag(SCHEDULING, 1, "TOKENS")
+    stream_interval: int = _flag(SCHEDULING, 1, "TOKENS", bounds=(1, 1 << 16))
     """Tokens per chunk of a stream."""
-    random_seed: int | None = _flag(SCHEDULING, None, "SEED")
+    random_seed: int | None = _flag(SCHEDULING, None, "SEED", bounds=(0, (1 << 63) - 1))
     """Seed for requests without one; default: drawn at start and logged."""
 
     disable_cuda_graph: bool = _flag(GRAPHS, False)
@@ -194,7 +201,7 @@ class ServerArgs:
     """Capture draft decode, verify and draft extend as one graph where possible; default: for models of up to 4B active parameters."""
     disable_iteration_graph: bool = _flag(GRAPHS, False)
     """Capture draft decode, verify and draft extend as separate graphs for every model."""
-    cuda_graph_max_bs: int | None = _flag(GRAPHS, None, "N", "--cuda-graph-max-bs-decode")
+    cuda_graph_max_bs: int | None = _flag(GRAPHS, None, "N", "--cuda-graph-max-bs-decode", bounds=(1, MAX_GRAPH_SIZE))
     """Largest captured batch size; default: 256, or --max-running-requests if that is smaller."""
     cuda_graph_bs: tuple[int, ...] | None = _flag(GRAPHS, None, "N", "--cuda-graph-bs-decode")
     """Batch sizes to capture; default: increasing steps up to the largest."""
@@ -210,22 +217,22 @@ class ServerArgs:
     """Format of the draft model's weights; default: dummy with a dummy model unless it is a GGUF file, else auto."""
     speculative_draft_tp_size: int | None = _flag(SPECULATION, None, "N")
     """Tensor-parallel size of the draft: 1 (replicated) or the target's; default: the one estimated to be faster."""
-    speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K")
+    speculative_num_steps: int | Literal["auto"] | None = _flag(SPECULATION, None, "K", bounds=(1, MAX_TREE_BITS - 1))
     """Draft depth K; auto: each iteration runs at the depth, 0 to 7, with the most expected tokens per second. Default: auto for
     chains; D - 1 if D is given; all masked tokens of a DFLASH block; 3 for trees; for the embedded model 3, or 4 on a GPU."""
-    speculative_eagle_topk: int | None = _flag(SPECULATION, None, "N")
+    speculative_eagle_topk: int | None = _flag(SPECULATION, None, "N", bounds=(1, MAX_TREE_BITS))
     """Branches per draft node; default: 1, a chain."""
-    speculative_num_draft_tokens: int | None = _flag(SPECULATION, None, "D")
+    speculative_num_draft_tokens: int | None = _flag(SPECULATION, None, "D", bounds=(2, MAX_TREE_BITS))
     """Tokens per request in a verify pass, including the root; a chain has K + 1."""
-    speculative_disable_by_batch_size: int | None = _flag(SPECULATION, None, "N")
+    speculative_disable_by_batch_size: int | None = _flag(SPECULATION, None, "N", bounds=(1, 1 << 16))
     """Do not draft in steps of more than N requests; default: no limit, or as measured for the embedded model on a CPU."""
     speculative_tuning: str | None = _flag(SPECULATION, None, "PATH")
     """File, written by `python -m runtime.tune`, with the draft shape and the best depth by batch size; other flags override it."""
     speculative_token_map: str | None = _flag(SPECULATION, None, "PATH")
     """File, written by torch.save or `python -m runtime.hot_tokens`, with the token ids that an EAGLE or MTP draft may propose."""
-    speculative_accept_threshold_single: float | None = _flag(SPECULATION, None, "P")
+    speculative_accept_threshold_single: float | None = _flag(SPECULATION, None, "P", bounds=(0.0, 1.0))
     """Accept draft tokens with at least this target probability; below 1 the output distribution changes."""
-    speculative_accept_threshold_acc: float | None = _flag(SPECULATION, None, "P")
+    speculative_accept_threshold_acc: float | None = _flag(SPECULATION, None, "P", bounds=(0.0, 1.0))
     """Scale of the accumulated acceptance probability; below 1 the output distribution changes."""
     speculative_draft_attention_backend: AttentionName | None = _flag(SPECULATION, None)
     """Attention kernels of the draft model; default: the target's."""
@@ -244,7 +251,7 @@ class ServerArgs:
     """Lowest level to log in the HTTP server; default: --log-level."""
     log_requests: bool = _flag(OBSERVING, False)
     """Log every HTTP request, and the lengths and times of each generation, but never its text."""
-    log_slow_requests: float | None = _flag(OBSERVING, None, "SECONDS")
+    log_slow_requests: float | None = _flag(OBSERVING, None, "SECONDS", bounds=A_DAY)
     """Log generations that take at least this long, with their slowest phase: queue, prefill or decode."""
     log_format: LogFormat = _flag(OBSERVING, "text")
     """Log format: text, or one JSON object per line with the request id."""

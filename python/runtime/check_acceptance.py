@@ -5,19 +5,18 @@ The same prompts run eagerly, through every graph runner, and without drafts.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from runtime import log as logging_setup
-from runtime.config.flag_parser import parse_shared
+from runtime.config.flag_parser import parse_shared, read_own
 from runtime.config.graphs import default_graph_sizes
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.prepare import prepare
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from runtime.model_executor.worker import Worker
 
 EMBEDDED_PROMPTS = Path(__file__).parent / "assets" / "chat_prompts.jsonl"
+PROMPTS = {"type": Path, "metavar": "FILE", "help": "JSON or plain lines, one prompt each; default: 80 built-in prompts."}
+"""The option of a file of prompts; None for the embedded ones."""
 DIFFERENT = 1
 TIES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 """Largest difference of log-probabilities that rounding explains, by dtype: passes of different widths round differently."""
@@ -43,17 +44,11 @@ LEFT_OUT = 1.0
 
 @dataclass(frozen=True)
 class Options:
-    """The command's own flags.
+    """The command's own flags. End-of-text is ignored."""
 
-    Attributes:
-        prompts: JSON lines with a `prompt` each, or plain lines; None for the embedded ones.
-        num_prompts: how many of the prompts to run; None for all.
-        max_new_tokens: tokens generated per prompt; end-of-text is ignored.
-    """
-
-    prompts: Path | None
-    num_prompts: int | None
-    max_new_tokens: int
+    prompts: Path | None = field(metadata=PROMPTS)
+    num_prompts: int | None = field(metadata=dict(type=int, metavar="N", help="Use only the first N prompts."))
+    max_new_tokens: int = field(metadata=dict(type=int, default=64, metavar="N", help="Tokens to generate per prompt; default 64."))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,19 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """This command's options, and the remaining server flags."""
-    parser = argparse.ArgumentParser(
-        prog="python -m runtime.check_acceptance",
-        description="Run prompts eagerly, through every graph runner and without drafts; compare acceptance by position, and text. "
-        "Takes the server's flags too.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON or plain lines, one prompt each; default: 80 built-in prompts.")
-    parser.add_argument("--num-prompts", type=int, metavar="N", help="Use only the first N prompts.")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="Tokens to generate per prompt; default 64.")
-    own, rest = parser.parse_known_args(list(argv))
+    about = "Run prompts eagerly, through every graph runner and without drafts; compare acceptance by position, and text."
+    own, rest = read_own(Options, "check_acceptance", about, argv)
     if own.max_new_tokens < 2 or (own.num_prompts is not None and own.num_prompts < 1):
         raise ConfigError("--max-new-tokens must be at least 2 and --num-prompts at least 1")
-    return Options(own.prompts, own.num_prompts, own.max_new_tokens), rest
+    return own, rest
 
 
 def read_prompts(path: Path | None, count: int | None = None) -> list[str]:

@@ -6,17 +6,16 @@ verified, and so the text, stays the same (FR-Spec, Zhao et al. 2025, arXiv:2502
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from runtime.check_acceptance import prompt_room, read_prompts, tokenised
-from runtime.config.flag_parser import parse_shared
+from runtime.check_acceptance import PROMPTS, prompt_room, read_prompts, tokenised
+from runtime.config.flag_parser import parse_shared, read_own
 from runtime.config.refusals import check_output
 from runtime.config.server_args import ServerArgs
 from runtime.entrypoints.engine import Engine
@@ -32,23 +31,16 @@ HELD_OUT = 10
 
 @dataclass(frozen=True)
 class Options:
-    """The command's own flags.
+    """The command's own flags."""
 
-    Attributes:
-        size: number of token ids in the map.
-        tokens: total tokens to generate.
-        answer: maximum tokens of an answer.
-        temperature: sampling temperature.
-        output: the file to write.
-        prompts: JSON lines with a `prompt` each, or plain lines; None for the embedded ones.
-    """
-
-    size: int
-    tokens: int
-    answer: int
-    temperature: float
-    output: Path
-    prompts: Path | None
+    size: int = field(metadata=dict(type=int, default=32768, metavar="N", help="Number of token ids in the map; default 32768."))
+    tokens: int = field(metadata=dict(type=int, default=200_000, metavar="N", help="Tokens to generate; default 200000."))
+    max_new_tokens: int = field(metadata=dict(type=int, default=512, metavar="N", help="Tokens per answer; default 512."))
+    temperature: float = field(metadata=dict(type=float, default=1.0, metavar="T", help="Sampling temperature; default 1."))
+    output: Path = field(
+        metadata=dict(type=Path, default=Path("hot_tokens.pt"), metavar="FILE", help="Output file; default hot_tokens.pt.")
+    )
+    prompts: Path | None = field(metadata=PROMPTS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,27 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """This command's options, and the remaining server flags. Raises `ConfigError` for values out of range."""
-    parser = argparse.ArgumentParser(
-        prog="python -m runtime.hot_tokens",
-        description="Let a model write, and save its most frequent tokens for --speculative-token-map. Takes the server's flags too.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--size", type=int, default=32768, metavar="N", help="Number of token ids in the map; default 32768.")
-    parser.add_argument("--tokens", type=int, default=200_000, metavar="N", help="Tokens to generate; default 200000.")
-    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="Tokens per answer; default 512.")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="Sampling temperature; default 1.")
-    parser.add_argument("--output", type=Path, default=Path("hot_tokens.pt"), metavar="FILE", help="Output file; default hot_tokens.pt.")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON or plain lines, one prompt each; default: 80 built-in prompts.")
-    own, rest = parser.parse_known_args(list(argv))
+    about = "Let a model write, and save its most frequent tokens for --speculative-token-map."
+    own, rest = read_own(Options, "hot_tokens", about, argv)
     if min(own.size, own.tokens, own.max_new_tokens) < 1 or not 0.0 <= own.temperature <= 2.0:
         raise ConfigError("--size, --tokens and --max-new-tokens must be at least 1, and --temperature between 0 and 2")
     check_output(own.output)
-    return Options(own.size, own.tokens, own.max_new_tokens, own.temperature, own.output, own.prompts), rest
+    return own, rest
 
 
 def engine_options(args: ServerArgs) -> dict[str, Any]:
     """The flags that were given, for `Engine`. Without drafts, unless they were asked for: the text is the same."""
-    given = {field.name: value for field in fields(args) if (value := getattr(args, field.name)) != field.default}
+    given = {flag.name: value for flag in fields(args) if (value := getattr(args, flag.name)) != flag.default}
     return {"speculative_algorithm": "none", **given}
 
 
@@ -103,12 +85,12 @@ def write(engine: Engine, options: Options, texts: Sequence[str]) -> Iterable[li
     """Answers to the prompts `texts`, again and again with other seeds, until the model has written enough."""
     config = engine.config.model
     tokenizer = Tokenizer.load(config.tokenizer_path, chat_template=config.chat_template)
-    room = prompt_room(config.context_length, options.answer)
+    room = prompt_room(config.context_length, options.max_new_tokens)
     prompts = [ids[-room:] for ids in tokenised(tokenizer, texts)]
     written, seeds = 0, itertools.count()
     for start in itertools.count(0, SIDE_BY_SIDE):
         ids = [prompts[(start + i) % len(prompts)] for i in range(SIDE_BY_SIDE)]
-        sampling = [{"temperature": options.temperature, "max_new_tokens": options.answer, "seed": next(seeds)} for _ in ids]
+        sampling = [{"temperature": options.temperature, "max_new_tokens": options.max_new_tokens, "seed": next(seeds)} for _ in ids]
         for output in engine.generate(input_ids=ids, sampling_params=sampling):
             written += len(output["output_ids"])
             yield output["output_ids"]

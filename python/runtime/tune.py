@@ -5,14 +5,13 @@ The model answers prompts at every depth in turn, for growing batches; then tree
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +20,10 @@ from msgspec import structs
 
 from runtime import __version__
 from runtime import log as logging_setup
-from runtime.check_acceptance import open_worker, prompt_ids, read_prompts
+from runtime.check_acceptance import PROMPTS, open_worker, prompt_ids, read_prompts
 from runtime.config.attention_caps import MAX_TREE_BITS
 from runtime.config.draft_algorithms import ALGORITHM_CAPS
-from runtime.config.flag_parser import parse_shared
+from runtime.config.flag_parser import parse_shared, read_own
 from runtime.config.machine import probe
 from runtime.config.refusals import check_output, flag_of
 from runtime.config.resolve import check
@@ -66,23 +65,18 @@ WORTH_MORE = 0.9
 
 @dataclass(frozen=True)
 class Options:
-    """The command's own flags.
+    """The command's own flags."""
 
-    Attributes:
-        output: the file.
-        prompts: JSON lines with a `prompt` each, or plain lines; None for the embedded ones.
-        seconds: for all measurements, after the model is loaded.
-        requests: batch sizes, ascending; None for powers of two up to the server's limit.
-        answer: maximum tokens of an answer.
-        temperature: sampling temperature.
-    """
-
-    output: Path
-    prompts: Path | None
-    seconds: float
-    requests: tuple[int, ...] | None
-    answer: int
-    temperature: float
+    output: Path = field(metadata=dict(type=Path, default=Path("tuning.json"), metavar="FILE", help="Output file; default tuning.json."))
+    prompts: Path | None = field(metadata=PROMPTS)
+    seconds: float = field(
+        metadata=dict(type=float, default=55.0, metavar="S", help="Time for all measurements after loading; default 55.")
+    )
+    batch_sizes: list[int] | None = field(
+        metadata=dict(type=int, nargs="+", metavar="N", help="Default: powers of two up to the most running requests.")
+    )
+    max_new_tokens: int = field(metadata=dict(type=int, default=256, metavar="N", help="Tokens per answer; default 256."))
+    temperature: float = field(metadata=dict(type=float, default=0.0, metavar="T", help="Sampling temperature; default 0."))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,32 +97,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """This command's options, and the remaining server flags. Raises `ConfigError` for values out of range."""
-    parser = argparse.ArgumentParser(
-        prog="python -m runtime.tune",
-        description="Find steps, branches and draft tokens of speculative decoding, and the best depth for each batch size. "
-        "Takes the server's flags too.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--output", type=Path, default=Path("tuning.json"), metavar="FILE", help="Output file; default tuning.json.")
-    add("--prompts", type=Path, metavar="FILE", help="JSON or plain lines, one prompt each; default: 80 built-in prompts.")
-    add("--seconds", type=float, default=55.0, metavar="S", help="Time for all measurements after loading; default 55.")
-    add("--batch-sizes", type=int, nargs="+", metavar="N", help="Default: powers of two up to the most running requests.")
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="Tokens per answer; default 256.")
-    add("--temperature", type=float, default=0.0, metavar="T", help="Sampling temperature; default 0.")
-    own, rest = parser.parse_known_args(list(argv))
-    sizes = None if own.batch_sizes is None else tuple(sorted(set(own.batch_sizes)))
-    if min(own.max_new_tokens, *(sizes or (1,))) < 1 or not own.seconds > 0 or not 0.0 <= own.temperature <= 2.0:
+    about = "Find steps, branches and draft tokens of speculative decoding, and the best depth for each batch size."
+    own, rest = read_own(Options, "tune", about, argv)
+    if min(own.max_new_tokens, *(own.batch_sizes or (1,))) < 1 or not own.seconds > 0 or not 0.0 <= own.temperature <= 2.0:
         raise ConfigError("--batch-sizes and --max-new-tokens must be at least 1, --seconds above 0, and --temperature between 0 and 2.")
     check_output(own.output)
-    return Options(own.output, own.prompts, own.seconds, sizes, own.max_new_tokens, own.temperature), rest
+    return own, rest
 
 
 def tune(options: Options, args: ServerArgs) -> SpeculativeTuning:
     """Measure chains, then trees, print both, and choose. Raises `ConfigError` if there is nothing to choose."""
     config, model_config = chain_config(args)
     sizes = batch_sizes(config, options)
-    prompts = prompt_ids(read_prompts(options.prompts), config, model_config, options.answer)
+    prompts = prompt_ids(read_prompts(options.prompts), config, model_config, options.max_new_tokens)
     opening = time.perf_counter()
     with _opened(config, model_config, sizes) as worker:
         bench = Bench.start(options, config, model_config, prompts, opening)
@@ -197,9 +178,10 @@ def may_branch(config: RuntimeConfig) -> bool:
 def batch_sizes(config: RuntimeConfig, options: Options) -> list[int]:
     """Batch sizes to measure. Raises `ConfigError` for more requests than run together."""
     most = config.scheduler.max_running_requests or max(config.graphs.cuda_graph_bs, default=16)
-    if options.requests is not None and max(options.requests) > most:
+    sizes = options.batch_sizes or [*(1 << i for i in range(most.bit_length())), most]
+    if max(sizes) > most:
         raise ConfigError(f"--batch-sizes must be at most {most}, the requests that run together. Raise --max-running-requests.")
-    return list(options.requests or sorted({*(1 << i for i in range(most.bit_length())), most}))
+    return sorted(set(sizes))
 
 
 @contextmanager
@@ -285,7 +267,7 @@ class Bench:
         """The time counts from here. `opening`: when the worker began to load."""
         started = time.perf_counter()
         random_text = config.model.load_format == "dummy"
-        sampling = SamplingParams(temperature=options.temperature, max_new_tokens=options.answer, ignore_eos=random_text)
+        sampling = SamplingParams(temperature=options.temperature, max_new_tokens=options.max_new_tokens, ignore_eos=random_text)
         return cls(options, config, model_config, prompts, sampling, started, started - opening)
 
     @property

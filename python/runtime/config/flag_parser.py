@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import shtab
@@ -27,6 +27,7 @@ from runtime.config.server_args import ServerArgs
 from runtime.config.yaml_file import read_yaml
 from runtime.errors import ConfigError
 
+Options = TypeVar("Options")
 PROGRAM = "talon"
 """The installed command, the same as `python -m runtime.launch_server`."""
 
@@ -131,6 +132,22 @@ def parse(argv: Sequence[str]) -> Command:
     dump, check = options.pop("dump_config", False), options.pop("check", False)
     options.pop("print_completion", None)
     return Command(ServerArgs(**(_from_yaml(Path(file)) if file else {}) | options), dump, check)
+
+
+def read_own(options: type[Options], program: str, description: str, argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """The options of another command, and the other arguments of `argv`, which are the server's flags.
+
+    Args:
+        options: a dataclass; the metadata of each field are the arguments of `add_argument`.
+        program: the module that is the command.
+        description: what it does.
+    """
+    text = f"{description} Takes the server's flags too."
+    parser = argparse.ArgumentParser(prog=f"python -m runtime.{program}", description=text, allow_abbrev=False)
+    for field in fields(options):  # pyright: ignore[reportArgumentType]
+        parser.add_argument(flag_of(field.name), **field.metadata)
+    own, rest = parser.parse_known_args(list(argv))
+    return options(**vars(own)), rest
 
 
 def parse_shared(argv: Sequence[str]) -> ServerArgs:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from runtime.distributed.parallel_group import ALONE, Shard
 from runtime.errors import ConfigError
@@ -16,7 +19,10 @@ from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.router import Router, Routing, RoutingRule
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import Storage
+from runtime.model_executor.weight_loader import safetensors_weights
+from runtime.models import checkpoint_parts
 from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_weights
+from runtime.models.file_tensor import FileTensor
 from runtime.models.weights import WeightTable
 
 E, HIDDEN, INNER = 8, 16, 24
@@ -241,26 +247,27 @@ def test_a_shared_expert_is_the_last_of_the_stack(name: str, layout: str) -> Non
     assert torch.equal(stacked.down.weight, torch.cat((routed.down.weight, down[None, :, cut])))
 
 
-class Recorded:
-    """A tensor that remembers how much of it was read."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.shape, self.read = tensor, tensor.shape, 0
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        part = self.tensor[index]
-        self.read += part.numel()
-        return part
-
-
-@pytest.mark.parametrize("layout", ["one by one", "fused"])
+@pytest.mark.parametrize("layout", ["one by one", "fused", "interleaved", "interleaved and transposed"])
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=list(PLACEMENTS))
-def test_a_rank_reads_its_own_part_only(placement: ExpertPlacement, layout: str) -> None:
-    tensors = one_by_one(False) if layout == "one by one" else fused(one_by_one(False), False, False)
-    recorded = {name: Recorded(tensor) for name, tensor in tensors.items()}
-    filled(recorded, ExpertNames("m."), placement, False)  # type: ignore[arg-type]
+def test_a_rank_reads_its_own_part_only(placement: ExpertPlacement, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_into, read = checkpoint_parts._read, list[int]()
+
+    def recorded(tensors: Sequence[FileTensor], starts: Sequence[int], buffers: checkpoint_parts.Buffers) -> None:
+        read.extend(tensor.nbytes for tensor in tensors)
+        read_into(tensors, starts, buffers)
+
+    monkeypatch.setattr(checkpoint_parts, "_read", recorded)
+    flags = {"interleaved": "interleaved" in layout, "transposed": "transposed" in layout}
+    tensors = one_by_one(False) if layout == "one by one" else fused(one_by_one(False), **flags)
+    save_file(tensors, tmp_path / "model.safetensors")
+    table = WeightTable(torch.float32, CPU, DENSE, ALONE)
+    stacked = stacked_weights(table, ExpertNames("m.", **flags), placement, HIDDEN, INNER)
+    table.load(safetensors_weights(tmp_path, progress=False))
+    expected = filled(one_by_one(False), ExpertNames("m."), placement, False)
+    assert torch.equal(stacked.gate_up.weight, expected.gate_up.weight)
+    assert torch.equal(stacked.down.weight, expected.down.weight)
     cut = placement.shard.of(INNER)
-    assert sum(t.read for t in recorded.values()) == 3 * HIDDEN * (cut.stop - cut.start) * len(placement.held)
+    assert sum(read) == 4 * 3 * HIDDEN * (cut.stop - cut.start) * len(placement.held)
 
 
 def test_a_fused_tensor_of_another_shape_is_refused_by_its_name() -> None:

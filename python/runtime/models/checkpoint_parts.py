@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from runtime.errors import ConfigError
-from runtime.layers.quantization.scheme import Index, WeightSlot
+from runtime.layers.quantization.scheme import WeightSlot
 from runtime.models.file_tensor import FileTensor, read_packed
 
 STAGE_BYTES = 16 << 20
@@ -28,7 +28,7 @@ class Sliceable(Protocol):
     @property
     def shape(self) -> Sequence[int]: ...  # noqa: D102
 
-    def __getitem__(self, index: Index, /) -> Values: ...
+    def __getitem__(self, index: tuple[int | slice, ...], /) -> Values: ...
 
 
 @dataclass(frozen=True, slots=True)

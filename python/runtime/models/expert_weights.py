@@ -15,8 +15,8 @@ from runtime.errors import ConfigError
 from runtime.layers.moe.experts import Experts
 from runtime.layers.quantization.fp8 import BlockFp8, RowFp8
 from runtime.layers.quantization.mxfp4 import GROUP, Mxfp4
-from runtime.layers.quantization.scheme import Index, LinearPart, NewWeight, QuantScheme, WeightSlot
-from runtime.models.checkpoint_parts import Sliceable, Values
+from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, WeightSlot
+from runtime.models.checkpoint_parts import Sliceable
 from runtime.models.weights import FusedTensor, NamedTensors, WeightTable, ignore
 
 
@@ -27,7 +27,6 @@ class ExpertNames:
     Attributes:
         prefix: common prefix, such as `model.layers.0.mlp.experts.`; an expert's number follows.
         gate, up, down: the projections of one expert.
-        gate_up_fused, down_fused: fused tensors [E, ...] that some checkpoints hold instead, without `.weight`.
         interleaved: fused gate and up rows alternate, instead of all of the gate before all of the up projection.
         transposed: fused matrices are [in, out].
     """
@@ -36,8 +35,6 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    gate_up_fused: str = "gate_up_proj"
-    down_fused: str = "down_proj"
     interleaved: bool = False
     transposed: bool = False
 
@@ -65,35 +62,6 @@ class ExpertPlacement:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertPart:
-    """A view of one expert's matrix or bias in a fused tensor [E, rows, columns] or [E, rows].
-
-    Attributes:
-        start, step: row i of the part is row `start + step * i` of the tensor; `step` is 1 or 2.
-        shape: shape of the part.
-    """
-
-    tensor: Sliceable
-    expert: int
-    start: int
-    step: int
-    shape: tuple[int, ...]
-    transposed: bool = False
-
-    def __getitem__(self, index: Index, /) -> Values:
-        """Rows and columns `index` of the expert's matrix."""
-        whole = index + tuple(slice(0, size) for size in self.shape[len(index) :])
-        rows, others = whole[0], whole[1:]
-        offset = self.start % self.step
-        first = self.start - offset
-        span = slice(first + self.step * rows.start, first + self.step * rows.stop)
-        here = slice(self.expert, self.expert + 1)
-        if self.transposed and others:
-            return self.tensor[here, others[0], span][0].t()[offset :: self.step]
-        return self.tensor[(here, span, *others)][0][offset :: self.step]
-
-
-@dataclass(frozen=True, slots=True)
 class FusedForm:
     """One format of fused tensors.
 
@@ -112,6 +80,8 @@ class FusedForm:
     block: int = 1
 
 
+GATE_UP_FUSED, DOWN_FUSED = "gate_up_proj", "down_proj"
+"""Fused tensors [E, ...] that some checkpoints hold instead of one per expert, without `.weight`."""
 FUSED_SCALES = "_scale_inv"
 """Suffix of the fused scales that transformers writes, even where the matrices are not fused."""
 MXFP4_FORMS = (
@@ -212,22 +182,24 @@ def _unread(slot: WeightSlot) -> WeightSlot:
 def _accept_fused(table: WeightTable, names: ExpertNames, total: int, hidden: int, inner: int, forms: Iterable[FusedForm]) -> None:
     """Accept fused tensors in place of the per-expert ones."""
 
-    def split(parts: Iterable[tuple[str, int, int]], shape: tuple[int, ...], form: FusedForm, tensor: Sliceable) -> NamedTensors:
+    def split(parts: Iterable[tuple[str, int, int]], height: int, form: FusedForm, tensor: Sliceable) -> NamedTensors:
         for expert in range(total):
             for name, start, step in parts:
-                view = ExpertPart(tensor, expert, start // form.block, step, shape, form.transposed)
-                yield f"{names.prefix}{expert}.{name}.{form.kind}", view
+                first = start // form.block
+                rows = slice(first, first + step * height, step)
+                part = tensor[expert, :, rows].t() if form.transposed else tensor[expert, rows]
+                yield f"{names.prefix}{expert}.{name}.{form.kind}", part
 
     up_start, step = (1, 2) if names.interleaved else (inner, 1)
     for fused, parts, rows, columns in (
-        (names.gate_up_fused, ((names.gate, 0, step), (names.up, up_start, step)), inner, hidden),
-        (names.down_fused, ((names.down, 0, 1),), hidden, inner),
+        (GATE_UP_FUSED, ((names.gate, 0, step), (names.up, up_start, step)), inner, hidden),
+        (DOWN_FUSED, ((names.down, 0, 1),), hidden, inner),
     ):
         for form in forms:
             each, trailing = -(-rows // form.block), form.trailing(columns)
             height = each * len(parts)
             whole = (*trailing, height) if form.transposed else (height, *trailing)
-            table.also(names.prefix + fused + form.suffix, FusedTensor([(total, *whole)], partial(split, parts, (each, *trailing), form)))
+            table.also(names.prefix + fused + form.suffix, FusedTensor([(total, *whole)], partial(split, parts, each, form)))
 
 
 def _accept_fused_numbers(table: WeightTable, names: ExpertNames, total: int, kind: str) -> None:
@@ -240,6 +212,6 @@ def _accept_fused_numbers(table: WeightTable, names: ExpertNames, total: int, ki
                 row = min(i, last)
                 yield f"{names.prefix}{expert}.{part}.{kind}", tensor[slice(expert, expert + 1), slice(row, row + 1)]
 
-    for fused, parts in ((names.gate_up_fused, (names.gate, names.up)), (names.down_fused, (names.down,))):
+    for fused, parts in ((GATE_UP_FUSED, (names.gate, names.up)), (DOWN_FUSED, (names.down,))):
         shapes = [(total, count, 1) for count in range(1, len(parts) + 1)]
         table.also(names.prefix + fused + FUSED_SCALES, FusedTensor(shapes, partial(split, parts)))

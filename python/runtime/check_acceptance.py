@@ -44,7 +44,7 @@ LEFT_OUT = 1.0
 
 @dataclass(frozen=True)
 class Options:
-    """The command's own flags. End-of-text is ignored."""
+    """The command's own flags. Answers have all `max_new_tokens`, because end-of-text is ignored."""
 
     prompts: Path | None = field(metadata=PROMPTS)
     num_prompts: int | None = field(metadata=dict(type=int, metavar="N", help="Use only the first N prompts."))

@@ -138,7 +138,7 @@ def read_own(options: type[Options], program: str, description: str, argv: Seque
     """The options of another command, and the other arguments of `argv`, which are the server's flags.
 
     Args:
-        options: a dataclass; the metadata of each field are the arguments of `add_argument`.
+        options: a dataclass; the metadata of each field has its arguments of `add_argument`.
         program: the module that is the command.
         description: what it does.
     """

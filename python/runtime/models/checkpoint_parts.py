@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
-from typing import Protocol
 
 import torch
 
 from runtime.errors import ConfigError
 from runtime.layers.quantization.scheme import WeightSlot
-from runtime.models.file_tensor import FileTensor, read_packed
+from runtime.models.file_tensor import FileTensor, UnreadableTensor, read_packed
 
 STAGE_BYTES = 16 << 20
 """Size of a pinned buffer and of its device buffer; each loading thread has one pair."""
@@ -20,15 +19,8 @@ ALIGNMENT = 16
 
 
 Values = torch.Tensor | FileTensor
-
-
-class Sliceable(Protocol):
-    """A tensor in memory, or one in a file, which is sliced before it is read."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...  # noqa: D102
-
-    def __getitem__(self, index: tuple[int | slice, ...], /) -> Values: ...
+Sliceable = Values | UnreadableTensor
+"""A tensor in memory, or one in a file, which is sliced before it is read."""
 
 
 @dataclass(frozen=True, slots=True)

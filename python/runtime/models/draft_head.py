@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -18,7 +17,7 @@ from runtime.layers.ops import BlockOps, Stream
 from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.block import Block
-from runtime.models.checkpoint_parts import Sliceable, in_memory
+from runtime.models.checkpoint_parts import in_memory
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
 from runtime.models.parts import ModelContext, ModelParts
@@ -225,12 +224,12 @@ class OptionalTensors:
         self._names = names
         self._found: dict[str, torch.Tensor] = {}
 
-    def split(self, weights: NamedTensors) -> Iterator[tuple[str, Sliceable]]:
+    def split(self, weights: NamedTensors) -> NamedTensors:
         """All other tensors; strips the prefix `model.` that some checkpoints add to names."""
         for name, tensor in weights:
             name = name.removeprefix("model.")
             if name in self._names:
-                self._found[name] = in_memory(tensor[(slice(None),) * len(tensor.shape)])
+                self._found[name] = in_memory(tensor[()])
             else:
                 yield name, tensor
 

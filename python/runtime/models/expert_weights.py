@@ -210,7 +210,7 @@ def _accept_fused_numbers(table: WeightTable, names: ExpertNames, total: int, ki
         for expert in range(total):
             for i, part in enumerate(parts):
                 row = min(i, last)
-                yield f"{names.prefix}{expert}.{part}.{kind}", tensor[slice(expert, expert + 1), slice(row, row + 1)]
+                yield f"{names.prefix}{expert}.{part}.{kind}", tensor[expert : expert + 1, row : row + 1]
 
     for fused, parts in ((GATE_UP_FUSED, (names.gate, names.up)), (DOWN_FUSED, (names.down,))):
         shapes = [(total, count, 1) for count in range(1, len(parts) + 1)]

@@ -8,7 +8,6 @@ head.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 
@@ -18,7 +17,6 @@ from runtime.layers.draft_input import DraftInput
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.ops import Stream
 from runtime.models.block import Block
-from runtime.models.checkpoint_parts import Sliceable
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_head import DraftHead, DraftModel
@@ -76,12 +74,10 @@ class MtpDraft(DraftHead, DraftModel):
         Raises:
             ConfigError: tensors are missing, unexpected or have the wrong shape; the message names them.
         """
-        self.parts.weights.load(self._own(weights), SHARED)
+        own = ((name, tensor) for name, tensor in weights if name.startswith(self._names.prefix))
+        self.parts.weights.load(own, SHARED)
         self.layer.attention.weights_filled()
         self.lm_head = self.kept_rows(self._target.lm_head)
-
-    def _own(self, weights: NamedTensors) -> Iterator[tuple[str, Sliceable]]:
-        return ((name, tensor) for name, tensor in weights if name.startswith(self._names.prefix))
 
     def forward(self, batch: ForwardBatch, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Run the layer: [T, hidden], or [N, hidden] with `wanted`, in `hidden_dtype`. See `DraftModel.forward`."""

@@ -13,6 +13,7 @@ from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.int4 import GROUP, LARGEST_CODE, Int4, quantize_groups
 from runtime.layers.quantization.scheme import NewWeight, Storage
 from runtime.layers.torch_ops import TorchOps
+from runtime.models.context import ModelContext
 from runtime.models.registry import build_model
 from runtime.models.weights import WeightTable
 from unit.test_linear import CPU, Rank, quantized, random
@@ -54,7 +55,7 @@ def test_a_group_of_equal_weights_keeps_them(value: float) -> None:
 @pytest.mark.parametrize("rows", [{"a": 64, "b": 128, "c": 48}, {"a": 4096, "b": 64}])
 def test_parts_are_packed_as_one_matrix(rows: dict[str, int]) -> None:
     weights = {name: random(count, 1536, seed=count) for name, count in rows.items()}
-    table = WeightTable(torch.float32, CPU, SCHEME, ALONE)
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, SCHEME, ALONE))
     layer = table.linear(rows, 1536)
     table.load([(f"{name}.weight", weights[name]) for name in reversed(rows)])
     expected = int4(torch.cat([*weights.values()])).storage.tensors
@@ -65,7 +66,7 @@ def test_parts_are_packed_as_one_matrix(rows: dict[str, int]) -> None:
 
 def test_a_part_that_begins_within_packed_rows_is_multiplied_all_the_same() -> None:
     first, second, x = random(16, 64), random(48, 64, seed=1), random(3, 64, seed=2)
-    table = WeightTable(torch.float32, CPU, SCHEME, ALONE)
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, SCHEME, ALONE))
     layer = table.linear({"a": 16, "b": 48}, 64)
     table.load([("a.weight", first), ("b.weight", second)])
     assert layer.storage.packed is None
@@ -90,7 +91,7 @@ def test_the_head_is_int8() -> None:
 def test_columns_that_are_no_whole_groups_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"an int4 weight has 40 columns; only multiples of 32 are supported\. Use --quantization int8"):
         SCHEME.allocate(NewWeight(16, 40, torch.float32, CPU))
-    table = WeightTable(torch.float32, CPU, SCHEME, Rank(1, 2))
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, SCHEME, Rank(1, 2)))
     with pytest.raises(ConfigError, match=r"o: columns 32 to 48 of a rank cut an int4 group of 32|an int4 weight has 48 columns"):
         table.linear({"o": 16}, 96, partition=Partition.ROW)
 
@@ -100,7 +101,7 @@ BEYOND = "tensor a.weight holds numbers beyond 65504, too large for int4. Use --
 
 @pytest.mark.parametrize(("value", "said"), [(torch.inf, "a.weight holds infinity"), (70000.0, BEYOND), (-70000.0, BEYOND)])
 def test_numbers_beyond_float16_are_refused(value: float, said: str) -> None:
-    table, weight = WeightTable(torch.float32, CPU, SCHEME, ALONE), random(16, 32)
+    table, weight = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, SCHEME, ALONE)), random(16, 32)
     weight[3, 4] = value
     table.linear({"a": 16}, 32)
     with pytest.raises(ConfigError, match=said):

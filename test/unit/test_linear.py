@@ -32,6 +32,7 @@ from runtime.layers.quantization.registry import SCHEMES
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import dummy_weights
+from runtime.models.context import ModelContext
 from runtime.models.registry import build_model
 from runtime.models.weights import WeightTable
 from unit.test_server_args import LLAMA
@@ -114,7 +115,7 @@ def test_quantization_is_off_by_at_most_half_a_step() -> None:
 
 def test_a_matrix_quantized_in_pieces_is_that_quantized_whole() -> None:
     rows, columns = QUANTIZED_AT_ONCE // 512 * 2 + 3, 512
-    table, weight = WeightTable(torch.float32, CPU, Int8(), ALONE), random(rows, columns)
+    table, weight = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, Int8(), ALONE)), random(rows, columns)
     layer = table.linear({"a": 5, "b": rows}, columns)
     table.load([("a.weight", torch.zeros(5, columns)), ("b.weight", weight)])
     for stored, whole in zip(layer.storage.tensors, quantize_rows(weight).tensors, strict=True):
@@ -128,7 +129,7 @@ def test_a_row_of_zeros_stays_zero() -> None:
 @pytest.mark.parametrize("scheme", [DENSE, Int8(), Int4()])
 def test_fused_parts_are_one_layer(scheme: QuantScheme) -> None:
     first, second, x = random(8, 32), random(4, 32, seed=1), random(3, 32, seed=2)
-    table = WeightTable(torch.float32, CPU, scheme, ALONE)
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, scheme, ALONE))
     layer = table.linear({"a": 8, "b": 4}, 32)
     table.load([("b.weight", second), ("a.weight", first)])
     whole = torch.cat((first, second))
@@ -162,12 +163,12 @@ def test_column_shards_of_fused_parts_are_rows_of_the_whole(scheme: QuantScheme)
     x = random(3, 32, seed=2)
     outs = []
     for rank in range(4):  # the two KV heads are held twice
-        table = WeightTable(torch.float32, CPU, scheme, Rank(rank, 4))
+        table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, scheme, Rank(rank, 4)))
         layer = table.linear({"q": 16, "k": 4}, 32, bias=True, partition=Partition.COLUMN, shards=[Shard(rank, 4), Shard(rank // 2, 2)])
         assert table.expected() == {name: tuple(tensor.shape) for name, tensor in weights.items()}
         table.load(weights.items())
         outs.append(layer(x).split([4, 2], dim=1))
-    table = WeightTable(torch.float32, CPU, scheme, ALONE)
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, scheme, ALONE))
     layer = table.linear({"q": 16, "k": 4}, 32, bias=True)
     table.load(weights.items())
     q, k = layer(x).split([16, 4], dim=1)
@@ -180,7 +181,7 @@ def test_row_shards_add_up_with_the_bias_of_rank_0() -> None:
     weights, x = {"o.weight": random(8, 12), "o.bias": random(8, seed=1)}, random(3, 12, seed=2)
     parts = []
     for rank in range(3):
-        table = WeightTable(torch.float32, CPU, DENSE, Rank(rank, 3))
+        table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, DENSE, Rank(rank, 3)))
         layer = table.linear({"o": 8}, 12, bias=True, partition=Partition.ROW)
         table.load(weights.items())
         assert layer.is_partial
@@ -199,7 +200,6 @@ def test_linear_add_reduces_before_it_adds_and_leaves_no_norm() -> None:
 def test_a_model_on_one_of_two_ranks_loads_half_of_each_sharded_matrix() -> None:
     from runtime.models import llama
     from runtime.models.decoder import DecoderModel
-    from runtime.models.parts import ModelContext
 
     config = tiny_model(qkv_bias=True, o_bias=True, mlp_bias=True)
     whole = build_model(config, TorchOps(), torch.float32, CPU)

@@ -19,8 +19,10 @@ from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.router import Router, Routing, RoutingRule
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import Storage
+from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.models import checkpoint_parts
+from runtime.models.context import ModelContext
 from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_weights
 from runtime.models.file_tensor import FileTensor
 from runtime.models.weights import WeightTable
@@ -198,7 +200,7 @@ def fused(tensors: Tensors, interleaved: bool, transposed: bool) -> Tensors:
 
 
 def filled(tensors: Tensors, names: ExpertNames, placement: ExpertPlacement, bias: bool, shared: str | None = None) -> Experts:
-    table = WeightTable(torch.float32, CPU, DENSE, ALONE)
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, DENSE, ALONE))
     stacked = stacked_weights(table, names, placement, HIDDEN, INNER, bias, shared)
     table.load(tensors.items())
     return stacked
@@ -260,7 +262,7 @@ def test_a_rank_reads_its_own_part_only(placement: ExpertPlacement, layout: str,
     flags = {"interleaved": "interleaved" in layout, "transposed": "transposed" in layout}
     tensors = one_by_one(False) if layout == "one by one" else fused(one_by_one(False), **flags)
     save_file(tensors, tmp_path / "model.safetensors")
-    table = WeightTable(torch.float32, CPU, DENSE, ALONE)
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, DENSE, ALONE))
     stacked = stacked_weights(table, ExpertNames("m.", **flags), placement, HIDDEN, INNER)
     table.load(safetensors_weights(tmp_path, progress=False))
     expected = filled(one_by_one(False), ExpertNames("m."), placement, False)

@@ -9,6 +9,8 @@ import torch
 
 from runtime.errors import ConfigError
 from runtime.layers.quantization.dense import DENSE
+from runtime.layers.torch_ops import TorchOps
+from runtime.models.context import ModelContext
 from runtime.models.parallel_store import store_in_threads
 from runtime.models.weights import WeightTable
 from unit.test_linear import Rank
@@ -48,7 +50,7 @@ def test_the_first_error_ends_the_load() -> None:
 
 def test_weights_may_be_loaded_inside_inference_mode() -> None:
     with torch.inference_mode():
-        table = WeightTable(torch.float32, torch.device("cpu"), DENSE, Rank(0, 1))
+        table = WeightTable(ModelContext(TorchOps(), torch.float32, torch.device("cpu"), DENSE, Rank(0, 1)))
         layer = table.linear({"a": 4, "b": 2}, 3)
         table.load({"a.weight": torch.ones(4, 3), "b.weight": torch.zeros(2, 3)}.items())
     assert layer.weight.sum() == 12

@@ -36,6 +36,7 @@ from runtime.layers.quantization.registry import quant_scheme
 from runtime.layers.quantization.scheme import LinearPart, NewWeight
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
+from runtime.models.context import ModelContext
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import load_draft_config
 from runtime.models.eagle import LlamaForCausalLMEagle
@@ -267,7 +268,7 @@ def test_fused_parts_and_slices_keep_the_scales_of_their_blocks(ranks: int, on_l
     if on_load:
         stored = {f"{name}.weight": weight for name, weight in weights.items()}
     for rank in range(ranks):
-        table = WeightTable(torch.float32, CPU, quant_scheme(ON_LOAD if on_load else BLOCK), Rank(rank, ranks))
+        table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, quant_scheme(ON_LOAD if on_load else BLOCK), Rank(rank, ranks)))
         layer = table.linear(rows, 200, partition=Partition.COLUMN)
         table.load(stored.items())
         expected = torch.cat([weight.tensor_split(ranks)[rank] for weight in exact.values()])
@@ -280,7 +281,7 @@ def test_row_parallel_slices_sum_to_the_whole(kind: str) -> None:
     quant = BLOCK if kind == "block" else ROW
     x, out = random(3, 320, seed=1), torch.zeros(3, 160)
     for rank in range(2):
-        table = WeightTable(torch.float32, CPU, quant_scheme(quant), Rank(rank, 2))
+        table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, quant_scheme(quant), Rank(rank, 2)))
         layer = table.linear({"o": 160}, 320, partition=Partition.ROW)
         table.load({"o.weight": values, "o." + quant.scale_name: scales}.items())
         out += layer(x[:, 160 * rank : 160 * rank + 160])
@@ -288,7 +289,7 @@ def test_row_parallel_slices_sum_to_the_whole(kind: str) -> None:
 
 
 def test_aligned_parts_have_one_scale_for_each_block() -> None:
-    table = WeightTable(torch.float32, CPU, quant_scheme(BLOCK), Rank(0, 1))
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, quant_scheme(BLOCK), Rank(0, 1)))
     layer = table.linear({"q": 256, "k": 128, "v": 100}, 576)
     assert layer.storage.scale is not None
     assert layer.storage.scale.shape == (4, 5)
@@ -343,7 +344,7 @@ def test_mxfp4_slices_must_keep_their_scales_whole() -> None:
 
 
 def test_mxfp4_scales_that_kernels_cannot_represent_are_refused() -> None:
-    table = WeightTable(torch.float32, CPU, Mxfp4(), Rank(0, 1))
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, Mxfp4(), Rank(0, 1)))
     table.linear({"e": 8}, 64)
     blocks = torch.zeros((8, 2, 16), dtype=torch.uint8)
     table.load({"e.weight_blocks": blocks, "e.weight_scales": torch.full((8, 2), 128, dtype=torch.uint8)}.items())
@@ -380,7 +381,7 @@ def test_names_of_kept_layers_match_whole_components() -> None:
 
 def test_fused_layers_of_which_one_is_kept_are_refused() -> None:
     quant = QuantConfig("fp8", kept=("a.k_proj",))
-    table = WeightTable(torch.float32, CPU, quant_scheme(quant), Rank(0, 1), quant)
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, quant_scheme(quant), Rank(0, 1), quant))
     with pytest.raises(ConfigError, match=r"keeps a\.k_proj in 16 bits and quantizes a\.q_proj; layers that are fused must agree"):
         table.linear({"a.q_proj": 8, "a.k_proj": 8}, 8)
     assert isinstance(table.linear({"a.k_proj": 8}, 8), Linear)
@@ -412,7 +413,7 @@ def test_a_flag_and_a_quantized_checkpoint_must_agree() -> None:
     ],
 )
 def test_scales_of_a_wrong_shape_are_refused_by_name(name: str, tensor: torch.Tensor, message: str) -> None:
-    table = WeightTable(torch.float32, CPU, quant_scheme(BLOCK), Rank(0, 1))
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, quant_scheme(BLOCK), Rank(0, 1)))
     table.linear({"o": 200}, 300)
     values, scales, _ = quantized(random(200, 300), "block")
     with pytest.raises(ConfigError, match=message):
@@ -423,7 +424,7 @@ def test_scales_of_a_wrong_shape_are_refused_by_name(name: str, tensor: torch.Te
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (8,), (8, 1)])
 def test_a_row_scale_may_be_one_number_or_one_for_each_row(shape: tuple[int, ...]) -> None:
-    table = WeightTable(torch.float32, CPU, quant_scheme(ROW), Rank(1, 2))
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, quant_scheme(ROW), Rank(1, 2)))
     layer = table.linear({"o": 8}, 16, partition=Partition.COLUMN)
     scale = torch.arange(1.0, 9.0).reshape(shape) if shape and shape[0] == 8 else torch.full(shape, 3.0)
     values = random(8, 16).to(E4M3)

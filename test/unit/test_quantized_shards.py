@@ -22,6 +22,7 @@ from runtime.layers.quantization.scheme import QuantScheme
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.model_loader import check_equal_shards
 from runtime.models.config import ModelConfig
+from runtime.models.context import ModelContext
 from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_weights
 from runtime.models.registry import build_model
 from runtime.models.weights import WeightTable
@@ -45,7 +46,7 @@ def test_slices_quantized_on_load_are_slices_of_the_quantized_whole(partition: P
     weight = random(*shape) * (sizes[:, None] if partition is Partition.COLUMN else sizes)
 
     def held(rank: int, ranks: int) -> torch.Tensor:
-        table = WeightTable(torch.float32, CPU, scheme, Rank(rank, ranks))
+        table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, scheme, Rank(rank, ranks)))
         layer = table.linear({"a": shape[0]}, shape[1], partition=partition)
         table.load([("a.weight", weight)])
         return scheme.dequantize(layer.storage, torch.float32)
@@ -60,7 +61,9 @@ def test_equal_shards_in_fp8_have_equal_blocks(partition: Partition, shape: tupl
     """All ranks use the kernels that rank 0 chooses."""
 
     def blocks(rank: int) -> torch.Size:
-        layer = WeightTable(torch.float32, CPU, FP8, Rank(rank, ranks)).linear({"a": shape[0]}, shape[1], partition=partition)
+        layer = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, FP8, Rank(rank, ranks))).linear(
+            {"a": shape[0]}, shape[1], partition=partition
+        )
         assert layer.storage.scale is not None
         return layer.storage.scale.shape
 
@@ -75,7 +78,7 @@ def test_fp8_experts_are_cut_at_blocks_that_tensor_cores_take() -> None:
 
 def experts_of(scheme: QuantScheme, tensors: Mapping[str, torch.Tensor], inner: int, rank: int, ranks: int, bias: bool) -> Experts:
     names = ExpertNames("e.", interleaved=bias)  # those of gpt-oss, which have biases, alternate gate and up rows
-    table = WeightTable(torch.float32, CPU, scheme, Rank(rank, ranks))
+    table = WeightTable(ModelContext(TorchOps(), torch.float32, CPU, scheme, Rank(rank, ranks)))
     stacked = stacked_weights(table, names, ExpertPlacement.of(EXPERTS, rank, ranks), HIDDEN, inner, bias)
     table.load(tensors.items())
     return stacked

@@ -16,7 +16,8 @@ from runtime.layers.pass_context import PassContext
 from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.block import DecoderBlock
 from runtime.models.config import ModelConfig
-from runtime.models.parts import ModelContext, ModelParts
+from runtime.models.context import ModelContext
+from runtime.models.parts import ModelParts
 from runtime.models.weights import NamedTensors
 
 MakeBlock = Callable[[ModelParts, str, int], DecoderBlock]

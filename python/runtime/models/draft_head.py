@@ -19,8 +19,9 @@ from runtime.mem_cache.kv_pool import KVPool
 from runtime.models.block import Block
 from runtime.models.checkpoint_parts import in_memory
 from runtime.models.config import ModelConfig
+from runtime.models.context import ModelContext
 from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
-from runtime.models.parts import ModelContext, ModelParts
+from runtime.models.parts import ModelParts
 from runtime.models.token_map import invert
 from runtime.models.weights import NamedTensors
 

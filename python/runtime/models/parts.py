@@ -2,80 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-
 import torch
 
-from runtime.config.quant_config import QuantConfig
-from runtime.distributed.parallel_group import ALONE, ParallelGroup, Shard
+from runtime.distributed.parallel_group import Shard
 from runtime.errors import ConfigError
 from runtime.layers.activation import Activation
 from runtime.layers.attention.base import AttentionSpec
 from runtime.layers.attention_layer import Attention, AttentionLayer
 from runtime.layers.linear import Partition
 from runtime.layers.mlp import GatedMlp, Mlp
-from runtime.layers.moe.token_exchange import TokenExchange
 from runtime.layers.norm import RMSNorm
-from runtime.layers.ops import BlockOps
-from runtime.layers.quantization.dense import DENSE
-from runtime.layers.quantization.registry import quant_scheme
-from runtime.layers.quantization.scheme import QuantScheme, WeightSlot
+from runtime.layers.quantization.scheme import WeightSlot
 from runtime.layers.rope import RotaryHeads
 from runtime.layers.row_norms import RowNorms
 from runtime.layers.sparse_mlp import SparseMlp
 from runtime.mem_cache.kv_spec import KVSpec
 from runtime.models.block import Block
 from runtime.models.config import ModelConfig
+from runtime.models.context import ModelContext
 from runtime.models.rotary import build_rope
 from runtime.models.sparse import SparseNames, SparseParts
 from runtime.models.weights import WeightTable
-
-
-@dataclass(frozen=True, slots=True)
-class ModelContext:
-    """What all parts of a model share; a draft head uses its target's.
-
-    Attributes:
-        dtype: of weights and activations; the residual stream is float32.
-        scheme: how the weights of linear layers are stored.
-        group: the ranks that share the model, or with attention groups everything but the experts.
-        quant: says which layers the scheme does not apply to; None if it applies to all.
-        ep_size: groups of ranks that the experts of a sparse model are placed on; 1 shards every expert over all ranks.
-        kv_dtype: dtype of a KV cache with scales; None for one in `dtype`.
-        exchange: exchanges tokens between attention groups, which share the experts; None for one group.
-        head_group: the ranks that share the LM head if each holds whole blocks; None if `group` shares it.
-        fuse_shared: whether a shared expert is stacked with the routed ones if possible.
-    """
-
-    ops: BlockOps
-    dtype: torch.dtype
-    device: torch.device
-    scheme: QuantScheme = DENSE
-    group: ParallelGroup = ALONE
-    quant: QuantConfig | None = None
-    ep_size: int = 1
-    kv_dtype: torch.dtype | None = None
-    exchange: TokenExchange | None = None
-    head_group: ParallelGroup | None = None
-    fuse_shared: bool = True
-
-    def with_blocks_of(self, group: ParallelGroup | None) -> ModelContext:
-        """This context with blocks shared by the ranks of `group`, unchanged for None. The LM head stays sharded as it is, and experts are
-        placed on no more groups than there are ranks.
-        """
-        if group is None:
-            return self
-        ranks = group.size * (1 if self.exchange is None else self.exchange.group.size)
-        return replace(self, group=group, head_group=self.head_group or self.group, ep_size=math.gcd(self.ep_size, ranks))
-
-    def for_draft(self, quant: QuantConfig | None) -> ModelContext:
-        """The context of a draft head whose own weights are stored as `quant` says. For None they are in 16 bits, or like the
-        target's LM head if a flag, not the checkpoint, asks for its quantisation.
-        """
-        if self.quant is None and quant is None:
-            return replace(self, scheme=self.scheme.heads)
-        return replace(self, scheme=quant_scheme(quant), quant=quant)
 
 
 class ModelParts:
@@ -93,9 +40,7 @@ class ModelParts:
         """`weights`: a table to add to; a new one by default."""
         self.config, self.context = config, context
         self.sparse_mlps = list[SparseMlp]()
-        self.weights = weights or WeightTable(
-            context.dtype, context.device, context.scheme, context.group, context.quant, context.head_group
-        )
+        self.weights = weights or WeightTable(context)
         self.rope = build_rope(config, context.device)
         self._others = dict[ModelConfig, ModelParts]()
 
@@ -191,10 +136,8 @@ class ModelParts:
 
     def sparse_mlp(self, names: SparseNames, activation: Activation = Activation.SILU) -> SparseMlp:
         """The sparse MLP of these tensors."""
-        c, context = self.config, self.context
-        assert c.moe is not None, "the model is dense"
-        parts = SparseParts(self.weights, context.ops, c.hidden_size, c.moe, context.ep_size, context.exchange, context.fuse_shared)
-        mlp = parts.mlp(names, activation)
+        assert self.config.moe is not None, "the model is dense"
+        mlp = SparseParts(self.weights, self.config.hidden_size, self.config.moe).mlp(names, activation)
         self.sparse_mlps.append(mlp)
         return mlp
 

@@ -157,8 +157,8 @@ def build_model(
     """
     from runtime.distributed.parallel_group import ALONE
     from runtime.layers.quantization.registry import quant_scheme
+    from runtime.models.context import ModelContext
     from runtime.models.decoder import DecoderModel
-    from runtime.models.parts import ModelContext
 
     if ep_size > 1 and (config.moe is None or config.moe.num_experts % ep_size):
         count = "no experts" if config.moe is None else f"{config.moe.num_experts} experts"

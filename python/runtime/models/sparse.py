@@ -11,8 +11,6 @@ from runtime.layers.linear import Linear, Partition
 from runtime.layers.moe.definition import WORD
 from runtime.layers.moe.experts import Experts
 from runtime.layers.moe.router import KEPT_ROWS, Router, RoutingRule
-from runtime.layers.moe.token_exchange import TokenExchange
-from runtime.layers.ops import BlockOps
 from runtime.layers.sparse_mlp import SharedExpert, SparseMlp
 from runtime.models.config import MoeConfig
 from runtime.models.expert_weights import ExpertNames, ExpertPlacement, stacked_weights
@@ -54,28 +52,18 @@ class SparseNames:
 
 @dataclass(frozen=True, slots=True)
 class SparseParts:
-    """Makes the parts of a model's sparse MLPs.
-
-    Attributes:
-        ep_size: groups of ranks that the experts are placed on.
-        exchange: exchanges tokens between attention groups, which share the experts; None for one group.
-        fuse_shared: whether a shared expert is stacked with the routed ones if possible.
-    """
+    """Makes the parts of a model's sparse MLPs."""
 
     weights: WeightTable
-    ops: BlockOps
     hidden: int
     moe: MoeConfig
-    ep_size: int = 1
-    exchange: TokenExchange | None = None
-    fuse_shared: bool = True
 
     def mlp(self, names: SparseNames, activation: Activation = Activation.SILU) -> SparseMlp:
         """The sparse MLP of these tensors."""
         fused = self.fuses(names)
         router, experts = self.router(names, fused), self.experts(names, activation, fused)
         shared = self.last_of(experts) if fused else self.shared(names) if self.moe.shared_intermediate_size else None
-        return SparseMlp(router, experts, self.ops, shared)
+        return SparseMlp(router, experts, self.weights.context.ops, shared)
 
     def last_of(self, experts: Experts) -> SharedExpert:
         """The shared expert that is the last of a stack."""
@@ -87,8 +75,8 @@ class SparseParts:
         """Whether the shared expert can be stacked: it has the routed experts' shape and scheme, and each rank holds a part of every
         expert.
         """
-        m, scheme_of = self.moe, self.weights.scheme_of
-        if not self.fuse_shared or self.ep_size > 1 or self.exchange is not None:
+        m, context, scheme_of = self.moe, self.weights.context, self.weights.scheme_of
+        if not context.fuse_shared or context.ep_size > 1 or context.exchange is not None:
             return False
         if m.shared_intermediate_size != m.intermediate_size or m.bias or names.shared_gate is not None:
             return False
@@ -107,13 +95,14 @@ class SparseParts:
 
     def experts(self, names: SparseNames, activation: Activation, fused: bool) -> Experts:
         """This rank's part of the routed experts, followed by the shared one if it is fused."""
-        m, rank, ranks = self.moe, self.weights.group.rank, self.weights.group.size
-        if self.exchange is not None:
-            rank, ranks = self.exchange.group.rank * ranks + rank, self.exchange.group.size * ranks
-        placement = ExpertPlacement.of(m.num_experts, rank, ranks, self.ep_size)
+        m, context, exchange = self.moe, self.weights.context, self.weights.context.exchange
+        rank, ranks = context.group.rank, context.group.size
+        if exchange is not None:
+            rank, ranks = exchange.group.rank * ranks + rank, exchange.group.size * ranks
+        placement = ExpertPlacement.of(m.num_experts, rank, ranks, context.ep_size)
         shared = names.shared if fused else None
         stacked = stacked_weights(self.weights, names.experts, placement, self.hidden, m.intermediate_size, m.bias, shared)
-        return replace(stacked, activation=activation, exchange=self.exchange)
+        return replace(stacked, activation=activation, exchange=exchange)
 
     def shared(self, names: SparseNames) -> SharedExpert:
         """The shared expert, through which all tokens run, sharded like a dense MLP."""

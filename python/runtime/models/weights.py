@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from runtime.config.quant_config import QuantConfig
 from runtime.distributed.parallel_group import WHOLE, ParallelGroup, Shard
 from runtime.errors import ConfigError
 from runtime.layers.linear import Linear, Partition
 from runtime.layers.quantization.dense import DENSE
 from runtime.layers.quantization.scheme import LinearPart, NewWeight, QuantScheme, WeightSlot
 from runtime.models.checkpoint_parts import Part, Sliceable, Staging, parts_of, wrong_shape
+from runtime.models.context import ModelContext
 from runtime.models.parallel_store import store_in_threads
 
 UNUSED_SCALES = (".input_scale", ".output_scale", "activation_scale", ".k_scale", ".v_scale", ".kv_scale")
@@ -41,23 +41,9 @@ class FusedTensor:
 class WeightTable:
     """Allocates this rank's part of a model's parameters and remembers which checkpoint tensors fill them."""
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        scheme: QuantScheme,
-        group: ParallelGroup,
-        quant: QuantConfig | None = None,
-        head_group: ParallelGroup | None = None,
-    ) -> None:
-        """
-        Args:
-            quant: says which layers the scheme does not apply to; None for none.
-            head_group: the ranks that share an LM head; `group` by default.
-        """
-        self.dtype, self.device, self.group = dtype, device, group
-        self._head_group = head_group or group
-        self._scheme, self._quant = scheme, quant
+    def __init__(self, context: ModelContext) -> None:
+        self.context, self.dtype, self.device, self.group = context, context.dtype, context.device, context.group
+        self._head_group, self._quant = context.head_group or context.group, context.quant
         self._slots: dict[str, list[WeightSlot]] = {}
         self._optional: dict[str, list[WeightSlot]] = {}
         self._fused: dict[str, FusedTensor] = {}
@@ -74,12 +60,12 @@ class WeightTable:
             ConfigError: some of them are quantised and some are not.
         """
         if self._quant is None:
-            return self._scheme
+            return self.context.scheme
         kept = [name for name in layers if self._quant.keeps(name)]
         mixed = [name for name in layers if name not in kept]
         if kept and mixed:
             raise ConfigError(f"quantization_config keeps {kept[0]} in 16 bits and quantizes {mixed[0]}; layers that are fused must agree")
-        return DENSE if kept else self._scheme
+        return DENSE if kept else self.context.scheme
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, rows: slice | None = None) -> torch.Tensor:
         """A parameter filled by one tensor, of which every rank holds all or `rows`; in `dtype`, by default the model's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from runtime.config.device_tuning import DeviceTuning
 from runtime.distributed.parallel_group import ALONE, ParallelGroup
 from runtime.models.config import ModelConfig
-from runtime.models.parts import ModelContext
+from runtime.models.context import ModelContext
 
 SUMS = 2
 """All-reduces per block: after attention and after the MLP."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +20,11 @@ import uvloop
 from tqdm import tqdm
 
 from runtime.bench import summary
-from runtime.bench.backends import BACKENDS, Backend, GenerationOptions, payload, send
+from runtime.bench.backends import BACKENDS, GenerationOptions, payload, send
 from runtime.bench.chat_template import chat_template
 from runtime.bench.datasets import DatasetOptions, load
 from runtime.bench.http_stream import HttpClient, HttpFailure, authority
-from runtime.bench.load import Load, run_load
+from runtime.bench.load import Load, Send, run_load
 from runtime.bench.metrics import acceptance, count_chunks, parse_goodput, per_second, spread_itl, summarize
 from runtime.bench.options import parser
 from runtime.bench.records import BenchRequest, RequestRecord
@@ -65,11 +66,14 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         payload(backend, requests[0], options)
     except (ValueError, HttpFailure) as error:
         raise BenchError(str(error)) from error
-    if args.dataset_name not in ("generated-shared-prefix",) and len(requests) < args.num_prompts:
+    if args.dataset_name != "generated-shared-prefix" and len(requests) < args.num_prompts:
         print(f"{args.dataset_name} has only {len(requests)} prompts that fit; {args.num_prompts} were requested")
-    await _prepare(args, client, backend, requests[0], options)
+    send_request = partial(send, client, backend, options=options)
+    await _warm_up(args.warmup_requests, send_request, requests[0])
+    if args.flush_cache:
+        await _flush(client, "/reset_prefix_cache" if backend.name.startswith("vllm") else "/flush_cache")
     before = await _get(client, "/get_server_info", "/server_info")
-    records, seconds = await _measure(args, client, backend, requests, options)
+    records, seconds = await _measure(args, client, send_request, requests)
     _count_tokens(records, vocabulary)
     server_info = await _get(client, "/get_server_info", "/server_info")
     figures = {name: getattr(args, name) for name in _ARGUMENTS} | {"server_info": server_info}
@@ -81,35 +85,24 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     return figures | _details(records)
 
 
-async def _prepare(args: argparse.Namespace, client: HttpClient, backend: Backend, first: BenchRequest, options: GenerationOptions) -> None:
-    """Warm up, then flush the cache if asked."""
-    await _warm_up(args.warmup_requests, client, backend, first, options)
-    if args.flush_cache:
-        await _flush(client, "/reset_prefix_cache" if backend.name.startswith("vllm") else "/flush_cache")
-
-
 async def _measure(
-    args: argparse.Namespace, client: HttpClient, backend: Backend, requests: list[BenchRequest], options: GenerationOptions
+    args: argparse.Namespace, client: HttpClient, send_request: Send, requests: list[BenchRequest]
 ) -> tuple[list[RequestRecord], float]:
     if args.profile:
         await _control(client, "/start_profile")
+    load = Load(args.request_rate, args.max_concurrency, args.seed)
     with tqdm(total=len(requests), disable=args.disable_tqdm, unit="req") as bar:
-        result = await run_load(
-            requests,
-            Load(args.request_rate, args.max_concurrency, args.seed),
-            lambda request: send(client, backend, request, options),
-            lambda: bar.update(1),
-        )
+        result = await run_load(requests, load, send_request, lambda: bar.update(1))
     if args.profile:
         await _control(client, "/stop_profile")
     return result
 
 
-async def _warm_up(number: int, client: HttpClient, backend: Backend, request: BenchRequest, options: GenerationOptions) -> None:
+async def _warm_up(number: int, send_request: Send, request: BenchRequest) -> None:
     if number == 0:
         return
     short = BenchRequest(request.prompt, request.prompt_len, min(request.output_len, _WARMUP_OUTPUT_LEN))
-    records = await asyncio.gather(*(send(client, backend, short, options) for _ in range(number)))
+    records = await asyncio.gather(*(send_request(short) for _ in range(number)))
     if not any(record.success for record in records):
         raise BenchError(f"the warm-up failed: {records[0].error}")
 

@@ -98,7 +98,7 @@ def large_vocabulary(files: TokenizerFiles, size: int) -> Tokenizer:
         if left + right not in vocab:
             vocab[left + right], added = added, added + 1
             merges.append([left, right] if isinstance(merges[0], list) else f"{left} {right}")
-    return Tokenizer(TokenizerFiles(json.dumps(definition), files.named_tokens, files.eos_ids))
+    return Tokenizer(TokenizerFiles(json.dumps(definition), files.named_tokens))
 
 
 def time_window(constraint: Constraint, path: tuple[int, ...], words: int) -> list[float]:
@@ -129,10 +129,9 @@ def draft(constraint: Constraint, words: int, eos: frozenset[int], rng: np.rando
 
 def mask_times(tokenizer: Tokenizer, backend: str, size: int, steps: int) -> dict[str, float]:
     """Microseconds of the masks of a step, on random walks through the grammars."""
-    eos, words = frozenset(tokenizer.eos_ids), mask_words(size)
-    compiler = make_backend(
-        backend, Vocabulary(tokenizer.definition, size, tokenizer.eos_ids, tokenizer.special_tokens, tokenizer.token_bytes)
-    )
+    assert tokenizer.eos_id is not None, "every tokenizer that is measured names its end of text"
+    eos, words = frozenset({tokenizer.eos_id}), mask_words(size)
+    compiler = make_backend(backend, Vocabulary(tokenizer.definition, size, tuple(eos), tokenizer.special_tokens, tokenizer.token_bytes))
     rng = np.random.default_rng(1)
     windows: list[list[float]] = []
     singles: list[list[float]] = []

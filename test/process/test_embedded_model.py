@@ -144,7 +144,7 @@ def test_it_answers_paris_with_the_logits_of_transformers(source: ModelSource, t
     ours = OneRequest(source.weights_folder)
     rows = [ours.logits(prompt, 0)]
     tokens = [int(rows[0][-1].argmax())]
-    while tokens[-1] not in tokenizer.eos_ids:
+    while tokens[-1] != tokenizer.eos_id:
         rows.append(ours.logits(tokens[-1:], len(prompt) + len(tokens) - 1))
         tokens.append(int(rows[-1][-1].argmax()))
     assert tokens == answer

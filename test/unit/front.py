@@ -64,7 +64,7 @@ def byte_tokenizer(template: str | None = TEMPLATE, more: Sequence[str] = ()) ->
         "pre_tokenizer": byte_level, "decoder": byte_level,
         "model": {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)} | control, "merges": []},
     }  # fmt: skip
-    return Tokenizer(TokenizerFiles(json.dumps(definition), {"eos_token": "<|im_end|>"}, (IM_END,), template))
+    return Tokenizer(TokenizerFiles(json.dumps(definition), {"eos_token": "<|im_end|>"}, template))
 
 
 def logprob_of(token: int) -> float:

@@ -50,7 +50,7 @@ def json_tokenizer() -> Tokenizer:
     special = ["<eos>", "<end>", "<think>"]
     hf.train_from_iterator(CORPUS, BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False))
     hf.add_special_tokens([AddedToken("<tool>", special=True)])
-    return Tokenizer(TokenizerFiles(hf.to_str(), {"eos_token": "<eos>"}, (0, 1), None))
+    return Tokenizer(TokenizerFiles(hf.to_str(), {"eos_token": "<eos>"}))
 
 
 def vocabulary(vocab_size: int = VOCAB) -> Vocabulary:

@@ -153,7 +153,7 @@ def test_converted_gguf_equals_the_original_model(tmp_path: Path, arch: str, cha
         assert mine.encode(text) == theirs(text)["input_ids"]
         chat = [{"role": "user", "content": "a text"}]
         assert mine.encode_chat(chat) == theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert (mine.bos_id, mine.eos_ids) == (1, (2,))
+    assert (mine.bos_id, mine.eos_id) == (1, 2)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 4])

@@ -605,9 +605,14 @@ def test_a_missing_folder_and_a_broken_file_are_config_errors(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="cannot be read"):
         load_hf_config(tmp_path)
     write_config(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is '</s>'"):
-        load_hf_config(tmp_path)
+    for text, why in (
+        ('{"eos_token_id": "</s>"}', ": eos_token_id is '</s>'"),
+        ('{"eos_token_id": 1e400}', ": eos_token_id is inf"),
+        ("[" * 100_000, ""),
+    ):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ConfigError, match=rf"generation_config\.json{why}"):
+            load_hf_config(tmp_path)
 
 
 def test_the_older_form_of_rope_fields_means_the_same(tmp_path: Path) -> None:

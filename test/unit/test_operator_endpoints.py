@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from front import IM_END, TEMPLATE, ScriptedScheduler, front
 from test_http_server import run
@@ -68,6 +70,15 @@ def test_a_remote_tokenizer_finds_its_tokens_and_template() -> None:
             assert info["chat_template"] == TEMPLATE
             tokens = (await f.post("/tokenize", {"prompt": "abc", "add_special_tokens": False})).json()["tokens"]
             assert (await f.post("/v1/detokenize", {"tokens": tokens})).json() == {"text": "abc", "prompt": "abc"}
+
+    run(case())
+
+
+def test_a_remote_tokenizer_learns_all_ids_that_end_a_text() -> None:
+    async def case() -> None:
+        async with front() as f:
+            f.manager.model_config = replace(f.manager.model_config, eos_ids=(7, IM_END, 5))
+            assert (await f.client.get("/tokenizer_info")).json()["eos_token_ids"] == [IM_END, 7, 5]
 
     run(case())
 

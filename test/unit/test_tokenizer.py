@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Sequence
@@ -54,13 +53,7 @@ def test_encode_and_decode_equal_transformers(folder: Path, tokenizer: Tokenizer
 def test_sizes_and_special_ids_come_from_the_files(folder: Path, tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == len(reference(folder))
     assert tokenizer.special_ids == {0, 1, 2}
-    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
-
-
-def test_eos_ids_join_those_of_the_generation_config(tmp_path: Path) -> None:
-    write_small_tokenizer(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
-    assert Tokenizer.load(tmp_path).eos_ids == (2, 0)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
 
 
 def test_tokenizer_eos_ids_reads_the_files_alone(tmp_path: Path, folder: Path) -> None:
@@ -278,16 +271,11 @@ def test_a_definition_that_is_none_is_a_config_error(tmp_path: Path, definition:
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_a_companion_nested_too_deeply_is_a_config_error(tmp_path: Path, name: str) -> None:
     (write_small_tokenizer(tmp_path) / name).write_text(DEEP)
     with pytest.raises(ConfigError, match=name):
         Tokenizer.load(tmp_path)
-
-
-def test_end_tokens_that_are_no_ids_are_ignored(tmp_path: Path) -> None:
-    (write_small_tokenizer(tmp_path) / "generation_config.json").write_text('{"eos_token_id": 1e400}')
-    Tokenizer.load(tmp_path)
 
 
 def test_ids_without_text_are_not_held_for_ever(spaced: Tokenizer) -> None:

@@ -33,8 +33,7 @@ class Tokenizer:
     """The tokenizer of a Hugging Face style folder. Thread-safe; loads no torch.
 
     Attributes:
-        eos_ids: the ids that end a text, from the tokenizer's and the model's configuration.
-        bos_id: the id that begins a text, or None.
+        bos_id, eos_id: the ids that begin and end a text, or None. The model's configuration may name others that end one.
         special_ids: control tokens, which are omitted from visible text.
         control_ids: `special_ids` and tags such as `</think>`, which only templates and the model can produce.
         definition: the JSON text of tokenizer.json.
@@ -57,9 +56,7 @@ class Tokenizer:
         )
         self.special_ids = frozenset(special)
         self.control_ids = frozenset(self._control)
-        self.bos_id = self._named_id("bos_token")
-        eos = self._named_id("eos_token")
-        self.eos_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *files.eos_ids]))
+        self.bos_id, self.eos_id = self._named_id("bos_token"), self._named_id("eos_token")
         template = self.chat_template
         self._template = None if template is None else ChatTemplate(template, self.named_tokens, self._control_tokens)
 

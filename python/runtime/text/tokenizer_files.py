@@ -25,13 +25,11 @@ class TokenizerFiles:
     Attributes:
         definition: the JSON text of tokenizer.json, changed as transformers changes it.
         named_tokens: the texts of `bos_token`, `eos_token` and so on, for templates.
-        eos_ids: the ids that end a text according to the model's configuration.
         chat_template: Jinja text, or None.
     """
 
     definition: str
     named_tokens: Mapping[str, str]
-    eos_ids: tuple[int, ...] = ()
     chat_template: str | None = None
 
     @classmethod
@@ -50,7 +48,7 @@ class TokenizerFiles:
         if _is_rebuilt_llama(folder, settings):
             definition = _rebuild_llama(folder / "tokenizer.json", definition, settings)
         template = _own_template(folder, settings) if chat_template is None else _given_template(chat_template)
-        return cls(definition, _named_tokens(settings), tuple(_config_eos_ids(folder)), template)
+        return cls(definition, _named_tokens(settings), template)
 
 
 class _Unknown(msgspec.Struct):
@@ -149,15 +147,6 @@ def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(content, str):
             found[name] = content
     return found
-
-
-def _config_eos_ids(folder: Path) -> list[int]:
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_json(folder / name).get("eos_token_id")
-        ids = [ids] if isinstance(ids, int) else ids
-        if ids and isinstance(ids, list):
-            return [i for i in ids if isinstance(i, int)]
-    return []
 
 
 def _own_template(folder: Path, settings: Mapping[str, Any]) -> str | None:

@@ -64,6 +64,7 @@ class TokenApi:
         tokenizer = self._tokenizer
         named = {name: tokenizer.named_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         size = await asyncio.to_thread(lambda: tokenizer.vocab_size)  # the first access copies the vocabulary
-        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_ids": tokenizer.eos_ids, "vocab_size": size}
+        eos_ids = [token for token in dict.fromkeys((tokenizer.eos_id, *self._manager.model_config.eos_ids)) if token is not None]
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_ids": eos_ids, "vocab_size": size}
         lengths = {"model_max_length": self._manager.max_context_len}
         return json_response({**named, **ids, **lengths, "chat_template": tokenizer.chat_template})

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 MAX_SHOWN = 60
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-"""OpenAI's `error.type` of statuses that no error class stands for."""
+"""OpenAI's `error.type` by status, of those that have their own."""
 FAILED, BAD_USE, INTERRUPTED = 1, 2, 130
 """Exit statuses of a command: after a failure, for a mistake in the flags or the model, and after Ctrl-C."""
 
@@ -18,7 +18,6 @@ class ServingError(Exception):
 
     Attributes:
         status: the HTTP status of the answer.
-        kind: OpenAI's `error.type`.
         code: OpenAI's `error.code`; null where OpenAI has no word for the error.
         message: what is wrong.
         param: the request field at fault, if there is one.
@@ -26,7 +25,6 @@ class ServingError(Exception):
     """
 
     status = 500
-    kind = "server_error"
     code: str | None = "internal_error"
     retry_after: int | None = None
 
@@ -34,6 +32,11 @@ class ServingError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `error.type`."""
+        return KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
 
 class StatusError(ServingError):
@@ -43,14 +46,13 @@ class StatusError(ServingError):
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status, self.kind = status, KINDS.get(status, "invalid_request_error" if status < 500 else self.kind)
+        self.status = status
 
 
 class RequestError(ServingError):
     """The request can never succeed as it is."""
 
     status = 400
-    kind = "invalid_request_error"
     code = None
 
 
@@ -176,7 +178,6 @@ class Unauthorized(ServingError):
     """The API key is missing or wrong."""
 
     status = 401
-    kind = "authentication_error"
     code = "invalid_api_key"
 
     def __init__(self, message: str = "The API key is missing or wrong. Send the header 'Authorization: Bearer KEY'.") -> None:
@@ -194,7 +195,6 @@ class ModelNotFound(ServingError):
     """The request names a model that this server does not serve."""
 
     status = 404
-    kind = "not_found_error"
     code = "model_not_found"
 
     def __init__(self, asked: str, served: str) -> None:
@@ -205,7 +205,6 @@ class BodyTooLarge(ServingError):
     """The request body is over the limit."""
 
     status = 413
-    kind = "invalid_request_error"
     code = "request_too_large"
 
     def __init__(self, limit_mib: int) -> None:
@@ -243,7 +242,6 @@ class RateLimited(ServingError):
     """The server, or a key, takes no more requests for a while."""
 
     status = 429
-    kind = "rate_limit_error"
     retry_after = 1
     code = "rate_limit_exceeded"
 
@@ -332,7 +330,6 @@ class ClientTooSlow(ServingError):
     """The client sends or reads too slowly."""
 
     status = 408
-    kind = "invalid_request_error"
     code = "timeout"
 
 
@@ -380,8 +377,6 @@ class RanksDiffer(ServerFault):
 
 class ConfigError(ServingError):
     """The server cannot start as it was asked to: one line, exit status 2."""
-
-    kind = "config_error"
 
 
 def report(error: ServingError | KeyboardInterrupt, line: Callable[[str], str] = str) -> int:

@@ -12,8 +12,6 @@ def request_failure(finish: Finish) -> ServingError:
     if finish.param in GRAMMAR_KINDS:
         return GrammarError(finish.param, finish.message)
     error = _error(finish, StepFailed)
-    if finish.status == QueueFull.status:
-        error.kind = QueueFull.kind
     if finish.status in (QueueFull.status, QueueTimeout.status):
         error.retry_after = QueueFull.retry_after
     return error

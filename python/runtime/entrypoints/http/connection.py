@@ -50,7 +50,6 @@ class HeadersTooLarge(ServingError):
     """The headers are over the limit."""
 
     status = 431
-    kind = "invalid_request_error"
     code = "request_too_large"
 
     def __init__(self) -> None:

@@ -24,7 +24,6 @@ class ResponseNotFound(ServingError):
     """No response with this id is stored."""
 
     status = 404
-    kind = "not_found_error"
     code = "response_not_found"
 
     def __init__(self, response_id: str) -> None:

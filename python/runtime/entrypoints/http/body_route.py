@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from runtime.entrypoints.http.body_schema import BodySchema, read_body
 from runtime.entrypoints.http.limits import read_json
+from runtime.entrypoints.http.sse import until_gone
 from runtime.errors import UnknownFields
 
 log = logging.getLogger(__name__)
@@ -30,23 +31,22 @@ MAX_LOGGED = 256
 
 
 class BodyRoute(APIRoute):
-    """A route with a parameter `body`, a pydantic model, and perhaps `request`. FastAPI describes it, and takes no part in its calls.
+    """A route whose only parameter is `body`, a pydantic model. FastAPI describes it, and takes no part in its calls.
 
-    The answer lists unknown fields in a header; with --strict-request-fields they are refused.
+    A call is cancelled if its client disconnects. The answer lists unknown fields in a header; with --strict-request-fields they are
+    refused.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Read the body and call the endpoint."""
-        hints = get_type_hints(self.endpoint)
-        model, takes_request = hints["body"], "request" in hints
+        model = get_type_hints(self.endpoint)["body"]
         schema, logged = BodySchema(model), set[str]()
 
         async def route(request: Request) -> Response:
             value = await read_json(request, request.app.state.body_limits)
             if request.app.state.strict_request_fields and (names := _unknown(schema, value)):
                 raise UnknownFields(names)
-            body = _validated(model, value)
-            response = await (self.endpoint(request, body) if takes_request else self.endpoint(body))
+            response = await until_gone(request, self.endpoint(_validated(model, value)))
             if names := _unknown(schema, value):
                 response.headers[IGNORED_HEADER] = ", ".join(names)[:MAX_HEADER_CHARS].rstrip(", ")  # a header must not end with a space
                 _log_once(self.path, names, logged)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
-from runtime.entrypoints.http.sse import EventStream, until_gone
+from runtime.entrypoints.http.sse import EventStream
 from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
 from runtime.entrypoints.openai.chats import Chat, Chats
 from runtime.entrypoints.openai.chunks import Chunks
@@ -30,14 +29,14 @@ class ChatApi:
     def __init__(self, chats: Chats, tokenizer: Tokenizer, model: ServedModel) -> None:
         self._chats, self._tokenizer, self._model = chats, tokenizer, model
 
-    async def create(self, request: Request, body: ChatBody) -> Response:
+    async def create(self, body: ChatBody) -> Response:
         """Answer a conversation."""
         self._model.check(body.model)
-        chat = await until_gone(request, self._chats.start(body))
+        chat = await self._chats.start(body)
         if body.stream:
             return EventStream(self._events(body, chat), chat.close)
         async with chat:
-            return json_response(await until_gone(request, self._answer(body, chat)))
+            return json_response(await self._answer(body, chat))
 
     # ---- answers
 

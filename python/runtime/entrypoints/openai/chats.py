@@ -70,12 +70,10 @@ class Chat:
                     yield self._readers[update.index].read(part)
 
     async def answers(self) -> list[ChatUpdate]:
-        """Return each answer as one update, once all have ended."""
-        parts: list[list[ChatUpdate]] = [[] for _ in self._readers]
+        """Return all answers once they have ended. Each is one update, because the chat does not stream."""
         async with aclosing(self.updates()) as updates:
-            async for update in updates:
-                parts[update.index].append(update)
-        return list(map(ChatUpdate.joined, parts))
+            answers = {update.index: update async for update in updates}
+        return [answers[index] for index in range(len(answers))]
 
 
 class Chats:

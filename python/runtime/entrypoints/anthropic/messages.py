@@ -32,8 +32,8 @@ class MessagesApi:
             chat = await self._chats.start(chat_body)
         writer = MessageWriter(f"msg_{uuid.uuid4().hex}", self._model.name, len(chat.prompt_ids))
         if body.stream:
-            return EventStream(self._conversion.events(chat, writer), chat.close)
-        async with chat:
+            return EventStream(self._conversion.events(chat, writer), chat.group.close)
+        async with chat.group:
             await self._conversion.collect(chat, writer)
         return json_response(writer.message)
 

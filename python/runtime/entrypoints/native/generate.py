@@ -39,8 +39,7 @@ class GenerateApi:
 async def _events(outputs: Outputs) -> AsyncGenerator[bytes, None]:
     """Yield events, each with the whole text so far, as SGLang does."""
     single, n = outputs.body.single, outputs.body.n
-    async with outputs.group:
-        async for prompt, text in outputs.growing():
-            output = await off_loop(outputs.cells(prompt, text), partial(outputs.of, prompt, text))
-            yield event(output if single else {**output, "index": prompt * n + text.index})
+    async for prompt, text in outputs.growing():
+        output = await off_loop(outputs.cells(prompt, text), partial(outputs.of, prompt, text))
+        yield event(output if single else {**output, "index": prompt * n + text.index})
     yield DONE

@@ -34,8 +34,8 @@ class ChatApi:
         self._model.check(body.model)
         chat = await self._chats.start(body)
         if body.stream:
-            return EventStream(self._events(body, chat), chat.close)
-        async with chat:
+            return EventStream(self._events(body, chat), chat.group.close)
+        async with chat.group:
             return json_response(await self._answer(body, chat))
 
     # ---- answers
@@ -68,13 +68,12 @@ class ChatApi:
     async def _events(self, body: ChatBody, chat: Chat) -> AsyncGenerator[bytes, None]:
         chunks = Chunks(self._model.head(chat.name, "chat.completion.chunk"), body, chat.counts)
         prompt_ids = {"prompt_token_ids": chat.prompt_ids} if body.return_token_ids else {}
-        async with chat:
-            for index in range(body.n):
-                role = {"role": "assistant", "content": ""}
-                yield chunks.choice({"index": index, "delta": role, "logprobs": None, "finish_reason": None}, **prompt_ids)
-            async for update in chat.updates():
-                if shown := self._chunks(body, update):
-                    yield b"".join(map(chunks.choice, shown))
+        for index in range(body.n):
+            role = {"role": "assistant", "content": ""}
+            yield chunks.choice({"index": index, "delta": role, "logprobs": None, "finish_reason": None}, **prompt_ids)
+        async for update in chat.updates():
+            if shown := self._chunks(body, update):
+                yield b"".join(map(chunks.choice, shown))
         yield chunks.end()
 
     def _chunks(self, body: ChatBody, update: ChatUpdate) -> list[Json]:

@@ -74,12 +74,11 @@ class ChatConversion:
     async def events(self, chat: Chat, writer: AnswerWriter, ended: Callable[[], None] = lambda: None) -> AsyncGenerator[bytes, None]:
         """Yield the events of an answer; `ended` is called before the last ones."""
         try:
-            async with chat:
-                yield named_events(writer.start())
-                with self.naming():
-                    async for update in chat.updates():
-                        if events := writer.update(update):
-                            yield named_events(events)
+            yield named_events(writer.start())
+            with self.naming():
+                async for update in chat.updates():
+                    if events := writer.update(update):
+                        yield named_events(events)
             last = writer.end(chat.counts())
         except Exception as error:
             last = writer.fail(stream_failure(error))

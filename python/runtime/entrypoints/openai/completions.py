@@ -69,15 +69,14 @@ class CompletionApi:
         counter = UsageCounter(group)
         chunks = Chunks(self._model.head(name, "text_completion"), body, counter.counts)
         logprobs: dict[int, CompletionLogprobs] = {}
-        async with group:
-            async for prompt, update in group.updates():
-                counter.add(prompt, update)
-                generation = group.each[prompt]
-                tokens = len(update.token_ids) + len(generation.prompt_ids) * (update.prompt_logprobs is not None)
-                render = partial(self._delta, body, generation, prompt, update, logprobs)
-                shown = await off_loop(tokens * (2 + body.top), render)
-                if shown is not None:
-                    yield chunks.choice(shown)
+        async for prompt, update in group.updates():
+            counter.add(prompt, update)
+            generation = group.each[prompt]
+            tokens = len(update.token_ids) + len(generation.prompt_ids) * (update.prompt_logprobs is not None)
+            render = partial(self._delta, body, generation, prompt, update, logprobs)
+            shown = await off_loop(tokens * (2 + body.top), render)
+            if shown is not None:
+                yield chunks.choice(shown)
         yield chunks.end()
 
     def _delta(

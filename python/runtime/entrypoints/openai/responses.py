@@ -183,7 +183,7 @@ class ResponseApi:
         return chat_logprobs(self._manager.tokenizer, update.token_ids, update.logprobs, body.top)["content"]
 
     def _close(self, run: _Run) -> None:
-        run.chat.close()
+        run.chat.group.close()
         self._running.pop(run.writer.response["id"], None)
 
     def _keep(self, run: _Run) -> None:

@@ -9,17 +9,7 @@ from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from runtime.entrypoints.http.body import (
-    Body,
-    Int64,
-    Name,
-    SamplingFields,
-    TopLogprobs,
-    Unused,
-    entries,
-    items,
-    unsupported_type,
-)
+from runtime.entrypoints.http.body import Body, Int64, Name, SamplingFields, TopLogprobs, Unused, entries, items, unsupported_type
 from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, unless
 from runtime.entrypoints.openai.messages import LEFT_OUT, MAX_MESSAGES, TEXT_PARTS_ONLY
 from runtime.entrypoints.openai.protocol import ModelName, ReasoningEffort, TemplateKwargs

@@ -73,12 +73,10 @@ class Generations:
         try:
             for (prompt_ids, sampling), rid in zip(await _price(manager, call), call.rids, strict=True):
                 group.each.append(manager.submit(prompt_ids, sampling, call.options, rid, call.name))
-        except RequestError as error:
+        except BaseException as error:
             group.close()
-            call.name_field(error)
-            raise
-        except BaseException:
-            group.close()
+            if isinstance(error, RequestError):
+                call.name_field(error)
             raise
         return group
 

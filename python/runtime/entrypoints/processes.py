@@ -14,6 +14,7 @@ from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig, Role
 from runtime.entrypoints.child_process import COMMAND, Child, ChildProcess, first_failure, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
+from runtime.entrypoints.tasks import cancel
 from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TICKS, SILENT_TICKS, TICK_SECONDS, Watchdog
 from runtime.errors import ServerDraining, ServingError
 from runtime.managers.ipc import AsyncInbox, Outbox
@@ -123,13 +124,10 @@ class Runtime:
             self.manager.drain_scheduler()
             ends = [asyncio.gather(*(child.gone.wait() for child in self._children)), asyncio.create_task(self.died.wait())]
             await asyncio.wait(ends, timeout=EXIT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            for end in ends:
-                end.cancel()
+            await cancel(*ends)
         if self._manager is not None:
             self._manager.fail_all(ServerDraining)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         self._tasks = []
         self.kill()
 
@@ -168,9 +166,7 @@ class Runtime:
         except ServingError as error:
             raise await first_failure(self._children, error) from None
         finally:
-            for task in (start, *ends):
-                task.cancel()
-            await asyncio.gather(start, *ends, return_exceptions=True)  # asyncio logs exceptions that are never retrieved
+            await cancel(start, *ends)
 
     async def _perform(self, duty: Coroutine[object, object, None]) -> None:
         """Run a background task; an unexpected error in it is logged and ends the server."""

@@ -26,6 +26,7 @@ from runtime.entrypoints.openai.protocol import ChatBody, CompletionBody
 from runtime.entrypoints.server.admin import AdminApi
 from runtime.entrypoints.server.server import create_app
 from runtime.errors import WorkerDied
+from runtime.managers.messages import ControlReply, ControlReq, ProfileAt, ToScheduler
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
 from runtime.managers.telemetry.spec_stats import SpecStats
@@ -716,6 +717,24 @@ def test_profiles_go_to_the_servers_folder() -> None:
             assert calls == [("start_profile", "/traces"), *[("start_profile", "/traces"), ("stop_profile", "")] * 2]
         async with front() as f:
             assert "--profile" in error_of(await f.post("/start_profile", {}))["message"]
+
+    run(check())
+
+
+def test_leaving_while_a_trace_is_written_does_not_end_its_excuse() -> None:
+    class Silent(ScriptedScheduler):
+        def send(self, message: ToScheduler) -> None:
+            assert isinstance(message, ControlReq)
+            self.calls.append(message)
+
+    async def check() -> None:
+        async with front(Silent()) as f:
+            with pytest.raises(httpx.ReadTimeout):
+                await f.client.post("/stop_profile", json={}, timeout=0.2)
+            assert (await f.client.get("/health")).status_code == 200
+            assert f.manager.writes_trace
+            f.manager.handle(ControlReply(call_id=f.scheduler.calls[0].call_id, result=ProfileAt(path="trace.json")))
+            await until(lambda: not f.manager.writes_trace)
 
     run(check())
 

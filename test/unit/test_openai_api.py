@@ -478,12 +478,11 @@ def test_text_offsets_continue_across_chunks() -> None:
 
 
 class Marking(ScriptedScheduler):
-    """Says a letter, a control token and a letter."""
+    """Says a letter, a control token and a letter, in one update as to any request that does not stream."""
 
     async def _run(self, request: GenerateReq) -> None:
         mark = "" if request.sampling.skip_special_tokens else "<|im_start|>"
-        for i, (token, text) in enumerate(((97, "a"), (IM_START, mark), (98, "b"))):
-            await self._step(request, [token], text, i + 1, True, i == 0, i == 2)
+        await self._step(request, [97, IM_START, 98], f"a{mark}b", 3, True, True, True)
 
 
 @pytest.mark.parametrize("skip", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from runtime.constrained.json_schema import deeper_than
-from runtime.entrypoints.http.body import Body
-from runtime.entrypoints.http.body_schema import BodySchema
+from runtime.entrypoints.http.body_schema import BodySchema, read_body
 from runtime.entrypoints.http.limits import parse_json
 from runtime.entrypoints.http.refused import HARMLESS, REFUSED
 from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
@@ -24,27 +23,16 @@ from runtime.sampling_params import MAX_DRAFT_STEPS, SamplingParams
 FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
 
 
-B = TypeVar("B", bound=Body)
-
-
-def read(model: type[B], body: object) -> B:
-    """Validate as a route does."""
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        raise BodySchema(model).refusal(error.errors()) from None
-
-
 def parse_chat(body: object) -> ChatBody:
-    return read(ChatBody, body)
+    return read_body(ChatBody, body)
 
 
 def parse_completion(body: object) -> CompletionBody:
-    return read(CompletionBody, body)
+    return read_body(CompletionBody, body)
 
 
 def parse_generate(body: object) -> GenerateBody:
-    return read(GenerateBody, body)
+    return read_body(GenerateBody, body)
 
 
 def chat(**fields: object) -> dict[str, object]:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from front import ScriptedScheduler, front
-from pydantic import ValidationError
 
-from runtime.entrypoints.http.body_schema import BodySchema
+from runtime.entrypoints.http.body_schema import read_body
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.protocol import ChatBody, CompletionBody
 from runtime.entrypoints.openai.structured import escaped
@@ -24,16 +23,8 @@ TAG = {"type": "const_string", "value": "x"}
 NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True, "description": "d"}}
 
 
-def read(model: Any, body: object) -> Any:
-    """Validate as a route does."""
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        raise BodySchema(model).refusal(error.errors()) from None
-
-
 def spec_of(fields: dict[str, Any]) -> GrammarSpec | None:
-    body = read(ChatBody, {"messages": [{"role": "user", "content": "hi"}], **fields})
+    body = read_body(ChatBody, {"messages": [{"role": "user", "content": "hi"}], **fields})
     return body.sampling(8, 0).grammar
 
 
@@ -64,9 +55,9 @@ def spec_of(fields: dict[str, Any]) -> GrammarSpec | None:
 def test_every_spelling_gives_its_grammar(fields: dict[str, Any], kind: str, text: str) -> None:
     assert spec_of(fields) == GrammarSpec(kind, text)  # type: ignore[arg-type]
     if "response_format" not in fields:
-        assert read(CompletionBody, {"prompt": "x", **fields}).sampling(8, 0).grammar == GrammarSpec(kind, text)  # type: ignore[arg-type]
+        assert read_body(CompletionBody, {"prompt": "x", **fields}).sampling(8, 0).grammar == GrammarSpec(kind, text)  # type: ignore[arg-type]
     if fields.keys() <= {"json_schema", "regex", "ebnf", "structural_tag"}:
-        generate = read(GenerateBody, {"text": "x", "sampling_params": fields})
+        generate = read_body(GenerateBody, {"text": "x", "sampling_params": fields})
         assert generate.samplings[0].params().grammar == GrammarSpec(kind, text)  # type: ignore[arg-type]
 
 
@@ -136,7 +127,7 @@ def test_wrong_constraints_are_refused_by_name(fields: dict[str, Any], named: st
 )
 def test_sampling_parameters_out_of_bounds_are_refused_by_name(values: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError) as caught:
-        read(GenerateBody, {"text": "x", "sampling_params": values}).samplings[0].params()
+        read_body(GenerateBody, {"text": "x", "sampling_params": values}).samplings[0].params()
     assert (caught.value.param or "").removeprefix("sampling_params.").partition(".")[0] == named
 
 
@@ -156,7 +147,7 @@ def test_sampling_parameters_out_of_bounds_are_refused_by_name(values: dict[str,
 )
 def test_arguments_out_of_bounds_are_refused_by_name(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError) as caught:
-        read(GenerateBody, fields)
+        read_body(GenerateBody, fields)
     assert caught.value.param == named
 
 

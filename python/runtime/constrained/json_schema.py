@@ -25,18 +25,19 @@ BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "pro
 """Keywords that contain schemas by name."""
 
 
-def load_json_schema(text: str) -> dict[str, Any] | bool:
-    """The schema. Raises `GrammarError` if `text` is not a JSON schema, or if only endless values satisfy it."""
+def load_json_schema(text: str) -> dict[str, Any]:
+    """The schema; {} for `true`. Raises `GrammarError` if `text` is not a JSON schema, or if only endless values satisfy it."""
     schema = load_json(KIND, text)
     if not isinstance(schema, dict | bool):
         raise GrammarError(KIND, "A schema is an object.")
     if schema is False:
         raise GrammarError(KIND, "No value satisfies the schema false.")
+    schema = {} if schema is True else schema
     try:
-        endless = isinstance(schema, dict) and not _Finite(schema).finite(schema)
+        finite = _Finite(schema).finite(schema)
     except RecursionError as error:
         raise GrammarError(KIND, "Its references form a chain that is too long.") from error
-    if endless:
+    if not finite:
         raise GrammarError(KIND, "It refers to itself without an end, so no finite value satisfies it.")
     return schema
 

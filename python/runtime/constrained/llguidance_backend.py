@@ -55,8 +55,7 @@ class LlguidanceBackend:
     def _source(self, spec: GrammarSpec) -> str:
         if spec.kind == "json_schema":
             schema = without_notes(load_json_schema(spec.text))
-            text = "{}" if schema is True else json.dumps(schema)
-            return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE})
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(unanchored(spec.text))
         if spec.kind == "structural_tag":

@@ -252,9 +252,9 @@ class LarkWriter:
         return " ".join(terms)
 
     def _json(self, schema: dict[str, Any] | bool) -> str:
-        checked = load_json_schema(json.dumps(schema))
+        checked = without_notes(load_json_schema(json.dumps(schema)))
         options = {"x-guidance": {"whitespace_pattern": self._whitespace}}
-        return self._rule(f"%json {json.dumps((without_notes(checked) if isinstance(checked, dict) else {}) | options)}")
+        return self._rule(f"%json {json.dumps(checked | options)}")
 
     def _any(self, terms: Sequence[str]) -> str:
         if not terms:

@@ -44,7 +44,7 @@ class XgrammarBackend:
     def compile(self, translated: GrammarSpec) -> Matcher:
         """Compile a grammar; see `GrammarBackend`."""
         try:
-            matcher = XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled(translated)), self._words)
+            matcher = XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled(translated)))
         except (RuntimeError, ValueError) as error:  # xgrammar raises what its C++ code raises
             if "bad_alloc" in str(error):
                 raise MemoryError from error
@@ -69,8 +69,8 @@ class XgrammarBackend:
 class XgrammarMatcher:
     """The state of one text in its grammar; see `Matcher`."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, words: int) -> None:
-        self._matcher, self._words = matcher, words
+    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+        self._matcher = matcher
 
     def push(self, token: int) -> bool:
         """See `Matcher`."""
@@ -78,7 +78,7 @@ class XgrammarMatcher:
 
     def fork(self) -> Matcher:
         """See `Matcher`."""
-        return XgrammarMatcher(self._matcher.fork(), self._words)
+        return XgrammarMatcher(self._matcher.fork())
 
     def fill(self, row: MaskRow) -> str:
         """See `Matcher`."""

@@ -15,6 +15,7 @@ from runtime.entrypoints.generations import Generations
 from runtime.entrypoints.native.output import Output, Outputs
 from runtime.entrypoints.prepare import prepare
 from runtime.entrypoints.processes import Runtime
+from runtime.entrypoints.tasks import cancel
 from runtime.errors import ConfigError, ServingError
 from runtime.managers.messages import TextOut
 
@@ -195,9 +196,7 @@ class Engine:
         try:
             return [output for outputs in await asyncio.gather(*prompts) for output in outputs]
         finally:  # if one prompt fails, cancel the others
-            for prompt in prompts:
-                prompt.cancel()
-            await asyncio.gather(*prompts, return_exceptions=True)
+            await cancel(*prompts)
 
     async def _open(self, body: PromptBody) -> Outputs:
         return await Outputs.start(self._alive().manager, body)

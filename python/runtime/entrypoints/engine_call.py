@@ -7,10 +7,10 @@ from difflib import get_close_matches
 from typing import Annotated, Any, TypeGuard
 
 import msgspec
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from runtime.entrypoints.http.body import Text, TokenIds
-from runtime.entrypoints.http.body_schema import BodySchema
+from runtime.entrypoints.http.body_schema import read_body
 from runtime.entrypoints.http.refused import NO_EFFECT, REFUSED
 from runtime.entrypoints.native.protocol import GenerateBody, NativeSampling
 from runtime.errors import InvalidField, RequestError
@@ -54,20 +54,13 @@ def read_call(arguments: Mapping[str, Any]) -> tuple[list[PromptBody], bool]:
         values["rid"] = [f"{rid}-{index}" for index in range(len(prompts))]
     columns = {field: _each(field, values.get(field), len(prompts)) for field in EACH}
     bodies = [
-        _read({**values, name: prompt, **{field: column[index] for field, column in columns.items()}})
+        read_body(PromptBody, {**values, name: prompt, **{field: column[index] for field, column in columns.items()}})
         for index, prompt in enumerate(prompts)
     ]
     many = many or any(body.n != 1 for body in bodies)
     if many and arguments.get("stream"):
         raise RequestError("stream takes one prompt with n 1.", "stream")
     return bodies, many
-
-
-def _read(values: Mapping[str, Any]) -> PromptBody:
-    try:
-        return PromptBody.model_validate(values)
-    except ValidationError as error:
-        raise BodySchema(PromptBody).refusal(error.errors()) from None
 
 
 def _prompt(name: str, given: object) -> object:

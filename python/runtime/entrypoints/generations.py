@@ -73,12 +73,10 @@ class Generations:
         try:
             for (prompt_ids, sampling), rid in zip(await _price(manager, call), call.rids, strict=True):
                 group.each.append(manager.submit(prompt_ids, sampling, call.options, rid, call.name))
-        except RequestError as error:
+        except BaseException as error:
             group.close()
-            call.name_field(error)
-            raise
-        except BaseException:
-            group.close()
+            if isinstance(error, RequestError):
+                call.name_field(error)
             raise
         return group
 
@@ -121,12 +119,10 @@ class Generations:
                 reader.cancel()
 
     async def texts(self) -> list[list[TextOut]]:
-        """Return the complete texts of every prompt, once all have ended."""
-        parts: list[list[list[TextOut]]] = [[[] for _ in range(each.n)] for each in self.each]
+        """Return the texts of every prompt once all have ended. Each text is one update, because the call does not stream."""
         async with aclosing(self.updates()) as updates:
-            async for prompt, update in updates:
-                parts[prompt][update.index].append(update)
-        return [list(map(TextOut.joined, texts)) for texts in parts]
+            texts = {(prompt, update.index): update async for prompt, update in updates}
+        return [[texts[prompt, index] for index in range(each.n)] for prompt, each in enumerate(self.each)]
 
 
 async def _price(manager: TokenizerManager, call: Call) -> list[tuple[list[int], SamplingParams]]:

@@ -13,6 +13,7 @@ from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig
 from runtime.entrypoints.child_process import COMMAND, ChildProcess, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
+from runtime.entrypoints.tasks import cancel
 from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TICKS, TICK_SECONDS, Watchdog
 from runtime.log import say
 
@@ -88,6 +89,4 @@ async def _watch(ranks: Sequence[ChildProcess], stop: asyncio.Event) -> int:
                 return 1
         return 0
     finally:
-        for task in (ready, stopped, *ends):
-            task.cancel()
-        await asyncio.gather(ready, stopped, *ends, return_exceptions=True)  # asyncio logs exceptions that are never retrieved
+        await cancel(ready, stopped, *ends)

@@ -7,12 +7,14 @@ import logging
 import os
 import shutil
 from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, TypeVar
 
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.child import ChildConfig, Role
 from runtime.entrypoints.child_process import COMMAND, Child, ChildProcess, first_failure, start_ranks
 from runtime.entrypoints.socket_folder import make_socket_folder
+from runtime.entrypoints.tasks import cancel
 from runtime.entrypoints.watchdog import DUMP_SECONDS, SHARDED_TICKS, SILENT_TICKS, TICK_SECONDS, Watchdog
 from runtime.errors import ServerDraining, ServingError
 from runtime.managers.ipc import AsyncInbox, Outbox
@@ -57,9 +59,7 @@ class Runtime:
         self._children: list[Child] = []
         self._ray: RayRanks | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._folder: str | None = None
-        self._inbox: AsyncInbox[ToTokenizer] | None = None
-        self._outbox: Outbox | None = None
+        self._cleanup = ExitStack()  # for the folder, the sockets and the manager
         self._manager: TokenizerManager | None = None
 
     @property
@@ -75,10 +75,11 @@ class Runtime:
             ConfigError: a child cannot run with this configuration.
             ServingError: a child failed.
         """
-        self._folder = make_socket_folder()
-        self._inbox = AsyncInbox(self._folder, "tokenizer", ToTokenizer)
-        self._outbox = Outbox(self._folder, "scheduler")
-        child_config = ChildConfig(config=self.config, folder=self._folder, parent=os.getpid())
+        folder = make_socket_folder()
+        self._cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        inbox: AsyncInbox[ToTokenizer] = self._cleanup.enter_context(closing(AsyncInbox(folder, "tokenizer", ToTokenizer)))
+        outbox = self._cleanup.enter_context(closing(Outbox(folder, "scheduler")))
+        child_config = ChildConfig(config=self.config, folder=folder, parent=os.getpid())
         scheduler, *ranks = await self._start_ranks(child_config)
         detokenizer = ChildProcess("detokenizer", COMMAND, child_config)
         self._children.append(detokenizer)
@@ -86,13 +87,14 @@ class Runtime:
         others = asyncio.gather(detokenizer.ready, *(rank.ready for rank in ranks))
         tokenizer, limits, _ = await self._while_all_live(asyncio.gather(load, scheduler.ready, others))
         assert limits is not None
-        self._manager = TokenizerManager(self.config, tokenizer, self.model_config, limits, self._outbox.send, self.health)
+        self._manager = TokenizerManager(self.config, tokenizer, self.model_config, limits, outbox.send, self.health)
+        self._cleanup.callback(self._manager.close)
         if self.manager.max_context_len < self.config.model.context_length:
             log.warning(
                 "KV cache of %d tokens limits requests to %d of the model's %d; raise --max-total-tokens for more",
                 limits.max_total_tokens, self.manager.max_context_len, self.config.model.context_length,
             )  # fmt: skip
-        duties = [self._receive(), self._watch(), *map(self._await_end, self._children)]
+        duties = [self._receive(inbox), self._watch(), *map(self._await_end, self._children)]
         self._tasks = [asyncio.create_task(self._perform(duty)) for duty in duties]
 
     async def warm_up(self) -> None:
@@ -122,13 +124,10 @@ class Runtime:
             self.manager.drain_scheduler()
             ends = [asyncio.gather(*(child.gone.wait() for child in self._children)), asyncio.create_task(self.died.wait())]
             await asyncio.wait(ends, timeout=EXIT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            for end in ends:
-                end.cancel()
+            await cancel(*ends)
         if self._manager is not None:
             self._manager.fail_all(ServerDraining)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         self._tasks = []
         self.kill()
 
@@ -137,15 +136,7 @@ class Runtime:
         for child in self._children:
             child.kill()
         self._children = []
-        for end in (self._inbox, self._outbox):
-            if end is not None:
-                end.close()
-        self._inbox = self._outbox = None
-        if self._manager is not None:
-            self._manager.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._cleanup.close()
         if self._ray is not None:  # last, because it may take seconds
             self._ray.release()
             self._ray = None
@@ -175,9 +166,7 @@ class Runtime:
         except ServingError as error:
             raise await first_failure(self._children, error) from None
         finally:
-            for task in (start, *ends):
-                task.cancel()
-            await asyncio.gather(start, *ends, return_exceptions=True)  # asyncio logs exceptions that are never retrieved
+            await cancel(start, *ends)
 
     async def _perform(self, duty: Coroutine[object, object, None]) -> None:
         """Run a background task; an unexpected error in it is logged and ends the server."""
@@ -188,10 +177,9 @@ class Runtime:
             self.manager.process_died("http")
             self.died.set()
 
-    async def _receive(self) -> None:
-        assert self._inbox is not None
+    async def _receive(self, inbox: AsyncInbox[ToTokenizer]) -> None:
         try:
-            await self.manager.serve(self._inbox.receive)
+            await self.manager.serve(inbox.receive)
         except Exception:  # logged by the manager
             self.died.set()
 

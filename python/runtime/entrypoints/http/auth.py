@@ -12,8 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.entrypoints.http.key_ring import KeyRing, KeyUse
-from runtime.entrypoints.http.responses import error_response
-from runtime.errors import KeyLimitReached, NotAdmin, Unauthorized
+from runtime.errors import NotAdmin, Unauthorized
 from runtime.managers.request_context import CURRENT_CLIENT, Client
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
@@ -22,7 +21,7 @@ ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache", "/set_internal_state"
 
 
 class KeyGate:
-    """ASGI middleware that answers 401 without a valid key and 429 beyond the key's limits, and names the client by its key.
+    """ASGI middleware that refuses requests without a valid key and beyond the key's limits, and names the client by its key.
 
     An admin key opens all paths. Any other key opens all paths, except `ADMIN_PATHS` if there is an admin key. Without keys all paths
     are open. With admin keys only, just `ADMIN_PATHS` need one.
@@ -34,12 +33,11 @@ class KeyGate:
         self.open = OPEN_PATHS if protect_metrics else OPEN_PATHS | PROBE_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on or refuse it."""
+        """Pass the request on. Raises `Unauthorized`, `NotAdmin` or `KeyLimitReached`."""
         use = self.ring.find(_key_of(Headers(scope=scope)))
         if not self._opens(scope["path"], use):
-            refused = Unauthorized() if use is None else NotAdmin(scope["path"])
-            await error_response(refused, scope["path"])(scope, receive, send)
-        elif use is None:
+            raise Unauthorized() if use is None else NotAdmin(scope["path"])
+        if use is None:
             await self.app(scope, receive, send)
         else:
             await self._pass_on(use, scope, receive, send)
@@ -49,11 +47,7 @@ class KeyGate:
         if scope["method"] != "POST" or scope["path"] in ADMIN_PATHS:
             await self.app(scope, receive, send)
             return
-        try:
-            use.begin()
-        except KeyLimitReached as error:
-            await error_response(error, scope["path"])(scope, receive, send)
-            return
+        use.begin()
         try:
             await self.app(scope, receive, send)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args
 
 from annotated_types import Interval, Len
@@ -95,18 +96,20 @@ class Body(BaseModel):
     alternatives, so a body with many fields states only some of its rules.
 
     `OTHER_TYPES` tells the client what to send instead of a value of `type` that is not listed; with "", such a value gets the usual error.
+    `ALSO_REFUSED` says why this body refuses fields that are not among `REFUSED`.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, json_schema_extra=_describe)
     RULES: ClassVar[tuple[Json, ...]] = ()
     OTHER_TYPES: ClassVar[str] = ""
-    _refused_here: ClassVar[frozenset[str]] = frozenset()
+    ALSO_REFUSED: ClassVar[Mapping[str, str]] = {}
+    _refused_here: ClassVar[Mapping[str, str]] = {}
     _types: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Compute which refused fields this body does not declare, and the values of its field `type`."""
-        cls._refused_here = frozenset(REFUSED.keys() - cls.model_fields.keys())
+        """Compute why this body refuses fields, and the values of its field `type`."""
+        cls._refused_here = {name: why for name, why in {**REFUSED, **cls.ALSO_REFUSED}.items() if name not in cls.model_fields}
         cls._types = get_args(cls.model_fields["type"].annotation) if cls.OTHER_TYPES else ()
 
     @model_validator(mode="before")
@@ -116,10 +119,9 @@ class Body(BaseModel):
             return data
         if cls.OTHER_TYPES and isinstance(kind := data.get("type"), str) and kind not in cls._types:
             raise unsupported_type(kind, cls.OTHER_TYPES)
-        if not cls._refused_here.isdisjoint(data):
-            for name in cls._refused_here & data.keys():
-                if not changes_nothing(name, data[name]):
-                    raise unsupported(name, REFUSED[name])
+        for name in cls._refused_here.keys() & data.keys():
+            if not changes_nothing(name, data[name]):
+                raise unsupported(name, cls._refused_here[name])
         return {name: value for name, value in data.items() if value is not None} if None in data.values() else data
 
 

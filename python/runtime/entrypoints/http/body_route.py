@@ -7,13 +7,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any, get_type_hints
 from urllib.parse import quote
 
-from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.entrypoints.http.body_schema import BodySchema
+from runtime.entrypoints.http.body_schema import BodySchema, read_body
 from runtime.entrypoints.http.limits import read_json
+from runtime.entrypoints.http.sse import until_gone
 from runtime.errors import UnknownFields
 
 log = logging.getLogger(__name__)
@@ -30,30 +31,22 @@ MAX_LOGGED = 256
 
 
 class BodyRoute(APIRoute):
-    """A route with one parameter `body`, a pydantic model that FastAPI validates.
+    """A route whose only parameter is `body`, a pydantic model. FastAPI describes it, and takes no part in its calls.
 
-    The answer lists unknown fields in a header; with --strict-request-fields they are refused.
+    A call is cancelled if its client disconnects. The answer lists unknown fields in a header; with --strict-request-fields they are
+    refused.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wrap FastAPI's handler."""
-        handle = super().get_route_handler()
-        schema = BodySchema(get_type_hints(self.endpoint)["body"])
-        logged: set[str] = set()
+        """Read the body and call the endpoint."""
+        model = get_type_hints(self.endpoint)["body"]
+        schema, logged = BodySchema(model), set[str]()
 
         async def route(request: Request) -> Response:
             value = await read_json(request, request.app.state.body_limits)
             if request.app.state.strict_request_fields and (names := _unknown(schema, value)):
                 raise UnknownFields(names)
-            try:
-                try:
-                    response = await handle(_ParsedRequest(request, value))
-                except RequestValidationError as error:
-                    if not any(isinstance(one["input"], float) for one in error.errors()):
-                        raise
-                    response = await handle(_ParsedRequest(request, whole_numbers(value)))
-            except RequestValidationError as error:
-                raise schema.refusal([{**one, "loc": one["loc"][1:]} for one in error.errors()]) from None
+            response = await until_gone(request, self.endpoint(_validated(model, value)))
             if names := _unknown(schema, value):
                 response.headers[IGNORED_HEADER] = ", ".join(names)[:MAX_HEADER_CHARS].rstrip(", ")  # a header must not end with a space
                 _log_once(self.path, names, logged)
@@ -62,21 +55,13 @@ class BodyRoute(APIRoute):
         return route
 
 
-class _ParsedRequest(Request):
-    """A request whose body is already parsed; FastAPI treats it as JSON whatever its Content-Type says."""
-
-    def __init__(self, request: Request, value: object) -> None:
-        headers = [(name, text) for name, text in request.scope["headers"] if name != b"content-type"]
-        super().__init__({**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}, request.receive)
-        self._value = value
-
-    async def body(self) -> bytes:
-        """Return a non-empty body, so that FastAPI calls `json`."""
-        return b"parsed"
-
-    async def json(self) -> Any:
-        """Return the parsed value."""
-        return self._value
+def _validated(model: type[BaseModel], value: object) -> BaseModel:
+    """The body. Floats are read as integers if one of them is refused."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        given_float = any(isinstance(one["input"], float) for one in error.errors())
+    return read_body(model, whole_numbers(value) if given_float else value)
 
 
 def whole_numbers(value: Any) -> Any:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from annotated_types import Interval
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from runtime.entrypoints.http.refused import NO_EFFECT, REFUSED
 from runtime.errors import InvalidField, MissingField, RequestError, UnsupportedField, UnsupportedType
 from runtime.sampling_params import number_limit
 
 Json = dict[str, Any]
+B = TypeVar("B", bound=BaseModel)
+
+
+def read_body(model: type[B], value: object) -> B:
+    """Validate a body. Raises `RequestError` with a sentence about the field at fault."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise BodySchema(model).refusal(error.errors()) from None
 
 
 class BodySchema:
@@ -26,7 +35,7 @@ class BodySchema:
         self._known_forms: dict[int, list[Json]] = {}
 
     def refusal(self, errors: Sequence[Any]) -> RequestError:
-        """The error for the client, made from pydantic's errors; their `loc` comes without the leading "body"."""
+        """The error for the client, made from pydantic's errors."""
         error = max(errors, key=_progress)
         node, path, param, at = self._root, "", "", ""
         for part in error["loc"]:

@@ -72,10 +72,9 @@ class HeaderLimit:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on or answer 431."""
+        """Pass the request on. Raises `HeadersTooLarge`."""
         if _head_bytes(scope) > MAX_HEADER_BYTES:
-            await error_response(HeadersTooLarge(), scope["path"])(scope, receive, send)
-            return
+            raise HeadersTooLarge
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             # A proxy may disagree with this server about where the body ends, and pass on a hidden request (RFC 9112, 6.1).
             answer = error_response(RequestError("Content-Length and Transfer-Encoding exclude each other."), scope["path"])

@@ -15,7 +15,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.entrypoints.http.auth import ADMIN_PATHS
-from runtime.entrypoints.http.responses import error_response
 from runtime.errors import StatusError, shown
 
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".test", ".home.arpa")
@@ -39,26 +38,20 @@ class OriginGate:
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 403 or 415."""
-        if (error := self._refusal(scope)) is not None:
-            await error_response(error, scope["path"])(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> StatusError | None:
+        """Pass the request on. Raises a `StatusError` of status 403 or 415."""
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._knows(host):
-            return StatusError(403, f"The Host {shown(host)} is not a name of this server. Add it to --allowed-hosts.")
+            raise StatusError(403, f"The Host {shown(host)} is not a name of this server. Add it to --allowed-hosts.")
         writes = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         site = headers.get("sec-fetch-site", "none")
         foreign = not self._allows(origin, host) if origin is not None else site not in ("none", "same-origin")
         if foreign and "*" not in self._origins and (writes or scope["path"] in ADMIN_PATHS):
-            return StatusError(403, "Pages of another origin may not use this server. Add the origin to --allow-origins.")
+            raise StatusError(403, "Pages of another origin may not use this server. Add the origin to --allow-origins.")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if writes and kind not in JSON_TYPES and not kind.endswith("+json"):
-            return StatusError(415, f"The Content-Type must be application/json; got {shown(kind)}.")
-        return None
+            raise StatusError(415, f"The Content-Type must be application/json; got {shown(kind)}.")
+        await self.app(scope, receive, send)
 
     def _knows(self, host: str) -> bool:
         if self._hosts is None or "*" in self._hosts or not host:

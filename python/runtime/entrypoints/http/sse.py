@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from runtime.entrypoints.http.responses import INTERNAL, error_body
+from runtime.entrypoints.tasks import cancel
 from runtime.errors import ServingError
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class EventStream(Response):
         finally:
             # An async generator that has not started does not run its own cleanup.
             self.close()
-            await _end(tasks)
+            await cancel(*tasks)
             await self.events.aclose()
         if not tasks[0].cancelled():
             tasks[0].result()
@@ -109,17 +110,10 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
             return task.result()
         raise ClientDisconnect
     finally:
-        await _end([task, left])
+        await cancel(task, left)
 
 
 async def gone(receive: Receive) -> None:
     """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _end(tasks: list[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks that still run and wait until they have cleaned up."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

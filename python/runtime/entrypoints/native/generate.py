@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from functools import partial
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
-from runtime.entrypoints.http.sse import DONE, EventStream, event, until_gone
+from runtime.entrypoints.http.sse import DONE, EventStream, event
 from runtime.entrypoints.native.output import Outputs
 from runtime.entrypoints.native.protocol import GenerateBody
 from runtime.entrypoints.openai.served_model import ServedModel
@@ -23,14 +22,14 @@ class GenerateApi:
     def __init__(self, manager: TokenizerManager, model: ServedModel) -> None:
         self._manager, self._model = manager, model
 
-    async def generate(self, request: Request, body: GenerateBody) -> Response:
+    async def generate(self, body: GenerateBody) -> Response:
         """Generate. Answers with an object, with an array for several prompts or n > 1, or with a stream of outputs so far."""
         self._model.check(body.model)
-        outputs = await until_gone(request, Outputs.start(self._manager, body))
+        outputs = await Outputs.start(self._manager, body)
         if body.stream:
             return EventStream(_events(outputs), outputs.group.close)
         async with outputs.group as group:
-            texts = await until_gone(request, group.texts())
+            texts = await group.texts()
         pairs = [(prompt, text) for prompt, of_prompt in enumerate(texts) for text in of_prompt]
         cells = sum(outputs.cells(*pair) for pair in pairs)
         shown = await off_loop(cells, lambda: [encoded(outputs.of(*pair)) for pair in pairs])
@@ -40,8 +39,7 @@ class GenerateApi:
 async def _events(outputs: Outputs) -> AsyncGenerator[bytes, None]:
     """Yield events, each with the whole text so far, as SGLang does."""
     single, n = outputs.body.single, outputs.body.n
-    async with outputs.group:
-        async for prompt, text in outputs.growing():
-            output = await off_loop(outputs.cells(prompt, text), partial(outputs.of, prompt, text))
-            yield event(output if single else {**output, "index": prompt * n + text.index})
+    async for prompt, text in outputs.growing():
+        output = await off_loop(outputs.cells(prompt, text), partial(outputs.of, prompt, text))
+        yield event(output if single else {**output, "index": prompt * n + text.index})
     yield DONE

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
-from runtime.entrypoints.http.sse import EventStream, until_gone
+from runtime.entrypoints.http.sse import EventStream
 from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
 from runtime.entrypoints.openai.chats import Chat, Chats
 from runtime.entrypoints.openai.chunks import Chunks
@@ -30,14 +29,14 @@ class ChatApi:
     def __init__(self, chats: Chats, tokenizer: Tokenizer, model: ServedModel) -> None:
         self._chats, self._tokenizer, self._model = chats, tokenizer, model
 
-    async def create(self, request: Request, body: ChatBody) -> Response:
+    async def create(self, body: ChatBody) -> Response:
         """Answer a conversation."""
         self._model.check(body.model)
-        chat = await until_gone(request, self._chats.start(body))
+        chat = await self._chats.start(body)
         if body.stream:
-            return EventStream(self._events(body, chat), chat.close)
-        async with chat:
-            return json_response(await until_gone(request, self._answer(body, chat)))
+            return EventStream(self._events(body, chat), chat.group.close)
+        async with chat.group:
+            return json_response(await self._answer(body, chat))
 
     # ---- answers
 
@@ -69,13 +68,12 @@ class ChatApi:
     async def _events(self, body: ChatBody, chat: Chat) -> AsyncGenerator[bytes, None]:
         chunks = Chunks(self._model.head(chat.name, "chat.completion.chunk"), body, chat.counts)
         prompt_ids = {"prompt_token_ids": chat.prompt_ids} if body.return_token_ids else {}
-        async with chat:
-            for index in range(body.n):
-                role = {"role": "assistant", "content": ""}
-                yield chunks.choice({"index": index, "delta": role, "logprobs": None, "finish_reason": None}, **prompt_ids)
-            async for update in chat.updates():
-                if shown := self._chunks(body, update):
-                    yield b"".join(map(chunks.choice, shown))
+        for index in range(body.n):
+            role = {"role": "assistant", "content": ""}
+            yield chunks.choice({"index": index, "delta": role, "logprobs": None, "finish_reason": None}, **prompt_ids)
+        async for update in chat.updates():
+            if shown := self._chunks(body, update):
+                yield b"".join(map(chunks.choice, shown))
         yield chunks.end()
 
     def _chunks(self, body: ChatBody, update: ChatUpdate) -> list[Json]:

@@ -6,9 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from pydantic import ValidationError
-
-from runtime.entrypoints.http.body_schema import BodySchema
+from runtime.entrypoints.http.body_schema import read_body
 from runtime.entrypoints.http.sse import named_events, stream_failure
 from runtime.entrypoints.openai.chat_updates import ChatUpdate
 from runtime.entrypoints.openai.chats import Chat
@@ -48,15 +46,11 @@ class ChatConversion:
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = dict(names)
-        self._schema = BodySchema(ChatBody)
 
     def body(self, fields: dict[str, Any]) -> ChatBody:
         """The chat body with these fields; None counts as absent."""
         with self.naming():
-            try:
-                return ChatBody.model_validate(fields)
-            except ValidationError as error:
-                raise self._schema.refusal(error.errors()) from None
+            return read_body(ChatBody, fields)
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -80,12 +74,11 @@ class ChatConversion:
     async def events(self, chat: Chat, writer: AnswerWriter, ended: Callable[[], None] = lambda: None) -> AsyncGenerator[bytes, None]:
         """Yield the events of an answer; `ended` is called before the last ones."""
         try:
-            async with chat:
-                yield named_events(writer.start())
-                with self.naming():
-                    async for update in chat.updates():
-                        if events := writer.update(update):
-                            yield named_events(events)
+            yield named_events(writer.start())
+            with self.naming():
+                async for update in chat.updates():
+                    if events := writer.update(update):
+                        yield named_events(events)
             last = writer.end(chat.counts())
         except Exception as error:
             last = writer.fail(stream_failure(error))

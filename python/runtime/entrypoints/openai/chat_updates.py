@@ -38,14 +38,3 @@ class ChatUpdate(msgspec.Struct, frozen=True):
     token_ids: list[int]
     logprobs: TokenLogprobs | None = None
     finish: ChatFinish | None = None
-
-    @staticmethod
-    def joined(updates: Sequence[ChatUpdate]) -> ChatUpdate:
-        """Consecutive updates of one answer as one."""
-        return ChatUpdate(
-            index=updates[-1].index,
-            deltas=[delta for update in updates for delta in update.deltas],
-            token_ids=[token for update in updates for token in update.token_ids],
-            logprobs=TokenLogprobs.joined([update.logprobs for update in updates]),
-            finish=updates[-1].finish,
-        )

@@ -28,32 +28,22 @@ log = logging.getLogger(__name__)
 
 
 class Chat:
-    """The running answers to one conversation. Leaving `async with` aborts those that still run.
+    """The running answers to one conversation.
 
     Attributes:
         name: the request id for `/abort_request`.
+        group: the generations of the answers; close it to abort those that still run.
         prompt_ids: the token ids of the rendered conversation.
     """
 
     def __init__(
         self, name: str, group: Generations, readers: list[AnswerReader], *, thinks: bool, splitters: Sequence[TokenSplitter] = ()
     ) -> None:
-        self.name = name
+        self.name, self.group = name, group
         self.prompt_ids = group.each[0].prompt_ids
-        self._group = group
         self._readers, self._splitters = readers, splitters
         self._thinks = thinks
         self._counter = UsageCounter(group)
-
-    async def __aenter__(self) -> Chat:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Abort the answers that still run."""
-        self._group.close()
 
     def counts(self) -> TokenCounts:
         """The token counts so far."""
@@ -62,7 +52,7 @@ class Chat:
 
     async def updates(self) -> AsyncGenerator[ChatUpdate, None]:
         """Yield the updates of all answers as they arrive; raise the first error."""
-        async with aclosing(self._group.updates()) as updates:
+        async with aclosing(self.group.updates()) as updates:
             async for prompt, update in updates:
                 self._counter.add(prompt, update)
                 parts = self._splitters[update.index].split(update) if self._splitters else (update,)
@@ -70,12 +60,10 @@ class Chat:
                     yield self._readers[update.index].read(part)
 
     async def answers(self) -> list[ChatUpdate]:
-        """Return each answer as one update, once all have ended."""
-        parts: list[list[ChatUpdate]] = [[] for _ in self._readers]
+        """Return all answers once they have ended. Each is one update, because the chat does not stream."""
         async with aclosing(self.updates()) as updates:
-            async for update in updates:
-                parts[update.index].append(update)
-        return list(map(ChatUpdate.joined, parts))
+            answers = {update.index: update async for update in updates}
+        return [answers[index] for index in range(len(answers))]
 
 
 class Chats:

@@ -8,13 +8,12 @@ from functools import partial
 from typing import Any
 
 from msgspec import structs
-from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.entrypoints.generations import Call, Generations
 from runtime.entrypoints.http.rendering import encoded, off_loop
 from runtime.entrypoints.http.responses import json_response
-from runtime.entrypoints.http.sse import EventStream, until_gone
+from runtime.entrypoints.http.sse import EventStream
 from runtime.entrypoints.openai.chunks import Chunks
 from runtime.entrypoints.openai.logprobs import CompletionLogprobs, aligned, prompt_offsets
 from runtime.entrypoints.openai.protocol import CompletionBody
@@ -35,15 +34,15 @@ class CompletionApi:
     def __init__(self, manager: TokenizerManager, model: ServedModel) -> None:
         self._manager, self._tokenizer, self._model = manager, manager.tokenizer, model
 
-    async def create(self, request: Request, body: CompletionBody) -> Response:
+    async def create(self, body: CompletionBody) -> Response:
         """Complete one prompt or several, as JSON or as a stream."""
         self._model.check(body.model)
         call = _call(body, self._model.sampling)
-        group = await until_gone(request, Generations.start(self._manager, call))
+        group = await Generations.start(self._manager, call)
         if body.stream:
             return EventStream(self._events(body, group, call.name), group.close)
         async with group:
-            return json_response(await until_gone(request, self._answer(body, group, call.name)))
+            return json_response(await self._answer(body, group, call.name))
 
     async def _answer(self, body: CompletionBody, group: Generations, name: str) -> Json:
         texts = await group.texts()
@@ -70,15 +69,14 @@ class CompletionApi:
         counter = UsageCounter(group)
         chunks = Chunks(self._model.head(name, "text_completion"), body, counter.counts)
         logprobs: dict[int, CompletionLogprobs] = {}
-        async with group:
-            async for prompt, update in group.updates():
-                counter.add(prompt, update)
-                generation = group.each[prompt]
-                tokens = len(update.token_ids) + len(generation.prompt_ids) * (update.prompt_logprobs is not None)
-                render = partial(self._delta, body, generation, prompt, update, logprobs)
-                shown = await off_loop(tokens * (2 + body.top), render)
-                if shown is not None:
-                    yield chunks.choice(shown)
+        async for prompt, update in group.updates():
+            counter.add(prompt, update)
+            generation = group.each[prompt]
+            tokens = len(update.token_ids) + len(generation.prompt_ids) * (update.prompt_logprobs is not None)
+            render = partial(self._delta, body, generation, prompt, update, logprobs)
+            shown = await off_loop(tokens * (2 + body.top), render)
+            if shown is not None:
+                yield chunks.choice(shown)
         yield chunks.end()
 
     def _delta(

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from runtime.entrypoints.http.body import (
-    Body,
-    Int64,
-    Name,
-    SamplingFields,
-    TopLogprobs,
-    Unused,
-    entries,
-    items,
-    unsupported,
-    unsupported_type,
-)
+from runtime.entrypoints.http.body import Body, Int64, Name, SamplingFields, TopLogprobs, Unused, entries, items, unsupported_type
 from runtime.entrypoints.http.field_rules import ITEMS, TEXT, any_of, has, lacks, unless
 from runtime.entrypoints.openai.messages import LEFT_OUT, MAX_MESSAGES, TEXT_PARTS_ONLY
 from runtime.entrypoints.openai.protocol import ModelName, ReasoningEffort, TemplateKwargs
@@ -31,11 +20,6 @@ from runtime.sampling_params import NewTokens
 MAX_METADATA = 16
 ItemType = Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"]
 LOGPROBS = "message.output_text.logprobs"
-_REFUSED = {
-    "background": "this server answers while the client waits, or streams",
-    "conversation": "send previous_response_id or the whole conversation",
-    "prompt": "this server stores no prompts",
-}
 Metadata = Annotated[
     dict[Annotated[str, Len(0, 64)], Annotated[str, Len(0, 512)]],
     Field(description=f"an object of at most {MAX_METADATA} entries of strings"),
@@ -236,6 +220,11 @@ class ResponseBody(SamplingFields):
     """A body of /v1/responses."""
 
     RULES = (any_of(lacks(tool_choice={"enum": [None, "auto", "none"]}), has(tools=ITEMS)),)
+    ALSO_REFUSED: ClassVar[Mapping[str, str]] = {
+        "background": "this server answers while the client waits, or streams",
+        "conversation": "send previous_response_id or the whole conversation",
+        "prompt": "this server stores no prompts",
+    }
 
     input: str | Annotated[list[InputItem], items(1, MAX_MESSAGES)]
     cache_salt: Name = ""
@@ -264,14 +253,6 @@ class ResponseBody(SamplingFields):
     service_tier: Unused = None
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
     user: Unused = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_own(cls, data: Any) -> Any:
-        for name in _REFUSED.keys() & data.keys() if isinstance(data, dict) else ():
-            if data[name] not in (None, False):
-                raise unsupported(name, _REFUSED[name])
-        return data
 
     @property
     def input_items(self) -> list[InputItem]:

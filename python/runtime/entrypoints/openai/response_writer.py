@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import orjson
+
 from runtime.entrypoints.openai.chat_updates import ChatFinish, ChatUpdate
 from runtime.entrypoints.openai.usage import TokenCounts
 from runtime.errors import ServingError
@@ -169,6 +171,4 @@ def usage(counts: TokenCounts) -> Json:
 
 def _copy(value: Any) -> Any:
     """A deep copy of a JSON value."""
-    if isinstance(value, dict):
-        return {name: _copy(inner) for name, inner in value.items()}
-    return [_copy(inner) for inner in value] if isinstance(value, list) else value
+    return orjson.loads(orjson.dumps(value))

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import Query
-from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.entrypoints.http.responses import json_response
-from runtime.entrypoints.http.sse import EventStream, until_gone
+from runtime.entrypoints.http.sse import EventStream
 from runtime.entrypoints.openai.chat_conversion import ChatConversion
 from runtime.entrypoints.openai.chat_updates import ChatUpdate
 from runtime.entrypoints.openai.chats import Chat, Chats
@@ -54,15 +53,15 @@ class ResponseApi:
         self._store = ResponseStore()
         self._running: dict[str, _Run] = {}
 
-    async def create(self, request: Request, body: ResponseBody) -> Response:
+    async def create(self, body: ResponseBody) -> Response:
         """POST /v1/responses, as JSON or as a stream of events."""
         self._model.check(body.model)
-        run = await until_gone(request, self._start(body))
+        run = await self._start(body)
         if body.stream:
             events = self._conversion.events(run.chat, run.writer, lambda: self._keep(run))
             return EventStream(events, lambda: self._close(run))
         try:
-            await until_gone(request, self._conversion.collect(run.chat, run.writer))
+            await self._conversion.collect(run.chat, run.writer)
             self._keep(run)
         finally:
             self._close(run)
@@ -184,7 +183,7 @@ class ResponseApi:
         return chat_logprobs(self._manager.tokenizer, update.token_ids, update.logprobs, body.top)["content"]
 
     def _close(self, run: _Run) -> None:
-        run.chat.close()
+        run.chat.group.close()
         self._running.pop(run.writer.response["id"], None)
 
     def _keep(self, run: _Run) -> None:

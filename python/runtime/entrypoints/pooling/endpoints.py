@@ -14,12 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.entrypoints.generations import Call, Generations
 from runtime.entrypoints.http.responses import json_response
-from runtime.entrypoints.http.sse import until_gone
 from runtime.entrypoints.openai.served_model import ServedModel
 from runtime.entrypoints.pooling.protocol import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from runtime.errors import InvalidField, RequestAborted
@@ -98,14 +96,14 @@ def usage(pooled: Sequence[Pooled]) -> dict[str, int]:
 class EmbeddingApi(PoolingApi):
     """Embeds prompts: pooled hidden states of the decoder, scaled to length 1."""
 
-    async def create(self, request: Request, body: EmbeddingBody) -> Response:
+    async def create(self, body: EmbeddingBody) -> Response:
         """Embed one input or several."""
         self._model.check(body.model)
         size, pooling = self._manager.model_config.hidden_size, Pooling(kind=self._manager.config.server.embedding_pooling)
         dimensions = size if body.dimensions is None else body.dimensions
         if dimensions > size:
             raise InvalidField("dimensions", dimensions, f"at most {size}, the size of the model's hidden states")
-        pooled = await until_gone(request, self._run(body, body.prompts, pooling, "input"))
+        pooled = await self._run(body, body.prompts, pooling, "input")
         data = [
             {"object": "embedding", "index": index, "embedding": _shown(unit(each.vector[:dimensions]), body.encoding_format)}
             for index, each in enumerate(pooled)
@@ -128,14 +126,14 @@ def _shown(vector: npt.NDArray[np.float64], encoding: str) -> list[float] | str:
 class ScoreApi(PoolingApi):
     """Scores items by the next-token probabilities of labels."""
 
-    async def create(self, request: Request, body: ScoreBody) -> Response:
+    async def create(self, body: ScoreBody) -> Response:
         """Score every item."""
         self._model.check(body.model)
         labels = Pooling(kind="labels", label_ids=tuple(body.label_token_ids))
         # All prompts contain the query, so its length is checked before they are built.
         tokens = len(body.query) // self._manager.tokenizer.longest_token if isinstance(body.query, str) else len(body.query)
         self._manager.new_cost().check_tokens(tokens * (1 if isinstance(body.items, str) else len(body.items)), "query")
-        pooled = await until_gone(request, self._run(body, body.prompts, labels, "items"))
+        pooled = await self._run(body, body.prompts, labels, "items")
         scores = [probabilities(each.vector, body.temperature if body.apply_softmax else None) for each in pooled]
         return json_response({"object": "scoring", "scores": scores, "model": self._model.name, "usage": usage(pooled)})
 
@@ -153,10 +151,10 @@ def probabilities(logprobs: list[float], temperature: float | None) -> list[floa
 class RerankApi(PoolingApi):
     """Ranks documents by the likelihood of the query given each document."""
 
-    async def create(self, request: Request, body: RerankBody) -> Response:
+    async def create(self, body: RerankBody) -> Response:
         """Rank the documents, best first."""
         self._model.check(body.model)
-        pooled, length = await until_gone(request, self._likelihoods(body))
+        pooled, length = await self._likelihoods(body)
         ranks = [
             {"index": index, "score": likelihood(each.vector[-length:]), "meta_info": {"prompt_tokens": each.prompt_tokens}}
             | ({"document": body.documents[index]} if body.return_documents else {})

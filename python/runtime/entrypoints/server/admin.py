@@ -16,6 +16,7 @@ from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.entrypoints.http.responses import json_response
 from runtime.entrypoints.http.sse import until_gone
 from runtime.entrypoints.native.protocol import AbortBody, InternalState, ProfileBody, StateBody
+from runtime.entrypoints.tasks import cancel
 from runtime.errors import ConfigError, QueueFull, RequestError, ServingError, StatusError, Unavailable
 from runtime.managers.observers.metrics import Metrics
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
@@ -74,8 +75,7 @@ class AdminApi:
             while await self._generated() == before:
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
-            own.cancel()
-            await asyncio.gather(own, return_exceptions=True)
+            await cancel(own)
 
     async def _generated(self) -> int:
         stats = await self.fresh_stats()
@@ -185,7 +185,8 @@ class AdminApi:
 
     async def stop_profile(self, body: ProfileBody) -> Response:
         """End the trace; the answer names its file."""
-        return await self.end_profile()
+        # The watchdog excuses a silent scheduler only during this call, so it goes on if the client disconnects.
+        return await asyncio.shield(self.end_profile())
 
     async def end_profile(self) -> Response:
         """End the trace; the answer names its file."""

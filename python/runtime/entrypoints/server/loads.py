@@ -77,15 +77,15 @@ class LoadApi:
         """Requests and tokens of the server, or of each attention group, in the form that routers read."""
         stats = await self._stats() or SchedulerStats()
         loads = [
-            RankLoad(
-                dp_rank=rank,
-                num_reqs=load.num_running_reqs + load.num_queue_reqs,
-                num_waiting_reqs=load.num_queue_reqs,
-                num_tokens=load.num_used_tokens,
-            )
+            {
+                "dp_rank": rank,
+                "num_reqs": load.num_running_reqs + load.num_queue_reqs,
+                "num_waiting_reqs": load.num_queue_reqs,
+                "num_tokens": load.num_used_tokens,
+            }
             for rank, load in enumerate(stats.groups or [stats])
         ]
-        return json_response([load.model_dump() for load in loads])
+        return json_response(loads)
 
     async def loads(self, dp_rank: Rank = None, include: Sections = "all", format: LoadFormat = "json") -> Response:
         """The load of the server, or of each attention group. `include` names sections, separated by commas: core, spec, queues, all."""

@@ -52,6 +52,8 @@ ERRORS = {
 }
 OF_ALL = (400, 401, 403, 431, 500)
 """Statuses that any endpoint can answer with: they come from the connection, the limits, the keys, or a fault."""
+OF_GENERATION = (404, 408, 413, 415, 429, 503, 504)
+"""Statuses of the endpoints that run prompts."""
 EVENT = {"type": "string", "description": "A JSON object; `[DONE]` in the last event."}
 STREAM = {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": {"data": EVENT}}}}
 """A stream's schema describes each event, by the convention of OpenAPI before 3.2."""
@@ -89,7 +91,6 @@ def add_routes(app: FastAPI, manager: TokenizerManager, metrics: Metrics) -> Non
         app.add_api_route(path, handler, response_model=answer, responses=_errors(404, 409, 503))
     _add_posts(app, admin, tokens)
     _add_generation(app, manager, model, chats)
-    _add_pooling(app, manager, model)
 
 
 def _add_posts(app: FastAPI, admin: AdminApi, tokens: TokenApi) -> None:
@@ -114,7 +115,7 @@ def _add_generation(app: FastAPI, manager: TokenizerManager, model: ServedModel,
         ("/v1/completions", CompletionApi(manager, model).create, openai.Completion),
         ("/generate", GenerateApi(manager, model).generate, native.Generated | list[native.Generated]),
     ):
-        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(404, 408, 413, 415, 429, 503, 504)})
+        _add_body_route(app, path, handler, answer, {200: {"content": STREAM}, **_errors(*OF_GENERATION)})
     one = "/v1/responses/{response_id}"
     for path, handler, answer, method in (
         (one, responses.retrieve, response_protocol.ResponseObject, "GET"),
@@ -123,22 +124,15 @@ def _add_generation(app: FastAPI, manager: TokenizerManager, model: ServedModel,
         (one + "/input_items", responses.input_items, response_protocol.InputItemList, "GET"),
     ):
         app.add_api_route(path, handler, methods=[method], response_model=answer, responses=_errors(404))
-    _add_messages(app, MessagesApi(chats, manager, model))
-
-
-def _add_messages(app: FastAPI, messages: MessagesApi) -> None:
-    errors = _errors(404, 408, 413, 415, 429, 503, 504, form=AnthropicError)
+    messages, errors = MessagesApi(chats, manager, model), _errors(*OF_GENERATION, form=AnthropicError)
     _add_body_route(app, ANTHROPIC_PATH, messages.create, anthropic.AnthropicMessage, {200: {"content": STREAM}, **errors})
     _add_body_route(app, ANTHROPIC_PATH + "/count_tokens", messages.count_tokens, anthropic.TokenCount, errors)
-
-
-def _add_pooling(app: FastAPI, manager: TokenizerManager, model: ServedModel) -> None:
     for path, handler, answer in (
         ("/v1/embeddings", EmbeddingApi(manager, model).create, pooling.EmbeddingList),
         ("/v1/score", ScoreApi(manager, model).create, pooling.Scores),
         ("/v1/rerank", RerankApi(manager, model).create, list[pooling.Rank]),
     ):
-        _add_body_route(app, path, handler, answer, _errors(404, 408, 413, 415, 429, 503, 504))
+        _add_body_route(app, path, handler, answer, _errors(*OF_GENERATION))
 
 
 def _add_body_route(app: FastAPI, path: str, handler: Handler, answer: Any, responses: Responses) -> None:

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
@@ -80,6 +81,7 @@ def create_app(manager: TokenizerManager, provider: TracerProvider | None = None
     app.add_middleware(KeyGate, ring=ring, protect_metrics=server.protect_metrics)
     hosts = None if ring.guards_api else (server.host, *server.allowed_hosts)
     app.add_middleware(OriginGate, hosts=hosts, origins=server.allow_origins)
+    app.add_middleware(ExceptionMiddleware, handlers={ServingError: _serving_error})  # answers the errors of the gates
     if server.allow_origins:
         app.add_middleware(CORSMiddleware, allow_origins=server.allow_origins, **CORS)
     if provider is not None:
@@ -95,7 +97,7 @@ def create_app(manager: TokenizerManager, provider: TracerProvider | None = None
 
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    return error_response(error, request.url.path, form=LingeringResponse if isinstance(error, BodyTooLarge) else Response)
+    return error_response(error, request.scope["path"], form=LingeringResponse if isinstance(error, BodyTooLarge) else Response)
 
 
 async def _bad_parameter(request: Request, error: Exception) -> Response:
@@ -103,7 +105,7 @@ async def _bad_parameter(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    return error_response(RequestError(f"{name}: {first['msg']}.", name), request.url.path)
+    return error_response(RequestError(f"{name}: {first['msg']}.", name), request.scope["path"])
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

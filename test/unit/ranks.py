@@ -110,6 +110,19 @@ class QueueLink:
         pass
 
 
+class NoWatch:
+    """In place of `RankWatch`: threads send no heartbeats."""
+
+    def start(self) -> None:
+        pass
+
+    def end(self, why: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class QueueEnd:
     queue: queue.Queue[bytes]
@@ -132,6 +145,7 @@ def ranks(
     def serve(rank: int) -> None:
         worker = build(group=groups[rank], followers=None)
         change(rank, worker)
+        groups[rank].gather(None)
         try:
             run_follower(worker, QueueEnd(link.queues[rank - 1]), rank, results)
         finally:
@@ -139,7 +153,7 @@ def ranks(
 
     with ThreadPoolExecutor(size) as pool:
         others = [pool.submit(serve, rank) for rank in range(1, size)]
-        worker = build(group=groups[0], followers=Followers(link, lambda: None, results))
+        worker = build(group=groups[0], followers=Followers([link], NoWatch(), results))
         try:
             yield worker
         except BaseException:

@@ -93,7 +93,7 @@ def build_worker(
     add_info(context)
     worker = Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, group, context.exchange, followers)
     if followers is not None:
-        followers.begin()
+        followers.begin(group)
     if config.speculative is not None and group.rank == 0:
         prepare_drafting(worker, config.speculative, options.with_plain)
     return worker

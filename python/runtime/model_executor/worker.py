@@ -179,7 +179,7 @@ class Worker:
 
     def stop_profile(self) -> str:
         """End the trace; returns its file."""
-        with nullcontext() if self._followers is None else self._followers.pause():
+        with nullcontext() if self._followers is None else self._followers.watch.pause():
             return self._queue.run(self._profiler.stop)
 
     def close(self) -> None:

@@ -128,7 +128,7 @@ def make_parts(context: WorkerContext, model: DecoderModel, drafter: Drafter, de
         return GraphRunner(spec, forward, inputs, [model.backend], options)
 
     verifier = Verifier(target, spec.shape, spec.feature_width, depths, inputs, make)
-    drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
+    drafter.attach(DraftSetup(target, inputs, depths, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
     stages = (target, inputs, drafter, verifier, Accepter(target, spec, context.config.speculative))
     graph_depths = iteration_graph_depths(depths, context.config, model.active_parameters)

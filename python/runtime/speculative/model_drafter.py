@@ -83,7 +83,7 @@ class ModelDrafter(Drafter):
         target, inputs = setup.target, setup.inputs
         self._target, self._inputs, self._depths = target, inputs, setup.depths
         width = max(self.spec.max_width, WIDTH if 0 in setup.depths else 0)  # tokens per request of the widest pass
-        self.runner.allocate(1, target.page_table, setup.requests, width)
+        self.runner.allocate(1, target.page_table, inputs.max_requests, width)
         for depth in setup.depths:
             if depth:
                 decode = self._decode_runner(setup, depth)

@@ -52,7 +52,7 @@ from runtime.managers.req import Phase, Req
 from runtime.managers.step_plan import StepPlan
 from runtime.managers.telemetry.heartbeat import HeartbeatThread
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
-from runtime.managers.telemetry.spec_stats import ContextAcceptance, SpecStats
+from runtime.managers.telemetry.spec_stats import no_drafts
 from runtime.managers.telemetry.stats_log import StatsLog
 
 log = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class Scheduler:
             raise CacheBusy(len(self._reqs))
         while self._in_flight:  # steps whose requests have all ended
             self._collect()
-        self.stats.spec, self.stats.spec_by_context = SpecStats(), ContextAcceptance()
+        self.stats.spec_by_context = no_drafts()
         self._stats_log = StatsLog(self.current_stats, self._clock())
         return self.groups.flush()
 

@@ -108,7 +108,7 @@ class Scheduler:
         self._draining = False
         self._failures: deque[float] = deque()
         self._replies: list[TokensOut] = []
-        self._arrivals = self._steps = self._beats = self._iterations = 0
+        self._arrivals = self._steps = self._iterations = 0
 
     # ---- the loop
 
@@ -426,5 +426,4 @@ class Scheduler:
 
     def heartbeat(self) -> Heartbeat:
         """A heartbeat, with the statistics. Called on the heartbeat thread."""
-        self._beats += 1
-        return Heartbeat(who="scheduler", count=self._beats, stats=self.current_stats())
+        return Heartbeat(who="scheduler", stats=self.current_stats())

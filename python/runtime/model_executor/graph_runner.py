@@ -198,8 +198,7 @@ class GraphRunner:
 
     def has_graph(self, size: int) -> bool:
         """Whether there is a graph of this size; before capture, whether there will be one."""
-        at = bisect_left(self._sizes, size)
-        return at < len(self._sizes) and self._sizes[at] == size
+        return size in self._sizes
 
     def batch(self, size: int, tokens: int = 0) -> ForwardBatch:
         """The persistent inputs of a pass of `size`, including padding; with `tokens`, of a ragged pass of that many tokens."""

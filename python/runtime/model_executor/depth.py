@@ -267,7 +267,7 @@ class DepthControl:
                 alive = ended.read(section.rows, result)[section.num_prompts :]
                 if controller is not None and section.depth and alive.any():
                     lens = result.accept_lens[section.num_prompts :][alive]
-                    controller.observe_windows(Windows(section.depth, lens, np.minimum(caps, section.depth)[alive], greedy[alive]))
+                    controller.observe_windows(Windows(section.depth, lens, caps[alive], greedy[alive]))
 
         return observe
 

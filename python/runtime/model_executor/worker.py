@@ -401,10 +401,10 @@ class Worker:
         controller.observe(
             Observed(
                 depth=iteration.depth,
-                size=iteration.size,
                 accept_lens=lens[alive],
                 caps=drafts[alive],
                 greedy=greedy,
+                size=iteration.size,
                 kv_tokens=batch.pad_kv or int(iteration.bounds.sum()),
                 seconds=None if disturbed else seconds,
                 width=0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size,

@@ -98,7 +98,8 @@ class Scheduler:
         self._receive, self._send, self._clock = receive, send, clock
         self.limits = worker.limits
         self.stats = SchedulerStats(startup_seconds=worker.info().startup_seconds)
-        self.groups = AttentionGroups(config, cache.radix_cache, self.limits, self.stats, clock)
+        groups = [Admission(config, cache.radix_cache, self.limits, self.stats, clock) for _ in range(self.limits.groups)]
+        self.groups = AttentionGroups(groups, config.max_queued_requests, self.limits)
         self._grammars = GrammarQueue(compiler)
         self._stats_log = StatsLog(self.current_stats, clock())
         self._reqs: dict[str, Req] = {}

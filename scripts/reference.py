@@ -56,7 +56,11 @@ def metrics_page() -> str:
     metrics = Metrics("model")
     spec, decode = SpecStats(1, 3, 1, [1, 0, 0]), DecodeStats(1, 1, 1, 1)
     stats = SchedulerStats(
-        spec=spec, decode=decode, spec_depth_steps_total={"3": 1}, startup_seconds={"load": 1.0}, groups=[GroupLoad(0, 0, 0)]
+        spec_by_context={"0": spec},
+        decode=decode,
+        spec_depth_steps_total={"3": 1},
+        startup_seconds={"load": 1.0},
+        groups=[GroupLoad(0, 0, 0)],
     )
     metrics.render(stats)
     rows = []

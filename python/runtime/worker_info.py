@@ -6,7 +6,14 @@ import msgspec
 
 
 class GraphInfo(msgspec.Struct):
-    """Cost of one runner's graphs. `sizes` are requests (or tokens of a short prompt) that have a graph."""
+    """Cost of one runner's graphs.
+
+    Attributes:
+        sizes: requests (or tokens of short prompts) that have a graph.
+        seconds: time of the capture.
+        reserved_mib: memory that the runner had reserved for outputs and graphs.
+        used_mib: device memory that its outputs and graphs take.
+    """
 
     runner: str
     sizes: list[int]

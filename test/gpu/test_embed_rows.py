@@ -19,8 +19,7 @@ from runtime.layers.torch_ops import TorchOps, rms_norm
 from runtime.mem_cache.kv_pool import PageTable
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.request_rows import RequestRows
-from runtime.model_executor.row_inputs import load_rows
-from runtime.model_executor.window import fill_window
+from runtime.model_executor.window import fill_window, load_rows
 from runtime.model_executor.window_kernel import fill_window_cuda, load_rows_cuda
 from runtime.speculative.chain_start_kernel import start_chain_cuda
 from runtime.speculative.draft_state import DraftState

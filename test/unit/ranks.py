@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from runtime.batch import BatchResult
-from runtime.distributed.parallel_group import ALONE, split_ranks
+from runtime.distributed.parallel_group import ALONE, ParallelGroup, split_ranks
 from runtime.distributed.step_messages import GroupResult, RankCodec
 from runtime.model_executor.follower_loop import run_follower
 from runtime.model_executor.followers import Followers
@@ -38,19 +38,12 @@ class Meeting:
         self.barrier = threading.Barrier(self.size, action=self.values.reverse, timeout=PATIENCE)
 
 
-@dataclass(frozen=True)
-class ThreadGroup:
+class ThreadGroup(ParallelGroup):
     """`ParallelGroup` of threads."""
 
-    rank: int
-    size: int
-    meeting: Meeting
-    exchange_seconds: float = 0.0
-    fused: None = None
-
-    @property
-    def exchange_micros(self) -> dict[int, str]:
-        return {}
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
+        super().__init__(rank, size)
+        self.meeting = meeting
 
     def gather(self, value: T) -> list[T]:
         values: list[Any] = self.meeting.values[0]
@@ -117,6 +110,19 @@ class QueueLink:
         pass
 
 
+class NoWatch:
+    """In place of `RankWatch`: threads send no heartbeats."""
+
+    def start(self) -> None:
+        pass
+
+    def end(self, why: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class QueueEnd:
     queue: queue.Queue[bytes]
@@ -139,6 +145,7 @@ def ranks(
     def serve(rank: int) -> None:
         worker = build(group=groups[rank], followers=None)
         change(rank, worker)
+        groups[rank].gather(None)
         try:
             run_follower(worker, QueueEnd(link.queues[rank - 1]), rank, results)
         finally:
@@ -146,7 +153,7 @@ def ranks(
 
     with ThreadPoolExecutor(size) as pool:
         others = [pool.submit(serve, rank) for rank in range(1, size)]
-        worker = build(group=groups[0], followers=Followers(link, lambda: None, results))
+        worker = build(group=groups[0], followers=Followers([link], NoWatch(), results))
         try:
             yield worker
         except BaseException:

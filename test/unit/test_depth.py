@@ -255,7 +255,7 @@ def test_a_stale_graph_of_any_depth_raises_the_drift_alarm(tmp_path: Path, depth
     worker: Any = speculating(tmp_path, "EAGLE", "eager", STORM_SIZES, **AUTO)
     monitor, state = worker.parts.monitor, worker.parts.drafter.state
     monitor.schedule = EveryNth(5, verify=False)
-    extend = worker.parts.drafter.graphs[depth].extend
+    extend = worker.parts.drafter.extend[depth]
     extend._replays = {key: (lambda replay=replay: (replay(), state.guesses.zero_())) for key, replay in extend._replays.items()}
     prompts = {r: np.random.default_rng(r).integers(0, VOCAB, 6).tolist() for r in range(1, 9)}
     found = list[bool]()

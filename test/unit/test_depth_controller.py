@@ -75,7 +75,7 @@ def run(
         lens = 1 + accepted.cumprod(axis=1).sum(axis=1)
         took, own = times[depth], FOLLOWING * times[depth] if depth else 0.0
         seen, following = took + (following if depths[-1:] != [0] else own) - own, own
-        control.observe(Observed(depth, batch, lens, rows.caps, rows.greedy, rows.kv_tokens, seen * (1 + 0.03 * rng.standard_normal())))
+        control.observe(Observed(depth, lens, rows.caps, rows.greedy, batch, rows.kv_tokens, seen * (1 + 0.03 * rng.standard_normal())))
         tokens, seconds = tokens + batch * expected(acceptance(step), depth), seconds + took
         depths.append(depth)
     return tokens, seconds, depths
@@ -150,7 +150,7 @@ def test_classes_and_caps_are_counted_apart() -> None:
     control = DepthController(DEPTHS, IterationCost([CostPoint(1, 0, 1e-3)]))
     caps, greedy = np.array([1, 7, 7]), np.array([True, True, False])
     for _ in range(100):
-        control.observe(Observed(3, 3, np.array([2, 4, 1]), caps, greedy, 0, None))
+        control.observe(Observed(3, np.array([2, 4, 1]), caps, greedy, 3, 0, None))
     info = control.info()
     assert info.greedy.rates[:3] == pytest.approx([0.99, 0.98, 0.98], abs=0.03), "a cap is no rejection"
     assert info.sampled.rates[0] < 0.05
@@ -230,11 +230,11 @@ def test_drafts_that_do_not_pay_cost_little_after_a_busy_start(batch: int) -> No
 def test_the_window_that_catches_up_is_not_taken_for_the_time_of_a_depth(seconds: float, learned: bool) -> None:
     control = DepthController(DEPTHS, IterationCost([CostPoint(1, depth, 4e-3 + 1e-3 * depth) for depth in DEPTHS]))
     rows, before = (np.array([7]), np.array([True])), control.cost.seconds(1, 1)
-    control.observe(Observed(0, 1, np.array([1]), *rows, 0, 4e-3))
-    control.observe(Observed(1, 1, np.array([1]), *rows, 0, seconds))
+    control.observe(Observed(0, np.array([1]), *rows, 1, 0, 4e-3))
+    control.observe(Observed(1, np.array([1]), *rows, 1, 0, seconds))
     assert (control.cost.seconds(1, 1) < before) is learned
     assert control.cost.seconds(1, 1) <= before
-    control.observe(Observed(1, 1, np.array([1]), *rows, 0, 9e-3))
+    control.observe(Observed(1, np.array([1]), *rows, 1, 0, 9e-3))
     assert control.cost.seconds(1, 1) > before - 1e-3 * learned
 
 
@@ -244,7 +244,7 @@ def test_iterations_between_those_of_unknown_time_are_timed() -> None:
     expected_at_start, one = control.cost.seconds(1, 3), np.ones(1, dtype=np.int64)
     for step in range(100):
         seconds = None if step % 2 else 0.8 * expected_at_start
-        control.observe(Observed(3, 1, one, one * UNCAPPED, one > 0, 0, seconds))
+        control.observe(Observed(3, one, one * UNCAPPED, one > 0, 1, 0, seconds))
     assert control.cost.seconds(1, 3) == pytest.approx(0.8 * expected_at_start, rel=0.03)
 
 
@@ -287,7 +287,7 @@ def run_mixed(batch: int, firsts: np.ndarray, iterations: int, caps: np.ndarray 
         accepted = (rng.random((batch, chosen.depth)) < firsts[:, None]) & (np.arange(chosen.depth) < drafts[:, None])
         lens, took = 1 + accepted.cumprod(axis=1).sum(axis=1), modelled(batch, chosen.depth, width)
         control.observe(
-            Observed(chosen.depth, batch, lens, drafts, rows.greedy, 0, took * (1 + 0.03 * rng.standard_normal()), width, numbers)
+            Observed(chosen.depth, lens, drafts, rows.greedy, batch, 0, took * (1 + 0.03 * rng.standard_normal()), width, numbers)
         )
         tokens, seconds = tokens + float(lens.sum()), seconds + took
     return tokens / seconds, control

@@ -259,7 +259,7 @@ def test_a_refusal_before_the_first_token_passes() -> None:
 
 def test_other_messages_are_forwarded_except_a_drain() -> None:
     bench = Bench()
-    messages = [Heartbeat(who="scheduler", count=1), ControlReply(call_id="1", result=CacheFlushed(pages=3))]
+    messages = [Heartbeat(who="scheduler"), ControlReply(call_id="1", result=CacheFlushed(pages=3))]
     for message in messages:
         bench.manager.handle(message)
     bench.manager.handle(DrainReq())

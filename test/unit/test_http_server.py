@@ -685,7 +685,7 @@ def test_server_info_hides_secrets() -> None:
 
 
 def test_server_info_has_the_fields_that_benchmarks_read() -> None:
-    stats = SchedulerStats(spec=SpecStats(10, 30, 15, [9, 5, 1]), decode=DecodeStats(4, 3, 9, 3))
+    stats = SchedulerStats(spec_by_context={"0": SpecStats(10, 30, 15, [9, 5, 1])}, decode=DecodeStats(4, 3, 9, 3))
 
     async def check() -> None:
         async with front(ScriptedScheduler(stats=stats)) as f:

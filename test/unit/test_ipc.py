@@ -38,7 +38,7 @@ FROM_SCHEDULER = [
     ),
     io.ControlReply(call_id="c", result=io.CallFailed(message="no")),
     io.ControlReply(call_id="d", result=SchedulerStats(worker=WorkerInfo(startup_seconds={"load": 1.5}))),
-    io.Heartbeat(who="scheduler", count=3, stats=SchedulerStats(num_running_reqs=1, spec=SpecStats(1, 3, 1, [1, 0]))),
+    io.Heartbeat(who="scheduler", stats=SchedulerStats(num_running_reqs=1, spec_by_context={"0": SpecStats(1, 3, 1, [1, 0])})),
 ]
 
 

@@ -36,7 +36,7 @@ STATS = SchedulerStats(
     num_retracted_requests_total=7,
     pages_free=11,
     pages_total=44,
-    spec=SpecStats(10, 30, 15, [9, 5, 1]),
+    spec_by_context={"0": SpecStats(5, 15, 10, [5, 4, 1]), "1024": SpecStats(5, 15, 5, [4, 1, 0])},
     decode=DecodeStats(10, 9, 30, 10),
     startup_seconds={"weights": 1.5, "graphs": 2.0},
 )
@@ -174,7 +174,7 @@ def test_steps_too_shallow_for_a_position_do_not_lower_its_rate() -> None:
 
 def test_positions_that_were_never_drafted_are_absent() -> None:
     stats = SchedulerStats()
-    stats.spec.add(2, 1, 4, 1)
+    stats.spec_by_context["0"].add(2, 1, 4, 1)
     assert stats.figures()["per_position_acceptance"] == [1.0, None, None]
     assert stats.figures()["spec_drafted_by_position"] == [1, 0, 0]
     rates = {labels: rate for (name, labels), rate in scraped(Metrics("m"), stats).items() if name == "talon:spec_accept_rate_by_position"}
@@ -191,7 +191,7 @@ def test_steps_are_counted_by_depth() -> None:
 def test_accept_length_is_told_by_context_length() -> None:
     stats = SchedulerStats(spec_depth=3)
     for context, accept_len in ((0, 1), (1023, 3), (1024, 4), (70_000, 2)):
-        stats.spec_by_context.add(accept_len, context_class(context))
+        stats.spec_by_context[context_class(context)].add(accept_len, 3, 4)
     assert stats.figures()["spec_accept_length_by_context"] == {"0": 2.0, "1024": 4.0, "65536": 2.0}
     assert stats.figures()["spec_steps_and_accepted_by_context"]["0"] == (2, 2)
     samples = scraped(Metrics("m"), stats)

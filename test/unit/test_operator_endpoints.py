@@ -15,7 +15,12 @@ from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats
 from runtime.managers.telemetry.spec_stats import SpecStats
 
 BUSY = SchedulerStats(
-    num_running_reqs=4, num_queue_reqs=2, num_used_tokens=300, pages_total=100, pages_free=75, spec=SpecStats(4, 12, 8, [4, 3, 1])
+    num_running_reqs=4,
+    num_queue_reqs=2,
+    num_used_tokens=300,
+    pages_total=100,
+    pages_free=75,
+    spec_by_context={"0": SpecStats(4, 12, 8, [4, 3, 1])},
 )
 ORIGIN = "https://app.example"
 

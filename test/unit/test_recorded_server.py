@@ -97,7 +97,7 @@ class Server:
         lens = window_lens(self.rng, live, depth, rate)
         if self.control is not None:
             seen = None if self.after_prompts else took * (1 + 0.02 * self.rng.standard_normal())
-            self.control.observe(Observed(depth, sizes[depth], lens, rows.caps, rows.greedy, kv_tokens, seen))
+            self.control.observe(Observed(depth, lens, rows.caps, rows.greedy, sizes[depth], kv_tokens, seen))
             if guesses:
                 self.control.observe_guesses(rows.greedy, self.rng.random(live) < rate)
         self.known, self.left, self.after_prompts = self.left, self.left.copy(), False

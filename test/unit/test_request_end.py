@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ from runtime.entrypoints.server.server import create_app
 from runtime.errors import ConfigError
 from runtime.managers.generation import Generation
 from runtime.managers.observers.request_end import RequestEnd
-from runtime.managers.observers.request_log import SlowRequestLog
+from runtime.managers.observers.request_log import log_slow_request
 from runtime.managers.telemetry.progress import Progress
 
 
@@ -43,7 +44,7 @@ def test_the_phase_in_which_it_ended_takes_the_rest(progress: Progress, phases: 
 
 
 def test_only_slow_requests_are_logged_with_their_reason(caplog: pytest.LogCaptureFixture) -> None:
-    log = SlowRequestLog(5.0)
+    log = partial(log_slow_request, 5.0)
     with caplog.at_level(logging.WARNING):
         log(end_of(Progress(1, queue_seconds=1.0, prefill_seconds=1.0), seconds=4.9))
         assert caplog.messages == []

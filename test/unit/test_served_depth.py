@@ -110,7 +110,7 @@ class Load:
             lens = window_lens(rng, live, depth, rate)
             if control:
                 seen = None if after_prompts else took * (1 + 0.02 * rng.standard_normal())
-                control.observe(Observed(depth, sizes[depth], lens, rows.caps, rows.greedy, kv_tokens, seen))
+                control.observe(Observed(depth, lens, rows.caps, rows.greedy, sizes[depth], kv_tokens, seen))
                 plain = plain + 1 if depth == 0 else 0
                 if plain and plain % (GUESS_EVERY * WIDTH) == 0:
                     control.observe_guesses(rows.greedy, rng.random(live) < rate)

@@ -20,7 +20,7 @@ class Logged:
         live = len(accept_lens)
         self.stats.decode.add(graph, live, max(0, padded_size - live))
         for length in accept_lens:
-            self.stats.spec.add(length, 3, 4)
+            self.stats.spec_by_context["0"].add(length, 3, 4)
 
     def line(self, turn: int) -> str:
         self.caplog.clear()

@@ -572,8 +572,8 @@ def test_control_calls_get_their_own_answers() -> None:
 def test_the_latest_scheduler_statistics_are_kept() -> None:
     async def body() -> None:
         desk = Desk()
-        desk.manager.handle(Heartbeat(who="scheduler", count=1, stats=SchedulerStats(num_running_reqs=2)))
-        desk.manager.handle(Heartbeat(who="detokenizer", count=1))
+        desk.manager.handle(Heartbeat(who="scheduler", stats=SchedulerStats(num_running_reqs=2)))
+        desk.manager.handle(Heartbeat(who="detokenizer"))
         assert desk.manager.stats == SchedulerStats(num_running_reqs=2)
         assert desk.manager.beats == {"scheduler": 1, "detokenizer": 1}
 

@@ -10,8 +10,8 @@ from runtime.model_executor.build import build_worker
 from runtime.model_executor.context import BuildOptions
 from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup
-from runtime.model_executor.iteration import CommittedWindow, Iteration
-from runtime.model_executor.target_model import ExtendPass, TargetModel
+from runtime.model_executor.iteration import Iteration
+from runtime.model_executor.target_model import TargetModel
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.registry import DRAFTERS, make_drafter
 from unit.driver import Driver
@@ -33,12 +33,6 @@ class RepeatDrafter(Drafter):
 
     def propose(self, iteration: Iteration) -> DraftWindow:
         return DraftWindow(iteration.no_drafts.tokens.repeat(1, iteration.depth + 1))
-
-    def follow(self, iteration: Iteration, committed: CommittedWindow) -> None:
-        pass
-
-    def follow_prompt(self, extend: ExtendPass) -> None:
-        pass
 
 
 @pytest.mark.parametrize("replay", [None, "eager"])

@@ -75,7 +75,7 @@ def simulated(table: Table, sizes: list[int], acceptance: tuple[float, ...], rou
             depth = trial.choose(rows, dict.fromkeys(DEPTHS, size)).depth
             lens = 1 + (rng.random((size, depth)) < np.array(acceptance[:depth])).cumprod(axis=1).sum(axis=1)
             seconds = 1e-3 * table.milliseconds(size, depth) * (1 + 0.03 * rng.standard_normal())
-            trial.observe(Observed(depth, size, lens, rows.caps, rows.greedy, rows.kv_tokens, seconds))
+            trial.observe(Observed(depth, lens, rows.caps, rows.greedy, size, rows.kv_tokens, seconds))
     return tune.Chains(trial, dict.fromkeys(DEPTHS, 1 << 10))
 
 
@@ -105,7 +105,7 @@ def test_other_load_on_the_machine_changes_the_choice_by_three_percent_at_most(s
             lens = 1 + (rng.random((size, depth)) < np.array(acceptance[:depth])).cumprod(axis=1).sum(axis=1)
             once = 1.0 + 8.0 * rng.random() * (rng.random() < 0.1)
             seconds = 1e-3 * SLOW.milliseconds(size, depth) * slow[at] * once * (1 + 0.03 * rng.random())
-            trial.observe(Observed(depth, size, lens, rows.caps, rows.greedy, rows.kv_tokens, seconds))
+            trial.observe(Observed(depth, lens, rows.caps, rows.greedy, size, rows.kv_tokens, seconds))
     plan = chain_plan(tune.Chains(trial, dict.fromkeys(DEPTHS, 1 << 10)).rates())
     tokens = {depth: 1 + np.cumprod(acceptance[:depth]).sum() for depth in DEPTHS}
     for size in sizes:
@@ -147,14 +147,14 @@ def test_depths_take_turns_in_blocks_and_the_first_step_is_not_timed() -> None:
     chosen = []
     for seconds in itertools.islice(itertools.count(1), 2 * BLOCK):
         chosen.append(trial.choose(rows, {0: 2, 3: 2}).depth)
-        trial.observe(Observed(chosen[-1], 2, np.array([1, 1 + chosen[-1]]), rows.caps, rows.greedy, 0, float(seconds)))
+        trial.observe(Observed(chosen[-1], np.array([1, 1 + chosen[-1]]), rows.caps, rows.greedy, 2, 0, float(seconds)))
     assert chosen == [0] * BLOCK + [3] * BLOCK
     assert trial.rounds == 1
     assert trial.cells[2, 0].times == [2.0, 3.0, 4.0]
     assert trial.cells[2, 3].times == [6.0, 7.0, 8.0]
     assert trial.tokens(3) == pytest.approx(2.5)
     few = DecodeRows(np.full(1, 9), np.ones(1, dtype=np.bool_), 0)
-    trial.observe(Observed(0, 1, np.array([1]), few.caps, few.greedy, 0, 1.0))
+    trial.observe(Observed(0, np.array([1]), few.caps, few.greedy, 1, 0, 1.0))
     assert (1, 0) not in trial.cells, "a batch of another size is not timed"
 
 
@@ -173,7 +173,7 @@ def test_load_that_slows_whole_rounds_does_not_change_the_times_of_depths() -> N
         slow = 1.0 if trial.rounds < 3 else 2.0 + trial.rounds
         depth = trial.choose(rows, {0: 4, 3: 4}).depth
         once = 9.0 if rng.random() < 0.1 else 1.0
-        trial.observe(Observed(depth, 4, lens[depth], rows.caps, rows.greedy, 0, 1e-3 * slow * once * (2 if depth else 1)))
+        trial.observe(Observed(depth, lens[depth], rows.caps, rows.greedy, 4, 0, 1e-3 * slow * once * (2 if depth else 1)))
     assert trial.seconds(4, 3) / trial.seconds(4, 0) == pytest.approx(2.0, rel=0.05)
 
 

@@ -56,8 +56,10 @@ class FusedExchange(Protocol):
         ...
 
 
-class ParallelGroup(Protocol):
+class ParallelGroup:
     """`size` processes that each hold a shard of a model. All of them make the same calls in the same order.
+
+    This class is the group of one process, in which nothing is sharded; its subclasses are groups of several.
 
     Attributes:
         rank: rank of this process, 0..size - 1.
@@ -67,94 +69,42 @@ class ParallelGroup(Protocol):
         exchange_micros: measured microseconds of an all-reduce by bytes; empty if not measured.
     """
 
-    @property
-    def exchange_micros(self) -> dict[str, str]: ...  # noqa: D102
-
-    @property
-    def fused(self) -> FusedExchange | None: ...  # noqa: D102
-
-    @property
-    def exchange_seconds(self) -> float: ...  # noqa: D102
-
-    @property
-    def rank(self) -> int: ...  # noqa: D102
-
-    @property
-    def size(self) -> int: ...  # noqa: D102
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.exchange_seconds = 0.0
+        self.fused: FusedExchange | None = None
+        self.exchange_micros: dict[str, str] = {}
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of `x` over all ranks, the same bits on every rank; may reuse the storage of `x`."""
-        ...
+        return x
 
     def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         """[N, own] of every rank concatenated: [N, `columns`], of which rank r has `Shard(r, size).of(columns)`."""
-        ...
+        return x
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         """[N, columns] of every rank one after another, [size * N, columns]; N is the same on all ranks."""
-        ...
+        return x
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
         """[size * N, columns] of every rank -> [N, columns], the sum over all ranks of this rank's rows; may reuse the storage."""
-        ...
+        return x
 
     def split(self, parts: int) -> tuple[ParallelGroup, ParallelGroup]:
         """This rank's group of `parts` equal groups of consecutive ranks, and the group of ranks at its index in each. Start-up only."""
-        ...
-
-    def agree(self, value: T) -> T:
-        """Rank 0's `value`: every measured choice that ranks must share goes through here. At start-up only."""
-        ...
-
-    def gather(self, value: T) -> list[T]:
-        """The `value` of every rank, in the order of ranks. At start-up only."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SingleProcess:
-    """The `ParallelGroup` of one process: nothing is sharded."""
-
-    rank: int = 0
-    size: int = 1
-    exchange_seconds: float = 0.0
-    fused: FusedExchange | None = None
-
-    @property
-    def exchange_micros(self) -> dict[str, str]:
-        """Nothing."""
-        return {}
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` itself."""
-        return x
-
-    def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
-        """`x` itself."""
-        return x
-
-    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` itself."""
-        return x
-
-    def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` itself."""
-        return x
-
-    def split(self, parts: int) -> tuple[ParallelGroup, ParallelGroup]:
-        """This process twice."""
         return self, self
 
     def agree(self, value: T) -> T:
-        """`value` itself."""
+        """Rank 0's `value`: every measured choice that ranks must share goes through here. At start-up only."""
         return value
 
     def gather(self, value: T) -> list[T]:
-        """`value` alone."""
+        """The `value` of every rank, in the order of ranks. At start-up only."""
         return [value]
 
 
-ALONE = SingleProcess()
+ALONE = ParallelGroup()
 """The group of an unsharded model; it has no state."""
 
 

@@ -9,29 +9,12 @@ class StepSender(Protocol):
     """Rank 0's end."""
 
     def send(self, message: bytes) -> None:
-        """Hand one message to every other rank, in order. Raises `ServingError` if a rank does not read."""
+        """Hand one message to every rank that it reaches, in order. Raises `ServingError` if a rank does not read."""
         ...
 
     def close(self) -> None:
         """Close after messages that were sent have left."""
         ...
-
-
-class SenderList:
-    """Hands each message to several senders."""
-
-    def __init__(self, *senders: StepSender) -> None:
-        self._senders = senders
-
-    def send(self, message: bytes) -> None:
-        """Hand over one message."""
-        for sender in self._senders:
-            sender.send(message)
-
-    def close(self) -> None:
-        """Close them all."""
-        for sender in self._senders:
-            sender.close()
 
 
 class StepReceiver(Protocol):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from runtime.distributed.parallel_group import ALONE, FusedExchange, ParallelGroup, Shard, split_ranks
+from runtime.distributed.parallel_group import ALONE, ParallelGroup, Shard, split_ranks
 from runtime.distributed.rank_watch import PERIOD
 from runtime.distributed.rendezvous import Rendezvous
 from runtime.errors import ConfigError
@@ -24,7 +24,7 @@ LONGEST_PAUSE = 86400.0
 """Seconds after which an exchange that reads a clock, by gloo or by our kernels, ends."""
 
 
-class TorchGroup:
+class TorchGroup(ParallelGroup):
     """The ranks of one model. Calls within steps wait `EXCHANGE_SECONDS` for the others, calls at start-up `timeout`.
 
     Attributes:
@@ -33,10 +33,8 @@ class TorchGroup:
 
     def __init__(self, rank: int, size: int, start: dist.ProcessGroup, steps: dist.ProcessGroup) -> None:
         """`start`, `steps`: the process groups for calls at start-up and within steps."""
-        self.rank, self.size, self._start, self._steps = rank, size, start, steps
-        self.exchange_seconds = 0.0
-        self.fused: FusedExchange | None = None
-        self.exchange_micros: dict[str, str] = {}
+        super().__init__(rank, size)
+        self._start, self._steps = start, steps
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, rank: int, size: int, timeout: float) -> TorchGroup:
@@ -75,9 +73,7 @@ class TorchGroup:
     def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         """Concatenate the [N, own] tensors of all ranks along the columns."""
         widths = [shard.stop - shard.start for shard in (Shard(rank, self.size).of(columns) for rank in range(self.size))]
-        padded = F.pad(x, (0, widths[0] - x.shape[1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in widths]
-        self._await(dist.all_gather(parts, padded, group=self._steps, async_op=True))
+        parts = self.gather_rows(F.pad(x, (0, widths[0] - x.shape[1]))).chunk(self.size)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:

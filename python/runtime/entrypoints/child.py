@@ -166,13 +166,13 @@ def serve_detokenizer(child: ChildConfig, report: Report) -> None:
     manager = DetokenizerManager(tokenizer, to_tokenizer.send, to_scheduler.send, timed=traced)
     freeze_gc()
     report(ChildReady())
-    beats, beaten_at = 0, 0.0
+    beaten_at = 0.0
     while not isinstance(message := inbox.receive(timeout=BEAT_SECONDS), DrainReq):
         if message is not None:
             manager.handle(message)
         if time.monotonic() - beaten_at >= BEAT_SECONDS:
-            beats, beaten_at = beats + 1, time.monotonic()
-            to_tokenizer.send(Heartbeat(who="detokenizer", count=beats))
+            beaten_at = time.monotonic()
+            to_tokenizer.send(Heartbeat(who="detokenizer"))
     to_tokenizer.close()
     to_scheduler.close()
 

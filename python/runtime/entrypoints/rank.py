@@ -18,7 +18,7 @@ from runtime.distributed.rank_place import RankPlace
 from runtime.distributed.rank_sockets import ResultPusher, ResultSocket, StepPublisher, StepSubscriber
 from runtime.distributed.rank_watch import RankBeat, RankWatch
 from runtime.distributed.ring import RingReader, RingWriter
-from runtime.distributed.step_links import SenderList, StepReceiver, StepSender
+from runtime.distributed.step_links import StepReceiver, StepSender
 from runtime.distributed.torch_group import EXCHANGE_SECONDS, TorchGroup
 from runtime.entrypoints.grammars import eos_ids_of, make_compiler
 from runtime.errors import ConfigError, RankFailed
@@ -81,11 +81,7 @@ def lead(config: RuntimeConfig, model_config: ModelConfig, place: RankPlace, opt
         publisher.await_readers(by_socket, parallel.dist_timeout)
         senders.append(publisher)
 
-    def begin() -> None:
-        group.gather(None)
-        watch.start()
-
-    followers = Followers(SenderList(*senders), watch.close, results, watch.pause, watch.end, begin)
+    followers = Followers(senders, watch, results)
     worker = build_worker(config, model_config, make_drafter, options, group, followers)
     waits.append(followers.start)
     if config.device.device == "cuda":  # on a CPU an exchange has its own timeout, and steps may be slow

@@ -33,15 +33,13 @@ TOLERANCE, ROUNDED = 1e-2, 2e-2
 """Largest errors of values that are rounded to 16 bits: of magnitude 1, and of sums of such values over the ranks, per rank."""
 
 
-class CudaGroup:
+class CudaGroup(ParallelGroup):
     """`ParallelGroup` on GPUs, one per rank. Choices at start-up are exchanged through `control`, on the CPU.
 
     Attributes:
         fused: our own exchange kernels between GPUs of one host; None if they do not work.
         exchange_micros: microseconds of an all-reduce by bytes, as "own / NCCL"; for the log and the server's info.
     """
-
-    exchange_seconds = 0.0
 
     def __init__(
         self, control: TorchGroup, device: torch.device, own_kernels: bool, timeout: float, nccl: dist.ProcessGroup | None = None
@@ -52,15 +50,13 @@ class CudaGroup:
             own_kernels: whether our kernels are used if they work; only for ranks of one host.
             nccl: the process group, if not of all ranks.
         """
-
-        self.rank, self.size, self._control = control.rank, control.size, control
-        self._device, self._timeout = device, timeout
+        super().__init__(control.rank, control.size)
+        self._control, self._device, self._timeout = control, device, timeout
         self._nccl = nccl or dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
         dist.all_reduce(torch.zeros(1, device=device), group=self._nccl)  # creates the communicator, which must not happen inside a capture
-        self.exchange_micros: dict[str, str] = {}
-        self.fused: PushExchange | None = None  # NCCL is used while it is checked
+        self._exchange: PushExchange | None = None  # NCCL is used while it is checked
         if own_kernels:
-            self.fused = self._make_fused(device)
+            self.fused = self._exchange = self._make_fused(device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks by NCCL, in the storage of `x`."""
@@ -69,9 +65,9 @@ class CudaGroup:
 
     def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         """The columns [N, own] of all ranks, concatenated."""
-        if self.fused is not None and columns == self.size * x.shape[1] and self.fused.moves(x):
+        if self._exchange is not None and columns == self.size * x.shape[1] and self._exchange.moves(x):
             whole = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
-            self.fused.gather_columns(x, whole)
+            self._exchange.gather_columns(x, whole)
             return whole
         widths = [shard.stop - shard.start for shard in (Shard(rank, self.size).of(columns) for rank in range(self.size))]
         padded = F.pad(x, (0, widths[0] - x.shape[1])).contiguous()
@@ -82,8 +78,8 @@ class CudaGroup:
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, concatenated."""
         rows = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype, device=x.device)
-        if self.fused is not None and self.fused.moves(rows):
-            self.fused.gather_rows(x.contiguous(), rows)
+        if self._exchange is not None and self._exchange.moves(rows):
+            self._exchange.gather_rows(x.contiguous(), rows)
         else:
             dist.all_gather_into_tensor(rows, x.contiguous(), group=self._nccl)
         return rows
@@ -91,8 +87,8 @@ class CudaGroup:
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the sum over all ranks."""
         rows, x = torch.empty((len(x) // self.size, *x.shape[1:]), dtype=x.dtype, device=x.device), x.contiguous()
-        if self.fused is not None and self.fused.fits(x):
-            self.fused.scatter_sum(x, rows)
+        if self._exchange is not None and self._exchange.fits(x):
+            self._exchange.scatter_sum(x, rows)
         else:
             dist.reduce_scatter_tensor(rows, x, group=self._nccl)
         return rows

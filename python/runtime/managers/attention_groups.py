@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 from runtime.batch import WorkerLimits
-from runtime.config.runtime_config import SchedulerConfig
 from runtime.managers import schedule_policy as policy
 from runtime.managers.admission import Admission
 from runtime.managers.req import Req
@@ -16,14 +15,13 @@ from runtime.managers.telemetry.scheduler_stats import GroupLoad, SchedulerStats
 class AttentionGroups:
     """Owner of the groups' admissions. A request stays in the group that it was placed in, which has its KV and prefix cache.
 
-    The arguments are those of `Admission`; the limits apply to each group.
+    Args:
+        max_queued: --max-queued-requests.
+        limits: the worker's limits, which apply to each group.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, cache_prefixes: bool, limits: WorkerLimits, stats: SchedulerStats, clock: Callable[[], float]
-    ) -> None:
-        self._groups = [Admission(config, cache_prefixes, limits, stats, clock) for _ in range(limits.groups)]
-        self._config, self._limits = config, limits
+    def __init__(self, groups: Sequence[Admission], max_queued: int, limits: WorkerLimits) -> None:
+        self._groups, self._max_queued, self._limits = groups, max_queued, limits
 
     def __iter__(self) -> Iterator[Admission]:
         return iter(self._groups)
@@ -41,7 +39,7 @@ class AttentionGroups:
     @property
     def queue_is_full(self) -> bool:
         """Whether one more waiting request would exceed --max-queued-requests; requests that get a row at once do not count."""
-        return sum(len(group.queue) - group.free_rows for group in self._groups) >= self._config.max_queued_requests
+        return sum(len(group.queue) - group.free_rows for group in self._groups) >= self._max_queued
 
     def place(self, req: Req) -> None:
         """Choose a group for `req` by its cached prefix and the load, and add it to that group's queue."""

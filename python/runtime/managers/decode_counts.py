@@ -41,5 +41,4 @@ def count_decodes(plan: StepPlan, ran: StepStats, accept_lens: Sequence[int], ma
             req.counts.verify_steps[verify_step] += 1
             verified.append(verify_step)
     for (accept_len, drafts, _, depth, context), times in Counter(verified).items():
-        stats.spec.add(accept_len, drafts, max_accept_len, depth, times)
-        stats.spec_by_context.add(accept_len, context, times)
+        stats.spec_by_context[context].add(accept_len, drafts, max_accept_len, depth, times)

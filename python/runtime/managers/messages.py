@@ -240,7 +240,6 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """A heartbeat of a process; that of the scheduler has `stats`."""
 
     who: Literal["scheduler", "detokenizer"]
-    count: int
     stats: SchedulerStats | None = None
 
 

@@ -52,7 +52,7 @@ from runtime.managers.req import Phase, Req
 from runtime.managers.step_plan import StepPlan
 from runtime.managers.telemetry.heartbeat import HeartbeatThread
 from runtime.managers.telemetry.scheduler_stats import SchedulerStats
-from runtime.managers.telemetry.spec_stats import ContextAcceptance, SpecStats
+from runtime.managers.telemetry.spec_stats import no_drafts
 from runtime.managers.telemetry.stats_log import StatsLog
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ class Scheduler:
         self._receive, self._send, self._clock = receive, send, clock
         self.limits = worker.limits
         self.stats = SchedulerStats(startup_seconds=worker.info().startup_seconds)
-        self.groups = AttentionGroups(config, cache.radix_cache, self.limits, self.stats, clock)
+        groups = [Admission(config, cache.radix_cache, self.limits, self.stats, clock) for _ in range(self.limits.groups)]
+        self.groups = AttentionGroups(groups, config.max_queued_requests, self.limits)
         self._grammars = GrammarQueue(compiler)
         self._stats_log = StatsLog(self.current_stats, clock())
         self._reqs: dict[str, Req] = {}
@@ -108,7 +109,7 @@ class Scheduler:
         self._draining = False
         self._failures: deque[float] = deque()
         self._replies: list[TokensOut] = []
-        self._arrivals = self._steps = self._beats = self._iterations = 0
+        self._arrivals = self._steps = self._iterations = 0
 
     # ---- the loop
 
@@ -247,7 +248,7 @@ class Scheduler:
             raise CacheBusy(len(self._reqs))
         while self._in_flight:  # steps whose requests have all ended
             self._collect()
-        self.stats.spec, self.stats.spec_by_context = SpecStats(), ContextAcceptance()
+        self.stats.spec_by_context = no_drafts()
         self._stats_log = StatsLog(self.current_stats, self._clock())
         return self.groups.flush()
 
@@ -426,5 +427,4 @@ class Scheduler:
 
     def heartbeat(self) -> Heartbeat:
         """A heartbeat, with the statistics. Called on the heartbeat thread."""
-        self._beats += 1
-        return Heartbeat(who="scheduler", count=self._beats, stats=self.current_stats())
+        return Heartbeat(who="scheduler", stats=self.current_stats())

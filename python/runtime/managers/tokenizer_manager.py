@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from runtime.batch import UNCHANGED, SpeculationChange, WorkerLimits
@@ -38,7 +39,7 @@ from runtime.managers.messages import (
 )
 from runtime.managers.observers.metrics import Metrics
 from runtime.managers.observers.request_end import RequestEnd
-from runtime.managers.observers.request_log import SlowRequestLog, log_request
+from runtime.managers.observers.request_log import log_request, log_slow_request
 from runtime.managers.prompt_encoder import PromptEncoder
 from runtime.managers.queue_capacity import QueueCapacity
 from runtime.managers.remote_errors import call_failure, request_failure
@@ -110,7 +111,7 @@ class TokenizerManager:
         self.charge: Callable[[str, int], None] = lambda client, tokens: None
         self.on_end: list[Callable[[RequestEnd], None]] = [log_request] if config.server.log_requests else []
         if (slow := config.server.log_slow_requests) is not None:
-            self.on_end.append(SlowRequestLog(slow))
+            self.on_end.append(partial(log_slow_request, slow))
         self.max_unread = MAX_UNREAD
         self.beats = {"scheduler": 0, "detokenizer": 0}
         self._send = to_scheduler

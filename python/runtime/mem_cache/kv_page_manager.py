@@ -82,7 +82,7 @@ class KVPageManager:
         The page of `partial` stays locked until `publish` or `close`: after the step that copies it was submitted.
         """
         pages = RequestPages(salt)
-        if self.cache_prefixes and reuse:
+        if reuse:
             match = self.cache.match(ids, salt)
             self.cache.lock(match.node)
             pages.extend(match.pages)
@@ -126,8 +126,6 @@ class KVPageManager:
 
     def publish(self, pages: RequestPages, ids: Int32, kv_len: int) -> None:
         """Cache the first `kv_len` positions of a running request, unless they are cached from another request."""
-        if not self.cache_prefixes:
-            return
         self.drop_partial(pages)
         count = self._whole_pages(ids, kv_len)
         if count <= pages.shared or self.cache.match_len(ids, pages.salt) != pages.shared:
@@ -144,7 +142,7 @@ class KVPageManager:
         self.drop_partial(pages)
         known, kept = pages.shared, pages.shared
         count = self._whole_pages(ids, kv_len)
-        if self.cache_prefixes and count > pages.shared:
+        if count > pages.shared:
             known, _ = self.cache.insert(ids, pages.ids[:count], pages.salt)
             kept = count
         self.cache.unlock(pages.node)
@@ -164,5 +162,5 @@ class KVPageManager:
         assert self.allocator.available + self.cache.total_pages + self.own_pages == self.num_pages
 
     def _whole_pages(self, ids: Int32, kv_len: int) -> int:
-        """Number of pages that may be cached: full of committed KV, and with known lookahead tokens."""
-        return max(0, min(kv_len, len(ids) - self.lookahead)) // self.page_size
+        """Number of pages that may be cached: full of committed KV, and with known lookahead tokens. 0 if prefixes are not cached."""
+        return max(0, min(kv_len, len(ids) - self.lookahead)) // self.page_size if self.cache_prefixes else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,28 +14,6 @@ from runtime.batch import Int32, no_ints
 MIN_COPIED = 8
 """Minimum number of matching positions for which a page is copied. Prompts that share fewer have little in common except the begin-of-text
 token and the start of a chat template, and would all copy those."""
-
-
-class Node:
-    """An edge of the tree and the subtree below it.
-
-    Attributes:
-        tokens: int32 [pages * page_size + lookahead]: the edge's tokens, and the `lookahead` tokens after them.
-        pages: int32 [pages]; empty only in a root.
-        locks: number of requests that use this node or one below it.
-    """
-
-    __slots__ = ("children", "in_heap", "last_use", "locks", "pages", "parent", "salt", "tokens")
-
-    def __init__(self, parent: Node | None, tokens: Int32, pages: Int32, salt: str) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.pages = pages
-        self.salt = salt
-        self.children = Children()
-        self.locks = 0
-        self.last_use = 0
-        self.in_heap = False
 
 
 class Children:
@@ -75,6 +53,26 @@ class Children:
         """The edges before and after `start`, which may be shorter than a key."""
         at = bisect_left(self._keys, start)
         return [self._nodes[key] for key in self._keys[max(at - 1, 0) : at + 1]]
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """An edge of the tree and the subtree below it.
+
+    Attributes:
+        tokens: int32 [pages * page_size + lookahead]: the edge's tokens, and the `lookahead` tokens after them.
+        pages: int32 [pages]; empty only in a root.
+        locks: number of requests that use this node or one below it.
+    """
+
+    parent: Node | None
+    tokens: Int32
+    pages: Int32
+    salt: str
+    children: Children = field(default_factory=Children)
+    locks: int = 0
+    last_use: int = 0
+    in_heap: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from runtime.model_executor.verification import Verifier
 from runtime.model_executor.worker import Worker, WorkerParts
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
-from runtime.worker_info import GraphInfo, RankInfo, SpeculativeInfo
+from runtime.worker_info import RankInfo, SpeculativeInfo
 
 log = logging.getLogger(__name__)
 MakeDrafter = Callable[[WorkerContext, DecoderModel], Drafter]
@@ -93,7 +93,7 @@ def build_worker(
     add_info(context)
     worker = Worker(parts, make_limits(context, plan, parts.target, drafter.spec), context.info, group, context.exchange, followers)
     if followers is not None:
-        followers.begin()
+        followers.begin(group)
     if config.speculative is not None and group.rank == 0:
         prepare_drafting(worker, config.speculative, options.with_plain)
     return worker
@@ -128,7 +128,7 @@ def make_parts(context: WorkerContext, model: DecoderModel, drafter: Drafter, de
         return GraphRunner(spec, forward, inputs, [model.backend], options)
 
     verifier = Verifier(target, spec.shape, spec.feature_width, depths, inputs, make)
-    drafter.attach(DraftSetup(target, inputs, depths, context.requests, make))
+    drafter.attach(DraftSetup(target, inputs, depths, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
     stages = (target, inputs, drafter, verifier, Accepter(target, spec, context.config.speculative))
     graph_depths = iteration_graph_depths(depths, context.config, model.active_parameters)
@@ -328,17 +328,17 @@ def capture_graphs(context: WorkerContext, models: list[ModelPasses], plan: Memo
     with torch.inference_mode(), context.timed("capture_graphs"):
         runners = [runner for model in models for runner in _in_capture_order(model)]
         wanted = [runner.sizes for runner in runners]
-        reports = capture_all(runners)
+        capture_all(runners)
         for runner, sizes in zip(runners, wanted, strict=True):
             runner.keep(captured_everywhere(context, runner, sizes))
-    for r in reports:
+    context.info.graphs = [runner.report() for runner, sizes in zip(runners, wanted, strict=True) if sizes]
+    for r in context.info.graphs:
         log.info("graphs: %-14s %3d sizes up to %4d, %5.1f s, reserved %8.1f MiB, used %8.1f MiB",
-                 r.name, len(r.sizes), max(r.sizes, default=0), r.seconds, r.reserved_mib, r.used_mib)  # fmt: skip
-    context.info.graphs = [GraphInfo(r.name, r.sizes, round(r.seconds, 3), round(r.reserved_mib, 1), round(r.used_mib, 1)) for r in reports]
+                 r.runner, len(r.sizes), max(r.sizes, default=0), r.seconds, r.reserved_mib, r.used_mib)  # fmt: skip
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        for line in plan.lines({r.name: r.captured for r in reports}, free):
+        for line in plan.lines({runner.spec.name: runner.captured_bytes for runner in runners}, free):
             log.info("memory: %s", line)
 
 

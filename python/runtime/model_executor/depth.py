@@ -47,6 +47,11 @@ class DepthBatches:
     captured: list[int]
     tuned: list[int]
 
+    @classmethod
+    def of(cls, running: int, captured: list[int], smallest: int = 1) -> DepthBatches:
+        """Batches of `smallest` to `running` requests, with graphs for the `captured` sizes."""
+        return cls(running, max([running, *captured]), captured, captured or [smallest, running])
+
 
 def split_batch_sizes(
     num_steps: int, max_batch_with_drafts: int | None, running: int, sizes: Sequence[int], padding: bool
@@ -58,17 +63,13 @@ def split_batch_sizes(
         sizes: batch sizes of graphs.
         padding: whether smaller batches are padded to them.
     """
-    largest = max(running, max(sizes, default=1))
     if num_steps == 0 or max_batch_with_drafts is None or max_batch_with_drafts >= running:
         if max_batch_with_drafts is not None:
             log.info("drafting is never disabled: at most %d requests run at once", running)
-        return {num_steps: DepthBatches(running, largest, list(sizes), list(sizes) or [1, running])}
+        return {num_steps: DepthBatches.of(running, list(sizes))}
     few = captured_up_to(max_batch_with_drafts, sizes, padding)
     many = [size for size in sorted(sizes) if size > max_batch_with_drafts]
-    return {
-        num_steps: DepthBatches(max_batch_with_drafts, max([max_batch_with_drafts, *few]), few, few or [1, max_batch_with_drafts]),
-        0: DepthBatches(running, largest, many, many or [max_batch_with_drafts + 1, running]),
-    }
+    return {num_steps: DepthBatches.of(max_batch_with_drafts, few), 0: DepthBatches.of(running, many, max_batch_with_drafts + 1)}
 
 
 def split_by_depth(
@@ -81,7 +82,7 @@ def split_by_depth(
         own = captured_up_to(most, sizes, padding)
         if depth not in (0, USUAL_STEPS) and len(depths) > FEW:
             own = thinned(own, LARGE if depth == 1 else None)
-        table[depth] = DepthBatches(most, max([most, *own]), own, own or [1, most])
+        table[depth] = DepthBatches.of(most, own)
     return table
 
 
@@ -267,7 +268,7 @@ class DepthControl:
                 alive = ended.read(section.rows, result)[section.num_prompts :]
                 if controller is not None and section.depth and alive.any():
                     lens = result.accept_lens[section.num_prompts :][alive]
-                    controller.observe_windows(Windows(section.depth, lens, np.minimum(caps, section.depth)[alive], greedy[alive]))
+                    controller.observe_windows(Windows(section.depth, lens, caps[alive], greedy[alive]))
 
         return observe
 

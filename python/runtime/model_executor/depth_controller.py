@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -123,30 +123,34 @@ class DecodeRows:
     left: npt.NDArray[np.integer] = field(default_factory=no_ints)
 
 
-class Windows(NamedTuple):
-    """Verified windows, at least one.
+@dataclass(slots=True)
+class Windows:
+    """Verified windows.
 
     Attributes:
-        depth: K, at least 1.
+        depth: K.
         accept_lens: int [n].
-        drafted: int [n], drafts of each window.
-        greedy: bool [n].
+        caps, greedy: as in `DecodeRows`.
     """
 
     depth: int
     accept_lens: npt.NDArray[np.integer]
-    drafted: npt.NDArray[np.integer]
+    caps: npt.NDArray[np.integer]
     greedy: npt.NDArray[np.bool_]
+
+    @property
+    def drafted(self) -> npt.NDArray[np.integer]:
+        """int [n], drafts of each window."""
+        return np.minimum(self.caps, self.depth)
 
 
 @dataclass(slots=True)
-class Observed:
-    """An iteration whose results were read.
+class Observed(Windows):
+    """An iteration whose results were read, and its windows.
 
     Attributes:
         size: requests, padding included.
-        accept_lens: int [n].
-        caps, greedy, kv_tokens: as in `DecodeRows`.
+        kv_tokens: as in `DecodeRows`.
         seconds: time since the results of the previous iteration; None if it is unknown or not comparable with others. Draft extend runs
             after the results are read, so this is the iteration's own time only if the previous one had the same depth. After depth 0 it
             includes the catch-up window.
@@ -155,11 +159,7 @@ class Observed:
         step: the number of its step.
     """
 
-    depth: int
     size: int
-    accept_lens: npt.NDArray[np.integer]
-    caps: npt.NDArray[np.integer]
-    greedy: npt.NDArray[np.bool_]
     kv_tokens: int
     seconds: float | None
     width: int = 0
@@ -184,7 +184,7 @@ class DepthChooser(Protocol):
         ...
 
     def observe_windows(self, windows: Windows) -> None:
-        """Learn from windows of another attention group; the time of the iteration is passed to `observe`."""
+        """Learn from windows of another attention group, at least one and of at least one draft; `observe` gets the iteration's time."""
         ...
 
     def observe_guesses(self, greedy: npt.NDArray[np.bool_], hits: npt.NDArray[np.bool_]) -> None:
@@ -323,10 +323,9 @@ class DepthController(DepthChooser):
                 self.cost.observe(read.size, read.depth, read.kv_tokens, read.seconds, read.width)
         if read.depth == 0 or not len(read.accept_lens):
             return
-        drafted = np.minimum(read.caps, read.depth)
         if len(read.rows):
-            self.rows.add(read.rows, read.step, read.accept_lens, drafted)
-        self.observe_windows(Windows(read.depth, read.accept_lens, drafted, read.greedy))
+            self.rows.add(read.rows, read.step, read.accept_lens, read.drafted)
+        self.observe_windows(read)
         if self._current == 0 and not read.width and not self._spreads_ends:  # a probe that accepted drafts saved time
             self._probes.refund((float(read.accept_lens.mean()) - 1.0) * self.cost.seconds(read.size, 0, read.kv_tokens))
 
@@ -342,11 +341,11 @@ class DepthController(DepthChooser):
 
     def observe_windows(self, windows: Windows) -> None:
         """Add the windows to the averages of their kind, shallow ones first."""
-        depth, width = windows.depth, windows.depth + 2
+        depth, width, drafted = windows.depth, windows.depth + 2, windows.drafted
         self._windows += len(windows.accept_lens)
-        kinds = (windows.greedy * np.intp(width) + windows.drafted) * width + windows.accept_lens
+        kinds = (windows.greedy * np.intp(width) + drafted) * width + windows.accept_lens
         counts = np.bincount(kinds, minlength=2 * width * width).tolist()
-        shallowest = max(int(windows.drafted.min()), 1)
+        shallowest = max(int(drafted.min()), 1)
         for greedy, averages in self._averages.items():
             for drafts in range(shallowest, depth + 1):
                 start = (greedy * width + drafts) * width

@@ -88,7 +88,7 @@ class DepthTrial(DepthChooser):
     def observe(self, read: Observed) -> None:
         """Count the accepted tokens, and the time if the previous step ran at the same depth."""
         if read.depth:
-            self.acceptance.add(read.accept_lens, read.depth)
+            self.observe_windows(read)
         self._in_row = self._in_row + 1 if read.depth == self._last else 1
         self._last = read.depth
         if self._in_row == 1:

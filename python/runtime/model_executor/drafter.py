@@ -73,14 +73,12 @@ class DraftSetup:
     Attributes:
         inputs: persistent inputs, shared with the target's runners.
         depths: batch sizes of each depth.
-        requests: maximum requests of one pass, including padding.
         make_runner: makes a graph runner over `inputs`.
     """
 
     target: TargetModel
     inputs: InputBuffers
     depths: dict[int, DepthBatches]
-    requests: int
     make_runner: MakeRunner
 
 
@@ -99,15 +97,13 @@ class Drafter(Protocol):
         """The last committed token of each request and K = `iteration.depth` drafts after it."""
         ...
 
+    # ---- hooks
+
     def follow(self, iteration: Iteration, committed: CommittedWindow) -> None:
         """Advance the draft's state to the end of the committed tokens; at K = 0 a later `before_iteration` may do it."""
-        ...
 
     def follow_prompt(self, extend: ExtendPass) -> None:
         """Advance the draft's state to the end of the prompt chunks that the target ran."""
-        ...
-
-    # ---- hooks
 
     def attach(self, setup: DraftSetup) -> None:
         """Allocate device state and make graph runners. Called once, before memory is planned."""
@@ -180,9 +176,3 @@ class NoDrafter(Drafter):
     def propose(self, iteration: Iteration) -> DraftWindow:
         """Windows of the last token alone."""
         return iteration.no_drafts
-
-    def follow(self, iteration: Iteration, committed: CommittedWindow) -> None:
-        """Do nothing: there is no draft state."""
-
-    def follow_prompt(self, extend: ExtendPass) -> None:
-        """Do nothing: there is no draft state."""

@@ -12,9 +12,9 @@ from runtime.model_executor.context import WorkerContext
 from runtime.model_executor.decodes_pending import send_to_host
 from runtime.model_executor.iteration import Iteration
 from runtime.model_executor.request_rows import GREEDY
-from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target_model import ExtendPass, PromptsPending, TargetModel
+from runtime.model_executor.window import load_rows
 from runtime.model_executor.worker import WorkerParts
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 

@@ -24,10 +24,10 @@ from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.drift_alarm import Pairs
 from runtime.model_executor.input_buffers import InputBuffers
 from runtime.model_executor.iteration import AcceptResult, CommittedWindow, Iteration, VerifyResult
-from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.verification import Verifier
+from runtime.model_executor.window import load_rows
 
 SAMPLED = SamplingNeeds(False, False, False)
 MAX_BYTES = 128 << 20

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from runtime.batch import BatchResult, Pending, ScheduleBatch, no_ints
+from runtime.distributed.parallel_group import ParallelGroup
 from runtime.distributed.rank_sockets import ResultSocket
-from runtime.distributed.rank_watch import PERIOD
+from runtime.distributed.rank_watch import PERIOD, RankWatch
 from runtime.distributed.step_links import StepSender
-from runtime.distributed.step_messages import Answer, Close, RankCodec, Reset, RunStep, SetRun
+from runtime.distributed.step_messages import Answer, Close, RankCodec, RankMessage, Reset, RunStep, SetRun
 from runtime.errors import RankFailed, ServerFault
 
 
@@ -49,43 +50,38 @@ class Followers:
     """Sends every step once, encoded, to all other ranks.
 
     Args:
-        ended: called after the last message was sent.
-        pause: a context in which rank 0 may skip heartbeats.
-        failed: called with the reason when a step failed and rank 0 is about to exit.
-        begin: called before the first step, when this rank has built its worker.
+        senders: each reaches some of the other ranks, all together reach every one.
         results: receives the results of the other attention groups; None if there is one group.
 
     Attributes:
+        watch: the heartbeats of the other ranks; through it they also learn why rank 0 is about to exit.
         start: tracks sending and launching of a step.
         wait: tracks waiting for the results of a step.
     """
 
-    def __init__(
-        self,
-        sender: StepSender,
-        ended: Callable[[], None],
-        results: ResultSocket | None = None,
-        pause: Callable[[], AbstractContextManager[None]] = nullcontext,
-        failed: Callable[[str], None] = lambda why: None,
-        begin: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._sender, self._ended, self._results, self.pause, self.failed, self.begin = sender, ended, results, pause, failed, begin
+    def __init__(self, senders: Sequence[StepSender], watch: RankWatch, results: ResultSocket | None) -> None:
+        self._senders, self.watch, self._results = senders, watch, results
         self.start, self.wait = StepWait("start"), StepWait("end")
         self._codec = RankCodec()
         self._set = SetRun(())
+
+    def begin(self, group: ParallelGroup) -> None:
+        """Wait until all ranks have built their workers, and expect heartbeats from then on. Called before the first step."""
+        group.gather(None)
+        self.watch.start()
 
     def run(self, batch: ScheduleBatch, modes: tuple[str, ...]) -> None:
         """Send a step whose depth is already chosen to the other ranks, with the run modes of the graph runners."""
         wanted = SetRun(modes)
         if wanted != self._set:
             self._set = wanted
-            self._sender.send(self._codec.encode(wanted))
+            self._send(wanted)
         # A compiled grammar cannot be sent: the other ranks compile its text, which is part of the sampling parameters.
-        self._sender.send(self._codec.encode(RunStep(_without_grammars(batch))))
+        self._send(RunStep(_without_grammars(batch)))
 
     def ask(self, step: int) -> None:
         """Ask the other attention groups for the results of a step."""
-        self._sender.send(self._codec.encode(Answer(step)))
+        self._send(Answer(step))
 
     def answers(self, step: int) -> list[BatchResult]:
         """Wait for the results of the other attention groups, in the order of the groups."""
@@ -94,15 +90,21 @@ class Followers:
 
     def reset(self) -> None:
         """Make the other ranks forget all requests."""
-        self._sender.send(self._codec.encode(Reset()))
+        self._send(Reset())
 
     def close(self) -> None:
         """Tell the other ranks to exit."""
-        self._sender.send(self._codec.encode(Close()))
-        self._sender.close()
+        self._send(Close())
+        for sender in self._senders:
+            sender.close()
         if self._results is not None:
             self._results.close()
-        self._ended()
+        self.watch.close()
+
+    def _send(self, message: RankMessage) -> None:
+        frame = self._codec.encode(message)
+        for sender in self._senders:
+            sender.send(frame)
 
 
 def _without_grammars(batch: ScheduleBatch) -> ScheduleBatch:
@@ -126,11 +128,11 @@ class SharedPending:
             with self.followers.wait.of(self.step):
                 return self.pending.wait()
         except ServerFault as error:
-            self.followers.failed(str(error))
+            self.followers.watch.end(str(error))
             raise
         except Exception as error:
             fault = RankFailed(0, self.step, error)
-            self.followers.failed(str(fault))
+            self.followers.watch.end(str(fault))
             raise fault from error
 
 

@@ -1,11 +1,10 @@
-"""Recording functions as CUDA graphs: the shared memory pool, and the report of a capture."""
+"""Recording functions as CUDA graphs: the shared memory pool, and what is paused or measured around a capture."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
@@ -43,29 +42,6 @@ class CallPool:
     def capture(self, key: GraphKey, function: Callable[[], None]) -> Replay:
         """The function itself."""
         return function
-
-
-@dataclass(slots=True)
-class CaptureReport:
-    """Cost of capturing one runner.
-
-    Attributes:
-        name: the runner's name.
-        sizes: sizes that have a graph.
-        seconds: time for all sizes.
-        reserved_mib: memory that the runner had reserved for outputs and graphs.
-        used_mib: device memory that its outputs and graphs take.
-        captured: bytes that its graphs take.
-        output_bytes: bytes by which its outputs enlarged their arena.
-    """
-
-    name: str
-    sizes: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    reserved_mib: float = 0.0
-    used_mib: float = 0.0
-    captured: int = 0
-    output_bytes: int = 0
 
 
 @contextmanager

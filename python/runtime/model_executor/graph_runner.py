@@ -28,11 +28,11 @@ from runtime.batch import ForwardMode
 from runtime.config.host_memory import MIB
 from runtime.layers.attention.base import AttentionBackend, plan_pass
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.model_executor.graph_capture import CallPool, CaptureReport, GraphKey, GraphPool, Replay, device_bytes, paused_gc
+from runtime.model_executor.graph_capture import CallPool, GraphKey, GraphPool, Replay, device_bytes, paused_gc
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.output_arena import OutputArena
 from runtime.progress_bar import progress_bar
-from runtime.worker_info import RunnerRuns
+from runtime.worker_info import GraphInfo, RunnerRuns
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,9 @@ class GraphRunner:
     Attributes:
         mode: the run mode of the following runs.
         pool_peak: bytes of the graph pool that the largest size needs; set by `find_peak`.
-        report: cost of the capture.
+        output_bytes: bytes by which its outputs enlarged their arena.
+        reserved_bytes: bytes that it reserved for outputs and CUDA graphs.
+        captured_bytes: bytes that its graphs take.
         replayed, ran_eagerly: number of runs so far.
     """
 
@@ -162,7 +164,9 @@ class GraphRunner:
         self.pool_peak = 0
         largest = spec.shape(self._max_size)
         inputs.declare(spec.inputs, *largest)
-        self.report = CaptureReport(spec.name, output_bytes=self._arena.reserve(spec.outputs, *largest))
+        self.output_bytes = self._arena.reserve(spec.outputs, *largest)
+        self.reserved_bytes = self.captured_bytes = 0
+        self._capture_seconds = 0.0
 
     @property
     def sizes(self) -> list[int]:
@@ -194,8 +198,7 @@ class GraphRunner:
 
     def has_graph(self, size: int) -> bool:
         """Whether there is a graph of this size; before capture, whether there will be one."""
-        at = bisect_left(self._sizes, size)
-        return at < len(self._sizes) and self._sizes[at] == size
+        return size in self._sizes
 
     def batch(self, size: int, tokens: int = 0) -> ForwardBatch:
         """The persistent inputs of a pass of `size`, including padding; with `tokens`, of a ragged pass of that many tokens."""
@@ -236,6 +239,11 @@ class GraphRunner:
         """Number of runs so far."""
         return RunnerRuns(self.spec.name, self.replayed, self.ran_eagerly)
 
+    def report(self) -> GraphInfo:
+        """The captured sizes and their cost."""
+        reserved, used = self.reserved_bytes / MIB, (self.captured_bytes + self.output_bytes) / MIB
+        return GraphInfo(self.spec.name, self.sizes, round(self._capture_seconds, 3), round(reserved, 1), round(used, 1))
+
     def rebind(self, backends: Sequence[AttentionBackend]) -> None:
         """Use other backends from now on, after the KV pool was replaced. Before any capture."""
         assert not self._replays, "graphs hold the addresses of the old pool"
@@ -246,7 +254,7 @@ class GraphRunner:
     def leave_out(self) -> None:
         """Capture no graphs, and reserve no memory for them."""
         assert not self._replays, "its graphs are captured already"
-        self._sizes, self.pool_peak, self.report.reserved_mib = [], 0, 0.0
+        self._sizes, self.pool_peak, self.reserved_bytes = [], 0, 0
 
     def find_peak(self) -> None:
         """Set `pool_peak` by an eager run of the largest captured size: a graph allocates as much as an eager run.
@@ -269,7 +277,7 @@ class GraphRunner:
         nodes = len(self._sizes) * len(self.spec.variants) * self.spec.launches
         nccl = passes * sum(self._nccl_bytes(self.spec.shape(size)[1]) for size in self._sizes)
         needed = max(self.pool_peak - pool_bytes, 0) + nodes * self._node_bytes + nccl
-        self.report.reserved_mib = (needed + self.report.output_bytes) / MIB
+        self.reserved_bytes = needed + self.output_bytes
         return needed
 
     def eager_peak(self) -> int:
@@ -308,15 +316,14 @@ class GraphRunner:
         if self.uses_cuda_graphs:
             torch.cuda.empty_cache()  # free what warm-up runs allocated
         self.keep(held)
-        self.report.seconds = time.perf_counter() - started
-        self.report.captured = device_bytes() - before
-        self.report.used_mib = (self.report.captured + self.report.output_bytes) / MIB
+        self._capture_seconds = time.perf_counter() - started
+        self.captured_bytes = device_bytes() - before
         return self.sizes
 
     def keep(self, sizes: Sequence[int]) -> None:
         """Drop the graphs of all other sizes, with a warning."""
         dropped = sorted(set(self._sizes) - set(sizes))
-        self._sizes = self.report.sizes = sorted(sizes)
+        self._sizes = sorted(sizes)
         kept = {self.spec.shape(size) for size in sizes}
         self._replays = {key: replay for key, replay in self._replays.items() if key[:2] in kept}
         if dropped:
@@ -369,16 +376,13 @@ class GraphRunner:
         return self._outputs[requests, tokens]
 
 
-def capture_all(runners: Sequence[GraphRunner]) -> list[CaptureReport]:
+def capture_all(runners: Sequence[GraphRunner]) -> None:
     """Capture the graphs of all runners in one pool, with one progress bar."""
     wanted = [runner for runner in runners if runner.sizes]
-    if not wanted:
-        return []
     graphs = GraphPool() if any(runner.uses_cuda_graphs for runner in wanted) else None
     total = sum(len(runner.sizes) for runner in wanted)
     bar = progress_bar(shown=graphs is not None, total=total, desc="Capturing graphs", unit="graph")
     with paused_gc(freeze=graphs is not None), bar:
         for runner in wanted:
-            bar.set_postfix_str(runner.report.name)
+            bar.set_postfix_str(runner.spec.name)
             runner.capture(graphs if graphs is not None and runner.uses_cuda_graphs else CallPool(), bar.update)
-    return [runner.report for runner in wanted]

@@ -24,9 +24,9 @@ from runtime.model_executor.drafter import Drafter
 from runtime.model_executor.graph_runner import GraphOptions, GraphRunner, Outputs, RunMode, RunnerSpec, eagerly
 from runtime.model_executor.input_buffers import BufferSpec, InputBuffers
 from runtime.model_executor.iteration import CommittedWindow, Iteration, VerifyResult
-from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.target_model import TargetModel
 from runtime.model_executor.verification import Verifier
+from runtime.model_executor.window import load_rows
 
 VARIANTS = {
     "greedy": SamplingNeeds(True, True, False),

@@ -1,4 +1,5 @@
-"""The inputs of a fixed-width pass, derived on the device from request rows; only row numbers come from the host."""
+"""The inputs of a fixed-width pass, derived on the device from request rows: `load_rows`, then `fill_window`. Only row numbers come from
+the host."""
 
 from __future__ import annotations
 
@@ -8,6 +9,25 @@ import torch
 from runtime.batch import ForwardMode
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mem_cache.kv_pool import PageTable
+from runtime.model_executor.input_buffers import InputBuffers
+from runtime.model_executor.request_rows import RequestRows
+
+
+def load_rows(inputs: InputBuffers, rows: torch.Tensor, state: RequestRows) -> None:
+    """Fill `rows`, `page_rows`, `kv_lens` and `last_tokens` of the inputs for request rows int64 [B]; padding: row 0.
+
+    Outside or inside a graph.
+    """
+    if rows.is_cuda:
+        from runtime.model_executor.window_kernel import load_rows_cuda
+
+        load_rows_cuda(inputs, rows, state)
+        return
+    size = len(rows)
+    inputs.rows(size).copy_(rows)
+    inputs.named("page_rows", size).copy_(rows)
+    torch.index_select(state.kv_lens, 0, rows, out=inputs.kv_lens(size))
+    torch.index_select(state.last_tokens, 0, rows, out=inputs.last_tokens(size))
 
 
 def fill_window(

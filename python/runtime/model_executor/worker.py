@@ -32,9 +32,9 @@ from runtime.model_executor.iteration_graph import IterationGraphs, IterationSta
 from runtime.model_executor.profiler import Profiler
 from runtime.model_executor.ragged_windows import RaggedWindows
 from runtime.model_executor.results import join
-from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.staging import HostCopy
 from runtime.model_executor.target_model import Chunks, ExtendPass, PromptsPending, States
+from runtime.model_executor.window import load_rows
 from runtime.worker_info import WorkerInfo
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ class Worker:
 
     def stop_profile(self) -> str:
         """End the trace; returns its file."""
-        with nullcontext() if self._followers is None else self._followers.pause():
+        with nullcontext() if self._followers is None else self._followers.watch.pause():
             return self._queue.run(self._profiler.stop)
 
     def close(self) -> None:
@@ -401,10 +401,10 @@ class Worker:
         controller.observe(
             Observed(
                 depth=iteration.depth,
-                size=iteration.size,
                 accept_lens=lens[alive],
                 caps=drafts[alive],
                 greedy=greedy,
+                size=iteration.size,
                 kv_tokens=batch.pad_kv or int(iteration.bounds.sum()),
                 seconds=None if disturbed else seconds,
                 width=0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size,

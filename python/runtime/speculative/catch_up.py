@@ -19,9 +19,8 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.model_executor.graph_runner import GraphRunner, RunnerSpec
 from runtime.model_executor.input_buffers import INPUTS, BufferSpec, InputBuffers
 from runtime.model_executor.iteration import Iteration
-from runtime.model_executor.row_inputs import load_rows
 from runtime.model_executor.target_model import TargetModel
-from runtime.model_executor.window import fill_window
+from runtime.model_executor.window import fill_window, load_rows
 
 WIDTH = 8
 """Stored positions per row, and tokens per request of the window."""

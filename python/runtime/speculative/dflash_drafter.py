@@ -84,8 +84,7 @@ class DFlashDrafter(ModelDrafter):
         """Fill the blocks."""
         if iteration.depth == 0:
             return iteration.no_drafts
-        runner, grammar = self.graphs[iteration.depth].decode, restricting_grammar(iteration)
-        assert runner is not None, "every depth has blocks"
+        runner, grammar = self.decode[iteration.depth], restricting_grammar(iteration)
         outputs = self._decode(iteration, runner, None if grammar is None else partial(self._fill_block, grammar=grammar))
         return DraftWindow(**outputs)
 

@@ -140,7 +140,7 @@ class EagleWorker(ModelDrafter):
         """Run draft-decode."""
         if iteration.depth == 0:
             return iteration.no_drafts
-        runner, passes, grammar = self.graphs[iteration.depth].decode, self._passes[iteration.depth], restricting_grammar(iteration)
+        runner, passes, grammar = self.decode.get(iteration.depth), self._passes[iteration.depth], restricting_grammar(iteration)
         if runner is None:
             return self._first_window(iteration, passes, grammar)
         outputs = self._decode(iteration, runner, None if grammar is None else passes.function(grammar))

@@ -8,7 +8,6 @@ so its KV length is always the target's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -30,26 +29,19 @@ ReadStates = Callable[[ForwardBatch], torch.Tensor]
 """The target's states at the tokens of a batch, [num_tokens, feature_width]."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRunners:
-    """The draft's graph runners at one depth. `decode` is None if the first guess is the only draft."""
-
-    decode: GraphRunner | None
-    extend: GraphRunner
-
-
 class ModelDrafter(Drafter):
     """Owner of the draft model's runner and of its graph runners at every depth.
 
     Attributes:
         runner: weights, KV pool and attention backend of the draft.
-        graphs: the runners by depth, from 1 on.
+        decode: the runners that draft, by depth; none where the first guess is the only draft.
+        extend: the runners of draft-extend, by depth; at depth 0 that of `catch_up`.
         catch_up: processes steps without drafts; None if depth 0 is not in the table.
     """
 
     def __init__(self, spec: DrafterSpec, runner: ModelRunner, config: SpeculativeConfig) -> None:
         self.spec, self.runner, self._config = spec, runner, config
-        self.graphs: dict[int, DraftRunners] = {}
+        self.decode, self.extend = dict[int, GraphRunner](), dict[int, GraphRunner]()
         self.catch_up: CatchUp | None = None
         self._target: TargetModel
         self._inputs: InputBuffers
@@ -83,19 +75,20 @@ class ModelDrafter(Drafter):
         target, inputs = setup.target, setup.inputs
         self._target, self._inputs, self._depths = target, inputs, setup.depths
         width = max(self.spec.max_width, WIDTH if 0 in setup.depths else 0)  # tokens per request of the widest pass
-        self.runner.allocate(1, target.page_table, setup.requests, width)
+        self.runner.allocate(1, target.page_table, inputs.max_requests, width)
         for depth in setup.depths:
             if depth:
-                decode = self._decode_runner(setup, depth)
-                extend = self._extend_runner(setup, depth, lambda batch: inputs.named("features", batch.num_tokens))
-                self.graphs[depth] = DraftRunners(decode, extend)
-        if 0 in setup.depths:
-            stored = StoredInputs(len(target.rows.kv_lens), self.spec.feature_width, self.runner.dtype, inputs)
-            self.catch_up = CatchUp(target, inputs, stored, self._extend_runner(setup, 0, stored.states))
+                if (decode := self._decode_runner(setup, depth)) is not None:
+                    self.decode[depth] = decode
+                self._add_extend_runner(setup, depth, lambda batch: inputs.named("features", batch.num_tokens))
+            else:
+                stored = StoredInputs(len(target.rows.kv_lens), self.spec.feature_width, self.runner.dtype, inputs)
+                self._add_extend_runner(setup, 0, stored.states)
+                self.catch_up = CatchUp(target, inputs, stored, self.extend[0])
 
-    def _extend_runner(self, setup: DraftSetup, depth: int, states: ReadStates) -> GraphRunner:
+    def _add_extend_runner(self, setup: DraftSetup, depth: int, states: ReadStates) -> None:
         spec, wanted = self._extend_spec(depth), self._config.draft_extend_graph
-        return setup.make_runner(spec, self._extend_forward(states, spec.width), self.runner, setup.depths[depth], wanted)
+        self.extend[depth] = setup.make_runner(spec, self._extend_forward(states, spec.width), self.runner, setup.depths[depth], wanted)
 
     def models(self) -> list[ModelPasses]:
         """The draft model."""
@@ -104,10 +97,7 @@ class ModelDrafter(Drafter):
 
     def runners(self, depth: int) -> list[GraphRunner]:
         """The drafting runner, if there is one, and that of draft-extend."""
-        if depth == 0:
-            return [] if self.catch_up is None else [self.catch_up.runner]
-        found = self.graphs[depth]
-        return [found.extend] if found.decode is None else [found.decode, found.extend]
+        return [runners[depth] for runners in (self.decode, self.extend) if depth in runners]
 
     # ---- steps; outside graphs
 
@@ -136,7 +126,7 @@ class ModelDrafter(Drafter):
             assert self.catch_up is not None, "depth 0 is in the table"
             self.catch_up.add(iteration, tokens[:, 0], features, variant)
             return
-        runner, width = self.graphs[iteration.depth].extend, tokens.shape[1]
+        runner, width = self.extend[iteration.depth], tokens.shape[1]
         batch, inputs = runner.batch(iteration.size), runner.inputs(iteration.size)
         batch.seq_len_bounds[:] = iteration.bounds + width
         fill_window(batch, self._target.page_table, iteration.kv_lens, tokens)

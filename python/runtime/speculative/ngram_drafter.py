@@ -10,8 +10,8 @@ import torch
 from runtime.batch import PAD_ROW, BatchResult, Int32, RowInit
 from runtime.model_executor.draft_window import DraftWindow, TreeShape
 from runtime.model_executor.drafter import Drafter, DrafterSpec, DraftSetup
-from runtime.model_executor.iteration import CommittedWindow, Iteration
-from runtime.model_executor.target_model import ExtendPass, TargetModel
+from runtime.model_executor.iteration import Iteration
+from runtime.model_executor.target_model import TargetModel
 from runtime.speculative.ngram import NgramHistory
 
 
@@ -54,12 +54,6 @@ class NgramDrafter(Drafter):
             iteration.grammar.substitute_forced(drafts)
         (on_device,) = self._target.staging.upload(drafts.flatten().astype(np.int64))
         return DraftWindow(torch.cat([window.tokens, on_device.view(iteration.size, -1)], dim=1))
-
-    def follow(self, iteration: Iteration, committed: CommittedWindow) -> None:
-        """Do nothing: there is no draft model."""
-
-    def follow_prompt(self, extend: ExtendPass) -> None:
-        """Do nothing: there is no draft model."""
 
     def observe(self, rows: Int32, result: BatchResult) -> None:
         """Append the committed tokens of each request to its text."""

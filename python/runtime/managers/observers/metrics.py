@@ -38,6 +38,10 @@ GAUGES: tuple[Figure, ...] = (
     ("talon:spec_depth", "Draft depth of the latest step with decode rows.", lambda s: s.spec_depth),
     ("talon:pages", "KV pages of the server.", lambda s: s.pages_total),
     ("talon:pages_free", "KV pages that are free, or cached and not in use.", lambda s: s.pages_free),
+    ("sglang:spec_accept_length", "Mean tokens committed per verify step, including the bonus token.", lambda s: s.spec.accept_length),
+    ("sglang:spec_accept_rate", "Fraction of draft tokens accepted.", lambda s: s.spec.accept_rate),
+    ("talon:graph_hit_rate", "Fraction of decode steps that replayed a graph.", lambda s: s.decode.graph_hit_rate),
+    ("talon:padding_waste", "Fraction of computed decode rows that were padding.", lambda s: s.decode.padding_waste),
 )
 COUNTERS: tuple[Figure, ...] = (
     ("sglang:num_retracted_requests", "Retracted requests.", lambda s: s.num_retracted_requests_total),
@@ -53,13 +57,6 @@ COUNTERS: tuple[Figure, ...] = (
     ("talon:spec_accepted_tokens", "Draft tokens accepted.", lambda s: s.spec.accepted_tokens),
     ("talon:spec_paused_steps", "Decode steps without drafts.", lambda s: s.spec_paused_steps_total),
 )
-RATES: tuple[Figure, ...] = (
-    ("sglang:spec_accept_length", "Mean tokens committed per verify step, including the bonus token.", lambda s: s.spec.accept_length),
-    ("sglang:spec_accept_rate", "Fraction of draft tokens accepted.", lambda s: s.spec.accept_rate),
-    ("talon:graph_hit_rate", "Fraction of decode steps that replayed a graph.", lambda s: s.decode.graph_hit_rate),
-    ("talon:padding_waste", "Fraction of computed decode rows that were padding.", lambda s: s.decode.padding_waste),
-)
-"""Gauges that are absent before the first step."""
 GROUP_GAUGES: tuple[tuple[str, str, Callable[[GroupLoad], float]], ...] = (
     ("talon:group_running_reqs", "Running requests, by attention group.", lambda g: g.num_running_reqs),
     ("talon:group_queue_reqs", "Requests waiting for a row or for KV memory, by attention group.", lambda g: g.num_queue_reqs),
@@ -164,7 +161,7 @@ class _SchedulerCollector:
         stats = self.latest
         if stats is None:
             return
-        for kind, figures in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS), (GaugeMetricFamily, RATES)):
+        for kind, figures in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, help_text, value in figures:
                 if (figure := value(stats)) is not None:
                     yield self._family(kind, name, help_text, {(): figure})
@@ -175,7 +172,7 @@ class _SchedulerCollector:
         yield self._family(CounterMetricFamily, "talon:spec_depth_steps", "Steps with decode rows, by draft depth.", depths, "depth")
         help_text = "Fraction of verify steps of this depth or more that accepted the draft at this position."
         yield self._gauge("talon:spec_accept_rate_by_position", help_text, rates, "position")
-        by_context = {(start,): length for start, length in stats.spec_by_context.accept_lengths().items()}
+        by_context = {(start,): length for start, length in stats.accept_length_by_context.items()}
         help_text = "Accept length by context length; the label is the lower bound of the bucket."
         yield self._gauge("talon:spec_accept_length_by_context", help_text, by_context, "context")
         phases = {(phase,): seconds for phase, seconds in stats.startup_seconds.items()}

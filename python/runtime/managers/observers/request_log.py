@@ -20,21 +20,14 @@ def log_request(end: RequestEnd) -> None:
     log.info("%s: %s, %s, %s", name, counts, end.finish.reason, times, extra=_fields(end))
 
 
-class SlowRequestLog:
-    """Logs each choice that took at least `seconds`, with the phase that took longest."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __call__(self, end: RequestEnd) -> None:
-        """Log the choice if it was slow."""
-        if end.seconds >= self._seconds:
-            phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in end.phases().items())
-            counts = f"{end.progress.prompt_tokens} prompt tokens, {end.progress.completion_tokens} new"
-            slowest = end.slowest_phase()
-            log.warning(
-                "slow request %s: %.2f s, most of it %s (%s); %s", _name(end), end.seconds, slowest, phases, counts, extra=_fields(end)
-            )
+def log_slow_request(min_seconds: float, end: RequestEnd) -> None:
+    """Log a choice that took at least `min_seconds`, with the phase that took longest."""
+    if end.seconds < min_seconds:
+        return
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in end.phases().items())
+    counts = f"{end.progress.prompt_tokens} prompt tokens, {end.progress.completion_tokens} new"
+    slowest = end.slowest_phase()
+    log.warning("slow request %s: %.2f s, most of it %s (%s); %s", _name(end), end.seconds, slowest, phases, counts, extra=_fields(end))
 
 
 def _name(end: RequestEnd) -> str:

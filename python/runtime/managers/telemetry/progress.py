@@ -38,7 +38,7 @@ class Progress(msgspec.Struct, array_like=True):
 
 DecodeStep = tuple[bool, int, int]
 """Arguments of `DecodeStats.add`: one decode step."""
-VerifyStep = tuple[int, int, int, int, int]
+VerifyStep = tuple[int, int, int, int, str]
 """Arguments of `SpecStats.add`, and a `context_class`: one verify step of a request."""
 
 

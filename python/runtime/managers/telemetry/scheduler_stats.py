@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import msgspec
 
 from runtime.managers.telemetry.decode_stats import DecodeStats
 from runtime.managers.telemetry.progress import Progress
-from runtime.managers.telemetry.spec_stats import ContextAcceptance, SpecStats
+from runtime.managers.telemetry.spec_stats import SpecStats, no_drafts
 from runtime.worker_info import WorkerInfo
 
 
@@ -29,7 +31,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
         spec_paused_steps_total: steps with decode rows that ran without drafts; not counted in `spec`.
         spec_depth_steps_total: steps with decode rows, by the depth of their drafts; empty without speculation.
         decode: steps without prompt tokens.
-        spec, spec_by_context: all drafts.
+        spec_by_context: all drafts, by the class of the context length of their request.
         spec_depth: depth of the latest step with decode rows.
         startup_seconds: duration of each phase of the start.
         worker: the worker's report; None in heartbeats.
@@ -56,12 +58,21 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
     spec_paused_steps_total: int = 0
     spec_depth_steps_total: dict[str, int] = {}
     decode: DecodeStats = msgspec.field(default_factory=DecodeStats)
-    spec: SpecStats = msgspec.field(default_factory=SpecStats)
-    spec_by_context: ContextAcceptance = msgspec.field(default_factory=ContextAcceptance)
+    spec_by_context: dict[str, SpecStats] = msgspec.field(default_factory=no_drafts)
     spec_depth: int = 0
     startup_seconds: dict[str, float] = {}
     groups: list[GroupLoad] = []
     worker: WorkerInfo | None = None
+
+    @property
+    def spec(self) -> SpecStats:
+        """All drafts."""
+        return reduce(SpecStats.plus, self.spec_by_context.values(), SpecStats())
+
+    @property
+    def accept_length_by_context(self) -> dict[str, float]:
+        """Accept length of each class of context lengths that has verify steps."""
+        return {name: length for name, spec in self.spec_by_context.items() if (length := spec.accept_length) is not None}
 
     @property
     def steps(self) -> int:
@@ -94,7 +105,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
     def figures(self) -> dict[str, object]:
         """All figures, by the names that /get_server_info uses."""
         decode, spec = self.decode, self.spec
-        parts = ("decode", "spec", "spec_by_context", "worker", "groups")
+        parts = ("decode", "spec_by_context", "worker", "groups")
         own = {name: value for name, value in msgspec.structs.asdict(self).items() if name not in parts}
         return own | {
             "groups": msgspec.to_builtins(self.groups),
@@ -116,7 +127,9 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True):
             "avg_spec_accept_length": spec.accept_length,
             "spec_accept_rate": spec.accept_rate,
             "per_position_acceptance": spec.accept_rate_by_position,
-            "spec_accept_length_by_context": self.spec_by_context.accept_lengths(),
-            "spec_steps_and_accepted_by_context": self.spec_by_context.totals(),
+            "spec_accept_length_by_context": self.accept_length_by_context,
+            "spec_steps_and_accepted_by_context": {
+                name: (spec.verify_steps, spec.accepted_tokens) for name, spec in self.spec_by_context.items()
+            },
             **decode.shares(),
         }

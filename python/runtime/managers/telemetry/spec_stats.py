@@ -10,32 +10,12 @@ import msgspec
 
 CONTEXTS = (0, 1024, 4096, 16384, 65536)
 """Acceptance is counted by context length: the lower bound of each class, in tokens."""
+CLASS_NAMES = tuple(map(str, CONTEXTS))
 
 
-def context_class(tokens: int) -> int:
-    """The index in `CONTEXTS` of the class of this context length."""
-    return bisect_right(CONTEXTS, tokens) - 1
-
-
-class ContextAcceptance(msgspec.Struct):
-    """Verify steps and accepted drafts by context length, an entry for each of `CONTEXTS`."""
-
-    verify_steps: list[int] = msgspec.field(default_factory=lambda: [0] * len(CONTEXTS))
-    accepted_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * len(CONTEXTS))
-
-    def add(self, accept_len: int, context: int, times: int = 1) -> None:
-        """Count verify steps of one context length. `context`: an index of `CONTEXTS`."""
-        self.verify_steps[context] += times
-        self.accepted_tokens[context] += (accept_len - 1) * times
-
-    def totals(self) -> dict[str, tuple[int, int]]:
-        """Verify steps and accepted drafts, by the lower bound of each class."""
-        counts = zip(CONTEXTS, self.verify_steps, self.accepted_tokens, strict=True)
-        return {str(start): (steps, accepted) for start, steps, accepted in counts}
-
-    def accept_lengths(self) -> dict[str, float]:
-        """Accept length by the lower bound of each class that has verify steps."""
-        return {start: 1.0 + accepted / steps for start, (steps, accepted) in self.totals().items() if steps}
+def context_class(tokens: int) -> str:
+    """The class of this context length, named by its lower bound."""
+    return CLASS_NAMES[bisect_right(CONTEXTS, tokens) - 1]
 
 
 class SpecStats(msgspec.Struct, array_like=True):
@@ -131,3 +111,8 @@ class SpecStats(msgspec.Struct, array_like=True):
         """For each draft position, the fraction of verify steps at least that deep that accepted it; None if there were none."""
         counts = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
         return [accepted / drafted if drafted else None for accepted, drafted in counts]
+
+
+def no_drafts() -> dict[str, SpecStats]:
+    """Counts of zero for each class of context lengths."""
+    return {name: SpecStats() for name in CLASS_NAMES}

@@ -111,7 +111,7 @@ class Plan:
 
 
 class Notes:
-    """Notes of the phases for the model card, in `run.json` next to the head; in the work folder only the model."""
+    """Notes of the phases for the model card, in `run.json` next to the head; in the work folder what it was made for."""
 
     def __init__(self, folder: Path, flag: str = "--output") -> None:
         """Raises `ConfigError` if the folder cannot be created."""
@@ -123,12 +123,13 @@ class Notes:
         self.all: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8")) if self._file.is_file() else {}
 
     @classmethod
-    def of_model(cls, folder: Path, flag: str, model: str) -> Notes:
-        """The notes of a folder for `model`. Raises `ConfigError` if it was made for another one."""
+    def made_for(cls, folder: Path, flag: str, **facts: object) -> Notes:
+        """The notes of a folder, with these facts. Raises `ConfigError` if one of them differs from an earlier run's."""
         notes = cls(folder, flag)
-        if (other := notes.all.get("model", model)) != model:
-            raise ConfigError(f"{flag} {folder} was made for {other}, not for {model}. Name another folder.")
-        notes.put("model", model)
+        for name, value in facts.items():
+            if (other := notes.all.get(name, value)) != value:
+                raise ConfigError(f"{flag} {folder} was made for {name} {other}, not {value}. Name another folder.")
+            notes.put(name, value)
         return notes
 
     def put(self, name: str, value: object) -> None:
@@ -141,12 +142,14 @@ def run(plan: Plan, phases: Sequence[str]) -> None:
     """Run those of generate, train and evaluate that are in `phases`, in this order.
 
     Raises:
-        ConfigError: no server can run the head, or a folder was made for another model, whose text would be trained on.
+        ConfigError: no server can run the head, or a folder was made for another model or other layers.
     """
     check_head(plan)
-    notes = Notes.of_model(plan.output, "--output", plan.source.served_name)
+    notes = Notes.made_for(plan.output, "--output", model=plan.source.served_name)
     if {"generate", "train"} & set(phases):
-        Notes.of_model(plan.work, "--work", plan.source.served_name)
+        target = load_hf_config(plan.source.weights_folder)
+        layers = list(plan.aux_layers or default_aux_layers(target.num_layers))
+        Notes.made_for(plan.work, "--work", model=plan.source.served_name, aux_layers=layers)
     steps: dict[str, Callable[[Plan, Notes], None]] = {"generate": generate, "train": train, "evaluate": evaluate}
     for name, step in steps.items():
         if name in phases:

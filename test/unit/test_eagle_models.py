@@ -344,15 +344,16 @@ def nested(raw: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("flags", [{}, {"norm_before_residual": True}, {"norm_before_fc": True, "norm_output": True}])
-def test_speculators_layout_is_the_same_head(tmp_path: Path, flags: dict[str, bool]) -> None:
+def test_speculators_layout_is_the_same_head(tmp_path: Path, flags: dict[str, bool], tied: bool) -> None:
     raw = draft_json("LlamaForCausalLMEagle3", draft_vocab_size=40, **flags)
     picks = torch.arange(40) * 2
     tensors = checkpoint(raw, d2t=picks - torch.arange(40))
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     target = make_target()
     plain = load_head(save(tmp_path / "plain", raw, tensors), target)
-    folder = save(tmp_path / "nested", nested(raw), renamed)
+    folder = save(tmp_path / "nested", nested(raw | {"tie_word_embeddings": tied}), renamed)
     config = load_draft_config(folder, "EAGLE3", target.config)
     head = LlamaForCausalLMEagle3(config, target)
     head.load(safetensors_weights(folder, progress=False))

@@ -520,15 +520,22 @@ def test_layers_that_a_head_cannot_name_are_refused(tmp_path: Path) -> None:
         train_eagle.main(["--model-path", str(tmp_path), "--output", str(tmp_path / "head"), "--aux-layers", "1", "2", "3"])
 
 
-@pytest.mark.parametrize("flag", ["--output", "--work"])
-def test_the_folder_of_another_model_is_refused(tmp_path: Path, flag: str) -> None:
+@pytest.mark.parametrize(
+    ("flag", "note", "why"),
+    [
+        ("--output", {"model": "another"}, "was made for model another, not target"),
+        ("--work", {"model": "another"}, "was made for model another, not target"),
+        ("--work", {"model": "target", "aux_layers": [0, 1, 2]}, r"was made for aux_layers \[0, 1, 2\], not \[1, 2, 3\]"),
+    ],
+)
+def test_a_folder_of_another_model_or_of_other_layers_is_refused(tmp_path: Path, flag: str, note: dict[str, Any], why: str) -> None:
     Checkpoint("qwen3", tmp_path / "target")
     write_small_tokenizer(tmp_path / "target")
     folders = {"--output": tmp_path / "head", "--work": tmp_path / "data"}
     folders[flag].mkdir()
-    (folders[flag] / "run.json").write_text('{"model": "another"}')
+    (folders[flag] / "run.json").write_text(json.dumps(note))
     flags = [part for name, folder in folders.items() for part in (name, str(folder))]
-    with pytest.raises(SystemExit, match=f"{flag} .* was made for another, not for target"):
+    with pytest.raises(SystemExit, match=f"{flag} .* {why}"):
         train_eagle.main(["--model-path", str(tmp_path / "target"), *flags, "--phases", "train"])
 
 

@@ -12,7 +12,8 @@ KINDS = ("eagle3", "dflash")
 
 
 def flattened(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a draft, with those of a nested decoder layer moved to the top level.
+    """The fields of a draft, with those of a nested decoder layer moved to the top level. Such a draft has an LM head of its own, whatever
+    its layer's copy of the target's configuration says.
 
     Raises:
         ConfigError: the draft is of a kind that is not supported, or its layer is not an object.
@@ -25,7 +26,7 @@ def flattened(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(layer, dict):
         raise ConfigError(f"{where}: {LAYER} is {layer!r}; it must be an object")
     outer = {name: value for name, value in raw.items() if value is not None and name != LAYER}
-    return {**layer, **outer}
+    return {**layer, **outer, "tie_word_embeddings": False}
 
 
 def layer_type(raw: Mapping[str, Any], default: str, supported: Collection[str], where: str) -> str | None:

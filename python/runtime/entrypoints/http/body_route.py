@@ -60,8 +60,10 @@ def _validated(model: type[BaseModel], value: object) -> BaseModel:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        given_float = any(isinstance(one["input"], float) for one in error.errors())
-    return read_body(model, whole_numbers(value) if given_float else value)
+        errors = error.errors()
+    if not any(isinstance(one["input"], float) for one in errors):
+        raise BodySchema(model).refusal(errors)
+    return read_body(model, whole_numbers(value))
 
 
 def whole_numbers(value: Any) -> Any:

@@ -47,8 +47,6 @@ class DFlashDraftModel(DraftHead):
         ]
         self.attention_specs = tuple(attention.spec for attention in self._attention)
         self._kv_projs: list[Linear] = []
-        self.vocab_size = self.config.draft_vocab_size or self.config.vocab_size
-        self.has_map = self.vocab_size != self.config.vocab_size
         if self.has_map:
             self.lm_head = parts.weights.head("lm_head", self.vocab_size, hidden)
 

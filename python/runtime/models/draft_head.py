@@ -120,7 +120,6 @@ class DraftHead:
 
     layers: list[Block]
     head_norm: RMSNorm | None = None
-    has_map = False
     to_target: torch.Tensor | None = None
     to_draft: torch.Tensor | None = None
 
@@ -128,7 +127,8 @@ class DraftHead:
         self, config: ModelConfig, target: DecoderModel, context: ModelContext | None = None, group: ParallelGroup | None = None
     ) -> None:
         """`group`: the ranks that share the head's blocks; by default those that share its target's."""
-        self.config, self.vocab_size = config, config.vocab_size
+        self.config, self.vocab_size = config, config.draft_vocab_size or config.vocab_size
+        self.has_map = self.vocab_size != config.vocab_size
         self.parts = ModelParts(config, (context or target.context.for_draft(config.quant)).with_blocks_of(group))
         self.ops: BlockOps = target.context.ops
         self.dtype = target.dtype

@@ -46,8 +46,6 @@ class LlamaForCausalLMEagle3(DraftHead, DraftModel):
         if self.feature_width == self.hidden_width:
             raise ConfigError(f"the EAGLE-3 draft head is as wide as three of its target's hidden states, {self.feature_width}")
         self.hidden_dtype = torch.float32
-        self.vocab_size = c.draft_vocab_size or c.vocab_size
-        self.has_map = self.vocab_size != c.vocab_size
         self._layout = config.layout
         self.fc = parts.weights.linear({"fc": c.hidden_size}, self.feature_width)
         first = parts.usual_block("midlayer.", 0, in_features=2 * c.hidden_size, input_norm=False)

@@ -126,6 +126,8 @@ def main(argv: list[str] | None = None) -> None:
 
     from runtime.errors import ServingError
     from runtime.model_files.model_source import resolve_model
+    from runtime.models.eagle3_layout import default_aux_layers
+    from runtime.models.registry import load_hf_config
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cuda = device == "cuda"
@@ -172,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
                 ),
                 draft_vocab_size=args.draft_vocab_size,
                 intermediate_size=args.intermediate_size,
-                aux_layers=tuple(args.aux_layers) if args.aux_layers else None,
+                aux_layers=tuple(args.aux_layers or default_aux_layers(load_hf_config(source.weights_folder).num_layers)),
                 shapes=shapes,
                 prompts=args.prompts,
                 measured_tokens=args.measured_tokens,

@@ -31,7 +31,7 @@ from runtime.config.flag_parser import from_fields
 from runtime.config.resolve import check
 from runtime.errors import ConfigError, unreadable
 from runtime.model_files.model_source import ModelSource
-from runtime.models.eagle3_layout import default_aux_layers, read_aux_layers
+from runtime.models.eagle3_layout import read_aux_layers
 from runtime.models.registry import load_hf_config
 from runtime.text.tokenizer import Tokenizer
 
@@ -61,7 +61,7 @@ class Plan:
         work: folder of data and checkpoints; evaluation does not need it.
         device, dtype: device of target and training, and the dtype of GEMMs.
         quantization: quantisation of the engine that generates the data (CPU).
-        aux_layers: None for the default layers.
+        aux_layers: layers of the target whose inputs are the features.
         shapes: the measured shapes.
         prompts: maximum number of held-out prompts.
         measured_tokens: maximum length of measured answers.
@@ -81,7 +81,7 @@ class Plan:
     course: Course
     draft_vocab_size: int
     intermediate_size: int | None
-    aux_layers: tuple[int, ...] | None
+    aux_layers: tuple[int, ...]
     shapes: tuple[Shape, ...]
     prompts: int
     measured_tokens: int
@@ -147,9 +147,7 @@ def run(plan: Plan, phases: Sequence[str]) -> None:
     check_head(plan)
     notes = Notes.made_for(plan.output, "--output", model=plan.source.served_name)
     if {"generate", "train"} & set(phases):
-        target = load_hf_config(plan.source.weights_folder)
-        layers = list(plan.aux_layers or default_aux_layers(target.num_layers))
-        Notes.made_for(plan.work, "--work", model=plan.source.served_name, aux_layers=layers)
+        Notes.made_for(plan.work, "--work", model=plan.source.served_name, aux_layers=list(plan.aux_layers))
     steps: dict[str, Callable[[Plan, Notes], None]] = {"generate": generate, "train": train, "evaluate": evaluate}
     for name, step in steps.items():
         if name in phases:
@@ -159,8 +157,7 @@ def run(plan: Plan, phases: Sequence[str]) -> None:
 
 def check_head(plan: Plan) -> None:
     """Raise `ConfigError` for layers that config.json cannot name, and for shapes that a server refuses."""
-    target = load_hf_config(plan.source.weights_folder)
-    layers = plan.aux_layers or default_aux_layers(target.num_layers)
+    target, layers = load_hf_config(plan.source.weights_folder), plan.aux_layers
     if read_aux_layers(aux_json(layers), target, "--aux-layers") != layers:
         raise ConfigError(f"--aux-layers {' '.join(map(str, layers))}: the first must be 2 for a target of class {target.architecture}")
     for shape in plan.shapes:
@@ -275,9 +272,8 @@ def load_target(plan: Plan) -> FrozenTarget:
         raise SystemExit("training requires real weights; dummy weights cannot be used")
     config = load_hf_config(plan.source.weights_folder)
     device = torch.device(plan.device, 0) if plan.device == "cuda" else torch.device("cpu")
-    aux_layers = plan.aux_layers or default_aux_layers(config.num_layers)
     room = plan.course.batch_tokens + 2 * max(plan.course.max_length, CONTEXT)
-    return FrozenTarget(plan.source.weights_folder, config, aux_layers, DTYPES[plan.dtype], device, room)
+    return FrozenTarget(plan.source.weights_folder, config, plan.aux_layers, DTYPES[plan.dtype], device, room)
 
 
 def choose_vocabulary(

@@ -83,6 +83,18 @@ def test_two_short_first_times_correct_all_depths_that_did_not_run() -> None:
     assert cost.seconds(1, 7) == pytest.approx(3 * true_seconds(1, 7), rel=0.02), "few requests were measured at another time"
 
 
+def test_the_error_between_measured_sizes_says_nothing_about_these() -> None:
+    """GEMM kernels change at powers of two, so 24 windows of four tokens may take as long as 32."""
+    cost, rng = IterationCost(POINTS), np.random.default_rng(0)
+    for step in range(200):
+        size, slower = (24, 1.08) if step % 2 else (64, 1.0)
+        cost.observe(size, 3, 0, slower * true_seconds(size, 3) * (1 + 0.02 * rng.standard_normal()))
+    assert cost.seconds(24, 3) == pytest.approx(1.08 * true_seconds(24, 3), rel=0.02)
+    assert cost.seconds(20, 3) / cost.seconds(64, 3) == pytest.approx(1.08 * true_seconds(20, 3) / true_seconds(64, 3), rel=0.02)
+    for depth in (0, 7):
+        assert cost.seconds(16, 3) / cost.seconds(16, depth) == pytest.approx(true_seconds(16, 3) / true_seconds(16, depth), rel=0.01)
+
+
 def test_a_delay_that_is_over_is_forgotten_for_depths_that_do_not_run() -> None:
     cost, rng = IterationCost(POINTS), np.random.default_rng(0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +15,8 @@ MEMORY = 200
 CELL_RATE, FIRST_RUNS = 0.02, 5
 """Fraction of an error assigned to a single batch size and depth, at first 1 / (runs + `FIRST_RUNS`); the scale gets most of the rest."""
 RECENT, FORGET, SURE = 512, 500, 8
-"""Corrections of single depths are forgotten unless they are well known. A run counts for about `RECENT` iterations at a similar batch
-size. Differences between depths that ran at least `SURE` times recently are kept; what these have in common, and the corrections of other
+"""Corrections of single depths are forgotten unless they are well known. A run counts for about `RECENT` iterations of its range of batch
+sizes. Differences between depths that ran at least `SURE` times recently are kept; what these have in common, and the corrections of other
 depths, decay within about `FORGET` iterations, and the scale absorbs what remains. Such a correction may come from a temporary delay of the
 machine, which makes one depth seem slow compared with depths that do not run and would never be corrected.
 """
@@ -70,7 +71,8 @@ class IterationCost:
     """Predicts the time of an iteration: scale * table(size, depth) + context tokens * seconds per token.
 
     The table interpolates the points measured at start-up. `observe` refines scale and seconds per token by least squares with exponential
-    forgetting, and slowly also each batch size and depth. `correct` sets how many experts of a sparse model are read.
+    forgetting, and slowly also each range of batch sizes and depth: a measured size alone, or all sizes between two measured ones, because
+    what is learned about these is mostly the error of interpolating. `correct` sets how many experts of a sparse model are read.
     """
 
     def __init__(self, points: Sequence[CostPoint], experts: DistinctExperts | None = None) -> None:
@@ -80,13 +82,14 @@ class IterationCost:
             experts: the experts of a sparse model; None for a dense model.
         """
         self.points, self._experts = tuple(points), experts
+        self._sizes = sorted({point.size for point in points})
         self._fit = self._fitted()
         self._ratios = {depth: self._ratios_at(depth) for depth in sorted({point.depth for point in self.points})}
         self._table: dict[tuple[int, int, int, DistinctExperts | None], float] = {}
         self._cells: dict[tuple[int, int, int], float] = {}
         self._runs: dict[tuple[int, int, int], float] = {}
         self._short: dict[tuple[int, int, int], float] = {}  # first times that were clearly short, as log(time / expected)
-        self._unseen: dict[int, float] = {}  # correction of depths with drafts that have not run yet, by `size.bit_length()`
+        self._unseen: dict[int, float] = {}  # correction of depths with drafts that have not run yet, by range
         self._sums = [0.0] * 5  # sums of 1, u, u^2, y, u * y for the regression y = scale + u * context
         self._scale, self._context = 1.0, 0.0
         self._unit = self._measured(1, 0) / CONTEXT_UNIT
@@ -100,11 +103,11 @@ class IterationCost:
 
     def error(self, size: int, depth: int) -> float:
         """Relative error of the expected time of a depth; it falls with each of its iterations."""
-        return START_ERROR / math.sqrt(1 + self._runs.get((size.bit_length(), depth, 0), 0))
+        return START_ERROR / math.sqrt(1 + self._runs.get((self._range(size), depth, 0), 0))
 
     def observe(self, size: int, depth: int, kv_tokens: int, seconds: float, width: int = 0) -> None:
         """Learn from the time of one iteration."""
-        key = (size.bit_length(), depth, width)
+        key = (self._range(size), depth, width)
         if self._was_busy(key, size, kv_tokens, seconds):
             return
         self._cells.setdefault(key, 0.0)
@@ -123,8 +126,13 @@ class IterationCost:
         cell += max(CELL_RATE, 1 / (runs + FIRST_RUNS)) * min(math.log(seconds / expected), MAX_LATE)
         self._cells[key] = min(max(cell, -MAX_CELL), MAX_CELL)
 
+    def _range(self, size: int) -> int:
+        """The number of the range of batch sizes whose corrections apply to `size`; odd for a measured size."""
+        at = bisect_left(self._sizes, size)
+        return 2 * at + (at < len(self._sizes) and self._sizes[at] == size)
+
     def _forget(self, sizes: int) -> None:
-        """Decay the corrections of single depths at similar batch sizes, as described at `FORGET`. `sizes`: `size.bit_length()`."""
+        """Decay the corrections of single depths in a range of batch sizes, as described at `FORGET`."""
         keys = [key for key in self._cells if key[0] == sizes]
         for key in keys:
             self._runs[key] = self._runs.get(key, 0.0) * (1 - 1 / RECENT)
@@ -158,7 +166,7 @@ class IterationCost:
             self._experts = replace(self._experts, independence=round(independence, 1))
 
     def _at(self, size: int, depth: int, width: int) -> float:
-        sizes = size.bit_length()
+        sizes = self._range(size)
         unseen = self._unseen.get(sizes, 0.0) if depth else 0.0
         return self._measured(size, depth, width) * math.exp(self._cells.get((sizes, depth, width), unseen))
 

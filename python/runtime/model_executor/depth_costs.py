@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 SIZES = (1, 4, 16, 32, 64, 128, 256)
 ORDER = (0, 3, 7, 1, 5, 2)
 """Depths, the most informative ones first."""
-BUDGET = 2.0
+BUDGET = 2.5
 """Seconds for all measurements. Points that are expected to take longer than the remaining time are skipped."""
 ENOUGH = 0.05
 """An iteration that takes at least this many seconds runs `SLOW_RUNS` times instead of `RUNS`."""

@@ -8,7 +8,7 @@ from runtime.layers.gemm.timings import GemmChoice
 from runtime.layers.gemm.triton_gemm import MAX_ROWS
 from runtime.layers.gemm.wgmma_gemm import MAX_TILE, WgmmaConfig
 
-M_BUCKETS = (1, 4, 8, 16, 32, 64, MAX_ROWS, 256, 512, 2048)
+M_BUCKETS = (1, 4, 8, 16, 32, 64, MAX_ROWS, 192, 256, 384, 512, 768, 1024, 2048)
 """A GEMM of M rows uses the kernel chosen for the next of these sizes, or for the last. Above `MAX_ROWS` that is a WGMMA kernel or
 cuBLAS."""
 

@@ -51,8 +51,11 @@ class PromptCost:
 
     @property
     def saturating_tokens(self) -> int:
-        """Tokens at which a pass is compute-bound, whether it is launched or replayed: `free_tokens`, at least four times `read_tokens`."""
-        return max(self.free_tokens, 4 * self.read_tokens)
+        """Tokens at which a pass is compute-bound: three quarters of `free_tokens`, at least four times `read_tokens`.
+
+        With more tokens a step ends later, but takes no less time per token.
+        """
+        return max(self.free_tokens * 3 // 4, 4 * self.read_tokens)
 
     def sizes(self, most: int) -> list[int]:
         """Token counts to capture: those of `SIZES` up to `free_tokens` and `most`, and `most` if it is not longer than these."""

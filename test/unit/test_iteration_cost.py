@@ -95,6 +95,17 @@ def test_the_error_between_measured_sizes_says_nothing_about_these() -> None:
         assert cost.seconds(16, 3) / cost.seconds(16, depth) == pytest.approx(true_seconds(16, 3) / true_seconds(16, depth), rel=0.01)
 
 
+def test_sizes_far_from_measured_ones_are_corrected_apart() -> None:
+    """Where iterations take long, few sizes are measured at start-up."""
+    cost, rng = IterationCost([point for point in POINTS if point.size in (1, 64)]), np.random.default_rng(0)
+    slower = {8: 0.9, 32: 1.1}
+    for step in range(400):
+        size = (8, 32)[step % 2]
+        cost.observe(size, 3, 0, slower[size] * true_seconds(size, 3) * (1 + 0.02 * rng.standard_normal()))
+    for size in slower:
+        assert cost.seconds(size, 3) == pytest.approx(slower[size] * true_seconds(size, 3), rel=0.02)
+
+
 def test_a_delay_that_is_over_is_forgotten_for_depths_that_do_not_run() -> None:
     cost, rng = IterationCost(POINTS), np.random.default_rng(0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -71,8 +70,8 @@ class IterationCost:
     """Predicts the time of an iteration: scale * table(size, depth) + context tokens * seconds per token.
 
     The table interpolates the points measured at start-up. `observe` refines scale and seconds per token by least squares with exponential
-    forgetting, and slowly also each range of batch sizes and depth: a measured size alone, or all sizes between two measured ones, because
-    what is learned about these is mostly the error of interpolating. `correct` sets how many experts of a sparse model are read.
+    forgetting, and slowly also each range of batch sizes and depth: a measured size alone, or the other sizes between two powers of two,
+    because what is learned about these is mostly the error of interpolating. `correct` sets how many experts of a sparse model are read.
     """
 
     def __init__(self, points: Sequence[CostPoint], experts: DistinctExperts | None = None) -> None:
@@ -82,7 +81,7 @@ class IterationCost:
             experts: the experts of a sparse model; None for a dense model.
         """
         self.points, self._experts = tuple(points), experts
-        self._sizes = sorted({point.size for point in points})
+        self._sizes = frozenset(point.size for point in points)
         self._fit = self._fitted()
         self._ratios = {depth: self._ratios_at(depth) for depth in sorted({point.depth for point in self.points})}
         self._table: dict[tuple[int, int, int, DistinctExperts | None], float] = {}
@@ -127,9 +126,8 @@ class IterationCost:
         self._cells[key] = min(max(cell, -MAX_CELL), MAX_CELL)
 
     def _range(self, size: int) -> int:
-        """The number of the range of batch sizes whose corrections apply to `size`; odd for a measured size."""
-        at = bisect_left(self._sizes, size)
-        return 2 * at + (at < len(self._sizes) and self._sizes[at] == size)
+        """The range of batch sizes whose corrections apply to `size`: negative for a measured size, which is alone in its range."""
+        return -size if size in self._sizes else size.bit_length()
 
     def _forget(self, sizes: int) -> None:
         """Decay the corrections of single depths in a range of batch sizes, as described at `FORGET`."""

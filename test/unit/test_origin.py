@@ -62,6 +62,11 @@ def test_a_page_of_another_origin_writes_nothing() -> None:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("origin", ["http://[::1", "http://a]b", "//[", "//localhost", ""])
+def test_a_malformed_origin_is_another_one(origin: str) -> None:
+    assert answers([("POST", "/v1/completions", {"Host": "localhost", "Origin": origin})]) == [403]
+
+
 def test_the_servers_own_page_and_allowed_origins_write() -> None:
     own = {"Host": "localhost:30000", "Origin": "http://localhost:30000"}
     allowed = {"Origin": "https://app.example"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from functools import partial
 
 import httpx
@@ -83,6 +84,7 @@ def test_the_environment_names_the_service(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
 
 
-def test_an_endpoint_that_is_not_http_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--otlp-traces-endpoint localhost:4317 is not an address of OTLP over HTTP"):
-        check(from_fields({"otlp_traces_endpoint": "localhost:4317"}))
+@pytest.mark.parametrize("url", ["localhost:4317", "http://[::1", "http://collector:99999", "http://:4318"])
+def test_an_endpoint_that_is_not_http_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"--otlp-traces-endpoint {re.escape(url)} is not an address of OTLP over HTTP"):
+        check(from_fields({"otlp_traces_endpoint": url}))

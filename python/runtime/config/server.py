@@ -85,9 +85,12 @@ def _traces_endpoint(url: str | None) -> str | None:
     """The full URL of --otlp-traces-endpoint. Raises `ConfigError` if it is invalid, or if OpenTelemetry is not installed."""
     if url is None:
         return None
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"--otlp-traces-endpoint {url} is not an address of OTLP over HTTP, such as http://localhost:4318.")
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError(url)
+    except ValueError as error:
+        raise ConfigError(f"--otlp-traces-endpoint {url} is not an address of OTLP over HTTP, such as http://localhost:4318.") from error
     try:
         find_spec("opentelemetry.exporter.otlp.proto.http")
     except ModuleNotFoundError:

@@ -264,6 +264,8 @@ def test_a_target_with_mixed_heads_gives_the_text_of_plain_decoding(
         ({"target_layer_ids": [0, 2]}, {}, "below its last of 3"),
         ({"mask_token_id": None}, {}, "mask_token_id must be a token id below 96"),
         ({"mask_token_id": 96}, {}, "mask_token_id must be a token id below 96"),
+        ({}, {"is_causal": "false"}, "is_causal is 'false'; it must be true or false"),
+        ({}, {"sliding_window_non_causal": 1}, "sliding_window_non_causal is 1; it must be true or false"),
         ({"selector_rank": 8}, {}, "selector_rank is given: drafts of DFlash 2 are not supported"),
         ({}, of_speculators({}, speculators_model_type="dspark"), "speculators_model_type is 'dspark'; supported are eagle3, dflash"),
         ({}, of_speculators({}, projector_type="domino"), "projector_type is 'domino'; only 'dflash' is supported"),

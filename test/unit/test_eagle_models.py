@@ -23,6 +23,7 @@ from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.torch_ops import TorchOps
 from runtime.mem_cache.kv_pool import KVPool, PageTable
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
+from runtime.models.config_fields import ConfigFields
 from runtime.models.decoder import DecoderModel
 from runtime.models.draft_config import load_draft_config
 from runtime.models.draft_head import DraftModel
@@ -413,7 +414,7 @@ def test_heads_name_the_layers_that_they_read(architecture: str, num_layers: int
 @pytest.mark.parametrize("within", [True, False])
 def test_flags_are_read_beside_and_within_eagle_config(within: bool) -> None:
     flags = {"norm_before_fc": True, "use_aux_norm": True, "norm_output": True}
-    read = Eagle3Layout.read({"eagle_config": flags} if within else flags)
+    read = Eagle3Layout.read(ConfigFields({"eagle_config": flags} if within else flags, "here"))
     assert read == Eagle3Layout(norm_before_fc=True, fc_norm=True, norm_before_residual=False, norm_output=True)
 
 
@@ -510,6 +511,9 @@ def without(tensors: Tensors, name: str) -> Tensors:
         (EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["low", 1, 2]}}, {}, "must be a list of layer numbers"),
         (EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": 1}}, {}, "must be a list of layer numbers"),
         (EAGLE3 | {"eagle_config": [0, "mid", 2]}, {}, "must be a list of layer numbers"),
+        (EAGLE3 | {"eagle_config": [0, 1, 2]}, {}, "eagle_config is .0, 1, 2.; it must be an object"),
+        (EAGLE3 | {"norm_before_residual": "false"}, {}, "norm_before_residual is 'false'; it must be true or false"),
+        (EAGLE3 | {"eagle_config": {"use_aux_norm": 0.5}}, {}, "use_aux_norm is 0.5; it must be true or false"),
         (EAGLE | {"architectures": ["PhiForCausalLM"]}, {}, "PhiForCausalLM is not supported"),
     ],
 )

@@ -72,9 +72,9 @@ def read_draft_block(fields: ConfigFields, model: ModelConfig) -> DraftBlock:
         if own.get(name, None) is not None:
             raise fields.error(f"{name} is given: drafts of DFlash 2 are not supported")
     # Older drafts of speculators, which lack the field, were trained without causal layers.
-    windowed = not fields.get("sliding_window_non_causal", fields.given(KIND))
-    causal = fields.get("is_causal", None)
-    each = tuple(windowed and window >= 0 for window in model.window) if causal is None else (bool(causal),) * model.num_layers
+    windowed = not fields.with_defaults({"sliding_window_non_causal": fields.given(KIND)}).flag("sliding_window_non_causal")
+    given = fields.given("is_causal")
+    each = (fields.flag("is_causal"),) * model.num_layers if given else tuple(windowed and window >= 0 for window in model.window)
     mask_id = own.count("mask_token_id", model.vocab_size)
     if mask_id >= model.vocab_size:
         raise fields.error(f"mask_token_id must be a token id below {model.vocab_size}")

@@ -82,7 +82,7 @@ def load_draft_config(folder: str | Path, algorithm: SpecAlgorithm, target: Mode
         return DraftConfig(model, layers, draft_block=block)
     if algorithm != "EAGLE3":
         return DraftConfig(model)
-    return DraftConfig(model, read_aux_layers(raw, target, where), Eagle3Layout.read(flat))
+    return DraftConfig(model, read_aux_layers(raw, target, where), Eagle3Layout.read(ConfigFields(flat, where)))
 
 
 def _parse_head(name: str, fields: ConfigFields, algorithm: SpecAlgorithm, nested: str | None) -> ModelConfig:

@@ -8,6 +8,7 @@ from typing import Any
 
 from runtime.errors import ConfigError
 from runtime.models.config import ModelConfig
+from runtime.models.config_fields import ConfigFields
 from runtime.models.speculators_layout import LAYER
 
 EAGLE3_CLASS = "LlamaForCausalLMEagle3"
@@ -34,13 +35,16 @@ class Eagle3Layout:
     norm_output: bool = False
 
     @classmethod
-    def read(cls, raw: Mapping[str, Any]) -> Eagle3Layout:
-        """The layout that a config.json gives, in top-level fields or in `eagle_config`."""
-        nested = raw.get("eagle_config")
-        inner = nested if isinstance(nested, dict) else {}
+    def read(cls, fields: ConfigFields) -> Eagle3Layout:
+        """The layout that a config.json gives, in top-level fields or in `eagle_config`.
+
+        Raises:
+            ConfigError: a field is not true or false.
+        """
+        inner = fields.mapping("eagle_config")
 
         def flag(*names: str) -> bool:
-            return any(bool(fields.get(name)) for fields in (raw, inner) for name in names)
+            return any(each.flag(name) for each in (fields, inner) for name in names)
 
         return cls(flag("norm_before_fc"), flag("fc_norm", "use_aux_norm"), flag("norm_before_residual"), flag("norm_output"))
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from runtime.errors import ConfigError
-from runtime.layers.quantization.int8 import DIRECT_ROWS, QUANTIZED_AT_ONCE, Int8, blocked_matmul
+from runtime.layers.quantization.int8 import QUANTIZED_AT_ONCE, Int8, blocked_matmul
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
 GROUP = 32
@@ -91,11 +91,10 @@ class Int4(QuantScheme):
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
         """[T, in] -> [T, out], the dtype of `x`.
 
-        The bits of a row's result do not depend on the other rows: in a prompt pass, and in other passes of up to `DIRECT_ROWS` rows if the
-        weight is packed.
+        The bits of a row's result do not depend on the other rows in a prompt pass, nor in other passes if the weight is packed.
         """
         rows = x.bfloat16()
-        if storage.packed is not None and len(x) <= DIRECT_ROWS and not in_prompt:
+        if storage.packed is not None and not in_prompt:
             out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), storage.packed, GROUP, storage.scale)
         else:
             weight = self.dequantize(storage, torch.bfloat16)

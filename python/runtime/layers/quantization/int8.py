@@ -11,12 +11,6 @@ from torch.nn import functional as F
 
 from runtime.layers.quantization.scheme import GemmCaps, LinearPart, NewWeight, QuantScheme, Storage, WeightSlot
 
-DIRECT_ROWS = 32
-"""Maximum rows for the packed int8 kernel, which gives a row the same bits in any batch; more rows run as dequantisation and a bfloat16
-GEMM. For speed 8 would suffice (AVX-512), but four windows of 8 tokens, or 32 requests, must have the bits of single tokens."""
-DIRECT_HEAD_ROWS = 64
-"""The same for matrices of at least `HEAD_SIZE` weights, which do not stay in the caches when dequantised."""
-HEAD_SIZE = 2**23
 QUANTIZED_AT_ONCE = 2**18
 """Weights quantised at a time: the float32 values of a whole matrix would not stay in the caches, which we measured to be 5 times
 slower."""
@@ -59,7 +53,8 @@ class Int8(QuantScheme):
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
         """[T, in] -> [T, out], the dtype of `x`.
 
-        The bits of a row's result do not depend on the other rows: in a prompt pass, and in other passes of up to `DIRECT_ROWS` rows.
+        The bits of a row's result do not depend on the other rows, but prompts have others than decode passes. Only the packed kernel gives
+        a row its bits in any batch; for more than 32 rows, dequantisation and a bfloat16 GEMM would be faster.
         """
         out = _multiply(x.bfloat16(), storage.weight, storage.scales, in_prompt).type_as(x)
         return out if bias is None else out.add_(bias)
@@ -71,8 +66,7 @@ class Int8(QuantScheme):
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_prompt: bool) -> torch.Tensor:
     packable = weight.shape[1] % COLUMN_MULTIPLE == 0 and weight.shape[0] % ROW_MULTIPLE == 0
-    most = DIRECT_HEAD_ROWS if weight.numel() >= HEAD_SIZE else DIRECT_ROWS
-    if packable and x.shape[0] <= most and not in_prompt:
+    if packable and not in_prompt:
         return torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight, scale)
     wide = weight.to(torch.bfloat16)
     return (blocked_matmul(x, wide) if in_prompt else F.linear(x, wide)).mul_(scale)

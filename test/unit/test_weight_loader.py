@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from runtime.errors import ConfigError
+from runtime.model_executor.model_loader import named
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.model_files import tied_head
 from runtime.model_files.checkpoint_folder import INDEX, SourceFlags, check_shards, safetensors_files
@@ -176,3 +177,9 @@ def test_a_tensor_is_indexed_as_torch_does(tmp_path: Path) -> None:
     assert not tensor[0:2, 0:3].is_packed
     with pytest.raises(IndexError):
         tensor[4]
+
+
+def test_an_error_names_the_checkpoint_once() -> None:
+    for said, shown in (("it lacks a.weight", "drafts/a: it lacks a.weight"), ("drafts/a/b.safetensors is damaged",) * 2):
+        with pytest.raises(ConfigError, match=f"^{shown}$"), named("drafts/a"):
+            raise ConfigError(said)

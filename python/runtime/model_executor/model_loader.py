@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from runtime.config.host_memory import MIB
 from runtime.errors import ConfigError
@@ -26,7 +28,8 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
         fuse = context.config.model.fuse_shared_experts
         model = build_model(config, ops, context.dtype, context.device, quantization, *shared, fuse_shared=fuse)
         check_equal_shards(context, model)
-        model.load(model_weights(context, model.expected_weights(), folder, load_format))
+        with named(folder):
+            model.load(model_weights(context, model.expected_weights(), folder, load_format))
     kind, seconds = f" with {quantization} linears" if quantization else "", context.info.startup_seconds["load_weights"]
     log.info("weights: %s, %.0f MiB, %s%s; loaded in %.1f s, %.0f MiB/s", config.architecture, model.weight_bytes / MIB,
              context.config.device.dtype, kind, seconds, model.weight_bytes / MIB / max(seconds, 1e-3))  # fmt: skip
@@ -45,6 +48,17 @@ def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
         raise ConfigError(
             f"--tp-size {context.group.size} does not divide {model.config.architecture} into equal shards. Use another size."
         )
+
+
+@contextmanager
+def named(folder: str) -> Iterator[None]:
+    """Name the folder of a checkpoint in each `ConfigError` of the `with` block: a server may have a target and a draft."""
+    try:
+        yield
+    except ConfigError as error:
+        if folder in str(error):  # it names a file there
+            raise
+        raise ConfigError(f"{folder}: {error}") from error
 
 
 def model_weights(context: WorkerContext, shapes: dict[str, tuple[int, ...]], folder: str, load_format: str):

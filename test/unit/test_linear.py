@@ -75,10 +75,12 @@ def test_a_layer_multiplies_by_its_dequantized_weight(tokens: int, scheme: str, 
         ("int8", 64, 64),
         ("int8", 960, 576),
         ("int8", 14564, 576),
+        ("int8", 577, 1536),
         ("int4", 64, 64),
         ("int4", 960, 576),
         ("int4", 576, 1536),
         ("int4", 80, 32),
+        ("int4", 577, 1536),
     ],
 )
 def test_a_row_does_not_depend_on_other_rows(scheme: str, out_features: int, in_features: int) -> None:

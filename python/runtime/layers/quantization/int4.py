@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.nn import functional as F
 
 from runtime.errors import ConfigError
 from runtime.layers.quantization.int8 import QUANTIZED_AT_ONCE, Int8, blocked_matmul
@@ -91,14 +90,13 @@ class Int4(QuantScheme):
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
         """[T, in] -> [T, out], the dtype of `x`.
 
-        The bits of a row's result do not depend on the other rows in a prompt pass, nor in other passes if the weight is packed.
+        The bits of a row's result do not depend on the other rows, as in `Int8`.
         """
         rows = x.bfloat16()
         if storage.packed is not None and not in_prompt:
             out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), storage.packed, GROUP, storage.scale)
         else:
-            weight = self.dequantize(storage, torch.bfloat16)
-            out = blocked_matmul(rows, weight) if in_prompt else F.linear(rows, weight)
+            out = blocked_matmul(rows, self.dequantize(storage, torch.bfloat16))
         out = out.type_as(x)
         return out if bias is None else out.add_(bias)
 

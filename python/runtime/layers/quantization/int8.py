@@ -53,8 +53,8 @@ class Int8(QuantScheme):
     def matmul(self, x: torch.Tensor, storage: Storage, bias: torch.Tensor | None, in_prompt: bool = False) -> torch.Tensor:
         """[T, in] -> [T, out], the dtype of `x`.
 
-        The bits of a row's result do not depend on the other rows, but prompts have others than decode passes. Only the packed kernel gives
-        a row its bits in any batch; for more than 32 rows, dequantisation and a bfloat16 GEMM would be faster.
+        The bits of a row's result do not depend on the other rows, but a prompt pass may give it others than a decode pass. For more than
+        32 rows a single bfloat16 GEMM would be faster than the packed kernel, but would not keep the bits.
         """
         out = _multiply(x.bfloat16(), storage.weight, storage.scales, in_prompt).type_as(x)
         return out if bias is None else out.add_(bias)
@@ -68,8 +68,7 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, in_pro
     packable = weight.shape[1] % COLUMN_MULTIPLE == 0 and weight.shape[0] % ROW_MULTIPLE == 0
     if packable and not in_prompt:
         return torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight, scale)
-    wide = weight.to(torch.bfloat16)
-    return (blocked_matmul(x, wide) if in_prompt else F.linear(x, wide)).mul_(scale)
+    return blocked_matmul(x, weight.to(torch.bfloat16)).mul_(scale)
 
 
 def blocked_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

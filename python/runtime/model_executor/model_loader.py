@@ -14,6 +14,8 @@ from runtime.model_executor.graph_capture import paused_gc
 from runtime.model_executor.weight_loader import dummy_weights, safetensors_weights
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
+from runtime.models.dflash import DFlashDraftModel
+from runtime.models.draft_head import DraftModel
 from runtime.models.registry import build_model
 
 log = logging.getLogger(__name__)
@@ -28,8 +30,7 @@ def load_model(context: WorkerContext, config: ModelConfig, folder: str, load_fo
         fuse = context.config.model.fuse_shared_experts
         model = build_model(config, ops, context.dtype, context.device, quantization, *shared, fuse_shared=fuse)
         check_equal_shards(context, model)
-        with named(folder):
-            model.load(model_weights(context, model.expected_weights(), folder, load_format))
+        load_weights(context, model, folder, load_format)
     kind, seconds = f" with {quantization} linears" if quantization else "", context.info.startup_seconds["load_weights"]
     log.info("weights: %s, %.0f MiB, %s%s; loaded in %.1f s, %.0f MiB/s", config.architecture, model.weight_bytes / MIB,
              context.config.device.dtype, kind, seconds, model.weight_bytes / MIB / max(seconds, 1e-3))  # fmt: skip
@@ -48,6 +49,12 @@ def check_equal_shards(context: WorkerContext, model: DecoderModel) -> None:
         raise ConfigError(
             f"--tp-size {context.group.size} does not divide {model.config.architecture} into equal shards. Use another size."
         )
+
+
+def load_weights(context: WorkerContext, model: DecoderModel | DraftModel | DFlashDraftModel, folder: str, load_format: str) -> None:
+    """Fill the weights of a target or a draft. Raises `ConfigError` that names the folder."""
+    with named(folder):
+        model.load(model_weights(context, model.expected_weights(), folder, load_format))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from runtime.errors import ConfigError
 from runtime.model_executor.build import MakeDrafter
 from runtime.model_executor.context import WorkerContext
 from runtime.model_executor.drafter import Drafter, NoDrafter
-from runtime.model_executor.model_loader import model_weights, named
+from runtime.model_executor.model_loader import load_weights
 from runtime.model_executor.model_runner import ModelRunner
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderModel
@@ -122,9 +122,7 @@ def _loaded(context: WorkerContext, draft: Draft) -> tuple[Draft, ModelRunner, S
     if spec.topk > draft.vocab_size:
         raise ConfigError(f"--speculative-eagle-topk is {spec.topk}; this draft has {draft.vocab_size} tokens. Use a smaller value.")
     own = None if spec.draft_model_path is None else (spec.draft_model_path, spec.draft_load_format)
-    folder, load_format = own or (served.model_path, served.load_format)
-    with named(folder):
-        draft.load(model_weights(context, draft.expected_weights(), folder, load_format))
+    load_weights(context, draft, *(own or (served.model_path, served.load_format)))
     log.info("draft: %s, %s, %d of %d tokens", spec.algorithm, draft.config.architecture, draft.vocab_size, draft.config.vocab_size)
     decoder, tuning = cast(DecoderModel, draft), context.config.device.tuning
     runner = ModelRunner(decoder, spec.attention_backend, context.dtype, context.device, tuning=tuning, group=context.group)

@@ -1,9 +1,9 @@
 """Graphs of the target for short prompts, whose kernels take less time than their launches.
 
 "Short" depends on the model: launching an eager pass takes the same time for any number of tokens, while the time of a replay grows with
-tokens and parameters. Prompts of a large model are short up to a few hundred tokens, those of a small model up to a whole chunk. Several
-prompts share one replay if their total is within this limit, so the weights are read once; if attention cannot capture ragged passes, a few
-prompts are replayed one after another.
+tokens and parameters. Prompts of an 8B model are short up to a thousand tokens, those of a small model up to a whole chunk. Several prompts
+share one replay if their total is within this limit, so the weights are read once; if attention cannot capture ragged passes, a few prompts
+are replayed one after another.
 """
 
 from __future__ import annotations

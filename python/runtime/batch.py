@@ -181,6 +181,8 @@ class ScheduleBatch:
         defers_first_drafts: whether drafts are not expected to follow these prompts, so that the draft computes the first ones only when
             they are needed; chosen by `Worker.submit`.
         sample: the eager sample of this step; chosen by `Worker.submit`.
+        shared_tokens: KV at the front of all decode rows that lies in the same pages; `Worker.submit` sets it to 0 if their pass does not
+            make use of it.
         sections: the part of each attention group, if there are several; all fields but `step` and those that `Worker.submit` chooses are
             then empty.
         pad_decodes, pad_tokens: decode rows and prompt tokens of the largest section, to which this one is padded; 0 for one group.
@@ -208,6 +210,7 @@ class ScheduleBatch:
     widths: Int32 = field(default_factory=no_ints)
     defers_first_drafts: bool = False
     sample: EagerSample = NO_SAMPLE
+    shared_tokens: int = 0
     sections: list[ScheduleBatch] = field(default_factory=list)
     pad_decodes: int = 0
     pad_tokens: int = 0

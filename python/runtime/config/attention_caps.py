@@ -35,6 +35,7 @@ class AttentionCaps:
         plan_on_device: whether `plan_on_device` does all planning, so that it can be captured with the pass.
         scaled_kv: whether 8-bit KV caches with a scale per layer are supported.
         ragged_windows: whether a pass over windows of different widths can be captured.
+        shared_prefix: whether a fixed-width pass can attend once to keys that all its requests share (cascade attention).
         self_check: whether a small pass is compared with torch_native at start-up, for backends that depend on private parts of a package.
     """
 
@@ -56,6 +57,7 @@ class AttentionCaps:
     plan_on_device: bool = True
     scaled_kv: bool = False
     ragged_windows: bool = False
+    shared_prefix: bool = False
     self_check: bool = False
 
 

@@ -36,6 +36,8 @@ class ForwardBatch:
             `tree_tail` keys of its request. Every query sees all earlier keys.
         tree_tail: number of keys at the end of each request that `tree_mask` covers, at most 64.
         hidden_states: [T, H_in], draft passes only: a hidden state of the target, or of the draft itself, per token.
+        shared_lens: int32 [B], all equal, on the device, or None: the keys at the front of all requests that lie in the same pages, a
+            multiple of the page size. The pass attends to them once for all requests (cascade attention).
         page_rows: int32 [B], `req_pool_indices` in the dtype that attention kernels read; computed if not given.
     """
 
@@ -55,6 +57,7 @@ class ForwardBatch:
     tree_mask: torch.Tensor | None = None
     tree_tail: int = 0
     hidden_states: torch.Tensor | None = None
+    shared_lens: torch.Tensor | None = None
     page_rows: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
 
     def __post_init__(self) -> None:

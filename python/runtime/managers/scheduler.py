@@ -28,6 +28,7 @@ from runtime.errors import (
 from runtime.managers import schedule_policy as policy
 from runtime.managers.admission import Admission
 from runtime.managers.attention_groups import AttentionGroups
+from runtime.managers.common_pages import CommonPages
 from runtime.managers.decode_counts import count_decodes
 from runtime.managers.grammar_queue import GrammarQueue
 from runtime.managers.messages import (
@@ -104,6 +105,7 @@ class Scheduler:
         self._stats_log = StatsLog(self.current_stats, clock())
         self._reqs: dict[str, Req] = {}
         self._in_flight: deque[tuple[list[StepPlan], Pending]] = deque()  # submitted steps, not read yet, with a plan for each group
+        self._common_pages = CommonPages()
         self._overlap = self.limits.overlap and config.overlap
         self._prompt_tokens = 0  # run since the last decode step
         self._draining = False
@@ -294,6 +296,8 @@ class Scheduler:
         """Hand the step to the worker; False if that failed, which ends its requests."""
         self._steps += 1
         batch = StepPlan.batch_of(plans, self._steps)
+        if len(plans) == 1 and not batch.num_prompts:
+            batch.shared_tokens = self._common_pages.count([req.pages for req in plans[0].decodes]) * self.limits.page_size
         tokens = max(len(section.token_ids) for section in batch.sections or [batch])
         self._prompt_tokens = 0 if any(plan.decodes for plan in plans) else self._prompt_tokens + tokens
         try:

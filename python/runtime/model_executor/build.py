@@ -127,7 +127,7 @@ def make_parts(context: WorkerContext, model: DecoderModel, drafter: Drafter, de
         options = graph_options(context, model, batches.captured if wanted else (), batches.padded)
         return GraphRunner(spec, forward, inputs, [model.backend], options)
 
-    verifier = Verifier(target, spec.shape, spec.feature_width, depths, inputs, make)
+    verifier = Verifier(target, spec.shape, spec.feature_width, depths, inputs, make, context.config.cache.radix_cache)
     drafter.attach(DraftSetup(target, inputs, depths, make))
     limits = {depth: batches.running for depth, batches in depths.items()}
     stages = (target, inputs, drafter, verifier, Accepter(target, spec, context.config.speculative))
@@ -266,7 +266,8 @@ def _reserve(model: ModelPasses) -> dict[str, int]:
 
 def model_passes(context: WorkerContext, parts: WorkerParts) -> list[ModelPasses]:
     """The target, with graphs for short prompts, and the drafter's models."""
-    verify = [*parts.verifier.runners.values(), *parts.verifier.ragged.values()]
+    verifier = parts.verifier
+    verify = [*verifier.runners.values(), *verifier.ragged.values(), *verifier.shared.values()]
     graphs = [*add_short_prompts(context, parts.target), *verify, *parts.iterations.runners.values()]
     return [ModelPasses(parts.target.runner, graphs), *parts.drafter.models()]
 

@@ -217,7 +217,7 @@ class DepthControl:
         if len(serving) == 1:
             return serving[0], no_ints()
         kv_lens = np.concatenate([section.len_bounds[section.num_prompts :] for section in sections])
-        kv_tokens = sections[0].pad_kv if batch.sections else int(kv_lens.sum())
+        kv_tokens = sections[0].pad_kv if batch.sections else int(kv_lens.sum()) - batch.shared_tokens * (live - 1)
         left = np.maximum(self._ends[rows] - kv_lens, 1)
         decodes = DecodeRows(caps, self._greedy[rows], kv_tokens, rows, left)
         depth, passes = self._sizes.ragged_depth, list[tuple[int, int]]()

@@ -88,6 +88,7 @@ class RunnerSpec:
         fallback: how sizes without a graph run, for warnings.
         max_queries: maximum tokens of a request in ragged windows; 0 for passes of one width and for prompts.
         requests: requests of a pass over prompts; with several, the pass is ragged.
+        shared_prefix: whether the passes attend once to keys that all requests share.
     """
 
     name: str
@@ -102,6 +103,7 @@ class RunnerSpec:
     fallback: str = "eagerly and slower"
     max_queries: int = 0
     requests: int = 1
+    shared_prefix: bool = False
 
     def shape(self, size: int) -> tuple[int, int]:
         """Requests and tokens of a pass of `size`."""
@@ -203,7 +205,8 @@ class GraphRunner:
     def batch(self, size: int, tokens: int = 0) -> ForwardBatch:
         """The persistent inputs of a pass of `size`, including padding; with `tokens`, of a ragged pass of that many tokens."""
         requests, usual = self.spec.shape(size)
-        return self._inputs.view(self.spec.mode, requests, tokens or usual, self.spec.tree_tail, self.spec.ragged_queries(size))
+        spec = self.spec
+        return self._inputs.view(spec.mode, requests, tokens or usual, spec.tree_tail, spec.ragged_queries(size), spec.shared_prefix)
 
     def inputs(self, size: int) -> dict[str, torch.Tensor]:
         """The additional inputs, `spec.inputs`, of a pass of `size`, to be filled in place."""

@@ -50,6 +50,7 @@ INPUTS = (
     BufferSpec("kv_lens", "req", torch.int32, 0),
     BufferSpec("last_tokens", "req", torch.int64, 0),
     BufferSpec("seq_lens", "req", torch.int32, ROW_WIDTH),
+    BufferSpec("shared_lens", "req", torch.int32, 0),
     BufferSpec("input_ids", "token", torch.int64, 0),
     BufferSpec("positions", "token", torch.int64, 0),
     BufferSpec("out_cache_loc", "token", torch.int64, 0),
@@ -71,7 +72,7 @@ class InputBuffers:
         self.frozen = False
         self._specs: dict[str, BufferSpec] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        self._batches: dict[tuple[ForwardMode, int, int, int, int], ForwardBatch] = {}
+        self._batches: dict[tuple[ForwardMode, int, int, int, int, bool], ForwardBatch] = {}
         self._named: dict[tuple[str, int], torch.Tensor] = {}
         self._indptr = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
         self.declare(INPUTS, max_requests, max_tokens)
@@ -87,11 +88,13 @@ class InputBuffers:
                 self.tensors[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)
                 self._named.clear()
 
-    def view(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int = 0, max_queries: int = 0) -> ForwardBatch:
+    def view(
+        self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int = 0, max_queries: int = 0, shared_prefix: bool = False
+    ) -> ForwardBatch:
         """The batch of `requests` requests with `tokens` tokens in total; `tree_tail` > 0 adds the tree mask, `max_queries` > 0 makes it
-        ragged.
+        ragged, `shared_prefix` adds the length of a shared prefix.
         """
-        key = (mode, requests, tokens, tree_tail, max_queries)
+        key = (mode, requests, tokens, tree_tail, max_queries, shared_prefix)
         if key not in self._batches:
             self._batches[key] = self._make(*key)
         return self._batches[key]
@@ -120,7 +123,7 @@ class InputBuffers:
             pad = self._specs[name].pad
             tensor.fill_(row_width if pad == ROW_WIDTH else pad)
 
-    def _make(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int, max_queries: int) -> ForwardBatch:
+    def _make(self, mode: ForwardMode, requests: int, tokens: int, tree_tail: int, max_queries: int, shared_prefix: bool) -> ForwardBatch:
         width = tokens // requests
         return ForwardBatch(
             mode=mode,
@@ -137,5 +140,6 @@ class InputBuffers:
             max_queries=max_queries,
             tree_mask=self.named("tree_mask", tokens) if tree_tail else None,
             tree_tail=tree_tail,
+            shared_lens=self.named("shared_lens", requests) if shared_prefix else None,
             page_rows=self.named("page_rows", requests),
         )

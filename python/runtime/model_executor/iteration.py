@@ -52,6 +52,7 @@ class Iteration:
         ragged: the windows if they differ in width; None if all have `depth` + 1 tokens.
         greedy: bool [live], which requests are greedy; None if the depth is fixed.
         started: when it was submitted to the device, in seconds.
+        shared_tokens: keys at the front of all live requests that lie in the same pages, to which verification attends once; 0 for none.
         unfollowed: upper bound of the positions at the end of a row's KV that have no draft KV after it.
     """
 
@@ -72,6 +73,7 @@ class Iteration:
     ragged: RaggedWindows | None = None
     greedy: npt.NDArray[np.bool_] | None = None
     started: float = 0.0
+    shared_tokens: int = 0
     unfollowed: int = 0
 
     @property

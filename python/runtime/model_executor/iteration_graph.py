@@ -109,15 +109,15 @@ class IterationGraphs:
     # ---- outside the graph
 
     def serves(self, iteration: Iteration) -> bool:
-        """Whether there is a graph for this iteration: only decode rows, without grammars, penalties, biases, minimum lengths or draft
-        limits.
+        """Whether there is a graph for this iteration: only decode rows, without a shared prefix, grammars, penalties, biases, minimum
+        lengths or draft limits.
         """
         runner, depth = self.runners.get(iteration.depth), iteration.depth
         if runner is None or not runner.has_graph(iteration.size) or _variant(iteration.needs) is None:
             return False
         parts = (runner, *self._stages.verifier.at_depth(depth), *self._stages.drafter.runners(depth))
         replays = all(part.mode is RunMode.REPLAY for part in parts)
-        return replays and iteration.grammar is None and iteration.caps is None
+        return replays and not iteration.shared_tokens and iteration.grammar is None and iteration.caps is None
 
     def run(self, iteration: Iteration) -> tuple[torch.Tensor, VerifyResult]:
         """Replay an iteration; its inputs need not be filled.

@@ -20,6 +20,11 @@ from runtime.model_executor.window import fill_window
 
 EAGER_STEPS = 8
 """Eager ragged passes round their token count up to one of about this many values per window position."""
+SHARED_FROM, SHARED_SAVES = 8, 16384
+"""A pass attends once to a shared prefix from this many requests on, if at least `SHARED_SAVES` keys need not be read again: two more
+kernels run in each layer."""
+SHARED_LAUNCHES = 4
+"""Additional kernels per layer: attention to the prefix, the sums of both parts' splits, and the merge."""
 MIN_REQUESTS = 32
 """The smallest batch with graphs over ragged windows: with fewer requests, a pass is bound by reading the weights."""
 
@@ -52,6 +57,11 @@ def ragged_spec(full: RunnerSpec, mean: int) -> RunnerSpec:
     return replace(full, name=f"{full.name} W={mean}", width=mean, max_queries=D, outputs=outputs, inputs=(ragged_index,))
 
 
+def shared_spec(spec: RunnerSpec, layers: int) -> RunnerSpec:
+    """The runner of the same passes over a prefix that all requests share."""
+    return replace(spec, name=f"{spec.name} shared", launches=spec.launches + SHARED_LAUNCHES * layers, shared_prefix=True)
+
+
 class Verifier:
     """Owner of the verify runners: one for each depth, and some over ragged windows at the depth that most large batches run at.
 
@@ -59,11 +69,13 @@ class Verifier:
         shape: the windows at full depth.
         feature_width: width of the states that the drafter reads.
         make: makes a graph runner of the target's passes.
+        shares_prefixes: whether requests may have KV pages in common.
 
     Attributes:
         runners: by depth.
         ragged: the runners over ragged windows, by mean width.
         ragged_depth: the depth of ragged windows.
+        shared: the runners that attend once to a prefix that all requests share, for depth 0 and the depth of ragged windows.
     """
 
     def __init__(
@@ -74,12 +86,14 @@ class Verifier:
         depths: Mapping[int, DepthBatches],
         inputs: InputBuffers,
         make: MakeRunner,
+        shares_prefixes: bool = True,
     ) -> None:
         self._target, self._inputs = target, inputs
-        self.runners, self.ragged = dict[int, GraphRunner](), dict[int, GraphRunner]()
+        self.runners, self.ragged, self.shared = dict[int, GraphRunner](), dict[int, GraphRunner](), dict[int, GraphRunner]()
         self.ragged_depth = USUAL_STEPS if USUAL_STEPS in depths else max(depths)
         runner = target.runner
-        capable = shape.topk == 1 and runner.model.context.exchange is None and runner.backend.caps.ragged_windows
+        alone = shape.topk == 1 and runner.model.context.exchange is None
+        capable, shares = alone and runner.backend.caps.ragged_windows, alone and shares_prefixes and runner.backend.caps.shared_prefix
         for depth, batches in depths.items():
             name = "target decode" if depth == 0 else "verify" if depth == shape.num_steps else f"verify K={depth}"
             spec = verify_spec(target, shape.at_depth(depth), name, feature_width)
@@ -89,9 +103,14 @@ class Verifier:
                 specs = {mean: ragged_spec(spec, mean) for mean in mean_widths(depth)}
                 self.ragged = {mean: make(spec, self._ragged_forward, runner, own, True) for mean, spec in specs.items()}
 
+            if shares and depth in (0, self.ragged_depth):
+                own = replace(batches, captured=thinned([size for size in batches.captured if size >= SHARED_FROM]))
+                self.shared[depth] = make(shared_spec(spec, runner.config.num_layers), self._forward, runner, own, True)
+
     def at_depth(self, depth: int) -> list[GraphRunner]:
         """The runners of one depth."""
-        return [self.runners[depth], *(self.ragged.values() if depth == self.ragged_depth else ())]
+        shared = [self.shared[depth]] if depth in self.shared else []
+        return [self.runners[depth], *shared, *(self.ragged.values() if depth == self.ragged_depth else ())]
 
     def padded_size(self, depth: int, live: int) -> int:
         """The padded size at which an iteration of `live` requests runs."""
@@ -100,6 +119,17 @@ class Verifier:
     def has_graph(self, depth: int, size: int) -> bool:
         """Whether iterations of `size` requests replay a graph."""
         return self.runners[depth].has_graph(size)
+
+    def saves(self, live: int, shared_tokens: int) -> int:
+        """The keys that passes of `live` requests need not read again, if they share a prefix of `shared_tokens`; 0 if too few."""
+        saved = shared_tokens * (live - 1) if self.shared and live >= SHARED_FROM else 0
+        return saved if saved >= SHARED_SAVES else 0
+
+    def shared_size(self, depth: int, live: int) -> int:
+        """The padded size at which `live` requests run over a shared prefix; 0 if there is no graph for them."""
+        runner = self.shared.get(depth)
+        size = 0 if runner is None else runner.size_for(live)
+        return size if runner is not None and runner.has_graph(size) else 0
 
     def ragged_passes(self, live: int) -> list[tuple[int, int]]:
         """Requests and tokens, padding included, of the ragged passes that `live` requests can run as, fewest tokens first.
@@ -116,7 +146,9 @@ class Verifier:
 
     def fill(self, iteration: Iteration, window: DraftWindow) -> ForwardBatch:
         """Fill the inputs of the verify pass."""
-        batch = self.runners[iteration.depth].batch(iteration.size)
+        batch = (self.shared if iteration.shared_tokens else self.runners)[iteration.depth].batch(iteration.size)
+        if batch.shared_lens is not None:
+            batch.shared_lens.fill_(iteration.shared_tokens)
         batch.seq_len_bounds[:] = iteration.bounds + window.width
         fill_window(batch, self._target.page_table, iteration.kv_lens, window.tokens, window.depths)
         if batch.tree_mask is not None:
@@ -156,7 +188,7 @@ class Verifier:
     def _runner(self, iteration: Iteration) -> GraphRunner:
         """The runner of an iteration's verify pass; for an eager ragged pass, any ragged runner."""
         if iteration.ragged is None:
-            return self.runners[iteration.depth]
+            return (self.shared if iteration.shared_tokens else self.runners)[iteration.depth]
         return self.ragged.get(iteration.ragged.tokens // iteration.size, next(iter(self.ragged.values())))
 
     # ---- inside the graphs

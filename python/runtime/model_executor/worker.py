@@ -72,7 +72,7 @@ class Worker:
         limits: the limits that the scheduler must respect; read only.
         eager_drafts: takes eager samples; read only.
         runners: the graph runners of decode steps, deepest first.
-        ragged_runners: the graph runners of verify passes over ragged windows.
+        ragged_runners, shared_runners: the graph runners of verify passes over ragged windows, and over a shared prefix.
         iteration_runners: the graph runners of whole iterations; they replay only if all `runners` of their depth do.
     """
 
@@ -95,6 +95,7 @@ class Worker:
         self._group, self._exchange = group, exchange
         self.runners = tuple(runner for depth in parts.verifier.runners for runner in parts.runners(depth))
         self.iteration_runners, self.ragged_runners = tuple(parts.iterations.runners.values()), tuple(parts.verifier.ragged.values())
+        self.shared_runners = tuple(parts.verifier.shared.values())
         self._queue = DeviceQueue(self._step if followers is None else self._timed_step, parts.target.device)
         self.eager_drafts = EagerDrafts(parts.target, parts.inputs, parts.drafter, parts.verifier)
         self._step_seconds, self._token_checks = 0.0, 0
@@ -104,12 +105,15 @@ class Worker:
 
     @property
     def all_runners(self) -> tuple[GraphRunner, ...]:
-        """All graph runners: `runners`, `ragged_runners`, `iteration_runners`, and those of short prompts."""
-        return (*self.runners, *self.ragged_runners, *self.iteration_runners, *self.parts.target.prompt_runners)
+        """All graph runners: those of the attributes, and those of short prompts."""
+        own = (*self.runners, *self.ragged_runners, *self.shared_runners, *self.iteration_runners)
+        return (*own, *self.parts.target.prompt_runners)
 
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step and return immediately."""
         if self._group.rank == 0:
+            if not self.parts.verifier.saves(batch.num_decodes, batch.shared_tokens) or batch.num_prompts:
+                batch.shared_tokens = 0
             self.parts.depths.choose(batch)
             possible = batch.depth > 0 and not batch.has_prompts and batch.longest + batch.depth < self.limits.max_context_len
             batch.sample = self.parts.monitor.choose_sample(batch.depth, possible)
@@ -215,7 +219,9 @@ class Worker:
     def _launch(self, batch: ScheduleBatch) -> Wait:
         target, depth = self.parts.target, batch.depth
         most = max(batch.num_decodes, batch.pad_decodes)
-        size = len(batch.widths) or (self.parts.verifier.padded_size(depth, most) if most else 0)
+        verifier = self.parts.verifier
+        shared = verifier.shared_size(depth, most) if batch.shared_tokens and not len(batch.widths) else 0
+        size = len(batch.widths) or shared or (verifier.padded_size(depth, most) if most else 0)
         if self._exchange is not None:
             self._exchange.rows = batch.pad_tokens
         if len(batch.copy_counts):
@@ -228,7 +234,7 @@ class Worker:
         prompt_grammar = self.parts.grammars.step(batch.rows[: batch.num_prompts], batch.num_prompts, wanted=batch.next_tokens < 0)
         prompts, decodes, grammar = None, None, None
         if most:
-            iteration = self._begin(batch, rows, depth)
+            iteration = self._begin(batch, rows, depth, batch.shared_tokens if shared else 0)
             grammar, guesses = iteration.grammar, self._guesses(iteration)
             if chunks is None and self.parts.iterations.serves(iteration):
                 decodes = self._replay(iteration)
@@ -251,8 +257,8 @@ class Worker:
             self.parts.grammars.record(grammar, extend.next_tokens[:, None])
         return extend, prompts
 
-    def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int) -> Iteration:
-        """An iteration of the decode rows, int64 [size]. Their state is not in its inputs yet."""
+    def _begin(self, batch: ScheduleBatch, rows: torch.Tensor, depth: int, shared_tokens: int) -> Iteration:
+        """An iteration of the decode rows, int64 [size], over a prefix of `shared_tokens`. Their state is not in its inputs yet."""
         started, parts, size = time.perf_counter(), self.parts, len(rows)
         host_rows, len_bounds = batch.rows[batch.num_prompts :], batch.len_bounds[batch.num_prompts :]
         bounds = np.zeros(size, dtype=np.int32)
@@ -275,6 +281,7 @@ class Worker:
             ragged=RaggedWindows.of(batch.widths, depth + 1, parts.target.staging.upload) if len(batch.widths) else None,
             greedy=None if parts.depths.controller is None else parts.target.rows.greedy(host_rows),
             started=started,
+            shared_tokens=shared_tokens,
             unfollowed=unfollowed,
         )
         return self.eager_drafts.begin(iteration)
@@ -405,7 +412,7 @@ class Worker:
                 caps=drafts[alive],
                 greedy=greedy,
                 size=iteration.size,
-                kv_tokens=batch.pad_kv or int(iteration.bounds.sum()),
+                kv_tokens=batch.pad_kv or int(iteration.bounds.sum()) - iteration.shared_tokens * (iteration.live - 1),
                 seconds=None if disturbed else seconds,
                 width=0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size,
                 rows=iteration.host_rows[alive] if self.parts.depths.tracks(iteration.live) else no_ints(),

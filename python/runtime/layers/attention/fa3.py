@@ -15,6 +15,7 @@ from runtime.layers.attention.base import AttentionBackend, AttentionShape, Atte
 from runtime.layers.attention.decode_metadata import FixedLengths, first_tail
 from runtime.layers.attention.kernels import cluster_decode
 from runtime.layers.attention.kernels.paged_keys import PagedKeys
+from runtime.layers.attention.kernels.shared_prefix import merge_prefix, split_pages
 from runtime.layers.attention.kernels.split_decode import SplitWorkspace, split_attention, warm_up
 from runtime.layers.attention.kernels.split_schedule import WorkSchedule, schedule_work
 from runtime.layers.attention.kernels.split_shape import MAX_WIDTH, SplitShape, one_of_each_kernel, supports
@@ -26,6 +27,27 @@ from runtime.mem_cache.kv_pool import KVPool, PageTable
 
 
 @dataclass(frozen=True, slots=True)
+class _SharedPlan:
+    """Persistent tensors of passes over a shared prefix.
+
+    Attributes:
+        own_pages: int32 [B, max_pages], the pages of each request after the prefix.
+        own_lens: int32 [B], the keys in them.
+        cu_queries: int32 [2], the offsets of all queries, which are those of one request to the prefix.
+    """
+
+    own_pages: torch.Tensor
+    own_lens: torch.Tensor
+    cu_queries: torch.Tensor
+
+    @classmethod
+    def empty(cls, size: int, width: int, max_pages: int, device: torch.device) -> _SharedPlan:
+        """For `size` requests of `width` queries."""
+        pages, lens = (torch.zeros(dims, dtype=torch.int32, device=device) for dims in ((size, max_pages), (size,)))
+        return cls(pages, lens, torch.tensor([0, size * width], dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True, slots=True)
 class _FixedPlan:
     """Persistent metadata of fixed-width passes of one size; a captured graph reads these tensors.
 
@@ -34,13 +56,15 @@ class _FixedPlan:
         cu_seqlens_q: int32 [B + 1]; for ragged windows filled before each pass.
         split: the kind of pass for split-KV attention; None if FA3 runs the pass.
         schedule: the split-KV schedule of the first pass, which all passes share; None if the split is static.
-        metadata: FA3's tile schedules, int32, by pass index, window and whether the layer is causal.
+        shared: for passes over a shared prefix; else None.
+        metadata: FA3's tile schedules, int32, by pass index, window and whether the layer is causal; of a shared prefix, not causal.
     """
 
     at: FixedLengths
     cu_seqlens_q: torch.Tensor
     split: SplitShape | None
     schedule: WorkSchedule | None
+    shared: _SharedPlan | None = None
     metadata: dict[tuple[int, int, bool], torch.Tensor] = field(default_factory=dict)
 
 
@@ -49,7 +73,8 @@ class FlashAttention(AttentionBackend):
 
     FA3 reads the page table in place, at the rows of the batch (`cache_batch_idx`), so planning only computes the tile schedule, once for
     all layers. Fixed-width passes for which `DeviceTuning.split_wins` holds run split-KV attention. A tree pass runs full attention to the
-    keys before the tail, then attention to the tail under the mask, and merges both.
+    keys before the tail, then attention to the tail under the mask, and merges both. A pass over a shared prefix attends with all queries
+    to the prefix as if they were those of one request, then with those of each request to its own keys, and merges both.
     FA3 cannot read an 8-bit cache with 16-bit queries. With such a cache, all fixed-width passes run split-KV attention, and a ragged pass
     first converts the keys and values of its requests (`WidenedPrompts`).
     """
@@ -60,13 +85,14 @@ class FlashAttention(AttentionBackend):
         self._shape, self._pool, self._table = shape, kv_pool, page_table
         self._device, self._scaled = kv_pool.k[0].device, shape.layers[0].kv.scaled
         self._dtype = shape.dtype if self._scaled else kv_pool.k[0].dtype
-        self.caps = replace(ATTENTION_CAPS["fa3"], ragged_windows=not self._scaled)
+        full = all(layer.window < 0 and layer.causal and layer.sinks is None for layer in shape.layers)
+        self.caps = replace(ATTENTION_CAPS["fa3"], ragged_windows=not self._scaled, shared_prefix=full and not self._scaled)
         if self._scaled and not supports(shape.max_tokens_per_req, shape.num_q_heads, shape.num_kv_heads):
             raise ConfigError(
                 f"--kv-cache-dtype fp8_e4m3 is not possible with {shape.max_tokens_per_req} draft tokens and {shape.num_q_heads} query "
                 f"heads for {shape.num_kv_heads} KV heads. Lower --speculative-num-draft-tokens, or use auto."
             )
-        self._fixed: dict[tuple[int, int, int, int, bool], _FixedPlan] = {}
+        self._fixed: dict[tuple[int, int, int, int, bool, bool], _FixedPlan] = {}
         self._plan: _FixedPlan | list[PromptGroup] | None = None
         self._num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._pdl = starts_early(self._device)
@@ -116,6 +142,9 @@ class FlashAttention(AttentionBackend):
             return
         assert plan is not None, "prepare comes before plan_on_device"
         plan.at.fill(batch)
+        if plan.shared is not None:
+            self._plan_shared(plan, plan.shared, batch)
+            return
         if batch.max_queries:
             plan.cu_seqlens_q.copy_(batch.qo_indptr)
         if plan.split is None:
@@ -133,7 +162,7 @@ class FlashAttention(AttentionBackend):
             return self._extend(q, layer, plan).flatten(1)
         sizes = (plan.at.size, plan.at.width)
         assert (batch.batch_size, batch.tokens_per_req or batch.max_queries) == sizes, "another batch was planned"
-        attend = self._tree if plan.at.tail else self._causal
+        attend = self._tree if plan.at.tail else self._causal if plan.shared is None else self._shared
         return attend(q, layer, plan, batch).flatten(1)
 
     def forward_rows(self, qkv: torch.Tensor, layer: AttentionSpec, batch: ForwardBatch) -> torch.Tensor | None:
@@ -164,19 +193,20 @@ class FlashAttention(AttentionBackend):
 
     def _fixed_plan(self, batch: ForwardBatch, num_passes: int) -> _FixedPlan:
         width, tail = batch.tokens_per_req or batch.max_queries, first_tail(batch, self._shape.windows, "fa3")
-        key = (batch.batch_size, width, num_passes, tail, batch.max_queries > 0)
+        key = (batch.batch_size, width, num_passes, tail, batch.max_queries > 0, batch.shared_lens is not None)
         plan = self._fixed.get(key)
         if plan is None:
             plan = self._fixed[key] = self._empty_plan(*key)
         return plan
 
-    def _empty_plan(self, size: int, width: int, num_passes: int, tail: int, ragged: bool) -> _FixedPlan:
-        split = None if ragged else self._split_shape(size, width)
+    def _empty_plan(self, size: int, width: int, num_passes: int, tail: int, ragged: bool, shared: bool) -> _FixedPlan:
+        split = None if ragged or shared else self._split_shape(size, width)
         return _FixedPlan(
             at=FixedLengths.empty(size, width, num_passes, tail, self._device),
             cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=self._device) * width,
             split=split,
             schedule=None if split is None else split.empty_schedule(self._device),
+            shared=_SharedPlan.empty(size, width, self._table.max_pages, self._device) if shared else None,
         )
 
     def _split_shape(self, size: int, width: int) -> SplitShape | None:
@@ -200,11 +230,17 @@ class FlashAttention(AttentionBackend):
         """Compute one tile schedule into its static buffer."""
         at = plan.at
         fresh = self._tiles(self._table.pages, at.key_lens(batch, pass_index), plan.cu_seqlens_q, at.width, window, causal)
-        static = plan.metadata.get((pass_index, window, causal))
-        if static is None:
-            plan.metadata[pass_index, window, causal] = fresh
-        else:
-            static.copy_(fresh)
+        _keep(plan.metadata, (pass_index, window, causal), fresh)
+
+    def _plan_shared(self, plan: _FixedPlan, shared: _SharedPlan, batch: ForwardBatch) -> None:
+        """Split the page table behind the prefix, and compute the tile schedules of both parts."""
+        pages, shared_lens = self._table.pages, batch.shared_lens
+        assert shared_lens is not None, "another batch was planned"
+        split_pages(pages, batch.page_rows, batch.seq_lens, shared_lens, self._table.page_size, shared.own_pages, shared.own_lens)
+        prefix = self._tiles(pages, shared_lens[:1], shared.cu_queries, batch.num_tokens, -1, False)
+        own = self._tiles(shared.own_pages, shared.own_lens, plan.cu_seqlens_q, plan.at.width, -1, True)
+        _keep(plan.metadata, (0, -1, False), prefix)
+        _keep(plan.metadata, (0, -1, True), own)
 
     def _plan_groups(self, groups: list[PromptGroup]) -> None:
         """Compute the tile schedules of a ragged pass once; otherwise each layer would compute them."""
@@ -235,6 +271,22 @@ class FlashAttention(AttentionBackend):
             max_seqlen_q=at.width, softmax_scale=layer.scale, causal=layer.causal, window_size=_window_size(layer.window, layer.causal),
             scheduler_metadata=plan.metadata[batch.pass_index, layer.window, layer.causal], num_splits=0, sinks=self._sinks[layer.layer_id],
         )  # fmt: skip
+
+    def _shared(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
+        k_cache, v_cache, shared, shared_lens = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], plan.shared, batch.shared_lens
+        assert shared is not None, "another batch was planned"
+        assert shared_lens is not None, "another batch was planned"
+        prefix_out, prefix_lse, *_ = flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=shared_lens[:1], page_table=self._table.pages, cache_batch_idx=batch.page_rows[:1],
+            cu_seqlens_q=shared.cu_queries, max_seqlen_q=batch.num_tokens, softmax_scale=layer.scale, causal=False,
+            scheduler_metadata=plan.metadata[0, -1, False], num_splits=0, return_softmax_lse=True,
+        )  # fmt: skip
+        out, lse, *_ = flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=shared.own_lens, page_table=shared.own_pages, cu_seqlens_q=plan.cu_seqlens_q,
+            max_seqlen_q=plan.at.width, softmax_scale=layer.scale, causal=True, window_size=_window_size(-1, True),
+            scheduler_metadata=plan.metadata[0, -1, True], num_splits=0, return_softmax_lse=True,
+        )  # fmt: skip
+        return merge_prefix(out, lse.transpose(0, 1), prefix_out, prefix_lse.transpose(0, 1), shared.own_lens, shared_lens)
 
     def _tree(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
         at = plan.at
@@ -294,6 +346,14 @@ class FlashAttention(AttentionBackend):
                 )
             )  # fmt: skip
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _keep(metadata: dict[tuple[int, int, bool], torch.Tensor], key: tuple[int, int, bool], fresh: torch.Tensor) -> None:
+    """Store a tile schedule at its fixed address."""
+    if key in metadata:
+        metadata[key].copy_(fresh)
+    else:
+        metadata[key] = fresh
 
 
 def _window_size(window: int, causal: bool) -> tuple[int, int]:

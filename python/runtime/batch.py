@@ -181,8 +181,7 @@ class ScheduleBatch:
         defers_first_drafts: whether drafts are not expected to follow these prompts, so that the draft computes the first ones only when
             they are needed; chosen by `Worker.submit`.
         sample: the eager sample of this step; chosen by `Worker.submit`.
-        shared_tokens: KV at the front of all decode rows that lies in the same pages; `Worker.submit` sets it to 0 if their pass does not
-            make use of it.
+        shared_tokens: KV at the front of all decode rows that lies in the same pages; 0 in steps with prompts.
         sections: the part of each attention group, if there are several; all fields but `step` and those that `Worker.submit` chooses are
             then empty.
         pad_decodes, pad_tokens: decode rows and prompt tokens of the largest section, to which this one is padded; 0 for one group.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ pytest.importorskip("triton")
 from gpu.test_attention import World, captured, check, fixed_batch, load, make_world, plain, queries
 from runtime.layers.attention.base import plan_pass
 from runtime.layers.attention.kernels.shared_prefix import merge_prefix, split_pages
+from runtime.layers.attention.kernels.split_decode import LN_2
 from runtime.layers.forward_batch import ForwardBatch
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -23,9 +26,22 @@ RUNS = (
 """Shared keys, and the lengths of the requests; the rest is padding."""
 
 
-@pytest.mark.parametrize(("head_dim", "page_size", "width"), [(128, 64, 4), (128, 64, 1), (128, 128, 6), (64, 16, 4), (256, 64, 4)])
-def test_a_captured_pass_follows_the_shared_prefix(head_dim: int, page_size: int, width: int) -> None:
-    world = make_world("fa3", plain(head_dim, page_size, width))
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "width", "size"),
+    [
+        (128, 64, 4, 8),
+        (128, 64, 1, 16),
+        (128, 128, 6, 16),
+        (128, 64, 4, 32),
+        (128, 64, 2, 48),
+        (128, 64, 40, 8),
+        (64, 16, 4, 16),
+        (256, 64, 4, 24),
+    ],
+)
+def test_a_captured_pass_follows_the_shared_prefix(head_dim: int, page_size: int, width: int, size: int) -> None:
+    """A window of 40 tokens is too wide for split-KV attention."""
+    world = make_world("fa3", replace(plain(head_dim, page_size, width), batch=size))
     assert world.fast.caps.shared_prefix
     batch = fixed_batch(world.kind)
     batch.shared_lens = torch.zeros(world.kind.batch, dtype=torch.int32, device="cuda")
@@ -40,6 +56,7 @@ def test_a_captured_pass_follows_the_shared_prefix(head_dim: int, page_size: int
         q.normal_()
         pages = world.pages.pages[1:, : shared // page_size]
         own = pages.clone()
+        lens = [max(length, shared + width) for length in (lens * size)[: size - 1]]
         load(world, batch, lens)
         pages.copy_(pages[:1].clone().expand_as(pages))
         batch.shared_lens.fill_(shared)
@@ -98,9 +115,11 @@ def test_parts_are_merged_where_they_have_keys(heads: int, dim: int) -> None:
     whole = scores.masked_fill(~((at < counts) | (at >= 300)), float("-inf")).softmax(-1)
     want = (whole[..., None, :] @ values)[..., 0, :]
     (out, lse), (prefix_out, prefix_lse) = ((rows.to(torch.bfloat16), sums.float().t().contiguous().t()) for rows, sums in parts)
-    got = merge_prefix(out.clone(), lse, prefix_out, prefix_lse, own, shared)
+    got = merge_prefix(out.clone(), lse, prefix_out, prefix_lse, own, shared, lse_in_bits=False)
+    in_bits = merge_prefix(out.clone(), (lse / LN_2).contiguous(), prefix_out, prefix_lse, own, shared, lse_in_bits=True)
+    torch.testing.assert_close(in_bits, got)
     assert (got.double() - want).norm() / want.norm() < 5e-3
-    alone = merge_prefix(out.clone(), lse, prefix_out * float("nan"), prefix_lse, own, torch.zeros_like(shared))
+    alone = merge_prefix(out.clone(), lse, prefix_out * float("nan"), prefix_lse, own, torch.zeros_like(shared), lse_in_bits=False)
     with_keys = own.repeat_interleave(2) > 0
     assert torch.equal(alone[with_keys], out[with_keys])
     assert not alone[~with_keys].any(), "no keys at all"

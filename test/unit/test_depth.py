@@ -171,6 +171,9 @@ class Captured:
     def ragged_passes(self, live: int) -> list[tuple[int, int]]:
         return []
 
+    def shared_size(self, depth: int, live: int, shared_tokens: int) -> int:
+        return live + 2 if depth in (1, 3) else 0
+
 
 def test_a_depth_without_a_graph_is_not_chosen_beside_others() -> None:
     class FewGraphs(Captured):
@@ -207,6 +210,22 @@ def test_the_controller_sees_how_much_each_request_may_still_write() -> None:
     rows, kv_lens = np.array([1, 2], dtype=np.int32), np.array([20, 75], dtype=np.int32)
     control.choose(ScheduleBatch(1, rows, kv_lens, rows, new_rows=new))
     assert seen == [[40, 1]]
+
+
+def test_the_controller_sees_which_depths_read_a_shared_prefix_once() -> None:
+    control = DepthControl({0: 8, 1: 8, 3: 8, 5: 8}, 9, Captured())
+    seen: list[tuple[list[int], dict[int, int]]] = []
+
+    class Recorder:
+        def choose(self, rows: DecodeRows, sizes: dict[int, int], *_: Any) -> Option:
+            seen.append(([rows.context(depth) for depth in (0, 1, 3, 5)], sizes))
+            return Option(3, 0.0, 0.0)
+
+    control.controller = Recorder()  # type: ignore[assignment]
+    rows, kv_lens = np.array([1, 2, 3], dtype=np.int32), np.array([120, 175, 105], dtype=np.int32)
+    control.choose(ScheduleBatch(1, rows, kv_lens, rows, shared_tokens=100))
+    control.choose(ScheduleBatch(2, rows, kv_lens, rows))
+    assert seen == [([400, 300, 300, 400], {0: 3, 1: 5, 3: 5, 5: 3}), ([400] * 4, {0: 3, 1: 3, 3: 3, 5: 3})]
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])

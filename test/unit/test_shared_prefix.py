@@ -43,6 +43,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     monkeypatch.setattr(TorchNativeAttention, "caps", replace(TorchNativeAttention.caps, shared_prefix=True))
     monkeypatch.setattr(verification, "SHARED_FROM", 2)
     monkeypatch.setattr(verification, "SHARED_SAVES", 1)
+    monkeypatch.setattr(verification, "SHARED_PADDING", 2)
     return found
 
 
@@ -125,11 +126,14 @@ def test_requests_without_a_common_beginning_run_as_usual(tmp_path: Path, passes
 
 
 @pytest.mark.parametrize(
-    ("live", "tokens", "saved"), [(7, 1 << 20, 0), (8, 2304, 0), (8, 2368, 7 * 2368), (64, 256, 0), (64, 320, 63 * 320)]
+    ("live", "tokens", "size"),
+    [(15, 1 << 20, 0), (16, 2560, 0), (16, 2688, 16), (17, 1 << 20, 0), (25, 1 << 20, 0), (26, 1 << 20, 32), (32, 1280, 0), (32, 1344, 32)],
 )
 def test_a_pass_makes_use_of_a_prefix_that_saves_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: int, tokens: int, saved: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: int, tokens: int, size: int
 ) -> None:
     monkeypatch.setattr(TorchNativeAttention, "caps", replace(TorchNativeAttention.caps, shared_prefix=True))
-    worker: Any = speculating(tmp_path, "EAGLE")
-    assert worker.parts.verifier.saves(live, tokens) == saved
+    worker: Any = speculating(tmp_path, "EAGLE", "eager", [16, 32], runtime={"max_running_requests": 32})
+    (depth,) = worker.parts.verifier.shared
+    assert worker.parts.verifier.shared_size(depth, live, tokens) == size
+    assert worker.parts.verifier.shared_size(depth + 1, live, tokens) == 0, "no graph"

@@ -193,6 +193,8 @@ def autotune(context: WorkerContext, parts: WorkerParts, depths: dict[int, Depth
         if batches.tuned:
             warmup_runs += backend.warmup_runs(batches.tuned, at_depth.num_draft_tokens, tree=at_depth.topk > 1)
     rows.update(size * runner.spec.width for runner in parts.verifier.ragged.values() for size in runner.sizes)
+    for runner in parts.verifier.shared.values():
+        warmup_runs += backend.shared_warmup_runs(runner.sizes, runner.spec.width)
     if context.device.type == "cuda":
         warmup_runs += model.warmup_runs(sorted(rows | context.config.device.tuning.experts.kernel_rows(context.extend_tokens)))
     with torch.inference_mode(), context.timed("autotune_gemms"):

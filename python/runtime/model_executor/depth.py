@@ -29,6 +29,9 @@ THIN = 2.0
 """The largest factor between neighbouring graph sizes of other depths."""
 LARGE = 64
 """For larger batches depth 1 is often the best, so it has graphs for all sizes above this one."""
+SHARED_GAIN = 0.5
+"""The time that attending once to a shared prefix saves, as a fraction of the time of reading the keys that need not be read again: these
+lie in L2, and more kernels run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,10 @@ class VerifySizes(Protocol):
         """Requests and tokens, padding included, of the passes over windows of different widths, fewest tokens first."""
         ...
 
+    def shared_size(self, depth: int, live: int, shared_tokens: int) -> int:
+        """The padded size at which `live` requests attend once to their common prefix of `shared_tokens`; 0 if they do not."""
+        ...
+
 
 class DepthControl:
     """Chooses the depth of each iteration: by the batch size alone, or with a controller.
@@ -217,13 +224,15 @@ class DepthControl:
         if len(serving) == 1:
             return serving[0], no_ints()
         kv_lens = np.concatenate([section.len_bounds[section.num_prompts :] for section in sections])
-        kv_tokens = sections[0].pad_kv if batch.sections else int(kv_lens.sum()) - batch.shared_tokens * (live - 1)
+        kv_tokens = sections[0].pad_kv if batch.sections else int(kv_lens.sum())
         left = np.maximum(self._ends[rows] - kv_lens, 1)
-        decodes = DecodeRows(caps, self._greedy[rows], kv_tokens, rows, left)
+        shared = self._shared_sizes(serving, live, batch.shared_tokens)
+        spared = dict.fromkeys(shared, int(SHARED_GAIN * batch.shared_tokens * (live - 1)))
+        decodes = DecodeRows(caps, self._greedy[rows], kv_tokens, rows, left, spared)
         depth, passes = self._sizes.ragged_depth, list[tuple[int, int]]()
         if depth in serving and not batch.num_prompts and not batch.sections:
             passes = [(size, tokens) for size, tokens in self._ragged_passes(live) if size < tokens and not tokens % size]
-        chosen = controller.choose(decodes, self._padded(serving, live), passes, depth)
+        chosen = controller.choose(decodes, self._padded(serving, live) | shared, passes, depth)
         return chosen.depth, no_ints() if chosen.widths is None else chosen.widths
 
     def _by_caps(self, batch: ScheduleBatch) -> Int32:
@@ -251,6 +260,10 @@ class DepthControl:
         """The padded size by depth; if some depths have a graph of that size, only those depths."""
         padded = {depth: self._sizes.padded_size(depth, live) for depth in depths}
         return {depth: size for depth, size in padded.items() if self._sizes.has_graph(depth, size)} or padded
+
+    def _shared_sizes(self, depths: Sequence[int], live: int, shared_tokens: int) -> dict[int, int]:
+        """`VerifySizes.shared_size` of the depths that attend once to the common prefix."""
+        return {depth: size for depth in depths if shared_tokens and (size := self._sizes.shared_size(depth, live, shared_tokens))}
 
     def _decode_rows(self, batch: ScheduleBatch) -> list[Int32]:
         """The decode rows of each attention group, numbered through all groups."""

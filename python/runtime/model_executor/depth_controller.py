@@ -114,6 +114,7 @@ class DecodeRows:
         kv_tokens: upper bound of the sum of their KV lengths.
         rows: int32 [n], their request rows; read if windows may differ in width.
         left: int [n], the maximum number of tokens that each may still generate; empty if not known.
+        spared: by depth, how much context costs less than its `kv_tokens`, in tokens, because the requests share a prefix.
     """
 
     caps: npt.NDArray[np.integer]
@@ -121,6 +122,11 @@ class DecodeRows:
     kv_tokens: int
     rows: Int32 = field(default_factory=no_ints)
     left: npt.NDArray[np.integer] = field(default_factory=no_ints)
+    spared: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    def context(self, depth: int) -> int:
+        """The tokens of context that an iteration at `depth` is charged for."""
+        return self.kv_tokens - self.spared.get(depth, 0)
 
 
 @dataclass(slots=True)
@@ -266,10 +272,8 @@ class DepthController(DepthChooser):
         lost = self._lost_at_ends(rows, sizes, tokens)
         self._spreads_ends = lost > HYSTERESIS
         error = min((self.cost.error(size, depth) for depth, size in sizes.items() if depth), default=0.0)
-        return [
-            Option(depth, tokens[depth], self.cost.seconds(size, depth, rows.kv_tokens), None, *((lost, error) if depth else (0.0, 0.0)))
-            for depth, size in sizes.items()
-        ]
+        seconds = {depth: self.cost.seconds(size, depth, rows.context(depth)) for depth, size in sizes.items()}
+        return [Option(depth, tokens[depth], seconds[depth], None, *((lost, error) if depth else (0.0, 0.0))) for depth in sizes]
 
     def _lost_at_ends(self, rows: DecodeRows, sizes: Mapping[int, int], tokens: Sequence[float]) -> float:
         """The fraction by which drafts must be faster than no drafts, because they make requests finish at different times.
@@ -280,7 +284,7 @@ class DepthController(DepthChooser):
         shallowest = min((depth for depth in sizes if depth), default=0)
         if not shallowest or len(rows.left) < 2:
             return 0.0
-        alone = self.cost.seconds(1, shallowest) / self.cost.seconds(sizes[shallowest], shallowest, rows.kv_tokens)
+        alone = self.cost.seconds(1, shallowest) / self.cost.seconds(sizes[shallowest], shallowest, rows.context(shallowest))
         return share_lost(rows.left, tokens[1] / len(rows.left) - 1) * min(alone, 1.0)
 
     def _narrowed(

@@ -20,9 +20,9 @@ from runtime.model_executor.window import fill_window
 
 EAGER_STEPS = 8
 """Eager ragged passes round their token count up to one of about this many values per window position."""
-SHARED_FROM, SHARED_SAVES = 8, 16384
-"""A pass attends once to a shared prefix from this many requests on, if at least `SHARED_SAVES` keys need not be read again: two more
-kernels run in each layer."""
+SHARED_FROM, SHARED_SAVES, SHARED_PADDING = 16, 40000, 1.25
+"""A pass attends once to a shared prefix from this many requests on, if at least `SHARED_SAVES` keys need not be read again, because more
+kernels run in each layer; and if there is a graph of at most `SHARED_PADDING` times as many requests."""
 SHARED_LAUNCHES = 4
 """Additional kernels per layer: attention to the prefix, the sums of both parts' splits, and the merge."""
 MIN_REQUESTS = 32
@@ -75,7 +75,7 @@ class Verifier:
         runners: by depth.
         ragged: the runners over ragged windows, by mean width.
         ragged_depth: the depth of ragged windows.
-        shared: the runners that attend once to a prefix that all requests share, for depth 0 and the depth of ragged windows.
+        shared: the runners that attend once to a prefix that all requests share, for depths up to that of ragged windows.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Verifier:
                 specs = {mean: ragged_spec(spec, mean) for mean in mean_widths(depth)}
                 self.ragged = {mean: make(spec, self._ragged_forward, runner, own, True) for mean, spec in specs.items()}
 
-            if shares and depth in (0, self.ragged_depth):
+            if shares and depth <= self.ragged_depth:
                 own = replace(batches, captured=thinned([size for size in batches.captured if size >= SHARED_FROM]))
                 self.shared[depth] = make(shared_spec(spec, runner.config.num_layers), self._forward, runner, own, True)
 
@@ -120,16 +120,13 @@ class Verifier:
         """Whether iterations of `size` requests replay a graph."""
         return self.runners[depth].has_graph(size)
 
-    def saves(self, live: int, shared_tokens: int) -> int:
-        """The keys that passes of `live` requests need not read again, if they share a prefix of `shared_tokens`; 0 if too few."""
-        saved = shared_tokens * (live - 1) if self.shared and live >= SHARED_FROM else 0
-        return saved if saved >= SHARED_SAVES else 0
-
-    def shared_size(self, depth: int, live: int) -> int:
-        """The padded size at which `live` requests run over a shared prefix; 0 if there is no graph for them."""
+    def shared_size(self, depth: int, live: int, shared_tokens: int) -> int:
+        """The padded size at which `live` requests attend once to their common prefix of `shared_tokens`; 0 if they do not."""
         runner = self.shared.get(depth)
-        size = 0 if runner is None else runner.size_for(live)
-        return size if runner is not None and runner.has_graph(size) else 0
+        if runner is None or live < SHARED_FROM or shared_tokens * (live - 1) < SHARED_SAVES:
+            return 0
+        size = runner.size_for(live)
+        return size if runner.has_graph(size) and size <= SHARED_PADDING * live else 0
 
     def ragged_passes(self, live: int) -> list[tuple[int, int]]:
         """Requests and tokens, padding included, of the ragged passes that `live` requests can run as, fewest tokens first.

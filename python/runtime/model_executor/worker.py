@@ -112,8 +112,6 @@ class Worker:
     def submit(self, batch: ScheduleBatch) -> Pending:
         """Queue one step and return immediately."""
         if self._group.rank == 0:
-            if not self.parts.verifier.saves(batch.num_decodes, batch.shared_tokens) or batch.num_prompts:
-                batch.shared_tokens = 0
             self.parts.depths.choose(batch)
             possible = batch.depth > 0 and not batch.has_prompts and batch.longest + batch.depth < self.limits.max_context_len
             batch.sample = self.parts.monitor.choose_sample(batch.depth, possible)
@@ -220,7 +218,7 @@ class Worker:
         target, depth = self.parts.target, batch.depth
         most = max(batch.num_decodes, batch.pad_decodes)
         verifier = self.parts.verifier
-        shared = verifier.shared_size(depth, most) if batch.shared_tokens and not len(batch.widths) else 0
+        shared = 0 if len(batch.widths) else verifier.shared_size(depth, most, batch.shared_tokens)
         size = len(batch.widths) or shared or (verifier.padded_size(depth, most) if most else 0)
         if self._exchange is not None:
             self._exchange.rows = batch.pad_tokens
@@ -412,8 +410,8 @@ class Worker:
                 caps=drafts[alive],
                 greedy=greedy,
                 size=iteration.size,
-                kv_tokens=batch.pad_kv or int(iteration.bounds.sum()) - iteration.shared_tokens * (iteration.live - 1),
-                seconds=None if disturbed else seconds,
+                kv_tokens=batch.pad_kv or int(iteration.bounds.sum()),
+                seconds=None if disturbed or iteration.shared_tokens else seconds,
                 width=0 if iteration.ragged is None else iteration.ragged.tokens // iteration.size,
                 rows=iteration.host_rows[alive] if self.parts.depths.tracks(iteration.live) else no_ints(),
                 step=batch.step,

@@ -139,6 +139,10 @@ class AttentionBackend(Protocol):
         """
         return []
 
+    def shared_warmup_runs(self, sizes: Sequence[int], width: int) -> list[Callable[[], object]]:
+        """`warmup_runs` of passes over a prefix that all requests share, for backends that support it."""
+        return []
+
 
 def plan_pass(backend: AttentionBackend, batch: ForwardBatch, num_passes: int = 1) -> None:
     """Plan `num_passes` passes over `batch`, outside any graph."""

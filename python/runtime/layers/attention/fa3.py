@@ -32,19 +32,21 @@ class _SharedPlan:
 
     Attributes:
         own_pages: int32 [B, max_pages], the pages of each request after the prefix.
+        own_rows: int32 [B], their rows in it.
         own_lens: int32 [B], the keys in them.
         cu_queries: int32 [2], the offsets of all queries, which are those of one request to the prefix.
     """
 
     own_pages: torch.Tensor
+    own_rows: torch.Tensor
     own_lens: torch.Tensor
     cu_queries: torch.Tensor
 
     @classmethod
     def empty(cls, size: int, width: int, max_pages: int, device: torch.device) -> _SharedPlan:
         """For `size` requests of `width` queries."""
-        pages, lens = (torch.zeros(dims, dtype=torch.int32, device=device) for dims in ((size, max_pages), (size,)))
-        return cls(pages, lens, torch.tensor([0, size * width], dtype=torch.int32, device=device))
+        rows = torch.arange(size, dtype=torch.int32, device=device)
+        return cls(rows.new_zeros((size, max_pages)), rows, torch.zeros_like(rows), rows.new_tensor([0, size * width]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class _FixedPlan:
     Attributes:
         at: lengths of the passes.
         cu_seqlens_q: int32 [B + 1]; for ragged windows filled before each pass.
-        split: the kind of pass for split-KV attention; None if FA3 runs the pass.
+        split: the kind of pass for split-KV attention, of a pass over a shared prefix to the keys after it; None if FA3 runs it.
         schedule: the split-KV schedule of the first pass, which all passes share; None if the split is static.
         shared: for passes over a shared prefix; else None.
         metadata: FA3's tile schedules, int32, by pass index, window and whether the layer is causal; of a shared prefix, not causal.
@@ -111,9 +113,16 @@ class FlashAttention(AttentionBackend):
     def warmup_runs(self, sizes: Sequence[int], width: int, tree: bool) -> list[Callable[[], object]]:
         """One run per kernel of split-KV attention and key conversion; FA3 is precompiled."""
         conversion: list[Callable[[], object]] = [] if self._widened is None else [self._widened.warm_up]
-        shapes = [shape for size in sizes if (shape := self._split_shape(size, width)) is not None]
+        return conversion + self._split_runs(sizes, width, tree=tree)
+
+    def shared_warmup_runs(self, sizes: Sequence[int], width: int) -> list[Callable[[], object]]:
+        """One run per kernel of split-KV attention to the keys after the prefix."""
+        return self._split_runs(sizes, width, shared=True)
+
+    def _split_runs(self, sizes: Sequence[int], width: int, tree: bool = False, shared: bool = False) -> list[Callable[[], object]]:
+        shapes = [shape for size in sizes if (shape := self._split_shape(size, width, shared)) is not None]
         layers = {(-1 if tree else layer.window, layer.causal, layer.sinks is not None): layer for layer in self._shape.layers}
-        return conversion + [
+        return [
             partial(
                 warm_up,
                 shape,
@@ -126,6 +135,7 @@ class FlashAttention(AttentionBackend):
                 sinks=sinks,
                 scaled=self._scaled,
                 heads=layer.heads,
+                shared=shared,
                 pdl=self._pdl,
             )
             for shape in one_of_each_kernel(shapes)
@@ -200,7 +210,7 @@ class FlashAttention(AttentionBackend):
         return plan
 
     def _empty_plan(self, size: int, width: int, num_passes: int, tail: int, ragged: bool, shared: bool) -> _FixedPlan:
-        split = None if ragged or shared else self._split_shape(size, width)
+        split = None if ragged else self._split_shape(size, width, shared)
         return _FixedPlan(
             at=FixedLengths.empty(size, width, num_passes, tail, self._device),
             cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=self._device) * width,
@@ -209,12 +219,12 @@ class FlashAttention(AttentionBackend):
             shared=_SharedPlan.empty(size, width, self._table.max_pages, self._device) if shared else None,
         )
 
-    def _split_shape(self, size: int, width: int) -> SplitShape | None:
+    def _split_shape(self, size: int, width: int, few_keys: bool = False) -> SplitShape | None:
         """The kind of pass for split-KV attention; None if FA3 runs the pass, for example a short prompt, which is wider than any
-        window.
+        window. With `few_keys`, requests have a few hundred.
         """
         shape = self._shape
-        wins = self._scaled or (width <= shape.max_tokens_per_req and shape.tuning.split_wins(size, width, shape.num_kv_heads))
+        wins = self._scaled or few_keys or (width <= shape.max_tokens_per_req and shape.tuning.split_wins(size, width, shape.num_kv_heads))
         if not wins or not supports(width, shape.num_q_heads, shape.num_kv_heads):
             return None
         config = shape.tuning.split_config(shape.head_dim, size)
@@ -222,7 +232,8 @@ class FlashAttention(AttentionBackend):
 
     def _split_workspace(self) -> SplitWorkspace | None:
         sizes, widths = self._shape.max_batch_size, min(self._shape.max_tokens_per_req, MAX_WIDTH)
-        shapes = [self._split_shape(size, width) for size in range(1, sizes + 1) for width in range(1, widths + 1)]
+        passes = [(size, width) for size in range(1, sizes + 1) for width in range(1, widths + 1)]
+        shapes = [self._split_shape(*each, few_keys) for each in passes for few_keys in {False, self.caps.shared_prefix}]
         supported = [shape for shape in shapes if shape is not None]
         return SplitWorkspace(supported, self._device) if supported else None
 
@@ -237,10 +248,12 @@ class FlashAttention(AttentionBackend):
         pages, shared_lens = self._table.pages, batch.shared_lens
         assert shared_lens is not None, "another batch was planned"
         split_pages(pages, batch.page_rows, batch.seq_lens, shared_lens, self._table.page_size, shared.own_pages, shared.own_lens)
-        prefix = self._tiles(pages, shared_lens[:1], shared.cu_queries, batch.num_tokens, -1, False)
-        own = self._tiles(shared.own_pages, shared.own_lens, plan.cu_seqlens_q, plan.at.width, -1, True)
-        _keep(plan.metadata, (0, -1, False), prefix)
-        _keep(plan.metadata, (0, -1, True), own)
+        _keep(plan.metadata, (0, -1, False), self._tiles(pages, shared_lens[:1], shared.cu_queries, batch.num_tokens, -1, False))
+        if plan.split is None:
+            own = self._tiles(shared.own_pages, shared.own_lens, plan.cu_seqlens_q, plan.at.width, -1, True)
+            _keep(plan.metadata, (0, -1, True), own)
+        elif plan.schedule is not None:
+            schedule_work(shared.own_lens, plan.split.splits, plan.split.config.tile, plan.schedule)
 
     def _plan_groups(self, groups: list[PromptGroup]) -> None:
         """Compute the tile schedules of a ragged pass once; otherwise each layer would compute them."""
@@ -264,7 +277,8 @@ class FlashAttention(AttentionBackend):
     def _causal(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
         at = plan.at
         if plan.split is not None:
-            return self._split(q, layer, plan, plan.split, batch.page_rows, at.seq_lens(batch, batch.pass_index))
+            keys = PagedKeys(self._table.pages, batch.page_rows, at.seq_lens(batch, batch.pass_index), self._table.page_size, plan.schedule)
+            return self._split(q, layer, plan.split, keys, layer.causal, layer.window)
         return flash_attn_with_kvcache(
             q, self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], cache_seqlens=at.seq_lens(batch, batch.pass_index),
             page_table=self._table.pages, cache_batch_idx=batch.page_rows, cu_seqlens_q=plan.cu_seqlens_q,
@@ -281,12 +295,19 @@ class FlashAttention(AttentionBackend):
             cu_seqlens_q=shared.cu_queries, max_seqlen_q=batch.num_tokens, softmax_scale=layer.scale, causal=False,
             scheduler_metadata=plan.metadata[0, -1, False], num_splits=0, return_softmax_lse=True,
         )  # fmt: skip
-        out, lse, *_ = flash_attn_with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=shared.own_lens, page_table=shared.own_pages, cu_seqlens_q=plan.cu_seqlens_q,
-            max_seqlen_q=plan.at.width, softmax_scale=layer.scale, causal=True, window_size=_window_size(-1, True),
-            scheduler_metadata=plan.metadata[0, -1, True], num_splits=0, return_softmax_lse=True,
-        )  # fmt: skip
-        return merge_prefix(out, lse.transpose(0, 1), prefix_out, prefix_lse.transpose(0, 1), shared.own_lens, shared_lens)
+        if plan.split is not None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            keys = PagedKeys(shared.own_pages, shared.own_rows, shared.own_lens, self._table.page_size, plan.schedule)
+            out = self._split(q, layer, plan.split, keys, lse=lse)
+        else:
+            out, lse, *_ = flash_attn_with_kvcache(
+                q, k_cache, v_cache, cache_seqlens=shared.own_lens, page_table=shared.own_pages, cu_seqlens_q=plan.cu_seqlens_q,
+                max_seqlen_q=plan.at.width, softmax_scale=layer.scale, causal=True, window_size=_window_size(-1, True),
+                scheduler_metadata=plan.metadata[0, -1, True], num_splits=0, return_softmax_lse=True,
+            )  # fmt: skip
+            lse = lse.transpose(0, 1)
+        in_bits = plan.split is not None
+        return merge_prefix(out, lse, prefix_out, prefix_lse.transpose(0, 1), shared.own_lens, shared_lens, lse_in_bits=in_bits)
 
     def _tree(self, q: torch.Tensor, layer: AttentionSpec, plan: _FixedPlan, batch: ForwardBatch) -> torch.Tensor:
         at = plan.at
@@ -296,7 +317,8 @@ class FlashAttention(AttentionBackend):
         k_cache, v_cache = self._pool.k[layer.layer_id], self._pool.v[layer.layer_id]
         if plan.split is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            out = self._split(q, layer, plan, plan.split, batch.page_rows, at.key_lens(batch, 0), lse)
+            before = PagedKeys(self._table.pages, batch.page_rows, at.key_lens(batch, 0), self._table.page_size, plan.schedule)
+            out = self._split(q, layer, plan.split, before, causal=False, lse=lse)
         else:
             out, lse, *_ = flash_attn_with_kvcache(
                 q, k_cache, v_cache, cache_seqlens=at.key_lens(batch, 0), page_table=self._table.pages,
@@ -316,19 +338,17 @@ class FlashAttention(AttentionBackend):
         self,
         q: torch.Tensor,
         layer: AttentionSpec,
-        plan: _FixedPlan,
         shape: SplitShape,
-        rows: torch.Tensor,
-        lens: torch.Tensor,
+        keys: PagedKeys,
+        causal: bool = True,
+        window: int = -1,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Split-KV attention with the layer's causality and window; with `lse`, over all keys."""
+        """Split-KV attention; with `lse`, without sinks."""
         assert self._workspace is not None, "the pass is larger than the shape that the backend was built for"
-        keys = PagedKeys(self._table.pages, rows, lens, self._table.page_size, plan.schedule)
         return split_attention(
-            q.contiguous(), self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], keys, shape, self._workspace,
-            layer.scale, causal=layer.causal and lse is None, window=layer.window if lse is None else -1,
-            sinks=layer.sinks if lse is None else None, lse=lse, kv_scales=layer.kv_scales, pdl=self._pdl,
+            q.contiguous(), self._pool.k[layer.layer_id], self._pool.v[layer.layer_id], keys, shape, self._workspace, layer.scale,
+            causal=causal, window=window, sinks=layer.sinks if lse is None else None, lse=lse, kv_scales=layer.kv_scales, pdl=self._pdl,
         )  # fmt: skip
 
     def _extend(self, q: torch.Tensor, layer: AttentionSpec, groups: list[PromptGroup]) -> torch.Tensor:

@@ -133,11 +133,14 @@ def warm_up(
     causal: bool = True,
     scaled: bool = False,
     heads: RotaryHeads | None = None,
+    shared: bool = False,
     pdl: bool,
 ) -> None:
     """Run a pass of `shape` over zeros, to compile its kernels.
 
     Args:
+        tree: whether it is a pass over the keys before a tree's.
+        shared: whether it is a pass over the keys after a shared prefix.
         scaled: whether the cache is e4m3.
         heads: the heads of a layer that passes rows of its qkv projection to kernels that support this.
     """
@@ -150,9 +153,9 @@ def warm_up(
     schedule = shape.empty_schedule(device)
     if schedule is not None:
         schedule_work(lens, shape.splits, shape.config.tile, schedule)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if tree else None
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if tree or shared else None
     keys, sink = PagedKeys(pages, rows, lens, page_size, schedule), q.new_zeros(shape.num_q_heads) if sinks and not tree else None
-    if heads is not None and not tree and shape.rotates and cluster_decode.takes_rows(heads, shape, page_size, q, cache, sink):
+    if heads is not None and lse is None and shape.rotates and cluster_decode.takes_rows(heads, shape, page_size, q, cache, sink):
         qkv = q.new_zeros((len(q), (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim))
         zeros = torch.zeros(len(q), dtype=torch.int64, device=device)
         new = cluster_decode.NewTokens(heads, zeros, zeros)

@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None, scheduler_command: Sequence[str] | N
         scheduler_command: replaces the command of the scheduler process and the workers.
 
     Returns:
-        The exit status: 0 after a signal, 2 for a mistake in the flags or the model, 1 after a failure.
+        The exit status: 0 after a signal, 2 for a mistake in the flags or the model, 1 after a failure, 130 after a SIGINT before the
+        processes start.
     """
     start = time.monotonic()
     open_standard_streams()

@@ -1,7 +1,8 @@
-"""The persistent inputs that all graphs share, and the values of their padding.
+"""The persistent inputs that graphs share, and the values of their padding.
 
 They are allocated at their largest size. A captured graph holds their addresses, so they are written in place and never replaced. Runners
-never run concurrently and each fills the inputs that it reads, so one set serves all.
+never run concurrently and each fills the inputs that it reads, so one set serves all decode, verify and draft passes. Graphs of short
+prompts have another, with few request slots.
 """
 
 from __future__ import annotations

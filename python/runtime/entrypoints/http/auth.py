@@ -24,7 +24,7 @@ class KeyGate:
     """ASGI middleware that refuses requests without a valid key and beyond the key's limits, and names the client by its key.
 
     An admin key opens all paths. Any other key opens all paths, except `ADMIN_PATHS` if there is an admin key. Without keys all paths
-    are open. With admin keys only, just `ADMIN_PATHS` need one.
+    are open. With --admin-api-key alone, only `ADMIN_PATHS` need a key.
     """
 
     def __init__(self, app: ASGIApp, ring: KeyRing, protect_metrics: bool) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import reference
 from eagle_training.kinds import is_held_out_kind
 
+from runtime.config.device_tuning import H200
 from runtime.config.flag_parser import flags
 from runtime.managers.observers.metrics import COUNTERS, GAUGES
 
@@ -101,6 +102,19 @@ def test_figures_in_sentences_are_those_of_the_tables() -> None:
     assert f"{min(shares):.2f} to {max(shares):.2f} times plain decoding" in prose("speculation.md")
     steps = cells("serving_matrix.md", "^Talon, fa3$")
     assert any(" / 2.65 (" in row[1] for row in steps), "docs/parallelism.md has the time of a plain step on two GPUs"
+    (share,) = {row[7] for row in cells("moe_kernels.md", "^qwen3-30b-a3b$") if row[1] == "16"}
+    assert f"at 16 it reaches [{share} of the roof]" in prose("experiments.md")
+
+
+def test_the_table_of_exactness_has_the_limits_of_split_attention() -> None:
+    split = ", ".join(
+        (
+            f"windows of up to {H200.split_kv_width} tokens for {' and '.join(f'{a} to {b}' for a, b in H200.split_kv_batches)} requests",
+            f"wider ones up to {H200.split_kv_queries} tokens in all",
+            f"and single tokens from {H200.whole_kv_programs} requests times KV heads on",
+        )
+    )
+    assert f"split-KV runs {split};" in prose("speculation.md")
 
 
 def test_the_performance_page_stays_short() -> None:

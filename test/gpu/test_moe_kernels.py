@@ -130,7 +130,7 @@ def test_sums_over_experts_in_one_kernel_match_the_definition(monkeypatch: pytes
     from runtime.layers.moe.kernels.down_sums import supports
     from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments
 
-    monkeypatch.setattr(fragment_rows, "sums_pay", lambda *_: True)
+    monkeypatch.setattr(fragment_rows, "sums_are_faster", lambda *_: True)
     for hidden, inner in SUM_SHAPES[KINDS[name].format]:
         layer = Layer(KINDS[name], act_of(KINDS[name]), hidden=hidden, inner=inner)
         assert supports(layer.down, rows, TOP_K)
@@ -160,7 +160,7 @@ def test_sums_over_experts_are_the_same_however_early_they_start(monkeypatch: py
     from runtime.layers.moe.kernels import fragment_rows
     from runtime.layers.moe.kernels.fragment_rows import experts_by_fragments
 
-    monkeypatch.setattr(fragment_rows, "sums_pay", lambda *_: True)
+    monkeypatch.setattr(fragment_rows, "sums_are_faster", lambda *_: True)
     for hidden, inner in SUM_SHAPES[KINDS[name].format][:2]:
         layer, routing = Layer(KINDS[name], act_of(KINDS[name]), hidden=hidden, inner=inner), routed(rows, EXPERTS, TOP_K)
         inputs = [layer.x(rows) for _ in range(4)]

@@ -277,7 +277,7 @@ def test_several_prompts_are_replayed_if_that_is_faster(target: TargetModel) -> 
     def replayed(free: int, *lens: int) -> bool:
         return short_prompts(target, free=free).run(chunks(target, {ROW + i: (0, n) for i, n in enumerate(lens)})) is not None
 
-    assert replayed(0, 4), "one prompt: its size is what launching pays for"
+    assert replayed(0, 4), "one prompt: there is a graph of its size, and an eager pass only takes longer to launch"
     assert replayed(2 * READ_TOKENS, 4, 16)
     assert not replayed(2 * READ_TOKENS - 1, 4, 16), "every replay reads the weights"
     assert replayed(3 * READ_TOKENS, 4, 16, 1)

@@ -18,8 +18,9 @@ EVIDENCE = 8
 """If at least this many windows showed acceptance within `BLIND_DISTANCE` iterations, no probe is needed for it."""
 STALE, PATIENCE, MAX_STALE = 64, 8, 4096
 """A depth is probed after `STALE` iterations without a measured time. If the current depth has r times its expected rate, the wait is
-r ** `PATIENCE` times longer, so a slow depth is probed rarely, but not never. At depth 0 only the shallowest depth is probed, because its
-time also informs about deeper ones; the wait doubles with each probe, up to `MAX_STALE`."""
+r ** `PATIENCE` times longer, so a slow depth is probed rarely, but not never. At depth 0 the shallowest depth is probed, because its time
+also informs about deeper ones, and depths that would be the best if their expected time were exact; the wait doubles with each probe, up to
+`MAX_STALE`."""
 PROBE_ITERATIONS = 4
 """Iterations of a probe of a depth that would be the best if its expected time were exact."""
 MAX_SAVED, FEW, MIN_SAVED = 8, 8, 2

@@ -16,7 +16,7 @@ BLOCK, FIRST = 4, 1
 """Iterations at one depth before the next depth, and how many of them are not timed, because they may follow steps without drafts."""
 ENOUGH_WINDOWS = 64
 """Number of windows after which acceptance is known well enough to drop slow depths."""
-HOPELESS = 0.8
+DROP_BELOW = 0.8
 """Depths with less than this fraction of the best depth's tokens per second are dropped in later rounds."""
 
 
@@ -107,5 +107,5 @@ class DepthTrial(DepthChooser):
             return
         timed = [depth for depth in self._running if (self._requests, depth) in self.cells]
         rates = {depth: self.tokens(depth) / self.seconds(self._requests, depth) for depth in timed}
-        least = HOPELESS * max(rates.values(), default=0.0)
+        least = DROP_BELOW * max(rates.values(), default=0.0)
         self._running = [depth for depth in self._running if rates.get(depth, least) >= least]

@@ -67,7 +67,7 @@ def supports(down: ExpertWeights, tokens: int, top_k: int) -> bool:
     return down.shape[1] % ROWS == 0 and tokens <= MOST_TOKENS and tokens * top_k <= MOST_PAIRS
 
 
-def pays(weights: WeightFormat, tokens: int) -> bool:
+def is_faster(weights: WeightFormat, tokens: int) -> bool:
     """Whether this kernel is faster than a GEMM over pairs and a sum, as measured: with several tokens, it may convert weights twice."""
     return weights != "mxfp4" or tokens == 1
 

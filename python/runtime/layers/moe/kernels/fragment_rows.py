@@ -13,7 +13,7 @@ from runtime.layers.gemm.deferred_norm import DeferredNorm
 from runtime.layers.kernels import cuda_driver, fragments
 from runtime.layers.kernels.fragments import readable, weights_argument
 from runtime.layers.moe.kernels.down_sums import down_sums
-from runtime.layers.moe.kernels.down_sums import pays as sums_pay
+from runtime.layers.moe.kernels.down_sums import is_faster as sums_are_faster
 from runtime.layers.moe.kernels.down_sums import supports as sums_supported
 from runtime.layers.moe.kernels.expert_pass import ExpertPass
 from runtime.layers.moe.kernels.expert_weights import FORMATS, ExpertWeights
@@ -112,7 +112,7 @@ def experts_by_fragments(experts: ExpertPass, *, add: bool = False, deferred: De
     h = torch.empty((T * top_k, inner), dtype=x.dtype, device=x.device)
     routed = routing_argument(routing, first, E)
     _gemm(x, gate_up, h, routed, T, top_k, act, gated=True, pdl=pdl)
-    if sums_supported(down, T, top_k) and sums_pay(down.format, T):
+    if sums_supported(down, T, top_k) and sums_are_faster(down.format, T):
         down_sums(h, down, routed, top_k, out, add=add, deferred=deferred, pdl=pdl)
         return out
     y = torch.empty((T * top_k, hidden), dtype=torch.float32, device=x.device)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install clients that test/process/test_clients.py cannot have beside the others into .venv/clients: litellm needs an older openai,
+# Install into .venv/clients those clients of test/process/test_clients.py that conflict with the others: litellm needs an older openai,
 # instructor an older jiter; and OpenAI's client for Node, where there is npm. Does nothing if nothing changed since the last time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,7 +10,7 @@ if [ -e "$folder/talon-setup" ] && grep -qxF "$wanted" "$folder/talon-setup"; th
 fi
 .venv/bin/python -m venv "$folder"
 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/clients.lock
-# Without a registry of Node packages the rest is tested all the same; the test of OpenAI's client for Node is skipped.
+# Without a registry of Node packages the rest is still tested; the test of OpenAI's client for Node is skipped.
 if command -v npm >/dev/null; then
   timeout 120 npm install --silent --no-audit --no-fund --prefix "$folder" openai@6.49.0 || echo "npm cannot install openai; its test is skipped"
 fi

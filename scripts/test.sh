@@ -24,7 +24,7 @@ checks() {
   return $failed
 }
 
-# The checks of the code run beside the tests; what they say follows at the end.
+# Lint and types run in parallel with the tests; their output is printed at the end.
 said=$(mktemp) failed=0
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$said"' EXIT
 checks >"$said" 2>&1 &

@@ -127,6 +127,12 @@ def test_unsupported_fields_are_refused_unless_they_change_nothing(field: str) -
     assert caught.value.param == field
 
 
+@pytest.mark.parametrize(("field", "value"), [("echo", 0), ("echo", [0.0]), ("best_of", True), ("routed_dp_rank", False)])
+def test_numbers_and_booleans_of_unsupported_fields_are_distinguished(field: str, value: object) -> None:
+    with pytest.raises(UnsupportedField, match=field):
+        parse_chat(chat(**{field: value}))
+
+
 def test_unknown_fields_are_found_at_every_level() -> None:
     body = chat(temprature=1, stream_options={"usage": True}, tools=[], metadata={"a": 1}, absent=None)
     body["messages"] = [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}], "id": 5}] * 2

@@ -27,8 +27,11 @@ NO_EFFECT = _TABLES.no_effect
 
 
 def changes_nothing(name: str, value: object) -> bool:
-    """Whether a value of a refused field is harmless; SGLang's clients also send a list with one value per prompt."""
-    harmless = HARMLESS.get(name, ())
-    if isinstance(value, list) and value and all(one is None or one in harmless for one in value):
-        return True
-    return value is None or value in harmless
+    """Whether a value of a refused field is harmless; of a field in `REFUSED`, clients also send a list with one value per prompt."""
+    values = value if isinstance(value, list) and value and name in REFUSED else [value]
+    return _is_harmless(name, value) or all(_is_harmless(name, one) for one in values)
+
+
+def _is_harmless(name: str, value: object) -> bool:
+    """Whether one value is harmless; 0 and 1 are not false and true."""
+    return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in HARMLESS.get(name, ()))

@@ -503,6 +503,8 @@ def without(tensors: Tensors, name: str) -> Tensors:
         (EAGLE3, checkpoint(EAGLE3, d2t=torch.tensor([0, 0, 0, 93])), "outside 0..95"),
         (EAGLE3, checkpoint(EAGLE3, d2t=torch.tensor([1, 0, 0, 0])), "twice"),
         (EAGLE3, checkpoint(EAGLE3, d2t=torch.zeros(5, dtype=torch.int64)), "d2t has shape"),
+        (EAGLE3, checkpoint(EAGLE3, d2t=torch.zeros(4)), r"d2t has dtype torch\.float32; the model expects integers"),
+        (EAGLE3, checkpoint(EAGLE3, d2t=torch.zeros(4, dtype=torch.bool)), r"d2t has dtype torch\.bool; the model expects integers"),
         (EAGLE3 | {"num_hidden_layers": 2}, checkpoint(EAGLE3, d2t=torch.zeros(4, dtype=torch.int64)), "lacks layers.1.input_layernorm"),
         (EAGLE3 | {"hidden_size": 32, "target_hidden_size": 64}, None, "lacks embed_tokens"),
         (EAGLE | {"vocab_size": 100}, {}, "vocabulary of 100"),

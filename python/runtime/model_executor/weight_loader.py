@@ -47,7 +47,7 @@ def safetensors_weights(folder: str | Path, progress: bool = True) -> Iterator[t
 def dummy_weights(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights that depend only on the seed and the order of `shapes`: norms are one, biases zero, the rest normal with std 0.02.
+    """Random weights that depend only on the seed and the order of `shapes`: norms one, biases and `d2t` zero, others normal, std 0.02.
 
     The variance of the residual stream then stays bounded, so activations are finite at any depth. Quantised weights are random in their
     own format, with equal scales. Tensors are not sharded, and equal on all ranks.
@@ -62,6 +62,8 @@ def dummy_weights(
             yield name, torch.full(shape, MXFP4_SCALE, dtype=torch.uint8, device=device)
         elif name.endswith("_blocks"):
             yield name, torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+        elif name == "d2t":
+            yield name, torch.zeros(shape, dtype=torch.int64, device=device)
         elif name.endswith(".bias"):
             yield name, torch.zeros(shape, dtype=dtype, device=device)
         elif len(shape) == 1:

@@ -22,7 +22,7 @@ from runtime.models.config import ModelConfig
 from runtime.models.context import ModelContext
 from runtime.models.decoder import OTHER_LAUNCHES, DecoderModel
 from runtime.models.parts import ModelParts
-from runtime.models.token_map import invert
+from runtime.models.token_map import ID_TYPES, invert
 from runtime.models.weights import NamedTensors
 
 
@@ -138,7 +138,7 @@ class DraftHead:
         self._bound: tuple[KVPool, AttentionBackend] | None = None
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that `load` requires. Any constant `d2t` is valid for dummy weights."""
+        """Name and shape of every tensor that `load` requires."""
         return self.parts.weights.expected() | ({"d2t": (self.vocab_size,)} if self.has_map else {})
 
     def bind(self, kv_pool: KVPool, backend: AttentionBackend) -> None:
@@ -171,6 +171,8 @@ class DraftHead:
         """Read `d2t` int64 [Vd], which holds what is added to a draft id to get the target's; its inverse `t2d` is not read."""
         offsets = optional.take("d2t", (self.vocab_size,))
         if offsets is not None:
+            if offsets.dtype not in ID_TYPES:
+                raise ConfigError(f"tensor d2t has dtype {offsets.dtype}; the model expects integers")
             self.keep_tokens(offsets.to(torch.int64) + torch.arange(self.vocab_size, device=offsets.device), "d2t of the draft checkpoint")
         elif self.has_map:
             raise ConfigError(f"the draft checkpoint lacks d2t, and its vocabulary of {self.vocab_size} is not the target's")

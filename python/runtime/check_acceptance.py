@@ -20,11 +20,12 @@ from runtime.config.flag_parser import parse_shared, read_own
 from runtime.config.graphs import default_graph_sizes
 from runtime.config.runtime_config import RuntimeConfig
 from runtime.entrypoints.prepare import prepare
-from runtime.errors import ConfigError, RequestError, ServingError, report, unreadable
+from runtime.errors import ConfigError, RequestError, ServingError, report
 from runtime.managers.messages import GenerateReq, ToDetokenizer, TokensOutBatch, ToScheduler
 from runtime.managers.scheduler import Scheduler
 from runtime.models.config import ModelConfig
 from runtime.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from runtime.small_file import read_small, unreadable
 from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def read_prompts(path: Path | None, count: int | None = None) -> list[str]:
     path = path or EMBEDDED_PROMPTS
     try:
         # Split at line feeds only: JSON may contain other Unicode line separators unescaped.
-        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+        lines = [line for line in read_small(path).split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read: {unreadable(error)}") from error
     if not lines:

@@ -387,11 +387,6 @@ def report(error: ServingError | KeyboardInterrupt, line: Callable[[str], str] =
     return BAD_USE if isinstance(error, ConfigError) else FAILED
 
 
-def unreadable(error: OSError | UnicodeDecodeError) -> str:
-    """Why a text file cannot be read."""
-    return (error.strerror or str(error)).lower() if isinstance(error, OSError) else "it is not UTF-8"
-
-
 def shown(value: object) -> str:
     """`value` in JSON's words; a large value by its size."""
     if isinstance(value, str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from runtime.config.resolve import check, resolve
 from runtime.config.runtime_config import RuntimeConfig, SpeculativeConfig
 from runtime.config.server_args import ServerArgs
 from runtime.config.speculative import AUTO_DEPTHS, EMBEDDED_DRAFT, EMBEDDED_DRAFT_STEPS, with_embedded_draft
+from runtime.config.speculative_tuning import read_tuning
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.entrypoints import prepare
 from runtime.errors import ConfigError
@@ -167,6 +169,39 @@ def test_a_bad_file_is_reported_in_one_line(tmp_path: Path, content: str, words:
         parse(["--config", str(file)])
     assert "\n" not in str(caught.value)
     assert all(word in str(caught.value) for word in words)
+
+
+def huge(tmp_path: Path) -> str:
+    (tmp_path / "huge").touch()
+    os.truncate(tmp_path / "huge", 8 << 30)
+    return str(tmp_path / "huge")
+
+
+def named_pipe(tmp_path: Path) -> str:
+    os.mkfifo(tmp_path / "pipe")
+    return str(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (lambda _: "/dev/zero", "/dev/zero cannot be read: it is not a regular file"),
+        (named_pipe, "pipe cannot be read: it is not a regular file"),
+        (huge, "huge cannot be read: it has 8,192 MiB; the limit is "),
+        (str, " cannot be read: it is a folder"),
+        (lambda _: "x" * 300, "xx cannot be read: file name too long"),
+    ],
+)
+def test_files_that_are_not_small_are_refused_unread(tmp_path: Path, name: Callable[[Path], str], why: str) -> None:
+    path = name(tmp_path)
+    readers: dict[str, Callable[[], object]] = {
+        "--config": lambda: parse(["--config", path]),
+        "--api-key-file": lambda: check(args(api_key_file=path)),
+        "--speculative-tuning": lambda: read_tuning(path),
+    }
+    for flag, read in readers.items():
+        with pytest.raises(ConfigError, match=rf"^{flag} .*{why}"):
+            read()
 
 
 def test_dump_config_round_trips(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from runtime.config.yaml_file import read_yaml
 from runtime.errors import ConfigError
+from runtime.small_file import read_small
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 FLAG = "--api-key-file"
@@ -46,7 +47,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     """
     content = read_yaml(FLAG, path, secret=True)
     if isinstance(content, (str, int, float)) and not isinstance(content, bool):
-        content = {"keys": [{"name": "default", "key": path.read_text(encoding="utf-8").strip()}]}
+        content = {"keys": [{"name": "default", "key": read_small(path).strip()}]}
     try:
         keys = msgspec.convert(content, _KeyFile).keys
     except msgspec.ValidationError as error:

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from runtime.config.attention_caps import MAX_TREE_BITS
-from runtime.errors import ConfigError, unreadable
+from runtime.errors import ConfigError
+from runtime.small_file import read_small, unreadable
 
 log = logging.getLogger(__name__)
 FLAG = "--speculative-tuning"
@@ -118,8 +119,8 @@ class SpeculativeTuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 def read_tuning(path: str) -> SpeculativeTuning:
     """The tuning in a file. Raises `ConfigError` if the file is missing or invalid."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=SpeculativeTuning)
-    except OSError as error:
+        return msgspec.json.decode(read_small(Path(path)), type=SpeculativeTuning)
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{FLAG} {path} cannot be read: {unreadable(error)}.") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"{FLAG} {path} is not a file of this version of python -m runtime.tune: {error}.") from error

@@ -7,13 +7,16 @@ from typing import Any
 
 import yaml
 
-from runtime.errors import ConfigError, unreadable
+from runtime.errors import ConfigError
+from runtime.small_file import read_small, unreadable
+
+MAX_MIB = 16
 
 
 def read_yaml(flag: str, path: Path, secret: bool = False) -> object:
     """The content of the file that `flag` names. Raises `ConfigError`, which does not quote the content if it is `secret`."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+        return yaml.load(read_small(path, MAX_MIB), _UniqueKeys)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {path} cannot be read: {unreadable(error)}.") from error
     except yaml.YAMLError as error:

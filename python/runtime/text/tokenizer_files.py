@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 
 from runtime.errors import ConfigError
 from runtime.json_file import read_object
+from runtime.small_file import read_small, unreadable
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _FILE_AS_IT_IS = ("mistral", "mixtral", "ministral")
@@ -163,19 +165,18 @@ def _own_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 def _given_template(chat_template: str) -> str:
     if "{" in chat_template:
         return chat_template
-    path = Path(chat_template)
-    if not path.is_file():
+    if not os.path.isfile(chat_template):
         raise ConfigError(f"--chat-template {chat_template!r} is neither a file nor Jinja text")
-    return _read(path)
+    return _read(Path(chat_template))
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_small(path)
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing; give a folder with a tokenizer.json as --tokenizer-path") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {unreadable(error)}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

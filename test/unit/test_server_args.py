@@ -204,6 +204,27 @@ def test_files_that_are_not_small_are_refused_unread(tmp_path: Path, name: Calla
             read()
 
 
+@pytest.mark.parametrize("flag", ["model_path", "tokenizer_path", "ssl_keyfile", "speculative_token_map", "chat_template", "profile"])
+def test_a_path_that_is_too_long_names_no_file(flag: str) -> None:
+    needed = {"ssl_keyfile": {"ssl_certfile": "x"}, "speculative_token_map": EAGLE}.get(flag, {})
+    given = args(**{**needed, flag: "x" * 300})
+    if flag == "profile":
+        return check(given)  # the folder is created later
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} "):
+        prepare.prepare(given)
+
+
+def test_a_null_character_in_an_option_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "talon.yaml").write_text(r'model-path: "a\0b"')
+    with pytest.raises(ConfigError, match="Option 'model-path' must not have a null character"):
+        parse(["--config", str(tmp_path / "talon.yaml")])
+
+
+def test_an_empty_name_of_the_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--config \. cannot be read: it is a folder"):
+        parse(["--config", ""])
+
+
 def test_dump_config_round_trips(tmp_path: Path) -> None:
     argv = [
         "--model",

@@ -131,7 +131,7 @@ def parse(argv: Sequence[str]) -> Command:
     file = options.pop("config", None)
     dump, check = options.pop("dump_config", False), options.pop("check", False)
     options.pop("print_completion", None)
-    return Command(ServerArgs(**(_from_yaml(Path(file)) if file else {}) | options), dump, check)
+    return Command(ServerArgs(**(_from_yaml(Path(file)) if file is not None else {}) | options), dump, check)
 
 
 def read_own(options: type[Options], program: str, description: str, argv: Sequence[str]) -> tuple[Options, list[str]]:
@@ -238,6 +238,8 @@ def _value(key: str, value: object, flag: Flag, strict: bool) -> object:
     value = OTHER_SPELLINGS.get((flag.name, str(value)), value)
     if flag.kind is str and isinstance(value, (int, float, os.PathLike)) and not isinstance(value, bool):
         value = str(value)
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"Option {key!r} must not have a null character; got {value!r}.")
     try:
         return msgspec.convert(value, flag.hint, strict=strict)
     except msgspec.ValidationError as error:

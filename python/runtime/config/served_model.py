@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 from pathlib import Path
 
@@ -25,7 +26,7 @@ EMBEDDED_CPU_QUANTIZATION: Quantization = "int4"
 def check_model(args: ServerArgs) -> None:
     """Raise `ConfigError` for values that are invalid for any model."""
     template = args.chat_template
-    if template is not None and "{" not in template and not Path(template).is_file():
+    if template is not None and "{" not in template and not os.path.isfile(template):
         raise ConfigError(f"--chat-template {template} is neither a file nor the text of a template.")
     _preferred(args)
 

@@ -32,7 +32,7 @@ def check_server(args: ServerArgs) -> None:
     _check_address(args)
     _origins(args)
     _traces_endpoint(args.otlp_traces_endpoint)
-    if args.profile is not None and (not args.profile or Path(args.profile).is_file()):
+    if args.profile is not None and (not args.profile or (os.path.exists(args.profile) and not os.path.isdir(args.profile))):
         raise ConfigError(f"--profile must name a folder for the traces; got {args.profile!r}. A missing folder is created.")
 
 
@@ -75,7 +75,7 @@ def _check_address(args: ServerArgs) -> None:
     if args.host.startswith("["):
         raise ConfigError(f"--host takes an address without brackets: {args.host.strip('[]')}.")
     for flag, path in (("--ssl-keyfile", args.ssl_keyfile), ("--ssl-certfile", args.ssl_certfile)):
-        if path is not None and not Path(path).is_file():
+        if path is not None and not os.path.isfile(path):
             raise ConfigError(f"{flag} {path} is not a file.")
     if args.uds is not None and not 0 < len(os.fsencode(args.uds)) <= MAX_SOCKET_PATH:
         raise ConfigError(f"--uds must be a path of at most {MAX_SOCKET_PATH} bytes; got {args.uds!r}.")

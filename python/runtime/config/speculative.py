@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import cast
@@ -204,7 +205,7 @@ def _check_draft_source(args: ServerArgs, algorithm: SpecAlgorithm) -> None:
     if token_map is not None and not caps.token_map:
         takers = " and ".join(name for name, own in ALGORITHM_CAPS.items() if own.token_map)
         raise ConfigError(f"--speculative-token-map works with {takers} only; {algorithm} drafts from its own vocabulary. Leave it out.")
-    if token_map is not None and not Path(token_map).is_file():
+    if token_map is not None and not os.path.isfile(token_map):
         raise ConfigError(
             f"--speculative-token-map {token_map} must be a file on this machine in which torch.save wrote a list or a tensor of "
             "token ids. Download a file of the hub first."

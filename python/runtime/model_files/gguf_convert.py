@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def converted_folder(path: Path, cache_dir: Path) -> Path:
     Raises:
         ConfigError: the file is missing, damaged, or of an unsupported architecture.
     """
-    file_stat = path.stat() if path.is_file() else None
+    file_stat = path.stat() if os.path.isfile(path) else None
     identity = f"{path.resolve()}|{file_stat and file_stat.st_size}|{file_stat and file_stat.st_mtime_ns}"
     return convert_as(f"{path.stem[:60]}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}", path, cache_dir)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -31,7 +32,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ConfigError(f"no such file: {path}")
         try:
             self._reader = _StrictReader(path)

@@ -99,11 +99,11 @@ def resolve_weights(
         A Hugging Face style folder, and the kind of its weights.
     """
     path = Path(os.path.expanduser(model_path))
-    if path.is_dir():
+    if os.path.isdir(path):
         return str(path), _check_folder(path, load_format, flags)
-    if path.is_file() and path.suffix in (".safetensors", ".json"):
+    if os.path.isfile(path) and path.suffix in (".safetensors", ".json"):
         raise ConfigError(f"{flags.path} {model_path!r} is one file of a model; give its folder, {str(path.parent)!r}")
-    if path.is_file() or path.suffix == ".gguf":
+    if os.path.isfile(path) or path.suffix == ".gguf":
         return str(_from_gguf(path, load_format, revision, cache_dir or default_cache_dir(), flags)), "safetensors"
     if not is_model_id(model_path):
         raise ConfigError(f"{flags.path} {model_path!r} is neither a folder, a .gguf file, nor a hub id 'owner/name'")
@@ -166,9 +166,9 @@ def _tokenizer_folder(
 
 def _given_tokenizer(tokenizer_path: str, revision: str | None, download_dir: str | None) -> Path:
     folder = Path(os.path.expanduser(tokenizer_path))
-    if folder.is_file() and folder.name == "tokenizer.json":
+    if os.path.isfile(folder) and folder.name == "tokenizer.json":
         folder = folder.parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         if not is_model_id(tokenizer_path):
             raise ConfigError(f"--tokenizer-path {tokenizer_path!r} is neither a folder nor a hub id 'owner/name'")
         folder = download(tokenizer_path, revision, [*_CONFIG_FILES, *_TOKENIZER_FILES], "--tokenizer-path", download_dir)

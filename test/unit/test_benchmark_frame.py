@@ -16,6 +16,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from mock_server import Script, mock_server
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmark import (
@@ -26,6 +28,7 @@ from benchmark import (
     draft_head,
     drift_alarm,
     embedded_speculation,
+    faults,
     layer_times,
     lossless,
     machine,
@@ -40,6 +43,7 @@ from benchmark import (
     serving_matrix,
     shapes,
     step_profile,
+    streams,
     trace,
     verify_exact,
 )
@@ -100,6 +104,16 @@ def test_benchmark_without_all_its_requests_has_no_figures(failed: int, monkeypa
     with pytest.raises(server.ServerFailed, match=r"3 of 4 requests succeeded:\nCUDA error"):
         server.bench(running, ["--num-prompts", "4"])
     assert server.bench(running, ["--num-prompts", "3"])["completed"] == 3
+
+
+def test_benchmarks_ask_their_server_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with mock_server(Script(ttft=0.0, gap=0.0)) as port:
+        monkeypatch.setattr(server, "free_port", lambda: port)
+        assert server.Server([]).http.get("/get_model_info").status_code == 200
+        assert faults.ask_ms(port, "/get_model_info", 1)[1] == 200
+        assert not streams.Stream(port, 2).join().failed
 
 
 # ---- the roof

@@ -144,7 +144,7 @@ class _Finite:
         if isinstance(parts, list) and not all(self._of(part) for part in parts):
             return False
         kinds = schema.get("type")
-        kinds = {kinds} if isinstance(kinds, str) else set(map(str, kinds)) if isinstance(kinds, list) else {"any"}
+        kinds = {kinds} if isinstance(kinds, str) else set(map(str, kinds)) if kinds and isinstance(kinds, list) else {"any"}
         if kinds - {"object", "array"}:
             return True
         return ("object" in kinds and self._object(schema)) or ("array" in kinds and self._array(schema))

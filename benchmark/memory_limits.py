@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from benchmark import picture, plots
 from benchmark.markdown import Result, percent, provenance, table
 from benchmark.record import Record, Row
 from benchmark.server import apart
 from benchmark.shapes import TARGET, Model, big_model, named_model, tiny_model
 from benchmark.sweep import arguments, names
+from runtime.errors import ConfigError
 
 NAME = "memory_limits"
 KEYS = ("case",)
@@ -142,12 +145,12 @@ def plot(result: Result, file: Path) -> None:
 
 
 def run(case: Case, served: Model) -> Row:
-    """`fill` in its own process; a row with `error` if it failed."""
+    """`fill` in its own process; a row with `error` if the worker does not fit."""
     print("+", case.name, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
             return apart(fill, flags=flags(case, served, Path(folder)))
-        except Exception as error:  # a worker that does not fit is a result
+        except (ConfigError, torch.OutOfMemoryError) as error:
             traceback.print_exception(error)
             return {"error": f"{type(error).__name__}: {error}"[:300]}
 
@@ -163,9 +166,10 @@ def main() -> int:
     cases: Sequence[Case] = [case for case in CASES if case.model in models and (not args.cases or case.name in args.cases)]
     if args.quick:
         models, cases = {"tiny": tiny_model()}, [Case("tiny", 8, 64), Case("tiny", 8, 64, (5, 4, 8))]
-    rows = [{"case": case.name, **run(case, models[case.model])} for case in cases]
-    for row in rows:
-        record.add(row)
+    rows = list[Row]()
+    for case in cases:
+        rows.append({"case": case.name, **run(case, models[case.model])})
+        record.add(rows[-1])
     record.show(render, plot)
     return 1 if any(map(faults, rows)) and not args.quick else 0
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from benchmark import (
     layer_times,
     lossless,
     machine,
+    memory_limits,
     model_cases,
     model_matrix,
     modes,
@@ -56,6 +58,7 @@ from benchmark.step_bytes import Experts, ModelRoof, StepBytes
 from benchmark.sweep import random_ids, roof_share, worker_facts
 
 from runtime.bench.datasets import embedded_prompts
+from runtime.errors import ConfigError
 from runtime.layers.torch_ops import TorchOps
 from runtime.model_executor.weight_loader import safetensors_weights
 from runtime.models.registry import build_model, load_hf_config
@@ -114,6 +117,17 @@ def test_benchmarks_ask_their_server_directly(monkeypatch: pytest.MonkeyPatch) -
         assert server.Server([]).http.get("/get_model_info").status_code == 200
         assert faults.ask_ms(port, "/get_model_info", 1)[1] == 200
         assert not streams.Stream(port, 2).join().failed
+
+
+def test_only_a_worker_that_does_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(error: Exception) -> dict[str, Any]:
+        monkeypatch.setattr(memory_limits, "apart", Mock(side_effect=error))
+        return memory_limits.run(memory_limits.Case("tiny", 8, 64), shapes.tiny_model())
+
+    assert run(torch.OutOfMemoryError("no memory")) == {"error": "OutOfMemoryError: no memory"}
+    assert "error" in run(ConfigError("too small"))
+    with pytest.raises(TypeError):
+        run(TypeError("a bug"))
 
 
 # ---- the roof

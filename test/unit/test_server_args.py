@@ -464,6 +464,7 @@ def test_an_sglang_command_line_for_eagle_is_accepted(caplog: pytest.LogCaptureF
         ({"host": "[::1]"}, CPU, ["--host takes an address without brackets: ::1."]),
         ({"port": 70000}, CPU, ["--port", "65535"]),
         ({"chunked_prefill_size": 1}, CPU, ["--chunked-prefill-size", "16"]),
+        ({"chunked_prefill_size": 10**20}, CPU, ["--chunked-prefill-size must be between 16 and 2147483648, or -1"]),
         ({"shutdown_timeout": float("nan")}, CPU, ["--shutdown-timeout"]),
         ({"chat_template": "/nowhere.jinja"}, CPU, ["--chat-template", "/nowhere.jinja"]),
         ({"profile": __file__}, CPU, ["--profile", __file__]),

@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 
 CUDA_CHUNK, CUDA_PREFILL_TOKENS = 2048, 8192
 CPU_QUEUED_TOKENS, CUDA_QUEUED_TOKENS = 1 << 19, 1 << 23
-MIN_CHUNK = 16
+MIN_CHUNK, MAX_CHUNK = 16, 1 << 31
 
 
 def check_scheduler(args: ServerArgs) -> None:
     """Raise `ConfigError` for a chunk size out of range."""
     chunk = args.chunked_prefill_size
-    if chunk is not None and chunk != -1 and chunk < MIN_CHUNK:
-        raise ConfigError(f"--chunked-prefill-size must be at least {MIN_CHUNK}, or -1 for no chunks; got {chunk}.")
+    if chunk not in (None, -1) and not MIN_CHUNK <= chunk <= MAX_CHUNK:
+        raise ConfigError(f"--chunked-prefill-size must be between {MIN_CHUNK} and {MAX_CHUNK}, or -1 for no chunks; got {chunk}.")
 
 
 def resolve_scheduler(

@@ -220,6 +220,12 @@ def test_a_null_character_in_an_option_is_refused(tmp_path: Path) -> None:
         parse(["--config", str(tmp_path / "talon.yaml")])
 
 
+@pytest.mark.parametrize("flag", ["--model-path", "--api-key-file", "--chat-template"])
+def test_two_dashes_are_no_value(flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        prepare.prepare(parse([f"{flag}=--"]).args)
+
+
 def test_an_empty_name_of_the_file_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--config \. cannot be read: it is a folder"):
         parse(["--config", ""])

@@ -127,6 +127,8 @@ def parse(argv: Sequence[str]) -> Command:
         name = unknown[0].partition("=")[0]
         known = list(parser._option_string_actions)
         raise ConfigError(f"Unknown argument {unknown[0]!r}{_nearest(name, known)}; --help lists all.")
+    if dashes := [name for name, value in vars(given).items() if value == []]:  # some versions of argparse drop the value "--"
+        raise ConfigError(f"{flag_of(dashes[0])} must not be '--'.")
     options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(given).items()}
     file = options.pop("config", None)
     dump, check = options.pop("dump_config", False), options.pop("check", False)

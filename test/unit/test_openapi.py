@@ -188,6 +188,7 @@ BODIES: list[tuple[str, bool, dict[str, Any]]] = [
     ("/v1/embeddings", False, {"input": "a", "dimensions": 1 << 20}),
     ("/v1/score", False, {"query": "a", "items": [[1]], "label_token_ids": [1]}),
     ("/v1/score", False, {"query": "", "items": [""], "label_token_ids": [1]}),
+    ("/v1/score", True, {"query": "a", "items": "b", "label_token_ids": [1], "temperature": None}),
 ]
 
 

@@ -64,7 +64,7 @@ class ScoreBody(PoolingBody):
             has(query={"type": "array"}, items={"type": "array", "items": {"type": "array"}}),
         ),
         any_of(has(query={"minItems": 1, "minLength": 1}), has(items={"minLength": 1, "items": {"minItems": 1, "minLength": 1}})),
-        any_of(lacks(temperature={"const": 1}), has(apply_softmax=TRUE)),
+        any_of(lacks(temperature={"enum": [1, None]}), has(apply_softmax=TRUE)),
     )
 
     query: Annotated[str | list[TokenId], Field(description="a string or an array of token ids")]

@@ -24,7 +24,7 @@ from runtime.bench.http_stream import Endpoint, HttpClient, HttpFailure, authori
 from runtime.bench.load import Load, arrivals, run_load
 from runtime.bench.options import parser
 from runtime.bench.records import BenchRequest, Chunk, RequestRecord
-from runtime.bench.vocabulary import LocalVocabulary, UnknownVocabulary, open_vocabulary
+from runtime.bench.vocabulary import LocalVocabulary, UnknownVocabulary, open_vocabulary, tokenizer_file
 
 FLAGS = (
     "backend base-url host port ready-check-timeout-sec dataset-name dataset-path model served-model-name tokenizer "
@@ -380,6 +380,15 @@ def test_conversation_files_are_read_and_missing_files_named(tmp_path: Path, voc
     assert request.prompt == "one\u2028line\x85still"
     with pytest.raises(ValueError, match="requires --dataset-path"):
         make(vocabulary, dataset_name="sharegpt", dataset_path=str(tmp_path / "none.json"))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, vocabulary: LocalVocabulary) -> None:
+    (tmp_path / "file").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=f"--dataset-path {tmp_path}/file: not UTF-8"):
+        make(vocabulary, dataset_name="custom", dataset_path=str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="is not a file"):
+        make(vocabulary, dataset_name="custom", dataset_path="x" * 300)
+    assert tokenizer_file("x" * 300) is None
 
 
 @pytest.mark.parametrize(

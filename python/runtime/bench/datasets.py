@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -237,9 +238,12 @@ def _first_turns(conversations: Iterable[dict[str, Any]], options: DatasetOption
 
 
 def _read_text(options: DatasetOptions) -> str:
-    if not options.dataset_path or not Path(options.dataset_path).is_file():
+    if not options.dataset_path or not os.path.isfile(options.dataset_path):
         raise ValueError(f"--dataset-name {options.dataset_name} requires --dataset-path; {options.dataset_path!r} is not a file")
-    return Path(options.dataset_path).read_text(encoding="utf-8-sig")
+    try:
+        return Path(options.dataset_path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--dataset-path {options.dataset_path}: not UTF-8") from error
 
 
 def _read_json(options: DatasetOptions) -> list[dict[str, Any]]:

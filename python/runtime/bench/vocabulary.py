@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,9 @@ Vocabulary = LocalVocabulary | ServerVocabulary | UnknownVocabulary
 
 def tokenizer_file(name: str) -> Path | None:
     """The `tokenizer.json` of a folder, or of a hub id in the local cache; nothing is downloaded."""
-    if (file := Path(name) / "tokenizer.json").is_file():
+    if os.path.isfile(file := Path(name) / "tokenizer.json"):
         return file
-    if Path(name).exists() or name.count("/") != 1:
+    if os.path.exists(name) or name.count("/") != 1:
         return None
     from huggingface_hub import try_to_load_from_cache
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from runtime.batch import Int32, no_ints
 from runtime.model_executor.depth_option import HYSTERESIS, Option, best_option
 from runtime.model_executor.depth_probes import DepthProbes
-from runtime.model_executor.end_spread import share_lost
+from runtime.model_executor.end_spread import EndSpread
 from runtime.model_executor.iteration_cost import CLEARLY_SHORT, IterationCost
 from runtime.model_executor.row_acceptance import RowAcceptance
 from runtime.model_executor.window_widths import assign_widths
@@ -64,7 +64,12 @@ class AcceptanceAverages:
     @property
     def expected(self) -> list[float]:
         """Expected tokens that a window commits, including the bonus token, by depth 0..K."""
-        return [1.0, *(1.0 + drafts for drafts in accumulate(accumulate(self.rates(), mul)))]
+        return list(accumulate(self.reach, initial=1.0))
+
+    @property
+    def reach(self) -> list[float]:
+        """The probability that a window accepts at least k drafts, for k = 1..K."""
+        return list(accumulate(self.rates(), mul))
 
     @property
     def first(self) -> float:
@@ -268,24 +273,32 @@ class DepthController(DepthChooser):
         """Every depth with full windows. Errors of measured times are shared by all depths with drafts, so the smallest one counts for
         all.
         """
-        tokens = self._tokens(rows)
-        lost = self._lost_at_ends(rows, sizes, tokens)
-        self._spreads_ends = lost > HYSTERESIS
-        error = min((self.cost.error(size, depth) for depth, size in sizes.items() if depth), default=0.0)
+        accepted = self._accepted(rows)
+        tokens = list(accumulate(accepted, initial=float(len(rows.caps))))
         seconds = {depth: self.cost.seconds(size, depth, rows.context(depth)) for depth, size in sizes.items()}
-        return [Option(depth, tokens[depth], seconds[depth], None, *((lost, error) if depth else (0.0, 0.0))) for depth in sizes]
+        lost = self._lost_at_ends(rows, seconds, tokens, accepted)
+        self._spreads_ends = min((share for depth, share in lost.items() if depth), default=0.0) > HYSTERESIS
+        error = min((self.cost.error(size, depth) for depth, size in sizes.items() if depth), default=0.0)
+        return [Option(depth, tokens[depth], took, None, lost[depth], error if depth else 0.0) for depth, took in seconds.items()]
 
-    def _lost_at_ends(self, rows: DecodeRows, sizes: Mapping[int, int], tokens: Sequence[float]) -> float:
-        """The fraction by which drafts must be faster than no drafts, because they make requests finish at different times.
+    def _lost_at_ends(
+        self, rows: DecodeRows, seconds: Mapping[int, float], tokens: Sequence[float], accepted: Sequence[float]
+    ) -> dict[int, float]:
+        """By depth, the fraction by which it must be faster than no drafts, because drafts make requests finish at different times.
 
-        The last request is assumed to run alone. Where drafts and no drafts are close, the depth is shallow, so the loss at the shallowest
-        depth counts for all.
+        The last request is assumed to run alone. `tokens` is expected from all requests by depth, `accepted` as in `_accepted`.
         """
-        shallowest = min((depth for depth in sizes if depth), default=0)
-        if not shallowest or len(rows.left) < 2:
-            return 0.0
-        alone = self.cost.seconds(1, shallowest) / self.cost.seconds(sizes[shallowest], shallowest, rows.context(shallowest))
-        return share_lost(rows.left, tokens[1] / len(rows.left) - 1) * min(alone, 1.0)
+        n = len(rows.left)
+        if n < 2:
+            return dict.fromkeys(seconds, 0.0)
+        ends, lost = EndSpread.of(rows.left), dict[int, float]()
+        # The mean square of a window's tokens is the sum of (2 k + 1) P(at least k accepted) over k = 0..K.
+        squares = list(accumulate(((2 * k + 1) * requests for k, requests in enumerate(accepted, 1)), initial=float(n)))
+        for depth, took in seconds.items():
+            mean = tokens[depth] / n
+            alone = min(self.cost.seconds(1, depth) / took, 1.0) if depth else 0.0
+            lost[depth] = ends.share_lost(mean, max(squares[depth] / n - mean * mean, 0.0)) * alone
+        return lost
 
     def _narrowed(
         self, best: Option, full: list[Option], rows: DecodeRows, passes: Sequence[tuple[int, int]], depth: int
@@ -376,13 +389,13 @@ class DepthController(DepthChooser):
         averages = self._averages[greedy]
         return DepthClass([round(rate, 4) for rate in averages.rates()], [round(tokens, 3) for tokens in averages.expected])
 
-    def _tokens(self, rows: DecodeRows) -> list[float]:
-        """Expected tokens that all requests commit in one iteration, by depth 0..K."""
-        most, total = self._max_depth, [0.0] * (self._max_depth + 1)
+    def _accepted(self, rows: DecodeRows) -> list[float]:
+        """The expected number of requests that accept at least k drafts, for k = 1..K."""
+        most = self._max_depth
+        total = [0.0] * most
         for greedy, averages in self._averages.items():
-            count = np.bincount(np.minimum(rows.caps[rows.greedy == greedy], most)).tolist()
-            expected = averages.expected if count else []
-            for cap, requests in enumerate(count):
-                if requests:
-                    total = [tokens + requests * expected[min(depth, cap)] for depth, tokens in enumerate(total)]
+            by_cap = np.bincount(np.minimum(rows.caps[rows.greedy == greedy], most), minlength=most + 1).tolist()
+            drafted = list(accumulate(by_cap[:0:-1]))[::-1]  # requests with at least k drafts
+            if drafted[0]:
+                total = [requests + n * reach for requests, n, reach in zip(total, drafted, averages.reach, strict=True)]
         return total

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from functools import cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,22 +21,38 @@ MIN_LEFT = 16
 """Lower bound for the tokens left: up to 8 tokens in flight are not counted, so smaller numbers would be mostly error."""
 
 
-def share_lost(left: npt.NDArray[np.integer], rate: float) -> float:
-    """How much later than the mean the last of n requests finishes because of drafts, as a fraction of the time until then.
+class EndSpread(NamedTuple):
+    """How far apart n requests would finish without drafts.
 
-    End times are assumed normal. Each iteration adds the variance of one draft, `rate` * (1 - `rate`), to a request's number of tokens.
-
-    Args:
-        left: int [n], the maximum number of tokens that each may still generate. The half that finishes closest together counts.
-        rate: fraction of drafts that are accepted.
+    Attributes:
+        last: standard deviations by which the last one finishes later than the mean.
+        left: tokens left to generate.
+        spread: standard deviation of that.
     """
-    n, ordered = len(left), np.sort(left)
-    half, mean = n // 2, 1 + rate
-    spans = ordered[half:] - ordered[: n - half]
-    first = int(spans.argmin())
-    middle, spread = max(int(ordered[first + half // 2]), MIN_LEFT), float(spans[first]) / HALF_SPAN
-    drift = math.sqrt(rate * (1 - rate) * middle / mean)
-    return last_of(n) * (math.hypot(spread, drift) - spread) / middle
+
+    last: float
+    left: int
+    spread: float
+
+    @classmethod
+    def of(cls, left: npt.NDArray[np.integer]) -> EndSpread:
+        """`left`: int [n], the maximum number of tokens that each may still generate. The half that finishes closest together counts."""
+        n, ordered = len(left), np.sort(left)
+        half = n // 2
+        spans = ordered[half:] - ordered[: n - half]
+        first = int(spans.argmin())
+        return cls(last_of(n), max(int(ordered[first + half // 2]), MIN_LEFT), float(spans[first]) / HALF_SPAN)
+
+    def share_lost(self, mean: float, variance: float) -> float:
+        """How much later than the mean the last request finishes because of drafts, as a fraction of the time until then.
+
+        End times are assumed normal. Each iteration adds the variance of one window to a request's number of tokens.
+
+        Args:
+            mean: tokens that a window commits.
+            variance: of that.
+        """
+        return self.last * (math.hypot(self.spread, math.sqrt(variance * self.left / mean)) - self.spread) / self.left
 
 
 @cache

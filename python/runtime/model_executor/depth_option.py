@@ -35,6 +35,11 @@ class Option(NamedTuple):
         return self.tokens / self.seconds
 
     @property
+    def net_rate(self) -> float:
+        """The rate, lowered by the margin."""
+        return self.rate / (1 + self.margin)
+
+    @property
     def value(self) -> float:
         """The rate by which options are compared: lowered by margin and error."""
         return self.rate / (1 + self.margin + self.error)

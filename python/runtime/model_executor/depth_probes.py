@@ -116,7 +116,7 @@ class DepthProbes:
         if best.depth == 0:
             blind = self._steps - self._seen_at >= BLIND_DISTANCE
             return waited >= wait / 2 if _may_be_best(option, best) else option.depth == shallowest and (blind or waited >= wait)
-        return waited >= wait * (best.rate / option.rate) ** PATIENCE
+        return waited >= wait * (best.net_rate / option.net_rate) ** PATIENCE
 
     def _loss(self, option: Option, best: Option, spreads_ends: bool) -> float:
         """Seconds that a probe may lose against the best depth. At depth 0 accepted drafts are not counted in advance, unless the option
@@ -124,7 +124,7 @@ class DepthProbes:
         another step.
         """
         if best.depth:
-            return 2 * (option.seconds - option.tokens / best.rate)
+            return 2 * option.tokens * (1 / option.net_rate - 1 / best.net_rate)
         spread_cost = best.seconds if spreads_ends else 0.0
         if _may_be_best(option, best):
             return spread_cost + PROBE_ITERATIONS * (option.seconds * (1 + option.margin + option.error) - option.tokens / best.rate)
@@ -133,4 +133,4 @@ class DepthProbes:
 
 def _may_be_best(option: Option, best: Option) -> bool:
     """Whether a depth would be chosen instead of no drafts if its expected time were exact."""
-    return best.depth == 0 and option.rate / (1 + option.margin) > best.value
+    return best.depth == 0 and option.net_rate > best.value

@@ -29,7 +29,7 @@ def test_the_last_of_many_is_as_late_as_in_draws(n: int) -> None:
 @pytest.mark.parametrize(("rate", "depth"), [(RATE, 1), (0.69, 1), (0.69, 3), (0.9, 7)])
 def test_the_last_of_requests_that_end_together_is_as_late_as_in_draws(n: int, rate: float, depth: int) -> None:
     rng, left = np.random.default_rng(n), 128
-    lens = 1 + (rng.random((300, n, left, depth)) < rate).cumprod(axis=3).sum(axis=3)
+    lens = 1 + (rng.random((100, n, left, depth)) < rate).cumprod(axis=3).sum(axis=3)
     tokens = lens.cumsum(axis=2)
     last = np.minimum((left - tokens + lens) / lens, 1.0)  # the part of the last window that is needed, so that no rounding counts
     iterations = np.where(tokens < left, 1.0, np.maximum(last, 0.0)).sum(axis=2)

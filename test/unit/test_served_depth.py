@@ -159,7 +159,7 @@ def test_a_whole_server_is_near_its_best_depth_from_the_start(concurrency: int, 
     of_best, of_plain = shares(
         lambda seed, depth: load.serve(seed, fixed=depth) if depth else serve_without_drafts(concurrency, load.requests, seed),
         lambda seed: load.serve(seed, measured(rng)),
-        3 if concurrency < 64 else 1,
+        max(min(24, 192 // concurrency), 1),
     )
     assert of_best >= 0.97
     assert of_plain >= 0.99

@@ -277,16 +277,21 @@ class DepthController(DepthChooser):
         tokens = list(accumulate(accepted, initial=float(len(rows.caps))))
         seconds = {depth: self.cost.seconds(size, depth, rows.context(depth)) for depth, size in sizes.items()}
         lost = self._lost_at_ends(rows, seconds, tokens, accepted)
-        self._spreads_ends = min((share for depth, share in lost.items() if depth), default=0.0) > HYSTERESIS
+        self._spreads_ends = lost[min(filter(None, sizes), default=0)] > HYSTERESIS  # at depth 0, only the shallowest is probed
         error = min((self.cost.error(size, depth) for depth, size in sizes.items() if depth), default=0.0)
         return [Option(depth, tokens[depth], took, None, lost[depth], error if depth else 0.0) for depth, took in seconds.items()]
 
     def _lost_at_ends(
         self, rows: DecodeRows, seconds: Mapping[int, float], tokens: Sequence[float], accepted: Sequence[float]
     ) -> dict[int, float]:
-        """By depth, the fraction by which it must be faster than no drafts, because drafts make requests finish at different times.
+        """The fraction of time that each depth loses because drafts make requests finish at different times; 0 at depth 0.
 
-        The last request is assumed to run alone. `tokens` is expected from all requests by depth, `accepted` as in `_accepted`.
+        The last request is assumed to run alone. Windows of requests of different kinds count as draws from one distribution.
+
+        Args:
+            seconds: of an iteration, by depth.
+            tokens: expected from all requests, by depth 0..K.
+            accepted: as returned by `_accepted`.
         """
         n = len(rows.left)
         if n < 2:
@@ -396,6 +401,6 @@ class DepthController(DepthChooser):
         for greedy, averages in self._averages.items():
             by_cap = np.bincount(np.minimum(rows.caps[rows.greedy == greedy], most), minlength=most + 1).tolist()
             drafted = list(accumulate(by_cap[:0:-1]))[::-1]  # requests with at least k drafts
-            if drafted[0]:
+            if any(drafted):
                 total = [requests + n * reach for requests, n, reach in zip(total, drafted, averages.reach, strict=True)]
         return total

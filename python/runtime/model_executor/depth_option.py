@@ -18,7 +18,7 @@ class Option(NamedTuple):
         tokens: expected tokens that all its requests commit.
         seconds: expected time.
         widths: int32 [size], tokens of each window if they differ; None for full windows.
-        margin: fraction by which its rate must exceed that of other options.
+        margin: fraction of time lost because its drafts make requests finish at different times.
         error: relative error of its expected time.
     """
 

@@ -159,6 +159,13 @@ def test_the_command_line_takes_precedence_over_the_file(tmp_path: Path) -> None
         ("port: {", ["YAML"]),
         ("port: fast", ["'port'", "whole number", "'fast'"]),
         ("config: other.yaml", ["config"]),
+        ("enable-metrics:", ["'enable-metrics'", "True or False"]),
+        ("portt:", ["'portt'", "did you mean 'port'"]),
+        ("port: !!bool x", ["not YAML"]),
+        ("port: !!int x", ["not YAML"]),
+        ("port: !!timestamp x", ["not YAML"]),
+        ("[" * 3000, ["not YAML"]),
+        (r'port: "\ud800"', ["'port'", "whole number"]),
         ("port: 1\nmodel: m\nport: 2", ["'port' is given twice", "line 3"]),
     ],
 )

@@ -209,15 +209,16 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     content = read_yaml("--config", path)
     if not isinstance(content, dict | None):
         raise ConfigError(f"--config {path} must be a mapping of flags to values.")
-    given = {str(key): value for key, value in (content or {}).items() if value is not None}
     try:
-        return _values(given, strict=False)
+        return _values({str(key): value for key, value in (content or {}).items()}, strict=False)
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from error
 
 
 def _values(given: Mapping[str, object], strict: bool = True) -> dict[str, Any]:
-    """The values of `given` by field; without `strict`, numbers and truth values may be texts."""
+    """The values of `given` by field. Without `strict`, numbers and truth values may be texts, and None leaves a default, except for a
+    truth value: `enable-metrics:` looks as if it set the flag.
+    """
     by_name = {spelling.lstrip("-").replace("-", "_"): flag for flag in flags() for spelling in flag.spellings}
     names, values = dict[str, str](), dict[str, Any]()
     for key, value in given.items():
@@ -232,6 +233,8 @@ def _values(given: Mapping[str, object], strict: bool = True) -> dict[str, Any]:
         if flag.name in names:
             raise ConfigError(f"{names[flag.name]!r} and {key!r} are names of the same option. Give one of them.")
         names[flag.name] = key
+        if value is None and not strict and flag.kind is not bool:
+            continue
         values[flag.name] = _value(key, value, flag, strict)
     return values
 
@@ -244,7 +247,7 @@ def _value(key: str, value: object, flag: Flag, strict: bool) -> object:
         raise ConfigError(f"Option {key!r} must not have a null character; got {value!r}.")
     try:
         return msgspec.convert(value, flag.hint, strict=strict)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ConfigError(f"Option {key!r} must be {flag.expected}; got {value!r}.") from error
 
 

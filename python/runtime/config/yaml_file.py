@@ -19,7 +19,7 @@ def read_yaml(flag: str, path: Path, secret: bool = False) -> object:
         return yaml.load(read_small(path, MAX_MIB), _UniqueKeys)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {path} cannot be read: {unreadable(error)}.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, AttributeError, LookupError, RecursionError, ValueError) as error:  # as `!!bool x` raises KeyError
         why = ", or gives a name twice." if secret else f": {' '.join(str(error).split())}"
         raise ConfigError(f"{flag} {path} is not YAML{why}") from error
 

@@ -149,7 +149,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, TypeError) as error:  # TypeError: the name cannot be encoded
         listener.close()
         raise _cannot_listen(host, port, error) from error
     return listener
@@ -191,8 +191,8 @@ def _listener(args: ServerArgs) -> Iterator[socket.socket]:
                 Path(args.uds).unlink(missing_ok=True)
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    why = error.strerror or str(error)
+def _cannot_listen(host: str, port: int, error: OSError | TypeError) -> ConfigError:
+    why = (isinstance(error, OSError) and error.strerror) or str(error)
     return ConfigError(f"Cannot listen at {host} port {port}: {why.lower()}. Choose another --port or --host.")
 
 

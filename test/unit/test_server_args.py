@@ -30,6 +30,7 @@ from runtime.config.speculative_tuning import read_tuning
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.entrypoints import prepare
 from runtime.errors import ConfigError
+from runtime.launch_server import bind
 from runtime.managers.prefill_budget import PrefillBudget
 
 SGLANG_FLAGS = re.findall(
@@ -165,7 +166,7 @@ def test_the_command_line_takes_precedence_over_the_file(tmp_path: Path) -> None
         ("port: !!int x", ["not YAML"]),
         ("port: !!timestamp x", ["not YAML"]),
         ("[" * 3000, ["not YAML"]),
-        (r'port: "\ud800"', ["'port'", "whole number"]),
+        (r'port: "\ud800"', ["'port'", "UTF-8"]),
         ("port: 1\nmodel: m\nport: 2", ["'port' is given twice", "line 3"]),
     ],
 )
@@ -223,8 +224,19 @@ def test_a_path_that_is_too_long_names_no_file(flag: str) -> None:
 
 def test_a_null_character_in_an_option_is_refused(tmp_path: Path) -> None:
     (tmp_path / "talon.yaml").write_text(r'model-path: "a\0b"')
-    with pytest.raises(ConfigError, match="Option 'model-path' must not have a null character"):
+    with pytest.raises(ConfigError, match="Option 'model-path' must be UTF-8 without null characters"):
         parse(["--config", str(tmp_path / "talon.yaml")])
+
+
+def test_a_host_name_that_cannot_be_encoded_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Cannot listen at \u00e9\.\.\u00e9 port 0: encoding of hostname failed"):
+        bind("\u00e9..\u00e9", 0)
+
+
+@pytest.mark.parametrize("flag", ["--model-path", "--served-model-name", "--dtype"])
+def test_values_that_are_not_utf8_are_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}.*: must be UTF-8"):
+        parse([flag, os.fsdecode(b"a\xff")])
 
 
 @pytest.mark.parametrize("flag", ["--model-path", "--api-key-file", "--chat-template"])

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,8 @@ OTHER_SPELLINGS = {
 """SGLang's other names of flag values."""
 MISSPELT = 0.8
 """Minimum similarity at which an unknown name counts as a misspelling of a flag; a wrong guess would mislead."""
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+"""Null characters, and what Python makes of bytes that are not UTF-8."""
 _KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", tuple: "a list of whole numbers"}
 
 
@@ -243,11 +246,11 @@ def _value(key: str, value: object, flag: Flag, strict: bool) -> object:
     value = OTHER_SPELLINGS.get((flag.name, str(value)), value)
     if flag.kind is str and isinstance(value, (int, float, os.PathLike)) and not isinstance(value, bool):
         value = str(value)
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"Option {key!r} must not have a null character; got {value!r}.")
+    if isinstance(value, str) and _NO_TEXT.search(value):
+        raise ConfigError(f"Option {key!r} must be UTF-8 without null characters; got {value!r}.")
     try:
         return msgspec.convert(value, flag.hint, strict=strict)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+    except msgspec.ValidationError as error:
         raise ConfigError(f"Option {key!r} must be {flag.expected}; got {value!r}.") from error
 
 
@@ -296,6 +299,8 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 
 def _spelled(flag: Flag, text: str) -> object:
+    if _NO_TEXT.search(text):
+        raise argparse.ArgumentTypeError(f"must be UTF-8, not {text!r}")
     if flag.choices is not None and OTHER_SPELLINGS.get((flag.name, text), text) not in flag.choices:
         raise argparse.ArgumentTypeError(f"must be {flag.expected}, not {text!r}. {' '.join(flag.help.split())}")
     try:

@@ -109,6 +109,13 @@ def test_a_grammar_matches_its_texts_alone(backend: GrammarBackend, kind: str, g
     assert [text for text in bad if matches(made, text)] == []
 
 
+def test_an_empty_sequence_matches_the_empty_text(llguidance: GrammarBackend) -> None:
+    made = compiled(
+        llguidance, spec_of("structural_tag", structural({"type": "or", "elements": [TAG, {"type": "sequence", "elements": []}]}))
+    )
+    assert [matches(made, text) for text in ("", CALL, "x")] == [True, True, False]
+
+
 def test_control_tokens_in_tags_are_tokens(llguidance: GrammarBackend) -> None:
     made = compiled(llguidance, spec_of("structural_tag", structural(SPECIAL)))
     row = np.zeros(mask_words(VOCAB), dtype=np.int32)
@@ -134,6 +141,9 @@ def test_control_tokens_in_tags_are_tokens(llguidance: GrammarBackend) -> None:
         ("json_schema", {"type": "array", "uniqueItems": True}, 'Unimplemented keys: \\["uniqueItems"\\]'),
         ("json_schema", {"propertyNames": {"pattern": "^a"}}, 'Unimplemented keys: \\["propertyNames"\\]'),
         ("json_schema", {"type": "foo"}, "Invalid type: foo"),
+        ("json_schema", '{"const": NaN}', "It is not JSON: "),
+        ("json_schema", '{"const": 1e999}', "It is not JSON: "),
+        ("json_schema", r'{"const": "\ud800"}', "It is not JSON: "),
         ("json_schema", {"type": ""}, 'Invalid type: ""\\.'),
         ("json_schema", {"type": "<x>"}, "Invalid type: <x>\\."),
         ("json_schema", {"type": []}, "nsatisfiable"),

@@ -54,8 +54,7 @@ class LlguidanceBackend:
 
     def _source(self, spec: GrammarSpec) -> str:
         if spec.kind == "json_schema":
-            schema = without_notes(load_json_schema(spec.text))
-            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE})
+            return _json_grammar(json.dumps(without_notes(load_json_schema(spec.text))))
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(unanchored(spec.text))
         if spec.kind == "structural_tag":
@@ -86,6 +85,13 @@ class LlguidanceMatcher:
         address = ctypes.addressof(ctypes.c_byte.from_buffer(row.data))  # 0.2 us; `row.ctypes.data` takes 3
         self._matcher.unsafe_compute_mask_ptr(address, row.nbytes)
         return self._matcher.get_error() if self._matcher.is_error() else ""
+
+
+def _json_grammar(schema: str) -> str:
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    except ValueError as error:  # NaN, a number above those of float64, or half a surrogate pair, which Python's parser accepts
+        raise GrammarError("json_schema", f"It is not JSON: {error}.") from error
 
 
 def _lark(ebnf: str) -> str:

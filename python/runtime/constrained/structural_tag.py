@@ -184,7 +184,7 @@ class LarkWriter:
 
     def _sequence(self, elements: Sequence[Format]) -> str:
         terms = []
-        for element, following in zip(elements, [*elements[1:], None], strict=True):
+        for element, following in zip(elements, [*elements[1:], None], strict=False):
             previous_is_text = terms and terms[-1] == "any"
             if isinstance(element, AnyText) and following is not None:
                 if not isinstance(following, ConstString | Tag):

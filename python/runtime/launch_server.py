@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import io
 import json
 import logging
 import os
@@ -109,12 +110,17 @@ def _reload_later(*_: object) -> None:
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null in place of standard streams that the parent closed; sockets and pipes would get their numbers."""
+    """Open /dev/null in place of standard streams that the parent closed; sockets and pipes would get their numbers.
+
+    Stdout escapes what its encoding lacks, as stderr does.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def reset_signals() -> None:

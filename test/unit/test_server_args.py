@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from runtime.config.speculative_tuning import read_tuning
 from runtime.config.synthetic_acceptance import synthetic_acceptance
 from runtime.entrypoints import prepare
 from runtime.errors import ConfigError
-from runtime.launch_server import bind
+from runtime.launch_server import bind, open_standard_streams
 from runtime.managers.prefill_budget import PrefillBudget
 
 SGLANG_FLAGS = re.findall(
@@ -226,6 +227,14 @@ def test_a_null_character_in_an_option_is_refused(tmp_path: Path) -> None:
     (tmp_path / "talon.yaml").write_text(r'model-path: "a\0b"')
     with pytest.raises(ConfigError, match="Option 'model-path' must be UTF-8 without null characters"):
         parse(["--config", str(tmp_path / "talon.yaml")])
+
+
+def test_stdout_escapes_what_its_encoding_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    open_standard_streams()
+    print("serving \u2603", flush=True)
+    assert written.getvalue() == b"serving \\u2603\n"
 
 
 def test_a_host_name_that_cannot_be_encoded_is_refused() -> None:

@@ -165,6 +165,11 @@ def test_control_tokens_in_tags_are_tokens(llguidance: GrammarBackend) -> None:
         ("structural_tag", structural({**TRIGGERED, "triggers": ["<g"]}), "begins with none of the triggers"),
         ("structural_tag", structural({"type": "grammar", "grammar": 'root ::= "a"{x'}), "Expected integer"),
         ("structural_tag", structural({"type": "json_schema", "json_schema": False}), "No value satisfies"),
+        (
+            "structural_tag",
+            structural({"type": "sequence", "elements": [{"type": "any_text"}, {"type": "const_string", "value": ""}]}),
+            "is followed by an empty text",
+        ),
     ],
 )
 def test_a_grammar_that_cannot_be_used_is_refused(llguidance: GrammarBackend, kind: str, grammar: Any, reason: str) -> None:

@@ -235,6 +235,8 @@ class LarkWriter:
 
     def _text_until(self, end: str) -> str:
         """Any text up to and including the first `end`."""
+        if not end:
+            raise GrammarError(KIND, "any_text in a sequence is followed by an empty text.")
         following = self._spelled.search(end)
         if following is not None and following.start() == 0:  # free text contains no control token
             return self._rule(f"{TEXT} {self._literal(end)}")

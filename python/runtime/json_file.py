@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ConfigError
-from runtime.small_file import read_small, unreadable
 
 
 def read_object(path: Path, missing: str = "") -> dict[str, Any]:
@@ -20,11 +19,11 @@ def read_object(path: Path, missing: str = "") -> dict[str, Any]:
         ConfigError: it is missing or unreadable, or holds something else.
     """
     try:
-        content = json.loads(read_small(path))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(missing or f"{path} is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {unreadable(error)}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: it is not valid JSON: {str(error)[:120]}") from error
     if not isinstance(content, dict):

@@ -267,11 +267,16 @@ def test_layers_may_differ_and_latent_caches_work() -> None:
         assert torch.equal(cache.flatten(0, 1)[target], old[source])
 
 
-def long_world(num_kv_heads: int) -> World:
-    """One request per row over a pool of noise, with the embedded model's head size; the rows' pages lie side by side."""
+def per_head(num_kv_heads: int, sinks: torch.Tensor | None = None) -> AttentionSpec:
+    """Nine heads of the embedded model's size."""
+    return AttentionSpec(0, 9, KVSpec("gqa", num_kv_heads, 64, 64, torch.float32), 0.125, sinks=sinks)
+
+
+def long_world(layer: AttentionSpec) -> World:
+    """One request per row over a pool of noise; the rows' pages lie side by side."""
     rng = np.random.default_rng(0)
     pages = LONG // 16
-    layers = (AttentionSpec(0, 9, KVSpec("gqa", num_kv_heads, 64, 64, torch.float32), 0.125),)
+    layers = (layer,)
     pool = KVPool([layers[0].kv], 2 * pages, 16, CPU)
     for cache in (*pool.k, *pool.v):
         cache.copy_(torch.from_numpy(rng.standard_normal(cache.shape).astype(np.float32)))
@@ -283,7 +288,7 @@ def long_world(num_kv_heads: int) -> World:
 @pytest.mark.parametrize("widths", [[1, 1], [4, 4]])
 def test_a_long_request_pads_no_short_one(widths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    world, keys = long_world(3), list[int]()
+    world, keys = long_world(per_head(3)), list[int]()
     whole = torch_native.stable_attention
     monkeypatch.setattr(torch_native, "stable_attention", lambda q, k, *rest: keys.append(k.shape[0] * k.shape[2]) or whole(q, k, *rest))
 
@@ -300,12 +305,21 @@ def test_a_long_request_pads_no_short_one(widths: list[int], monkeypatch: pytest
     assert len(keys) == 1, "lengths that differ little are one call"
 
 
-@pytest.mark.parametrize("num_kv_heads", [3, 9])
+KINDS = {
+    "grouped": per_head(3),
+    "one query head per KV head": per_head(9),
+    "sinks": per_head(3, torch.linspace(-2.0, 2.0, 9)),
+    "latent": AttentionSpec(0, 9, KVSpec("mla", 1, 96, 64, torch.float32), 0.125),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 2, 5, 34, 97, 257, 300, 417, 513, 770, 1090])
-def test_a_query_gets_the_same_bits_in_every_pass(length: int, num_kv_heads: int) -> None:
+def test_a_query_gets_the_same_bits_in_every_pass(length: int, kind: str) -> None:
     """Alone, in a window, beside a longer request, in a prompt, and in a prompt behind a cached prefix."""
-    world = long_world(num_kv_heads)
-    queries = torch.from_numpy(np.random.default_rng(1).standard_normal((LONG, 9, 64)).astype(np.float32))
+    world = long_world(KINDS[kind])
+    shape = (LONG, 9, KINDS[kind].kv.key_dim)
+    queries = torch.from_numpy(np.random.default_rng(1).standard_normal(shape).astype(np.float32))
 
     def run(mode: ForwardMode, rows: list[int], seq_lens: list[int], widths: list[int]) -> torch.Tensor:
         batch = make_batch(mode, rows, seq_lens, widths, world.table)

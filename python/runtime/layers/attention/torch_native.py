@@ -47,7 +47,7 @@ class TorchNativeAttention(AttentionBackend):
 
     Eager only: `prepare` allocates and reads `seq_len_bounds`. A fixed-width pass is one padded batch; an EXTEND pass has one segment per
     request, and a pass over ragged windows one per run of equal widths. If the lengths are `uneven`, each request has a separate segment.
-    Layers with sinks use `explicit_attention`.
+    On other devices than a CPU, layers with sinks use `explicit_attention`.
     """
 
     caps = ATTENTION_CAPS["torch_native"]
@@ -134,18 +134,20 @@ class TorchNativeAttention(AttentionBackend):
 
     def _attend(self, q: torch.Tensor, layer: AttentionSpec, segment: Segment, batch: ForwardBatch) -> torch.Tensor:
         requests, width = segment.query_pos.shape
-        k, v = (gather(slots, segment, self._pool.page_size) for slots in self._pool.flat(layer.layer_id))
+        caches = self._pool.flat(layer.layer_id)
+        k = gather(caches[0], segment, self._pool.page_size)
+        v = k if layer.kv.kind == "mla" else gather(caches[1], segment, self._pool.page_size)
         if layer.kv_scales is not None:
             k, v = (cache.to(q.dtype) * scale.to(q.dtype) for cache, scale in zip((k, v), layer.kv_scales, strict=True))
         queries = q[segment.tokens].view(requests, width, layer.num_q_heads, -1).type_as(k)
-        if layer.sinks is not None:
+        if layer.sinks is not None and k.device.type != "cpu":
             mask = self._mask_for(segment, layer, batch, k.dtype, 1)[:, :, :width]
             out = explicit_attention(queries.transpose(1, 2), k, v, mask, layer).transpose(1, 2).flatten(2)
         elif layer.causal and layer.window in segment.unmasked:
-            out = stable_attention(queries, k, v, None, layer.scale, self._shapes)
+            out = stable_attention(queries, k, v, None, layer, self._shapes)
         else:
             group = self._group(requests, width, layer.num_q_heads // k.shape[1])
-            out = stable_attention(queries, k, v, self._mask_for(segment, layer, batch, k.dtype, group), layer.scale, self._shapes, group)
+            out = stable_attention(queries, k, v, self._mask_for(segment, layer, batch, k.dtype, group), layer, self._shapes, group)
         return out.flatten(0, 1).type_as(q)
 
     def _group(self, requests: int, width: int, heads: int) -> int:
@@ -155,7 +157,13 @@ class TorchNativeAttention(AttentionBackend):
 
 
 def stable_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, shapes: StableShapes, group: int = 1
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    layer: AttentionSpec,
+    shapes: StableShapes,
+    group: int = 1,
 ) -> torch.Tensor:
     """Attend with the same bits for a query in every pass on a CPU. Returns [B, q, H * value_dim].
 
@@ -163,8 +171,10 @@ def stable_attention(
 
     Args:
         q: [B, q, H, key_dim].
-        k, v: [B, G, S, key_dim] and [B, G, S, value_dim], S from `shapes.key_count`.
+        k, v: [B, G, S, key_dim] and [B, G, S, value_dim], S from `shapes.key_count`; whole latent rows for both, because torch's kernel
+            takes only values as wide as keys.
         mask: from `mask_rows`, added to the scores; None for causal attention from position 0.
+        layer: with sinks only on a CPU.
         shapes: the shapes that give the same bits.
         group: number of query heads that share a GEMM: 1, or H / G with a mask.
     """
@@ -173,12 +183,29 @@ def stable_attention(
         rows = q.view(batch, num_heads // group, group, dim)
     else:
         rows = q.view(batch, width, num_heads // group, group, dim).transpose(1, 2).flatten(2, 3)
-    if missing := shapes.missing_rows(width * group):
+    count = width * group
+    if missing := shapes.missing_rows(count):
         rows = F.pad(rows, (0, 0, 0, missing))
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
-    if missing:
-        out = out[:, :, : width * group]
+    if layer.sinks is None:
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=mask is None, scale=layer.scale, enable_gqa=True)
+    else:
+        out = _attention_with_sinks(rows, k, v, mask, layer.scale, layer.sinks.float().view(-1, group).repeat(1, width))
+    if out.shape[2:] != (count, layer.kv.value_dim):
+        out = out[:, :, :count, : layer.kv.value_dim]
     return out.reshape(batch, 1, -1) if width == 1 else out.unflatten(2, (width, group)).transpose(1, 2).flatten(2)
+
+
+def _attention_with_sinks(
+    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, sinks: torch.Tensor
+) -> torch.Tensor:
+    """torch's attention on a CPU, multiplied by the share of the softmax that is not the sink's; `sinks` [heads, rows], without padding.
+
+    The sigmoid is written out, because `torch.sigmoid` rounds differently in the last elements of a tensor.
+    """
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, log_sums = attend(rows, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
+    count = sinks.shape[1]
+    return out[:, :, :count] / (1 + torch.exp(sinks - log_sums[:, :, :count]))[..., None]
 
 
 def mask_rows(mask: torch.Tensor, group: int, shapes: StableShapes) -> torch.Tensor:
@@ -190,7 +217,7 @@ def mask_rows(mask: torch.Tensor, group: int, shapes: StableShapes) -> torch.Ten
 def head_kinds(shape: AttentionShape) -> frozenset[HeadKind]:
     """The kinds of heads of the layers."""
     kinds = ((layer.kv, shape.dtype if layer.kv.scaled else layer.kv.dtype) for layer in shape.layers)
-    return frozenset(HeadKind(kv.key_dim, kv.value_dim, dtype) for kv, dtype in kinds)
+    return frozenset(HeadKind(kv.key_dim, kv.key_dim if kv.kind == "mla" else kv.value_dim, dtype) for kv, dtype in kinds)
 
 
 def uneven(seq_lens: npt.NDArray[np.int32]) -> bool:

@@ -267,9 +267,9 @@ def test_layers_may_differ_and_latent_caches_work() -> None:
         assert torch.equal(cache.flatten(0, 1)[target], old[source])
 
 
-def per_head(num_kv_heads: int, sinks: torch.Tensor | None = None) -> AttentionSpec:
+def per_head(num_kv_heads: int, sinks: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> AttentionSpec:
     """Nine heads of the embedded model's size."""
-    return AttentionSpec(0, 9, KVSpec("gqa", num_kv_heads, 64, 64, torch.float32), 0.125, sinks=sinks)
+    return AttentionSpec(0, 9, KVSpec("gqa", num_kv_heads, 64, 64, dtype), 0.125, sinks=sinks)
 
 
 def long_world(layer: AttentionSpec) -> World:
@@ -309,6 +309,7 @@ KINDS = {
     "grouped": per_head(3),
     "one query head per KV head": per_head(9),
     "sinks": per_head(3, torch.linspace(-2.0, 2.0, 9)),
+    "bfloat16": per_head(3, dtype=torch.bfloat16),
     "latent": AttentionSpec(0, 9, KVSpec("mla", 1, 96, 64, torch.float32), 0.125),
 }
 
@@ -319,7 +320,7 @@ def test_a_query_gets_the_same_bits_in_every_pass(length: int, kind: str) -> Non
     """Alone, in a window, beside a longer request, in a prompt, and in a prompt behind a cached prefix."""
     world = long_world(KINDS[kind])
     shape = (LONG, 9, KINDS[kind].kv.key_dim)
-    queries = torch.from_numpy(np.random.default_rng(1).standard_normal(shape).astype(np.float32))
+    queries = torch.from_numpy(np.random.default_rng(1).standard_normal(shape).astype(np.float32)).to(KINDS[kind].kv.dtype)
 
     def run(mode: ForwardMode, rows: list[int], seq_lens: list[int], widths: list[int]) -> torch.Tensor:
         batch = make_batch(mode, rows, seq_lens, widths, world.table)
